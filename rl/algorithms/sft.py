@@ -1,0 +1,24 @@
+"""SFT: supervised fine-tuning on the responses in the data; here the warm-up before reinforcement learning.
+
+    loss = - sum_t log pi(y_t | x, y_<t) / number of response tokens in the mini-batch
+
+Only response tokens (with the end-of-sequence token) count. Same engine, packing, optimizer and checkpoints as the RL
+algorithms; no generation engine is built unless validation asks for one. A step is one batch of data.prompts_per_step.
+"""
+
+from rl.config import Config
+from rl.objectives.aggregate import aggregate
+from rl.phases import Phases, Totals
+from rl.training.packing import MicroBatch
+
+def step(phases: Phases, config: Config) -> None:
+    phases.update(phases.targets(phases.draw_prompts()), loss)
+
+
+def loss(micro: MicroBatch, totals: Totals):
+    """Negative log-likelihood of one micro-batch, divided by the mini-batch's tokens."""
+    nll = aggregate(
+        -micro.logprobs, micro.mask, micro.lengths, "token-mean",
+        num_tokens=totals.num_tokens, num_samples=totals.num_samples,
+    )  # fmt: skip
+    return nll, {"sft/loss": nll}

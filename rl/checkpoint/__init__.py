@@ -1,0 +1,1 @@
+"""Checkpoints of a run, sharded and layout-free, and export to Hugging Face format."""

@@ -1,0 +1,76 @@
+"""Writing the policy as a Hugging Face checkpoint directory that transformers and vLLM load."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from rl.training.engine import TrainingEngine
+
+MAX_FILE_BYTES = 4 << 30
+"""Size of one safetensors file, and about the memory that the export takes on rank 0."""
+
+
+def export_hf(trainer: TrainingEngine, source: str, target: str) -> None:
+    """Write the trainer's weights to `target`, with config and tokenizer files copied from the checkpoint `source`.
+
+    Collective over the world; rank 0 writes. The directory appears under its name only when it is whole.
+    """
+    writes = dist.get_rank() == 0
+    final, partial = Path(target), Path(target + ".partial")
+    files: list[dict[str, torch.Tensor]] = []
+    index, pending, pending_bytes, total_bytes = {}, {}, 0, 0
+    if writes:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def flush():
+        name = f"model-{len(files) + 1:05d}.safetensors"
+        save_file(pending, partial / name, metadata={"format": "pt"})
+        files.append(name)
+        index.update(dict.fromkeys(pending, name))
+
+    for name, tensor in trainer.full_weights():
+        if not writes:
+            continue
+        size = tensor.numel() * tensor.element_size()
+        if pending and pending_bytes + size > MAX_FILE_BYTES:
+            flush()
+            pending, pending_bytes = {}, 0
+        pending[name] = tensor.cpu().contiguous()
+        pending_bytes += size
+        total_bytes += size
+    if writes:
+        flush()
+        _name_files(partial, files, index, total_bytes)
+        _copy_config(Path(source), partial, pending[next(iter(pending))].dtype)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+    dist.barrier()
+
+
+def _name_files(directory: Path, files: list[str], index: dict[str, str], total_bytes: int) -> None:
+    """Hugging Face's names: model.safetensors, or model-00001-of-0000N.safetensors with an index."""
+    if len(files) == 1:
+        (directory / files[0]).rename(directory / "model.safetensors")
+        return
+    renamed = {name: name.replace(".safetensors", f"-of-{len(files):05d}.safetensors") for name in files}
+    for old, new in renamed.items():
+        (directory / old).rename(directory / new)
+    weight_map = {tensor: renamed[file] for tensor, file in index.items()}
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
+
+
+def _copy_config(source: Path, target: Path, dtype: torch.dtype) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    for pattern in ("*token*", "generation_config.json", "vocab*", "merges.txt", "*.jinja"):
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copy(path, target / path.name)

@@ -1,0 +1,70 @@
+"""Checkpoints of a run: `<run.dir>/checkpoints/step_NNNNNN`, each complete or absent.
+
+Weights, optimizer and run state are written by Megatron's distributed checkpointing in a layout-free format: a run may
+continue on another world size or another tp and pp. A checkpoint is written beside its name and renamed when it is whole.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from rl.training.engine import TrainingEngine
+
+# fully_reshardable: the optimizer's shards can be loaded in another layout. Megatron's default cannot even be saved.
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "non_homogeneous_layers": True,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+class CheckpointStore:
+    """The checkpoints of one run directory. Methods are collective over the world unless they say otherwise."""
+
+    def __init__(self, run_dir: str, *, keep: int):
+        self.directory = Path(run_dir, "checkpoints")
+        self.keep = keep
+
+    def save(self, step: int, trainer: TrainingEngine, state: dict) -> None:
+        """Write the checkpoint of a step; `state` is plain data, alike on every rank. Then remove the oldest."""
+        final = self.directory / f"step_{step:06d}"
+        partial = final.with_suffix(".partial")
+        if dist.get_rank() == 0:
+            for leftover in (partial, final):
+                shutil.rmtree(leftover, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        dist_checkpointing.save(_sharded(trainer) | {"run": {"step": step, **state}}, str(partial), ("torch_dist", 1))
+        if dist.get_rank() == 0:
+            partial.rename(final)
+            for old in self._complete()[: -self.keep] if self.keep else []:
+                shutil.rmtree(old)
+        dist.barrier()
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, as rank 0 sees it."""
+        found = [self._complete()[-1:] if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found, src=0)
+        return found[0][0] if found[0] else None
+
+    def load(self, path: Path, trainer: TrainingEngine) -> dict:
+        """Load weights and optimizer; returns the run state with `step`."""
+        loaded = dist_checkpointing.load(_sharded(trainer, is_loading=True) | {"run": {}}, str(path))
+        trainer.policy.load_state_dict(loaded["model"], strict=False)
+        with torch.no_grad():
+            trainer.optimizer.load_state_dict(loaded["optimizer"])
+        return loaded["run"]
+
+    def _complete(self) -> list[Path]:
+        return sorted(p for p in self.directory.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
+
+
+def _sharded(trainer: TrainingEngine, is_loading: bool = False) -> dict:
+    state = {"model": trainer.policy.sharded_state_dict(metadata=_METADATA)}
+    state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
+    return state

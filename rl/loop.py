@@ -1,0 +1,100 @@
+"""The run: set-up, steps, validation, checkpoints, the log."""
+
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rl.algorithms import ALGORITHMS
+from rl.checkpoint.hf import export_hf
+from rl.checkpoint.store import CheckpointStore
+from rl.config import Config, needs_engine
+from rl.inputs import Inputs
+from rl.phases import Phases
+from rl.rollout.engine import RolloutEngine
+from rl.runtime.agreement import fail_together
+from rl.runtime.device import Device
+from rl.runtime.metrics import MetricLog, step_line
+from rl.runtime.progress import Progress
+from rl.runtime.record import record_run
+from rl.training.engine import TrainingEngine
+from rl.training.grid import build_grid
+from rl.validation import validate
+
+
+def run(config: Config, inputs: Inputs, device: Device) -> None:
+    """Take the run from its newest checkpoint, or the start, to its end. Collective over the world.
+
+    Raises ConfigError, on every rank alike, for weights that do not fit their config.json.
+    """
+    started = time.perf_counter()
+    leads = dist.get_rank() == 0
+    progress = Progress(leads)
+    progress.line(f"{config.run.name}: {config.algorithm}, {dist.get_world_size()} ranks, {len(inputs.prompts)} prompts")
+
+    grid = build_grid(tp=config.training.tp, pp=config.training.pp, seed=config.run.seed)
+    with fail_together():
+        trainer = TrainingEngine(config, inputs.hf, grid, device)
+    engine = RolloutEngine(config, device) if needs_engine(config) else None
+    phases = Phases(
+        config,
+        device=device,
+        trainer=trainer,
+        engine=engine,
+        tokenizer=inputs.tokenizer,
+        prompts=inputs.prompts,
+        reward=inputs.reward,
+        progress=progress,
+    )
+    store = CheckpointStore(config.run.dir, keep=config.checkpoint.keep)
+    last_step = _resume(config, store, phases)
+    log = None
+    if leads:
+        log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=last_step or None)
+        record_run(config)
+    resumed = f", resuming after step {last_step}" if last_step else ""
+    progress.line(f"ready in {time.perf_counter() - started:.1f} s, run directory {config.run.dir}{resumed}")
+    _train(config, inputs, phases, store, log, last_step)
+    if config.checkpoint.export_hf:
+        export_hf(trainer, config.model.path, str(Path(config.run.dir, "hf")))
+    if log is not None:
+        log.close()
+
+
+def _resume(config: Config, store: CheckpointStore, phases: Phases) -> int:
+    """Load the newest checkpoint if there is one and it is wanted; returns its step, else 0."""
+    newest = store.newest() if config.checkpoint.resume == "auto" else None
+    if newest is None:
+        return 0
+    state = store.load(newest, phases.trainer)
+    phases.sampler.load_state_dict(state["sampler"])
+    return state["step"]
+
+
+def _train(config: Config, inputs: Inputs, phases: Phases, store: CheckpointStore, log: MetricLog | None, last_step: int):
+    algorithm = ALGORITHMS[config.algorithm]
+    max_steps, world = config.run.max_steps, dist.get_world_size()
+
+    def finish_step(step):
+        if log is not None:
+            log.write(step, phases.metrics)
+            phases.progress.line(step_line(step, max_steps, phases.metrics))
+
+    if inputs.held_out and config.validation.before_training and last_step == 0:
+        phases.begin_step(0)
+        validate(phases, inputs.held_out, config)
+        finish_step(0)
+    for step in range(last_step + 1, max_steps + 1):
+        phases.begin_step(step)
+        with phases.timed("step"):
+            algorithm.step(phases, config)
+        seconds, tokens = phases.metrics["timing_s/step"], phases.num_tokens
+        phases.metrics["perf/total_num_tokens"] = tokens
+        phases.metrics["perf/throughput"] = tokens / seconds / world
+        if inputs.held_out and (step % config.validation.every == 0 or step == max_steps):
+            validate(phases, inputs.held_out, config)
+        every = config.checkpoint.every
+        if every and (step % every == 0 or step == max_steps):
+            with phases.timed("save_checkpoint"):
+                store.save(step, phases.trainer, {"sampler": phases.sampler.state_dict()})
+        finish_step(step)

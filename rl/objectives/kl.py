@@ -1,0 +1,59 @@
+"""Estimators of the KL divergence from the reference policy, per token.
+
+Shapes: `T` response tokens, flat. At masked positions the inputs may hold anything, NaN included: they are replaced before
+the first nonlinear operation, so neither value nor gradient sees them.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""k3 only: the log-ratio is clamped to +- this before exp, as in verl."""
+MAX_K3 = 10.0
+"""k3 only: the estimate of one token is clamped to this from above, as in verl. Where it binds the gradient is 0."""
+
+
+def kl(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: Literal["k1", "abs", "k2", "k3"]
+) -> Tensor:
+    """One-sample estimate of KL(policy || reference) for tokens drawn from the policy.
+
+    With d = logprobs - ref_logprobs (Schulman, 'Approximating KL divergence', http://joschu.net/blog/kl-approx.html):
+
+        k1   d                     unbiased, can be negative
+        abs  |d|                   not an estimate of the KL, a distance
+        k2   d^2 / 2               biased, low variance
+        k3   exp(-d) - 1 + d       unbiased, never negative; GRPO's choice (arXiv:2402.03300, equation 4)
+
+    These are estimates of the value. As a term of the loss the gradient counts: the mean gradient of k2 is that of
+    KL(policy || reference), that of k1 is 0, and that of k3 belongs to KL(reference || policy).
+
+    k3 is clamped as in verl: -d to +- MAX_LOG_RATIO, and the result to MAX_K3. The latter binds for d < -2.6 and
+    d > 11; such a token adds a constant 10 and pulls the policy nowhere, and k3 is then too small on average.
+
+    Args:
+        logprobs: floating [T], log-probabilities of the tokens under the policy.
+        ref_logprobs: floating [T], those under the reference policy.
+        mask: bool or 0/1 [T], the tokens that count.
+        estimator: which formula.
+
+    Returns:
+        [T], nats, 0 at masked positions.
+
+    Raises:
+        ValueError: unknown estimator.
+    """
+    d = torch.where(mask.bool(), logprobs - ref_logprobs, 0.0)
+    if estimator == "k1":
+        return d
+    if estimator == "abs":
+        return d.abs()
+    if estimator == "k2":
+        return 0.5 * d.square()
+    if estimator == "k3":
+        log_ratio = (-d).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # expm1, because exp(x) - 1 - x has no digit left in float32 for the small x of a healthy run.
+        return (torch.expm1(log_ratio) - log_ratio).clamp(max=MAX_K3)
+    raise ValueError(f"KL estimator {estimator!r} is not one of k1, abs, k2, k3")

@@ -1,0 +1,66 @@
+"""Reductions over samples that lie end to end in one flat tensor, and their transpose.
+
+Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] says how many belong to each, zeros
+allowed.
+
+The obvious spellings are avoided for a reason each. `index_add` and the backward pass of `repeat_interleave` add with
+atomics on CUDA, so the result changes from run to run. A difference of `cumsum` loses digits and carries a NaN of one
+sample into all later ones. `torch.segment_reduce` sums each segment in a fixed order, but rejects B == 0, and its own
+backward pass walks a segment with a single thread on CUDA. A segment sum and `expand` are each other's transpose, so here
+each is the other's backward pass: deterministic in both directions and differentiable any number of times.
+"""
+
+import torch
+from torch import Tensor
+
+
+class _SegmentSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, lengths: Tensor) -> Tensor:
+        ctx.save_for_backward(lengths)
+        return _reduce(x, lengths)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (lengths,) = ctx.saved_tensors
+        return _Expand.apply(grad, lengths), None
+
+
+class _Expand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, per_sample: Tensor, lengths: Tensor) -> Tensor:
+        ctx.save_for_backward(lengths)
+        return torch.repeat_interleave(per_sample, lengths)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (lengths,) = ctx.saved_tensors
+        return _SegmentSum.apply(grad, lengths), None
+
+
+def _reduce(x: Tensor, lengths: Tensor) -> Tensor:
+    if len(lengths) == 0:
+        assert len(x) == 0, f"{len(x)} tokens, but no sample to hold them"
+        return x.new_zeros(0)
+    # float64: the order within a segment is fixed and serial on CPU, so float32 would lose digits on long responses.
+    # segment_reduce itself checks that lengths are not negative and sum to T.
+    return torch.segment_reduce(x.contiguous().double(), "sum", lengths=lengths).to(x.dtype)
+
+
+def segment_sum(x: Tensor, lengths: Tensor) -> Tensor:
+    """Sum of each sample's tokens: x [T] floating, lengths int64 [B] -> [B] of x's dtype.
+
+    Sums in float64. An empty sample gives 0; a NaN stays within its sample. Raises RuntimeError if lengths do not sum to T.
+    """
+    return _SegmentSum.apply(x, lengths)
+
+
+def segment_mean(x: Tensor, lengths: Tensor) -> Tensor:
+    """Mean over each sample's tokens: x [T] floating, lengths int64 [B] -> [B] of x's dtype. An empty sample gives 0."""
+    return segment_sum(x, lengths) / lengths.clamp(min=1)
+
+
+def expand(per_sample: Tensor, lengths: Tensor) -> Tensor:
+    """Give each token its sample's value: per_sample [B] floating, lengths int64 [B] -> [T] of the same dtype."""
+    assert per_sample.shape == lengths.shape, f"{tuple(per_sample.shape)} values for {tuple(lengths.shape)} lengths"
+    return _Expand.apply(per_sample, lengths)

@@ -1,0 +1,498 @@
+"""Typed option trees: nested dataclasses filled from an algorithm's defaults, a YAML file and dotted overrides.
+
+    config = load(Config, "run.yaml", ["training.tp=2", "rollout={top_p: 0.9, stop: [END]}"])
+
+Later layers win: dataclass defaults <- `defaults` <- YAML file <- overrides in their order. Everything is strict: an
+unknown key, a duplicate key or a value of the wrong type is a `ConfigError`. To read a key before the algorithm's defaults
+are known, build twice from what was read once:
+
+    raw = read("run.yaml", overrides)
+    config = build(Config, raw, DEFAULTS[build(Config, raw).algorithm])
+
+Fields may be int, float, str, bool, Literal, list[T], dict[str, T], Any, each also `| None`, and nested dataclasses
+("sections"). The rules that are not obvious:
+- float takes an int, and a string that is a number (`"1e-6"`). bool is no int, and 3.0 is no int.
+- YAML scalars follow YAML 1.2, so `1e-6` is a number, `yes`, `off` and `2024-01-31` are strings and `1:30` is not 90.
+- An override `a.b=value` is read as YAML. For a str its text is taken as it stands, so `run.name=42` names the run "42",
+  and for list[T] a scalar of type T stands for a list of one: `data.train=a.jsonl`.
+- A mapping given for a section sets the keys it names; a value given for a dict replaces the whole dict, and
+  `reward.kwargs.limit=3` sets one of its keys.
+"""
+
+import argparse
+import ast
+import copy
+import difflib
+import functools
+import inspect
+import json
+import math
+import re
+import shutil
+import textwrap
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from os import PathLike
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """One sentence for the user: the key, what was found, what was expected and what would work."""
+
+
+# Building a tree ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Override:
+    key: str
+    """Dotted key."""
+    text: str
+    """What followed the first '='."""
+    value: Any
+    """The text read as YAML."""
+
+    @property
+    def source(self) -> str:
+        return f"override '{self.key}={self.text}'"
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A YAML file and overrides, read but not yet held against a tree of dataclasses."""
+
+    source: str
+    """Path of the file, for messages."""
+    tree: dict
+    overrides: tuple[Override, ...]
+
+
+def load(
+    cls: type[T],
+    path: str | PathLike | None,
+    overrides: Iterable[str] = (),
+    defaults: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+) -> T:
+    """The tree of type `cls` from `defaults` (dotted key -> value), the file at `path` (None: no file) and `overrides`."""
+    return build(cls, read(path, overrides), defaults)
+
+
+def read(path: str | PathLike | None, overrides: Iterable[str] = ()) -> Raw:
+    """Read a YAML file and overrides `a.b=value`. ConfigError where either is not well-formed."""
+    tree = {} if path is None else read_file(path)
+    return Raw(str(path), tree, tuple(read_override(text) for text in overrides))
+
+
+def build(cls: type[T], raw: Raw, defaults: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> T:
+    """A new tree of type `cls`: its own defaults <- `defaults` <- `raw`. ConfigError on the first unknown key or wrong type."""
+    config = cls()
+    for key, value in dict(defaults).items():
+        Layer(cls, "defaults").assign(config, key, value)
+    Layer(cls, raw.source).fill(config, raw.tree)
+    for override in raw.overrides:
+        Layer(cls, override.source).assign(config, override.key, override.value, override.text)
+    return config
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of values, written over a tree."""
+
+    root: type
+    source: str
+
+    def fill(self, section: Any, mapping: dict, prefix: str = "") -> None:
+        for name, value in mapping.items():
+            self.put(section, name, value, prefix)
+
+    def put(self, section: Any, name: str, value: Any, prefix: str, text: str | None = None) -> None:
+        """Set the field `name` of `section`, whose dotted key is `prefix`."""
+        annotation = annotations(type(section)).get(name)
+        if annotation is None:
+            self.unknown(prefix, name, leaf=name)
+        key = join(prefix, name)
+        if not is_dataclass(annotation):
+            setattr(section, name, convert(value, annotation, key=key, source=self.source, text=text))
+        elif isinstance(value, dict):
+            self.fill(getattr(section, name), value, key)
+        elif value is None:
+            raise ConfigError(f"Section '{key}' ({self.source}) is null; give it at least one key or leave it out.")
+        else:
+            raise ConfigError(f"'{key}' ({self.source}) is a section and needs a mapping of its keys; found {found(value)}.")
+
+    def assign(self, config: Any, dotted: str, value: Any, text: str | None = None) -> None:
+        """Set one dotted key; below a dict[str, ...] field the rest of the key leads into the dict."""
+        section, prefix = config, ""
+        *parents, leaf = dotted.split(".")
+        for depth, name in enumerate(parents):
+            annotation = annotations(type(section)).get(name)
+            if annotation is None:
+                self.unknown(prefix, name, leaf=leaf)
+            prefix = join(prefix, name)
+            if get_origin(annotation) is dict:
+                value = self.dict_with(getattr(section, name), [*parents[depth + 1 :], leaf], value, prefix)
+                return setattr(section, name, convert(value, annotation, key=prefix, source=self.source))
+            if not is_dataclass(annotation):
+                raise ConfigError(f"'{prefix}' is {type_name(annotation)}, not a section, so '{dotted}' ({self.source}) does not exist.")
+            section = getattr(section, name)
+        self.put(section, leaf, value, prefix, text)
+
+    def dict_with(self, old: dict, path: list[str], value: Any, prefix: str) -> dict:
+        """A copy of `old` with `value` at the nested `path`."""
+        new = copy.deepcopy(old)
+        inner = new
+        for name in path[:-1]:
+            inner, prefix = inner.setdefault(name, {}), join(prefix, name)
+            if not isinstance(inner, dict):
+                raise ConfigError(f"'{prefix}' is {found(inner)}, not a mapping, so {self.source} cannot set a key in it.")
+        inner[path[-1]] = value
+        return new
+
+    def unknown(self, prefix: str, name: Any, leaf: Any) -> NoReturn:
+        keys = tree_keys(self.root)
+        place = f"in section '{prefix}'" if prefix else "at the top level"
+        near = nearest_keys(self.root, prefix, str(name), str(leaf))
+        if name in keys and "." in name:
+            advice = "in a YAML file nest the key in its section."
+        elif near:
+            advice = f"did you mean {listed(near, 'or')}?"
+        else:
+            advice = f"the keys there are {listed([last(key) for key in keys if parent(key) == prefix], 'and')}."
+        raise ConfigError(f"Unknown key '{name}' {place} ({self.source}); {advice}")
+
+
+# Types ----------------------------------------------------------------------------------------------------------------
+
+MISFIT = object()
+
+
+def convert(value: Any, annotation: Any, *, key: str, source: str, text: str | None = None) -> Any:
+    """`value` as the type `annotation` or a ConfigError. `text` is the text of an override, None for any other source."""
+    kind, optional = without_none(annotation)
+    origin = get_origin(kind)
+    assert kind in (int, float, bool, str, Any) or origin in (Literal, list, dict), f"{key}: unsupported type {annotation}"
+    if value is None and optional:
+        return None
+    if origin is list and isinstance(value, list):
+        (element,) = get_args(kind)
+        return [convert(v, element, key=f"{key}[{i}]", source=source) for i, v in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        wrong = [name for name in value if not isinstance(name, str)]
+        if wrong:
+            raise ConfigError(f"{key} ({source}): found the key {found(wrong[0])}, expected keys of type str.")
+        return {name: convert(v, get_args(kind)[1], key=join(key, name), source=source) for name, v in value.items()}
+    if origin is list and text is not None and not isinstance(value, dict):
+        element = convert_scalar(value, get_args(kind)[0], text)
+        converted = MISFIT if element is MISFIT else [element]
+    else:
+        converted = convert_scalar(value, kind, text)
+    if converted is MISFIT:
+        raise ConfigError(f"{key} ({source}): found {found(value)}, expected {type_name(annotation)}{advice_on(value, kind)}")
+    return converted
+
+
+def convert_scalar(value: Any, kind: Any, text: str | None) -> Any:
+    """`value` as the type `kind`, which is neither a list nor a dict; MISFIT if it is of another type."""
+    if kind is Any:
+        return copy.deepcopy(value)
+    if get_origin(kind) is Literal:
+        return value if any(type(value) is type(choice) and value == choice for choice in get_args(kind)) else MISFIT
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is float and isinstance(value, str):
+        return number_or_misfit(value)
+    if kind is str and text is not None and (type(value) in (int, float, bool) or not text.strip()):
+        return text.strip()
+    return value if type(value) is kind else MISFIT
+
+
+def number_or_misfit(text: str) -> Any:
+    try:
+        number = float(text)
+    except ValueError:
+        return MISFIT
+    return number if math.isfinite(number) else MISFIT
+
+
+def without_none(annotation: Any) -> tuple[Any, bool]:
+    """(X, True) for `X | None`, (X, False) for X."""
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return annotation, False
+    kinds = [kind for kind in get_args(annotation) if kind is not types.NoneType]
+    assert len(kinds) == 1, f"unsupported type {annotation}: of unions only X | None"
+    return kinds[0], True
+
+
+def type_name(annotation: Any) -> str:
+    kind, optional = without_none(annotation)
+    if get_origin(kind) is Literal:
+        name = f"one of {', '.join(show(choice) for choice in get_args(kind))}"
+    else:
+        name = kind.__name__ if get_origin(kind) is None else str(kind).replace("typing.", "")
+    return f"{name} or null" if optional else name
+
+
+def advice_on(value: Any, kind: Any) -> str:
+    """End of the sentence about a value of the wrong type."""
+    if value is None:
+        return "; leave the key out to get its default."
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}."
+    if kind is str and type(value) in (int, float, bool):
+        return "; put it in quotes."
+    if kind is bool:
+        return " (true or false)."
+    if get_origin(kind) is Literal and isinstance(value, str):
+        close = difflib.get_close_matches(value, [str(choice) for choice in get_args(kind)], n=1)
+        return f"; did you mean {show(close[0])}?" if close else "."
+    return "."
+
+
+def found(value: Any) -> str:
+    return "null" if value is None else f"{show(value)} ({type(value).__name__})"
+
+
+def show(value: Any, width: int = 70) -> str:
+    """A value as YAML and JSON write it, cut to `width` characters."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+# Keys -----------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def annotations(cls: type) -> dict[str, Any]:
+    """Field name -> type, in order."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+@functools.cache
+def tree_keys(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> type of every section and leaf, in order; the type of a section is its dataclass."""
+    keys = {}
+    for name, annotation in annotations(cls).items():
+        keys[join(prefix, name)] = annotation
+        if is_dataclass(annotation):
+            keys |= tree_keys(annotation, join(prefix, name))
+    return keys
+
+
+def nearest_keys(root: type, prefix: str, name: str, leaf: str) -> list[str]:
+    """Up to three valid keys that an unknown `name` in section `prefix` may stand for; [] where none is really close.
+
+    `leaf` is the last part of the key as the user wrote it, which may lie elsewhere in the tree.
+    """
+    scores = {}
+    for key in tree_keys(root):
+        here, anywhere = similarity(name, last(key)), similarity(leaf, last(key))
+        if anywhere >= 0.8 or (here >= 0.6 and parent(key) == prefix):
+            scores[key] = max(here, anywhere) if parent(key) == prefix else anywhere
+    best = [key for key, score in scores.items() if score == max(scores.values())]
+    written = join(prefix, name if name == leaf else f"{name}.{leaf}")
+    closest = [key for key in best if parent(key) == prefix] or [key for key in best if similarity(written, key) >= 0.7]
+    return (closest or best)[:3]
+
+
+def similarity(a: str, b: str) -> float:
+    """1 for equal names, 0.9 where b is made of a's initials (learning_rate, lr), otherwise difflib's ratio."""
+    a, b = a.lower().replace("-", "_"), b.lower()
+    initials = "".join(word[:1] for word in a.split("_"))
+    if "_" in a and initials == b:
+        return 0.9
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def join(prefix: str, name: Any) -> str:
+    return f"{prefix}.{name}" if prefix else str(name)
+
+
+def parent(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def listed(words: Iterable[Any], conjunction: str) -> str:
+    """[1, 2, 4], "or" -> "1, 2 or 4"."""
+    *first, final = (str(word) for word in words)
+    return f"{', '.join(first)} {conjunction} {final}" if first else final
+
+
+# YAML -----------------------------------------------------------------------------------------------------------------
+
+# YAML 1.2's notion of a bool, an int and a float. PyYAML's is YAML 1.1: 1e-6 a string, `off` a bool, 010 eight.
+SCALARS = (
+    ("bool", "tTfF", r"true|True|TRUE|false|False|FALSE"),
+    ("int", "-+0123456789", r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)"),
+    (
+        "float",
+        "-+.0123456789",
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    ),
+)
+TAG = "tag:yaml.org,2002:"
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with YAML 1.2 scalars; a duplicate key is an error."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, regexp) for tag, regexp in resolvers if tag in (TAG + "null", TAG + "merge")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' is there twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return node
+
+
+class Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper; it quotes what either version of YAML would not read as a string, and writes no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _name, _first, _regexp in SCALARS:
+    for _class in (Loader, Dumper):
+        _class.add_implicit_resolver(TAG + _name, re.compile(f"^(?:{_regexp})$"), list(_first))
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{source}{line}: {error.problem or error.context}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}.") from error
+
+
+def read_file(path: str | PathLike) -> dict:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as error:
+        raise ConfigError(f"Config file {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"Config file {path} is not UTF-8 text (byte {error.start}).") from error
+    tree = parse_yaml(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: found {found(tree)}, expected a mapping of sections and keys.")
+    return tree
+
+
+def read_override(argument: str) -> Override:
+    key, equals, text = argument.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"Override '{argument}' is not of the form key=value, e.g. run.seed=2.")
+    return Override(key.strip(), text, parse_yaml(text, f"override '{argument}'"))
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of every leaf, in order. A dict[str, ...] field is a leaf."""
+    leaves = {}
+    for name in annotations(type(config)):
+        value = getattr(config, name)
+        leaves |= flatten(value, join(prefix, name)) if is_dataclass(value) else {join(prefix, name): value}
+    return leaves
+
+
+def to_yaml(config: Any) -> str:
+    """The whole tree as YAML; `load` reads it back to an equal tree."""
+    return yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+# Command line ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    config: str
+    """Path of the YAML file."""
+    overrides: list[str]
+    """Arguments of the form key=value, in their order."""
+    print_config: bool
+    """Print the resolved config and leave."""
+
+
+def parse_command_line(cls: type, argv: list[str], *, program: str = "train_rl.py", description: str = "") -> CommandLine:
+    """Parse `--config FILE [key=value ...] [--print-config]`, in any order.
+
+    `--help` among the arguments prints the usage and every key of `cls`, exit code 0. A usage error exits with code 2.
+    """
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s --config FILE [key=value ...] [--print-config] [--help]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file with any of the keys below")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set one key over the file, e.g. training.tp=2")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and leave")
+    parser.add_argument("-h", "--help", action="store_true", help="print this text and leave")
+    if "-h" in argv or "--help" in argv:
+        print(f"{parser.format_help()}\n{help_text(cls)}")
+        raise SystemExit(0)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        hint = f"; to set a key write {unknown[0].lstrip('-')} without dashes" if "=" in unknown[0] else ""
+        parser.error(f"unknown argument {unknown[0]}{hint}")
+    for override in arguments.overrides:
+        if "=" not in override:
+            parser.error(f"argument '{override}' is not of the form key=value")
+    return CommandLine(arguments.config, arguments.overrides, arguments.print_config)
+
+
+def help_text(cls: type, width: int | None = None) -> str:
+    """Every key with type, default and doc, grouped by section, wrapped to `width` columns (None: the terminal's)."""
+    columns = min(max(width or shutil.get_terminal_size().columns, 40), 120)
+    wrap = functools.partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
+    keys, docs, defaults = tree_keys(cls), tree_docs(cls), flatten(cls())
+    blocks = []
+    for section in ["", *(key for key, annotation in keys.items() if is_dataclass(annotation))]:
+        lines = [section or "top level"]
+        for key in (key for key in defaults if parent(key) == section):
+            about = f"{key}  ({type_name(keys[key])}; default {show(defaults[key])})"
+            lines.append(wrap(about, initial_indent="  ", subsequent_indent="    "))
+            lines.append(wrap(docs[key], initial_indent="      ", subsequent_indent="      "))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def tree_docs(cls: type) -> dict[str, str]:
+    """Dotted key -> doc of every section and leaf, in one line; "" where there is none."""
+    sections = {"": cls} | tree_keys(cls)
+    return {key: field_docs(sections[parent(key)]).get(last(key), "") for key in tree_keys(cls)}
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Field name -> the string literal that stands under the field in the source of `cls` or a base class."""
+    docs = {}
+    for ancestor in (c for c in reversed(cls.__mro__) if is_dataclass(c)):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body
+        for statement, following in zip(definition.body, definition.body[1:]):
+            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                docs[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
+    return docs

@@ -1,0 +1,1 @@
+"""Generation with an in-process vLLM engine in every rank."""

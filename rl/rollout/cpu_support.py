@@ -1,0 +1,67 @@
+"""Makes vLLM's CPU build usable inside a trainer. Each patch with its reason; nothing is patched on CUDA.
+
+`install` runs before the engine is built.
+"""
+
+import os
+import socket
+
+import torch
+
+
+def install() -> None:
+    """Idempotent; does nothing where vLLM runs on CUDA."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _keep_weights_alive()
+        _shared_memory_names_of_this_job()
+
+
+def _keep_weights_alive() -> None:
+    """The CPU build packs each linear layer's weight into a oneDNN handle and replaces `layer.weight` by an empty tensor,
+    or, for embeddings and tied heads, computes with a packed copy that an update never reaches: silently wrong logits.
+    With torch's own matrix product the parameters are what is computed with, and writing into them is the update."""
+    import vllm.model_executor.layers.utils as layers
+
+    def live_linear(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+
+    layers.dispatch_cpu_unquantized_gemm = live_linear
+
+
+def _shared_memory_names_of_this_job() -> None:
+    """The names in /dev/shm of the tensor parallel communicator are constant per host: two jobs on one host would write
+    into each other's, and after a crash every later job would fail with errno 17. The job's meeting point is in them."""
+    import vllm.distributed.device_communicators.cpu_communicator as communicator
+
+    shared = communicator._CPUSHMDistributed
+    if hasattr(shared.make_group_name, "of_this_job"):
+        return
+    original = shared.make_group_name
+    tag = "-".join((socket.gethostname(), *(os.environ.get(k, "") for k in ("SLURM_JOB_ID", "MASTER_PORT"))))
+
+    def make_group_name(of):
+        return f"{tag}-{original(of)}".replace("/", "")
+
+    make_group_name.of_this_job = True
+    shared.make_group_name = staticmethod(make_group_name)
+
+
+class KvCache:
+    """The KV cache of the CPU engine, whose memory can be given back and taken again. All layers' views share storages,
+    which stay where they are; only their size changes."""
+
+    def __init__(self, tensors):
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        self.storages = [(storage, storage.nbytes()) for storage in storages.values()]
+
+    def release(self) -> None:
+        for storage, _ in self.storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        for storage, num_bytes in self.storages:
+            if storage.nbytes() == 0:
+                storage.resize_(num_bytes)
+                torch.empty(0, dtype=torch.uint8).set_(storage).zero_()

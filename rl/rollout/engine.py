@@ -1,0 +1,231 @@
+"""The generation engine: vLLM inside this process, one replica per `rollout.tp` neighbouring ranks, no server.
+
+vLLM's `external_launcher` makes every rank of a replica run the same engine schedule on the same requests; replicas are
+independent of each other. Requirements that follow, all met here: each request has its own seed (ranks would otherwise
+sample from their own generators: silent garbage, then a hang), and ranks of a replica add requests at the same steps.
+"""
+
+import hashlib
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rl.config import Config
+from rl.rollout import cpu_support
+from rl.rollout.queue import Queue, SharedQueue, StaticQueue
+from rl.runtime.device import Device
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn."""
+
+    samples_per_prompt: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generated response."""
+
+    prompt: int
+    """Which of the prompts given to `generate`."""
+    number: int
+    """Which of the prompt's samples."""
+    token_ids: np.ndarray
+    """int32 [R], the end-of-sequence token included if there is one."""
+    logprobs: np.ndarray
+    """float32 [R], in the distribution that was sampled from (after temperature, top-p, ...)."""
+    truncated: bool
+    """Ended at max_tokens."""
+
+
+class RolloutEngine:
+    """vLLM on this rank. The constructor is collective over the world; other methods are over the replica."""
+
+    def __init__(self, config: Config, device: Device):
+        self.config, self.device = config.rollout, device
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.tp = config.rollout.tp
+        self.num_replicas = world // self.tp
+        self.replica, self.rank_in_replica = divmod(rank, self.tp)
+        cpu_support.install()
+        with _trainer_state_kept():
+            self.llm = _build_llm(config, device)
+        # Garbage collection of the LLM would destroy the trainer's default process group.
+        self.llm.llm_engine.engine_core._finalizer.detach()
+        self.model = self.llm.apply_model(lambda model: model)[0]
+        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._cpu_cache = None if device.is_cuda else cpu_support.KvCache(runner.kv_caches)
+        self._replica_group = _own_replica_group(world, self.tp, rank)
+        self._queues_made = 0
+
+    def sleep(self) -> None:
+        """Give the engine's memory to the trainer. On CUDA the weights go too: each refit rewrites all of them."""
+        self.llm.reset_prefix_cache()
+        if self._cpu_cache is not None:
+            self._cpu_cache.release()
+        else:
+            self.llm.sleep(level=2)
+
+    def wake_weights(self) -> None:
+        """Make the parameters writable again, before a refit."""
+        self.device.release_cached_memory()
+        if self.device.is_cuda:
+            self.llm.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        """Take the KV cache's memory again, after a refit and before `generate`."""
+        if self._cpu_cache is not None:
+            self._cpu_cache.restore()
+        else:
+            self.llm.wake_up(tags=["kv_cache"])
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Write whole Hugging Face tensors into this rank's shards, and forget what was computed with the old ones."""
+        self.model.load_weights(weights)
+        self.device.synchronize()
+        assert self.llm.reset_prefix_cache(reset_running_requests=True), "the engine kept cache blocks of old weights"
+
+    def queue(self, num_items: int) -> Queue:
+        """The work of one `generate` call, over all replicas. Made the same number of times on every rank."""
+        self._queues_made += 1
+        if self.config.deterministic:
+            return StaticQueue(num_items, replica=self.replica, num_replicas=self.num_replicas)
+        return SharedQueue(num_items, name=f"rollout-queue-{self._queues_made}", replica_group=self._replica_group)
+
+    def generate(self, prompts: list[np.ndarray], sampling: Sampling, seeds: list[int], progress=None) -> list[Sample]:
+        """The samples of those prompts that this replica drew.
+
+        prompts: int32 [P_i] token ids each; seeds: one per prompt; sample j of prompt i is drawn with `seed_of(seeds[i], j)`,
+        so that what is sampled does not depend on which replica draws it.
+        """
+        engine, queue = self.llm.llm_engine, self.queue(len(prompts))
+        n = sampling.samples_per_prompt
+        # No replica holds more than its share, or the first to start would take all.
+        share = -(-len(prompts) // self.num_replicas) * n
+        capacity = max(n, min(self.config.max_concurrent_samples, share))
+        running, more, out = 0, True, []
+        while more or running:
+            while more and running + n <= capacity:
+                item = queue.draw()
+                if item is None:
+                    more = False
+                    break
+                for number in range(n):
+                    params = _params(sampling, seed_of(seeds[item], number))
+                    engine.add_request(f"{item}.{number}", {"prompt_token_ids": prompts[item].tolist()}, params)
+                running += n
+            finished = [output for output in engine.step() if output.finished] if running else []
+            running -= len(finished)
+            out += [_sample(output) for output in finished]
+            if progress is not None:
+                progress.update(len(finished) * self.num_replicas)
+        return out
+
+
+def seed_of(*parts: object) -> int:
+    """A seed of 63 bits that is a function of the parts: run seed, step, prompt, sample number."""
+    digest = hashlib.blake2b(".".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _params(sampling: Sampling, seed: int):
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=seed,
+        logprobs=0,  # the sampled token's only
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),  # stop strings are looked for in text; otherwise the trainer decodes in batches
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _sample(output) -> Sample:
+    prompt, number = map(int, output.request_id.split("."))
+    completion = output.outputs[0]
+    return Sample(
+        prompt=prompt,
+        number=number,
+        token_ids=np.asarray(completion.token_ids, np.int32),
+        logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
+        truncated=completion.finish_reason == "length",
+    )
+
+
+def _build_llm(config: Config, device: Device):
+    from vllm import LLM, ModelRegistry
+
+    from rl.models import SUPPORTED
+
+    for name in SUPPORTED:  # skips a subprocess of about 10 s that inspects the model's class
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+    rollout, options = config.rollout, {}
+    if device.is_cuda:
+        options = dict(
+            enable_sleep_mode=True,
+            enforce_eager=rollout.enforce_eager,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+        )
+    else:
+        options = dict(
+            enforce_eager=True,
+            kv_cache_memory_bytes=rollout.cpu_kv_cache_mib << 20,
+            # vLLM's CPU rotary kernel is wrong for 3-dimensional queries (DeepSeek).
+            compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
+        )
+    return LLM(
+        config.model.path,
+        distributed_executor_backend="external_launcher",
+        tensor_parallel_size=rollout.tp,
+        dtype=config.model.dtype,
+        load_format="dummy",  # the first refit writes every weight
+        max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        max_num_seqs=rollout.max_concurrent_samples,
+        logprobs_mode="processed_logprobs",  # the log-probs of the distribution that is sampled from
+        seed=config.run.seed,
+        disable_log_stats=True,
+        **options,
+    )
+
+
+@contextmanager
+def _trainer_state_kept():
+    """vLLM's constructor seeds every generator, changes LOCAL_WORLD_SIZE and replaces torch.set_num_threads."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    local_world_size, set_num_threads = os.environ.get("LOCAL_WORLD_SIZE"), torch.set_num_threads
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    torch.set_num_threads = set_num_threads
+    if local_world_size is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = local_world_size
+
+
+def _own_replica_group(world: int, tp: int, rank: int):
+    """A gloo group of the replica's ranks. Every rank makes every group."""
+    groups = [dist.new_group(list(range(first, first + tp)), backend="gloo") for first in range(0, world, tp)]
+    return groups[rank // tp]

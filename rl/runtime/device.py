@@ -1,0 +1,40 @@
+"""The one place that decides between CUDA with NCCL and CPU with gloo."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """The accelerator of this rank."""
+
+    torch: torch.device
+    backend: str
+    """Backend string of torch.distributed.init_process_group."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.torch.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait for the device's queue; nothing to wait for on CPU."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch)
+
+    def release_cached_memory(self) -> None:
+        """Give cached but unused memory back to the driver, so that the other engine of this process can take it."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+
+def choose_device(local_rank: int) -> Device:
+    """CUDA device of this rank where there is a GPU, else the CPU. Sets the current CUDA device.
+
+    `local_rank % device_count`: with `srun --gpus-per-task=1` every rank sees one device, whatever its local rank.
+    """
+    if not torch.cuda.is_available():
+        return Device(torch.device("cpu"), "gloo")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return Device(device, "cpu:gloo,cuda:nccl")

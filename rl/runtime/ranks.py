@@ -1,0 +1,159 @@
+"""Who am I: rank discovery for torchrun, srun, mpirun and a plain `python`.
+
+Precedence: torchrun's variables (explicit) -> MPI -> a Slurm step -> one process. `SLURM_PROCID` alone proves nothing: it
+is set in the batch script too, where `python train_rl.py` without srun would look like rank 0 of N and wait for ever; only
+a step has `SLURM_STEP_ID` and `SLURM_STEP_NUM_TASKS`. mpi4py initialises MPI when it is imported, so it is imported only
+when mpirun started the program.
+"""
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FIRST_PORT, NUM_PORTS = 10000, 22000  # below the ephemeral range of Linux, 32768 and up
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process in the world, and where the world meets."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Rank among the processes of the same host."""
+    local_world_size: int
+    """Processes on this host."""
+    launcher: str
+    """torchrun, mpi, slurm or single."""
+    master_addr: str
+    master_port: int
+
+    def export(self, environ: dict | None = None) -> None:
+        """Write the variables that torch.distributed and vLLM read."""
+        environ = os.environ if environ is None else environ
+        environ.update(
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_RANK=str(self.local_rank),
+            LOCAL_WORLD_SIZE=str(self.local_world_size),
+            MASTER_ADDR=self.master_addr,
+            MASTER_PORT=str(self.master_port),
+        )
+
+
+def discover(environ: Mapping[str, str] | None = None) -> Ranks:
+    """The rank, world and meeting point of this process. Collective over MPI_COMM_WORLD under mpirun, else local.
+
+    Raises ValueError if the launcher's variables contradict each other.
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _from_torchrun(env)
+    if _started_by_mpirun(env):
+        return _from_mpi()
+    if "SLURM_STEP_NUM_TASKS" in env and ("SLURM_STEP_ID" in env or "SLURM_STEPID" in env):
+        return _from_slurm(env)
+    if int(env.get("SLURM_NTASKS", "1")) > 1:
+        raise ValueError(
+            f"this is a Slurm batch script for {env['SLURM_NTASKS']} tasks, not a step: start the program with "
+            "`srun python train_rl.py ...`, or unset SLURM_NTASKS to run one process."
+        )
+    return Ranks(0, 1, 0, 1, "single", "127.0.0.1", _free_port())
+
+
+def _from_torchrun(env: Mapping[str, str]) -> Ranks:
+    missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise ValueError(f"RANK and WORLD_SIZE are set but {', '.join(missing)} is not; torchrun sets all of them.")
+    local_rank = int(env["LOCAL_RANK"])
+    return Ranks(
+        rank=int(env["RANK"]),
+        world_size=int(env["WORLD_SIZE"]),
+        local_rank=local_rank,
+        local_world_size=int(env.get("LOCAL_WORLD_SIZE", local_rank + 1)),
+        launcher="torchrun",
+        master_addr=env["MASTER_ADDR"],
+        master_port=int(env["MASTER_PORT"]),
+    )
+
+
+def _started_by_mpirun(env: Mapping[str, str]) -> bool:
+    """Open MPI's mpirun sets OMPI_COMM_WORLD_SIZE, MPICH's hydra MPI_LOCALNRANKS (srun --mpi=pmi2 sets neither)."""
+    return "OMPI_COMM_WORLD_SIZE" in env or "MPI_LOCALNRANKS" in env
+
+
+def _from_mpi() -> Ranks:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ValueError(
+            f"mpirun started this program but mpi4py cannot be imported ({error}); install the `mpi` extra, or use torchrun or srun."
+        ) from error
+    world = MPI.COMM_WORLD
+    local = world.Split_type(MPI.COMM_TYPE_SHARED)
+    meeting = (socket.gethostname(), _free_port()) if world.rank == 0 else None
+    host, port = world.bcast(meeting)
+    if local.size == world.size:
+        host = "127.0.0.1"  # one host: its own name need not resolve
+    return Ranks(world.rank, world.size, local.rank, local.size, "mpi", host, port)
+
+
+def _from_slurm(env: Mapping[str, str]) -> Ranks:
+    rank, world_size = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
+    hosts = expand_hostlist(env.get("SLURM_STEP_NODELIST") or env["SLURM_NODELIST"])
+    tasks = expand_tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"])
+    node = int(env["SLURM_NODEID"])
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(env["SLURM_LOCALID"]),
+        local_world_size=tasks[node],
+        launcher="slurm",
+        master_addr=env.get("MASTER_ADDR", hosts[0]),
+        master_port=int(env.get("MASTER_PORT", _port_of_step(env))),
+    )
+
+
+def _port_of_step(env: Mapping[str, str]) -> int:
+    """A port that all ranks derive alike and that jobs and steps on one node do not share."""
+    step = int(env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", "0")))
+    return FIRST_PORT + (int(env["SLURM_JOB_ID"]) * 7 + step * 4001) % NUM_PORTS
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """`2(x3),1` -> [2, 2, 2, 1], as in SLURM_TASKS_PER_NODE."""
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * (int(times.rstrip(")")) if times else 1)
+    return counts
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Slurm's bracket syntax: `gpu[01-03,7],login` -> ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login'].
+
+    scontrol does the same but is often missing inside containers; it is asked only for forms with several brackets.
+    """
+    hosts: list[str] = []
+    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
+        match = re.fullmatch(r"([^\[]*)\[([^\]]*)\]([^\[]*)", part)
+        if match is None and "[" in part:
+            out = subprocess.run(["scontrol", "show", "hostnames", part], check=True, capture_output=True, text=True)
+            hosts += out.stdout.split()
+        elif match is None:
+            hosts.append(part)
+        else:
+            prefix, ranges, suffix = match.groups()
+            for item in ranges.split(","):
+                first, _, last = item.partition("-")
+                hosts += [f"{prefix}{n:0{len(first)}d}{suffix}" for n in range(int(first), int(last or first) + 1)]
+    return hosts
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,62 @@
+"""The life of torch.distributed in this process."""
+
+import datetime
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from rl.runtime.device import Device, choose_device
+from rl.runtime.ranks import Ranks
+
+TIMEOUT = datetime.timedelta(minutes=30)
+"""Of every collective; a phase in which a rank waits longer for another has failed."""
+
+
+LEAVING = datetime.timedelta(seconds=20)
+"""How long a rank that cannot go on waits for the others to come to the same end."""
+
+
+@contextmanager
+def session(ranks: Ranks) -> Iterator[Device]:
+    """Join the world, before either engine is built (both then use this default group); leave it at the end."""
+    device = choose_device(ranks.local_rank)
+    if not device.is_cuda:
+        # vLLM's sampler would compile a function with Inductor: 10 s, or a crash where there is no C++ compiler.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if ranks.rank > 0:
+        logging.getLogger().setLevel(logging.ERROR)  # what rank 0 warns of, all would
+        warnings.simplefilter("ignore")
+    # Notes of libraries to their own developers; ours come through logging and as errors.
+    for module in (r"megatron\..*", r"torch\.distributed\..*"):
+        warnings.filterwarnings("ignore", module=module)
+    torch.manual_seed(0)
+    _join(ranks, device.backend, TIMEOUT)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def leave_together(ranks: Ranks) -> None:
+    """Wait until every rank is about to leave, or for LEAVING. A launcher kills the other ranks when the first one exits
+    with an error, before the first rank may have said what is wrong."""
+    if not dist.is_initialized():
+        try:
+            _join(ranks, "gloo", LEAVING)
+        except (RuntimeError, TimeoutError):
+            return  # others took another way out
+    try:
+        dist.monitored_barrier(timeout=LEAVING)
+    except RuntimeError:
+        return
+
+
+def _join(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None:
+    """Torchrun's agent holds the store at the meeting point; under other launchers rank 0 does."""
+    address = "env://" if ranks.launcher == "torchrun" else f"tcp://{ranks.master_addr}:{ranks.master_port}"
+    dist.init_process_group(backend, init_method=address, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)

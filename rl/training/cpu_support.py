@@ -1,0 +1,229 @@
+"""Lets the unmodified megatron-core wheel run where there is no CUDA. Inert where there is.
+
+Megatron-core names the accelerator literally: "cuda", torch.cuda.current_device(), 'torch.cuda.FloatTensor', x.cuda().
+`install` puts a finder in front of sys.meta_path which compiles megatron.core.* from its own source with those names
+mapped to the CPU. Nothing in torch is patched, so vLLM in the same process sees an ordinary CPU build, and there is no
+cost per operation. `install` must run before the first `import megatron.core`.
+
+What is rewritten in the source, and why (all else in Megatron works on CPU as it is):
+- `torch.cuda` -> a namespace (`_cuda_namespace`): device of weights, buffers and p2p shapes; streams and events; RNG tracker.
+- the literal "cuda" -> "cpu": device of token counters, found-inf flags, gradient-norm buffers.
+- `x.cuda()`, `x.pin_memory()` -> x, `pin_memory=...` -> False: a CPU build refuses pinned memory.
+- `x.type()` names the CUDA type: optimizers and clipping assert 'torch.cuda.FloatTensor'.
+What the rewrite cannot express is in `_after_import`, one function per module.
+"""
+
+import ast
+import contextlib
+import hashlib
+import logging
+import marshal
+import os
+import sys
+import types
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder, SourceFileLoader
+from pathlib import Path
+
+import torch
+
+_PACKAGE = "megatron.core"
+_CPU = torch.device("cpu")
+
+
+def install() -> None:
+    """Make `import megatron.core` work without CUDA; idempotent; does nothing where CUDA is available."""
+    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if _PACKAGE in sys.modules:
+        raise ImportError("rl.training.cpu_support.install() must run before the first import of megatron.core")
+    # Installed without a driver, transformer_engine raises OSError (libcuda.so.1), which Megatron does not catch.
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Stream:
+    """A stream or event of a device with one queue: program order is the order."""
+
+    def __init__(self, *args, **kwargs): ...
+    def wait_stream(self, *args): ...
+    def wait_event(self, *args): ...
+    def wait(self, *args): ...
+    def record(self, *args): ...
+    def synchronize(self): ...
+    def query(self):
+        return True
+
+    def record_event(self, event=None):
+        return event or _Stream()
+
+
+def _cuda_namespace() -> types.ModuleType:
+    """What `torch.cuda` means inside megatron.core."""
+
+    def nothing(*args, **kwargs):
+        return None
+
+    def type_name(tensor):
+        kind = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}.get(tensor.dtype, "")
+        return f"torch.cuda.{kind}Tensor"
+
+    stream = _Stream()
+    namespace = types.ModuleType("torch.cuda on cpu")
+    names = dict(
+        __getattr__=lambda name: getattr(torch.cuda, name),  # is_available() -> False, OutOfMemoryError, ...
+        current_device=lambda: _CPU,
+        device_count=lambda: 1,
+        Stream=_Stream,
+        Event=_Stream,
+        current_stream=lambda *args: stream,
+        default_stream=lambda *args: stream,
+        stream=lambda stream: contextlib.nullcontext(),
+        manual_seed=torch.default_generator.manual_seed,
+        manual_seed_all=torch.default_generator.manual_seed,
+        get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
+        set_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
+        nvtx=types.SimpleNamespace(
+            range_push=nothing, range_pop=nothing, range=lambda *args, **kwargs: contextlib.nullcontext()
+        ),
+        type_of=type_name,
+    )
+    names |= dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), nothing)
+    names |= {n: getattr(torch, n) for n in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor", "LongTensor", "ByteTensor")}
+    namespace.__dict__.update(names)
+    return namespace
+
+
+class Adam(torch.optim.Optimizer):
+    """Adam (AdamW with `adam_w_mode`) with the state layout of Transformer Engine's FusedAdam: `step` in the group,
+    `exp_avg` and `exp_avg_sq` per parameter.
+
+    megatron-core 0.16's fallback, torch.optim.AdamW with a `step` tensor per parameter, cannot load a resharded
+    checkpoint of the distributed optimizer (KeyError: 'step'), nor share checkpoints with runs on CUDA.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, **_):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = step = group.get("step", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group, step)
+
+    def _update(self, param, group, step):
+        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        state, grad = self.state[param], param.grad
+        if not state:
+            state.update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        if decay and self.adam_w_mode:
+            param.mul_(1 - lr * decay)
+        elif decay:
+            grad = grad.add(param, alpha=decay)
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        denominator = (state["exp_avg_sq"].sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+        param.addcdiv_(state["exp_avg"], denominator, value=-lr / (1 - beta1**step))
+
+
+class _Rewrite(ast.NodeTransformer):
+    def visit_Attribute(self, node):
+        self.generic_visit(node)
+        if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            return ast.copy_location(ast.Name("__cuda__", node.ctx), node)
+        return node
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        called = node.func
+        if isinstance(called, ast.Attribute) and called.attr in ("cuda", "pin_memory"):
+            return called.value
+        if isinstance(called, ast.Attribute) and called.attr == "type" and not node.args and not node.keywords:
+            type_of = ast.Attribute(ast.Name("__cuda__", ast.Load()), "type_of", ast.Load())
+            return ast.copy_location(ast.Call(type_of, [called.value], []), node)
+        return node
+
+    def visit_keyword(self, node):
+        self.generic_visit(node)
+        if node.arg == "pin_memory":
+            node.value = ast.copy_location(ast.Constant(False), node.value)
+        return node
+
+    def visit_Constant(self, node):
+        if node.value == "cuda":
+            node.value = "cpu"
+        return node
+
+
+def _no_compiler(jit):
+    """Megatron's jit_fuser is torch.compile: it wants a C++ compiler and seconds per function."""
+    jit.disable_jit_fuser()
+
+
+def _cpu_rng_states(random):
+    """The CUDA RNG tracker reaches into torch._C; here it tracks the CPU generator, about which it would warn each time."""
+    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _adam_of_optimizer(optimizer):
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
+
+
+def _adam_of_distributed_optimizer(distrib_optimizer):
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        distrib_optimizer.Adam = Adam
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+_AFTER_IMPORT = {
+    "megatron.core.jit": _no_compiler,
+    "megatron.core.tensor_parallel.random": _cpu_rng_states,
+    "megatron.core.optimizer": _adam_of_optimizer,
+    "megatron.core.optimizer.distrib_optimizer": _adam_of_distributed_optimizer,
+}
+
+
+class _Loader(SourceFileLoader):
+    cuda = _cuda_namespace()
+
+    def get_code(self, fullname):
+        """The rewritten module's code. It must not meet __pycache__, which holds the code of the unchanged file; it is
+        kept (1 s of a start) in a cache of its own, keyed by both sources and the interpreter."""
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        key = hashlib.sha256(Path(__file__).read_bytes() + source).hexdigest()
+        root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        cached = Path(root, "lockstep", "megatron-on-cpu", sys.implementation.cache_tag, key)
+        with contextlib.suppress(OSError, ValueError, EOFError, TypeError):  # absent or torn: compile again
+            return marshal.loads(cached.read_bytes())
+        tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(source, path)))
+        code = compile(tree, path, "exec", dont_inherit=True)
+        with contextlib.suppress(OSError):  # a read-only home only costs the second
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            partial = cached.with_suffix(f".{os.getpid()}")
+            partial.write_bytes(marshal.dumps(code))
+            partial.replace(cached)
+        return code
+
+    def exec_module(self, module):
+        module.__dict__["__cuda__"] = self.cuda
+        super().exec_module(module)
+        _AFTER_IMPORT.get(module.__name__, lambda module: None)(module)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, fullname, path, target=None):
+        if not (fullname + ".").startswith(_PACKAGE + "."):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec

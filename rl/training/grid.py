@@ -1,0 +1,66 @@
+"""The training grid: Megatron's process groups, this rank's place in them, and the collectives that phases need."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+
+@dataclass(frozen=True)
+class Grid:
+    """World = tp x dp x pp, tensor parallel ranks innermost, pipeline stages outermost (Megatron's order)."""
+
+    groups: ProcessGroupCollection
+    tp: int
+    pp: int
+    dp: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    def stage_of_layer(self, layer: int, num_layers: int) -> int:
+        """Pipeline stage that holds a layer; stages hold num_layers / pp each."""
+        return layer // (num_layers // self.pp)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank reports its data parallel replica's results: first tensor parallel rank of the last stage."""
+        return self.is_last_stage and self.tp_rank == 0
+
+
+def build_grid(*, tp: int, pp: int, seed: int) -> Grid:
+    """Create Megatron's groups and seed its RNG tracker. Collective over the world."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        create_gloo_process_groups=torch.cuda.is_available(),  # on CPU the groups are gloo already
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return Grid(
+        groups=ProcessGroupCollection.use_mpu_process_groups(),
+        tp=tp,
+        pp=pp,
+        dp=parallel_state.get_data_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Sum of a CPU tensor over all ranks, back on the CPU. Where only one rank has a value and the others 0 the result
+    is exact. Collective over the world."""
+    moved = values.to(device, copy=True)
+    dist.all_reduce(moved)
+    return moved.cpu()

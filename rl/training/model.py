@@ -1,0 +1,134 @@
+"""The policy as a Megatron GPTModel whose head gives log-probs and entropy of chosen tokens instead of logits."""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rl.config import Training
+from rl.models import architecture
+from rl.models.layout import padded_vocab, vocab_multiple
+from rl.training.grid import Grid
+from rl.training.layer_spec import block_spec, use_te
+from rl.training.logprobs import linear_logprobs
+from rl.training.packing import MicroBatch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class HeadRequest:
+    """Which log-probs the head computes. Travels through GPTModel.forward in the place of its labels."""
+
+    predict_at: Tensor
+    targets: Tensor
+    temperature: float
+
+
+class Policy(GPTModel):
+    """One pipeline stage of the policy. The last stage returns (logprobs, entropy), float32 [R] each."""
+
+    def __init__(self, *args, real_vocab_size: int, head_chunk_tokens: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.real_vocab_size, self.head_chunk_tokens = real_vocab_size, head_chunk_tokens
+
+    def _postprocess(self, hidden_states, *, labels: HeadRequest, **_):
+        """hidden_states [T, 1, H], [T/tp, 1, H] under sequence parallelism; other stages hand it on."""
+        if not self.post_process:
+            return hidden_states
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:  # both sum the hidden states' gradient over the tensor parallel ranks
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
+        else:
+            hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        tied = self.share_embeddings_and_output_weights
+        return linear_logprobs(
+            hidden_states[:, 0].index_select(0, labels.predict_at),
+            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
+            labels.targets,
+            temperature=labels.temperature,
+            vocab_size=self.real_vocab_size,
+            group=group,
+            chunk=self.head_chunk_tokens,
+        )
+
+    def run(self, micro: MicroBatch, temperature: float):
+        """The forward pass of one packed micro-batch."""
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=micro.cu_seqlens,
+            cu_seqlens_kv=micro.cu_seqlens,
+            max_seqlen_q=micro.max_seqlen,
+            max_seqlen_kv=micro.max_seqlen,
+        )
+        request = HeadRequest(micro.predict_at, micro.targets, temperature)
+        return self(micro.tokens, micro.position_ids, None, labels=request, packed_seq_params=packed)
+
+
+def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's config from the architecture and the training section."""
+    on_cuda = torch.cuda.is_available()
+    return TransformerConfig(
+        **architecture(hf).megatron_config(hf),
+        tensor_model_parallel_size=training.tp,
+        pipeline_model_parallel_size=training.pp,
+        sequence_parallel=training.sequence_parallel and training.tp > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        # The checkpoint overwrites every weight. perform_initialization=False would leave parameters without their
+        # tensor parallel attributes, which the gradient norm needs; an initialiser that does nothing does not.
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        use_cpu_initialization=not on_cuda,
+        # Loss terms carry their global denominator: no further division by micro-batches or data parallel size.
+        calculate_per_token_loss=True,
+        variable_seq_lengths=training.pp > 1,
+        # With the default 'allgather' variable_seq_lengths raises even for dense models.
+        moe_token_dispatcher_type="alltoall",
+        # PP 2 and gloo: batched p2p pairs sends with the wrong receives, overlapped p2p reads freed buffers.
+        batch_p2p_comm=on_cuda,
+        overlap_p2p_comm=False,
+        deallocate_pipeline_outputs=on_cuda,
+        bias_activation_fusion=use_te(),
+        bias_dropout_fusion=use_te(),
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        recompute_granularity="full" if training.recompute else None,
+        recompute_method="uniform" if training.recompute else None,
+        recompute_num_layers=1 if training.recompute else None,
+    )
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
+
+
+def build_policy(hf: dict, training: Training, dtype: torch.dtype, grid: Grid) -> Policy:
+    """This rank's part of the policy, weights uninitialised. Collective over the world (Megatron's tied embeddings)."""
+    config = transformer_config(hf, training, dtype)
+    file = architecture(hf)
+    return Policy(
+        config,
+        block_spec(config),
+        vocab_size=padded_vocab(hf["vocab_size"], vocab_multiple(grid.tp)),
+        max_sequence_length=hf["max_position_embeddings"],
+        pre_process=grid.is_first_stage,
+        post_process=grid.is_last_stage,
+        share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
+        position_embedding_type="rope",
+        rotary_base=file.rope_theta(hf),
+        pg_collection=grid.groups,
+        real_vocab_size=hf["vocab_size"],
+        head_chunk_tokens=training.head_chunk_tokens,
+    )

@@ -1,0 +1,16 @@
+"""The learning rate as a pure function of the step, so that a resumed run needs no state for it."""
+
+import math
+
+from rl.config import Optimizer
+
+
+def learning_rate(optimizer: Optimizer, step: int, max_steps: int) -> float:
+    """Learning rate of training step `step`, 1..max_steps: linear warm-up (the first step already moves), then decay."""
+    if step <= optimizer.warmup_steps:
+        return optimizer.lr * step / optimizer.warmup_steps
+    if optimizer.schedule == "constant":
+        return optimizer.lr
+    done = (step - 1 - optimizer.warmup_steps) / max(1, max_steps - optimizer.warmup_steps)
+    remaining = 1.0 - done if optimizer.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * remaining

@@ -1,0 +1,128 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rl.objectives.kl import kl
+
+ESTIMATORS = ["k1", "abs", "k2", "k3"]
+
+
+def reference(d, estimator):
+    """One token, float64: value and derivative for logprobs."""
+    if estimator == "k1":
+        return d, 1.0
+    if estimator == "abs":
+        return (d, 1.0) if d >= 0 else (-d, -1.0)
+    if estimator == "k2":
+        return d * d / 2, d
+    x = min(max(-d, -20.0), 20.0)
+    value = math.exp(x) - 1 - x
+    return (10.0, 0.0) if value > 10 else (value, 0.0 if abs(d) > 20 else 1 - math.exp(x))
+
+
+def near_zero(size, seed):
+    """Logits of distributions so close to each other that no clamp of k3 binds."""
+    return 0.5 * torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "estimator, expected",
+    [
+        ("k1", [math.log(2), -math.log(2), 0.0]),
+        ("abs", [math.log(2), math.log(2), 0.0]),
+        ("k2", [math.log(2) ** 2 / 2, math.log(2) ** 2 / 2, 0.0]),
+        ("k3", [0.5 - 1 + math.log(2), 2 - 1 - math.log(2), 0.0]),
+    ],
+)
+def test_hand_numbers(estimator, expected):
+    # The policy gives twice, half and equally the reference's probability.
+    logprobs, ref_logprobs = torch.log(torch.tensor([0.5, 0.25, 0.5])), torch.log(torch.tensor([0.25, 0.5, 0.5]))
+    values = kl(logprobs, ref_logprobs, torch.ones(3), estimator=estimator)
+    torch.testing.assert_close(values, torch.tensor(expected, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_value_and_gradient_against_the_reference(estimator):
+    rng = np.random.default_rng(0)
+    d = np.concatenate([rng.normal(0, 0.5, 60), [-30.0, -3.0, -2.5, 2.5, 12.0, 30.0]])
+    ref = rng.normal(-2, 1, len(d))
+    mask = rng.random(len(d)) > 0.2
+    mask[-6:] = True
+    leaf = torch.tensor(ref + d, requires_grad=True)
+    values = kl(leaf, torch.tensor(ref), torch.tensor(mask), estimator=estimator)
+    (grad,) = torch.autograd.grad(values.sum(), leaf)
+    expected = np.array([reference(x, estimator) if m else (0.0, 0.0) for x, m in zip(d, mask)])
+    np.testing.assert_allclose(values.detach(), expected[:, 0], rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(grad, expected[:, 1], rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_gradient_against_finite_differences(estimator):
+    leaves = [torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    mask = torch.arange(20) % 3 != 1
+    assert torch.autograd.gradcheck(
+        lambda *x: kl(*x, mask, estimator=estimator), [leaf.requires_grad_() for leaf in leaves]
+    )
+
+
+def test_k1_and_k3_average_to_the_divergence_of_two_distributions():
+    p, q = (torch.softmax(near_zero(50, seed), 0) for seed in range(2))
+    divergence = (p * (p / q).log()).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((p * kl(p.log(), q.log(), torch.ones(50), estimator=estimator)).sum(), divergence)
+
+
+def test_mean_gradients_are_the_ones_the_docstring_states():
+    logits = near_zero(30, seed=0).requires_grad_()
+    q = torch.softmax(near_zero(30, seed=1), 0)
+    p = torch.softmax(logits, 0)
+    (forward,) = torch.autograd.grad((p * (p / q).log()).sum(), logits, retain_graph=True)
+    (reverse,) = torch.autograd.grad((q * (q / p).log()).sum(), logits, retain_graph=True)
+    for estimator, expected in (("k1", torch.zeros(30).double()), ("k2", forward), ("k3", reverse)):
+        loss = (p.detach() * kl(p.log(), q.log(), torch.ones(30), estimator=estimator)).sum()
+        (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        torch.testing.assert_close(grad, expected)
+
+
+def test_k3_is_cut_at_ten_as_in_verl():
+    d = torch.tensor([-2.5, -2.7, -30.0, 12.0])
+    assert kl(d, torch.zeros(4), torch.ones(4), estimator="k3").tolist() == pytest.approx([8.6825, 10, 10, 10], rel=1e-4)
+
+
+def test_k3_of_an_absurd_log_ratio_has_a_finite_gradient():
+    leaf = torch.tensor([-1000.0, 1000.0], requires_grad=True)
+    values = kl(leaf, torch.zeros(2), torch.ones(2), estimator="k3")
+    assert values.tolist() == [10, 10]
+    assert torch.autograd.grad(values.sum(), leaf)[0].tolist() == [0, 0]
+
+
+def test_k3_keeps_its_digits_in_float32():
+    d = torch.tensor([1e-4])
+    assert kl(d, torch.zeros(1), torch.ones(1), estimator="k3").item() == pytest.approx(5e-9, rel=1e-2)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_masked_positions_never_reach_value_or_gradient(bad, estimator):
+    for bad_logprob, bad_ref in ((bad, 0.0), (0.0, bad), (bad, bad)):
+        leaf = torch.tensor([0.5, bad_logprob, -0.5], requires_grad=True)
+        ref = torch.tensor([0.0, bad_ref, 0.0])
+        values = kl(leaf, ref, torch.tensor([1.0, 0.0, 1.0]), estimator=estimator)
+        (grad,) = torch.autograd.grad(values.sum(), leaf)
+        expected = [reference(d, estimator) if d else (0.0, 0.0) for d in (0.5, 0.0, -0.5)]
+        assert values.tolist() == pytest.approx([value for value, _ in expected])
+        assert grad.tolist() == pytest.approx([slope for _, slope in expected])
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_equal_policies_give_exactly_zero_and_an_empty_batch_nothing(estimator):
+    logprobs = torch.randn(9)
+    assert not kl(logprobs, logprobs.clone(), torch.ones(9), estimator=estimator).any()
+    assert kl(torch.zeros(0), torch.zeros(0), torch.zeros(0), estimator=estimator).shape == (0,)
+
+
+def test_unknown_estimator_is_refused():
+    with pytest.raises(ValueError, match="k4"):
+        kl(torch.zeros(1), torch.zeros(1), torch.ones(1), estimator="k4")

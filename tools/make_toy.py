@@ -1,0 +1,184 @@
+"""A task, a tokenizer and a model small enough to learn by RL on a laptop CPU in minutes.
+
+    python tools/make_toy.py --out toy
+    python tools/make_toy.py --out toy --seed 1 --hidden 64 --layers 2 --heads 4 --kv-heads 2 --intermediate 128 --tie
+
+The task is two-digit addition: all 8,100 problems a+b= with a and b in 10..99, of which 500 are held out. It writes
+
+    OUT/train.parquet   7,600 rows with the columns that tools/prepare_data.py writes
+    OUT/test.parquet    the 500 held-out rows
+    OUT/model/          a Qwen2 model with random weights, and a tokenizer with one token per printable ASCII character
+
+The model directory is a normal Hugging Face checkpoint, so that nothing in a run knows that it is a toy. Same
+arguments, same files; nothing is downloaded.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+NUM_HELD_OUT = 500
+MAX_LENGTH = 1024
+SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<user>", "<assistant>"]
+CHARACTERS = ["\n"] + [chr(code) for code in range(32, 127)]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] }}<eos>"
+    "{% else %}<user>{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """Tokenizer with one token per character: newline and printable ASCII. Decoding gives back exactly the characters.
+
+    It is a byte-level BPE without merges, because that is what AutoTokenizer (transformers 5, vLLM) makes of any
+    tokenizer.json beside a Qwen2 config: it rebuilds the Qwen2 pipeline from the vocabulary and drops the file's own
+    splitting and decoding rules. For the same reason characters outside the vocabulary vanish, and never become <unk>.
+    """
+    # ByteLevel renames the bytes that do not print: space and newline, of ours.
+    renamed = {" ": "\u0120", "\n": "\u010a"}
+    tokens = SPECIAL_TOKENS + [renamed.get(character, character) for character in CHARACTERS]
+    return Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=[],
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token="<unk>",
+        extra_special_tokens=["<user>", "<assistant>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_LENGTH,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(
+    tokenizer: Qwen2Tokenizer,
+    *,
+    seed: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    intermediate: int,
+    tie: bool,
+) -> Qwen2ForCausalLM:
+    """Qwen2 in float32 with weights drawn from `seed`; the vocabulary is the tokenizer's, without padding.
+
+    Leaves torch's global random state as it was. Raises ValueError for sizes that do not divide.
+    """
+    if hidden % heads or (hidden // heads) % 2:
+        raise ValueError(f"--hidden {hidden} must be --heads {heads} times an even head size (rotary embedding).")
+    if heads % kv_heads:
+        raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}.")
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.04,  # Qwen's 0.02 is meant for hidden sizes in the thousands
+        tie_word_embeddings=tie,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config).float()
+    model.generation_config = GenerationConfig(
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return model
+
+
+def addition_problems(seed: int) -> dict[str, list[tuple[int, int]]]:
+    """All (a, b) with a, b in 10..99, dealt by `seed` into `train` (7,600) and `test` (500)."""
+    problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    order = np.random.default_rng(seed).permutation(len(problems))
+    dealt = [problems[i] for i in order]
+    return {"train": dealt[NUM_HELD_OUT:], "test": dealt[:NUM_HELD_OUT]}
+
+
+def write_split(path: Path, split: str, problems: list[tuple[int, int]]) -> None:
+    """Write one parquet file of addition problems with verl's columns."""
+    rows = [
+        {
+            "data_source": "addition",
+            "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"split": split, "index": index},
+        }
+        for index, (a, b) in enumerate(problems)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def make_toy(
+    out: str | Path,
+    *,
+    seed: int = 0,
+    hidden: int = 128,
+    layers: int = 3,
+    heads: int = 4,
+    kv_heads: int = 2,
+    intermediate: int = 256,
+    tie: bool = False,
+) -> Path:
+    """Write `train.parquet`, `test.parquet` and `model/` into `out` (created if needed) and return `out`.
+
+    `seed` decides both the held-out problems and the weights. Raises ValueError for sizes that do not divide.
+    """
+    out = Path(out)
+    tokenizer = build_tokenizer()
+    model = build_model(
+        tokenizer,
+        seed=seed,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        intermediate=intermediate,
+        tie=tie,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    for split, problems in addition_problems(seed).items():
+        write_split(out / f"{split}.parquet", split, problems)
+    model.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, help="directory to write to")
+    parser.add_argument("--seed", type=int, default=0, help="decides the held-out problems and the weights")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size")
+    parser.add_argument("--layers", type=int, default=3, help="transformer layers")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads")
+    parser.add_argument("--kv-heads", type=int, default=2, help="key/value heads")
+    parser.add_argument("--intermediate", type=int, default=256, help="size of the MLP")
+    parser.add_argument("--tie", action="store_true", help="share the input and output embedding")
+    arguments = vars(parser.parse_args())
+    try:
+        out = make_toy(arguments.pop("out"), **arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"wrote {out}/train.parquet, {out}/test.parquet and {out}/model")
+
+
+if __name__ == "__main__":
+    main()

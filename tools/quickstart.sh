@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# From nothing to a language model that learned by reinforcement, on two CPU cores: installs the CPU stack, makes a toy task
+# and a model from scratch, warms it up by supervised fine-tuning, then trains it with GRPO on two ranks.
+#
+#   bash tools/quickstart.sh            go on where an earlier call stopped, or start
+#   bash tools/quickstart.sh --fresh    start over: removes runs/toy, runs/quickstart-sft and runs/quickstart
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+case "${1:-}" in
+"") ;;
+--fresh) rm -rf runs/toy runs/quickstart-sft runs/quickstart ;;
+*) echo "usage: bash tools/quickstart.sh [--fresh]" >&2; exit 2 ;;
+esac
+
+say() { printf '\n== %s\n' "$*"; }
+SECONDS=0
+
+say "1/4 the CPU stack"
+bash tools/install_cpu.sh
+[ -n "${VIRTUAL_ENV:-}" ] || source .venv/bin/activate
+
+say "2/4 the toy task: two-digit addition, a tokenizer of characters, a Qwen2 model with random weights"
+[ -d runs/toy/model ] || python tools/make_toy.py --out runs/toy
+
+launch() { torchrun --standalone --nproc-per-node 2 train_rl.py --config "$@"; }
+
+say "3/4 warm-up: supervised fine-tuning until the model is right about half of the time"
+[ -d runs/quickstart-sft/hf ] || launch configs/quickstart_sft.yaml
+
+say "4/4 reinforcement learning: GRPO, each rank trains with Megatron-core and generates with vLLM"
+launch configs/quickstart.yaml
+
+say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s, installation included"
+python tools/report.py runs/quickstart --before runs/quickstart-sft

@@ -1,0 +1,144 @@
+"""What a run achieved: a short table, and a picture of reward and held-out accuracy against the step.
+
+    python tools/report.py runs/grpo
+    python tools/report.py runs/grpo --before runs/sft --png grpo.png
+
+Reads nothing but `metrics.jsonl` of the run directories, and shows '-' for what is not in it. `--before` adds a column for
+the run that this one started from. Works while the run is going on.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+# Run as a script, python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl.runtime.metrics import FILE_NAME, STEP, accuracies, read_records  # noqa: E402
+
+REWARD = "critic/score/mean"
+Point = tuple[int, float]
+"""A step and the value of a metric at it."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="directory of the run")
+    parser.add_argument("--before", metavar="SFT_RUN_DIR", type=Path, help="directory of the run before it")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="where to write the picture (RUN_DIR/report.png)")
+    args = parser.parse_args(argv)
+    png = args.png or args.run_dir / "report.png"
+    try:
+        runs = {path: read_run(path) for path in (args.before, args.run_dir) if path is not None}
+        print(table(runs))
+        draw(runs[args.run_dir], png)
+    except (OSError, ValueError) as error:
+        sys.exit(f"report: {error}")
+    print(f"picture: {png}")
+
+
+def read_run(run_dir: Path) -> list[dict]:
+    """The records of a run. Raises ValueError with a sentence for the user if there are none."""
+    path = run_dir / FILE_NAME
+    if not run_dir.is_dir():
+        raise ValueError(f"there is no directory {run_dir}.")
+    if not path.is_file():
+        raise ValueError(f"{run_dir} holds no {FILE_NAME}; it is not the directory of a run that has taken a step.")
+    records = read_records(path)
+    if not records:
+        raise ValueError(f"{path} holds no record yet.")
+    return records
+
+
+def reward_points(records: list[dict]) -> list[Point]:
+    return [(record[STEP], record[REWARD]) for record in records if record.get(REWARD) is not None]
+
+
+def accuracy_points(records: list[dict]) -> dict[str, list[Point]]:
+    """Held-out accuracy by data source."""
+    points: dict[str, list[Point]] = {}
+    for record in records:
+        for source, value in accuracies(record).items():
+            if value is not None:
+                points.setdefault(source, []).append((record[STEP], value))
+    return points
+
+
+def table(runs: dict[Path, list[dict]]) -> str:
+    """One column per run, in the given order; numbers come with the step they are from."""
+    columns = {path: _cells(path, records) for path, records in runs.items()}
+    sources = sorted({source for records in runs.values() for source in accuracy_points(records)})
+    names = ["run directory", "steps", "wall time, first to last record"]
+    names += [f"accuracy {when}, {source}" for source in sources for when in ("before", "after")]
+    names += ["mean reward, first", "mean reward, last"]
+    rows = [[name] + [cells.get(name, "-") for cells in columns.values()] for name in names]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _cells(run_dir: Path, records: list[dict]) -> dict[str, str]:
+    cells = {"run directory": str(run_dir), "steps": str(records[-1][STEP])}
+    times = [record["time"] for record in records if record.get("time") is not None]
+    if len(times) > 1:
+        cells["wall time, first to last record"] = _duration(times[-1] - times[0])
+    for source, points in accuracy_points(records).items():
+        if points[0][0] == 0:
+            cells[f"accuracy before, {source}"] = _at_step(points[0])
+        if points[-1][0] > 0:
+            cells[f"accuracy after, {source}"] = _at_step(points[-1])
+    rewards = reward_points(records)
+    if rewards:
+        cells["mean reward, first"], cells["mean reward, last"] = _at_step(rewards[0]), _at_step(rewards[-1])
+    return cells
+
+
+def _at_step(point: Point) -> str:
+    step, value = point
+    return f"{value:.4f} (step {step})"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+
+
+def draw(records: list[dict], png: Path) -> None:
+    """Write the picture. Raises ValueError if the records hold neither reward nor accuracy."""
+    # Imported here, because only the picture needs it.
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("the picture needs matplotlib: pip install 'lockstep[report]'.") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rewards, by_source = reward_points(records), accuracy_points(records)
+    if not rewards and not by_source:
+        raise ValueError(f"the records hold neither {REWARD} nor val-core/*/acc/mean@1, so there is nothing to draw.")
+    figure, left = plt.subplots(figsize=(8, 4.5), dpi=150)
+    lines = []
+    if rewards:
+        marker = "." if len(rewards) <= 100 else None  # many would hide the line
+        label = "mean reward (training)"
+        lines += left.plot(*zip(*rewards), color="tab:blue", linewidth=1, marker=marker, markersize=4, label=label)
+        left.set_ylabel("mean reward (training)")
+    right = left.twinx() if rewards and by_source else left
+    for (source, points), color in zip(by_source.items(), ("tab:orange", "tab:green", "tab:red", "tab:purple") * 16):
+        label = f"held-out accuracy, {source}"
+        lines += right.plot(*zip(*points), color=color, linewidth=2, marker="o", markersize=5, label=label)
+    if by_source:
+        right.set_ylabel("held-out accuracy")
+        right.set_ylim(-0.03, 1.03)
+    if all(0 <= value <= 1 for _, value in rewards):
+        left.set_ylim(-0.03, 1.03)  # the two scales then coincide, and the curves can be compared
+    left.set_xlabel("training step")
+    left.grid(alpha=0.3)
+    figure.legend(handles=lines, loc="upper center", ncols=min(len(lines), 3), frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    figure.savefig(png)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Reinforcement learning on a large language model, one SPMD program: every rank runs this file.
+
+    torchrun --nproc-per-node 2 train_rl.py --config configs/quickstart.yaml run.max_steps=10
+    srun python train_rl.py --config configs/grpo_gsm8k.yaml
+    mpirun -n 2 python train_rl.py --config configs/quickstart.yaml
+    python train_rl.py --config configs/quickstart.yaml
+
+`--help` lists every key, `--print-config` the resolved configuration. Exit code 0: done; 2: the input cannot work, said
+in one sentence by the first rank; 1: anything else.
+"""
+
+import contextlib
+import io
+import os
+import sys
+
+
+def main() -> int:
+    # Nothing here imports torch: --help, --print-config and a typo take a fraction of a second.
+    from rl.config import Config, check, resolve
+    from rl.options import ConfigError, load, parse_command_line, to_yaml
+    from rl.runtime.ranks import discover
+
+    ranks = None
+    try:
+        ranks = discover()
+        with contextlib.redirect_stderr(sys.stderr if ranks.rank == 0 else io.StringIO()):
+            command = parse_command_line(Config, sys.argv[1:], description=__doc__)
+        config = resolve(load(Config, command.config, command.overrides))
+        warnings = check(config)
+    except ValueError as error:
+        return _refuse(error, ranks)
+    if command.print_config:
+        if ranks.rank == 0:
+            print(to_yaml(config), end="")
+        return 0
+    if ranks.rank == 0:
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+
+    prepare_environment(ranks)
+    from rl.runtime.session import session
+
+    from rl.inputs import Inputs
+    from rl.runtime.agreement import agree_on_config, fail_together
+
+    with session(ranks) as device:
+        try:
+            agree_on_config(config)
+            with fail_together():
+                inputs = Inputs(config, ranks.world_size)
+            from rl.loop import run  # imports Megatron and vLLM: only now
+
+            run(config, inputs, device)
+        except ConfigError as error:
+            return _refuse(error, ranks)
+    return 0
+
+
+def prepare_environment(ranks) -> None:
+    """Variables that libraries read when they are first imported."""
+    ranks.export()
+    cpus = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus // ranks.local_world_size)))
+    # A waiting OpenMP thread must not spin: with more threads than cores a generation takes 20 times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model is a directory; nobody should wait for a hub
+
+
+def _refuse(error: Exception, ranks) -> int:
+    """Every rank fails alike and the first says why."""
+    if ranks is None or ranks.rank == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    if ranks is not None and ranks.world_size > 1:
+        from rl.runtime.session import leave_together
+
+        leave_together(ranks)
+        os._exit(2)  # no teardown: the launcher would end a slower rank by a signal, and report that
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
