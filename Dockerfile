@@ -20,10 +20,10 @@ ARG MAX_JOBS=8
 # transformer-engine and asks apex only when that is missing. PyPI's `apex` is another project: never install it.
 ARG APEX_REF=""
 
-# git: to build apex, and to note the revision of a run started from a mounted checkout. g++ also serves torch.compile and Triton at run time.
-# openmpi-bin: an MPI that srun --mpi=pmix can start; mpi4py finds its libmpi by itself. libibverbs1, ibverbs-providers,
-# librdmacm1: NCCL loads them to reach InfiniBand and RoCE, and falls back to TCP without a word where they are missing.
-# numactl: vLLM binds memory. util-linux: lscpu, which vLLM runs.
+# git: to build apex, and to note the revision of a run started from a mounted checkout. g++ also serves torch.compile and
+# Triton at run time. openmpi-bin: an MPI that srun --mpi=pmix can start; mpi4py finds its libmpi by itself. libibverbs1,
+# ibverbs-providers, librdmacm1: NCCL loads them to reach InfiniBand and RoCE, and falls back to TCP without a word where they
+# are missing. numactl: vLLM binds memory. util-linux: lscpu, which vLLM runs.
 RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         python3 python3-dev python3-venv g++ git ca-certificates openmpi-bin \
         libibverbs1 ibverbs-providers librdmacm1 numactl util-linux \
@@ -60,13 +60,11 @@ RUN if [ -n "$APEX_REF" ]; then \
         && rm -rf /tmp/apex; \
     fi
 
-# The program last, in place: slurm/ and configs/ lie beside it, and a checkout mounted over /opt/lockstep replaces it. Named
+# The program last, in place: configs/ and tools/ lie beside it, and a checkout mounted over /opt/lockstep replaces it. Named
 # one by one so that no .venv and no runs/ of the checkout ever enter the image. Nothing is imported here, because
 # transformer-engine cannot be without the GPU's driver, which a build has not; `pip check` looks at the set instead.
 COPY setup.py train_rl.py README.md ./
 COPY rl rl/
-COPY launch launch/
-COPY slurm slurm/
 COPY configs configs/
 COPY tools tools/
 COPY tests tests/

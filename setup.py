@@ -17,6 +17,7 @@ program = [
     "datasets==5.2.0",
     "safetensors==0.8.0",
     "tensorboard==2.21.0",
+    "tqdm>=4.66",
 ]
 
 extras = {
@@ -53,7 +54,7 @@ setup(
     version=re.search(r'^__version__ = "(.+)"$', (here / "rl" / "__init__.py").read_text(), re.MULTILINE)[1],
     description="Reinforcement learning on large language models as one SPMD program, native to Slurm",
     python_requires=">=3.11",
-    packages=find_packages(include=["rl", "rl.*", "launch", "launch.*"]),
+    packages=find_packages(include=["rl", "rl.*"]),
     py_modules=["train_rl"],
     # An explicit root makes `pip install -e` write one path line instead of an import hook that lists today's packages, so
     # a package added tomorrow is found without a new install.

@@ -5,10 +5,12 @@ collectives, layouts, packing, the two engines taking turns with the memory, tim
 Metric names are verl's.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -131,6 +133,8 @@ class Phases:
         for name, column in batch.score_details.items():
             if name != "failed":
                 self.metrics[f"reward/{name}/mean"] = float(column.nanmean())
+        if dist.get_rank() == 0 and self.config.logging.samples:
+            self._write_samples(batch, prompts)
 
     def judge(self, batch: Batch, prompts: list[Prompt]) -> None:
         """Fill scores, rewards and score_details. Each rank calls the reward function on every world-size-th sample."""
@@ -146,6 +150,20 @@ class Phases:
         batch.scores = columns.pop("score")
         batch.rewards = batch.scores.clone()
         batch.score_details = columns
+
+    def _write_samples(self, batch: Batch, prompts: list[Prompt]) -> None:
+        """The first logging.samples samples of the step, for people to read."""
+        with open(Path(self.config.run.dir, "samples.jsonl"), "a", encoding="utf-8") as file:
+            for i in range(min(self.config.logging.samples, len(batch))):
+                prompt = prompts[int(batch.groups[i])]
+                sample = {
+                    "step": self.step,
+                    "prompt": prompt.text,
+                    "response": self.tokenizer.decode(batch.response_ids[i]),
+                    "ground_truth": prompt.ground_truth,
+                    "score": float(batch.scores[i]),
+                }
+                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
     # Log-probs --------------------------------------------------------------------------------------------------------
 

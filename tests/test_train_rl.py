@@ -10,7 +10,9 @@ import pytest
 
 from tests.ranks import ROOT, RanksFailed, run_ranks
 from tools.make_toy import make_toy
+from tools.prepare_data import prepare_gsm8k
 
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 TRAIN = ROOT / "train_rl.py"
 
 
@@ -120,6 +122,20 @@ def test_sft_exports_a_checkpoint_that_grpo_starts_from(config, tmp_path):
     assert losses[-1] < 0.7 * losses[0]
     train(2, config, f"model.path={tmp_path}/sft/hf", "training.tp=2", "run.max_steps=1")
     assert records(tmp_path / "run")[1]["training/rollout_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"the GSM8K files are not at {GSM8K}")
+def test_real_gsm8k_prompts_flow_through_two_steps(tmp_path):
+    prepare_gsm8k(GSM8K, tmp_path / "gsm8k")
+    make_toy(tmp_path / "toy")
+    data = (f"data.train=[{tmp_path}/gsm8k/train.parquet]", f"data.val=[{tmp_path}/gsm8k/test.parquet]")
+    where = (f"model.path={tmp_path}/toy/model", f"run.dir={tmp_path}/run")
+    train(2, ROOT / "configs" / "gsm8k_toy.yaml", *data, *where)
+    steps = records(tmp_path / "run")
+    assert len(steps) == 2 and steps[1]["prompt_length/mean"] > 200 and "val-core/openai/gsm8k/acc/mean@1" in steps[1]
+    assert all(step["reward/failures"] == 0 and step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
+    sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
+    assert "####" in sample["prompt"] and float(sample["ground_truth"]) >= 0
 
 
 def test_help_lists_every_key_without_importing_torch():

@@ -85,9 +85,19 @@ class CoreAttention(MegatronModule):
             return self._sdpa(query, key, value).flatten(2)
         if query.is_cuda:
             return self._varlen(query, key, value, packed_seq_params).flatten(1)
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        sequences = zip(query.split(lengths), key.split(lengths), value.split(lengths))
-        return torch.cat([self._sdpa(q[:, None], k[:, None], v[:, None])[:, 0].flatten(1) for q, k, v in sequences])
+        return self._by_length(query, key, value, packed_seq_params.cu_seqlens_q)
+
+    def _by_length(self, query, key, value, cu_seqlens):
+        """Sequences of one length form a batch: a call per length, not per sequence, which for short ones is the cost."""
+        order, lengths = _sorted_by_length(cu_seqlens)
+        q, k, v = (x.index_select(0, order) for x in (query, key, value))
+        out, at = [], 0
+        for length, count in lengths:
+            part = slice(at, at + count * length)
+            batch = (x[part].unflatten(0, (count, length)).transpose(0, 1) for x in (q, k, v))
+            out.append(self._sdpa(*batch).transpose(0, 1).flatten(0, 1).flatten(1))
+            at += count * length
+        return torch.cat(out).index_select(0, order.argsort())
 
     def _sdpa(self, query, key, value):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [S, B, heads, d] -> [B, heads, S, d]
@@ -103,3 +113,15 @@ class CoreAttention(MegatronModule):
             query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
             scale=self.scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
+
+
+def _sorted_by_length(cu_seqlens) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    """Tokens of a packed row with sequences stably sorted by length: their positions int64 [T], and (length, count)."""
+    lengths = cu_seqlens.diff().long()
+    by_length = lengths.argsort(stable=True)
+    starts = cu_seqlens[:-1].long()[by_length]
+    sizes = lengths[by_length]
+    ends = sizes.cumsum(0)
+    within = torch.arange(int(ends[-1]), device=cu_seqlens.device) - (ends - sizes).repeat_interleave(sizes)
+    values, counts = sizes.unique_consecutive(return_counts=True)
+    return starts.repeat_interleave(sizes) + within, list(zip(values.tolist(), counts.tolist()))
