@@ -9,6 +9,7 @@
 in one sentence by the first rank; 1: anything else.
 """
 
+import atexit
 import contextlib
 import io
 import os
@@ -79,9 +80,18 @@ def _refuse(error: Exception, ranks) -> int:
         from rl.runtime.session import leave_together
 
         leave_together(ranks)
-        os._exit(2)  # no teardown: the launcher would end a slower rank by a signal, and report that
+        leave(2)  # at once: the launcher would end a slower rank by a signal, and report that
     return 2
 
 
+def leave(code: int) -> None:
+    """Exit handlers run, the teardown of the interpreter does not: gloo groups that Megatron and vLLM still hold then have
+    running threads, and now and then end a finished run with SIGABRT."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -59,7 +59,7 @@ class Optimizer:
     lr: float = 1e-6
     """Peak learning rate of Adam. 1e-6 is what RL on 7B and larger models uses; toy models want 1e-3 or so."""
     min_lr: float = 0.0
-    """Learning rate at the end of the decay."""
+    """Learning rate that the decay would reach at the step after the last."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

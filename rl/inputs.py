@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from rl.config import Config, check_layout, learns_from_samples, needs_engine
 from rl.data.prompts import Prompt, load_prompts, load_tokenizer
-from rl.models import SUPPORTED, read_hf_config
+from rl.models import SUPPORTED, architecture, read_hf_config
+from rl.models.files import tensor_files
 from rl.rewards.loading import load_reward_function
 
 
@@ -17,6 +18,9 @@ class Inputs:
     def __init__(self, config: Config, world_size: int):
         self.hf = read_hf_config(config.model.path)
         check_layout(config, world_size, self.hf, SUPPORTED)
+        file = architecture(self.hf)
+        file.check(self.hf)
+        tensor_files(config.model.path, file.weights(self.hf))
         self.tokenizer = load_tokenizer(config.model.path)
         response_key = None if learns_from_samples(config) else config.data.response_key
         self.prompts = self._load(config, config.data.train, response_key=response_key)

@@ -12,7 +12,6 @@ from rl.config import Config, needs_engine
 from rl.inputs import Inputs
 from rl.phases import Phases
 from rl.rollout.engine import RolloutEngine
-from rl.runtime.agreement import fail_together
 from rl.runtime.device import Device
 from rl.runtime.metrics import MetricLog, step_line
 from rl.runtime.progress import Progress
@@ -23,18 +22,14 @@ from rl.validation import validate
 
 
 def run(config: Config, inputs: Inputs, device: Device) -> None:
-    """Take the run from its newest checkpoint, or the start, to its end. Collective over the world.
-
-    Raises ConfigError, on every rank alike, for weights that do not fit their config.json.
-    """
+    """Take the run from its newest checkpoint, or the start, to its end. Collective over the world."""
     started = time.perf_counter()
     leads = dist.get_rank() == 0
     progress = Progress(leads)
     progress.line(f"{config.run.name}: {config.algorithm}, {dist.get_world_size()} ranks, {len(inputs.prompts)} prompts")
 
     grid = build_grid(tp=config.training.tp, pp=config.training.pp, seed=config.run.seed)
-    with fail_together():
-        trainer = TrainingEngine(config, inputs.hf, grid, device)
+    trainer = TrainingEngine(config, inputs.hf, grid, device)
     engine = RolloutEngine(config, device) if needs_engine(config) else None
     phases = Phases(
         config,

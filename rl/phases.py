@@ -95,17 +95,18 @@ class Phases:
 
     def generate(self, prompts: list[Prompt]) -> Batch:
         """Sample rollout.samples_per_prompt responses to each prompt with the current weights."""
-        batch = self.sample(prompts, self.sampling, purpose=f"train.{self.step}")
+        batch = self.sample(prompts, self.sampling, purpose=f"train.{self.step}", timing="gen")
         self.metrics |= _length_metrics(batch)
         return batch
 
-    def sample(self, prompts: list[Prompt], sampling: Sampling, *, purpose: str) -> Batch:
-        """Responses by any sampling; `purpose` tells the seeds of this call from those of others."""
+    def sample(self, prompts: list[Prompt], sampling: Sampling, *, purpose: str, timing: str) -> Batch:
+        """Responses by any sampling; `purpose` tells the seeds of this call from those of others. Logs no metrics but
+        its seconds, as timing_s/<timing>."""
         assert self.engine is not None, "this run has no generation engine"
         self._wake_engine()
         seeds = [seed_of(self.config.run.seed, purpose, p.index) for p in prompts]
         total = len(prompts) * sampling.samples_per_prompt
-        with self.timed("gen"), self.progress.phase(f"step {self.step} gen", total, "samples") as bar:
+        with self.timed(timing), self._bar(timing, total) as bar:
             mine = self.engine.generate([p.token_ids for p in prompts], sampling, seeds, progress=bar)
             if self.engine.rank_in_replica > 0:
                 mine = []  # every rank of a replica has the same samples
@@ -127,7 +128,7 @@ class Phases:
 
     def score(self, batch: Batch, prompts: list[Prompt]) -> None:
         """Fill scores, rewards and score_details, and log them."""
-        self.judge(batch, prompts)
+        self.judge(batch, prompts, timing="reward")
         self.metrics["reward/failures"] = float(batch.score_details["failed"].sum())
         self.metrics |= _spread("critic/score", batch.scores)
         for name, column in batch.score_details.items():
@@ -136,9 +137,9 @@ class Phases:
         if dist.get_rank() == 0 and self.config.logging.samples:
             self._write_samples(batch, prompts)
 
-    def judge(self, batch: Batch, prompts: list[Prompt]) -> None:
+    def judge(self, batch: Batch, prompts: list[Prompt], *, timing: str) -> None:
         """Fill scores, rewards and score_details. Each rank calls the reward function on every world-size-th sample."""
-        with self.timed("reward"):
+        with self.timed(timing):
             world, rank = dist.get_world_size(), dist.get_rank()
             mine = range(rank, len(batch), world)
             texts = self.tokenizer.batch_decode([batch.response_ids[i] for i in mine], skip_special_tokens=True)

@@ -14,9 +14,8 @@ def validate(phases: Phases, prompts: list[Prompt], config: Config) -> None:
     The accuracy of a sample is the reward function's `acc`, or its score where it gives none.
     """
     samples = config.validation.samples_per_prompt
-    with phases.timed("testing"):
-        batch = phases.sample(prompts, validation_sampling(config), purpose="validation")
-        phases.judge(batch, prompts)
+    batch = phases.sample(prompts, validation_sampling(config), purpose="validation", timing="testing")
+    phases.judge(batch, prompts, timing="testing")
     accuracy = batch.score_details.get("acc", batch.scores)
     by_source: dict[str, list[float]] = defaultdict(list)
     for group, value in zip(batch.groups.tolist(), accuracy.tolist()):

@@ -12,11 +12,16 @@
             total = torch.tensor(int(sys.argv[1]) + dist.get_rank())
             dist.all_reduce(total)
             print(int(total))
+            dist.destroy_process_group()
         ''', 5)
         assert out == ["11\\n", "11\\n"]
 
 Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so `init_process_group` needs no
 arguments, and one OpenMP thread. A rank costs the seconds of its imports: let one call check several things.
+
+Two ways in which a program that did its work may still fail at its end: the store lives in rank 0, so meet in a collective
+before leaving; and a process group that a global variable keeps alive past `destroy_process_group` may abort the
+interpreter's exit ("terminate called without an active exception"), so make groups within functions.
 """
 
 import os

@@ -12,7 +12,7 @@ def megatron_config(hf: dict) -> dict:
         hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
         num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf["num_key_value_heads"],
+        num_query_groups=num_kv_heads(hf),
         kv_channels=head_dim(hf),
         layernorm_epsilon=hf["rms_norm_eps"],
         normalization="RMSNorm",
@@ -22,24 +22,42 @@ def megatron_config(hf: dict) -> dict:
     )
 
 
+def num_kv_heads(hf: dict) -> int:
+    """Heads of keys and values; a config from before grouped-query attention does not name them."""
+    return hf.get("num_key_value_heads") or hf["num_attention_heads"]
+
+
 def head_dim(hf: dict) -> int:
     """Channels of one attention head."""
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
+def check(hf: dict) -> None:
+    """Raise ValueError for a config that asks for what is not built here."""
+    rope = _rope(hf)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default":
+        raise ValueError(f"Qwen2 with rotary embeddings of type {kind} is not supported; only the default ones are.")
+    if hf.get("use_sliding_window"):
+        raise ValueError("Qwen2 with use_sliding_window is not supported; set it to false if the context is shorter anyway.")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"Qwen2 with hidden_act {hf['hidden_act']} is not supported; only silu is.")
+
+
 def rope_theta(hf: dict) -> float:
-    """Base of the rotary embedding; transformers 5 moved it into `rope_parameters`."""
-    parameters = hf.get("rope_parameters") or {}
-    kind = parameters.get("rope_type", "default")
-    if kind != "default" or hf.get("rope_scaling"):
-        raise ValueError(f"Qwen2 with scaled rotary embeddings ({kind}) is not supported; use a config without rope scaling.")
-    return float(parameters.get("rope_theta") or hf["rope_theta"])
+    """Base of the rotary embedding."""
+    return float(_rope(hf)["rope_theta"])
+
+
+def _rope(hf: dict) -> dict:
+    """Rotary parameters as transformers 5 reads them: `rope_scaling` of older configs wins over `rope_parameters`."""
+    return {"rope_theta": hf.get("rope_theta", 10000.0)} | (hf.get("rope_scaling") or hf.get("rope_parameters") or {})
 
 
 def weights(hf: dict) -> list[Weight]:
     """Every parameter, in the order of the forward pass."""
     hidden, ffn, vocab_size = hf["hidden_size"], hf["intermediate_size"], hf["vocab_size"]
-    heads, kv_heads, dim = hf["num_attention_heads"], hf["num_key_value_heads"], head_dim(hf)
+    heads, kv_heads, dim = hf["num_attention_heads"], num_kv_heads(hf), head_dim(hf)
     tied = hf.get("tie_word_embeddings", False)
     embedding = ((vocab_size, hidden),)
     out = [

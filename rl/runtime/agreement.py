@@ -11,7 +11,7 @@ from rl.options import ConfigError, flatten
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """If the body raises ValueError on any rank, every rank raises it at the end of the body. Collective over the world.
+    """If the body raises ValueError or OSError on any rank, every rank raises ConfigError after it. Collective over the world.
 
     For input that each rank reads itself (files that one node may lack): a rank that went on alone would hang in the next
     collective. The body must not be collective where it may raise.
@@ -19,7 +19,7 @@ def fail_together() -> Iterator[None]:
     problem: str | None = None
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         problem = str(error)
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, problem)

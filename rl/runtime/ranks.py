@@ -6,10 +6,11 @@ a step has `SLURM_STEP_ID` and `SLURM_STEP_NUM_TASKS`. mpi4py initialises MPI wh
 when mpirun started the program.
 """
 
+import contextlib
 import os
+import random
 import re
 import socket
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ def discover(environ: Mapping[str, str] | None = None) -> Ranks:
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
     if _started_by_mpirun(env):
-        return _from_mpi()
+        return _from_mpi(env)
     if "SLURM_STEP_NUM_TASKS" in env and ("SLURM_STEP_ID" in env or "SLURM_STEPID" in env):
         return _from_slurm(env)
     if int(env.get("SLURM_NTASKS", "1")) > 1:
@@ -68,10 +69,12 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
     missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise ValueError(f"RANK and WORLD_SIZE are set but {', '.join(missing)} is not; torchrun sets all of them.")
-    local_rank = int(env["LOCAL_RANK"])
+    rank, world_size, local_rank = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"])
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} is not in a world of WORLD_SIZE={world_size}; ranks count from 0.")
     return Ranks(
-        rank=int(env["RANK"]),
-        world_size=int(env["WORLD_SIZE"]),
+        rank=rank,
+        world_size=world_size,
         local_rank=local_rank,
         local_world_size=int(env.get("LOCAL_WORLD_SIZE", local_rank + 1)),
         launcher="torchrun",
@@ -85,7 +88,7 @@ def _started_by_mpirun(env: Mapping[str, str]) -> bool:
     return "OMPI_COMM_WORLD_SIZE" in env or "MPI_LOCALNRANKS" in env
 
 
-def _from_mpi() -> Ranks:
+def _from_mpi(env: Mapping[str, str]) -> Ranks:
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -93,6 +96,13 @@ def _from_mpi() -> Ranks:
             f"mpirun started this program but mpi4py cannot be imported ({error}); install the `mpi` extra, or use torchrun or srun."
         ) from error
     world = MPI.COMM_WORLD
+    expected = int(env.get("OMPI_COMM_WORLD_SIZE") or env.get("PMI_SIZE") or world.size)
+    if world.size != expected:
+        # Each process would believe to be alone: N runs in one run directory.
+        raise ValueError(
+            f"mpirun started {expected} processes but mpi4py sees a world of {world.size}: mpirun and mpi4py belong to "
+            "different MPI libraries; install mpi4py for this mpirun."
+        )
     local = world.Split_type(MPI.COMM_TYPE_SHARED)
     meeting = (socket.gethostname(), _free_port()) if world.rank == 0 else None
     host, port = world.bcast(meeting)
@@ -135,25 +145,28 @@ def expand_tasks_per_node(text: str) -> list[int]:
 def expand_hostlist(text: str) -> list[str]:
     """Slurm's bracket syntax: `gpu[01-03,7],login` -> ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login'].
 
-    scontrol does the same but is often missing inside containers; it is asked only for forms with several brackets.
+    `scontrol show hostnames` does the same, but containers often lack it.
     """
-    hosts: list[str] = []
-    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
-        match = re.fullmatch(r"([^\[]*)\[([^\]]*)\]([^\[]*)", part)
-        if match is None and "[" in part:
-            out = subprocess.run(["scontrol", "show", "hostnames", part], check=True, capture_output=True, text=True)
-            hosts += out.stdout.split()
-        elif match is None:
-            hosts.append(part)
-        else:
-            prefix, ranges, suffix = match.groups()
-            for item in ranges.split(","):
-                first, _, last = item.partition("-")
-                hosts += [f"{prefix}{n:0{len(first)}d}{suffix}" for n in range(int(first), int(last or first) + 1)]
-    return hosts
+    return [host for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for host in _expand(part)]
+
+
+def _expand(name: str) -> list[str]:
+    """One name of a host list, with any number of brackets; the last varies fastest."""
+    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", name)
+    if match is None:
+        return [name]
+    prefix, ranges, rest = match.groups()
+    heads = []
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
+        heads += [f"{prefix}{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+    return [head + tail for head in heads for tail in _expand(rest)]
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
+    """A port that nobody listens on, below the ephemeral range: no outgoing connection takes it before rank 0 binds it."""
+    while True:
+        port = random.SystemRandom().randrange(FIRST_PORT, FIRST_PORT + NUM_PORTS)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port

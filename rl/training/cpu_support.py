@@ -196,10 +196,10 @@ class _Loader(SourceFileLoader):
 
     def get_code(self, fullname):
         """The rewritten module's code. It must not meet __pycache__, which holds the code of the unchanged file; it is
-        kept (1 s of a start) in a cache of its own, keyed by both sources and the interpreter."""
+        kept (1 s of a start) in a cache of its own, keyed by both sources, the path (tracebacks name it) and the interpreter."""
         path = self.get_filename(fullname)
         source = self.get_data(path)
-        key = hashlib.sha256(Path(__file__).read_bytes() + source).hexdigest()
+        key = hashlib.sha256(b"\0".join((Path(__file__).read_bytes(), path.encode(), source))).hexdigest()
         root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         cached = Path(root, "lockstep", "megatron-on-cpu", sys.implementation.cache_tag, key)
         with contextlib.suppress(OSError, ValueError, EOFError, TypeError):  # absent or torn: compile again

@@ -37,16 +37,16 @@ class _LinearLogprobs(torch.autograd.Function):
             largest = logits.amax(-1) if real_rows else logits.new_full((len(logits),), float("-inf"))
             if group.size() > 1:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            weights = (logits - largest[:, None]).exp_()
-            sums = torch.stack(
-                [weights.sum(-1), (weights * logits).sum(-1), _pick(logits, local_targets[part], is_local[part])]
-            )
+            logits.sub_(largest[:, None])  # all that follows is relative to the largest logit: no digits are lost to an offset
+            weights = logits.exp()
+            target_logits = _pick(logits, local_targets[part], is_local[part])
+            sums = torch.stack([weights.sum(-1), weights.mul_(logits).sum(-1), target_logits])
             if group.size() > 1:
                 dist.all_reduce(sums, group=group)
             total, weighted, target_logits = sums
             lse[part] = largest + total.log()
-            logprobs[part] = target_logits - lse[part]
-            entropy[part] = lse[part] - weighted / total
+            logprobs[part] = target_logits - total.log()
+            entropy[part] = total.log() - weighted / total
         ctx.save_for_backward(hidden, weight, local_targets, is_local, lse, entropy)
         ctx.temperature, ctx.real_rows, ctx.chunk = temperature, real_rows, chunk
         return logprobs, entropy

@@ -5,7 +5,6 @@ tensor whole on every rank, one after the other.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rl.models import architecture
+from rl.models.files import tensor_files
 from rl.models.layout import Weight, assemble, index
 from rl.training.grid import Grid
 from rl.training.layer_spec import te_name, use_te
@@ -58,12 +58,9 @@ class WeightMap:
 def load_hf(directory: str, weight_map: WeightMap) -> None:
     """Fill this rank's parameters from the safetensors files of a checkpoint; padding rows of the vocabulary become 0.
 
-    Raises ValueError that lists missing and mis-shaped tensors. Not collective.
+    Raises ValueError as `tensor_files` does. Not collective.
     """
-    files = _tensor_files(directory)
-    wanted = {name: shape for weight in weight_map.weights for name, shape in zip(weight.hf, weight.shapes)}
-    if missing := sorted(wanted.keys() - files.keys()):
-        raise ValueError(f"{directory} lacks {len(missing)} tensors of its architecture: {', '.join(missing[:8])}.")
+    files = tensor_files(directory, weight_map.weights)
     grid, opened = weight_map.grid, {}
     for weight, parameter in weight_map.local():
         parameter.zero_()
@@ -72,23 +69,7 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
             if path not in opened:
                 opened[path] = safe_open(path, framework="pt")
             tensor = opened[path].get_slice(piece.hf)
-            if tuple(tensor.get_shape()) != tuple(wanted[piece.hf]):
-                raise ValueError(
-                    f"{piece.hf} in {path} has shape {tuple(tensor.get_shape())}; config.json says {tuple(wanted[piece.hf])}."
-                )
             parameter[index(piece.local_box)] = tensor[index(piece.hf_box)].to(parameter)
-
-
-def _tensor_files(directory: str) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it."""
-    paths = sorted(Path(directory).glob("*.safetensors"))
-    if not paths:
-        raise ValueError(f"model.path={directory} holds no *.safetensors file; Lockstep reads no other format.")
-    files = {}
-    for path in paths:
-        with safe_open(path, framework="pt") as opened:
-            files.update(dict.fromkeys(opened.keys(), path))
-    return files
 
 
 @torch.no_grad()

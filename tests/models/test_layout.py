@@ -247,13 +247,17 @@ def megatron_shard_by_torch(weight, tensors, hf, tp, rank):
     """A rank's Megatron parameter by torch operations and loops, found by the parameter's name."""
     first = tensors[weight.hf[0]]
     name = weight.megatron
+
+    def by_name(*parts):
+        return [tensor for part in parts for n, tensor in tensors.items() if f".{part}_proj." in n]
+
     if "linear_qkv" in name:
-        parts = [tensors[n] for n in weight.hf]
+        parts = by_name("q", "k", "v")
         return megatron_qkv_by_loops(
             *parts, hf["num_attention_heads"], hf["num_key_value_heads"], hf["head_dim"], tp, rank
         )
     if "linear_fc1" in name:
-        return torch.cat([tensors[n].chunk(tp)[rank] for n in weight.hf])
+        return torch.cat([tensor.chunk(tp)[rank] for tensor in by_name("gate", "up")])
     if "linear_proj" in name or "linear_fc2" in name:
         return first.chunk(tp, dim=1)[rank]
     if "word_embeddings" in name or "output_layer" in name:
@@ -391,16 +395,41 @@ def test_rope_base_is_read_from_configs_of_transformers_4_and_5():
 
 
 @pytest.mark.parametrize(
-    "hf",
+    ("hf", "base"), [({"rope_parameters": {"rope_type": "default"}, "rope_theta": 1e6}, 1e6), ({}, 1e4)]
+)
+def test_rope_base_that_rope_parameters_leave_out(hf, base):
+    assert qwen2.rope_theta(hf) == base
+
+
+def test_an_ordinary_config_passes_the_check():
+    qwen2.check(config())
+    qwen2.check(config() | {"rope_scaling": None, "use_sliding_window": False, "hidden_act": "silu"})
+    qwen2.check(config() | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
     [
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
-        {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, "yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "yarn",
+        ),
     ],
 )
-def test_scaled_rotary_embeddings_are_refused(hf):
-    with pytest.raises(ValueError, match="scaled rotary embeddings.*not supported; use a config without rope scaling"):
-        qwen2.rope_theta(hf)
+def test_scaled_rotary_embeddings_are_refused_by_their_kind(changes, kind):
+    with pytest.raises(ValueError, match=f"rotary embeddings of type {kind} .*not supported"):
+        qwen2.check(config() | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"), [({"use_sliding_window": True}, "use_sliding_window"), ({"hidden_act": "gelu"}, "hidden_act gelu")]
+)
+def test_variants_that_are_not_built_are_refused(changes, said):
+    with pytest.raises(ValueError, match=f"{said}.* not supported"):
+        qwen2.check(config() | changes)
 
 
 def test_qwen2_is_found_by_its_architecture():

@@ -12,38 +12,41 @@ PROGRAM = """
 
     from rl.rollout.queue import SharedQueue
 
-    dist.init_process_group("gloo")
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    alone = [dist.new_group([r]) for r in range(2)][rank]
-    drawn = {}
-
     def rest(queue):
         return list(iter(queue.draw, None))
 
-    queue = SharedQueue(40, name="race", replica_group=alone)
-    drawn["race"] = rest(queue)
-    drawn["after the end"] = [queue.draw(), queue.draw()]
+    def draw_all():
+        store, rank, drawn = dist.distributed_c10d._get_default_store(), dist.get_rank(), {}
+        alone = [dist.new_group([r]) for r in range(2)][rank]
 
-    # Rank 1 works on its first item until rank 0 has nothing left to draw.
-    queue = SharedQueue(10, name="slow", replica_group=alone)
-    if rank == 1:
-        drawn["slow"] = [queue.draw()]
-        store.set("slow rank is busy", "")
-        store.wait(["fast rank is done"])
-        drawn["slow"] += rest(queue)
-    else:
-        store.wait(["slow rank is busy"])
-        drawn["slow"] = rest(queue)
-        store.set("fast rank is done", "")
+        queue = SharedQueue(40, name="race", replica_group=alone)
+        drawn["race"] = rest(queue)
+        drawn["after the end"] = [queue.draw(), queue.draw()]
 
-    drawn["nothing"] = rest(SharedQueue(0, name="nothing", replica_group=alone))
-    drawn["replica"] = rest(SharedQueue(7, name="replica", replica_group=dist.group.WORLD))
+        # Rank 1 works on its first item until rank 0 has nothing left to draw.
+        queue = SharedQueue(10, name="slow", replica_group=alone)
+        if rank == 1:
+            drawn["slow"] = [queue.draw()]
+            store.set("slow rank is busy", "")
+            store.wait(["fast rank is done"])
+            drawn["slow"] += rest(queue)
+        else:
+            store.wait(["slow rank is busy"])
+            drawn["slow"] = rest(queue)
+            store.set("fast rank is done", "")
 
-    # Two queues at the same time do not share a counter.
-    one, other = (SharedQueue(3, name=name, replica_group=dist.group.WORLD) for name in ("one", "other"))
-    drawn["alternating"] = [one.draw(), other.draw(), one.draw(), other.draw()]
+        drawn["nothing"] = rest(SharedQueue(0, name="nothing", replica_group=alone))
+        drawn["replica"] = rest(SharedQueue(7, name="replica", replica_group=dist.group.WORLD))
+
+        # Two queues at the same time do not share a counter.
+        one, other = (SharedQueue(3, name=name, replica_group=dist.group.WORLD) for name in ("one", "other"))
+        drawn["alternating"] = [one.draw(), other.draw(), one.draw(), other.draw()]
+        return drawn
+
+    dist.init_process_group("gloo")
+    print(json.dumps(draw_all()))
+    dist.barrier()
     dist.destroy_process_group()
-    print(json.dumps(drawn))
 """
 
 

@@ -108,6 +108,14 @@ def test_bfloat16_is_as_near_as_its_rounding(group, chunk):
         assert (mine.double() - theirs).norm() <= 0.02 * theirs.norm()
 
 
+def test_logits_of_bfloat16_are_scaled_and_normalised_in_float32(group):
+    hidden, weight, targets, _ = inputs(dtype=torch.bfloat16)
+    expected = torch.log_softmax((hidden @ weight.T).float() / 0.7, -1)
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature=0.7, vocab_size=V, group=group, chunk=T)
+    torch.testing.assert_close(logprobs, expected.gather(1, targets[:, None]).squeeze(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), rtol=1e-5, atol=1e-5)
+
+
 def test_many_chunks_of_bfloat16_are_summed_in_float32(group):
     """4096 tokens of equal gradient: a bfloat16 sum would stop growing at 256 of them."""
     hidden = torch.ones(4096, 1, dtype=torch.bfloat16)

@@ -86,6 +86,10 @@ def test_samples_of_a_micro_batch_are_in_ascending_order():
         assert all(micro == sorted(micro) for rank in plan(*arguments) for micro in rank)
 
 
+def test_a_rank_with_a_long_sample_takes_fewer_others():
+    assert plan([12, 4, 3, 5], [0, 1, 2, 3], 2, 100) == [[[0]], [[1, 2, 3]]]
+
+
 def test_more_ranks_than_samples_leaves_ranks_with_an_empty_micro_batch():
     assert plan([5, 9], [0, 1], 4, 10) == [[[1]], [[0]], [[]], [[]]]
 
