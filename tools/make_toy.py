@@ -131,11 +131,11 @@ def make_toy(
     out: str | Path,
     *,
     seed: int = 0,
-    hidden: int = 128,
-    layers: int = 3,
-    heads: int = 4,
+    hidden: int = 192,
+    layers: int = 2,
+    heads: int = 6,
     kv_heads: int = 2,
-    intermediate: int = 256,
+    intermediate: int = 384,
     tie: bool = False,
 ) -> Path:
     """Write `train.parquet`, `test.parquet` and `model/` into `out` (created if needed) and return `out`.
@@ -166,11 +166,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, default=0, help="decides the held-out problems and the weights")
-    parser.add_argument("--hidden", type=int, default=128, help="hidden size")
-    parser.add_argument("--layers", type=int, default=3, help="transformer layers")
-    parser.add_argument("--heads", type=int, default=4, help="attention heads")
+    parser.add_argument("--hidden", type=int, default=192, help="hidden size")
+    parser.add_argument("--layers", type=int, default=2, help="transformer layers")
+    parser.add_argument("--heads", type=int, default=6, help="attention heads")
     parser.add_argument("--kv-heads", type=int, default=2, help="key/value heads")
-    parser.add_argument("--intermediate", type=int, default=256, help="size of the MLP")
+    parser.add_argument("--intermediate", type=int, default=384, help="size of the MLP")
     parser.add_argument("--tie", action="store_true", help="share the input and output embedding")
     arguments = vars(parser.parse_args())
     try:
