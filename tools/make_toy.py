@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils import logging as transformers_logging
 
 NUM_HELD_OUT = 500
 MAX_LENGTH = 1024
@@ -157,6 +158,7 @@ def make_toy(
     out.mkdir(parents=True, exist_ok=True)
     for split, problems in addition_problems(seed).items():
         write_split(out / f"{split}.parquet", split, problems)
+    transformers_logging.disable_progress_bar()  # for a file of 3 MB
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
     return out

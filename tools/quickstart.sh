@@ -13,6 +13,7 @@ case "${1:-}" in
 *) echo "usage: bash tools/quickstart.sh [--fresh]" >&2; exit 2 ;;
 esac
 
+export OMP_NUM_THREADS=1 # one thread per rank; unset, torchrun sets it too and says so at length
 say() { printf '\n== %s\n' "$*"; }
 SECONDS=0
 

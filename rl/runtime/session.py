@@ -32,8 +32,9 @@ def session(ranks: Ranks) -> Iterator[Device]:
         logging.getLogger().setLevel(logging.ERROR)  # what rank 0 warns of, all would
         warnings.simplefilter("ignore")
     # Notes of libraries to their own developers; ours come through logging and as errors.
-    for module in (r"megatron\..*", r"torch\.distributed\..*"):
+    for module in (r"megatron\..*", r"torch\.distributed\..*", r"vllm\..*"):
         warnings.filterwarnings("ignore", module=module)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU host has no Triton and needs none
     torch.manual_seed(0)
     _join(ranks, device.backend, TIMEOUT)
     try:

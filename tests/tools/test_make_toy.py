@@ -93,7 +93,7 @@ def test_the_model_is_a_float32_qwen2_of_the_size_of_the_tokenizer(toy, tokenize
     config = json.loads((toy / "model/config.json").read_text())
     assert config["architectures"] == ["Qwen2ForCausalLM"]
     assert config["vocab_size"] == len(tokenizer) == 6 + 96
-    assert (config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]) == (128, 3, 256)
+    assert (config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]) == (192, 2, 384)
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["tie_word_embeddings"]) == (
         4,
         2,
@@ -102,7 +102,7 @@ def test_the_model_is_a_float32_qwen2_of_the_size_of_the_tokenizer(toy, tokenize
     assert json.loads((toy / "model/generation_config.json").read_text())["eos_token_id"] == config["eos_token_id"] == 1
     weights = load_file(toy / "model/model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    assert weights["lm_head.weight"].shape == (102, 128)
+    assert weights["lm_head.weight"].shape == (102, 192)
     assert 0.03 < weights["model.layers.0.mlp.up_proj.weight"].std() < 0.05
 
 
