@@ -95,7 +95,7 @@ def test_the_model_is_a_float32_qwen2_of_the_size_of_the_tokenizer(toy, tokenize
     assert config["vocab_size"] == len(tokenizer) == 6 + 96
     assert (config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]) == (192, 2, 384)
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["tie_word_embeddings"]) == (
-        4,
+        6,
         2,
         False,
     )
@@ -152,6 +152,8 @@ def test_it_runs_from_the_command_line(tmp_path):
         "32",
         "--layers",
         "1",
+        "--heads",
+        "4",
         "--kv-heads",
         "4",
         "--intermediate",
