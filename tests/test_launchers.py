@@ -1,4 +1,4 @@
-"""The same command under every launcher: plain python, torchrun and mpirun. Slurm's srun is in tests/slurm."""
+"""The same command under every launcher: plain python, torchrun and mpirun. srun's variables are tested in tests/runtime/test_ranks.py."""
 
 import importlib.util
 import json
