@@ -1,7 +1,7 @@
 """Reinforcement learning on a large language model, one SPMD program: every rank runs this file.
 
     torchrun --nproc-per-node 2 train_rl.py --config configs/quickstart.yaml run.max_steps=10
-    srun python train_rl.py --config configs/grpo_gsm8k.yaml
+    srun python train_rl.py --config configs/qwen2.5-0.5b_gsm8k_grpo_1gpu.yaml
     mpirun -n 2 python train_rl.py --config configs/quickstart.yaml
     python train_rl.py --config configs/quickstart.yaml
 
@@ -18,7 +18,8 @@ import sys
 
 def main() -> int:
     # Nothing here imports torch: --help, --print-config and a typo take a fraction of a second.
-    from rl.config import Config, check, resolve
+    from rl.config import Config, resolve
+    from rl.config_checks import check
     from rl.options import ConfigError, load, parse_command_line, to_yaml
     from rl.runtime.ranks import discover
 
@@ -44,11 +45,14 @@ def main() -> int:
 
     from rl.inputs import Inputs
     from rl.runtime.agreement import agree_on_config, fail_together
+    from rl.runtime.record import make_run_directory
 
     with session(ranks) as device:
         try:
             agree_on_config(config)
             with fail_together():
+                if ranks.rank == 0:
+                    make_run_directory(config)
                 inputs = Inputs(config, ranks.world_size)
             from rl.loop import run  # imports Megatron and vLLM: only now
 
@@ -61,8 +65,10 @@ def main() -> int:
 def prepare_environment(ranks) -> None:
     """Variables that libraries read when they are first imported."""
     ranks.export()
-    cpus = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus // ranks.local_world_size)))
+    # With --cpus-per-task Slurm binds each task to its own cores: they are not to be shared again.
+    own_cpus = os.environ.get("SLURM_CPUS_PER_TASK") if ranks.launcher == "slurm" else None
+    cpus = own_cpus or max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
+    os.environ.setdefault("OMP_NUM_THREADS", str(cpus))
     # A waiting OpenMP thread must not spin: with more threads than cores a generation takes 20 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
@@ -74,21 +80,26 @@ def prepare_environment(ranks) -> None:
 
 
 def _refuse(error: Exception, ranks) -> int:
-    """Every rank fails alike and the first says why."""
+    """Every rank fails alike and the first says why; a rank that fails alone says so itself."""
     if ranks is None or ranks.rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
     if ranks is not None and ranks.world_size > 1:
         from rl.runtime.session import leave_together
 
-        leave_together(ranks)
-        leave(2)  # at once: the launcher would end a slower rank by a signal, and report that
+        together = leave_together(ranks)
+        if not together and ranks.rank > 0:
+            print(f"error (rank {ranks.rank}): {error}", file=sys.stderr, flush=True)
+        leave(2, together=together)  # at once: the launcher would end a slower rank by a signal, and report that
     return 2
 
 
-def leave(code: int) -> None:
+def leave(code: int, *, together: bool = True) -> None:
     """Exit handlers run, the teardown of the interpreter does not: gloo groups that Megatron and vLLM still hold then have
-    running threads, and now and then end a finished run with SIGABRT."""
+    running threads, and now and then end a finished run with SIGABRT. `together`: every rank leaves."""
     atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")  # its finaliser is none of atexit's, and Open MPI calls a rank without it failed
+    if mpi is not None and together and not mpi.Is_finalized():
+        mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from rl.config import Config, check_layout, learns_from_samples, needs_engine
+from rl.config import Config, learns_from_samples, needs_engine
+from rl.config_checks import check_layout
 from rl.data.prompts import Prompt, load_prompts, load_tokenizer
 from rl.models import SUPPORTED, architecture, read_hf_config
 from rl.models.files import tensor_files
@@ -19,8 +20,13 @@ class Inputs:
         self.hf = read_hf_config(config.model.path)
         check_layout(config, world_size, self.hf, SUPPORTED)
         file = architecture(self.hf)
-        file.check(self.hf)
-        tensor_files(config.model.path, file.weights(self.hf))
+        try:
+            file.check(self.hf)
+            file.megatron_config(self.hf)
+            weights = file.weights(self.hf)
+        except KeyError as missing:
+            raise ValueError(f"{config.model.path}/config.json lacks the key {missing}.") from missing
+        tensor_files(config.model.path, weights)
         self.tokenizer = load_tokenizer(config.model.path)
         response_key = None if learns_from_samples(config) else config.data.response_key
         self.prompts = self._load(config, config.data.train, response_key=response_key)

@@ -10,10 +10,11 @@ from rl.checkpoint.hf import export_hf
 from rl.checkpoint.store import CheckpointStore
 from rl.config import Config, needs_engine
 from rl.inputs import Inputs
-from rl.phases import Phases
+from rl.options import ConfigError
+from rl.phases import SAMPLES_FILE, Phases
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.device import Device
-from rl.runtime.metrics import MetricLog, step_line
+from rl.runtime.metrics import MetricLog, keep_lines_up_to, step_line
 from rl.runtime.progress import Progress
 from rl.runtime.record import record_run
 from rl.training.engine import TrainingEngine
@@ -45,8 +46,10 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
     last_step = _resume(config, store, phases)
     log = None
     if leads:
-        log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=last_step or None)
-        record_run(config)
+        resume_step = last_step or None
+        log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=resume_step)
+        keep_lines_up_to(Path(config.run.dir, SAMPLES_FILE), resume_step)
+        record_run(config, last_step)
     resumed = f", resuming after step {last_step}" if last_step else ""
     progress.line(f"ready in {time.perf_counter() - started:.1f} s, run directory {config.run.dir}{resumed}")
     _train(config, inputs, phases, store, log, last_step)
@@ -58,11 +61,21 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
 
 def _resume(config: Config, store: CheckpointStore, phases: Phases) -> int:
     """Load the newest checkpoint if there is one and it is wanted; returns its step, else 0."""
-    newest = store.newest() if config.checkpoint.resume == "auto" else None
+    newest = store.newest()
     if newest is None:
         return 0
+    if config.checkpoint.resume == "never":
+        if config.checkpoint.every:  # retention and the next resume would take the old run's for this one's
+            raise ConfigError(
+                f"checkpoint.resume=never, but {store.directory} holds checkpoints of an earlier run; "
+                "set checkpoint.resume=auto to continue it, or another run.dir."
+            )
+        return 0
     state = store.load(newest, phases.trainer)
-    phases.sampler.load_state_dict(state["sampler"])
+    try:
+        phases.sampler.load_state_dict(state["sampler"])
+    except ValueError as error:
+        raise ConfigError(f"{newest} was written with other data: {error}") from error
     return state["step"]
 
 

@@ -24,12 +24,15 @@ from rl.refit.gather import check_refit, refit
 from rl.rewards.scoring import score_samples
 from rl.rollout.engine import RolloutEngine, Sampling, seed_of
 from rl.rollout.exchange import exchange
+from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
 from rl.runtime.progress import Progress
 from rl.training.engine import TrainingEngine
-from rl.training.grid import sum_over_world
 from rl.training.packing import MicroBatch, MicroBatches
 from rl.training.schedule import learning_rate
+
+
+SAMPLES_FILE = "samples.jsonl"
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class Phases:
         its seconds, as timing_s/<timing>."""
         assert self.engine is not None, "this run has no generation engine"
         self._wake_engine()
-        seeds = [seed_of(self.config.run.seed, purpose, p.index) for p in prompts]
+        # By place in the draw: a prompt may be drawn twice in a step, and its samples must differ then.
+        seeds = [seed_of(self.config.run.seed, purpose, place) for place in range(len(prompts))]
         total = len(prompts) * sampling.samples_per_prompt
         with self.timed(timing), self._bar(timing, total) as bar:
             mine = self.engine.generate([p.token_ids for p in prompts], sampling, seeds, progress=bar)
@@ -117,7 +121,6 @@ class Phases:
         batch = Batch(
             prompt_ids=[p.token_ids for p in prompts],
             response_ids=[p.response_ids for p in prompts],
-            prompt_rows=torch.tensor([p.index for p in prompts]),
             groups=torch.arange(len(prompts)),
             truncated=torch.zeros(len(prompts), dtype=torch.bool),
         )
@@ -139,9 +142,9 @@ class Phases:
 
     def judge(self, batch: Batch, prompts: list[Prompt], *, timing: str) -> None:
         """Fill scores, rewards and score_details. Each rank calls the reward function on every world-size-th sample."""
+        world, rank = dist.get_world_size(), dist.get_rank()
+        mine = range(rank, len(batch), world)
         with self.timed(timing):
-            world, rank = dist.get_world_size(), dist.get_rank()
-            mine = range(rank, len(batch), world)
             texts = self.tokenizer.batch_decode([batch.response_ids[i] for i in mine], skip_special_tokens=True)
             samples = [_reward_sample(prompts[int(batch.groups[i])], text) for i, text in zip(mine, texts)]
             results = score_samples(
@@ -154,11 +157,11 @@ class Phases:
 
     def _write_samples(self, batch: Batch, prompts: list[Prompt]) -> None:
         """The first logging.samples samples of the step, for people to read."""
-        with open(Path(self.config.run.dir, "samples.jsonl"), "a", encoding="utf-8") as file:
+        with open(Path(self.config.run.dir, SAMPLES_FILE), "a", encoding="utf-8") as file:
             for i in range(min(self.config.logging.samples, len(batch))):
                 prompt = prompts[int(batch.groups[i])]
                 sample = {
-                    "step": self.step,
+                    "training/global_step": self.step,
                     "prompt": prompt.text,
                     "response": self.tokenizer.decode(batch.response_ids[i]),
                     "ground_truth": prompt.ground_truth,

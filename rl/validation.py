@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 
+import torch
+
 from rl.config import Config
 from rl.data.prompts import Prompt
 from rl.phases import Phases
@@ -11,12 +13,13 @@ from rl.rollout.engine import Sampling
 def validate(phases: Phases, prompts: list[Prompt], config: Config) -> None:
     """Generate and score validation.samples_per_prompt responses to every held-out prompt; logs means per data source.
 
-    The accuracy of a sample is the reward function's `acc`, or its score where it gives none.
+    The accuracy of a sample is the reward function's `acc`, or its score where it gives none; 0 if the function failed.
     """
     samples = config.validation.samples_per_prompt
     batch = phases.sample(prompts, validation_sampling(config), purpose="validation", timing="testing")
     phases.judge(batch, prompts, timing="testing")
-    accuracy = batch.score_details.get("acc", batch.scores)
+    acc = batch.score_details.get("acc", batch.scores)
+    accuracy = torch.where(acc.isnan(), batch.scores, acc).masked_fill(batch.score_details["failed"] > 0, 0.0)
     by_source: dict[str, list[float]] = defaultdict(list)
     for group, value in zip(batch.groups.tolist(), accuracy.tolist()):
         by_source[prompts[group].data_source].append(value)

@@ -36,6 +36,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+GRACE = 2.0
+"""Seconds that other ranks have to end by themselves after one has failed."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -55,7 +57,7 @@ def run_ranks(
 
     program: Python source (indented as it stands in the test) or the path of a script. args: sys.argv[1:], as str(arg).
     timeout: seconds until the ranks are killed. env: variables on top of this process's own and of those of a rank.
-    Raises RanksFailed as soon as one rank exits with another code than 0; the other ranks are then killed.
+    Raises RanksFailed when one rank exits with another code than 0; ranks that do not end within GRACE are then killed.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         if isinstance(program, str):
@@ -70,6 +72,8 @@ def run_ranks(
                 environ = _environment(rank, world_size, port) | dict(env or {})
                 ranks.append(_Rank(Path(directory), script, args, environ))
             culprit = _wait(ranks, time.monotonic() + timeout)
+            if culprit is not None:
+                _wait_for_all(ranks, time.monotonic() + GRACE)
             returncodes = [rank.process.poll() for rank in ranks]
         finally:
             for rank in ranks:
@@ -130,6 +134,11 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         OMP_NUM_THREADS="1",
         PYTHONPATH=path,
     )
+
+
+def _wait_for_all(ranks: list[_Rank], deadline: float) -> None:
+    while time.monotonic() < deadline and any(rank.process.poll() is None for rank in ranks):
+        time.sleep(0.05)
 
 
 def _wait(ranks: list[_Rank], deadline: float) -> int | None:

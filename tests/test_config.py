@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import RANGES, Config, check, check_layout, resolve
+from rl.config import Config, resolve
+from rl.config_checks import RANGES, check, check_layout
 from rl.options import ConfigError, flatten, help_text, load, to_yaml, tree_docs
 
 SUPPORTED = ["Qwen3ForCausalLM", "LlamaForCausalLM"]
@@ -18,6 +19,7 @@ HF = {
     "intermediate_size": 96,
     "num_hidden_layers": 6,
     "max_position_embeddings": 4096,
+    "vocab_size": 1000,  # vLLM pads it to 1024
 }
 
 
@@ -265,6 +267,12 @@ def test_more_rollout_ranks_than_key_value_heads_pass_when_they_are_a_multiple()
     check_layout(config_with("rollout.tp=8"), 8, HF | {"num_key_value_heads": 2}, SUPPORTED)
 
 
+def test_a_vocabulary_that_vllm_cannot_split_after_padding_it_to_64_is_an_error():
+    hf = HF | {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96, "intermediate_size": 96}
+    with pytest.raises(ConfigError, match="rollout.tp=3 does not divide the model's vocabulary, padded to 1024; use 1 or 2"):
+        check_layout(config_with("rollout.tp=3"), 6, hf, SUPPORTED)
+
+
 def test_a_model_without_the_key_for_key_value_heads_has_as_many_as_attention_heads():
     hf = {key: value for key, value in HF.items() if key != "num_key_value_heads"}
     check_layout(config_with("training.tp=8"), 8, hf, SUPPORTED)
@@ -322,7 +330,7 @@ def test_training_needs_key_value_heads_that_it_divides():
 
 
 def test_rollout_needs_key_value_heads_that_it_divides_or_repeats():
-    sizes = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96}
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96, "vocab_size": 190}
     assert layout_error(12, "rollout.tp=4", **sizes) == (
         "rollout.tp=4 is neither a divisor nor a multiple of the model's 6 key/value heads; use 1, 2, 3, 6 or 12."
     )

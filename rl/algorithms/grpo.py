@@ -19,8 +19,7 @@ from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
 from rl.objectives.policy_loss import ppo
 from rl.objectives.segments import expand
-from rl.phases import Phases, Totals
-from rl.training.packing import MicroBatch
+from rl.phases import MicroBatch, Phases, Totals
 
 def step(phases: Phases, config: Config) -> None:
     prompts = phases.draw_prompts()

@@ -8,8 +8,7 @@ algorithms; no generation engine is built unless validation asks for one. A step
 
 from rl.config import Config
 from rl.objectives.aggregate import aggregate
-from rl.phases import Phases, Totals
-from rl.training.packing import MicroBatch
+from rl.phases import MicroBatch, Phases, Totals
 
 def step(phases: Phases, config: Config) -> None:
     phases.update(phases.targets(phases.draw_prompts()), loss)

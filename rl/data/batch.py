@@ -19,8 +19,6 @@ class Batch:
     """N arrays int32 [P_i]."""
     response_ids: list[np.ndarray]
     """N arrays int32 [R_i]; R_i may be 0."""
-    prompt_rows: Tensor
-    """int64 [N]: the row of the sample's prompt in the dataset."""
     groups: Tensor
     """int64 [N]: samples of one prompt of this step have one number, 0.. in the order drawn."""
     truncated: Tensor

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from rl.models.layout import Weight
 
@@ -18,9 +18,12 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
         raise ValueError(f"model.path={directory} holds no *.safetensors file; Lockstep reads no other format.")
     files, shapes = {}, {}
     for path in paths:
-        with safe_open(path, framework="pt") as opened:
-            for name in opened.keys():
-                files[name], shapes[name] = path, tuple(opened.get_slice(name).get_shape())
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():
+                    files[name], shapes[name] = path, tuple(opened.get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no whole safetensors file: {error}.") from error
     wanted = {name: shape for weight in weights for name, shape in zip(weight.hf, weight.shapes)}
     if missing := [name for name in wanted if name not in files]:
         raise ValueError(f"{directory} lacks {len(missing)} tensors of its architecture: {_few(missing)}.")

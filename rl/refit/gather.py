@@ -32,7 +32,8 @@ def check_refit(trainer: TrainingEngine, engine: RolloutEngine) -> None:
         for weight in trainer.weight_map.weights
         for piece in weight.vllm_pieces(engine.tp, engine.rank_in_replica)
     }
-    mismatches: list[str] = []
+    unnamed = sorted(held.keys() - {weight.vllm for weight in trainer.weight_map.weights})
+    mismatches = [f"{name} of the engine on rank {dist.get_rank()} is no weight of the trainer" for name in unnamed]
     for name, full in trainer.full_weights():
         if name not in pieces:
             continue

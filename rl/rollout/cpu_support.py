@@ -3,14 +3,16 @@
 `install` runs before the engine is built.
 """
 
+import functools
 import os
 import socket
 
 import torch
 
 
+@functools.cache
 def install() -> None:
-    """Idempotent; does nothing where vLLM runs on CUDA."""
+    """Once per process; does nothing where vLLM runs on CUDA."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -36,15 +38,12 @@ def _shared_memory_names_of_this_job() -> None:
     import vllm.distributed.device_communicators.cpu_communicator as communicator
 
     shared = communicator._CPUSHMDistributed
-    if hasattr(shared.make_group_name, "of_this_job"):
-        return
     original = shared.make_group_name
     tag = "-".join((socket.gethostname(), *(os.environ.get(k, "") for k in ("SLURM_JOB_ID", "MASTER_PORT"))))
 
     def make_group_name(of):
         return f"{tag}-{original(of)}".replace("/", "")
 
-    make_group_name.of_this_job = True
     shared.make_group_name = staticmethod(make_group_name)
 
 

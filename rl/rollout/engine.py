@@ -62,7 +62,7 @@ class RolloutEngine:
         self.num_replicas = world // self.tp
         self.replica, self.rank_in_replica = divmod(rank, self.tp)
         cpu_support.install()
-        with _trainer_state_kept():
+        with _trainer_state_kept(device):
             self.llm = _build_llm(config, device)
         # Garbage collection of the LLM would destroy the trainer's default process group.
         self.llm.llm_engine.engine_core._finalizer.detach()
@@ -88,6 +88,7 @@ class RolloutEngine:
 
     def wake_cache(self) -> None:
         """Take the KV cache's memory again, after a refit and before `generate`."""
+        self.device.release_cached_memory()  # what the refit gathered
         if self._cpu_cache is not None:
             self._cpu_cache.restore()
         else:
@@ -212,17 +213,20 @@ def _build_llm(config: Config, device: Device):
 
 
 @contextmanager
-def _trainer_state_kept():
-    """vLLM's constructor seeds every generator, changes LOCAL_WORLD_SIZE and replaces torch.set_num_threads."""
+def _trainer_state_kept(device: Device):
+    """vLLM's constructor seeds every generator, changes LOCAL_WORLD_SIZE and replaces torch.set_num_threads. It takes its
+    GPU from LOCAL_RANK, which is another number where each rank sees one GPU (srun --gpus-per-task)."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    local_world_size, set_num_threads = os.environ.get("LOCAL_WORLD_SIZE"), torch.set_num_threads
+    environment = {name: os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    set_num_threads = torch.set_num_threads
+    if device.is_cuda:
+        os.environ["LOCAL_RANK"] = str(device.torch.index)
     yield
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
     torch.set_num_threads = set_num_threads
-    if local_world_size is not None:
-        os.environ["LOCAL_WORLD_SIZE"] = local_world_size
+    os.environ.update(environment)
 
 
 def _own_replica_group(world: int, tp: int, rank: int):

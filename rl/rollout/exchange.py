@@ -6,8 +6,8 @@ import torch
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.rollout.engine import Sample
+from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
-from rl.training.grid import sum_over_world
 
 
 def exchange(prompts: list[Prompt], mine: list[Sample], samples_per_prompt: int, device: Device) -> Batch:
@@ -36,7 +36,6 @@ def exchange(prompts: list[Prompt], mine: list[Sample], samples_per_prompt: int,
     return Batch(
         prompt_ids=[prompts[g].token_ids for g in groups],
         response_ids=np.split(tokens, ends[:-1].numpy()),
-        prompt_rows=torch.tensor([prompts[g].index for g in groups]),
         groups=groups,
         truncated=truncated > 0,
         rollout_logprobs=sum_over_world(logprobs, device.torch),

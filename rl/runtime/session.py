@@ -17,6 +17,9 @@ TIMEOUT = datetime.timedelta(minutes=30)
 """Of every collective; a phase in which a rank waits longer for another has failed."""
 
 
+_gloo_group: dist.ProcessGroup | None = None
+"""The world on gloo; None where the default group is that."""
+
 LEAVING = datetime.timedelta(seconds=20)
 """How long a rank that cannot go on waits for the others to come to the same end."""
 
@@ -29,7 +32,8 @@ def session(ranks: Ranks) -> Iterator[Device]:
         # vLLM's sampler would compile a function with Inductor: 10 s, or a crash where there is no C++ compiler.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if ranks.rank > 0:
-        logging.getLogger().setLevel(logging.ERROR)  # what rank 0 warns of, all would
+        logging.getLogger().setLevel(logging.ERROR)  # what rank 0 warns of, all would,
+        logging.getLogger("rl.rewards").setLevel(logging.WARNING)  # but each scores samples of its own
         warnings.simplefilter("ignore")
     # Notes of libraries to their own developers; ours come through logging and as errors.
     for module in (r"megatron\..*", r"torch\.distributed\..*", r"vllm\..*"):
@@ -37,24 +41,25 @@ def session(ranks: Ranks) -> Iterator[Device]:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU host has no Triton and needs none
     torch.manual_seed(0)
     _join(ranks, device.backend, TIMEOUT)
+    if device.is_cuda:
+        global _gloo_group
+        _gloo_group = dist.new_group(backend="gloo")  # the default group's backend is a composite, which has no monitored barrier
     try:
         yield device
     finally:
         dist.destroy_process_group()
 
 
-def leave_together(ranks: Ranks) -> None:
-    """Wait until every rank is about to leave, or for LEAVING. A launcher kills the other ranks when the first one exits
-    with an error, before the first rank may have said what is wrong."""
-    if not dist.is_initialized():
-        try:
-            _join(ranks, "gloo", LEAVING)
-        except (RuntimeError, TimeoutError):
-            return  # others took another way out
+def leave_together(ranks: Ranks) -> bool:
+    """Wait until every rank is about to leave, or for LEAVING; returns whether all came. A launcher kills the other ranks
+    when the first one exits with an error, before the first rank may have said what is wrong."""
     try:
-        dist.monitored_barrier(timeout=LEAVING)
-    except RuntimeError:
-        return
+        if not dist.is_initialized():
+            _join(ranks, "gloo", LEAVING)
+        dist.monitored_barrier(group=_gloo_group, timeout=LEAVING)
+    except (RuntimeError, TimeoutError):
+        return False
+    return True
 
 
 def _join(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rl.config import Config, learns_from_samples
 from rl.data.batch import Batch
+from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
-from rl.training.grid import Grid, sum_over_world
+from rl.training.grid import Grid
 from rl.training.model import DTYPES, build_policy
 from rl.training.packing import MicroBatch, MicroBatches, pack, plan_micro_batches
 from rl.training.weights import WeightMap, full_weights, load_hf
@@ -102,6 +103,8 @@ class TrainingEngine:
         self._run(batch, plan, accumulate, forward_only=False, progress=progress)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+            # wd_mult is 0 for norms and biases; Megatron's own scheduler, not used here, would apply it.
+            group["weight_decay"] = self.config.optimizer.weight_decay * group["wd_mult"]
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
@@ -120,13 +123,13 @@ class TrainingEngine:
 
         def step(iterator, model):
             micro = pack(batch, next(iterator), multiple=multiple, device=self.device.torch)
+            if progress is not None:  # here, not in the loss, which only the last stage computes
+                progress.update(len(micro.samples) * self.grid.dp)
             output = self.policy.run(micro, self.temperature)
 
             def loss_function(output):
                 micro.logprobs, micro.entropy = output
                 value, report = consume(micro)
-                if progress is not None:
-                    progress.update(len(micro.samples) * self.grid.dp)
                 return value, torch.zeros((), dtype=torch.int, device=self.device.torch), report
 
             return output, loss_function

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -56,11 +55,3 @@ def build_grid(*, tp: int, pp: int, seed: int) -> Grid:
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
     )
-
-
-def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Sum of a CPU tensor over all ranks, back on the CPU. Where only one rank has a value and the others 0 the result
-    is exact. Collective over the world."""
-    moved = values.to(device, copy=True)
-    dist.all_reduce(moved)
-    return moved.cpu()

@@ -15,7 +15,7 @@ from rl.models import architecture
 from rl.models.files import tensor_files
 from rl.models.layout import Weight, assemble, index
 from rl.training.grid import Grid
-from rl.training.layer_spec import te_name, use_te
+from rl.training.layer_spec import te_name
 
 
 class WeightMap:
@@ -45,7 +45,7 @@ class WeightMap:
             name = weight.megatron.format(layer=weight.layer - stage * (self.num_layers // self.grid.pp))
         else:
             name = weight.megatron if stage == self.stages(weight)[0] else "output_layer.weight"
-        return te_name(name) if use_te() else name
+        return name if name in self.parameters else te_name(name)
 
     def local(self) -> Iterator[tuple[Weight, torch.nn.Parameter]]:
         """Weights that this rank holds and their parameters; a tied embedding counts on both its stages."""

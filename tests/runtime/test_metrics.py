@@ -137,7 +137,7 @@ def test_tensorboard_is_not_imported_when_not_wanted(tmp_path):
 
 
 def test_accuracies_by_data_source():
-    metrics = {"val-core/gsm8k/acc/mean@1": 0.5, "val-core/a/b/acc/mean@1": 0.2, "val-core/gsm8k/acc/mean@4": 0.7}
+    metrics = {"val-core/gsm8k/acc/mean@1": 0.5, "val-core/a/b/acc/mean@4": 0.2, "val-aux/gsm8k/acc/best@4": 0.7}
     assert accuracies(metrics) == {"a/b": 0.2, "gsm8k": 0.5}
 
 

@@ -1,6 +1,6 @@
 """One rank of test_gradients.py: the loss and the gradient of one mini-batch, in one or more layouts and packings.
 
-    gradient_worker.py CHECKPOINT OUT_DIR NAME=TPxPP:MICRO_BATCH_TOKENS [...]       or NAME=hf for the reference
+    gradient_worker.py CHECKPOINT OUT_DIR NAME=TPxPP:MICRO_BATCH_TOKENS [...]       or NAME=hf, NAME=decay
 
 The gradient is read off an optimizer step with an epsilon so large that Adam is gradient descent with learning rate 1:
 what is compared went through the pipeline, data parallel and distributed optimizer code that a run uses. Rank 0 saves
@@ -15,6 +15,7 @@ from train_rl import prepare_environment
 RANKS = discover()
 prepare_environment(RANKS)
 
+from dataclasses import replace  # noqa: E402
 from functools import partial  # noqa: E402
 
 import torch  # noqa: E402
@@ -58,7 +59,6 @@ def fixed_batch(vocab_size: int) -> Batch:
     batch = Batch(
         prompt_ids=[tokens(p) for p, _ in lengths],
         response_ids=[tokens(r) for _, r in lengths],
-        prompt_rows=torch.arange(8),
         groups=torch.arange(8) // 2,
         truncated=torch.zeros(8, dtype=torch.bool),
         mask=(torch.rand(total, generator=generator) > 0.2).float(),
@@ -82,6 +82,18 @@ def megatron(config: Config, device, tp: int, pp: int) -> dict:
     terms = trainer.update(batch, trainer.plan(batch, list(range(8))), loss, lr=EPS)
     gradient = {name: before[name] - tensor for name, tensor in trainer.full_weights()}
     return {"gradient": gradient, "terms": terms}
+
+
+def weight_decay(config: Config, device) -> dict[str, float]:
+    """What is left of each weight after a step that does nothing but decay: lr 0.1 times weight decay 5."""
+    optimizer = replace(config.training.optimizer, eps=1e30, weight_decay=5.0)
+    config = replace(config, training=replace(config.training, optimizer=optimizer))
+    hf = read_hf_config(config.model.path)
+    trainer = TrainingEngine(config, hf, new_grid(1, 1), device)
+    batch = fixed_batch(hf["vocab_size"])
+    before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
+    trainer.update(batch, trainer.plan(batch, [0, 1]), partial(grpo_loss, totals=totals_of(batch), config=config), lr=0.1)
+    return {name: float(tensor.norm() / before[name].norm()) for name, tensor in trainer.full_weights()}
 
 
 def hugging_face(config: Config) -> dict:
@@ -112,6 +124,8 @@ def main(checkpoint: str, out_dir: str, *cases: str) -> None:
             name, _, how = case.partition("=")
             if how == "hf":
                 result = hugging_face(config_of(checkpoint, 1, 1, 1))
+            elif how == "decay":
+                result = weight_decay(config_of(checkpoint, 1, 1, 4096), device)
             else:
                 layout, _, tokens = how.partition(":")
                 tp, pp = map(int, layout.split("x"))

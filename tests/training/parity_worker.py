@@ -60,7 +60,6 @@ def random_batch(vocab_size: int) -> Batch:
     return Batch(
         prompt_ids=[tokens(p) for p, _ in lengths],
         response_ids=[tokens(r) for _, r in lengths],
-        prompt_rows=torch.arange(count),
         groups=torch.arange(count),
         truncated=torch.zeros(count, dtype=torch.bool),
     )

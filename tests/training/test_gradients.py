@@ -11,11 +11,11 @@ from tests.ranks import run_ranks
 WORKER = Path(__file__).parent / "gradient_worker.py"
 # Tokens of the batch: 217 in eight sequences. 4096: one micro-batch; 70: four or more; 1: one per sequence, unpacked.
 CASES = {
-    1: ["hf=hf", "one_pack=1x1:4096", "several_packs=1x1:70", "unpacked=1x1:1"],
+    1: ["hf=hf", "one_pack=1x1:4096", "several_packs=1x1:70", "unpacked=1x1:1", "decay=decay"],
     2: ["dp2=1x1:4096", "dp2_unpacked=1x1:1", "tp2=2x1:70", "pp2=1x2:4096", "pp2_unpacked=1x2:1"],
     4: ["tp2_pp2=2x2:70", "tp2_dp2=2x1:70", "pp2_dp2=1x2:70"],
 }
-LAYOUTS = [case.partition("=")[0] for cases in CASES.values() for case in cases if case != "hf=hf"]
+LAYOUTS = [case.partition("=")[0] for cases in CASES.values() for case in cases if ":" in case]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -49,6 +49,12 @@ def test_gradient_and_loss_do_not_depend_on_layout_or_packing(results, layout):
     assert result["terms"].keys() == reference["terms"].keys()
     for name, value in reference["terms"].items():
         assert result["terms"][name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+
+
+def test_weight_decay_spares_norms_and_biases(results):
+    for name, left in results["decay"].items():
+        spared = "norm" in name or name.endswith("bias")
+        assert left == pytest.approx(1.0 if spared else 0.5, rel=1e-5), name
 
 
 def test_clipping_and_masks_take_part_in_the_compared_loss(results):

@@ -122,7 +122,6 @@ def example_batch():
     batch = Batch(
         prompt_ids=[ids(11, 12), ids(21), ids(31, 32, 33)],
         response_ids=[ids(13, 14, 15), ids(), ids(34, 35)],
-        prompt_rows=torch.tensor([7, 8, 9]),
         groups=torch.tensor([0, 1, 2]),
         truncated=torch.zeros(3, dtype=torch.bool),
     )
@@ -202,7 +201,6 @@ def test_every_response_token_of_a_planned_batch_is_packed_once():
     batch = Batch(
         prompt_ids=[rng.integers(1, 99, rng.integers(1, 9)).astype(np.int32) for _ in range(count)],
         response_ids=responses,
-        prompt_rows=torch.arange(count),
         groups=torch.arange(count),
         truncated=torch.zeros(count, dtype=torch.bool),
     )

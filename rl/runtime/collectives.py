@@ -1,0 +1,12 @@
+"""Collectives that belong to no engine."""
+
+import torch
+import torch.distributed as dist
+
+
+def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Sum of a CPU tensor over all ranks, back on the CPU. Where only one rank has a value and the others 0 the result
+    is exact. Collective over the world."""
+    moved = values.to(device, copy=True)
+    dist.all_reduce(moved)
+    return moved.cpu()

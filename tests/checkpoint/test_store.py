@@ -1,0 +1,73 @@
+"""Checkpoints of a run: any layout continues what another one began; SFT runs show it in seconds."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import save_qwen2
+from tests.ranks import ROOT, RanksFailed, run_ranks
+from tools.make_toy import make_toy
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("store")
+    make_toy(directory / "toy")
+    model = save_qwen2(directory / "model", seed=7, tie=True)
+    path = directory / "config.yaml"
+    path.write_text(
+        f"""
+        algorithm: sft
+        run: {{max_steps: 4}}
+        model: {{path: {model}, dtype: float32}}
+        data: {{train: [{directory}/toy/train.parquet], max_prompt_tokens: 16, prompts_per_step: 8}}
+        training: {{optimizer: {{lr: 1.0e-3, weight_decay: 0.1}}}}
+        checkpoint: {{every: 1}}
+        logging: {{tensorboard: false}}
+        """
+    )
+    return path
+
+
+def train(world_size: int, config: Path, directory: Path, *overrides: str) -> dict[int, dict]:
+    run_ranks(world_size, ROOT / "train_rl.py", "--config", config, f"run.dir={directory}", *overrides, timeout=120)
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return {record["training/global_step"]: record for record in map(json.loads, lines)}
+
+
+def checkpoints(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+
+
+def test_a_run_continues_on_another_world_and_layout(config, tmp_path):
+    straight = train(2, config, tmp_path / "straight")
+    layouts = {"one_rank": (1,), "pp2": (2, "training.pp=2"), "tp2": (2, "training.tp=2"), "tp2_pp2": (4, "training.tp=2", "training.pp=2")}
+    for name, (world_size, *layout) in layouts.items():
+        train(2, config, tmp_path / name, "run.max_steps=2")
+        resumed = train(world_size, config, tmp_path / name, *layout)
+        assert resumed.keys() == {1, 2, 3, 4}
+        for step in (3, 4):
+            for metric in ("sft/loss", "actor/grad_norm"):
+                assert resumed[step][metric] == pytest.approx(straight[step][metric], rel=1e-5), (name, step, metric)
+        environments = {path.name for path in (tmp_path / name).glob("environment*.json")}
+        assert environments == {"environment.json", "environment-after-step-2.json"}
+
+
+def test_only_the_newest_are_kept_and_a_torn_one_is_not_taken(config, tmp_path):
+    train(1, config, tmp_path, "checkpoint.keep=2")
+    assert checkpoints(tmp_path) == ["step_000003", "step_000004"]
+    (tmp_path / "checkpoints" / "step_000004").rename(tmp_path / "checkpoints" / "step_000004.partial")
+    before = train(1, config, tmp_path, "run.max_steps=3")
+    assert before.keys() == {1, 2, 3}  # continued after step 3, with nothing left to do
+    train(1, config, tmp_path, "checkpoint.keep=1")
+    assert checkpoints(tmp_path) == ["step_000004"]
+
+
+def test_never_resuming_refuses_a_directory_with_checkpoints_instead_of_mixing_two_runs(config, tmp_path):
+    train(1, config, tmp_path, "run.max_steps=1")
+    with pytest.raises(RanksFailed) as failure:
+        train(2, config, tmp_path, "checkpoint.resume=never")
+    assert set(failure.value.returncodes) == {2}
+    assert "checkpoint.resume=never" in failure.value.stderr[0] and "run.dir" in failure.value.stderr[0]
+    assert checkpoints(tmp_path) == ["step_000001"]
