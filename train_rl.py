@@ -59,6 +59,10 @@ def main() -> int:
             run(config, inputs, device)
         except ConfigError as error:
             return _refuse(error, ranks)
+        except KeyboardInterrupt:
+            if ranks.rank == 0:
+                print(f"interrupted; the same command goes on from the newest checkpoint in {config.run.dir}", file=sys.stderr)
+            leave(130, together=False)
     return 0
 
 

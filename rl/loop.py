@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from rl.algorithms import ALGORITHMS
 from rl.checkpoint.hf import export_hf
-from rl.checkpoint.store import CheckpointStore
+from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config import Config, needs_engine
 from rl.inputs import Inputs
 from rl.options import ConfigError
@@ -27,11 +27,19 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
     started = time.perf_counter()
     leads = dist.get_rank() == 0
     progress = Progress(leads)
-    progress.line(f"{config.run.name}: {config.algorithm}, {dist.get_world_size()} ranks, {len(inputs.prompts)} prompts")
+    ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
+    progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
+    store = CheckpointStore(config.run.dir, keep=config.checkpoint.keep)
+    newest = store.newest()
+    finished = newest is not None and config.checkpoint.resume == "auto" and newest.step >= config.run.max_steps
+    if finished:
+        progress.line(f"already at step {newest.step} of {config.run.max_steps}: nothing to train")
+        if not config.checkpoint.export_hf:
+            return
 
     grid = build_grid(tp=config.training.tp, pp=config.training.pp, seed=config.run.seed)
     trainer = TrainingEngine(config, inputs.hf, grid, device)
-    engine = RolloutEngine(config, device) if needs_engine(config) else None
+    engine = RolloutEngine(config, device) if needs_engine(config) and not finished else None
     phases = Phases(
         config,
         device=device,
@@ -42,26 +50,29 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
         reward=inputs.reward,
         progress=progress,
     )
-    store = CheckpointStore(config.run.dir, keep=config.checkpoint.keep)
-    last_step = _resume(config, store, phases)
+    last_step = _resume(config, store, newest, phases)
     log = None
-    if leads:
+    if leads and not finished:
         resume_step = last_step or None
         log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=resume_step)
         keep_lines_up_to(Path(config.run.dir, SAMPLES_FILE), resume_step)
         record_run(config, last_step)
-    resumed = f", resuming after step {last_step}" if last_step else ""
-    progress.line(f"ready in {time.perf_counter() - started:.1f} s, run directory {config.run.dir}{resumed}")
-    _train(config, inputs, phases, store, log, last_step)
+    if not finished:
+        resumed = f", resuming after step {last_step}" if last_step else ""
+        progress.line(f"ready in {time.perf_counter() - started:.1f} s, run directory {config.run.dir}{resumed}")
+        _train(config, inputs, phases, store, log, last_step)
     if config.checkpoint.export_hf:
-        export_hf(trainer, config.model.path, str(Path(config.run.dir, "hf")))
+        target = str(Path(config.run.dir, "hf"))
+        export_hf(trainer, config.model.path, target)
+        progress.line(f"wrote {target}, a Hugging Face checkpoint of step {max(last_step, config.run.max_steps)}")
     if log is not None:
         log.close()
+    if engine is not None:
+        engine.close()
 
 
-def _resume(config: Config, store: CheckpointStore, phases: Phases) -> int:
+def _resume(config: Config, store: CheckpointStore, newest: Saved | None, phases: Phases) -> int:
     """Load the newest checkpoint if there is one and it is wanted; returns its step, else 0."""
-    newest = store.newest()
     if newest is None:
         return 0
     if config.checkpoint.resume == "never":
@@ -75,7 +86,7 @@ def _resume(config: Config, store: CheckpointStore, phases: Phases) -> int:
     try:
         phases.sampler.load_state_dict(state["sampler"])
     except ValueError as error:
-        raise ConfigError(f"{newest} was written with other data: {error}") from error
+        raise ConfigError(f"{newest.path} was written with other data: {error}") from error
     return state["step"]
 
 

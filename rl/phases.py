@@ -151,6 +151,8 @@ class Phases:
                 self.reward, samples, kwargs=self.config.reward.kwargs, failure_score=self.config.reward.failure_score
             )
             columns = _columns_of(results, list(mine), len(batch), self.device)
+        if "acc" in columns:  # a failed sample is a wrong one
+            columns["acc"] = columns["acc"].masked_fill(columns["failed"] > 0, 0.0)
         batch.scores = columns.pop("score")
         batch.rewards = batch.scores.clone()
         batch.score_details = columns

@@ -18,8 +18,8 @@ def validate(phases: Phases, prompts: list[Prompt], config: Config) -> None:
     samples = config.validation.samples_per_prompt
     batch = phases.sample(prompts, validation_sampling(config), purpose="validation", timing="testing")
     phases.judge(batch, prompts, timing="testing")
-    acc = batch.score_details.get("acc", batch.scores)
-    accuracy = torch.where(acc.isnan(), batch.scores, acc).masked_fill(batch.score_details["failed"] > 0, 0.0)
+    accuracy = batch.score_details.get("acc", batch.scores.masked_fill(batch.score_details["failed"] > 0, 0.0))
+    accuracy = torch.where(accuracy.isnan(), batch.scores, accuracy)
     by_source: dict[str, list[float]] = defaultdict(list)
     for group, value in zip(batch.groups.tolist(), accuracy.tolist()):
         by_source[prompts[group].data_source].append(value)

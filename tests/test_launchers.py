@@ -46,7 +46,7 @@ def test_ranks_find_each_other(launcher, toy, tmp_path):
     arguments = [ROOT / "train_rl.py", "--config", tmp_path / "config.yaml"]
     result = subprocess.run([*command, *arguments], env=inherited, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count(f"{world_size} ranks") == 1  # one world, and its first rank speaks
+    assert result.stderr.count(f"{world_size} rank") == 1  # one world, and its first rank speaks
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["training/global_step"] for step in steps] == [1, 2]
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["world_size"] == world_size

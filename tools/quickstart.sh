@@ -32,5 +32,5 @@ say "3/4 warm-up: supervised fine-tuning until the model is right about half of 
 say "4/4 reinforcement learning: GRPO, each rank trains with Megatron-core and generates with vLLM"
 launch configs/quickstart.yaml
 
-say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s, installation included"
+say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s"
 python tools/report.py runs/quickstart --before runs/quickstart-sft

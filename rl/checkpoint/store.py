@@ -6,6 +6,7 @@ continue on another world size or another tp and pp. A checkpoint is written bes
 
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +22,14 @@ _METADATA = {
     "non_homogeneous_layers": True,
     "chained_optim_avoid_prefix": True,
 }
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint."""
+
+    step: int
+    path: Path
 
 
 class CheckpointStore:
@@ -43,25 +52,27 @@ class CheckpointStore:
         if dist.get_rank() == 0:
             partial.rename(final)
             for old in self._complete()[: -self.keep] if self.keep else []:
-                shutil.rmtree(old)
+                shutil.rmtree(old.path)
         dist.barrier()
 
-    def newest(self) -> Path | None:
+    def newest(self) -> Saved | None:
         """The newest complete checkpoint, as rank 0 sees it."""
         found = [self._complete()[-1:] if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(found, src=0)
         return found[0][0] if found[0] else None
 
-    def load(self, path: Path, trainer: TrainingEngine) -> dict:
+    def load(self, saved: Saved, trainer: TrainingEngine) -> dict:
         """Load weights and optimizer; returns the run state with `step`."""
-        loaded = dist_checkpointing.load(_sharded(trainer, is_loading=True) | {"run": {}}, str(path))
+        loaded = dist_checkpointing.load(_sharded(trainer, is_loading=True) | {"run": {}}, str(saved.path))
         trainer.policy.load_state_dict(loaded["model"], strict=False)
         with torch.no_grad():
             trainer.optimizer.load_state_dict(loaded["optimizer"])
         return loaded["run"]
 
-    def _complete(self) -> list[Path]:
-        return sorted(p for p in self.directory.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
+    def _complete(self) -> list[Saved]:
+        """Oldest first."""
+        names = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in self.directory.glob("step_*"))
+        return sorted((Saved(int(match[1]), path) for match, path in names if match), key=lambda saved: saved.step)
 
 
 def _sharded(trainer: TrainingEngine, is_loading: bool = False) -> dict:

@@ -17,6 +17,10 @@ log = logging.getLogger(__name__)
 _CAUGHT = (Exception, SystemExit, asyncio.CancelledError)
 
 
+_said: set[str] = set()
+"""Tracebacks that this process has logged: a function that fails in every step need not say why in every step."""
+
+
 class _RejectedResult(ValueError):
     """What a reward function returned is not a score."""
 
@@ -35,7 +39,7 @@ def score_samples(
     async, and its calls then run concurrently (from a thread without a running event loop).
 
     A call that raises or returns something else gives {"score": failure_score, "failed": 1.0} for its sample. The
-    traceback of the first of them is logged as a warning, with their number. Raises nothing.
+    traceback of the first of them is logged as a warning, with their number; the same traceback once per process. Raises nothing.
     """
     outcomes = [_call(function, {**kwargs, **sample}) for sample in samples]
     if any(inspect.isawaitable(outcome) for outcome in outcomes):
@@ -50,12 +54,15 @@ def score_samples(
         else:
             scores.append({**result, "failed": 0.0})
     if failures:
+        first = "".join(traceback.format_exception(failures[0])).rstrip()
+        details = "the first failure:\n" + first if first not in _said else "the first failure was logged before"
+        _said.add(first)
         log.warning(
-            "the reward function failed on %d of %d samples, which get the score %g; the first failure:\n%s",
+            "the reward function failed on %d of %d samples, which get the score %g; %s",
             len(failures),
             len(samples),
             failure_score,
-            "".join(traceback.format_exception(failures[0])).rstrip(),
+            details,
         )
     return scores
 

@@ -4,8 +4,10 @@
 """
 
 import functools
+import glob
 import os
 import socket
+from pathlib import Path
 
 import torch
 
@@ -42,9 +44,23 @@ def _shared_memory_names_of_this_job() -> None:
     tag = "-".join((socket.gethostname(), *(os.environ.get(k, "") for k in ("SLURM_JOB_ID", "MASTER_PORT"))))
 
     def make_group_name(of):
-        return f"{tag}-{original(of)}".replace("/", "")
+        name = f"{tag}-{original(of)}".replace("/", "")
+        _shared_memory_names.append(name)
+        return name
 
     shared.make_group_name = staticmethod(make_group_name)
+
+
+_shared_memory_names: list[str] = []
+
+
+def unlink_shared_memory() -> None:
+    """Take the segments' names out of /dev/shm once every rank has opened them: the memory then goes with the last process,
+    however that ends. Call after a barrier."""
+    for name in _shared_memory_names:
+        for path in Path("/dev/shm").glob(f"{glob.escape(name)}*"):
+            path.unlink(missing_ok=True)
+    _shared_memory_names.clear()
 
 
 class KvCache:

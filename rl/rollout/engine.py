@@ -64,6 +64,9 @@ class RolloutEngine:
         cpu_support.install()
         with _trainer_state_kept(device):
             self.llm = _build_llm(config, device)
+        if not device.is_cuda:
+            dist.barrier()
+            cpu_support.unlink_shared_memory()
         # Garbage collection of the LLM would destroy the trainer's default process group.
         self.llm.llm_engine.engine_core._finalizer.detach()
         self.model = self.llm.apply_model(lambda model: model)[0]
@@ -71,6 +74,12 @@ class RolloutEngine:
         self._cpu_cache = None if device.is_cuda else cpu_support.KvCache(runner.kv_caches)
         self._replica_group = _own_replica_group(world, self.tp, rank)
         self._queues_made = 0
+
+    def close(self) -> None:
+        """Give vLLM's groups and shared memory back. Collective over the replica; the engine is of no use afterwards."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        destroy_model_parallel()
 
     def sleep(self) -> None:
         """Give the engine's memory to the trainer. On CUDA the weights go too: each refit rewrites all of them."""

@@ -31,7 +31,12 @@ def session(ranks: Ranks) -> Iterator[Device]:
     if not device.is_cuda:
         # vLLM's sampler would compile a function with Inductor: 10 s, or a crash where there is no C++ compiler.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    if ranks.rank > 0:
+    if ranks.rank == 0:
+        ours = logging.getLogger("rl")
+        ours.setLevel(logging.INFO)
+        ours.addHandler(logging.StreamHandler())
+        ours.propagate = False
+    else:
         logging.getLogger().setLevel(logging.ERROR)  # what rank 0 warns of, all would,
         logging.getLogger("rl.rewards").setLevel(logging.WARNING)  # but each scores samples of its own
         warnings.simplefilter("ignore")

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from tests.checkpoints import save_qwen2
 from tests.ranks import ROOT, RanksFailed, run_ranks
@@ -58,10 +60,18 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_not_taken(config, tmp_path):
     train(1, config, tmp_path, "checkpoint.keep=2")
     assert checkpoints(tmp_path) == ["step_000003", "step_000004"]
     (tmp_path / "checkpoints" / "step_000004").rename(tmp_path / "checkpoints" / "step_000004.partial")
-    before = train(1, config, tmp_path, "run.max_steps=3")
-    assert before.keys() == {1, 2, 3}  # continued after step 3, with nothing left to do
     train(1, config, tmp_path, "checkpoint.keep=1")
+    assert (tmp_path / "environment-after-step-3.json").exists()
     assert checkpoints(tmp_path) == ["step_000004"]
+
+
+def test_a_finished_run_is_left_as_it_is_and_can_still_be_exported(config, tmp_path):
+    train(2, config, tmp_path, "run.max_steps=1")
+    written = {path: path.read_bytes() for path in tmp_path.rglob("*.json*")}
+    train(1, config, tmp_path, "run.max_steps=1", "checkpoint.export_hf=true")
+    assert all(path.read_bytes() == content for path, content in written.items())
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert exported.config.tie_word_embeddings and exported.dtype is torch.float32
 
 
 def test_never_resuming_refuses_a_directory_with_checkpoints_instead_of_mixing_two_runs(config, tmp_path):
