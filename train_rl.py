@@ -41,11 +41,10 @@ def main() -> int:
             print(f"warning: {warning}", file=sys.stderr)
 
     prepare_environment(ranks)
-    from rl.runtime.session import session
-
     from rl.inputs import Inputs
     from rl.runtime.agreement import agree_on_config, fail_together
     from rl.runtime.record import make_run_directory
+    from rl.runtime.session import session
 
     with session(ranks) as device:
         try:

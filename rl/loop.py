@@ -55,7 +55,8 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
     if leads and not finished:
         resume_step = last_step or None
         log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=resume_step)
-        keep_lines_up_to(Path(config.run.dir, SAMPLES_FILE), resume_step)
+        if config.logging.samples:
+            keep_lines_up_to(Path(config.run.dir, SAMPLES_FILE), resume_step)
         record_run(config, last_step)
     if not finished:
         resumed = f", resuming after step {last_step}" if last_step else ""

@@ -31,7 +31,6 @@ from rl.training.engine import TrainingEngine
 from rl.training.packing import MicroBatch, MicroBatches
 from rl.training.schedule import learning_rate
 
-
 SAMPLES_FILE = "samples.jsonl"
 
 
@@ -209,7 +208,7 @@ class Phases:
             for _ in range(self.config.training.epochs):
                 for plan in plans:
                     totals = _totals(batch, plan)
-                    terms = self.trainer.update(batch, plan, lambda m: loss(m, totals), lr=lr, progress=bar)
+                    terms = self.trainer.update(batch, plan, lambda m, totals=totals: loss(m, totals), lr=lr, progress=bar)
                     updates += 1
                     for name, value in terms.items():
                         sums[name] = sums.get(name, 0.0) + value

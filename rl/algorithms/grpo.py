@@ -21,6 +21,7 @@ from rl.objectives.policy_loss import ppo
 from rl.objectives.segments import expand
 from rl.phases import MicroBatch, Phases, Totals
 
+
 def step(phases: Phases, config: Config) -> None:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)

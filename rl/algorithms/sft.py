@@ -10,6 +10,7 @@ from rl.config import Config
 from rl.objectives.aggregate import aggregate
 from rl.phases import MicroBatch, Phases, Totals
 
+
 def step(phases: Phases, config: Config) -> None:
     phases.update(phases.targets(phases.draw_prompts()), loss)
 
