@@ -26,7 +26,9 @@ def main() -> int:
     ranks = None
     try:
         ranks = discover()
-        with contextlib.redirect_stderr(sys.stderr if ranks.rank == 0 else io.StringIO()):
+        quiet = io.StringIO()  # usage and --help are for the first rank to print
+        out, err = (sys.stdout, sys.stderr) if ranks.rank == 0 else (quiet, quiet)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             command = parse_command_line(Config, sys.argv[1:], description=__doc__)
         config = resolve(load(Config, command.config, command.overrides))
         warnings = check(config)

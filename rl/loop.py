@@ -23,7 +23,10 @@ from rl.validation import validate
 
 
 def run(config: Config, inputs: Inputs, device: Device) -> None:
-    """Take the run from its newest checkpoint, or the start, to its end. Collective over the world."""
+    """Take the run from its newest checkpoint, or the start, to its end. Collective over the world.
+
+    Raises ConfigError, on every rank alike, for checkpoints in run.dir that this run may not or cannot continue.
+    """
     started = time.perf_counter()
     leads = dist.get_rank() == 0
     progress = Progress(leads)
@@ -31,6 +34,12 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
     store = CheckpointStore(config.run.dir, keep=config.checkpoint.keep)
     newest = store.newest()
+    if newest is not None and config.checkpoint.resume == "never" and config.checkpoint.every:
+        # Before anything is built. Retention and the next resume would take the old run's checkpoints for this one's.
+        raise ConfigError(
+            f"checkpoint.resume=never, but {store.directory} holds checkpoints of an earlier run; "
+            "set checkpoint.resume=auto to continue it, or another run.dir."
+        )
     finished = newest is not None and config.checkpoint.resume == "auto" and newest.step >= config.run.max_steps
     if finished:
         progress.line(f"already at step {newest.step} of {config.run.max_steps}: nothing to train")
@@ -74,14 +83,7 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
 
 def _resume(config: Config, store: CheckpointStore, newest: Saved | None, phases: Phases) -> int:
     """Load the newest checkpoint if there is one and it is wanted; returns its step, else 0."""
-    if newest is None:
-        return 0
-    if config.checkpoint.resume == "never":
-        if config.checkpoint.every:  # retention and the next resume would take the old run's for this one's
-            raise ConfigError(
-                f"checkpoint.resume=never, but {store.directory} holds checkpoints of an earlier run; "
-                "set checkpoint.resume=auto to continue it, or another run.dir."
-            )
+    if newest is None or config.checkpoint.resume == "never":
         return 0
     state = store.load(newest, phases.trainer)
     try:

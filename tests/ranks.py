@@ -24,6 +24,7 @@ before leaving; and a process group that a global variable keeps alive past `des
 interpreter's exit ("terminate called without an active exception"), so make groups within functions.
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -115,10 +116,8 @@ class _Rank:
 
     def kill(self) -> None:
         """End the rank and the processes that it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it left nothing behind
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it left nothing behind
         self.process.wait()
 
 
