@@ -14,10 +14,12 @@ MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 """k3 only: the estimate of one token is clamped to this from above, as in verl. Where it binds the gradient is 0."""
 
+Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
+ESTIMATORS: tuple[str, ...] = Estimator.__args__
+"""Names of the estimators."""
 
-def kl(
-    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: Literal["k1", "abs", "k2", "k3"]
-) -> Tensor:
+
+def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: Estimator) -> Tensor:
     """One-sample estimate of KL(policy || reference) for tokens drawn from the policy.
 
     With d = logprobs - ref_logprobs (Schulman, 'Approximating KL divergence', http://joschu.net/blog/kl-approx.html):
@@ -26,12 +28,16 @@ def kl(
         abs  |d|                   not an estimate of the KL, a distance
         k2   d^2 / 2               biased, low variance
         k3   exp(-d) - 1 + d       unbiased, never negative; GRPO's choice (arXiv:2402.03300, equation 4)
+        k1+  value of k1, gradient of k2
+        k3+  value of k3, gradient of k2
 
     These are estimates of the value. As a term of the loss the gradient counts: the mean gradient of k2 is that of
-    KL(policy || reference), that of k1 is 0, and that of k3 belongs to KL(reference || policy).
+    KL(policy || reference), that of k1 is 0, and that of k3 belongs to KL(reference || policy). So k1+ and k3+ report an
+    unbiased value and pull with the right gradient; they are verl's estimators of the same names.
 
     k3 is clamped as in verl: -d to +- MAX_LOG_RATIO, and the result to MAX_K3. The latter binds for d < -2.6 and
-    d > 11; such a token adds a constant 10 and pulls the policy nowhere, and k3 is then too small on average.
+    d > 11; such a token adds a constant 10 and pulls the policy nowhere, and k3 is then too small on average. k3+ has the
+    clamped value, but keeps the gradient d everywhere.
 
     Args:
         logprobs: floating [T], log-probabilities of the tokens under the policy.
@@ -46,6 +52,10 @@ def kl(
         ValueError: unknown estimator.
     """
     d = torch.where(mask.bool(), logprobs - ref_logprobs, 0.0)
+    if estimator in ("k1+", "k3+"):
+        value = kl(logprobs.detach(), ref_logprobs.detach(), mask, estimator=estimator[:-1])
+        # Worth 0, and its slope is d. (k2 minus itself would do as well, but its square may overflow.)
+        return value + d.detach() * (d - d.detach())
     if estimator == "k1":
         return d
     if estimator == "abs":
@@ -56,4 +66,4 @@ def kl(
         log_ratio = (-d).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         # expm1, because exp(x) - 1 - x has no digit left in float32 for the small x of a healthy run.
         return (torch.expm1(log_ratio) - log_ratio).clamp(max=MAX_K3)
-    raise ValueError(f"KL estimator {estimator!r} is not one of k1, abs, k2, k3")
+    raise ValueError(f"KL estimator {estimator!r} is not one of {', '.join(ESTIMATORS)}")

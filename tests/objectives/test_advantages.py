@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from rl.objectives.advantages import grpo
+from rl.objectives.advantages import gdpo, gpg, grpo, grpo_passk, opo, remax, rloo
+
+# ------------------------------------------------------------------ second implementation: sample by sample, float64
 
 
-def reference(scores, groups, normalize_by_std, eps):
-    """Sample by sample, float64."""
+def ref_grpo(scores, groups, normalize_by_std, eps=1e-6):
     advantages = []
     for score, group in zip(scores, groups):
         same = np.array([s for s, g in zip(scores, groups) if g == group], dtype=np.float64)
@@ -20,54 +21,236 @@ def reference(scores, groups, normalize_by_std, eps):
     return np.array(advantages)
 
 
-def test_hand_numbers_with_std():
+def ref_passk(scores, groups, normalize_by_std, eps=1e-6):
+    advantages = []
+    for i, group in enumerate(groups):
+        others = [scores[j] for j in range(len(scores)) if groups[j] == group and j != i]
+        gain = max(0.0, scores[i] - max(others)) if others else 0.0
+        if gain and normalize_by_std:
+            gain /= np.std([*others, scores[i]], ddof=1) + eps
+        advantages.append(gain)
+    return np.array(advantages)
+
+
+def ref_gdpo(columns, groups, weights, eps=1e-6):
+    total = np.zeros(len(groups))
+    for k, weight in enumerate(weights):
+        total += weight * ref_grpo(columns[:, k], groups, True, eps)
+    return (total - total.mean()) / (total.std(ddof=1) + eps)
+
+
+def ref_rloo(scores, groups):
+    advantages = []
+    for i, group in enumerate(groups):
+        others = [scores[j] for j in range(len(scores)) if groups[j] == group and j != i]
+        advantages.append(scores[i] - np.mean(others) if others else 0.0)
+    return np.array(advantages)
+
+
+def ref_opo(scores, groups, lengths):
+    advantages = []
+    for score, group in zip(scores, groups):
+        same = [(s, n) for s, g, n in zip(scores, groups, lengths) if g == group]
+        tokens = sum(n for _, n in same)
+        baseline = sum(s * n for s, n in same) / tokens if tokens else np.mean([s for s, _ in same])
+        advantages.append(score - baseline)
+    return np.array(advantages)
+
+
+def ref_gpg(scores, groups, norm):
+    mixed = [len({s for s, h in zip(scores, groups) if h == g}) > 1 for g in groups]
+    alpha = len(scores) / sum(mixed) if any(mixed) else 1.0
+    return alpha * ref_grpo(scores, groups, False) / norm
+
+
+WEIGHTS = [1.0, 0.5, 2.0]
+# Each entry: (estimator of tensors, reference of arrays), both of (columns [N, 3], groups [N], lengths [N]).
+ESTIMATORS = {
+    "grpo": (
+        lambda c, g, n: grpo(c[:, 0], g, normalize_by_std=True),
+        lambda c, g, n: ref_grpo(c[:, 0], g, True),
+    ),
+    "dr_grpo": (
+        lambda c, g, n: grpo(c[:, 0], g, normalize_by_std=False),
+        lambda c, g, n: ref_grpo(c[:, 0], g, False),
+    ),
+    "passk": (
+        lambda c, g, n: grpo_passk(c[:, 0], g, normalize_by_std=False),
+        lambda c, g, n: ref_passk(c[:, 0], g, False),
+    ),
+    "passk_std": (
+        lambda c, g, n: grpo_passk(c[:, 0], g, normalize_by_std=True),
+        lambda c, g, n: ref_passk(c[:, 0], g, True),
+    ),
+    "gdpo": (
+        lambda c, g, n: gdpo(c, g, weights=torch.tensor(WEIGHTS, dtype=c.dtype)),
+        lambda c, g, n: ref_gdpo(c, g, WEIGHTS),
+    ),
+    "rloo": (lambda c, g, n: rloo(c[:, 0], g), lambda c, g, n: ref_rloo(c[:, 0], g)),
+    "opo": (lambda c, g, n: opo(c[:, 0], g, n), lambda c, g, n: ref_opo(c[:, 0], g, n)),
+    "gpg": (lambda c, g, n: gpg(c[:, 0], g, norm=0.7), lambda c, g, n: ref_gpg(c[:, 0], g, 0.7)),
+}
+every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
+
+
+def batch(seed, few_values=False):
+    """Scattered groups of 1 to 16 samples, two of one; columns [N, 3], groups [N], lengths [N] with a group all empty."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(rng.choice(1000, 9, replace=False) - 500, [1, 2, 3, 5, 8, 1, 4, 7, 16])
+    lengths = rng.integers(0, 20, len(groups))
+    lengths[3:6] = 0
+    columns = rng.normal(size=(len(groups), 3))
+    if few_values:
+        columns = columns.round()
+    order = rng.permutation(len(groups))
+    return columns[order], groups[order], lengths[order]
+
+
+def tensors(*arrays):
+    return [torch.tensor(array) for array in arrays]
+
+
+# ------------------------------------------------------------------------------------------------- every estimator
+
+
+@every_estimator
+@pytest.mark.parametrize("few_values", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_unequal_scattered_groups_against_the_reference(name, seed, few_values):
+    estimate, reference = ESTIMATORS[name]
+    data = batch(seed, few_values)
+    expected = reference(*data)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(estimate(*tensors(*data)), expected, rtol=1e-10, atol=1e-12)
+
+
+@every_estimator
+def test_sample_without_companions_gets_exactly_zero(name):
+    columns, groups = torch.tensor([[5.0, 2.0, 3.0], [1.0, 0.0, 1.0], [2.0, 4.0, 1.0]]), torch.tensor([0, 1, 1])
+    advantages = ESTIMATORS[name][0](columns, groups, torch.tensor([4, 2, 7]))
+    assert advantages[0] == 0 and (advantages[1:] != 0).any()
+    alone = ESTIMATORS[name][0](columns[:1], groups[:1], torch.tensor([4]))
+    assert alone.tolist() == [0.0]
+
+
+@every_estimator
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", range(2, 17))
+def test_equal_scores_give_exactly_zero(name, size, dtype):
+    # 0.1 is no binary fraction: its mean is off by a rounding error, which the small std would blow up.
+    lengths = torch.arange(size) * 7
+    assert not ESTIMATORS[name][0](torch.full((size, 3), 0.1, dtype=dtype), torch.zeros(size).long(), lengths).any()
+
+
+def test_equal_scores_give_zero_also_without_eps():
+    equal, groups = torch.full((4,), 0.1), torch.tensor([0, 0, 0, 1])
+    assert not grpo(equal, groups, normalize_by_std=True, eps=0.0).any()
+    assert not grpo_passk(equal, groups, normalize_by_std=True, eps=0.0).any()
+    assert not gdpo(equal[:, None], groups, weights=torch.ones(1), eps=0.0).any()
+
+
+@every_estimator
+def test_order_of_samples_does_not_matter(name):
+    columns, groups, lengths = tensors(*batch(5))
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(0))
+    direct = ESTIMATORS[name][0](columns, groups, lengths)
+    shuffled = ESTIMATORS[name][0](columns[order], groups[order], lengths[order])
+    torch.testing.assert_close(direct[order], shuffled, rtol=1e-13, atol=1e-14)
+
+
+@every_estimator
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_dtype_is_kept_and_no_graph(name, dtype):
+    columns, groups, lengths = tensors(*batch(6))
+    advantages = ESTIMATORS[name][0](columns.to(dtype).requires_grad_(), groups, lengths)
+    assert advantages.dtype == dtype and not advantages.requires_grad and advantages.shape == groups.shape
+
+
+@every_estimator
+def test_empty_batch(name):
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert ESTIMATORS[name][0](torch.zeros(0, 3), nothing, nothing).shape == (0,)
+
+
+# -------------------------------------------------------------------------------------------------- hand numbers
+
+
+def test_grpo_hand_numbers_with_std():
     # Scores 1, 0, 0, 1: mean 1/2, unbiased variance 4 * (1/4) / 3 = 1/3.
     advantages = grpo(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([7, 7, 7, 7]), normalize_by_std=True, eps=0.0)
     torch.testing.assert_close(advantages, torch.tensor([1.0, -1.0, -1.0, 1.0]) * math.sqrt(3) / 2)
 
 
-def test_hand_numbers_without_std_in_interleaved_groups():
+def test_grpo_hand_numbers_without_std_in_interleaved_groups():
     scores, groups = torch.tensor([1.0, 10.0, 3.0, 40.0, 5.0]), torch.tensor([2, -1, 2, -1, 2])
     assert grpo(scores, groups, normalize_by_std=False).tolist() == [-2.0, -15.0, 0.0, 15.0, 2.0]
 
 
-def test_eps_is_added_to_the_std():
+def test_grpo_eps_is_added_to_the_std():
     scores, groups = torch.tensor([0.0, 2.0], dtype=torch.float64), torch.tensor([0, 0])
     expected = 1 / (math.sqrt(2) + 0.5)
     advantages = grpo(scores, groups, normalize_by_std=True, eps=0.5)
     torch.testing.assert_close(advantages, torch.tensor([-expected, expected], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("normalize_by_std", [False, True])
-@pytest.mark.parametrize("seed", range(5))
-def test_random_unequal_scattered_groups_against_the_reference(seed, normalize_by_std):
-    rng = np.random.default_rng(seed)
-    groups = rng.permutation(np.repeat(rng.choice(1000, 9, replace=False), [1, 2, 3, 5, 8, 1, 4, 7, 16]))
-    scores = rng.normal(size=len(groups))
-    advantages = grpo(torch.tensor(scores), torch.tensor(groups), normalize_by_std=normalize_by_std)
-    np.testing.assert_allclose(advantages, reference(scores, groups, normalize_by_std, 1e-6), rtol=1e-10, atol=1e-12)
+def test_passk_pays_the_best_sample_its_lead_and_nothing_for_a_shared_lead():
+    scores, groups = torch.tensor([3.0, 1.0, 1.0, 7.0, 2.0, 1.0]), torch.tensor([0, 1, 1, 0, 0, 1])
+    assert grpo_passk(scores, groups, normalize_by_std=False).tolist() == [0.0, 0.0, 0.0, 4.0, 0.0, 0.0]
+    # Scores 3, 7, 2: mean 4, unbiased variance (1 + 9 + 4) / 2 = 7.
+    with_std = grpo_passk(scores, groups, normalize_by_std=True, eps=1.0)
+    assert with_std[3].item() == pytest.approx(4 / (math.sqrt(7) + 1))
 
 
-@pytest.mark.parametrize("normalize_by_std", [False, True])
-def test_sample_without_companions_gets_zero(normalize_by_std):
-    advantages = grpo(torch.tensor([5.0, 1.0, 2.0]), torch.tensor([0, 1, 1]), normalize_by_std=normalize_by_std)
-    assert advantages[0] == 0 and (advantages[1:] != 0).all()
+def test_gdpo_keeps_apart_what_grpo_of_the_sum_merges():
+    # The example of the paper: two binary rewards, two samples. Sums (0, 1) and (0, 2) are the same to GRPO.
+    one, two = torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    columns, groups = torch.cat([one, two]).double(), torch.tensor([0, 0, 1, 1])
+    merged = grpo(columns.sum(1), groups, normalize_by_std=True, eps=0.0)
+    assert merged[1] == pytest.approx(merged[3].item())
+    advantages = gdpo(columns, groups, weights=torch.ones(2), eps=0.0)
+    # Per group and reward +-1/sqrt(2): sums -a, a, -2a, 2a with a^2 = 1/2; batch variance 10 a^2 / 3 = 5/3.
+    expected = torch.tensor([-1.0, 1.0, -2.0, 2.0], dtype=torch.float64) * math.sqrt(0.5) / math.sqrt(5 / 3)
+    torch.testing.assert_close(advantages, expected)
 
 
-@pytest.mark.parametrize("size", range(2, 17))
-def test_equal_scores_give_exactly_zero(size):
-    # 0.1 is no binary fraction: a float32 mean is off by a rounding error, which the small std would blow up.
-    assert not grpo(torch.full((size,), 0.1), torch.zeros(size, dtype=torch.int64), normalize_by_std=True).any()
+def test_gdpo_weights_the_normalised_rewards_not_the_rewards():
+    columns, groups = torch.randn(8, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1] * 4)
+    scaled = columns * torch.tensor([1.0, 1000.0])
+    weights = torch.tensor([1.0, 0.25])
+    torch.testing.assert_close(
+        gdpo(columns, groups, weights=weights), gdpo(scaled, groups, weights=weights), rtol=1e-4, atol=1e-5
+    )
+    only_first = gdpo(columns, groups, weights=torch.tensor([1.0, 0.0]))
+    assert (only_first * columns[:, 0]).sum() > 0 and not torch.allclose(only_first, gdpo(columns, groups, weights=weights))
 
 
-def test_order_of_samples_does_not_matter():
-    generator = torch.Generator().manual_seed(0)
-    scores, groups = torch.randn(40, generator=generator), torch.randint(0, 6, (40,), generator=generator)
-    order = torch.randperm(40, generator=generator)
-    direct, shuffled = (grpo(scores[i], groups[i], normalize_by_std=True) for i in (torch.arange(40), order))
-    torch.testing.assert_close(direct[order], shuffled)
+def test_rloo_hand_numbers():
+    scores, groups = torch.tensor([1.0, 5.0, 3.0, 8.0, 2.0]), torch.tensor([4, 9, 4, 4, 9])
+    # Group 4: 1 - 11/2, 3 - 9/2, 8 - 4/2. Group 9: 5 - 2 and 2 - 5.
+    assert rloo(scores, groups).tolist() == pytest.approx([-4.5, 3.0, -1.5, 6.0, -3.0])
 
 
-def test_empty_batch_and_dtype():
-    assert grpo(torch.zeros(0), torch.zeros(0, dtype=torch.int64), normalize_by_std=True).shape == (0,)
-    assert grpo(torch.ones(2, dtype=torch.bfloat16), torch.tensor([0, 1]), normalize_by_std=True).dtype == torch.bfloat16
+def test_opo_weights_the_baseline_by_length():
+    # (3 * 1 + 1 * 0) / 4 = 0.75; a group without tokens falls back to its mean.
+    advantages = opo(torch.tensor([1.0, 0.0, 2.0, 4.0]), torch.tensor([0, 0, 1, 1]), torch.tensor([3, 1, 0, 0]))
+    assert advantages.tolist() == [0.25, -0.75, -1.0, 1.0]
+
+
+def test_gpg_scales_by_all_samples_over_those_in_mixed_groups():
+    # Group 0 is mixed (2 of 6 samples), group 1 all right, group 2 alone: alpha 3, norm 2.
+    scores, groups = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1, 1, 2])
+    assert gpg(scores, groups, norm=2.0).tolist() == [0.75, -0.75, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan")])
+def test_gpg_refuses_a_norm_that_is_not_positive(norm):
+    with pytest.raises(ValueError, match="norm of gpg is"):
+        gpg(torch.zeros(2), torch.zeros(2).long(), norm=norm)
+
+
+def test_remax_subtracts_each_samples_baseline():
+    scores = torch.tensor([1.0, 0.5, -2.0], requires_grad=True)
+    advantages = remax(scores, torch.tensor([1.0, 1.0, 3.0]))
+    assert advantages.tolist() == [0.0, -0.5, -5.0] and not advantages.requires_grad
+    assert remax(scores.bfloat16(), torch.zeros(3)).dtype == torch.bfloat16
+    assert remax(torch.zeros(0), torch.zeros(0)).shape == (0,)

@@ -4,13 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from rl.objectives.kl import kl
+from rl.objectives.aggregate import aggregate
+from rl.objectives.kl import ESTIMATORS, kl
 
-ESTIMATORS = ["k1", "abs", "k2", "k3"]
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 def reference(d, estimator):
     """One token, float64: value and derivative for logprobs."""
+    if estimator.endswith("+"):
+        return reference(d, estimator[:-1])[0], d
     if estimator == "k1":
         return d, 1.0
     if estimator == "abs":
@@ -34,6 +37,8 @@ def near_zero(size, seed):
         ("abs", [math.log(2), math.log(2), 0.0]),
         ("k2", [math.log(2) ** 2 / 2, math.log(2) ** 2 / 2, 0.0]),
         ("k3", [0.5 - 1 + math.log(2), 2 - 1 - math.log(2), 0.0]),
+        ("k1+", [math.log(2), -math.log(2), 0.0]),
+        ("k3+", [0.5 - 1 + math.log(2), 2 - 1 - math.log(2), 0.0]),
     ],
 )
 def test_hand_numbers(estimator, expected):
@@ -58,7 +63,7 @@ def test_value_and_gradient_against_the_reference(estimator):
     np.testing.assert_allclose(grad, expected[:, 1], rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])  # k1+ and k3+ are not the slope of their value
 def test_gradient_against_finite_differences(estimator):
     leaves = [torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     mask = torch.arange(20) % 3 != 1
@@ -70,7 +75,7 @@ def test_gradient_against_finite_differences(estimator):
 def test_k1_and_k3_average_to_the_divergence_of_two_distributions():
     p, q = (torch.softmax(near_zero(50, seed), 0) for seed in range(2))
     divergence = (p * (p / q).log()).sum()
-    for estimator in ("k1", "k3"):
+    for estimator in ("k1", "k3", "k1+", "k3+"):
         torch.testing.assert_close((p * kl(p.log(), q.log(), torch.ones(50), estimator=estimator)).sum(), divergence)
 
 
@@ -80,7 +85,8 @@ def test_mean_gradients_are_the_ones_the_docstring_states():
     p = torch.softmax(logits, 0)
     (forward,) = torch.autograd.grad((p * (p / q).log()).sum(), logits, retain_graph=True)
     (reverse,) = torch.autograd.grad((q * (q / p).log()).sum(), logits, retain_graph=True)
-    for estimator, expected in (("k1", torch.zeros(30).double()), ("k2", forward), ("k3", reverse)):
+    expectations = [("k1", torch.zeros(30).double()), ("k2", forward), ("k3", reverse), ("k1+", forward), ("k3+", forward)]
+    for estimator, expected in expectations:
         loss = (p.detach() * kl(p.log(), q.log(), torch.ones(30), estimator=estimator)).sum()
         (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
         torch.testing.assert_close(grad, expected)
@@ -96,6 +102,14 @@ def test_k3_of_an_absurd_log_ratio_has_a_finite_gradient():
     values = kl(leaf, torch.zeros(2), torch.ones(2), estimator="k3")
     assert values.tolist() == [10, 10]
     assert torch.autograd.grad(values.sum(), leaf)[0].tolist() == [0, 0]
+
+
+def test_straight_through_of_an_absurd_log_ratio_keeps_the_gradient_of_k2():
+    leaf = torch.tensor([-1e30, 1000.0], requires_grad=True)
+    for estimator, value in (("k1+", [-1e30, 1000.0]), ("k3+", [10.0, 10.0])):
+        values = kl(leaf, torch.zeros(2), torch.ones(2), estimator=estimator)
+        assert values.tolist() == pytest.approx(value)
+        assert torch.equal(torch.autograd.grad(values.sum(), leaf)[0], leaf.detach())
 
 
 def test_k3_keeps_its_digits_in_float32():
@@ -126,3 +140,31 @@ def test_equal_policies_give_exactly_zero_and_an_empty_batch_nothing(estimator):
 def test_unknown_estimator_is_refused():
     with pytest.raises(ValueError, match="k4"):
         kl(torch.zeros(1), torch.zeros(1), torch.ones(1), estimator="k4")
+
+
+def test_names_are_those_of_the_estimators():
+    assert ESTIMATORS == ("k1", "abs", "k2", "k3", "k1+", "k3+")
+    with pytest.raises(ValueError, match=r"k4.*k1, abs, k2, k3, k1\+, k3\+"):
+        kl(torch.zeros(1), torch.zeros(1), torch.ones(1), estimator="k4+")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_any_split_into_micro_batches_gives_the_same_term_and_gradient(estimator, mode):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([4, 0, 1, 7, 3, 5])
+    leaf, ref = (torch.randn(20, dtype=torch.float64, generator=generator) for _ in range(2))
+    mask, leaf = torch.rand(20, generator=generator) > 0.2, leaf.requires_grad_()
+
+    def share(tokens, samples):
+        values = kl(leaf[tokens], ref[tokens], mask[tokens], estimator=estimator)
+        return aggregate(values, mask[tokens], lengths[samples], mode, num_tokens=int(mask.sum()), num_samples=6, norm=7.0)
+
+    value = share(slice(None), slice(None))
+    for seed in range(4):
+        part_of = torch.randint(0, 3, (6,), generator=generator.manual_seed(seed))
+        token_part = torch.repeat_interleave(part_of, lengths)
+        split = sum(share(token_part == part, part_of == part) for part in range(4))  # the last part is empty
+        torch.testing.assert_close(split, value, rtol=1e-12, atol=1e-12)
+        grads = [torch.autograd.grad(x, leaf, retain_graph=True)[0] for x in (split, value)]
+        torch.testing.assert_close(*grads, rtol=1e-12, atol=0)

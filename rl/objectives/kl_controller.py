@@ -1,0 +1,89 @@
+"""The weight of a KL penalty from step to step: fixed, or steered so that the divergence approaches a target.
+
+Both have the same face: read `coef`, call `update` after each step, keep `state_dict` with the checkpoint. They are plain
+numbers on the host; every rank that updates its own with the same arguments has the same weight.
+"""
+
+import math
+
+MAX_ERROR = 0.2
+"""The relative error that one update answers to is clipped to +- this."""
+
+
+class FixedKL:
+    """A constant weight, that of the configuration: `update` leaves it as it is, and a checkpoint holds nothing of it."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, current_kl: float, num_samples: int) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Also takes the state of an AdaptiveKL, and stays with the configuration's weight."""
+
+
+class AdaptiveKL:
+    """Proportional control in log space (Ziegler et al., arXiv:1909.08593, section 2.2).
+
+        error = clip((current_kl - target) / target, -0.2, 0.2)
+        coef  = coef (1 + error num_samples / horizon)
+
+    The paper's gain, 0.1 per update, is num_samples / horizon here, as in its code (lm-human-preferences) and in verl, so
+    that the weight changes by about a fifth over `horizon` samples, whatever the batch size.
+
+    Args:
+        init_coef: first weight, > 0: from 0 it could never move.
+        target: wanted divergence, > 0, in the units of `current_kl`. In the paper: nats per sample, 6.
+        horizon: samples, > 0. lm-human-preferences: 10000.
+
+    Raises:
+        ValueError: an argument is not positive.
+    """
+
+    def __init__(self, init_coef: float, target: float, horizon: int) -> None:
+        for name, value in (("init_coef", init_coef), ("target", target), ("horizon", horizon)):
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"an adaptive KL weight needs a positive {name}, not {value}")
+        self.coef = init_coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, current_kl: float, num_samples: int) -> None:
+        """Move the weight, once per step.
+
+        Args:
+            current_kl: mean divergence of the step's samples, over all ranks.
+            num_samples: samples of the step, over all ranks.
+
+        Raises:
+            ValueError: current_kl is NaN, or the horizon is so short that one step could turn the weight negative.
+        """
+        if math.isnan(current_kl):
+            raise ValueError("the KL divergence from the reference policy is NaN; look for NaN log-probabilities")
+        if MAX_ERROR * num_samples >= self.horizon:
+            raise ValueError(
+                f"a horizon of {self.horizon} samples is too short for steps of {num_samples}: it must exceed "
+                f"{MAX_ERROR} x {num_samples}, and should be many times that"
+            )
+        error = min(max(current_kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
+        self.coef *= 1 + error * num_samples / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue with the weight of a checkpoint; target and horizon stay those of the configuration.
+
+        Raises:
+            ValueError: the checkpoint has no weight, as it was written with a fixed one.
+        """
+        if "coef" not in state:
+            raise ValueError(
+                "the checkpoint has no KL weight to continue from: it was written with a fixed one. Start a new run, or keep "
+                "the fixed weight"
+            )
+        self.coef = float(state["coef"])

@@ -1,0 +1,100 @@
+"""Losses of whole responses against a reference policy: pairs (DPO and kin) and win rates (SPPO).
+
+Shapes: `T` response tokens of `B` samples, flat; `lengths` int64 [B]. With pairs, samples 2k and 2k + 1 are the chosen and the
+rejected response to one prompt, `P = B / 2`. At masked positions the inputs may hold anything, NaN included.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl.objectives.segments import segment_sum
+
+
+def log_ratios(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """log(pi(y) / pi_ref(y)) of each response, [B]: the sum over its unmasked tokens; 0 for an empty one."""
+    return segment_sum(torch.where(mask.bool(), logprobs - ref_logprobs, 0.0), lengths)
+
+
+def pair_loss(
+    ratios: Tensor, *, beta: float, loss: Literal["sigmoid", "hinge", "ipo"], label_smoothing: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of each pair, with m = log-ratio of the chosen response minus that of the rejected one:
+
+        sigmoid  -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m)     DPO, arXiv:2305.18290, equation 7; with s > 0
+                                                                           conservative DPO (its section on noisy labels)
+        hinge    max(0, 1 - beta m)                                        SLiC, arXiv:2305.10425, in DPO's rewards
+        ipo      (m - 1 / (2 beta))^2                                      IPO, arXiv:2310.12036, equation 17
+
+    Args:
+        ratios: floating [B], `log_ratios` of chosen and rejected responses in turn.
+        beta: > 0.
+        label_smoothing: s in [0, 0.5), sigmoid only.
+
+    Returns:
+        [P], and sums over the pairs without a graph: `accuracy` (pairs with m > 0), `margin` (beta m), `chosen_reward` and
+        `rejected_reward` (beta times the log-ratio).
+
+    Raises:
+        ValueError: unknown loss.
+    """
+    chosen, rejected = ratios.view(-1, 2).unbind(1)
+    margin = chosen - rejected
+    if loss == "sigmoid":
+        # logsigmoid, not log of sigmoid: exact where the margin is far from 0.
+        value = -(1 - label_smoothing) * F.logsigmoid(beta * margin) - label_smoothing * F.logsigmoid(-beta * margin)
+    elif loss == "hinge":
+        value = torch.relu(1 - beta * margin)
+    elif loss == "ipo":
+        value = (margin - 1 / (2 * beta)).square()
+    else:
+        raise ValueError(f"preference loss {loss!r} is not one of sigmoid, hinge, ipo")
+    stats = {
+        "accuracy": (margin > 0).to(value.dtype),
+        "margin": beta * margin,
+        "chosen_reward": beta * chosen,
+        "rejected_reward": beta * rejected,
+    }
+    return value, {name: stat.detach().sum() for name, stat in stats.items()}
+
+
+def sppo_loss(ratios: Tensor, win_rates: Tensor, *, eta: float) -> Tensor:
+    """Square of each response's distance from its win rate: self-play preference optimisation.
+
+        (log(pi(y) / pi_t(y)) - eta (P(y beats pi_t) - 1/2))^2            SPPO, arXiv:2405.00675, equation 4.2
+
+    ratios: floating [B] against the policy pi_t that sampled; win_rates: floating [B] in [0, 1]. Returns [B].
+    """
+    return (ratios - eta * (win_rates - 0.5)).square()
+
+
+@torch.no_grad()
+def win_rates(scores: Tensor, groups: Tensor) -> Tensor:
+    """P(y beats pi_t), estimated over the group: the share of the other responses that score lower, ties counting half.
+
+    scores: floating [N]; groups: int64 [N], any numbers in any order. Returns [N]; a group of one gives 1/2. SPPO asks a
+    preference model for P(y beats y'); here a response with the higher score wins.
+    """
+    order = torch.argsort(groups, stable=True)
+    _, sizes = torch.unique_consecutive(groups[order], return_counts=True)
+    rates = torch.full_like(scores, 0.5)
+    for members in order.split(sizes.tolist()):
+        if len(members) > 1:
+            own = scores[members]
+            beats = (own[:, None] > own).double() + 0.5 * (own[:, None] == own).double()
+            rates[members] = ((beats.sum(1) - 0.5) / (len(members) - 1)).to(scores.dtype)
+    return rates
+
+
+def outcome_loss(ratios: Tensor, labels: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross-entropy of an implicit reward model: sigmoid(beta log-ratio) is the probability that the response is right.
+
+        -(l log sigmoid(beta m) + (1 - l) log(1 - sigmoid(beta m)))       PRIME, arXiv:2502.01456, equation 4
+
+    ratios: floating [B]; labels: floating [B] in [0, 1]. Returns [B], and the sum `accuracy` of samples on the right side.
+    """
+    logits = beta * ratios
+    right = ((logits > 0) == (labels > 0.5)).to(logits.dtype).detach()
+    return F.binary_cross_entropy_with_logits(logits, labels, reduction="none"), {"accuracy": right.sum()}

@@ -1,0 +1,204 @@
+"""The gap between the engine that sampled and the trainer that learns, at the same weights: measured, weighed, rejected.
+
+Kernels, precision and expert routing of the two differ, so the tokens are drawn from a policy other than the one whose
+gradient is taken, and training that ignores it can collapse (Yao et al., 'Your efficient RL framework secretly brings you
+off-policy RL training', https://fengyao.notion.site/off-policy-rl; Liu et al., 'When speed kills stability',
+https://richardli.xyz/rl-collapse). Importance sampling weighs a token's loss by
+
+    w = exp(old_logprobs - rollout_logprobs)          trainer over engine
+
+and the functions here bound these weights, or turn tokens off. They run once on the whole batch of a step, before any
+update; the results are constants, [T], cut into micro-batches like `advantages`. Weights multiply `token_loss`.
+
+Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] says how many belong to each, zeros
+allowed. All functions take:
+
+    old_logprobs: floating [T], of the trainer, at the weights that sampled.
+    rollout_logprobs: floating [T], of the engine, of the distribution it sampled from: after temperature and truncation.
+    mask: bool or 0/1 [T], the tokens that count.
+
+At masked positions the log-probabilities may hold anything, NaN included. Log-ratios, of tokens or of whole samples, are
+clamped to +- MAX_LOG_RATIO before exp.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl.objectives.policy_loss import MAX_LOG_RATIO, masked_log_ratio
+from rl.objectives.segments import expand, segment_sum
+
+Level = Literal["token", "sequence"]
+Statistic = Literal["k1", "k2", "k3"]
+
+
+@torch.no_grad()
+def token_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, upper: float) -> Tensor:
+    """Truncated importance sampling per token (TIS, Yao et al.): min(w, upper), 0 at masked positions; [T].
+
+    Low variance, but biased: a token's weight knows nothing of the tokens before it. verl's `upper` is 2.
+
+    Raises:
+        ValueError: upper is not positive.
+    """
+    _check_upper(upper)
+    mask = mask.bool()
+    return torch.where(mask, masked_log_ratio(old_logprobs, rollout_logprobs, mask).exp().clamp(max=upper), 0.0)
+
+
+@torch.no_grad()
+def sequence_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, mask: Tensor, *, upper: float
+) -> Tensor:
+    """Truncated importance sampling per sample: min(product of w over the sample, upper) on each of its unmasked tokens.
+
+    Unbiased but for the truncation; its variance grows with the length of the sample. 0 at masked positions; [T].
+
+    Raises:
+        ValueError: upper is not positive.
+    """
+    _check_upper(upper)
+    mask = mask.bool()
+    log_weight = segment_sum(torch.where(mask, old_logprobs - rollout_logprobs, 0.0), lengths)
+    weights = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=upper)
+    return torch.where(mask, expand(weights, lengths), 0.0)
+
+
+@torch.no_grad()
+def icepop(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
+    """IcePop (Ring-1T, arXiv:2510.18855): w where low <= w <= high, else 0; 0 at masked positions too; [T].
+
+    A token dropped so keeps its place in the denominators of the loss; `reject` takes that too. The authors use 0.5 and 5.
+
+    Raises:
+        ValueError: 1, the weight of a token on which both agree, is not within the bounds.
+    """
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(f"IcePop keeps ratios from {low} to {high}; 1 must be among them and low not negative")
+    mask = mask.bool()
+    weights = masked_log_ratio(old_logprobs, rollout_logprobs, mask).exp()
+    return torch.where(mask & (weights >= low) & (weights <= high), weights, 0.0)
+
+
+@torch.no_grad()
+def reject(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+    *,
+    level: Level,
+    statistic: Statistic,
+    low: float,
+    high: float,
+) -> Tensor:
+    """Mask without the tokens, or the whole samples, whose divergence leaves low .. high.
+
+    Estimates of KL(engine || trainer) of a token, with x = log w (Schulman, http://joschu.net/blog/kl-approx.html):
+
+        k1   -x                    below 0 where the trainer is the surer of the two
+        k2   x^2 / 2
+        k3   exp(x) - 1 - x
+
+    level "token" judges each token by itself (verl's token_k1 ..), "sequence" each sample by the mean over its unmasked
+    tokens (seq_mean_k1 ..). The mean, as a sum would reject long samples for being long: at 0.001 nats per token any bound
+    on it is crossed sooner or later. For "sequence" and "k1" the statistic is the log of one over the geometric mean of w.
+
+    Args:
+        level, statistic: see above.
+        low, high: bounds in nats, low <= 0 <= high. k2 and k3 are never negative, so low = 0 says nothing there. verl
+            bounds k1 by ratios: its "0.5_2.0" is low = log 0.5, high = log 2.
+
+    Returns:
+        [T], the dtype of `mask`. A token without a finite log-probability is outside of any bounds.
+
+    Raises:
+        ValueError: unknown level or statistic, or 0, the divergence where both agree, is not within the bounds.
+    """
+    if not low <= 0 <= high:
+        raise ValueError(
+            f"rejection keeps {statistic} from {low} to {high} nats; 0 must be among them. For bounds of a ratio give their logs"
+        )
+    kept = mask.bool()
+    log_ratio = torch.where(kept, old_logprobs - rollout_logprobs, 0.0)
+    # An infinite ratio is no outlier to be clamped: one of the two says the token cannot be.
+    broken = ~log_ratio.isfinite()
+    divergence = _divergence(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), statistic).masked_fill(broken, float("nan"))
+    if level == "sequence":
+        counts = segment_sum(kept.to(divergence.dtype), lengths).clamp(min=1)
+        divergence = expand(segment_sum(divergence, lengths) / counts, lengths)
+    elif level != "token":
+        raise ValueError(f"rejection level {level!r} is not one of {', '.join(Level.__args__)}")
+    return (kept & (divergence >= low) & (divergence <= high)).to(mask.dtype)
+
+
+def _divergence(log_ratio: Tensor, statistic: Statistic) -> Tensor:
+    if statistic == "k1":
+        return -log_ratio
+    if statistic == "k2":
+        return 0.5 * log_ratio.square()
+    if statistic == "k3":
+        return torch.expm1(log_ratio) - log_ratio
+    raise ValueError(f"rejection statistic {statistic!r} is not one of {', '.join(Statistic.__args__)}")
+
+
+def _check_upper(upper: float) -> None:
+    if not upper > 0:
+        raise ValueError(f"importance weights are truncated to {upper}; the bound must be positive, such as 2")
+
+
+@torch.no_grad()
+def metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far engine and trainer are apart, under verl's names with its prefix `rollout_corr/`.
+
+    Of tokens, means over all unmasked ones:
+        kl, k3_kl: k1 and k3 estimates of KL(engine || trainer), nats.
+        chi2_token: w^2 - 1, the chi-squared divergence.
+        rollout_is_mean, _std, _min, _max: of w before any truncation. The mean is 1 but for noise if `rollout_logprobs` are
+            those of the distribution sampled from, so it tells a bug from a gap. (verl's are of the truncated weights.)
+        rollout_is_eff_sample_size: (mean w)^2 / mean w^2, the share of the batch that is left, 0 to 1.
+    Of samples, means over those with an unmasked token, where ppl is exp(-mean log-probability of its tokens):
+        training_ppl, training_log_ppl, rollout_ppl, rollout_log_ppl: of the trainer and of the engine.
+        ppl_ratio: training ppl / rollout ppl.
+        log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min: log of that ratio.
+        chi2_seq: (product of w)^2 - 1.
+
+    Computed in float64. An empty dict where no token is unmasked.
+    """
+    mask = mask.bool()
+    if not mask.any():
+        return {}
+    old, rollout = (torch.where(mask, x, 0.0).double() for x in (old_logprobs, rollout_logprobs))
+    log_ratio = (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    weights = log_ratio.exp()[mask]
+    square = weights.square().mean()
+    values = {
+        "kl": (rollout - old)[mask].mean(),
+        "k3_kl": _divergence(log_ratio, "k3")[mask].mean(),
+        "chi2_token": square - 1,
+        "rollout_is_mean": weights.mean(),
+        "rollout_is_std": weights.std(correction=0),
+        "rollout_is_min": weights.min(),
+        "rollout_is_max": weights.max(),
+        "rollout_is_eff_sample_size": weights.mean().square() / square,
+    }
+    counts = segment_sum(mask.double(), lengths)
+    log_ppl, rollout_log_ppl, log_weight = (
+        segment_sum(x, lengths)[counts > 0] for x in (-old, -rollout, old - rollout)
+    )
+    log_ppl, rollout_log_ppl = log_ppl / counts[counts > 0], rollout_log_ppl / counts[counts > 0]
+    diff = log_ppl - rollout_log_ppl
+    values |= {
+        "training_ppl": log_ppl.exp().mean(),
+        "training_log_ppl": log_ppl.mean(),
+        "rollout_ppl": rollout_log_ppl.exp().mean(),
+        "rollout_log_ppl": rollout_log_ppl.mean(),
+        "ppl_ratio": diff.exp().mean(),
+        "log_ppl_diff": diff.mean(),
+        "log_ppl_abs_diff": diff.abs().mean(),
+        "log_ppl_diff_max": diff.max(),
+        "log_ppl_diff_min": diff.min(),
+        "chi2_seq": (2 * log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp().mean() - 1,
+    }
+    return {f"rollout_corr/{name}": float(value) for name, value in values.items()}

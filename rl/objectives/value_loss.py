@@ -1,0 +1,69 @@
+"""Loss of the critic per token, and how much of the returns it explains. `rl.objectives.aggregate` makes one number.
+
+Shapes: `T` response tokens, flat. At masked positions the inputs may hold anything, NaN included: they are replaced before
+the first nonlinear operation, so neither value nor gradient sees them.
+"""
+
+import torch
+from torch import Tensor
+
+from rl.objectives.policy_loss import Loss, summed
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float) -> Loss:
+    """Squared error of the values, which may not gain by leaving the old ones far behind.
+
+        loss = 1/2 max((values - returns)^2, (clip(values, old_values - clip, old_values + clip) - returns)^2)
+
+    The clip of OpenAI's PPO (baselines, ppo2; Engstrom et al., arXiv:2005.12729, section 3), with verl's factor of 1/2. A
+    token that has moved more than `clip` towards its return gets no gradient; one that has moved away keeps it.
+
+    Args:
+        values: floating [T], of the critic being trained.
+        old_values: floating [T], at the start of the step, without a graph.
+        returns: floating [T], without a graph.
+        mask: bool or 0/1 [T], the tokens that count.
+        clip: how far values may move, in units of the return. 0: no clip, the plain squared error.
+
+    Returns:
+        token_loss [T], 0 at masked positions, and statistics: sums over the unmasked tokens, without a graph, each a
+        scalar tensor. Divided by the count of unmasked tokens they are verl's metrics of the same names:
+            vf_clipfrac: tokens where the clipped term is the larger one, so that the gradient is cut.
+            vpred_mean: values.
+
+    Raises:
+        ValueError: clip is negative.
+    """
+    if not clip >= 0:
+        raise ValueError(f"clip is {clip}; it must be positive, or 0 to turn it off")
+    mask = mask.bool()
+    values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
+    error = (values - returns).square()
+    binding = torch.zeros_like(mask)
+    if clip > 0:
+        clipped_error = (values.clamp(old_values - clip, old_values + clip) - returns).square()
+        binding = clipped_error > error
+        error = torch.maximum(error, clipped_error)
+    return 0.5 * error, summed(vpred_mean=values, vf_clipfrac=binding)
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one, below 0 for a worse one.
+
+    Over the whole batch: shares of it do not average to this.
+
+    Args:
+        values: floating [T], of the critic before its update, so that they have not seen these returns.
+        returns: floating [T].
+        mask: bool or 0/1 [T], the tokens that count.
+
+    Returns:
+        The fraction, computed in float64; NaN where all the returns are equal or there is no token.
+    """
+    mask = mask.bool()
+    values, returns = values[mask].double(), returns[mask].double()
+    variance = returns.var(correction=0) if len(returns) else returns.new_zeros(())
+    if variance == 0:
+        return float("nan")
+    return 1 - float((returns - values).var(correction=0) / variance)

@@ -1,0 +1,85 @@
+import math
+
+import pytest
+
+from rl.objectives.kl_controller import AdaptiveKL, FixedKL
+
+
+def test_fixed_weight_stays():
+    controller = FixedKL(0.05)
+    controller.update(100.0, 1000)
+    assert controller.coef == 0.05
+    controller.load_state_dict(controller.state_dict())
+    controller.load_state_dict({"coef": 3.0})
+    assert controller.coef == 0.05
+
+
+@pytest.mark.parametrize(
+    "current_kl, factor",
+    [
+        (6.0, 1.0),
+        (6.6, 1 + 0.1 * 0.05),
+        (5.4, 1 - 0.1 * 0.05),
+        (7.2, 1 + 0.2 * 0.05),
+        (1000.0, 1 + 0.2 * 0.05),  # clipped
+        (math.inf, 1 + 0.2 * 0.05),
+        (0.0, 1 - 0.2 * 0.05),
+        (-3.0, 1 - 0.2 * 0.05),
+    ],
+)
+def test_adaptive_weight_follows_the_clipped_relative_error(current_kl, factor):
+    controller = AdaptiveKL(0.2, target=6.0, horizon=10_000)
+    controller.update(current_kl, 500)
+    assert controller.coef == pytest.approx(0.2 * factor, rel=1e-12)
+
+
+def test_weight_changes_by_about_a_fifth_over_the_horizon_whatever_the_batch_size():
+    for num_samples in (10, 100, 1000):
+        controller = AdaptiveKL(1.0, target=1.0, horizon=10_000)
+        for _ in range(10_000 // num_samples):
+            controller.update(5.0, num_samples)
+        assert controller.coef == pytest.approx(1.22, abs=0.01)
+
+
+def test_divergence_that_falls_with_the_weight_is_steered_to_the_target():
+    controller = AdaptiveKL(1.0, target=2.0, horizon=1000)
+    for _ in range(500):
+        controller.update(0.5 / controller.coef, 100)
+    assert 0.5 / controller.coef == pytest.approx(2.0, rel=1e-3)
+
+
+def test_checkpoint_continues_where_it_was():
+    first, second = (AdaptiveKL(0.1, target=6.0, horizon=1000) for _ in range(2))
+    first.update(9.0, 64)
+    second.load_state_dict(first.state_dict())
+    for controller in (first, second):
+        controller.update(3.0, 64)
+    assert second.coef == first.coef != 0.1
+
+
+def test_checkpoint_of_a_fixed_weight_is_refused():
+    with pytest.raises(ValueError, match="fixed"):
+        AdaptiveKL(0.1, target=6.0, horizon=1000).load_state_dict(FixedKL(0.1).state_dict())
+
+
+@pytest.mark.parametrize(
+    "arguments", [(0.0, 6.0, 1000), (0.1, 0.0, 1000), (0.1, 6.0, 0), (math.nan, 6.0, 1000), (0.1, math.inf, 1000)]
+)
+def test_settings_that_cannot_steer_are_refused(arguments):
+    with pytest.raises(ValueError, match="positive"):
+        AdaptiveKL(*arguments)
+
+
+def test_nan_divergence_is_refused_and_leaves_the_weight():
+    controller = AdaptiveKL(0.1, target=6.0, horizon=1000)
+    with pytest.raises(ValueError, match="NaN"):
+        controller.update(math.nan, 64)
+    assert controller.coef == 0.1
+
+
+def test_horizon_that_could_turn_the_weight_negative_is_refused():
+    controller = AdaptiveKL(0.1, target=6.0, horizon=100)
+    controller.update(0.0, 499)
+    assert controller.coef > 0
+    with pytest.raises(ValueError, match="horizon"):
+        controller.update(0.0, 500)

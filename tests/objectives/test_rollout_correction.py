@@ -1,0 +1,232 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rl.objectives.rollout_correction import icepop, metrics, reject, sequence_weights, token_weights
+
+STATISTICS = ["k1", "k2", "k3"]
+LEVELS = ["token", "sequence"]
+
+
+def batch(seed, num_samples=16):
+    """old, rollout, lengths, mask; with empty, one-token and wholly masked samples, and outliers on both sides."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, 15, num_samples)
+    lengths[[0, 5, num_samples - 1]], lengths[[1, 7]] = 0, 1
+    size, ends = lengths.sum(), np.cumsum(lengths)
+    old = -rng.exponential(1.0, size)
+    rollout = old + rng.normal(0, 0.2, size)
+    rollout[ends[3]], rollout[ends[5]] = old[ends[3]] - 30, old[ends[5]] + 30
+    mask = rng.random(size) > 0.2
+    mask[[ends[3], ends[5]]] = True
+    mask[ends[2] : ends[3]] = False
+    return [torch.tensor(x) for x in (old, rollout, lengths, mask)]
+
+
+def samples_of(lengths, mask):
+    """Indices of each sample's unmasked tokens."""
+    ends = np.cumsum(lengths)
+    return [[t for t in range(end - length, end) if mask[t]] for end, length in zip(ends, lengths)]
+
+
+def clamped(x):
+    return min(max(x, -20.0), 20.0)
+
+
+def statistic_of(x, statistic):
+    return {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[statistic]
+
+
+def test_hand_numbers():
+    # Trainer over engine: 2, 1/2 in the first sample, 3 in the second; the last token is masked.
+    old = torch.log(torch.tensor([0.5, 0.25, 0.75, 0.9]))
+    rollout = torch.log(torch.tensor([0.25, 0.5, 0.25, 0.1]))
+    lengths, mask = torch.tensor([2, 0, 2]), torch.tensor([1.0, 1.0, 1.0, 0.0])
+    assert token_weights(old, rollout, mask, upper=2.5).tolist() == pytest.approx([2.0, 0.5, 2.5, 0.0])
+    assert sequence_weights(old, rollout, lengths, mask, upper=2.5).tolist() == pytest.approx([1.0, 1.0, 2.5, 0.0])
+    assert icepop(old, rollout, mask, low=0.6, high=2.1).tolist() == pytest.approx([2.0, 0.0, 0.0, 0.0])
+
+    def kept(level, statistic, low, high):
+        return reject(old, rollout, lengths, mask, level=level, statistic=statistic, low=low, high=high).tolist()
+
+    assert kept("token", "k1", -0.7, 1.0) == [1.0, 1.0, 0.0, 0.0]  # k1: -0.69, 0.69, -1.10
+    assert kept("token", "k1", -2.0, 0.6) == [1.0, 0.0, 1.0, 0.0]
+    assert kept("token", "k2", 0.0, 0.3) == [1.0, 1.0, 0.0, 0.0]  # k2: 0.24, 0.24, 0.60
+    assert kept("token", "k3", 0.0, 0.25) == [0.0, 1.0, 0.0, 0.0]  # k3: 0.31, 0.19, 0.90
+    assert kept("sequence", "k1", -0.1, 0.1) == [1.0, 1.0, 0.0, 0.0]  # 0, -1.10
+    assert kept("sequence", "k3", 0.0, 0.26) == [1.0, 1.0, 0.0, 0.0]  # 0.25, 0.90
+    assert kept("sequence", "k2", 0.0, 0.2) == [0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("upper", [0.5, 1.3, 1e12])
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_against_the_reference(seed, upper):
+    old, rollout, lengths, mask = batch(seed)
+    x = (old - rollout).tolist()
+    per_token, per_sample, popped = np.zeros(len(x)), np.zeros(len(x)), np.zeros(len(x))
+    for tokens in samples_of(lengths.tolist(), mask.tolist()):
+        for t in tokens:
+            weight = math.exp(clamped(x[t]))
+            per_token[t], popped[t] = min(weight, upper), weight if 0.8 <= weight <= 1.1 else 0.0
+            per_sample[t] = min(math.exp(clamped(sum(x[t] for t in tokens))), upper)
+    np.testing.assert_allclose(token_weights(old, rollout, mask, upper=upper), per_token, rtol=1e-12)
+    np.testing.assert_allclose(sequence_weights(old, rollout, lengths, mask, upper=upper), per_sample, rtol=1e-9)
+    np.testing.assert_allclose(icepop(old, rollout, mask, low=0.8, high=1.1), popped, rtol=1e-12)
+    assert 0 < (popped > 0).sum() < mask.sum()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("seed", range(3))
+def test_rejection_against_the_reference(seed, statistic, level):
+    old, rollout, lengths, mask = batch(seed)
+    x = (old - rollout).tolist()
+    low, high = {"k1": (-0.1, 0.05), "k2": (0.0, 0.02), "k3": (-1.0, 0.02)}[statistic]
+    expected = [False] * len(x)
+    for tokens in samples_of(lengths.tolist(), mask.tolist()):
+        values = [statistic_of(clamped(x[t]), statistic) for t in tokens]
+        mean = sum(values) / max(len(values), 1)
+        for t, value in zip(tokens, values):
+            expected[t] = low <= (value if level == "token" else mean) <= high
+    kept = reject(old, rollout, lengths, mask, level=level, statistic=statistic, low=low, high=high)
+    assert kept.dtype == torch.bool and kept.tolist() == expected
+    assert 0 < kept.sum() < mask.sum()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_equal_engines_weigh_one_and_reject_nothing_even_at_bounds_of_zero(statistic, level):
+    old, _, lengths, mask = (x.float() if x.is_floating_point() else x for x in batch(0))
+    assert torch.equal(token_weights(old, old, mask, upper=2.0), mask.float())
+    assert torch.equal(sequence_weights(old, old, lengths, mask, upper=2.0), mask.float())
+    assert torch.equal(icepop(old, old, mask, low=1.0, high=1.0), mask.float())
+    kept = reject(old, old, lengths, mask, level=level, statistic=statistic, low=0.0, high=0.0)
+    assert torch.equal(kept, mask)
+    values = metrics(old, old, lengths, mask)
+    assert values["rollout_corr/rollout_is_mean"] == values["rollout_corr/rollout_is_eff_sample_size"] == 1
+    assert values["rollout_corr/kl"] == values["rollout_corr/k3_kl"] == values["rollout_corr/chi2_seq"] == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_masked_positions_never_reach_any_result(bad):
+    old, rollout, lengths, mask = batch(4)
+
+    def outcome(fill, mask):
+        a, b = (torch.where(mask.bool(), x, fill) for x in (old, rollout))
+        yield token_weights(a, b, mask, upper=2.0)
+        yield sequence_weights(a, b, lengths, mask, upper=2.0)
+        yield icepop(a, b, mask, low=0.5, high=5.0)
+        for level in LEVELS:
+            yield reject(a, b, lengths, mask, level=level, statistic="k3", low=0.0, high=0.02).bool()
+        yield torch.tensor(list(metrics(a, b, lengths, mask).values()))
+
+    for clean, dirty in zip(outcome(0.0, mask), outcome(bad, mask.double())):
+        assert torch.equal(clean, dirty) and clean.isfinite().all() and clean.any()
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+def test_token_without_a_finite_logprob_is_rejected_and_takes_its_sample_but_no_other_along(bad, statistic):
+    old, rollout, lengths = torch.zeros(4), torch.tensor([0.0, bad, 0.0, 0.0]), torch.tensor([3, 1])
+    options = dict(statistic=statistic, low=-1e9, high=1e9)
+    kept = [reject(old, rollout, lengths, torch.ones(4), level=level, **options).tolist() for level in LEVELS]
+    assert kept == [[1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
+
+
+def test_results_are_constants_of_the_input_dtype():
+    old, rollout, lengths, mask = batch(2)
+    old = old.float().requires_grad_()
+    results = [
+        token_weights(old, rollout.float(), mask, upper=2.0),
+        sequence_weights(old, rollout.float(), lengths, mask, upper=2.0),
+        icepop(old, rollout.float(), mask, low=0.5, high=2.0),
+    ]
+    assert all(x.dtype == torch.float32 and not x.requires_grad for x in results)
+
+
+@pytest.mark.parametrize("lengths, size", [([], 0), ([0, 0], 0), ([2, 1], 3)])
+def test_batches_without_an_unmasked_token(lengths, size):
+    nothing, lengths, mask = torch.full((size,), float("nan")), torch.tensor(lengths, dtype=torch.int64), torch.zeros(size)
+    zeros = [0.0] * size
+    assert token_weights(nothing, nothing, mask, upper=2.0).tolist() == zeros
+    assert sequence_weights(nothing, nothing, lengths, mask, upper=2.0).tolist() == zeros
+    assert icepop(nothing, nothing, mask, low=0.5, high=2.0).tolist() == zeros
+    for level in LEVELS:
+        assert reject(nothing, nothing, lengths, mask, level=level, statistic="k1", low=-1, high=1).tolist() == zeros
+    assert metrics(nothing, nothing, lengths, mask) == {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_metrics_against_the_reference(seed):
+    old, rollout, lengths, mask = batch(seed)
+    p, q = old.numpy(), rollout.numpy()
+    samples = [tokens for tokens in samples_of(lengths.tolist(), mask.tolist()) if tokens]
+    tokens = sum(samples, [])
+    w = np.array([math.exp(clamped(p[t] - q[t])) for t in tokens])
+    log_ppl, rollout_log_ppl = (np.array([-x[tokens].mean() for tokens in samples]) for x in (p, q))
+    diff = log_ppl - rollout_log_ppl
+    product = np.array([math.exp(clamped((p[tokens] - q[tokens]).sum())) for tokens in samples])
+    expected = {
+        "kl": (q - p)[tokens].mean(),
+        "k3_kl": np.mean([statistic_of(clamped(p[t] - q[t]), "k3") for t in tokens]),
+        "chi2_token": (w**2).mean() - 1,
+        "rollout_is_mean": w.mean(),
+        "rollout_is_std": w.std(),
+        "rollout_is_min": w.min(),
+        "rollout_is_max": w.max(),
+        "rollout_is_eff_sample_size": 1 / ((w / w.mean()) ** 2).mean(),
+        "training_ppl": np.exp(log_ppl).mean(),
+        "training_log_ppl": log_ppl.mean(),
+        "rollout_ppl": np.exp(rollout_log_ppl).mean(),
+        "rollout_log_ppl": rollout_log_ppl.mean(),
+        "ppl_ratio": np.exp(diff).mean(),
+        "log_ppl_diff": diff.mean(),
+        "log_ppl_abs_diff": np.abs(diff).mean(),
+        "log_ppl_diff_max": diff.max(),
+        "log_ppl_diff_min": diff.min(),
+        "chi2_seq": (product**2).mean() - 1,
+    }
+    values = metrics(old, rollout, lengths, mask)
+    assert values == pytest.approx({f"rollout_corr/{name}": value for name, value in expected.items()}, rel=1e-9)
+    assert all(type(value) is float for value in values.values())
+
+
+def test_untruncated_weights_average_to_one_over_what_the_engine_samples():
+    generator = torch.Generator().manual_seed(0)
+    engine, trainer = (torch.log_softmax(torch.randn(50, generator=generator), 0) for _ in range(2))
+    tokens = torch.multinomial(engine.exp(), 200_000, replacement=True, generator=generator)
+    values = metrics(trainer[tokens], engine[tokens], torch.tensor([len(tokens)]), torch.ones(len(tokens)))
+    divergence = float((engine.exp() * (engine - trainer)).sum())
+    assert values["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.02)
+    assert values["rollout_corr/kl"] == pytest.approx(divergence, rel=0.02)
+    assert values["rollout_corr/k3_kl"] == pytest.approx(divergence, rel=0.02)
+
+
+@pytest.mark.parametrize("upper", [0.0, -1.0, float("nan")])
+def test_truncation_to_nothing_is_refused(upper):
+    with pytest.raises(ValueError, match="truncated"):
+        token_weights(*[torch.zeros(1)] * 3, upper=upper)
+    with pytest.raises(ValueError, match="truncated"):
+        sequence_weights(torch.zeros(1), torch.zeros(1), torch.tensor([1]), torch.ones(1), upper=upper)
+
+
+@pytest.mark.parametrize("low, high", [(1.1, 5.0), (0.5, 0.9), (-0.1, 5.0), (5.0, 0.5)])
+def test_icepop_bounds_that_drop_tokens_in_agreement_are_refused(low, high):
+    with pytest.raises(ValueError, match="1 must be among"):
+        icepop(*[torch.zeros(1)] * 3, low=low, high=high)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(level="token", statistic="k1", low=0.5, high=2.0), "give their logs"),
+        (dict(level="token", statistic="k2", low=-1.0, high=-0.5), "0 must be among"),
+        (dict(level="sample", statistic="k1", low=-1.0, high=1.0), "sample.*token, sequence"),
+        (dict(level="token", statistic="k4", low=-1.0, high=1.0), "k4.*k1, k2, k3"),
+    ],
+)
+def test_rejections_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        reject(torch.zeros(1), torch.zeros(1), torch.tensor([1]), torch.ones(1), **options)
