@@ -1,27 +1,28 @@
-"""Prompts: read parquet and JSONL files with verl's columns, apply the chat template, tokenize.
+"""Prompts: files with verl's columns -> chat template -> token ids.
 
 Columns: `prompt` (list of {role, content}, or a string), and if present `data_source`, `reward_model` {style,
-ground_truth} and `extra_info`; other columns are not read. Every rank reads the files itself, in memory: a few thousand
-prompts take seconds, and there is no cache on disk for thousands of ranks to lock and overwrite at once.
+ground_truth} and `extra_info`; other columns are not read. Files are those of `rl.data.reading`.
 
 `load_prompts` reads top to bottom as what happens: rows -> texts -> token ids -> length policy -> prompts. Whatever is
 wrong with the data is a ValueError that names the file and the row.
 """
 
-import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rl.data.reading import Row, describe, first_line, read_rows
+
 log = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+"""A chat: {role, content} and whatever else the chat template knows (name, tool_calls, ...)."""
 
 
 @dataclass(frozen=True, eq=False)  # eq would compare arrays, which has no single truth value
@@ -42,20 +43,10 @@ class Prompt:
     """Column `extra_info`, or {}."""
     response_ids: np.ndarray | None = None
     """np.int32 [R], sft only: the target without special tokens, then the end-of-sequence token."""
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A row as it stands in a file, and where, for error messages."""
-
-    values: dict[str, Any]
-    path: Path
-    number: int
-    """From 1, in this file; the line number in a JSONL file."""
-
-    @property
-    def place(self) -> str:
-        return f"{self.path}, row {self.number}"
+    messages: Messages | None = None
+    """The chat before the template, without keys that are None; None where the prompt is a string."""
+    source: int = 0
+    """Index of its file in `files`."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -92,7 +83,8 @@ def load_prompts(
     """Read `files` in order and tokenize them; the same list on every rank that reads the same files.
 
     prompt_key: column with messages, rendered with the tokenizer's chat template and generation prompt, or with
-        strings, taken as they are; one that does not begin with the tokenizer's BOS gets its special tokens.
+        strings, taken as they are; one that does not begin with the tokenizer's BOS gets its special tokens. Messages may
+        be a conversation of several turns, as long as the last one is not the assistant's.
     overlong: "error", "drop" or "truncate_left", for prompts of more than `max_prompt_tokens` tokens.
     response_key: None for RL. For sft the column with the target; a dotted path reaches into one (`extra_info.answer`);
         "" stands for `reward_model.ground_truth`.
@@ -102,194 +94,140 @@ def load_prompts(
     tokenizer that cannot render messages, and overlong prompts according to `overlong`.
     """
     target_path = None if response_key is None else (response_key or "reward_model.ground_truth").split(".")
-    columns = {prompt_key, "data_source", "reward_model", "extra_info", *(target_path or [])[:1]}
-    rows = _read_rows([Path(file) for file in files], columns, prompt_key=prompt_key, max_rows=max_prompts)
-    texts = [_render(row, tokenizer, prompt_key=prompt_key) for row in rows]
-    token_ids = _tokenize(rows, texts, tokenizer, prompt_key=prompt_key)
+    rows = read_rows(
+        files,
+        required={prompt_key: "name the column with the prompt in data.prompt_key"},
+        optional=["data_source", "reward_model", "extra_info", *(target_path or [])[:1]],
+        max_rows=max_prompts,
+    )
+    messages = [to_messages(row.values[prompt_key], row, column=prompt_key) for row in rows]
+    texts = [
+        row.values[prompt_key] if chat is None else render(chat, tokenizer, row, column=prompt_key)
+        for row, chat in zip(rows, messages, strict=True)
+    ]
+    templated = [chat is not None for chat in messages]
+    token_ids = tokenize(texts, templated, tokenizer, rows, column=prompt_key)
     if target_path is None:
         response_ids = [None] * len(rows)
     else:
-        response_ids = _tokenize_targets([_target(row, target_path) for row in rows], tokenizer)
-    kept = _apply_limit(token_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong)
+        response_ids = tokenize_targets([_target(row, target_path) for row in rows], tokenizer)
+    lengths = np.array([len(ids) for ids in token_ids])
+    kept = within_limit(lengths, limit=max_prompt_tokens, overlong=overlong)
     return [
         Prompt(
             index=index,
             token_ids=token_ids[index][-max_prompt_tokens:],
             text=texts[index],
-            data_source=str(rows[index].values.get("data_source") or rows[index].path.stem),
+            data_source=data_source(rows[index]),
             ground_truth=(rows[index].values.get("reward_model") or {}).get("ground_truth"),
             extra_info=rows[index].values.get("extra_info") or {},
             response_ids=response_ids[index],
+            messages=messages[index],
+            source=rows[index].source,
         )
-        for index in kept
+        for index in np.flatnonzero(kept).tolist()
     ]
 
 
-# ---- reading ----
+def data_source(row: Row) -> str:
+    """Column `data_source` of a row, or the name of its file without the ending."""
+    return str(row.values.get("data_source") or row.file_name)
 
 
-def _read_rows(paths: list[Path], columns: set[str], *, prompt_key: str, max_rows: int) -> list[_Row]:
-    """The first `max_rows` (0: all) rows of all files, with those of `columns` that a file has."""
-    for path in paths:
-        if not path.is_file():
-            raise ValueError(f"data file {path} does not exist (working directory {Path.cwd()}).")
-        if path.suffix not in (".parquet", ".jsonl"):
-            raise ValueError(f"data file {path} ends in {path.suffix!r}: it must be .parquet or .jsonl.")
-    rows: list[_Row] = []
-    for path in paths:
-        read = _read_parquet if path.suffix == ".parquet" else _read_jsonl
-        num_before = len(rows)
-        for number, values in read(path, columns, prompt_key=prompt_key):
-            if max_rows and len(rows) == max_rows:
-                return rows
-            rows.append(_Row(values, path, number))
-        if len(rows) == num_before:
-            raise ValueError(f"data file {path} is empty: it has no rows.")
-    if not rows:
-        raise ValueError("no data files: data.train must name at least one .parquet or .jsonl file.")
-    return rows
+# ---- messages and text ----
 
 
-def _read_parquet(path: Path, columns: set[str], *, prompt_key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row number from 1, values) of a parquet file."""
-    try:
-        # By batches: a nested column of more than 2 GiB cannot be read at once. Not pq.read_table: it would take a
-        # directory called a=b for a partition and add a column.
-        with pq.ParquetFile(path) as file:
-            found = file.schema_arrow.names
-            _require_column(prompt_key, found, f"data file {path}")
-            number = 0
-            for batch in file.iter_batches(columns=[name for name in found if name in columns]):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield number, values
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"data file {path} cannot be read as parquet: {_first_line(error)}") from error
+def to_messages(prompt: Any, row: Row, *, column: str) -> Messages | None:
+    """The chat in a column, without keys that are None; None for a string.
 
-
-def _read_jsonl(path: Path, columns: set[str], *, prompt_key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, values) of a JSONL file; empty lines are passed over.
-
-    Line by line with `json`, not with Arrow's reader, which makes timestamps of strings that look like one and
-    wants the same type in every row.
+    Raises ValueError for what is neither, and for a chat whose last message is the assistant's.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"data file {path} cannot be read as JSONL: {_first_line(error)}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, row {number}: not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{path}, row {number}: must be a JSON object, it is {_describe(values)}.")
-        _require_column(prompt_key, list(values), f"{path}, row {number}")
-        yield number, {name: value for name, value in values.items() if name in columns}
-
-
-def _require_column(prompt_key: str, found: list[str], place: str) -> None:
-    if prompt_key not in found:
-        raise ValueError(
-            f"{place}: there is no column {prompt_key!r}, only {', '.join(found) or 'none at all'}: "
-            "name the column with the prompt in data.prompt_key."
-        )
-
-
-# ---- text and tokens ----
-
-
-def _render(row: _Row, tokenizer: PreTrainedTokenizerBase, *, prompt_key: str) -> str:
-    """The prompt of a row as one string: the string itself, or the messages in the chat template."""
-    prompt = row.values[prompt_key]
     if isinstance(prompt, str):
-        return prompt
-    if not _is_messages(prompt):
+        return None
+    if not is_chat(prompt):
         raise ValueError(
-            f"{row.place}: column {prompt_key!r} must be a string or a list of {{role, content}} messages, "
-            f"it is {_describe(prompt)}."
+            f"{row.place}: column {column!r} must be a string or a list of {{role, content}} messages, "
+            f"it is {describe(prompt)}."
         )
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{row.place}: column {column!r} ends with a message of the assistant, but a prompt ends with what is to be "
+            "answered (user, tool or system): leave that message out, or put it into a column of its own, which sft "
+            "names in data.response_key."
+        )
+    return without_nulls(prompt)
+
+
+def is_chat(value: Any) -> bool:
+    """A non-empty list of messages; one that calls tools needs no content."""
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(
+            isinstance(message, dict)
+            and message.get("role") is not None
+            and (message.get("content") is not None or bool(message.get("tool_calls")))
+            for message in value
+        )
+    )
+
+
+def without_nulls(messages: Messages) -> Messages:
+    """Parquet gives all structs of a column the same keys and fills up with None; templates ask which keys there are."""
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, row: Row, *, column: str) -> str:
+    """The chat in the tokenizer's template, with the generation prompt.
+
+    Raises ValueError if there is no template or it rejects the messages.
+    """
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"{row.place}: column {prompt_key!r} holds messages, but the tokenizer of {tokenizer.name_or_path} has "
+            f"{row.place}: column {column!r} holds messages, but the tokenizer of {tokenizer.name_or_path} has "
             "no chat template: use an instruct model, or prepare prompts as strings."
         )
-    # Parquet gives all structs of a column the same keys and fills up with None; templates ask which keys there are.
-    messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except jinja2.TemplateError as error:
         raise ValueError(
             f"{row.place}: the chat template of {tokenizer.name_or_path} rejects the messages of column "
-            f"{prompt_key!r}: {_first_line(error)}"
+            f"{column!r}: {first_line(error)}"
         ) from error
 
 
-def _is_messages(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and len(prompt) > 0
-        and all(
-            isinstance(message, dict) and message.get("role") is not None and message.get("content") is not None
-            for message in prompt
-        )
-    )
+# ---- tokens ----
 
 
-def _tokenize(
-    rows: list[_Row], texts: list[str], tokenizer: PreTrainedTokenizerBase, *, prompt_key: str
+def tokenize(
+    texts: Sequence[str],
+    templated: Sequence[bool],
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    *,
+    column: str,
 ) -> list[np.ndarray]:
     """Token ids of all prompts, np.int32 [P] each.
 
-    A chat template writes its special tokens itself, and so may a string; other strings get the tokenizer's.
+    A chat template writes its special tokens itself, and so may a string; other strings get the tokenizer's. Raises
+    ValueError for a prompt without tokens.
     """
     bare = [
-        isinstance(row.values[prompt_key], str) and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
-        for row, text in zip(rows, texts, strict=True)
+        not from_template and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+        for text, from_template in zip(texts, templated, strict=True)
     ]
-    token_ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(rows)
+    token_ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(texts)
     for add_special_tokens in (False, True):
-        indices = [i for i in range(len(rows)) if bare[i] == add_special_tokens]
+        indices = [i for i in range(len(texts)) if bare[i] == add_special_tokens]
         encoded = _encode([texts[i] for i in indices], tokenizer, add_special_tokens=add_special_tokens)
         for i, ids in zip(indices, encoded, strict=True):
             if len(ids) == 0:
-                raise ValueError(f"{rows[i].place}: the prompt in column {prompt_key!r} is empty: it has no tokens.")
+                raise ValueError(f"{rows[i].place}: the prompt in column {column!r} is empty: it has no tokens.")
             token_ids[i] = ids
     return token_ids
 
 
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[np.ndarray]:
-    """Token ids of each text, np.int32, in one call of the tokenizer; neither truncated nor padded."""
-    if not texts:
-        return []
-    encoded = tokenizer(
-        texts,
-        add_special_tokens=add_special_tokens,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
-    return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
-
-
-def _target(row: _Row, path: list[str]) -> str:
-    """The sft target of a row: the string or number at `path`, such as ["reward_model", "ground_truth"]."""
-    value: Any = row.values
-    for name in path:
-        value = value.get(name) if isinstance(value, dict) else None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    if not isinstance(value, str):
-        raise ValueError(
-            f"{row.place}: {'.'.join(path)} must be the text to learn, it is {_describe(value)}: "
-            "name the column with the target in data.response_key."
-        )
-    return value
-
-
-def _tokenize_targets(targets: list[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
     """np.int32 [R] for each target: its tokens, then the end-of-sequence token."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -299,50 +237,74 @@ def _tokenize_targets(targets: list[str], tokenizer: PreTrainedTokenizerBase) ->
     return [np.concatenate([ids, eos]) for ids in _encode(targets, tokenizer, add_special_tokens=False)]
 
 
+def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[np.ndarray]:
+    """Token ids of each text, np.int32, in one call of the tokenizer; neither truncated nor padded."""
+    if not texts:
+        return []
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=add_special_tokens,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+
+
+def _target(row: Row, path: list[str]) -> str:
+    """The sft target of a row: the string or number at `path`, such as ["reward_model", "ground_truth"]."""
+    value: Any = row.values
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{row.place}: {'.'.join(path)} must be the text to learn, it is {describe(value)}: "
+            "name the column with the target in data.response_key."
+        )
+    return value
+
+
 # ---- length ----
 
 
-def _apply_limit(token_ids: list[np.ndarray], *, max_prompt_tokens: int, overlong: str) -> list[int]:
-    """Indices of the prompts to keep. For truncate_left that is all of them: the caller cuts."""
-    if max_prompt_tokens < 1:
-        raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}: it must be at least 1.")
+def within_limit(
+    lengths: np.ndarray,
+    *,
+    limit: int,
+    overlong: str,
+    noun: str = "prompts",
+    limit_key: str = "data.max_prompt_tokens",
+    kept_part: str = "last",
+) -> np.ndarray:
+    """Which sequences to keep, bool [N], of those with `lengths` int [N]. For truncate_left all: the caller cuts.
+
+    noun, limit_key, kept_part: for messages, what the sequences are, the config key of `limit`, and which of their tokens
+    the caller keeps.
+
+    Raises ValueError for a limit < 1, an unknown `overlong`, and if it is "error" or would drop everything.
+    """
+    if limit < 1:
+        raise ValueError(f"{limit_key} is {limit}: it must be at least 1.")
     if overlong not in ("error", "drop", "truncate_left"):
         raise ValueError(f"data.overlong_prompts is {overlong!r}: choose error, drop or truncate_left.")
-    lengths = np.array([len(ids) for ids in token_ids])
-    num_overlong = int((lengths > max_prompt_tokens).sum())
-    if num_overlong == 0:
-        return list(range(len(token_ids)))
+    fits = lengths <= limit
+    if fits.all():
+        return fits
     summary = (
-        f"{num_overlong} of {len(lengths)} prompts have more than data.max_prompt_tokens = {max_prompt_tokens} tokens, "
+        f"{(~fits).sum()} of {len(lengths)} {noun} have more than {limit_key} = {limit} tokens, "
         f"the longest {lengths.max()}"
     )
     if overlong == "error":
         raise ValueError(
             f"{summary}: raise the limit, or set data.overlong_prompts to drop (leave them out) or truncate_left (keep "
-            "their last tokens) in place of error."
+            f"their {kept_part} tokens) in place of error."
         )
-    if overlong == "drop" and num_overlong == len(lengths):
+    if overlong == "drop" and not fits.any():
         raise ValueError(
             f"{summary}: data.overlong_prompts = drop would leave nothing. Raise the limit, or "
             "choose truncate_left or error."
         )
     log.info("%s; data.overlong_prompts = %s", summary, overlong)
-    if overlong == "truncate_left":
-        return list(range(len(token_ids)))
-    return np.flatnonzero(lengths <= max_prompt_tokens).tolist()
-
-
-# ---- error messages ----
-
-
-def _describe(value: Any) -> str:
-    """A value in an error message: its type and the beginning of what it holds."""
-    if value is None:
-        return "missing"
-    shown = repr(value)
-    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
-
-
-def _first_line(error: Exception) -> str:
-    """An error's own message, without the lines of detail that libraries append."""
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    return fits if overlong == "drop" else np.ones_like(fits)

@@ -128,6 +128,49 @@ def test_max_prompts_reads_the_first_rows_across_files(tmp_path, tokenizer):
     assert len(load([first, second], tokenizer, max_prompts=99)) == 4
 
 
+# ---- conversations and sources ----
+
+
+def test_the_messages_are_kept_without_the_keys_that_parquet_fills_up(tmp_path, tokenizer):
+    rows = [
+        {"prompt": [{"role": "user", "content": "a", "name": "Ann"}]},
+        {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]},
+    ]
+    first, second = load([write_parquet(tmp_path / "a.parquet", rows)], tokenizer)
+    assert first.messages == [{"role": "user", "content": "a", "name": "Ann"}]
+    assert second.messages == [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]
+    (string,) = load([write_jsonl(tmp_path / "b.jsonl", [{"prompt": "c"}])], tokenizer)
+    assert string.messages is None
+
+
+@pytest.mark.parametrize("last", ["user", "tool", "system"])
+def test_a_conversation_may_end_with_whatever_the_assistant_answers_to(tmp_path, tokenizer, last):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": last, "content": "c"}]
+    (prompt,) = load([write_jsonl(tmp_path / "a.jsonl", [{"prompt": chat}])], tokenizer)
+    assert prompt.text == "<user>a<assistant>b<eos><user>c<assistant>"
+    assert prompt.messages == chat
+
+
+def test_a_conversation_that_ends_with_the_assistant_is_refused_with_a_way_out(tmp_path, tokenizer):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ValueError, match="row 1: column 'prompt' ends with a message of the assistant.*data.response_key"):
+        load([write_jsonl(tmp_path / "a.jsonl", [{"prompt": chat}])], tokenizer)
+
+
+def test_a_message_that_calls_tools_needs_no_content(tmp_path, tokenizer_dir):
+    tokenizer = load_tokenizer(tokenizer_dir)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content or m.tool_calls[0].name }};{% endfor %}"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "search"}]}
+    chat = [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "b"}]
+    assert load([write_jsonl(tmp_path / "a.jsonl", [{"prompt": chat}])], tokenizer)[0].text == "a;search;b;"
+
+
+def test_each_prompt_knows_the_file_it_came_from(tmp_path, tokenizer):
+    files = [write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}, {"prompt": "x" * 20}]) for name in "ab"]
+    prompts = load([*files, files[0]], tokenizer, max_prompt_tokens=10, overlong="drop")
+    assert [(p.source, p.index, p.text) for p in prompts] == [(0, 0, "a"), (1, 2, "b"), (2, 4, "a")]
+
+
 # ---- sft ----
 
 
