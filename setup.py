@@ -17,6 +17,7 @@ program = [
     "datasets==5.2.0",
     "safetensors==0.8.0",
     "tensorboard==2.21.0",
+    "math-verify==0.9.0",  # rl.rewards.math: are two expressions the same?
     "tqdm>=4.66",
 ]
 

@@ -18,9 +18,9 @@ import sys
 
 def main() -> int:
     # Nothing here imports torch: --help, --print-config and a typo take a fraction of a second.
-    from rl.config import Config, resolve
+    from rl.config import Config, load_config
     from rl.config_checks import check
-    from rl.options import ConfigError, load, parse_command_line, to_yaml
+    from rl.options import ConfigError, parse_command_line, to_yaml
     from rl.runtime.ranks import discover
 
     ranks = None
@@ -30,7 +30,7 @@ def main() -> int:
         out, err = (sys.stdout, sys.stderr) if ranks.rank == 0 else (quiet, quiet)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             command = parse_command_line(Config, sys.argv[1:], description=__doc__)
-        config = resolve(load(Config, command.config, command.overrides))
+        config = load_config(command.config, command.overrides)
         warnings = check(config)
     except ValueError as error:
         return _refuse(error, ranks)

@@ -9,8 +9,11 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rl.config import Config, learns_from_samples, needs_engine
+from rl.config import Config, algorithm_of, learns_from_samples, needs_engine
+from rl.functions import FORM
+from rl.objective_checks import check_objective, objective_warnings
 from rl.options import ConfigError, flatten, listed, show
+from rl.rewards.mixture import check_sources
 
 AT_LEAST_ONE = ("at least 1", lambda v: v >= 1)
 NOT_NEGATIVE = ("0 or more and finite", lambda v: 0 <= v < math.inf)
@@ -18,10 +21,24 @@ POSITIVE = ("greater than 0 and finite", lambda v: 0 < v < math.inf)
 PROBABILITY = ("greater than 0 and at most 1", lambda v: 0 < v <= 1)
 FRACTION = ("from 0 to 1", lambda v: 0 <= v <= 1)
 BELOW_ONE = ("at least 0 and less than 1", lambda v: 0 <= v < 1)
+BELOW_HALF = ("at least 0 and less than 0.5", lambda v: 0 <= v < 0.5)
 FINITE = ("finite", math.isfinite)
 ZERO_OR_ABOVE_ONE = ("0 (off) or greater than 1 and finite", lambda v: v == 0 or 1 < v < math.inf)
 
+OPTIMIZER = {
+    "lr": NOT_NEGATIVE,
+    "min_lr": NOT_NEGATIVE,
+    "warmup_steps": NOT_NEGATIVE,
+    "beta1": BELOW_ONE,
+    "beta2": BELOW_ONE,
+    "eps": POSITIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "clip_grad": NOT_NEGATIVE,
+}
+OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
+
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    **{f"{section}.{key}": accepted for section in OPTIMIZERS for key, accepted in OPTIMIZER.items()},
     "run.max_steps": AT_LEAST_ONE,
     "run.seed": NOT_NEGATIVE,
     "data.max_prompt_tokens": AT_LEAST_ONE,
@@ -32,14 +49,6 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "training.prompts_per_minibatch": NOT_NEGATIVE,
     "training.epochs": AT_LEAST_ONE,
     "training.head_chunk_tokens": AT_LEAST_ONE,
-    "training.optimizer.lr": NOT_NEGATIVE,
-    "training.optimizer.min_lr": NOT_NEGATIVE,
-    "training.optimizer.warmup_steps": NOT_NEGATIVE,
-    "training.optimizer.beta1": BELOW_ONE,
-    "training.optimizer.beta2": BELOW_ONE,
-    "training.optimizer.eps": POSITIVE,
-    "training.optimizer.weight_decay": NOT_NEGATIVE,
-    "training.optimizer.clip_grad": NOT_NEGATIVE,
     "rollout.tp": AT_LEAST_ONE,
     "rollout.samples_per_prompt": AT_LEAST_ONE,
     "rollout.temperature": POSITIVE,
@@ -51,14 +60,54 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "rollout.gpu_memory_utilization": PROBABILITY,
     "rollout.cpu_kv_cache_mib": AT_LEAST_ONE,
     "reward.failure_score": FINITE,
-    "objective.clip_low": BELOW_ONE,
+    "reward.workers": NOT_NEGATIVE,
+    "reward.timeout_s": POSITIVE,
+    "reward.memory_mib": NOT_NEGATIVE,
+    "reward.overlong_buffer_tokens": NOT_NEGATIVE,
+    "reward.overlong_penalty": NOT_NEGATIVE,
+    "reward.model.coef": FINITE,
+    "reward.judge.gpu_memory_utilization": PROBABILITY,
+    "reward.judge.coef": FINITE,
+    "reward.judge.max_prompt_tokens": AT_LEAST_ONE,
+    "reward.judge.max_response_tokens": AT_LEAST_ONE,
+    "reward.judge.temperature": NOT_NEGATIVE,
+    "objective.gamma": FRACTION,
+    "objective.lam": FRACTION,
+    "objective.sapo_tau_positive": POSITIVE,
+    "objective.sapo_tau_negative": POSITIVE,
+    "objective.cov_fraction": PROBABILITY,
+    "objective.cov_low": FINITE,
+    "objective.cov_high": FINITE,
+    "objective.kl_cov_coef": NOT_NEGATIVE,
+    "objective.dro_beta": POSITIVE,
+    "objective.reward_kl.coef": NOT_NEGATIVE,
+    "objective.reward_kl.target": POSITIVE,
+    "objective.reward_kl.horizon": AT_LEAST_ONE,
+    "rollout_correction.truncate_tokens": NOT_NEGATIVE,
+    "rollout_correction.truncate_samples": NOT_NEGATIVE,
+    "rollout_correction.icepop_low": NOT_NEGATIVE,
+    "rollout_correction.icepop_high": NOT_NEGATIVE,
+    "rollout_correction.reject_low": FINITE,
+    "rollout_correction.reject_high": FINITE,
+    "critic.warmup_steps": NOT_NEGATIVE,
+    "critic.value_clip": NOT_NEGATIVE,
+    "implicit_reward.beta": POSITIVE,
+    "implicit_reward.process_coef": NOT_NEGATIVE,
+    "implicit_reward.outcome_coef": NOT_NEGATIVE,
+    "implicit_reward.min_accuracy": FRACTION,
+    "implicit_reward.max_accuracy": FRACTION,
+    "preference.beta": POSITIVE,
+    "preference.label_smoothing": BELOW_HALF,
+    "dynamic_sampling.max_rounds": AT_LEAST_ONE,
+    "dynamic_sampling.prompts_per_round": NOT_NEGATIVE,
+    "objective.clip_low": FRACTION,
     "objective.clip_high": NOT_NEGATIVE,
     "objective.dual_clip": ZERO_OR_ABOVE_ONE,
     "objective.kl_coef": NOT_NEGATIVE,
     "objective.entropy_coef": FINITE,
     "validation.every": NOT_NEGATIVE,
-    "validation.samples_per_prompt": AT_LEAST_ONE,
-    "validation.temperature": NOT_NEGATIVE,
+    "validation.samples_per_prompt": NOT_NEGATIVE,
+    "validation.temperature": POSITIVE,
     "validation.max_prompts": NOT_NEGATIVE,
     "refit.check_every": NOT_NEGATIVE,
     "checkpoint.every": NOT_NEGATIVE,
@@ -69,7 +118,7 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 REQUIRED = {
     "model.path": "a Hugging Face checkpoint directory",
-    "data.train": "a list of Parquet or JSONL files",
+    "data.train": "a list of parquet, JSONL or Arrow files",
     "data.prompt_key": "the column with the prompt",
 }
 
@@ -85,6 +134,7 @@ def check(config: Config) -> list[str]:
             raise ConfigError(f"{key} is {values[key]}, but must be {words}.")
     check_names(config)
     check_contradictions(config)
+    check_objective(config)
     return warnings(config)
 
 
@@ -92,10 +142,11 @@ def check_names(config: Config) -> None:
     name = config.run.name
     if name in ("", ".", "..") or "/" in name or name != name.strip() or not name.isprintable():
         raise ConfigError(f"run.name is {show(name)}, but names a directory: use a plain name without '/', e.g. grpo-gsm8k.")
-    if not re.fullmatch(r".+:[A-Za-z_]\w*", config.reward.function):
+    if not re.fullmatch(FORM, config.reward.function):
         raise ConfigError(
             f"reward.function is {show(config.reward.function)}, but must be package.module:name or path/to/file.py:name."
         )
+    check_sources(config.reward.sources)
     if "" in config.rollout.stop:
         raise ConfigError("rollout.stop holds an empty string, which would end every response; remove it.")
     if min(config.rollout.stop_token_ids, default=0) < 0:
@@ -103,11 +154,18 @@ def check_names(config: Config) -> None:
 
 
 def check_contradictions(config: Config) -> None:
-    optimizer = config.training.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        raise ConfigError(
-            f"training.optimizer.min_lr={optimizer.min_lr} is above training.optimizer.lr={optimizer.lr}, from which it decays."
-        )
+    values = flatten(config)
+    for section in OPTIMIZERS:
+        lr, min_lr = values[f"{section}.lr"], values[f"{section}.min_lr"]
+        if min_lr > lr:
+            raise ConfigError(f"{section}.min_lr={min_lr} is above {section}.lr={lr}, from which it decays.")
+    check_data(config)
+    buffer, limit = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
+    if buffer > limit:
+        raise ConfigError(f"reward.overlong_buffer_tokens={buffer} is more than rollout.max_response_tokens={limit}, the end of the buffer.")
+    validation = config.validation
+    if config.data.val and validation.every and not validation.greedy and not validation.samples_per_prompt:
+        raise ConfigError("validation.greedy=false and validation.samples_per_prompt=0 leave nothing to validate with; set one of them.")
     step, minibatch = config.data.prompts_per_step, config.training.prompts_per_minibatch
     if minibatch > step:
         raise ConfigError(
@@ -122,30 +180,39 @@ def check_contradictions(config: Config) -> None:
         )
 
 
+def check_data(config: Config) -> None:
+    data, needs = config.data, algorithm_of(config).needs
+    if data.train_weights and len(data.train_weights) != len(data.train):
+        raise ConfigError(f"data.train_weights has {len(data.train_weights)} numbers for {len(data.train)} files of data.train; give one for each.")
+    if any(not 0 < weight < math.inf for weight in data.train_weights):
+        raise ConfigError(f"data.train_weights holds {min(data.train_weights)}, but a share must be greater than 0 and finite.")
+    if data.train_weights and data.curriculum:
+        raise ConfigError("data.curriculum orders all prompts, so data.train_weights cannot weigh their files too; set one of them.")
+    if "pairs" in needs and (data.curriculum or data.train_weights):
+        raise ConfigError(f"algorithm={config.algorithm} reads pairs, which have neither data.curriculum nor data.train_weights.")
+
+
 def warnings(config: Config) -> list[str]:
     """What is allowed but unlikely to be meant."""
-    optimizer, rollout, validation = config.training.optimizer, config.rollout, config.validation
+    rollout, values = config.rollout, flatten(config)
     found = []
-    if optimizer.warmup_steps >= config.run.max_steps:
+    for section in OPTIMIZERS:
+        warmup, min_lr = values[f"{section}.warmup_steps"], values[f"{section}.min_lr"]
+        if warmup >= config.run.max_steps:
+            found.append(
+                f"{section}.warmup_steps={warmup} is not less than run.max_steps={config.run.max_steps}: the run ends within the warm-up."
+            )
+        if min_lr and values[f"{section}.schedule"] == "constant":
+            found.append(f"{section}.min_lr={min_lr} has no effect with schedule=constant; set linear or cosine.")
+    if config.critic.warmup_steps >= config.run.max_steps:
         found.append(
-            f"training.optimizer.warmup_steps={optimizer.warmup_steps} is not less than run.max_steps={config.run.max_steps}: "
-            "the run ends within the warm-up."
-        )
-    if optimizer.min_lr and optimizer.schedule == "constant":
-        found.append(
-            f"training.optimizer.min_lr={optimizer.min_lr} has no effect with schedule=constant; set linear or cosine."
+            f"critic.warmup_steps={config.critic.warmup_steps} is not less than run.max_steps={config.run.max_steps}: the policy never moves."
         )
     if shared := [path for path in config.data.val if path in config.data.train]:
         found.append(f"{shared[0]} is in data.train and in data.val: validation measures training prompts.")
-    if config.data.val and validation.samples_per_prompt > 1 and validation.temperature == 0:
-        found.append(
-            f"validation.samples_per_prompt={validation.samples_per_prompt} at validation.temperature=0 samples the same "
-            "response every time; raise the temperature or use 1."
-        )
     if not learns_from_samples(config):
         return found
-    if config.algorithm == "grpo" and rollout.samples_per_prompt == 1:
-        found.append("rollout.samples_per_prompt=1 leaves algorithm=grpo no group to compare with; use 2 or more.")
+    found += objective_warnings(config)
     if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
         found.append(
             f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p} sample from a truncated "
@@ -154,28 +221,46 @@ def warnings(config: Config) -> list[str]:
     return found
 
 
-def check_layout(config: Config, world_size: int, hf: dict[str, Any], supported: Collection[str]) -> None:
+def check_layout(
+    config: Config, world_size: int, hf: dict[str, Any], supported: Collection[str], *, path: str | None = None
+) -> None:
     """Raise ConfigError for the first thing that does not fit the number of ranks or the model.
 
-    `hf` is the model's config.json, `supported` the architectures there is code for. A pure function of its arguments, so
+    `hf` is the config.json of the model in `path` (default: model.path, which generates too), `supported` the architectures
+    there is code for. A pure function of its arguments, so
     every rank raises the same.
     """
     architectures = hf.get("architectures") or []
     if not set(architectures) & set(supported):
         raise ConfigError(
-            f"The model in {config.model.path} has the architecture {', '.join(architectures) or '(none)'}; "
+            f"The model in {path or config.model.path} has the architecture {', '.join(architectures) or '(none)'}; "
             f"supported: {listed(sorted(supported), 'and')}."
         )
     check_training_grid(config, world_size, hf)
     check_minibatch(config, world_size)
-    if not needs_engine(config):
-        return
-    check_rollout_grid(config, world_size, hf)
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    positions = model_size(hf, "max_position_embeddings")
-    if prompt + response > positions:
+    if needs_engine(config) and path is None:
+        check_rollout_grid(config, world_size, hf)
+        check_positions(hf, ("data.max_prompt_tokens", config.data.max_prompt_tokens), ("rollout.max_response_tokens", config.rollout.max_response_tokens))
+
+
+def check_judge(config: Config, world_size: int, hf: dict[str, Any]) -> None:
+    """The same for the judge, which only generates; `hf` is its config.json."""
+    judge = config.reward.judge
+    try:
+        check_rollout_grid(config, world_size, hf)
+        check_positions(
+            hf, ("reward.judge.max_prompt_tokens", judge.max_prompt_tokens), ("reward.judge.max_response_tokens", judge.max_response_tokens)
+        )
+    except ConfigError as error:
+        raise ConfigError(f"reward.judge.path={judge.path}: {error}") from error
+
+
+def check_positions(hf: dict[str, Any], prompt: tuple[str, int], response: tuple[str, int]) -> None:
+    """The longest prompt and response, each a key and its value, fit into the model's positions."""
+    positions, total = model_size(hf, "max_position_embeddings"), prompt[1] + response[1]
+    if total > positions:
         raise ConfigError(
-            f"data.max_prompt_tokens={prompt} and rollout.max_response_tokens={response} add up to {prompt + response} tokens, "
+            f"{prompt[0]}={prompt[1]} and {response[0]}={response[1]} add up to {total} tokens, "
             f"but the model has {positions} positions (max_position_embeddings); lower them to {positions} together."
         )
 
@@ -219,7 +304,8 @@ def check_minibatch(config: Config, world_size: int) -> None:
     """A mini-batch has a sample for every data parallel rank."""
     tp, pp, step = config.training.tp, config.training.pp, config.data.prompts_per_step
     dp = world_size // (tp * pp)
-    samples = config.rollout.samples_per_prompt if learns_from_samples(config) else 1
+    needs = algorithm_of(config).needs
+    samples = config.rollout.samples_per_prompt if "samples" in needs else 1
     prompts = config.training.prompts_per_minibatch or step
     if prompts * samples >= dp:
         return

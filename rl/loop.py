@@ -2,22 +2,24 @@
 
 import time
 from pathlib import Path
+from types import ModuleType
 
 import torch.distributed as dist
 
-from rl.algorithms import ALGORITHMS
+from rl import algorithms
 from rl.checkpoint.hf import export_hf
 from rl.checkpoint.store import CheckpointStore, Saved
-from rl.config import Config, needs_engine
+from rl.config import Config, needs_reward
+from rl.engines import build_engines
 from rl.inputs import Inputs
 from rl.options import ConfigError
 from rl.phases import SAMPLES_FILE, Phases
-from rl.rollout.engine import RolloutEngine
+from rl.runtime.agreement import fail_together
 from rl.runtime.device import Device
 from rl.runtime.metrics import MetricLog, keep_lines_up_to, step_line
 from rl.runtime.progress import Progress
 from rl.runtime.record import record_run
-from rl.training.engine import TrainingEngine
+from rl.scoring import Scorer, start_pool
 from rl.training.grid import build_grid
 from rl.validation import validate
 
@@ -28,6 +30,8 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
     Raises ConfigError, on every rank alike, for checkpoints in run.dir that this run may not or cannot continue.
     """
     started = time.perf_counter()
+    with fail_together():
+        algorithm = algorithms.load(config.algorithm)  # a file of the user's may raise anything
     leads = dist.get_rank() == 0
     progress = Progress(leads)
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
@@ -46,17 +50,21 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
         if not config.checkpoint.export_hf:
             return
 
+    pool = None
+    with fail_together():
+        if needs_reward(config) and not finished:
+            pool = start_pool(config, inputs)
     grid = build_grid(tp=config.training.tp, pp=config.training.pp, seed=config.run.seed)
-    trainer = TrainingEngine(config, inputs.hf, grid, device)
-    engine = RolloutEngine(config, device) if needs_engine(config) and not finished else None
+    engines = build_engines(config, inputs, grid, device, generate=not finished)
+    scorer = None if pool is None else Scorer(config, inputs, device, engines, pool)
     phases = Phases(
         config,
         device=device,
-        trainer=trainer,
-        engine=engine,
+        engines=engines,
         tokenizer=inputs.tokenizer,
         prompts=inputs.prompts,
-        reward=inputs.reward,
+        sampler=inputs.sampler(),
+        scorer=scorer,
         progress=progress,
     )
     last_step = _resume(config, store, newest, phases)
@@ -70,22 +78,27 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
     if not finished:
         resumed = f", resuming after step {last_step}" if last_step else ""
         progress.line(f"ready in {time.perf_counter() - started:.1f} s, run directory {config.run.dir}{resumed}")
-        _train(config, inputs, phases, store, log, last_step)
+        _train(config, algorithm, inputs, phases, store, log, last_step)
     if config.checkpoint.export_hf:
         target = str(Path(config.run.dir, "hf"))
-        export_hf(trainer, config.model.path, target)
+        export_hf(engines.policy, config.model.path, target)
         progress.line(f"wrote {target}, a Hugging Face checkpoint of step {max(last_step, config.run.max_steps)}")
     if log is not None:
         log.close()
-    if engine is not None:
-        engine.close()
+    if pool is not None:
+        pool.close()
+    engines.close()
 
 
 def _resume(config: Config, store: CheckpointStore, newest: Saved | None, phases: Phases) -> int:
     """Load the newest checkpoint if there is one and it is wanted; returns its step, else 0."""
     if newest is None or config.checkpoint.resume == "never":
         return 0
-    state = store.load(newest, phases.trainer)
+    state = store.load(newest, phases.engines.learning)
+    try:
+        phases.kl_controller.load_state_dict(state["kl_controller"])
+    except ValueError as error:
+        raise ConfigError(f"{newest.path} was written with another objective.reward_kl.controller: {error}") from error
     try:
         phases.sampler.load_state_dict(state["sampler"])
     except ValueError as error:
@@ -93,8 +106,9 @@ def _resume(config: Config, store: CheckpointStore, newest: Saved | None, phases
     return state["step"]
 
 
-def _train(config: Config, inputs: Inputs, phases: Phases, store: CheckpointStore, log: MetricLog | None, last_step: int):
-    algorithm = ALGORITHMS[config.algorithm]
+def _train(
+    config: Config, algorithm: ModuleType, inputs: Inputs, phases: Phases, store: CheckpointStore, log: MetricLog | None, last_step: int
+) -> None:
     max_steps, world = config.run.max_steps, dist.get_world_size()
 
     def finish_step(step):
@@ -118,5 +132,6 @@ def _train(config: Config, inputs: Inputs, phases: Phases, store: CheckpointStor
         every = config.checkpoint.every
         if every and (step % every == 0 or step == max_steps):
             with phases.timed("save_checkpoint"):
-                store.save(step, phases.trainer, {"sampler": phases.sampler.state_dict()})
+                state = {"sampler": phases.sampler.state_dict(), "kl_controller": phases.kl_controller.state_dict()}
+                store.save(step, phases.engines.learning, state)
         finish_step(step)

@@ -1,7 +1,7 @@
-"""The phases an algorithm is written in: draw, generate, score, log-probs, update.
+"""The phases an algorithm is written in: draw, generate, score, log-probs, values, update.
 
 Every rank runs every phase with the same arguments; what a phase returns is alike on every rank. Below this interface are
-collectives, layouts, packing, the two engines taking turns with the memory, timing and the metrics of each phase.
+collectives, layouts, packing, the engines taking turns with the memory, timing and the metrics of each phase.
 Metric names are verl's.
 """
 
@@ -16,19 +16,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.config import Config
-from rl.data.batch import Batch
+from rl.batch_metrics import engine_gap, length_metrics, score_metrics, spread, token_mean
+from rl.config import Config, Optimizer, needs_reference
+from rl.data.batch import Batch, pair_up
+from rl.data.preferences import Preference
 from rl.data.prompts import Prompt
-from rl.data.sampler import PromptSampler
+from rl.data.sampler import EpochWalk, MixedSampler
+from rl.engines import Engines
+from rl.objectives import rollout_correction
+from rl.objectives.aggregate import aggregate
+from rl.objectives.kl import kl
+from rl.objectives.kl_controller import AdaptiveKL, FixedKL
+from rl.objectives.returns import place_at_end
+from rl.objectives.segments import segment_sum
+from rl.objectives.value_loss import explained_variance, value_loss
 from rl.refit.gather import check_refit, refit
-from rl.rewards.scoring import score_samples
-from rl.rollout.engine import RolloutEngine, Sampling, seed_of
+from rl.rewards.length import overlong_penalties
+from rl.rollout.engine import Sampling, seed_of
 from rl.rollout.exchange import exchange
-from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
 from rl.runtime.progress import Progress
+from rl.scoring import Scorer
 from rl.training.engine import TrainingEngine
-from rl.training.packing import MicroBatch, MicroBatches
+from rl.training.packing import MicroBatch, MicroBatches, plan_minibatch
 from rl.training.schedule import learning_rate
 
 SAMPLES_FILE = "samples.jsonl"
@@ -41,6 +51,9 @@ class Totals:
     num_tokens: float
     """Response tokens that count (mask 1)."""
     num_samples: float
+    """Samples with at least one such token."""
+    num_units: float
+    """Units of `Batch.unit` samples, such as pairs."""
 
 
 Loss = Callable[[MicroBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
@@ -55,17 +68,22 @@ class Phases:
         config: Config,
         *,
         device: Device,
-        trainer: TrainingEngine,
-        engine: RolloutEngine | None,
+        engines: Engines,
         tokenizer,
-        prompts: list[Prompt],
-        reward: Callable | None,
+        prompts: list[Prompt] | list[Preference],
+        sampler: EpochWalk | MixedSampler,
+        scorer: Scorer | None,
         progress: Progress,
     ):
-        self.config, self.device, self.trainer, self.engine = config, device, trainer, engine
-        self.tokenizer, self.prompts, self.reward, self.progress = tokenizer, prompts, reward, progress
-        self.sampler = PromptSampler(len(prompts), seed=config.run.seed, shuffle=config.data.shuffle)
+        self.config, self.device, self.engines = config, device, engines
+        self.tokenizer, self.prompts, self.sampler, self.scorer, self.progress = tokenizer, prompts, sampler, scorer, progress
         self.sampling = train_sampling(config)
+        penalty = config.objective.reward_kl
+        self.kl_controller = (
+            AdaptiveKL(penalty.coef, penalty.target, penalty.horizon)
+            if penalty.controller == "adaptive" and penalty.coef
+            else FixedKL(penalty.coef)
+        )
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.num_tokens = 0
@@ -73,7 +91,8 @@ class Phases:
         self._num_refits = 0
         self._engine_has_weights_of = -1
         self._updates = 0
-        self._engine_awake = True  # vLLM starts awake
+        """Of the policy."""
+        self._samples_written_at = -1
 
     # The step ---------------------------------------------------------------------------------------------------------
 
@@ -89,72 +108,116 @@ class Phases:
         key = f"timing_s/{name}"
         self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
 
-    def draw_prompts(self) -> list[Prompt]:
-        """The next data.prompts_per_step prompts in the shuffled order."""
-        return [self.prompts[i] for i in self.sampler.draw(self.config.data.prompts_per_step)]
+    def draw_prompts(self, number: int = 0) -> list:
+        """The next prompts in the order of the epoch, data.prompts_per_step unless another number is given."""
+        return [self.prompts[i] for i in self.sampler.draw(number or self.config.data.prompts_per_step)]
+
+    def draw_pairs(self) -> Batch:
+        """The next data.prompts_per_step pairs of a chosen and a rejected response, in turn."""
+        pairs: list[Preference] = self.draw_prompts()
+        prompts = [pair.prompt_ids for pair in pairs]
+        chosen, rejected = (_given(prompts, [getattr(pair, side) for pair in pairs]) for side in ("chosen_ids", "rejected_ids"))
+        batch = pair_up(chosen=chosen, rejected=rejected)
+        self.metrics |= length_metrics(batch)
+        return batch
+
+    def targets(self, prompts: list[Prompt]) -> Batch:
+        """The data's own responses in the place of generated ones."""
+        batch = _given([p.token_ids for p in prompts], [p.response_ids for p in prompts])
+        self.metrics |= length_metrics(batch)
+        return batch
 
     # Generation -------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: list[Prompt]) -> Batch:
-        """Sample rollout.samples_per_prompt responses to each prompt with the current weights."""
-        batch = self.sample(prompts, self.sampling, purpose=f"train.{self.step}", timing="gen")
-        self.metrics |= _length_metrics(batch)
+    def generate(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
+        """Sample rollout.samples_per_prompt responses to each prompt with the current weights. `round` tells apart the seeds
+        of several calls in a step."""
+        purpose = f"train.{self.step}.{round}" if round else f"train.{self.step}"
+        batch = self.sample(prompts, self.sampling, purpose=purpose, timing="gen")
+        self.metrics |= length_metrics(batch)
         return batch
 
     def sample(self, prompts: list[Prompt], sampling: Sampling, *, purpose: str, timing: str) -> Batch:
         """Responses by any sampling; `purpose` tells the seeds of this call from those of others. Logs no metrics but
         its seconds, as timing_s/<timing>."""
-        assert self.engine is not None, "this run has no generation engine"
+        engine = self.engines.rollout
+        assert engine is not None, "this run has no generation engine"
         self._wake_engine()
         # By place in the draw: a prompt may be drawn twice in a step, and its samples must differ then.
         seeds = [seed_of(self.config.run.seed, purpose, place) for place in range(len(prompts))]
         total = len(prompts) * sampling.samples_per_prompt
         with self.timed(timing), self._bar(timing, total) as bar:
-            mine = self.engine.generate([p.token_ids for p in prompts], sampling, seeds, progress=bar)
-            if self.engine.rank_in_replica > 0:
+            mine = engine.generate([p.token_ids for p in prompts], sampling, seeds, progress=bar)
+            if engine.rank_in_replica > 0:
                 mine = []  # every rank of a replica has the same samples
-            return exchange(prompts, mine, sampling.samples_per_prompt, self.device)
-
-    def targets(self, prompts: list[Prompt]) -> Batch:
-        """The data's own responses in the place of generated ones: the batch of supervised fine-tuning."""
-        batch = Batch(
-            prompt_ids=[p.token_ids for p in prompts],
-            response_ids=[p.response_ids for p in prompts],
-            groups=torch.arange(len(prompts)),
-            truncated=torch.zeros(len(prompts), dtype=torch.bool),
-        )
-        self.metrics |= _length_metrics(batch)
-        return batch
+            return exchange([p.token_ids for p in prompts], mine, sampling.samples_per_prompt, self.device)
 
     # Rewards ----------------------------------------------------------------------------------------------------------
 
     def score(self, batch: Batch, prompts: list[Prompt]) -> None:
-        """Fill scores, rewards and score_details, and log them."""
+        """Fill scores, rewards and score_details, and log them. Rewards are scores less the overlong punishment."""
         self.judge(batch, prompts, timing="reward")
-        self.metrics["reward/failures"] = float(batch.score_details["failed"].sum())
-        self.metrics |= _spread("critic/score", batch.scores)
-        for name, column in batch.score_details.items():
-            if name != "failed":
-                self.metrics[f"reward/{name}/mean"] = float(column.nanmean())
-        if dist.get_rank() == 0 and self.config.logging.samples:
+        if self.config.reward.overlong_buffer_tokens:
+            penalties = self._overlong_penalties(batch)
+            batch.rewards = batch.rewards + penalties
+            self.metrics["reward/overlong_penalty/mean"] = float(penalties.mean())
+        self.log_generated(batch)
+        if dist.get_rank() == 0 and self.config.logging.samples and self._samples_written_at != self.step:
+            self._samples_written_at = self.step
             self._write_samples(batch, prompts)
 
-    def judge(self, batch: Batch, prompts: list[Prompt], *, timing: str) -> None:
-        """Fill scores, rewards and score_details. Each rank calls the reward function on every world-size-th sample."""
-        world, rank = dist.get_world_size(), dist.get_rank()
-        mine = range(rank, len(batch), world)
+    def log_generated(self, batch: Batch) -> None:
+        """Log lengths and scores of the samples of this step; of several calls the last one counts."""
+        self.metrics |= length_metrics(batch) | score_metrics(batch)
+
+    def judge(self, batch: Batch, prompts: list[Prompt], *, timing: str, predictions: bool = False) -> list[str | None] | None:
+        """Fill scores, rewards and score_details by what the config says a response is worth. With `predictions` also the
+        answer that the reward function found in each response, where it says so."""
+        assert self.scorer is not None, "this run has no reward"
+        if self.engines.reward_model is not None or self.engines.judge is not None:
+            self._sleep_engine()
         with self.timed(timing):
-            texts = self.tokenizer.batch_decode([batch.response_ids[i] for i in mine], skip_special_tokens=True)
-            samples = [_reward_sample(prompts[int(batch.groups[i])], text) for i, text in zip(mine, texts)]
-            results = score_samples(
-                self.reward, samples, kwargs=self.config.reward.kwargs, failure_score=self.config.reward.failure_score
-            )
-            columns = _columns_of(results, list(mine), len(batch), self.device)
-        if "acc" in columns:  # a failed sample is a wrong one
-            columns["acc"] = columns["acc"].masked_fill(columns["failed"] > 0, 0.0)
+            columns, answers = self.scorer.score(batch, prompts, predictions=predictions)
         batch.scores = columns.pop("score")
         batch.rewards = batch.scores.clone()
         batch.score_details = columns
+        return answers
+
+    def greedy_rewards(self, prompts: list[Prompt]) -> Tensor:
+        """Reward of the greedy response to each prompt, float32 [prompts]."""
+        batch = self.sample(prompts, greedy_sampling(self.config), purpose="greedy", timing="gen")
+        self.judge(batch, prompts, timing="reward")
+        if self.config.reward.overlong_buffer_tokens:
+            batch.rewards = batch.rewards + self._overlong_penalties(batch)
+        self.metrics["critic/baseline/mean"] = float(batch.rewards.mean())
+        return batch.rewards
+
+    def _overlong_penalties(self, batch: Batch) -> Tensor:
+        """What each sample loses by its length, float32 [N]."""
+        penalties = overlong_penalties(
+            batch.lengths.numpy(),
+            max_tokens=self.config.rollout.max_response_tokens,
+            buffer_tokens=self.config.reward.overlong_buffer_tokens,
+            penalty=self.config.reward.overlong_penalty,
+        )
+        return torch.from_numpy(penalties).float()
+
+    def reward_tokens(self, batch: Batch) -> None:
+        """Fill token_rewards: a sample's reward at its last token, less the weighted divergence from the reference policy at
+        each token (objective.reward_kl); rewards become their sums. Moves the weight, if it adapts."""
+        batch.token_rewards = place_at_end(batch.rewards, batch.lengths, batch.mask)
+        penalty = self.config.objective.reward_kl
+        if penalty.coef:
+            divergence = kl(batch.old_logprobs, batch.ref_logprobs, batch.mask, estimator=penalty.estimator)
+            num_samples = int(_counted(batch).sum())
+            per_sample = float(divergence.double().sum()) / max(num_samples, 1)
+            self.metrics["actor/reward_kl_penalty"] = per_sample
+            self.metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.coef
+            batch.token_rewards = batch.token_rewards - self.kl_controller.coef * divergence
+            batch.rewards = batch.rewards - self.kl_controller.coef * segment_sum(divergence, batch.lengths)
+            if self.step > self.config.critic.warmup_steps:  # before, the policy cannot move
+                self.kl_controller.update(per_sample, num_samples)
+        self.metrics |= spread("critic/rewards", batch.rewards)
 
     def _write_samples(self, batch: Batch, prompts: list[Prompt]) -> None:
         """The first logging.samples samples of the step, for people to read."""
@@ -170,76 +233,183 @@ class Phases:
                 }
                 file.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
-    # Log-probs --------------------------------------------------------------------------------------------------------
+    # Log-probs and values ---------------------------------------------------------------------------------------------
 
-    def old_logprobs(self, batch: Batch) -> Tensor:
-        """Log-probs of the response tokens under the weights that this step starts from, float32 [T].
-
-        Also logs how far the engine's probabilities are from the trainer's.
-        """
+    def log_probs(self, batch: Batch) -> None:
+        """Fill old_logprobs, under the weights that this step starts from; ref_logprobs if the config has a reference policy;
+        and what corrects for the engine's probabilities being others (rollout_correction)."""
         self._sleep_engine()
-        with self.timed("old_log_prob"), self._bar("logp", len(batch)) as bar:
-            logprobs, entropy = self.trainer.logprobs(batch, self._plans(batch), progress=bar)
-        weight = batch.mask / batch.mask.sum().clamp(min=1)
-        self.metrics["actor/entropy"] = float((entropy * weight).sum())
-        if batch.rollout_logprobs is not None:
-            gap = (logprobs.exp() - batch.rollout_logprobs.exp()).abs() * (batch.mask > 0)
-            self.metrics["training/rollout_probs_diff_mean"] = float((gap * weight).sum())
-            self.metrics["training/rollout_probs_diff_max"] = float(gap.max()) if len(gap) else 0.0
-        return logprobs
+        fix, goal = self.config.rollout_correction, self.config.objective
+        if fix.bypass:
+            batch.old_logprobs = batch.rollout_logprobs.clone()
+        else:
+            names = ("logprobs", "entropy", *(("sum_p_squared",) if goal.advantage == "optimal-token-baseline" else ()))
+            with self.timed("old_log_prob"), self._bar("logp", len(batch)) as bar:
+                batch.old_logprobs, entropy, *squares = self.engines.policy.forward(batch, self._plans(batch), names, bar)
+            batch.sum_p_squared = squares[0] if squares else None
+            self.metrics["actor/entropy"] = token_mean(entropy, batch.mask)
+            self.metrics |= engine_gap(batch, batch.old_logprobs)
+            self._correct_rollout(batch)
+        if needs_reference(self.config):
+            self.reference(batch)
 
-    def ref_logprobs(self, batch: Batch) -> Tensor:
-        """Log-probs of the response tokens under the reference policy, float32 [T]."""
+    def reference(self, batch: Batch) -> None:
+        """Fill ref_logprobs: log-probs under the policy that the run started from."""
         self._sleep_engine()
-        with self.timed("ref"), self._bar("ref", len(batch)) as bar, self.trainer.reference_weights():
-            return self.trainer.logprobs(batch, self._plans(batch), progress=bar)[0]
+        with self.timed("ref"), self._bar("ref", len(batch)) as bar, self.engines.policy.reference_weights():
+            (batch.ref_logprobs,) = self.engines.policy.forward(batch, self._plans(batch), ("logprobs",), bar)
+
+    def _correct_rollout(self, batch: Batch) -> None:
+        """Weights and rejections for the gap between the engine's log-probs and the trainer's at the same weights."""
+        fix = self.config.rollout_correction
+        if batch.rollout_logprobs is None:
+            return
+        pair, mask, lengths = (batch.old_logprobs, batch.rollout_logprobs), batch.mask, batch.lengths
+        self.metrics |= rollout_correction.metrics(*pair, lengths, mask)
+        if fix.truncate_tokens:
+            batch.loss_weights = rollout_correction.token_weights(*pair, mask, upper=fix.truncate_tokens)
+        elif fix.truncate_samples:
+            batch.loss_weights = rollout_correction.sequence_weights(*pair, lengths, mask, upper=fix.truncate_samples)
+        elif fix.icepop_high:
+            batch.loss_weights = rollout_correction.icepop(*pair, mask, low=fix.icepop_low, high=fix.icepop_high)
+        if batch.loss_weights is not None:
+            self.metrics["rollout_corr/weight_mean"] = token_mean(batch.loss_weights, mask)
+        if fix.reject != "none":
+            level, _, statistic = fix.reject.partition("-")
+            kept = rollout_correction.reject(
+                *pair, lengths, mask,
+                level="token" if level == "token" else "sequence", statistic=statistic, low=fix.reject_low, high=fix.reject_high,
+            )  # fmt: skip
+            self.metrics["rollout_corr/rejected_fraction"] = 1.0 - float(kept.sum() / mask.sum().clamp(min=1))
+            batch.mask = kept.float()
+
+    def values(self, batch: Batch) -> None:
+        """Fill old_values, the critic's before this step's updates."""
+        self._sleep_engine()
+        with self.timed("values"), self._bar("values", len(batch)) as bar:
+            (batch.old_values,) = self.engines.critic.forward(batch, self._plans(batch), ("values",), bar)
+
+    def implicit_rewards(self, batch: Batch) -> Tensor:
+        """Reward of each token by the reward model that learns, float32 [T]: beta times its log-ratio to how it started."""
+        self._sleep_engine()
+        model, plans = self.engines.implicit_reward, self._plans(batch)
+        with self.timed("implicit_reward"):
+            (now,) = model.forward(batch, plans, ("logprobs",))
+            with model.reference_weights():
+                (batch.implicit_ref_logprobs,) = model.forward(batch, plans, ("logprobs",))
+        rewards = self.config.implicit_reward.beta * (now - batch.implicit_ref_logprobs)
+        self.metrics["implicit_reward/reward/mean"] = token_mean(rewards, batch.mask)
+        return rewards
 
     # Updates ----------------------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, loss: Loss) -> None:
-        """training.epochs passes over the mini-batches, an optimizer step each."""
-        self._sleep_engine()
+    def update(self, batch: Batch, loss: Loss, *, choose: Callable[[Batch, Tensor, int], Tensor] | None = None) -> None:
+        """training.epochs passes over the mini-batches, an optimizer step of the policy each.
+
+        `choose` picks tokens from a whole mini-batch before its update, by the log-probs under the present weights; the loss
+        finds them as the column `chosen`.
+        """
         if batch.advantages is not None:
-            self.metrics |= _spread("critic/advantages", batch.advantages[batch.mask > 0])
-            self.metrics |= _spread("critic/rewards", batch.rewards)
-        lr = learning_rate(self.config.training.optimizer, self.step, self.config.run.max_steps)
+            self.metrics |= spread("critic/advantages", batch.advantages[batch.mask > 0])
+        policy = self.engines.policy
+        first = self._updates
+
+        def before_minibatch(plan):
+            if choose is not None:
+                moved = self._updates > first or self.config.rollout_correction.bypass
+                self._choose(batch, plan, choose, moved=moved, number=self._updates - first)
+
+        def after_minibatch():
+            self._updates += 1
+
+        means = self._learn(
+            policy, batch, loss, self.config.training.optimizer, timing="update_actor",
+            before=before_minibatch, after=after_minibatch, waited=self.config.critic.warmup_steps,
+        )  # fmt: skip
+        self.num_tokens += int(batch.prompt_lengths.sum() + batch.lengths.sum())
+        self.metrics |= {name if "/" in name else f"actor/{name}": value for name, value in means.items()}
+
+    def update_critic(self, batch: Batch) -> None:
+        """The same passes with the value loss, an optimizer step of the critic each; reads returns and old_values."""
+        clip = self.config.critic.value_clip
+
+        def loss(micro: MicroBatch, totals: Totals):
+            token_loss, stats = value_loss(micro.values, micro.old_values, micro.returns, micro.mask, clip=clip)
+            value = aggregate(
+                token_loss, micro.mask, micro.lengths, "token-mean", num_tokens=totals.num_tokens, num_samples=totals.num_samples
+            )
+            return value, {"vf_loss": value, "vf_clipfrac": stats["vf_clipfrac"] / totals.num_tokens}
+
+        means = self._learn(self.engines.critic, batch, loss, self.config.critic.optimizer, timing="update_critic")
+        self.metrics |= {f"critic/{name}": value for name, value in means.items()}
+        counted = batch.mask > 0
+        self.metrics |= spread("critic/values", batch.old_values[counted]) | spread("critic/returns", batch.returns[counted])
+        self.metrics["critic/vf_explained_var"] = explained_variance(batch.old_values, batch.returns, batch.mask)
+
+    def update_implicit_reward(self, batch: Batch, loss: Loss) -> None:
+        """The same passes with a loss of the reward model that learns; reads labels and implicit_ref_logprobs."""
+        means = self._learn(
+            self.engines.implicit_reward, batch, loss, self.config.implicit_reward.optimizer, timing="update_implicit_reward"
+        )
+        self.metrics |= {name if "/" in name else f"implicit_reward/{name}": value for name, value in means.items()}
+
+    def _learn(
+        self, model: TrainingEngine, batch: Batch, loss: Loss, optimizer: Optimizer, *, timing: str, before=None, after=None,
+        waited: int = 0,
+    ) -> dict[str, float]:  # fmt: skip
+        """Updates of one model, whose learning rate starts after `waited` steps; returns the means over them of what the loss
+        reports."""
+        self._sleep_engine()
+        lr = learning_rate(optimizer, self.step - waited, self.config.run.max_steps - waited)
         plans, sums, updates = self._plans(batch), {}, 0
-        with self.timed("update_actor"), self._bar("train", len(batch) * self.config.training.epochs) as bar:
+        with self.timed(timing), self._bar("train", len(batch) * self.config.training.epochs) as bar:
             for _ in range(self.config.training.epochs):
                 for plan in plans:
+                    if before is not None:
+                        before(plan)
                     totals = _totals(batch, plan)
-                    terms = self.trainer.update(batch, plan, lambda m, totals=totals: loss(m, totals), lr=lr, progress=bar)
+                    terms = model.update(batch, plan, lambda m, totals=totals: loss(m, totals), lr=lr, progress=bar)
                     updates += 1
+                    if after is not None:
+                        after()
                     for name, value in terms.items():
                         sums[name] = sums.get(name, 0.0) + value
-        self._updates += updates
-        self.num_tokens += int(batch.prompt_lengths.sum() + batch.lengths.sum())
-        means = {name: value / updates for name, value in sums.items()}
-        self.metrics |= {name if "/" in name else f"actor/{name}": value for name, value in means.items()}
-        self.metrics["actor/lr"] = lr
+        return {name: value / updates for name, value in sums.items()} | {"lr": lr}
 
-    # Turns of the two engines -----------------------------------------------------------------------------------------
+    def _choose(self, batch: Batch, plan: list[MicroBatches], choose, *, moved: bool, number: int) -> None:
+        """Fill `chosen` for the samples of a mini-batch, before update `number` of this step."""
+        samples = _samples(plan)
+        logprobs = batch.old_logprobs
+        if moved:  # else the old log-probs are the present ones
+            (logprobs,) = self.engines.policy.forward(batch, [plan], ("logprobs",))
+        offsets = batch.offsets
+        index = torch.cat([torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in samples])
+        batch.chosen = torch.zeros(len(batch.mask))
+        seed = seed_of(self.config.run.seed, "choose", self.step, number)
+        batch.chosen[index] = choose(batch.select(samples), logprobs[index], seed).float()
+
+    # Turns of the engines ---------------------------------------------------------------------------------------------
 
     def _wake_engine(self) -> None:
-        if not self._engine_awake:
-            self.engine.wake_weights()
-        stale = self._engine_has_weights_of != self._updates or (self.device.is_cuda and not self._engine_awake)
+        policy, engine = self.engines.policy, self.engines.rollout
+        slept = not engine.awake
+        if slept:
+            engine.wake_weights()
+        stale = self._engine_has_weights_of != self._updates or (self.device.is_cuda and slept)
         if stale:
             with self.timed("update_weights"):
-                refit(self.trainer, self.engine)
+                refit(policy, engine)
                 self._engine_has_weights_of = self._updates
                 self._num_refits += 1
                 every = self.config.refit.check_every
                 if self._num_refits == 1 or (every and self.step % every == 0):
-                    check_refit(self.trainer, self.engine)
-        if not self._engine_awake:
-            self.engine.wake_cache()
-        self._engine_awake = True
+                    check_refit(policy, engine)
+        if slept:
+            engine.wake_cache()
 
     def _sleep_engine(self) -> None:
-        if self.engine is not None and self._engine_awake:
-            self.engine.sleep()
-            self._engine_awake = False
+        if self.engines.rollout is not None and self.engines.rollout.awake:
+            self.engines.rollout.sleep()
 
     # Micro-batches ----------------------------------------------------------------------------------------------------
 
@@ -247,10 +417,14 @@ class Phases:
         """The micro-batches of each mini-batch; made once for a batch, so that every pass packs alike."""
         if batch.plans is None:
             per_minibatch = self.config.training.prompts_per_minibatch or self.config.data.prompts_per_step
-            minibatch_of = torch.div(batch.groups, per_minibatch, rounding_mode="floor")
+            num_groups = int(batch.groups.max()) + 1
+            # Evenly: a step that is short of groups must not end with an update from one of them.
+            num_minibatches = -(-num_groups // per_minibatch)
+            minibatch_of = torch.div(batch.groups * num_minibatches, num_groups, rounding_mode="floor")
+            dp, max_tokens = self.engines.policy.grid.dp, self.config.training.micro_batch_tokens
             batch.plans = [
-                self.trainer.plan(batch, (minibatch_of == k).nonzero().squeeze(1).tolist())
-                for k in range(int(minibatch_of.max()) + 1)
+                plan_minibatch(batch, (minibatch_of == k).nonzero().squeeze(1).tolist(), dp=dp, max_tokens=max_tokens)
+                for k in range(num_minibatches)
             ]
         return batch.plans
 
@@ -273,41 +447,45 @@ def train_sampling(config: Config) -> Sampling:
     )
 
 
-def _totals(batch: Batch, plan: list[MicroBatches]) -> Totals:
-    samples = sorted(i for rank in plan for micro in rank for i in micro)
-    offsets = batch.offsets
-    tokens = sum(float(batch.mask[offsets[i] : offsets[i + 1]].sum()) for i in samples)
-    return Totals(num_tokens=max(tokens, 1.0), num_samples=float(len(samples)))
-
-
-def _reward_sample(prompt: Prompt, response: str) -> dict:
-    return dict(
-        prompt=prompt.text,
-        response=response,
-        ground_truth=prompt.ground_truth,
-        data_source=prompt.data_source,
-        extra_info=prompt.extra_info,
+def greedy_sampling(config: Config) -> Sampling:
+    """One response per prompt, the most probable token each time, out of the whole vocabulary."""
+    rollout = config.rollout
+    return Sampling(
+        samples_per_prompt=1,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        max_tokens=rollout.max_response_tokens,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
     )
 
 
-def _columns_of(results: list[dict], mine: list[int], total: int, device: Device) -> dict[str, Tensor]:
-    """Every rank's scores as columns float32 [N] on every rank; NaN where a sample lacks a number. Collective."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sorted({name for result in results for name in result}))
-    names = sorted({name for rank_names in everyone for name in rank_names})
-    table = torch.zeros(len(names), total, dtype=torch.float64)
-    for i, result in zip(mine, results):
-        table[:, i] = torch.tensor([result.get(name, float("nan")) for name in names], dtype=torch.float64)
-    return dict(zip(names, sum_over_world(table, device.torch).float()))
+def _given(prompt_ids: list, response_ids: list) -> Batch:
+    """A batch of responses that nobody sampled; each is a group of its own."""
+    return Batch(
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        groups=torch.arange(len(prompt_ids)),
+        truncated=torch.zeros(len(prompt_ids), dtype=torch.bool),
+    )
 
 
-def _spread(name: str, values: Tensor) -> dict[str, float]:
-    if not len(values):
-        return {}
-    return {f"{name}/mean": float(values.mean()), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
+def _samples(plan: list[MicroBatches]) -> list[int]:
+    """The samples of a mini-batch, in order."""
+    return sorted(i for rank in plan for micro in rank for i in micro)
 
 
-def _length_metrics(batch: Batch) -> dict[str, float]:
-    clipped = {"response_length/clip_ratio": float(batch.truncated.float().mean())}
-    lengths, prompt_lengths = batch.lengths.float(), batch.prompt_lengths.float()
-    return _spread("response_length", lengths) | _spread("prompt_length", prompt_lengths) | clipped
+def _totals(batch: Batch, plan: list[MicroBatches]) -> Totals:
+    samples = _samples(plan)
+    tokens = segment_sum(batch.mask, batch.lengths)[samples].sum()
+    counted = _counted(batch)[samples].sum()
+    return Totals(
+        num_tokens=max(float(tokens), 1.0), num_samples=max(float(counted), 1.0), num_units=max(len(samples) / batch.unit, 1.0)
+    )
+
+
+def _counted(batch: Batch) -> Tensor:
+    """Whether a sample has a token that counts, bool [N]."""
+    return segment_sum(batch.mask, batch.lengths) > 0

@@ -30,3 +30,15 @@ def save_qwen2(directory: Path, *, seed: int, tie: bool = False, **sizes: int) -
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)
+
+
+def save_qwen2_classifier(directory: Path, *, seed: int) -> str:
+    """A random Qwen2 sequence classifier with one label, as reward models are; returns the directory."""
+    language_model = transformers.AutoModelForCausalLM.from_pretrained(save_qwen2(directory, seed=seed))
+    config = transformers.AutoConfig.from_pretrained(directory, num_labels=1)
+    model = transformers.Qwen2ForSequenceClassification(config)
+    model.model.load_state_dict(language_model.model.state_dict())
+    with torch.no_grad():
+        model.score.weight.copy_(torch.randn_like(model.score.weight) * 0.3)
+    model.save_pretrained(directory)
+    return str(directory)

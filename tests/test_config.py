@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import Config, resolve
+from rl.config import Config, load_config, resolve
 from rl.config_checks import RANGES, check, check_layout
 from rl.options import ConfigError, flatten, help_text, load, to_yaml, tree_docs
 
@@ -24,7 +24,7 @@ HF = {
 
 
 def config_with(*overrides):
-    return load(Config, None, ["model.path=/models/toy", "data.train=train.jsonl", *overrides])
+    return load_config(None, ["model.path=/models/toy", "data.train=train.jsonl", *overrides])
 
 
 def check_error(*overrides):
@@ -81,7 +81,7 @@ def test_the_config_survives_the_round_trip_through_yaml(tmp_path):
 def test_a_mistyped_key_leads_to_the_one_that_was_meant(override, nearest):
     with pytest.raises(ConfigError) as caught:
         config_with(override)
-    assert str(caught.value).endswith(f"did you mean {nearest}?")
+    assert f"; did you mean {nearest}" in str(caught.value)
 
 
 def test_options_and_config_load_neither_torch_nor_vllm_nor_megatron():
@@ -134,9 +134,9 @@ def test_a_count_is_not_negative(key):
         ("rollout.top_p", "1.1", "greater than 0 and at most 1"),
         ("rollout.min_p", "1.1", "from 0 to 1"),
         ("rollout.gpu_memory_utilization", "1.5", "greater than 0 and at most 1"),
-        ("validation.temperature", "-0.1", "0 or more and finite"),
-        ("objective.clip_low", "1.0", "at least 0 and less than 1"),
-        ("objective.clip_low", "-0.1", "at least 0 and less than 1"),
+        ("validation.temperature", "0.0", "greater than 0 and finite"),
+        ("objective.clip_low", "1.1", "from 0 to 1"),
+        ("objective.clip_low", "-0.1", "from 0 to 1"),
         ("objective.clip_high", "-0.1", "0 or more and finite"),
         ("objective.dual_clip", "0.5", "0 (off) or greater than 1 and finite"),
         ("objective.dual_clip", "1.0", "0 (off) or greater than 1 and finite"),
@@ -152,7 +152,7 @@ def test_a_value_out_of_range_is_named_with_the_range(key, value, words):
 
 @pytest.mark.parametrize(
     "override",
-    ["validation.temperature=0", "objective.clip_low=0", "objective.dual_clip=0", "training.optimizer.clip_grad=0"]
+    ["objective.clip_low=1", "objective.clip_low=0", "objective.dual_clip=0", "training.optimizer.clip_grad=0"]
     + ["objective.entropy_coef=-0.1", "training.optimizer.lr=0", "validation.every=0", "checkpoint.keep=0", "run.seed=0"],
 )
 def test_a_value_at_the_edge_of_its_range_passes(override):
@@ -214,7 +214,6 @@ def test_a_decay_that_rises_is_an_error():
         (["run.max_steps=10", "training.optimizer.warmup_steps=10"], ["warmup_steps=10", "run.max_steps=10", "warm-up"]),
         (["training.optimizer.min_lr=1e-7"], ["min_lr=1e-07 has no effect", "linear or cosine"]),
         (["data.val=train.jsonl"], ["train.jsonl is in data.train and in data.val"]),
-        (["data.val=val.jsonl", "validation.samples_per_prompt=4"], ["samples the same response", "validation.temperature=0"]),
         (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "truncated"]),
         (["rollout.top_k=5"], ["top_k=5", "truncated"]),
         (["rollout.min_p=0.1"], ["min_p=0.1", "truncated"]),
@@ -237,9 +236,10 @@ def test_validation_without_held_out_data_passes():
 
 
 def test_resolve_fills_the_run_directory_from_the_name():
-    config = config_with("run.name=a")
+    config = load(Config, None, ["run.name=a"])
     resolved = resolve(config)
     assert resolved.run.dir == "runs/a" and config.run.dir == "" and resolve(resolved) == resolved
+    assert load_config(None, ["run.name=a"]).run.dir == "runs/a"
 
 
 def test_resolve_keeps_a_given_run_directory():

@@ -7,6 +7,7 @@ The task is two-digit addition: all 8,100 problems a+b= with a and b in 10..99, 
 
     OUT/train.parquet   7,600 rows with the columns that tools/prepare_data.py writes
     OUT/test.parquet    the 500 held-out rows
+    OUT/pairs.parquet   the training problems with a right answer (chosen) and a wrong one (rejected), for dpo
     OUT/model/          a Qwen2 model with random weights, and a tokenizer with one token per printable ASCII character
 
 The model directory is a normal Hugging Face checkpoint, so that nothing in a run knows that it is a toy. Same
@@ -128,6 +129,17 @@ def write_split(path: Path, split: str, problems: list[tuple[int, int]]) -> None
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
+def write_pairs(path: Path, problems: list[tuple[int, int]], seed: int) -> None:
+    """Write one parquet file of right and wrong answers; a wrong one is off by 1 to 20."""
+    generator = np.random.default_rng([seed, 1])
+    rows = []
+    for a, b in problems:
+        error = int(generator.integers(1, 21)) * int(generator.choice([-1, 1]))
+        prompt = [{"role": "user", "content": f"{a}+{b}="}]
+        rows.append({"data_source": "addition", "prompt": prompt, "chosen": str(a + b), "rejected": str(max(a + b + error, 0))})
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
 def make_toy(
     out: str | Path,
     *,
@@ -139,7 +151,7 @@ def make_toy(
     intermediate: int = 384,
     tie: bool = False,
 ) -> Path:
-    """Write `train.parquet`, `test.parquet` and `model/` into `out` (created if needed) and return `out`.
+    """Write `train.parquet`, `test.parquet`, `pairs.parquet` and `model/` into `out` (created if needed) and return `out`.
 
     `seed` decides both the held-out problems and the weights. Raises ValueError for sizes that do not divide.
     """
@@ -156,8 +168,10 @@ def make_toy(
         tie=tie,
     )
     out.mkdir(parents=True, exist_ok=True)
-    for split, problems in addition_problems(seed).items():
+    splits = addition_problems(seed)
+    for split, problems in splits.items():
         write_split(out / f"{split}.parquet", split, problems)
+    write_pairs(out / "pairs.parquet", splits["train"], seed)
     transformers_logging.disable_progress_bar()  # for a file of 3 MB
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
@@ -179,7 +193,7 @@ def main() -> None:
         out = make_toy(arguments.pop("out"), **arguments)
     except ValueError as error:
         parser.error(str(error))
-    print(f"wrote {out}/train.parquet, {out}/test.parquet and {out}/model")
+    print(f"wrote {out}/train.parquet, test.parquet, pairs.parquet and model")
 
 
 if __name__ == "__main__":

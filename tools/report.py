@@ -2,9 +2,10 @@
 
     python tools/report.py runs/grpo
     python tools/report.py runs/grpo --before runs/sft --png grpo.png
+    python tools/report.py runs/toy-* --png curves.png
 
 Reads nothing but `metrics.jsonl` of the run directories, and shows '-' for what is not in it. `--before` adds a column for
-the run that this one started from. Works while the run is going on.
+the run that this one started from. Of several runs the picture has the held-out accuracy of each. Works while a run is going on.
 """
 
 import argparse
@@ -23,15 +24,18 @@ Point = tuple[int, float]
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="directory of the run")
+    parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run")
     parser.add_argument("--before", metavar="SFT_RUN_DIR", type=Path, help="directory of the run before it")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="where to write the picture (RUN_DIR/report.png)")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="where to write the picture (report.png of the first run)")
     args = parser.parse_args(argv)
-    png = args.png or args.run_dir / "report.png"
+    png = args.png or args.run_dirs[0] / "report.png"
     try:
-        runs = {path: read_run(path) for path in (args.before, args.run_dir) if path is not None}
+        runs = {path: read_run(path) for path in (args.before, *args.run_dirs) if path is not None}
         print(table(runs))
-        draw(runs[args.run_dir], png)
+        if len(args.run_dirs) == 1:
+            draw(runs[args.run_dirs[0]], png)
+        else:
+            compare({path.name: runs[path] for path in args.run_dirs}, png)
     except (OSError, ValueError) as error:
         sys.exit(f"report: {error}")
     print(f"picture: {png}")
@@ -103,9 +107,8 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
 
 
-def draw(records: list[dict], png: Path) -> None:
-    """Write the picture. Raises ValueError if the records hold neither reward nor accuracy."""
-    # Imported here, because only the picture needs it.
+def pyplot():
+    """Matplotlib's pyplot, drawing into files. Imported here, because only a picture needs it."""
     try:
         import matplotlib
     except ImportError:
@@ -113,6 +116,12 @@ def draw(records: list[dict], png: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def draw(records: list[dict], png: Path) -> None:
+    """Write the picture. Raises ValueError if the records hold neither reward nor accuracy."""
+    plt = pyplot()
     rewards, by_source = reward_points(records), accuracy_points(records)
     if not rewards and not by_source:
         raise ValueError(f"the records hold neither {REWARD} nor val-core/*/acc/mean@1, so there is nothing to draw.")
@@ -136,6 +145,29 @@ def draw(records: list[dict], png: Path) -> None:
     left.grid(alpha=0.3)
     figure.legend(handles=lines, loc="upper center", ncols=min(len(lines), 3), frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.94))
+    figure.savefig(png)
+    plt.close(figure)
+
+
+def compare(runs: dict[str, list[dict]], png: Path) -> None:
+    """Write a picture with the held-out accuracy of several runs, by name. Raises ValueError if no run has any."""
+    curves = {}
+    for name, records in runs.items():
+        by_source = accuracy_points(records)
+        curves |= {f"{name} {source}" if len(by_source) > 1 else name: points for source, points in by_source.items()}
+    if not curves:
+        raise ValueError("the records hold no val-core/*/acc/mean@1, so there is nothing to compare.")
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 5), dpi=150)
+    for number, (name, points) in enumerate(curves.items()):
+        style = ("-", "--", ":")[number // 10 % 3]
+        axes.plot(*zip(*points), style, color=f"C{number % 10}", linewidth=1.5, marker=".", label=name)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("held-out accuracy")
+    axes.set_ylim(-0.03, 1.03)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, ncols=2, loc="lower right")
+    figure.tight_layout()
     figure.savefig(png)
     plt.close(figure)
 

@@ -10,6 +10,9 @@ from rl.config import Config
 from rl.objectives.aggregate import aggregate
 from rl.phases import MicroBatch, Phases, Totals
 
+NEEDS = ("responses",)
+DEFAULTS = {}
+
 
 def step(phases: Phases, config: Config) -> None:
     phases.update(phases.targets(phases.draw_prompts()), loss)

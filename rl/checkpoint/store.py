@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from rl.options import ConfigError
 from rl.training.engine import TrainingEngine
 
 # fully_reshardable: the optimizer's shards can be loaded in another layout. Megatron's default cannot even be saved.
@@ -39,16 +40,21 @@ class CheckpointStore:
         self.directory = Path(run_dir, "checkpoints")
         self.keep = keep
 
-    def save(self, step: int, trainer: TrainingEngine, state: dict) -> None:
-        """Write the checkpoint of a step; `state` is plain data, alike on every rank. Then remove the oldest."""
+    def save(self, step: int, models: dict[str, TrainingEngine], state: dict) -> None:
+        """Write the checkpoint of a step, a directory per model; `state` is plain data, alike on every rank, and lies with
+        the first model. Then remove the oldest."""
         final = self.directory / f"step_{step:06d}"
         partial = final.with_suffix(".partial")
         if dist.get_rank() == 0:
             for leftover in (partial, final):
                 shutil.rmtree(leftover, ignore_errors=True)
-            partial.mkdir(parents=True)
+            for name in models:
+                (partial / name).mkdir(parents=True)
         dist.barrier()
-        dist_checkpointing.save(_sharded(trainer) | {"run": {"step": step, **state}}, str(partial), ("torch_dist", 1))
+        run = {"run": {"step": step, **state}}
+        for name, model in models.items():
+            dist_checkpointing.save(_sharded(model) | run, str(partial / name), ("torch_dist", 1))
+            run = {}
         if dist.get_rank() == 0:
             partial.rename(final)
             for old in self._complete()[: -self.keep] if self.keep else []:
@@ -61,13 +67,25 @@ class CheckpointStore:
         dist.broadcast_object_list(found, src=0)
         return found[0][0] if found[0] else None
 
-    def load(self, saved: Saved, trainer: TrainingEngine) -> dict:
-        """Load weights and optimizer; returns the run state with `step`."""
-        loaded = dist_checkpointing.load(_sharded(trainer, is_loading=True) | {"run": {}}, str(saved.path))
-        trainer.policy.load_state_dict(loaded["model"], strict=False)
-        with torch.no_grad():
-            trainer.optimizer.load_state_dict(loaded["optimizer"])
-        return loaded["run"]
+    def load(self, saved: Saved, models: dict[str, TrainingEngine]) -> dict:
+        """Load weights and optimizer of each model; returns the run state with `step`.
+
+        Raises ConfigError, on every rank alike, if the checkpoint lacks one of the models.
+        """
+        lacking = [[name for name in models if not (saved.path / name).is_dir()] if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(lacking, src=0)
+        if lacking[0]:
+            raise ConfigError(f"{saved.path} has no {lacking[0][0]}: it was written by another algorithm; use another run.dir.")
+        run: dict = {"run": {}}
+        state = {}
+        for name, model in models.items():
+            loaded = dist_checkpointing.load(_sharded(model, is_loading=True) | run, str(saved.path / name))
+            model.model.load_state_dict(loaded["model"], strict=False)
+            with torch.no_grad():
+                model.optimizer.load_state_dict(loaded["optimizer"])
+            state |= loaded.get("run", {})
+            run = {}
+        return state
 
     def _complete(self) -> list[Saved]:
         """Oldest first."""
@@ -76,6 +94,6 @@ class CheckpointStore:
 
 
 def _sharded(trainer: TrainingEngine, is_loading: bool = False) -> dict:
-    state = {"model": trainer.policy.sharded_state_dict(metadata=_METADATA)}
+    state = {"model": trainer.model.sharded_state_dict(metadata=_METADATA)}
     state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
     return state

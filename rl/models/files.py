@@ -11,7 +11,7 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
     """Tensor name -> the file that holds it. Reads headers only.
 
     Raises ValueError if there are no files, or that lists tensors which are missing or have another shape than config.json
-    says. Tensors that no weight names are left alone (a tied head that was saved again).
+    says; optional weights may be missing. Tensors that no weight names are left alone (a tied head that was saved again).
     """
     paths = sorted(Path(directory).glob("*.safetensors"))
     if not paths:
@@ -25,6 +25,8 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
         except SafetensorError as error:
             raise ValueError(f"{path} is no whole safetensors file: {error}.") from error
     wanted = {name: shape for weight in weights for name, shape in zip(weight.hf, weight.shapes)}
+    may_lack = {name for weight in weights if weight.optional for name in weight.hf} - files.keys()
+    wanted = {name: shape for name, shape in wanted.items() if name not in may_lack}
     if missing := [name for name in wanted if name not in files]:
         raise ValueError(f"{directory} lacks {len(missing)} tensors of its architecture: {_few(missing)}.")
     if odd := [f"{name} has {shapes[name]}, not {shape}" for name, shape in wanted.items() if shapes[name] != shape]:

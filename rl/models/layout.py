@@ -50,6 +50,8 @@ class Weight:
     """Global index of the layer, or None for the embedding, the final norm and the head."""
     first_stage: bool = False
     """On the first pipeline stage (where `layer` is None)."""
+    optional: bool = False
+    """A checkpoint may lack it: the parameter then starts at 0."""
     tied_to_head: bool = False
     """An embedding that is the head as well: the last stage of a pipeline holds it again, as output_layer.weight."""
 

@@ -1,4 +1,4 @@
-"""Rule rewards, one file per task, and how any reward function is found (`loading`) and called (`scoring`).
+"""Rule rewards, one file per task, and how any reward function is found, called and kept from doing harm.
 
 A reward function is `score(prompt, response, ground_truth, **extra) -> float | dict`. It is called with keywords:
 
@@ -10,5 +10,10 @@ A reward function is `score(prompt, response, ground_truth, **extra) -> float | 
     ...           whatever `reward.kwargs` holds
 
 so it names what it reads and takes the rest as `**extra`. A dict needs the key `score`; `acc` is logged as accuracy,
-other numbers under their own names. It may be `async def`.
+other numbers under their own names, and a string under `pred` is the extracted answer, for majority voting. It may be
+`async def`: calls then run concurrently.
+
+It runs in a worker process, which is killed with all it has started when a call takes too long; what it prints goes nowhere.
+`mixture` says which functions score a sample, `loading` finds them, `pool` hands out the samples, `worker` is what runs in the
+process, and `scoring` what makes a score of a result.
 """

@@ -23,8 +23,10 @@ _FLEXIBLE = re.compile(_NUMBER)
 _STRICT = re.compile(r"####[ \t]*" + _NUMBER)
 
 
-def score(prompt: str, response: str, ground_truth: Any, *, method: str = "strict", **extra: Any) -> dict[str, float]:
+def score(prompt: str, response: str, ground_truth: Any, *, method: str = "strict", **extra: Any) -> dict[str, Any]:
     """`score` and `acc`: 1.0 if the response's number equals `ground_truth`, 0.0 otherwise, also if there is none.
+
+    `pred` is that number in canonical form, for majority voting: $1,234.50 is 1234.5; empty if there is none.
 
     Raises ValueError for a `method` other than strict and flexible, or a ground truth that is not a number.
     """
@@ -35,7 +37,7 @@ def score(prompt: str, response: str, ground_truth: Any, *, method: str = "stric
         raise ValueError(f"the ground truth of a GSM8K problem must be a number, it is {ground_truth!r}.")
     answer = last_number(response, strict=method == "strict")
     acc = float(answer is not None and answer == _to_decimal(truth))
-    return {"score": acc, "acc": acc}
+    return {"score": acc, "acc": acc, "pred": "" if answer is None else _to_text(answer)}
 
 
 def last_number(response: str, *, strict: bool) -> Decimal | None:
@@ -48,3 +50,11 @@ def _to_decimal(match: re.Match[str]) -> Decimal:
     number = Decimal(match["digits"].replace(",", ""))
     # Unary minus would round to 28 digits; copy_negate does not.
     return number.copy_negate() if "-" in (match["sign"], match["inner_sign"]) else number
+
+
+def _to_text(number: Decimal) -> str:
+    text = f"{number:f}"
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    # No answer needs 100 digits; what is longer is babble and would only fill the records.
+    return "0" if text == "-0" else text[:100]

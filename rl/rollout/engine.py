@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl.config import Config
+from rl.config import Rollout
 from rl.rollout import cpu_support
 from rl.rollout.queue import Queue, SharedQueue, StaticQueue
 from rl.runtime.device import Device
@@ -53,17 +53,39 @@ class Sample:
 
 
 class RolloutEngine:
-    """vLLM on this rank. The constructor is collective over the world; other methods are over the replica."""
+    """vLLM on this rank. The constructor is collective over the world; other methods are over the replica.
 
-    def __init__(self, config: Config, device: Device):
-        self.config, self.device = config.rollout, device
+    Args:
+        path: Hugging Face checkpoint directory.
+        rollout: layout, capacity and memory; how responses are sampled is an argument of `generate`.
+        dtype: of the weights.
+        max_tokens: longest prompt and response together.
+        seed: of the engine's own generators; samples have seeds of their own.
+        name: tells the engines of one job apart.
+        frozen: the weights are read from `path` and stay; on CUDA in the GPU's memory, since vLLM's sleeping allocator serves
+            one engine per process. Otherwise they are undefined until the first refit.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        rollout: Rollout,
+        *,
+        dtype: str,
+        max_tokens: int,
+        seed: int,
+        device: Device,
+        name: str = "rollout",
+        frozen: bool = False,
+    ):
+        self.config, self.device, self.name, self.frozen = rollout, device, name, frozen
         world, rank = dist.get_world_size(), dist.get_rank()
-        self.tp = config.rollout.tp
+        self.tp = rollout.tp
         self.num_replicas = world // self.tp
         self.replica, self.rank_in_replica = divmod(rank, self.tp)
         cpu_support.install()
         with _trainer_state_kept(device):
-            self.llm = _build_llm(config, device)
+            self.llm = _build_llm(path, rollout, dtype, max_tokens, seed, device, frozen)
         if not device.is_cuda:
             dist.barrier()
             cpu_support.unlink_shared_memory()
@@ -74,6 +96,8 @@ class RolloutEngine:
         self._cpu_cache = None if device.is_cuda else cpu_support.KvCache(runner.kv_caches)
         self._replica_group = _own_replica_group(world, self.tp, rank)
         self._queues_made = 0
+        self.awake = True
+        """Whether it holds its memory and may generate."""
 
     def close(self) -> None:
         """Give vLLM's groups and shared memory back. Collective over the replica; the engine is of no use afterwards."""
@@ -83,16 +107,17 @@ class RolloutEngine:
 
     def sleep(self) -> None:
         """Give the engine's memory to the trainer. On CUDA the weights go too: each refit rewrites all of them."""
+        self.awake = False
         self.llm.reset_prefix_cache()
         if self._cpu_cache is not None:
             self._cpu_cache.release()
-        else:
+        elif not self.frozen:
             self.llm.sleep(level=2)
 
     def wake_weights(self) -> None:
         """Make the parameters writable again, before a refit."""
         self.device.release_cached_memory()
-        if self.device.is_cuda:
+        if self.device.is_cuda and not self.frozen:
             self.llm.wake_up(tags=["weights"])
 
     def wake_cache(self) -> None:
@@ -100,8 +125,9 @@ class RolloutEngine:
         self.device.release_cached_memory()  # what the refit gathered
         if self._cpu_cache is not None:
             self._cpu_cache.restore()
-        else:
+        elif not self.frozen:
             self.llm.wake_up(tags=["kv_cache"])
+        self.awake = True
 
     @torch.no_grad()
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -115,7 +141,7 @@ class RolloutEngine:
         self._queues_made += 1
         if self.config.deterministic:
             return StaticQueue(num_items, replica=self.replica, num_replicas=self.num_replicas)
-        return SharedQueue(num_items, name=f"rollout-queue-{self._queues_made}", replica_group=self._replica_group)
+        return SharedQueue(num_items, name=f"{self.name}-queue-{self._queues_made}", replica_group=self._replica_group)
 
     def generate(self, prompts: list[np.ndarray], sampling: Sampling, seeds: list[int], progress=None) -> list[Sample]:
         """The samples of those prompts that this replica drew.
@@ -185,17 +211,17 @@ def _sample(output) -> Sample:
     )
 
 
-def _build_llm(config: Config, device: Device):
+def _build_llm(path: str, rollout: Rollout, dtype: str, max_tokens: int, seed: int, device: Device, frozen: bool):
     from vllm import LLM, ModelRegistry
 
     from rl.models import SUPPORTED
 
     for name in SUPPORTED:  # skips a subprocess of about 10 s that inspects the model's class
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-    rollout, options = config.rollout, {}
+    options = {}
     if device.is_cuda:
         options = dict(
-            enable_sleep_mode=True,
+            enable_sleep_mode=not frozen,
             enforce_eager=rollout.enforce_eager,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
         )
@@ -207,15 +233,15 @@ def _build_llm(config: Config, device: Device):
             compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
         )
     return LLM(
-        config.model.path,
+        path,
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=rollout.tp,
-        dtype=config.model.dtype,
-        load_format="dummy",  # the first refit writes every weight
-        max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        dtype=dtype,
+        load_format="auto" if frozen else "dummy",  # the first refit writes every weight
+        max_model_len=max_tokens,
         max_num_seqs=rollout.max_concurrent_samples,
         logprobs_mode="processed_logprobs",  # the log-probs of the distribution that is sampled from
-        seed=config.run.seed,
+        seed=seed,
         disable_log_stats=True,
         **options,
     )

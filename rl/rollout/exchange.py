@@ -4,16 +4,15 @@ import numpy as np
 import torch
 
 from rl.data.batch import Batch
-from rl.data.prompts import Prompt
 from rl.rollout.engine import Sample
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
 
 
-def exchange(prompts: list[Prompt], mine: list[Sample], samples_per_prompt: int, device: Device) -> Batch:
+def exchange(prompts: list[np.ndarray], mine: list[Sample], samples_per_prompt: int, device: Device) -> Batch:
     """The batch of all samples, ordered by prompt and sample number, alike on every rank. Collective over the world.
 
-    `mine` are samples that no other rank gives. Lengths first, then the columns laid out by them: each position is
+    prompts: int32 [P_i] token ids each. `mine` are samples that no other rank gives. Lengths first, then the columns laid out by them: each position is
     written by one rank and 0 elsewhere, so that a sum over ranks is exact.
     """
     total = len(prompts) * samples_per_prompt
@@ -34,7 +33,7 @@ def exchange(prompts: list[Prompt], mine: list[Sample], samples_per_prompt: int,
     tokens = sum_over_world(tokens, device.torch).numpy()
     groups = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
     return Batch(
-        prompt_ids=[prompts[g].token_ids for g in groups],
+        prompt_ids=[prompts[g] for g in groups],
         response_ids=np.split(tokens, ends[:-1].numpy()),
         groups=groups,
         truncated=truncated > 0,

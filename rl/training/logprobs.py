@@ -12,13 +12,13 @@ from torch import Tensor
 
 def linear_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, vocab_size: int, group, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """log p(target) and entropy of softmax(hidden @ weight.T / temperature).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(target), entropy and sum of squared probabilities of p = softmax(hidden @ weight.T / temperature).
 
     hidden [T, H], whole on every rank of the tensor parallel group; its gradient is this rank's part, to be summed over
     the group by the caller. weight [Vpad/tp, H], the rank's rows of the padded head. targets int64 [T] in 0..vocab_size.
-    Rows beyond vocab_size only pad and get no probability. Returns logprobs float32 [T] and entropy float32 [T], equal on
-    every rank of the group. Forward and backward are collective over `group` (backward only by the caller's sum).
+    Rows beyond vocab_size only pad and get no probability. Returns logprobs, entropy and sum of p^2, float32 [T] each, equal
+    on every rank of the group; the last has no gradient. Forward and backward are collective over `group` (backward only by the caller's sum).
     """
     first_row = group.rank() * weight.shape[0]
     real_rows = max(0, min(weight.shape[0], vocab_size - first_row))
@@ -30,7 +30,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, first_row, real_rows, group, chunk):
         local_targets, is_local = _localise(targets, first_row, real_rows)
         rows = weight[:real_rows]
-        logprobs, entropy, lse = (torch.empty(len(targets), dtype=torch.float32, device=hidden.device) for _ in range(3))
+        logprobs, entropy, squares, lse = (torch.empty(len(targets), dtype=torch.float32, device=hidden.device) for _ in range(4))
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], rows, temperature)
@@ -40,19 +40,21 @@ class _LinearLogprobs(torch.autograd.Function):
             logits.sub_(largest[:, None])  # all that follows is relative to the largest logit: no digits are lost to an offset
             weights = logits.exp()
             target_logits = _pick(logits, local_targets[part], is_local[part])
-            sums = torch.stack([weights.sum(-1), weights.mul_(logits).sum(-1), target_logits])
+            sums = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, weights), weights.mul_(logits).sum(-1), target_logits])
             if group.size() > 1:
                 dist.all_reduce(sums, group=group)
-            total, weighted, target_logits = sums
+            total, squared, weighted, target_logits = sums
+            squares[part] = squared / total.square()
             lse[part] = largest + total.log()
             logprobs[part] = target_logits - total.log()
             entropy[part] = total.log() - weighted / total
         ctx.save_for_backward(hidden, weight, local_targets, is_local, lse, entropy)
         ctx.temperature, ctx.real_rows, ctx.chunk = temperature, real_rows, chunk
-        return logprobs, entropy
+        ctx.mark_non_differentiable(squares)
+        return logprobs, entropy, squares
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx, grad_logprobs, grad_entropy, _):
         """With p the softmax and l its logarithm: d logp(y)/d logits = onehot(y) - p; d entropy/d logits = -p * (l + entropy)."""
         hidden, weight, local_targets, is_local, lse, entropy = ctx.saved_tensors
         rows = weight[: ctx.real_rows]

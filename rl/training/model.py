@@ -1,4 +1,8 @@
-"""The policy as a Megatron GPTModel whose head gives log-probs and entropy of chosen tokens instead of logits."""
+"""The models of the training grid: Megatron GPTModels with a head that computes what the algorithms read.
+
+`Policy`, a language model, gives log-probs of chosen tokens instead of logits; `ValueModel`, a critic or a reward model, a
+number at chosen tokens. Both run on packed micro-batches.
+"""
 
 from dataclasses import dataclass
 
@@ -6,6 +10,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -29,8 +34,28 @@ class HeadRequest:
     temperature: float
 
 
-class Policy(GPTModel):
-    """One pipeline stage of the policy. The last stage returns (logprobs, entropy), float32 [R] each."""
+class Packed(GPTModel):
+    """One pipeline stage of a model that runs on packed rows. The last stage returns a float32 [R] for each of `outputs`."""
+
+    outputs: tuple[str, ...]
+
+    def run(self, micro: MicroBatch, temperature: float):
+        """The forward pass of one packed micro-batch."""
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=micro.cu_seqlens,
+            cu_seqlens_kv=micro.cu_seqlens,
+            max_seqlen_q=micro.max_seqlen,
+            max_seqlen_kv=micro.max_seqlen,
+        )
+        request = HeadRequest(micro.predict_at, micro.targets, temperature)
+        return self(micro.tokens, micro.position_ids, None, labels=request, packed_seq_params=packed)
+
+
+class Policy(Packed):
+    """A language model: log-probs and entropy of the response tokens, and the sum of squared probabilities there."""
+
+    outputs = ("logprobs", "entropy", "sum_p_squared")
 
     def __init__(self, *args, real_vocab_size: int, head_chunk_tokens: int, **kwargs):
         super().__init__(*args, **kwargs)
@@ -56,17 +81,32 @@ class Policy(GPTModel):
             chunk=self.head_chunk_tokens,
         )
 
-    def run(self, micro: MicroBatch, temperature: float):
-        """The forward pass of one packed micro-batch."""
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=micro.cu_seqlens,
-            cu_seqlens_kv=micro.cu_seqlens,
-            max_seqlen_q=micro.max_seqlen,
-            max_seqlen_kv=micro.max_seqlen,
-        )
-        request = HeadRequest(micro.predict_at, micro.targets, temperature)
-        return self(micro.tokens, micro.position_ids, None, labels=request, packed_seq_params=packed)
+class ValueModel(Packed):
+    """A language model with one number per token in the place of the vocabulary; here read where the token before a
+    response token stands, so that a critic's value is that of the state in which the token was chosen."""
+
+    outputs = ("values",)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            self.output_layer = None  # GPTModel always makes one
+            self.value_head = torch.nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype)
+
+    def _postprocess(self, hidden_states, *, labels: HeadRequest, **_):
+        """hidden_states [T, 1, H], [T/tp, 1, H] under sequence parallelism; other stages hand it on."""
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            # Every tensor parallel rank computes the whole head: its gradient is complete and must not be summed.
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return (self.value_head(hidden_states[:, 0].index_select(0, labels.predict_at)).squeeze(-1).float(),)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """LanguageModule's own wants an output layer."""
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
 def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> TransformerConfig:
@@ -114,21 +154,26 @@ def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
-def build_policy(hf: dict, training: Training, dtype: torch.dtype, grid: Grid) -> Policy:
-    """This rank's part of the policy, weights uninitialised. Collective over the world (Megatron's tied embeddings)."""
+def build_model(hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *, values: bool) -> Packed:
+    """This rank's part of a policy, or of a value model (`hf` is then `rl.models.value_model`'s), weights uninitialised.
+    Collective over the world (Megatron's tied embeddings)."""
     config = transformer_config(hf, training, dtype)
-    file = architecture(hf)
-    return Policy(
-        config,
-        block_spec(config),
+    options = dict(
         vocab_size=padded_vocab(hf["vocab_size"], vocab_multiple(grid.tp)),
         max_sequence_length=hf["max_position_embeddings"],
         pre_process=grid.is_first_stage,
         post_process=grid.is_last_stage,
-        share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
         position_embedding_type="rope",
-        rotary_base=file.rope_theta(hf),
+        rotary_base=architecture(hf).rope_theta(hf),
         pg_collection=grid.groups,
+    )
+    if values:
+        return ValueModel(config, block_spec(config), **options)
+    return Policy(
+        config,
+        block_spec(config),
+        share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
         real_vocab_size=hf["vocab_size"],
         head_chunk_tokens=training.head_chunk_tokens,
+        **options,
     )

@@ -16,18 +16,34 @@ MicroBatches = list[list[int]]
 """Sample indices of each micro-batch of one data parallel rank. An empty one is allowed: it holds only padding."""
 
 
-def plan_micro_batches(lengths: list[int], *, indices: list[int], dp: int, max_tokens: int) -> list[MicroBatches]:
+def plan_micro_batches(
+    lengths: list[int], *, indices: list[int], dp: int, max_tokens: int, unit: int = 1
+) -> list[MicroBatches]:
     """Micro-batches of each of `dp` ranks for the samples `indices`; `lengths[i]` are tokens of sample i, prompt included.
+
+    `unit`: samples k * unit .. (k + 1) * unit - 1 stay together and in order; `indices` must hold whole units.
 
     Samples go to the rank with the fewest tokens so far, longest first; a rank's samples into as few micro-batches of at
     most `max_tokens` as first-fit gives. Every rank has the same number of micro-batches: pipeline and expert parallel
     schedules need that.
     """
+    if unit > 1:
+        units = sorted({i // unit for i in indices})
+        assert len(units) * unit == len(indices), "a mini-batch holds whole units"
+        totals = [sum(lengths[k * unit : (k + 1) * unit]) for k in range(len(lengths) // unit)]
+        plan = plan_micro_batches(totals, indices=units, dp=dp, max_tokens=max_tokens)
+        return [[[i for k in micro for i in range(k * unit, (k + 1) * unit)] for micro in rank] for rank in plan]
     longest_first = sorted(indices, key=lambda i: (-lengths[i], i))
     ranks = _spread(longest_first, lengths, dp)
     count = max(len(_first_fit(samples, lengths, max_tokens)) for samples in ranks)
     # Spreading evenly over `count` may overfill one that first-fit would not: then first-fit it is, with empty ones.
     return [_even_or_first_fit(samples, lengths, count, max_tokens) for samples in ranks]
+
+
+def plan_minibatch(batch: Batch, samples: list[int], *, dp: int, max_tokens: int) -> list[MicroBatches]:
+    """`plan_micro_batches` of these samples of a batch."""
+    lengths = (batch.prompt_lengths + batch.lengths).tolist()
+    return plan_micro_batches(lengths, indices=samples, dp=dp, max_tokens=max_tokens, unit=batch.unit)
 
 
 def _spread(longest_first, lengths, bins):
@@ -90,8 +106,14 @@ class MicroBatch:
     """int64 [R] on the CPU: where these tokens lie in the batch's token columns."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """The batch's token columns at these tokens, float32 [R] each."""
+    labels: Tensor | None = None
+    """The batch's labels of these samples, float32 [B]."""
     logprobs: Tensor | None = None
+    """What the forward pass gave, float32 [R] each: log-probs and entropy of the policy,"""
     entropy: Tensor | None = None
+    sum_p_squared: Tensor | None = None
+    values: Tensor | None = None
+    """or values of the critic."""
 
     def __getattr__(self, name: str) -> Tensor:
         """`micro.advantages` is `micro.columns["advantages"]`."""
@@ -132,4 +154,5 @@ def pack(batch: Batch, samples: list[int], *, multiple: int, device: torch.devic
         lengths=batch.lengths[samples].to(device),
         column_index=index,
         columns={name: column[index].to(device) for name, column in batch.token_columns().items()},
+        labels=None if batch.labels is None else batch.labels[samples].to(device),
     )

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from rl.models import architecture
 from rl.models.files import tensor_files
 from rl.models.layout import Weight, assemble, index
 from rl.training.grid import Grid
@@ -21,10 +20,10 @@ from rl.training.layer_spec import te_name
 class WeightMap:
     """Which of the model's weights this rank holds, and as which parameter."""
 
-    def __init__(self, hf: dict, grid: Grid, model: torch.nn.Module):
+    def __init__(self, hf: dict, weights: list[Weight], grid: Grid, model: torch.nn.Module):
         self.grid = grid
         self.num_layers = hf["num_hidden_layers"]
-        self.weights: list[Weight] = architecture(hf).weights(hf)
+        self.weights = weights
         self.parameters = dict(model.named_parameters())
         held = {self.local_name(w, stage) for w in self.weights for stage in self.stages(w) if stage == grid.pp_rank}
         unmapped, absent = self.parameters.keys() - held, held - self.parameters.keys()
@@ -65,7 +64,9 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
     for weight, parameter in weight_map.local():
         parameter.zero_()
         for piece in weight.megatron_pieces(grid.tp, grid.tp_rank):
-            path = files[piece.hf]
+            path = files.get(piece.hf)
+            if path is None:
+                continue  # optional, and stays 0
             if path not in opened:
                 opened[path] = safe_open(path, framework="pt")
             tensor = opened[path].get_slice(piece.hf)

@@ -18,11 +18,11 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from rl.config import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
+from rl.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.gather import RefitMismatch, check_refit, refit  # noqa: E402
 from rl.rollout.engine import RolloutEngine, Sampling, seed_of  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.engine import TrainingEngine  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
 
 PLAIN = Sampling(
@@ -43,8 +43,8 @@ class Checks:
         )
         hf = read_hf_config(checkpoint)
         self.reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-        self.trainer = TrainingEngine(self.config, hf, build_grid(tp=1, pp=1, seed=1), device)
-        self.engine = RolloutEngine(self.config, device)
+        self.trainer = build_policy(self.config, hf, build_grid(tp=1, pp=1, seed=1), device)
+        self.engine = RolloutEngine(checkpoint, self.config.rollout, dtype="float32", max_tokens=128, seed=1, device=device)
         refit(self.trainer, self.engine)
 
     def samples(self, sampling: Sampling, seed: int = 0) -> dict:
@@ -128,7 +128,7 @@ class Checks:
     def check_a_prompt_that_was_cached_is_computed_anew_after_a_refit(self):
         self.samples(PLAIN)
         with torch.no_grad():
-            for parameter in [*self.trainer.policy.parameters(), *self.reference.parameters()]:
+            for parameter in [*self.trainer.model.parameters(), *self.reference.parameters()]:
                 parameter.mul_(1.1)
         refit(self.trainer, self.engine)
         self.check_logprobs_are_those_of_the_sampling_distribution()

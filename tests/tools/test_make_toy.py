@@ -164,5 +164,14 @@ def test_it_runs_from_the_command_line(tmp_path):
         [sys.executable, "tools/make_toy.py", *arguments], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "test.parquet", "train.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "pairs.parquet", "test.parquet", "train.parquet"]
     assert json.loads((tmp_path / "model/config.json").read_text())["hidden_size"] == 32
+
+
+def test_pairs_have_a_right_answer_and_a_wrong_one(tmp_path):
+    make_toy(tmp_path, hidden=32, layers=1, heads=4, kv_heads=4, intermediate=32)
+    rows = pq.read_table(tmp_path / "pairs.parquet").to_pylist()
+    assert len(rows) == 7600
+    for row in rows:
+        a, b = map(int, row["prompt"][0]["content"].rstrip("=").split("+"))
+        assert int(row["chosen"]) == a + b != int(row["rejected"]) and abs(int(row["rejected"]) - a - b) <= 20

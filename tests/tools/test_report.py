@@ -129,3 +129,25 @@ def test_runs_as_a_script_from_any_directory(grpo, tmp_path):
     assert "accuracy after, add" in done.stdout and done.stderr == ""
     missing = subprocess.run([sys.executable, SCRIPT, "nowhere"], cwd=tmp_path, capture_output=True, text=True)
     assert missing.returncode == 1 and missing.stderr == "report: there is no directory nowhere.\n"
+
+
+def test_several_runs_are_compared_by_their_accuracy(grpo, tmp_path, capsys, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    other = write_run(tmp_path / "other", [(0, {ACCURACY: 0.1}), (5, {ACCURACY: 0.2})])
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    report.main([str(grpo), str(other), "--png", str(tmp_path / "curves.png")])
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert len(rows(capsys.readouterr().out)["steps"]) == 2
+    [axes] = plt.gcf().axes
+    assert {line.get_label(): line.get_xydata().tolist() for line in axes.lines} == {
+        grpo.name: [[0, 0.25], [10, 0.75]],
+        "other": [[0, 0.1], [5, 0.2]],
+    }
+    monkeypatch.undo()
+    plt.close("all")
+
+
+def test_runs_without_accuracy_cannot_be_compared():
+    with pytest.raises(ValueError, match="nothing to compare"):
+        report.compare({"a": [], "b": []}, Path("never.png"))

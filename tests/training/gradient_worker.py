@@ -22,14 +22,14 @@ import torch  # noqa: E402
 from megatron_groups import new_grid  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from rl.algorithms.grpo import loss as grpo_loss  # noqa: E402
 from rl.config import Config, Data, Model, Objective, Optimizer, Rollout, Training, resolve  # noqa: E402
 from rl.data.batch import Batch  # noqa: E402
+from rl.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
+from rl.objective import policy_loss  # noqa: E402
 from rl.phases import Totals  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.engine import TrainingEngine  # noqa: E402
-from rl.training.packing import MicroBatch  # noqa: E402
+from rl.training.packing import MicroBatch, plan_minibatch  # noqa: E402
 
 EPS = 1e4
 
@@ -42,7 +42,9 @@ def config_of(checkpoint: str, tp: int, pp: int, micro_batch_tokens: int) -> Con
             data=Data(prompts_per_step=4),
             training=Training(tp=tp, pp=pp, micro_batch_tokens=micro_batch_tokens, head_chunk_tokens=11, optimizer=optimizer),
             rollout=Rollout(temperature=0.8, samples_per_prompt=2),
-            objective=Objective(aggregation="seq-mean-token-mean", entropy_coef=0.05, kl_coef=0.1, clip_low=0.1, clip_high=0.1),
+            objective=Objective(
+                advantage="grpo", loss="ppo", aggregation="seq-mean-token-mean", entropy_coef=0.05, kl_coef=0.1, clip_low=0.1, clip_high=0.1
+            ),
         )
     )
 
@@ -70,16 +72,17 @@ def fixed_batch(vocab_size: int) -> Batch:
 
 
 def totals_of(batch: Batch) -> Totals:
-    return Totals(num_tokens=float(batch.mask.sum()), num_samples=float(len(batch)))
+    return Totals(num_tokens=float(batch.mask.sum()), num_samples=float(len(batch)), num_units=float(len(batch)))
 
 
 def megatron(config: Config, device, tp: int, pp: int) -> dict:
     hf = read_hf_config(config.model.path)
-    trainer = TrainingEngine(config, hf, new_grid(tp, pp), device)
+    trainer = build_policy(config, hf, new_grid(tp, pp), device)
     batch = fixed_batch(hf["vocab_size"])
     before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
-    loss = partial(grpo_loss, totals=totals_of(batch), config=config)
-    terms = trainer.update(batch, trainer.plan(batch, list(range(8))), loss, lr=EPS)
+    loss = partial(policy_loss(config), totals=totals_of(batch))
+    plan = plan_minibatch(batch, list(range(8)), dp=trainer.grid.dp, max_tokens=config.training.micro_batch_tokens)
+    terms = trainer.update(batch, plan, loss, lr=EPS)
     gradient = {name: before[name] - tensor for name, tensor in trainer.full_weights()}
     return {"gradient": gradient, "terms": terms}
 
@@ -89,10 +92,11 @@ def weight_decay(config: Config, device) -> dict[str, float]:
     optimizer = replace(config.training.optimizer, eps=1e30, weight_decay=5.0)
     config = replace(config, training=replace(config.training, optimizer=optimizer))
     hf = read_hf_config(config.model.path)
-    trainer = TrainingEngine(config, hf, new_grid(1, 1), device)
+    trainer = build_policy(config, hf, new_grid(1, 1), device)
     batch = fixed_batch(hf["vocab_size"])
     before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
-    trainer.update(batch, trainer.plan(batch, [0, 1]), partial(grpo_loss, totals=totals_of(batch), config=config), lr=0.1)
+    plan = plan_minibatch(batch, [0, 1], dp=trainer.grid.dp, max_tokens=4096)
+    trainer.update(batch, plan, partial(policy_loss(config), totals=totals_of(batch)), lr=0.1)
     return {name: float(tensor.norm() / before[name].norm()) for name, tensor in trainer.full_weights()}
 
 
@@ -111,7 +115,7 @@ def hugging_face(config: Config) -> dict:
         lengths=batch.lengths, column_index=None, columns={k: v.double() for k, v in batch.token_columns().items()},
     )  # fmt: skip
     micro.logprobs, micro.entropy = torch.cat(logprobs), torch.cat(entropies)
-    value, terms = grpo_loss(micro, totals_of(batch), config=config)
+    value, terms = policy_loss(config)(micro, totals_of(batch))
     value.backward()
     gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
     norm = torch.stack([g.norm() for g in gradient.values()]).norm()

@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from rl.config import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
 from rl.data.batch import Batch  # noqa: E402
-from rl.data.prompts import Prompt  # noqa: E402
+from rl.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.gather import check_refit, refit  # noqa: E402
 from rl.rollout.engine import RolloutEngine, Sampling  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.engine import TrainingEngine  # noqa: E402
+from rl.training.packing import plan_minibatch  # noqa: E402
 from rl.training.weights import load_hf  # noqa: E402
 
 TEMPERATURE = 0.7
@@ -66,15 +66,17 @@ def random_batch(vocab_size: int) -> Batch:
 
 
 @torch.no_grad()
-def hf_logprobs(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropy of the response tokens, one sequence at a time: nothing packed, nothing padded."""
-    logprobs, entropies = [], []
+def hf_logprobs(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs, entropy and sum of squared probabilities at the response tokens, one sequence at a time: nothing packed,
+    nothing padded."""
+    logprobs, entropies, squares = [], [], []
     for prompt, response in zip(batch.prompt_ids, batch.response_ids):
         ids = torch.tensor([*prompt.tolist(), *response.tolist()])
         log_p = (model(ids[None]).logits[0].double() / TEMPERATURE).log_softmax(-1)[len(prompt) - 1 : -1]
         logprobs.append(log_p.gather(1, ids[len(prompt) :, None])[:, 0])
         entropies.append(-(log_p.exp() * log_p).sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies)
+        squares.append(log_p.exp().square().sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(squares)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -87,23 +89,25 @@ def main(checkpoint_a: str, checkpoint_b: str, out: str, rollout_tp: str, *layou
         references = [AutoModelForCausalLM.from_pretrained(c, dtype=torch.float32).eval() for c in (checkpoint_a, checkpoint_b)]
         hf = read_hf_config(checkpoint_a)
         batch = random_batch(hf["vocab_size"])
-        engine = RolloutEngine(config_of(checkpoint_a, 1, 1, int(rollout_tp)), device)
-        prompts = [Prompt(i, ids, "", "test", None, {}) for i, ids in enumerate(batch.prompt_ids)]
+        config = config_of(checkpoint_a, 1, 1, int(rollout_tp))
+        engine = RolloutEngine(checkpoint_a, config.rollout, dtype="float32", max_tokens=128, seed=1, device=device)
         for layout in layouts:
             tp, pp = map(int, layout.split("x"))
-            trainer = TrainingEngine(config_of(checkpoint_a, tp, pp, int(rollout_tp)), hf, new_grid(tp, pp), device)
+            trainer = build_policy(config_of(checkpoint_a, tp, pp, int(rollout_tp)), hf, new_grid(tp, pp), device)
             for name, checkpoint, reference in zip("ab", (checkpoint_a, checkpoint_b), references):
                 load_hf(checkpoint, trainer.weight_map)
-                plans = [trainer.plan(batch, [0, 1, 2, 3]), trainer.plan(batch, [4, 5, 6, 7])]
-                logprobs, entropy = trainer.logprobs(batch, plans)
-                expected, expected_entropy = hf_logprobs(reference, batch)
+                halves = ([0, 1, 2, 3], [4, 5, 6, 7])
+                plans = [plan_minibatch(batch, half, dp=trainer.grid.dp, max_tokens=96) for half in halves]
+                logprobs, entropy, squares = trainer.forward(batch, plans, ("logprobs", "entropy", "sum_p_squared"))
+                expected, expected_entropy, expected_squares = hf_logprobs(reference, batch)
                 refit(trainer, engine)
                 check_refit(trainer, engine)
-                mine = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(prompts))))
-                sampled = exchange(prompts, mine if engine.rank_in_replica == 0 else [], SAMPLING.samples_per_prompt, device)
+                mine = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(batch))))
+                sampled = exchange(batch.prompt_ids, mine if engine.rank_in_replica == 0 else [], SAMPLING.samples_per_prompt, device)
                 results[f"{layout} {name}"] = {
                     "megatron": difference(logprobs, expected),
                     "entropy": difference(entropy, expected_entropy),
+                    "sum_p_squared": difference(squares, expected_squares),
                     "vllm": difference(sampled.rollout_logprobs, hf_logprobs(reference, sampled)[0]),
                     "sampled_tokens": int(sampled.lengths.sum()),
                 }

@@ -40,7 +40,7 @@ def reference(hidden, weight, targets, upstream, *, temperature, vocab_size):
 def chunked(hidden, weight, targets, upstream, *, temperature, vocab_size, group, chunk):
     """The same four of linear_logprobs."""
     hidden, weight = (t.clone().requires_grad_() for t in (hidden, weight))
-    logprobs, entropy = linear_logprobs(
+    logprobs, entropy, _ = linear_logprobs(
         hidden, weight, targets, temperature=temperature, vocab_size=vocab_size, group=group, chunk=chunk
     )
     torch.autograd.backward([logprobs, entropy], list(upstream))
@@ -61,6 +61,18 @@ def test_values_and_gradients_are_those_of_log_softmax(group, temperature, chunk
     data = inputs()
     expected = reference(*data, temperature=temperature, vocab_size=V)
     assert_alike(chunked(*data, temperature=temperature, vocab_size=V, group=group, chunk=chunk), expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+def test_sum_of_squared_probabilities_has_no_gradient_and_leaves_the_padding_out(group, chunk):
+    hidden, weight, targets, _ = inputs(rows=64)
+    weight[V:] = 100.0
+    expected = (hidden.double() @ weight[:V].double().T / 0.7).softmax(-1).square().sum(-1)
+    squares = linear_logprobs(
+        hidden.requires_grad_(), weight, targets, temperature=0.7, vocab_size=V, group=group, chunk=chunk
+    )[2]
+    torch.testing.assert_close(squares.double(), expected, rtol=1e-5, atol=1e-6)
+    assert not squares.requires_grad
 
 
 @pytest.mark.parametrize("only", [0, 1], ids=["logprobs", "entropy"])
@@ -111,7 +123,7 @@ def test_bfloat16_is_as_near_as_its_rounding(group, chunk):
 def test_logits_of_bfloat16_are_scaled_and_normalised_in_float32(group):
     hidden, weight, targets, _ = inputs(dtype=torch.bfloat16)
     expected = torch.log_softmax((hidden @ weight.T).float() / 0.7, -1)
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature=0.7, vocab_size=V, group=group, chunk=T)
+    logprobs, entropy, _ = linear_logprobs(hidden, weight, targets, temperature=0.7, vocab_size=V, group=group, chunk=T)
     torch.testing.assert_close(logprobs, expected.gather(1, targets[:, None]).squeeze(1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), rtol=1e-5, atol=1e-5)
 
@@ -137,7 +149,7 @@ def test_logits_of_thousands_stay_finite(group):
 
 def test_uniform_logits_give_the_entropy_of_the_vocabulary(group):
     hidden, weight, targets, _ = inputs(rows=64)
-    logprobs, entropy = linear_logprobs(
+    logprobs, entropy, _ = linear_logprobs(
         0 * hidden, weight, targets, temperature=1.0, vocab_size=V, group=group, chunk=5
     )
     expected = torch.full((T,), float(torch.tensor(float(V)).log()))
@@ -178,7 +190,7 @@ def test_logits_exist_for_one_chunk_at_a_time_in_both_passes(group, dtype):
             hidden, weight, targets, temperature=1.0, vocab_size=vocab_size, group=group, chunk=chunk
         )
     with LargestOutput() as backward:
-        torch.autograd.backward(outputs, list(upstream))
+        torch.autograd.backward(outputs[:2], list(upstream))
     assert weight.grad.abs().sum() > 0
     # Not less either: the mode has seen the logits.
     assert forward.numel == backward.numel == chunk * vocab_size

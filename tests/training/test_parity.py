@@ -22,7 +22,7 @@ def assert_equal_logprobs(results: dict, layouts: list[str]) -> None:
     assert results.keys() == {f"{layout} {weights}" for layout in layouts for weights in "ab"}
     for case, found in results.items():
         assert found["sampled_tokens"] > 50, case
-        for side in ("megatron", "entropy", "vllm"):
+        for side in ("megatron", "entropy", "sum_p_squared", "vllm"):
             assert found[side] < 1e-4, (case, side)
 
 

@@ -1,0 +1,36 @@
+"""DPO: direct preference optimization (arXiv:2305.18290), from pairs in the data.
+
+No reward and no generation: the policy learns to prefer the chosen response of each pair over the rejected one, by more
+than the reference policy (the one that the run starts from) does.
+
+    L = -E[ log sigmoid(beta (log pi(y_w)/pi_ref(y_w) - log pi(y_l)/pi_ref(y_l))) ]
+
+`preference.loss` has hinge and IPO in its place. data.prompts_per_step counts pairs; both responses of a pair share a
+micro-batch. Online variants: `spin` (the data's response against one's own) and `sppo` (one's own against each other).
+"""
+
+from functools import partial
+
+from rl.config import Config
+from rl.objectives.preference import log_ratios, pair_loss
+from rl.phases import MicroBatch, Phases, Totals
+
+NEEDS = ("pairs", "reference", "preference")
+DEFAULTS = {}
+
+
+def step(phases: Phases, config: Config) -> None:
+    batch = phases.draw_pairs()
+    phases.reference(batch)
+    phases.update(batch, partial(loss, config=config))
+
+
+def loss(micro: MicroBatch, totals: Totals, *, config: Config):
+    """Mean over the mini-batch's pairs."""
+    preference = config.preference
+    ratios = log_ratios(micro.logprobs, micro.ref_logprobs, micro.mask, micro.lengths)
+    value, stats = pair_loss(
+        ratios, beta=preference.beta, loss=preference.loss, label_smoothing=preference.label_smoothing
+    )
+    total = value.sum() / totals.num_units
+    return total, {"preference/loss": total} | {f"preference/{name}": stat / totals.num_units for name, stat in stats.items()}

@@ -1,0 +1,35 @@
+"""REINFORCE++ (arXiv:2501.03262), and its variant with a group baseline.
+
+REINFORCE with PPO's clipped loss and no critic. The KL divergence from the reference policy is subtracted from the reward of
+every token; the advantage of a token is the reward from there to the end, and advantages are whitened over all tokens of
+the whole batch, not over the group of a prompt:
+
+    A_t = sum_{s >= t} gamma^(s - t) (score at the last token - reward_kl.coef * log(pi(y_s) / pi_ref(y_s)))
+    A'_t = (A_t - mean A) / std A
+
+One sample per prompt is enough. `objective.advantage=reinforce++-baseline` first takes the group's mean off the reward of a
+sample, for several samples per prompt; the paper pairs it with `objective.reward_kl.coef=0`, and a k2 divergence in the
+loss (`objective.kl_coef`, `objective.kl_estimator=k2`).
+"""
+
+from rl.config import Config
+from rl.objective import advantages, policy_loss, token_choice
+from rl.phases import Phases
+
+NEEDS = ("samples", "reward", "groups")
+DEFAULTS = {
+    "objective.advantage": "reinforce++",
+    "objective.loss": "ppo",
+    "objective.reward_kl.coef": 0.01,
+}
+
+
+def step(phases: Phases, config: Config) -> None:
+    prompts = phases.draw_prompts()
+    batch = phases.generate(prompts)
+    phases.score(batch, prompts)
+    phases.log_probs(batch)
+    phases.reward_tokens(batch)
+    with phases.timed("adv"):
+        batch.advantages = advantages(batch, config)
+    phases.update(batch, policy_loss(config), choose=token_choice(config))

@@ -1,0 +1,33 @@
+"""ReMax (arXiv:2310.10505): REINFORCE whose baseline is the reward of the greedy response to the same prompt.
+
+    A(y) = R(y) - R(greedy response),   J = E[ A(y) log pi(y) ]
+
+The greedy response is generated with the same weights, scored, and not trained on. One sample per prompt is enough; the
+baseline costs one more. The divergence from the reference policy is a term of the loss here (`objective.kl_coef`), not of
+the reward, where the greedy response would need one too. The loss is PPO's by default, whose gradient is REINFORCE's while
+the policy is the one that sampled.
+"""
+
+from rl.config import Config
+from rl.objective import advantages, policy_loss, token_choice
+from rl.phases import Phases
+
+NEEDS = ("samples", "reward", "greedy_baseline")
+DEFAULTS = {
+    "objective.advantage": "remax",
+    "objective.loss": "ppo",
+    "objective.aggregation": "seq-mean-token-sum",
+    "rollout.samples_per_prompt": 1,
+}
+
+
+def step(phases: Phases, config: Config) -> None:
+    prompts = phases.draw_prompts()
+    batch = phases.generate(prompts)
+    baselines = phases.greedy_rewards(prompts)  # one per prompt
+    phases.score(batch, prompts)
+    phases.log_probs(batch)
+    phases.reward_tokens(batch)
+    with phases.timed("adv"):
+        batch.advantages = advantages(batch, config, baselines=baselines[batch.groups])
+    phases.update(batch, policy_loss(config), choose=token_choice(config))

@@ -1,0 +1,35 @@
+"""SPPO: self-play preference optimization (arXiv:2405.00675), online.
+
+For each prompt a group of responses is sampled and scored; a response's win rate is the share of the others that it beats.
+The policy's log-ratio to the policy that sampled moves towards eta times the win rate above one half, which approaches the
+Nash equilibrium of the preference game:
+
+    L = E[ (log pi(y)/pi_t(y) - eta (P(y beats pi_t) - 1/2))^2 ],   eta = 1 / preference.beta
+
+The paper asks a preference model for P; here the reward function decides who wins, ties count half. An iteration is a step.
+"""
+
+from functools import partial
+
+from rl.config import Config
+from rl.objectives.preference import log_ratios, sppo_loss, win_rates
+from rl.phases import MicroBatch, Phases, Totals
+
+NEEDS = ("samples", "reward", "groups", "preference")
+DEFAULTS = {}
+
+
+def step(phases: Phases, config: Config) -> None:
+    prompts = phases.draw_prompts()
+    batch = phases.generate(prompts)
+    phases.score(batch, prompts)
+    phases.log_probs(batch)
+    batch.labels = win_rates(batch.rewards, batch.groups)
+    phases.update(batch, partial(loss, config=config))
+
+
+def loss(micro: MicroBatch, totals: Totals, *, config: Config):
+    """Mean over the mini-batch's samples."""
+    ratios = log_ratios(micro.logprobs, micro.old_logprobs, micro.mask, micro.lengths)
+    total = sppo_loss(ratios, micro.labels, eta=1 / config.preference.beta).sum() / totals.num_samples
+    return total, {"preference/loss": total, "preference/log_ratio": ratios.detach().abs().sum() / totals.num_samples}

@@ -1,0 +1,294 @@
+"""Programs: does the code in the response pass its tests? It runs in `sandbox`, one fresh process per test.
+
+The expected outputs of tests with inputs stay in this process, so a program cannot read them. Test code with asserts has to
+run where the program is: one that replaces __eq__ or looks for its caller's variables can pass it without solving anything.
+Leaving early (sys.exit, os._exit) does not count as passing.
+"""
+
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from rl.rewards.sandbox import Limits, Outcome, run_program
+
+PRELUDE = """from typing import *
+import bisect, collections, functools, heapq, itertools, math, random, re, string
+from bisect import bisect_left, bisect_right
+from collections import Counter, OrderedDict, defaultdict, deque
+from functools import cache, lru_cache, reduce
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, combinations, permutations, product
+from math import ceil, floor, gcd, inf, sqrt
+"""
+"""What LeetCode gives a function without an import, in parts; functions judged by calls or asserts start after it."""
+RTOL, ATOL = 1e-5, 1e-8
+"""Tolerance of numbers with a decimal point or an exponent, numpy.allclose's defaults, as in APPS (arXiv:2105.09938)."""
+
+_FENCE = re.compile(r"[ \t]*```[ \t]*([a-zA-Z0-9_+-]*)")
+_PYTHON = {"python", "python3", "py"}
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
+
+# Runs before the solution: takes the job from standard input and keeps standard output for the answer, so that nothing
+# the solution prints mixes with it. `call` prints the value as JSON, `test` the token once all asserts have passed.
+_HARNESS = """
+import json, os, sys, types
+job = json.loads(sys.stdin.read())
+answer = os.dup(1)
+os.dup2(2, 1)
+# A module, because dataclasses and typing look theirs up by name.
+sys.modules["solution"] = types.ModuleType("solution")
+names = vars(sys.modules["solution"])
+exec(compile(job["prelude"], "prelude.py", "exec"), names)
+exec(compile(job["solution"], "solution.py", "exec"), names)
+if "fn_name" in job:
+    function = names.get(job["fn_name"])
+    if function is None:
+        function = getattr(names["Solution"](), job["fn_name"])
+    text = json.dumps({"value": function(*job["arguments"])})
+else:
+    exec(compile(job["test"], "test.py", "exec"), names)
+    text = job["token"]
+os.write(answer, text.encode())
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test of a program."""
+
+    stdin: str | None = None
+    arguments: tuple[Any, ...] | None = None
+    """Of a call of fn_name."""
+    fn_name: str = ""
+    test: str | None = None
+    """Code that raises if the program is wrong."""
+    expected: Any = None
+    """The output, or the value of the call."""
+
+
+def score(
+    prompt: str,
+    response: str,
+    ground_truth: Any,
+    *,
+    partial: bool = False,
+    max_cases: int | None = None,
+    total_s: float = 25.0,
+    wall_s: float = 12.0,
+    cpu_s: int = 6,
+    memory_mib: int = 1024,
+    interpreter: str | None = None,
+    allow_unprotected: bool = False,
+    **extra: Any,
+) -> dict[str, float]:
+    """`score`, `acc` (1.0 if all tests pass), `passed` (fraction of the tests) and `timed_out` (fraction).
+
+    The program is the last block of the response fenced as ```python, else the last fenced block, else all of it.
+
+    Args:
+        ground_truth: a mapping, or JSON of one, of one of these forms; any other text is test code:
+            {"inputs": [str, ...], "outputs": [str, ...]}               standard input and output
+            {"fn_name": str, "inputs": [[...], ...], "outputs": [...]}  arguments and value of a function, or of a method
+                of the class Solution; as JSON, or as in LiveCodeBench as text with one argument per line
+            {"asserts": [str, ...]} or {"asserts": str}                 test code; each string is one test
+        partial: the score is `passed`; otherwise it is `acc`, and the first test that fails ends it: `passed` and
+            `timed_out` then count the rest as not passed and not timed out.
+        max_cases: only that many tests, the first.
+        total_s: seconds for all tests of a response; those not ended by then are not passed. Keep it some seconds below
+            the time limit of a sample (reward.timeout_s), which would end the call from outside and cost its score.
+        wall_s, cpu_s, memory_mib: limits of one test, see sandbox.Limits.
+        interpreter: the Python to run programs with, see sandbox.run_program.
+        allow_unprotected: run programs also where nothing keeps them from the network and the user's files.
+
+    Raises:
+        ValueError: the ground truth has no test or another form; this machine cannot confine programs.
+        OSError: a program could not be started or confined.
+    """
+    cases = read_cases(ground_truth)[:max_cases]
+    if not cases:
+        raise ValueError(f"reward.kwargs.max_cases is {max_cases}: at least one test is needed.")
+    program = extract_program(response)
+    passed = timed_out = 0
+    deadline = time.monotonic() + total_s
+    for case in cases if program.strip() else []:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            break
+        limits = Limits(wall_s=min(wall_s, left_s), cpu_s=math.ceil(cpu_s), memory_mib=memory_mib)
+        outcome, right = run_case(
+            program, case, limits=limits, interpreter=interpreter, allow_unprotected=allow_unprotected
+        )
+        passed += right
+        timed_out += outcome.end == "time"
+        if not right and not partial:
+            break
+    fraction, acc = passed / len(cases), float(passed == len(cases))
+    return {
+        "score": fraction if partial else acc,
+        "acc": acc,
+        "passed": fraction,
+        "timed_out": timed_out / len(cases),
+    }
+
+
+# ---- what to run ----
+
+
+def extract_program(response: str) -> str:
+    """The last block fenced as Python, else the last fenced block, else the whole text. A block without an end goes on to
+    the end of the text. Linear.
+    """
+    blocks: list[tuple[str, str]] = []
+    language, lines = None, []
+    for line in response.splitlines(keepends=True):
+        fence = _FENCE.match(line)
+        if fence is None:
+            lines.append(line)
+        elif language is None:
+            language, lines = fence[1].lower(), []
+        elif not fence[1]:
+            blocks.append((language, "".join(lines)))
+            language = None
+        else:  # a new block where the last should have ended
+            blocks.append((language, "".join(lines)))
+            language, lines = fence[1].lower(), []
+    if language is not None:
+        blocks.append((language, "".join(lines)))
+    python = [text for name, text in blocks if name in _PYTHON]
+    return python[-1] if python else blocks[-1][1] if blocks else response
+
+
+def read_cases(ground_truth: Any) -> list[Case]:
+    """The tests of a ground truth, see `score`. Raises ValueError if there is none or it has another form."""
+    tests = ground_truth
+    if isinstance(tests, str):
+        try:
+            parsed = json.loads(tests)
+            tests = parsed if isinstance(parsed, Mapping) else {"asserts": tests}
+        except ValueError:
+            tests = {"asserts": tests}
+    if not isinstance(tests, Mapping):
+        raise ValueError(_form(ground_truth))
+    if tests.get("asserts") is not None:
+        asserts = tests["asserts"]
+        asserts = [asserts] if isinstance(asserts, str) else list(asserts)
+        cases = [Case(test=str(test)) for test in asserts if str(test).strip()]
+    else:
+        inputs, outputs, fn_name = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name") or ""
+        if inputs is None or outputs is None or len(inputs) != len(outputs):
+            raise ValueError(_form(ground_truth))
+        pairs = zip(inputs, outputs, strict=True)
+        cases = [_call(fn_name, *pair) if fn_name else _stdio(*pair) for pair in pairs]
+    if not cases:
+        raise ValueError(_form(ground_truth))
+    return cases
+
+
+def _form(ground_truth: Any) -> str:
+    return (
+        "the code reward needs reward_model.ground_truth with `inputs` and `outputs` of the same, positive number, with "
+        f"`fn_name` for calls, or with `asserts`, or test code; it is {ground_truth!r:.300}."
+    )
+
+
+def _stdio(given: Any, expected: Any) -> Case:
+    """APPS has inputs and outputs that are lists of lines."""
+    given, expected = (text if isinstance(text, str) else "\n".join(map(str, text)) for text in (given, expected))
+    return Case(stdin=given, expected=expected)
+
+
+def _call(fn_name: str, given: Any, expected: Any) -> Case:
+    if isinstance(given, str):
+        given = [json.loads(line) for line in given.splitlines() if line.strip()]
+        expected = json.loads(expected) if isinstance(expected, str) else expected
+    return Case(fn_name=fn_name, arguments=tuple(_plain(given)), expected=_plain(expected))
+
+
+def _plain(value: Any) -> Any:
+    """JSON's types only: lists read from Parquet are numpy arrays, and their numbers numpy's."""
+    return json.loads(json.dumps(value, default=lambda array: array.tolist()))
+
+
+# ---- run and compare ----
+
+
+def run_case(
+    program: str, case: Case, *, limits: Limits, interpreter: str | None = None, allow_unprotected: bool = False
+) -> tuple[Outcome, bool]:
+    """Run a program on one test: how it ended, and whether it passed. Raises what `sandbox.run_program` raises."""
+    how = {"limits": limits, "interpreter": interpreter, "allow_unprotected": allow_unprotected}
+    if case.stdin is not None:
+        outcome = run_program(program, stdin=case.stdin, **how)
+        return outcome, outcome.ok and same_output(outcome.stdout, case.expected)
+    job = {"prelude": PRELUDE, "solution": program}
+    if case.test is not None:
+        token = secrets.token_hex(16)
+        outcome = run_program(_HARNESS, stdin=json.dumps({**job, "test": case.test, "token": token}), **how)
+        return outcome, outcome.ok and outcome.stdout == token
+    outcome = run_program(
+        _HARNESS, stdin=json.dumps({**job, "fn_name": case.fn_name, "arguments": case.arguments}), **how
+    )
+    if not outcome.ok:
+        return outcome, False
+    try:
+        value = json.loads(outcome.stdout)["value"]
+        right = same_value(value, case.expected)
+        # APPS puts some values into a list of one.
+        if not right and isinstance(case.expected, list) and len(case.expected) == 1 and not isinstance(value, list):
+            right = same_value(value, case.expected[0])
+    # The program may have written there itself: no JSON, no value, an int beyond float, digits or nesting beyond limit.
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        right = False
+    return outcome, right
+
+
+def same_output(output: str, expected: str) -> bool:
+    """Whether two texts have the same lines, apart from blanks around lines and empty lines at the ends.
+
+    Lines that differ are compared word by word (words are separated by any blanks): numbers written differently are the
+    same if they are equal, as in LiveCodeBench (5 and 5.0; compared as decimals, so that long ones are told apart), and
+    within RTOL and ATOL, as in APPS, if the expected one has a decimal point or an exponent.
+    """
+    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (output, expected))
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+
+
+def _same_line(ours: str, theirs: str) -> bool:
+    if ours == theirs:
+        return True
+    words, expected = ours.split(), theirs.split()
+    return len(words) == len(expected) and all(map(_same_word, words, expected))
+
+
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
+        return True
+    if not (_DECIMAL.fullmatch(word) and _DECIMAL.fullmatch(expected)):
+        return False
+    if Decimal(word) == Decimal(expected):
+        return True
+    return not expected.lstrip("+-").isdigit() and _is_close(float(word), float(expected))
+
+
+def same_value(value: Any, expected: Any) -> bool:
+    """Whether two values of JSON are equal, floats within RTOL and ATOL; tuples have become lists."""
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(same_value(value[key], expected[key]) for key in value)
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, (int, float)) and isinstance(expected, float):
+        return value == expected or _is_close(value, expected)
+    return value == expected
+
+
+def _is_close(value: float, expected: float) -> bool:
+    # numpy.isclose: the tolerance is of the expected value, and nothing is close to infinity but itself.
+    return math.isfinite(expected) and abs(value - expected) <= ATOL + RTOL * abs(expected)

@@ -1,0 +1,496 @@
+"""The far side of `sandbox`: run as a script, it confines one untrusted program, watches it, and leaves nothing behind.
+
+`sandbox.run_program` starts `python -I -S sandbox_child.py LIFELINE` and writes one line of JSON to it. This process, the
+watcher, makes a directory, forks, and the fork confines itself and becomes the program (execve). The watcher collects what
+it prints, ends it at the limits, kills everything that descends from it, removes the directory and prints one line of JSON.
+It does the same as soon as LIFELINE, a pipe, is closed: the process that wanted the answer is gone, perhaps by SIGKILL.
+
+A file of its own, and only the standard library: `-I` finds no package, and a start has to take milliseconds.
+
+What confines the program, none of it needs root (`sandbox` says what is allowed and why, and what works on this machine):
+
+seccomp     a filter of system calls
+landlock    rules for paths; needs Linux 6.2, until then Landlock does not stop the truncation of a file that may be read
+namespaces  where one of the two is missing: user, mount, network, IPC and PID namespaces, a root of read-only binds
+
+See seccomp(2), landlock(7), user_namespaces(7), mount_setattr(2).
+"""
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import select
+import signal
+import stat
+import struct
+import sys
+import tempfile
+import time
+from typing import Any
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+# Numbers of system calls on x86_64 and aarch64; from 424 on all architectures share them.
+_CHECKED = {
+    "clone": (56, 220), "kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261), "socketpair": (53, 199),
+    "fcntl": (72, 25), "ioctl": (16, 29),
+}  # fmt: skip
+_PIVOT_ROOT = (155, 41)
+_CAPSET = (126, 91)
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT, _MOUNT_SETATTR = 444, 445, 446, 442
+
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_COLUMN = {"x86_64": 0, "aarch64": 1}
+
+_CLONE_THREAD = 0x00010000
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+_CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET, _CLONE_NEWCGROUP = 0x10000000, 0x20000000, 0x40000000, 0x02000000
+_CLONE_NEW = (
+    _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWCGROUP
+)
+
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 22, 24
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
+
+TICK_S = 0.05
+"""How often threads and files are counted."""
+
+
+def check(result: int, what: str) -> int:
+    """The result of a call into the C library; OSError with errno's reason where it is negative."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def syscall(number: int, what: str, *args: Any) -> int:
+    """A system call that the C library has no function for. An int argument goes in as a C long."""
+    return check(LIBC.syscall(number, *(ctypes.c_long(a) if isinstance(a, int) else a for a in args)), what)
+
+
+def prctl(option: int, what: str, *args: Any) -> None:
+    """prctl(2); all five arguments, since some options refuse rubbish in those they do not use."""
+    padded = [*args, 0, 0, 0, 0][:4]
+    check(LIBC.prctl(option, *(ctypes.c_ulong(a) if isinstance(a, int) else a for a in padded)), what)
+
+
+# ---- seccomp ----
+
+_LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+
+
+def _op(code: int, k: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, k)
+
+
+def _load_arg(index: int) -> bytes:
+    """The low 32 bits, which is all that the kernel looks at in the arguments checked here (both machines little-endian)."""
+    return _op(_LOAD, 16 + 8 * index)
+
+
+def _only(index: int, allowed: list[int], *, verdict: int = _ALLOW, otherwise: int = _FAIL | errno.EPERM) -> list[bytes]:
+    """`verdict` if the argument is one of `allowed`."""
+    tests = [op for value in allowed for op in (_op(_EQUAL, value, 0, 1), _op(_RETURN, verdict))]
+    return [_load_arg(index), *tests, _op(_RETURN, otherwise)]
+
+
+def seccomp_filter(machine: str, pid: int, denied_calls: list[int], missing_calls: list[int]) -> bytes:
+    """The BPF program for the process `pid` (its number in its own PID namespace); 8 bytes per instruction.
+
+    `denied_calls` fail with EPERM, `missing_calls` with ENOSYS, and those of _CHECKED depend on their arguments.
+    """
+    column, denied = _COLUMN[machine], _FAIL | errno.EPERM
+    clone = [
+        _load_arg(0),
+        _op(_BITS, _CLONE_NEW, 0, 1), _op(_RETURN, denied),
+        _op(_BITS, _CLONE_THREAD, 0, 1), _op(_RETURN, _ALLOW),
+        _op(_RETURN, denied),
+    ]  # fmt: skip
+    bodies = {
+        "clone": clone,
+        "kill": _only(0, [pid, 0]),  # 0 is its own group, in which it is alone
+        "tgkill": _only(0, [pid]),
+        "prlimit64": _only(0, [pid, 0]),
+        "socketpair": _only(0, [1]),  # AF_UNIX
+        # F_SETOWN, F_SETSIG and F_SETOWN_EX make the kernel send a signal of choice to any process of the user; a lease
+        # (F_SETLEASE) makes others wait at open().
+        "fcntl": _only(1, [8, 10, 15, 1024], verdict=denied, otherwise=_ALLOW),
+        # FIOSETOWN and SIOCSPGRP as F_SETOWN; TIOCSTI and TIOCLINUX type into a terminal.
+        "ioctl": _only(1, [0x8901, 0x8902, 0x5412, 0x541C], verdict=denied, otherwise=_ALLOW),
+    }
+    program = [_op(_LOAD, 4), _op(_EQUAL, _AUDIT_ARCH[machine], 1, 0), _op(_RETURN, _KILL), _op(_LOAD, 0)]
+    if machine == "x86_64":  # the x32 calls are a second set of numbers for the same calls
+        program += [_op(_AT_LEAST, 0x40000000, 0, 1), _op(_RETURN, _KILL)]
+    rules = {_CHECKED[name][column]: body for name, body in bodies.items()}
+    rules |= {number: [_op(_RETURN, denied)] for number in denied_calls}
+    rules |= {number: [_op(_RETURN, _FAIL | errno.ENOSYS)] for number in missing_calls}
+    for number, body in rules.items():
+        program += [_op(_EQUAL, number, 0, len(body)), *body]
+    return b"".join([*program, _op(_RETURN, _ALLOW)])
+
+
+def apply_seccomp(denied_calls: list[int], missing_calls: list[int]) -> None:
+    code = seccomp_filter(platform.machine(), os.getpid(), denied_calls, missing_calls)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
+    prctl(_PR_SET_SECCOMP, "seccomp", 2, ctypes.c_char_p(program))
+
+
+# ---- Landlock ----
+
+# Rights of linux/landlock.h by bit: execute 0, write 1, read 2, list 3, remove 4 and 5, make 6-12 (char 6, dir 7, regular 8,
+# socket 9, FIFO 10, block 11, symlink 12), refer 13 (ABI 2), truncate 14 (ABI 3), ioctl on devices 15 (ABI 5).
+_EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
+_MAKE_DEVICES_AND_SOCKETS = 1 << 6 | 1 << 9 | 1 << 11
+
+
+def landlock_abi() -> int:
+    """The version of Landlock that the kernel has, 0 for none; below 3 it does not protect files from truncation."""
+    return max(0, LIBC.syscall(ctypes.c_long(_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
+
+
+def apply_landlock(readable: list[str], devices: list[str], writable: str) -> None:
+    abi = landlock_abi()
+    if abi < 3:
+        raise OSError(errno.ENOSYS, f"Landlock ABI {abi}, 3 is needed")
+    every = (1 << (16 if abi >= 5 else 15)) - 1
+    # TCP bind and connect (ABI 4); abstract Unix sockets and signals to outside (ABI 6). No rule allows any of them.
+    attributes = struct.pack("QQQ", every, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
+    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
+    ruleset = syscall(_LANDLOCK_CREATE, "Landlock", ctypes.c_char_p(attributes), size, 0)
+
+    def allow(path: str, rights: int) -> None:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
+            rights &= _EXECUTE | _WRITE | _READ | _TRUNCATE  # the kernel refuses rights of directories on a file
+        rule = struct.pack("=Qi", rights, fd)
+        syscall(_LANDLOCK_ADD, f"Landlock rule for {path}", ruleset, 1, ctypes.c_char_p(rule), 0)
+        os.close(fd)
+
+    for path in readable:
+        allow(path, _EXECUTE | _READ | _LIST)
+    for path in devices:
+        allow(path, _READ | _WRITE | _TRUNCATE)
+    allow(writable, every & 0x7FFF & ~_EXECUTE & ~_MAKE_DEVICES_AND_SOCKETS)
+    syscall(_LANDLOCK_RESTRICT, "Landlock", ruleset, 0)
+    os.close(ruleset)
+
+
+# ---- namespaces ----
+
+
+def enter_user_namespace() -> None:
+    """New user and PID namespaces; the next fork is process 1 of the latter, and its end is the end of all in there."""
+    uid, gid = os.getuid(), os.getgid()
+    check(LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWPID), "user namespace")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def apply_namespaces(readable: list[str], devices: list[str], writable: str, root: str) -> None:
+    """No network, and a file system of read-only binds of `readable` and `devices` beside the writable directory."""
+    check(LIBC.unshare(_CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS), "namespaces")
+    private, recursive, bind, nosuid, nodev = 1 << 18, 1 << 14, 1 << 12, 2, 4
+    _mount(None, "/", None, private | recursive)
+    _mount("tmpfs", root, "tmpfs", nosuid | nodev)
+    for path in [*readable, *devices, writable]:
+        target = root + path
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.islink(path):  # /lib -> usr/lib
+            if not os.path.lexists(target):
+                os.symlink(os.readlink(path), target)
+            continue
+        if os.path.isdir(path):
+            os.makedirs(target, exist_ok=True)
+        elif not os.path.lexists(target):
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+        _mount(path, target, None, bind | recursive)
+        if path != writable:
+            _set_read_only(target, 0x8000)  # AT_RECURSIVE
+    _set_read_only(root, 0)
+    os.chdir(root)
+    # pivot_root(2), "pivot_root(".", ".")": the old root ends up on top of the new one, and is taken off.
+    syscall(_PIVOT_ROOT[_COLUMN[platform.machine()]], "pivot_root", ctypes.c_char_p(b"."), ctypes.c_char_p(b"."))
+    check(LIBC.umount2(b".", 2), "umount")
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
+    encoded = [os.fsencode(text) if text is not None else None for text in (source, target, kind)]
+    check(LIBC.mount(*encoded, ctypes.c_ulong(flags), None), f"mount of {source} on {target}")
+
+
+def _set_read_only(target: str, flags: int) -> None:
+    attributes = struct.pack("QQQQ", 1 | 2, 0, 0, 0)  # read-only, nosuid
+    path = ctypes.c_char_p(os.fsencode(target))
+    syscall(_MOUNT_SETATTR, f"read-only {target}", -100, path, flags, ctypes.c_char_p(attributes), len(attributes))
+
+
+# ---- the program ----
+
+
+def drop_capabilities() -> None:
+    """Root without its privileges owns root's files and no more; the bounding set keeps exec from giving them back."""
+    capability = 0
+    while LIBC.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) == 0:
+        capability += 1
+    prctl(_PR_CAP_AMBIENT, "ambient capabilities", 4)
+    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
+    syscall(_CAPSET[_COLUMN[platform.machine()]], "capset", ctypes.c_char_p(header), ctypes.c_char_p(none))
+
+
+def limit_resources(limits: dict[str, Any]) -> None:
+    """The limits of setrlimit(2), soft and hard alike, so that the program cannot raise them."""
+    mib = 1 << 20
+    wanted = {
+        resource.RLIMIT_AS: limits["memory_mib"] * mib,
+        resource.RLIMIT_FSIZE: limits["disk_mib"] * mib,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_STACK: 8 * mib,  # of each thread that asks for nothing else, out of RLIMIT_AS
+    }
+    for kind, value in wanted.items():
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+    # The soft limit sends SIGXCPU, which the program may ignore; the hard one, a second later, sends SIGKILL.
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
+
+
+def become_program(job: dict[str, Any], box: str, root: str, fds: tuple[int, int, int], failed: int, watcher: int) -> None:
+    """Confine this process, the watcher's fork, and execve the program. Returns only by raising."""
+    os.setsid()
+    namespaces = "namespaces" in job["layers"]
+    prctl(_PR_SET_PDEATHSIG, "parent-death signal", int(signal.SIGKILL))
+    if not namespaces and os.getppid() != watcher:  # seen from a new PID namespace every parent is 0
+        os._exit(1)
+    for target, fd in enumerate(fds):
+        os.dup2(fd, target)
+    os.closerange(3, failed)
+    os.closerange(failed + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # Python's own settings would survive execve
+        signal.signal(number, signal.SIG_DFL)
+    os.umask(0o077)
+    if namespaces:
+        apply_namespaces(job["readable"], job["devices"], box, root)
+    os.chdir(box)
+    limit_resources(job["limits"])
+    drop_capabilities()
+    prctl(_PR_SET_NO_NEW_PRIVS, "no_new_privs", 1)
+    if "landlock" in job["layers"]:
+        apply_landlock(job["readable"], job["devices"], box)
+    if "seccomp" in job["layers"]:
+        apply_seccomp(job["denied_calls"], job["missing_calls"])
+    environment = {**job["environment"], "HOME": box, "TMPDIR": box}
+    os.execve(job["arguments"][0], [*job["arguments"], f"{box}/program.py"], environment)
+
+
+# ---- the watcher ----
+
+
+def descendants(root: int) -> list[int]:
+    """Processes below `root`, nearest first. Those orphaned are children of the watcher, the nearest subreaper."""
+    found, waiting = [], [root]
+    while waiting:
+        pid = waiting.pop(0)
+        try:
+            threads = os.listdir(f"/proc/{pid}/task")
+            texts = [_read(f"/proc/{pid}/task/{thread}/children") for thread in threads]
+        except FileNotFoundError:  # it has ended meanwhile
+            continue
+        children = [int(child) for text in texts for child in text.split()]
+        found += children
+        waiting += children
+    return found
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def count_tasks() -> int:
+    """Processes and threads below this one."""
+    total = 0
+    for pid in descendants(os.getpid()):
+        try:
+            total += len(os.listdir(f"/proc/{pid}/task"))
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def kill_descendants() -> None:
+    """Kill all that descends from this process and wait until it is gone. What is stopped cannot fork, so first stop all."""
+    seen: set[int] = set()
+    while new := set(descendants(os.getpid())) - seen:
+        seen |= new
+        _send(new, signal.SIGSTOP)
+    while True:
+        _send(descendants(os.getpid()), signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _send(pids: Any, number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def exceeds(box: str, *, max_files: int, max_bytes: int) -> bool:
+    """Whether a directory holds more entries or bytes; looks at `max_files` of them at most."""
+    files, size, waiting = 0, 0, [box]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    files, size = files + 1, size + entry.stat(follow_symlinks=False).st_blocks * 512
+                    if files > max_files or size > max_bytes:
+                        return True
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+        except (FileNotFoundError, PermissionError):  # removed meanwhile, or a directory made with mode 0
+            continue
+        except OSError:  # a path too long to be walked
+            return True
+    return False
+
+
+def remove_directory(path: str) -> None:
+    """Remove a directory and all in it. Subdirectories are moved up before they are emptied: a program can nest them deeper
+    than a path can be long and than shutil.rmtree can recurse.
+    """
+    top = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    moved = 0
+    while names := os.listdir(top):
+        for name in names:
+            if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=top)
+                continue
+            os.chmod(name, 0o700, dir_fd=top)
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            for inner in os.listdir(fd):
+                moved += 1
+                os.rename(inner, f".moved-{os.getpid()}-{moved}", src_dir_fd=fd, dst_dir_fd=top)
+            os.close(fd)
+            os.rmdir(name, dir_fd=top)
+    os.close(top)
+    os.rmdir(path)
+
+
+def start(job: dict[str, Any], top: str) -> tuple[int, str, int, int]:
+    """Fork the program: its pid, its directory, and the reading ends of its output and its errors."""
+    box, root = f"{top}/box", f"{top}/root"
+    os.mkdir(box)
+    os.mkdir(root)
+    with open(f"{box}/program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(job["source"])
+    stdin = os.open(f"{top}/stdin", os.O_RDWR | os.O_CREAT, 0o600)
+    os.unlink(f"{top}/stdin")
+    with open(os.dup(stdin), "wb") as file:
+        file.write(job["stdin"].encode("utf-8", "surrogatepass"))
+    os.lseek(stdin, 0, os.SEEK_SET)
+    (out, program_out), (err, program_err), (failure, failed) = os.pipe(), os.pipe(), os.pipe()
+    if "namespaces" in job["layers"]:
+        enter_user_namespace()
+    watcher = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            become_program(job, box, root, (stdin, program_out, program_err), failed, watcher)
+        except BaseException as error:
+            os.write(failed, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(1)
+    for fd in (stdin, program_out, program_err, failed):
+        os.close(fd)
+    message = os.read(failure, 4096)  # b"": execve closed the other end
+    if message:
+        raise OSError(message.decode())
+    return pid, box, out, err
+
+
+def watch(job: dict[str, Any], started: tuple[int, str, int, int], lifeline: int) -> dict[str, Any] | None:
+    """Collect the output until the program ends or passes a limit; None if nobody waits for it any more."""
+    pid, box, out, err = started
+    limits, begin = job["limits"], time.monotonic()
+    output: dict[int, bytearray] = {out: bytearray(), err: bytearray()}
+    poll = select.poll()
+    for fd in (out, err, lifeline):
+        os.set_blocking(fd, False)
+        poll.register(fd, select.POLLIN)
+    open_pipes, next_count, end, code = {out, err}, begin + TICK_S, "", 0
+    while not end:
+        for fd, _ in poll.poll(20 if open_pipes else 2):
+            if fd == lifeline:
+                return None
+            if not _collect(fd, output[fd], limits["output_bytes"]):
+                poll.unregister(fd)
+                open_pipes.discard(fd)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        now = time.monotonic()
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            end = "exit" if code >= 0 else "time" if code == -signal.SIGXCPU else "signal"
+        elif any(len(data) > limits["output_bytes"] for data in output.values()):
+            end = "output"
+        elif now - begin > limits["wall_s"]:
+            end = "time"
+        elif now >= next_count:
+            next_count = now + TICK_S
+            if count_tasks() > limits["tasks"]:
+                end = "tasks"
+            # 1 MiB more, so that a file of the largest size, beside the program's own, is no reason.
+            elif exceeds(box, max_files=limits["files"], max_bytes=limits["disk_mib"] + 1 << 20):
+                end = "disk"
+    for fd in open_pipes:
+        _collect(fd, output[fd], limits["output_bytes"])
+    if end == "exit" and any(len(data) > limits["output_bytes"] for data in output.values()):
+        end = "output"
+    texts = [bytes(output[fd][: limits["output_bytes"]]).decode("utf-8", "replace") for fd in (out, err)]
+    return {"end": end, "code": code, "stdout": texts[0], "stderr": texts[1], "seconds": time.monotonic() - begin}
+
+
+def _collect(fd: int, data: bytearray, limit: int) -> bool:
+    """Read what is there, no more than shows that it is too much; False at the end of the pipe."""
+    while len(data) <= limit:
+        try:
+            chunk = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return True
+        if not chunk:
+            return False
+        data += chunk
+    return True
+
+
+def main() -> None:
+    lifeline = int(sys.argv[1])
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    prctl(_PR_SET_CHILD_SUBREAPER, "subreaper", 1)
+    job = json.loads(sys.stdin.buffer.readline())
+    top = tempfile.mkdtemp(prefix="lockstep-code-")
+    try:
+        result = watch(job, start(job, top), lifeline)
+    except OSError as error:
+        result = {"setup_error": str(error)}
+    finally:
+        kill_descendants()
+        remove_directory(top)
+    if result is not None:
+        sys.stdout.write(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+import json
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from rl.rewards.countdown import evaluate, score
+
+TASK = {"target": 24, "numbers": [1, 5, 6, 8]}
+
+
+def reward(response, task=TASK, **kwargs):
+    return score(prompt="", response=response, ground_truth=task, data_source="countdown", extra_info={}, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "expression, task",
+    [
+        ("(6 - 5 / 1 + 2) * 8", {"target": 24, "numbers": [6, 5, 1, 2, 8]}),
+        ("8/(3-8/3)", {"target": 24, "numbers": [3, 3, 8, 8]}),  # only over fractions
+        ("8 / (3 - 8 / 3) = 24", {"target": 24, "numbers": [3, 3, 8, 8]}),
+        ("3 \u00d7 4 \u2212 2 \u00f7 1", {"target": 10, "numbers": [1, 2, 3, 4]}),
+        ("3 \\times 4 - 2 \\div 1", {"target": 10, "numbers": [1, 2, 3, 4]}),
+        ("-(1 - 5)", {"target": 4, "numbers": [1, 5]}),
+        ("-1 + 5", json.dumps({"target": 4, "numbers": [1, 5]})),
+        ("1 - 5", {"target": np.int64(-4), "numbers": np.array([5, 1])}),
+    ],
+)
+def test_an_expression_of_the_numbers_that_gives_the_target_is_right(expression, task):
+    result = reward(f"So: <answer> {expression} </answer>", task)
+    assert result["score"] == result["acc"] == 1.0
+    assert reward(f"So it is\n{expression}\n", task)["score"] == 1.0
+    assert " " not in result["pred"] and "=" not in result["pred"]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "24",
+        "1 + 5 + 6 + 8",  # 20
+        "(8 - 5 + 1) * 6 * 1",  # one number twice
+        "(8 - 5 + 1) * 6 + 0",  # a number that is not given
+        "6 * (5 - 1)",  # one left out
+        "8 * 6 / (1 + 5) = 8",
+        "(8 - 5 + 1) * 6 = 25",
+        "(8 - 5 + 1) * 6 = 24 = 24",
+        "8 / (6 - 5 - 1)",  # division by zero
+        "(8 - 5 + 1.0) * 6",
+        "(8 - 5 + True) * 6",
+        "(8 - 5) ** 1 * 6",
+        "8 // 5 + 6 % 1",
+        "(8 - 5 + 1) * 6; 1",
+        "__import__('os').system('true')",
+        "[8 - 5 + 1][0] * 6",
+        "max(8 - 5 + 1, 6)",
+        "(8 - 5 + 1 * 6",
+        "6 5 1 8",
+        "~(8 - 5 + 1) * 6",
+        "9" * 400,
+        "9**9**9**9",
+        "1 << 999999999",
+        "(" * 250 + "1" + ")" * 250,
+        "-" * 499 + "1",
+        "1+5+6+8+" * 1000,
+    ],
+)
+def test_anything_else_in_the_tag_earns_the_format_score(expression):
+    result = reward(f"<answer>{expression}</answer>")
+    assert (result["score"], result["acc"]) == (0.1, 0.0)
+    assert reward(f"<answer>{expression}</answer>", format_score=0.0)["score"] == 0.0
+    assert reward(expression)["score"] == 0.0  # no tag
+
+
+def test_the_last_tag_counts_and_can_be_required():
+    right = "(8 - 5 + 1) * 6"
+    assert reward(f"<answer>1</answer> <answer>{right}</answer>")["acc"] == 1.0
+    assert reward(f"<answer>{right}</answer> <answer>1</answer>")["acc"] == 0.0
+    assert reward(right)["score"] == 1.0 and reward(right, require_tag=True)["score"] == 0.0
+
+
+def test_numbers_may_be_left_out_where_that_is_allowed_but_not_used_twice():
+    assert reward("<answer>6 * (5 - 1)</answer>", use_all=False)["score"] == 1.0
+    assert reward("<answer>8 + 8 + 8</answer>", use_all=False)["score"] == 0.1
+
+
+def test_values_are_exact():
+    assert evaluate("1 / 3", [1, 3]) == Fraction(1, 3)
+    assert evaluate("1/3 + 2/3", [1, 3, 2, 3]) == 1
+    big = 10**30
+    assert evaluate(f"{big} + 1", [big, 1]) == big + 1
+
+
+@pytest.mark.parametrize("task", [None, "", "24", "[1, 2]", {"target": 24}, {"numbers": [1]}, {"target": "x", "numbers": [1]}, 7])
+def test_a_task_of_another_form_is_an_error(task):
+    with pytest.raises(ValueError, match="countdown needs reward_model.ground_truth of the form"):
+        reward("<answer>1</answer>", task)
+
+
+def cpu_seconds(function, *args, **kwargs):
+    """The least of three runs: other processes on the machine are not what is measured."""
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        function(*args, **kwargs)
+        seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+@pytest.mark.parametrize("unit", ["(", "1+", "-", "<answer>", "</answer>", "=", "\n", " ", "1", "<answer>1</answer>"])
+def test_a_hundred_thousand_characters_take_less_than_50_ms(unit):
+    body = unit * (100_000 // len(unit))
+    for response in (body, f"<answer>{body}</answer>", body + "<answer>1</answer>"):
+        assert cpu_seconds(reward, response) < 0.05, (unit, response[:20])

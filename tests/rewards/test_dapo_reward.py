@@ -1,0 +1,120 @@
+import time
+
+import pytest
+
+from rl.rewards.dapo import normalize, score
+
+
+def reward(response, ground_truth="42", **kwargs):
+    return score(prompt="", response=response, ground_truth=ground_truth, data_source="aime", extra_info={}, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "response, ground_truth",
+    [
+        ("so\nAnswer: 42", "42"),
+        ("Answer:42", 42),
+        ("answer : 42 ", "42"),
+        ("Answer: 41\nAnswer: 42\n", "42"),
+        ("Answer:\n42", "42"),
+        ("Answer: $42$", "42"),
+        ("Answer: x = 42", "42"),
+        ("Answer: \\boxed{42}", "42"),
+        ("Answer: $\\boxed{42}$.", "42"),
+        ("Answer: the answer is $42$, as said", "42"),
+        ("Answer: 42 degrees", "42"),
+        ("Answer: 42^\\circ", "42"),
+        ("Answer: 1,042", "1042"),
+        ("Answer: \\frac12", "\\frac{1}{2}"),
+        ("Answer: \\sqrt2", "\\sqrt{2}"),
+        ("Answer: 42\\text{ cm}", "42"),
+        ("Answer: \\text{east}", "east"),
+    ],
+)
+def test_the_last_answer_after_normalisation_earns_one(response, ground_truth):
+    result = reward(response, ground_truth)
+    assert (result["score"], result["acc"]) == (1.0, 1.0)
+    assert result["pred"] == normalize(str(ground_truth))
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        "42",
+        "The answer is 42",
+        "Answer: 43",
+        "Answer: 42\nAnswer: 43",
+        "\\boxed{42}",
+        "Answer: 42" + " " * 300,
+        "Answer:",
+        "Answer: 42.",
+    ],
+)
+def test_everything_else_loses_one(response):
+    result = reward(response)
+    assert (result["score"], result["acc"]) == (-1.0, 0.0)
+    assert result["pred"] != "42"
+
+
+def test_only_the_last_300_characters_are_looked_at():
+    assert reward("Answer: 42\n" + "x" * 289)["acc"] == 1.0
+    assert reward("Answer: 42\n" + "x" * 290)["acc"] == 0.0
+
+
+def test_the_strict_form_is_a_box_to_the_letter():
+    assert reward("so \\boxed{42}", strict_box=True) == {"score": 1.0, "acc": 1.0, "pred": "42"}
+    assert reward("\\boxed{41} \\boxed{\\frac{1}{2}}", "\\frac{1}{2}", strict_box=True)["acc"] == 1.0
+    wrong = ["Answer: 42", "\\boxed{42", "\\boxed{ 42}", "\\boxed{42}" + "x" * 91, "\\boxed{42} \\boxed{43}", "\\boxed{{42}"]
+    for response in wrong:
+        assert reward(response, strict_box=True)["score"] == -1.0, response
+    assert reward("", strict_box=True)["pred"] == "[INVALID]"
+
+
+@pytest.mark.parametrize(
+    "answer, normal",
+    [
+        # Worked out by hand from the listing in appendix D.1 of arXiv:2206.14858.
+        ("x=y=7", "7"),
+        ("17 an hour", "17hour"),
+        ("5 \\text{ inches}", "5"),
+        ("5\\mbox{ cm}^2", "5"),
+        ("x\\text{and}y", "x,y"),
+        ("3\\text{and}4", "34"),  # so it is: a list of numbers counts as one number with commas
+        ("$3$ and $4$", "3"),
+        ("\\textbf{B}", "B"),
+        ("\\overline{AB}", "AB"),
+        ("\\frac3{4}", "\\frac{3}{{}4}"),
+        ("1,234,567", "1234567"),
+        ("1,234.5", "1,234.5"),
+        ("(1,2)", "(1,2)"),
+        ("3\\mathrm{th}", "3"),
+        ('"yes"', "yes"),
+        ("\\$ 7", "7"),
+    ],
+)
+def test_the_normal_form_of_minerva(answer, normal):
+    assert normalize(answer) == normal
+
+
+def test_a_prompt_without_ground_truth_is_an_error():
+    with pytest.raises(ValueError, match="needs reward_model.ground_truth"):
+        reward("Answer: 42", None)
+
+
+def cpu_seconds(function, *args, **kwargs):
+    """The least of three runs: other processes on the machine are not what is measured."""
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        function(*args, **kwargs)
+        seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+@pytest.mark.parametrize("unit", ["Answer:", "Answer", " ", "$", "\\boxed{", "{", "\\text{", "frac", "Answer:\n", "\\text{a}"])
+@pytest.mark.parametrize("strict_box", [True, False])
+def test_a_hundred_thousand_characters_take_less_than_50_ms(unit, strict_box):
+    body = unit * (100_000 // len(unit))
+    for response in (body, "Answer: " + body, body + "Answer: 42"):
+        assert cpu_seconds(reward, response, strict_box=strict_box) < 0.05, (unit, response[:20])

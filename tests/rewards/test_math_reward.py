@@ -1,0 +1,275 @@
+import importlib.util
+import logging
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from rl.rewards import math as math_reward
+from rl.rewards.math import compare_symbolically, is_costly, is_equivalent, last_boxed, normalize, score
+
+needs_math_verify = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="needs math-verify to compare expressions"
+)
+
+
+def reward(response, ground_truth, **kwargs):
+    return score(prompt="", response=response, ground_truth=ground_truth, data_source="math", extra_info={}, **kwargs)
+
+
+# ---- the box ----
+
+
+@pytest.mark.parametrize(
+    "text, content",
+    [
+        ("\\boxed{7}", "7"),
+        ("so \\boxed{6}, no, $\\boxed{7}$.", "7"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{{{7}}}", "{{7}}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{[0, 1\\}}", "[0, 1\\}"),
+        ("\\boxed{\\boxed{7}}", "7"),
+        ("\\boxed {7}", "7"),
+        ("\\fbox{7}", "7"),
+        ("\\boxed{6} \\fbox{7}", "7"),
+        ("\\fbox{6} \\boxed{7}", "7"),
+        ("$\\boxed 7$", "7"),
+        ("\\boxed{}", ""),
+        ("\\boxed{7", None),
+        ("\\boxed{7} \\boxed{8", None),
+        ("\\boxed", None),
+        ("\\boxed7", None),
+        ("boxed{7}", None),
+        ("", None),
+        ("\\boxed{" + "7" * 2000 + "}", None),
+    ],
+)
+def test_the_last_box(text, content):
+    assert last_boxed(text) == content
+
+
+# ---- as strings ----
+
+
+@pytest.mark.parametrize(
+    "answer, normal",
+    [
+        (" 7 ", "7"),
+        ("$7$", "7"),
+        ("\\$7", "7"),
+        ("7.", "7"),
+        ("x=7", "7"),
+        ("x = 7", "7"),
+        ("xyz=7", "xyz=7"),
+        ("x=y=7", "x=y=7"),
+        ("90^\\circ", "90"),
+        ("90^{\\circ}", "90"),
+        ("50\\%", "50"),
+        ("50%", "50"),
+        ("5\\text{ cm}", "5"),
+        ("\\text{east}", "east"),
+        (".5", "\\frac{1}{2}"),
+        ("0.5", "\\frac{1}{2}"),
+        ("(.25, .75)", "(0.25,0.75)"),
+        ("1/2", "\\frac{1}{2}"),
+        ("-1/2", "\\frac{-1}{2}"),
+        ("a/b", "a/b"),
+        ("\\frac12", "\\frac{1}{2}"),
+        ("\\frac1{72}", "\\frac{1}{72}"),
+        ("\\dfrac{1}{2}", "\\frac{1}{2}"),
+        ("\\tfrac 1 2", "\\frac{1}{2}"),
+        ("\\sqrt2", "\\sqrt{2}"),
+        ("3\\sqrt 2", "3\\sqrt{2}"),
+        ("\\sqrt[3]{2}", "\\sqrt[3]{2}"),
+        ("\\left( 1, 2 \\right)", "(1,2)"),
+        ("1{,}000", "1,000"),
+        ("10\\!000", "10000"),
+        ("a \\leftarrow b", "a\\leftarrowb"),
+        ("", ""),
+    ],
+)
+def test_the_normal_form(answer, normal):
+    assert normalize(answer) == normal
+    assert normalize(normal) == normal
+
+
+def test_the_last_box_is_compared_and_given_as_prediction():
+    assert reward("so \\boxed{\\frac12}", "0.5") == {"score": 1.0, "acc": 1.0, "pred": "\\frac{1}{2}"}
+    assert reward("so \\boxed{7}", 7)["score"] == 1.0
+    assert reward("so \\boxed{8}", "7") == {"score": 0.0, "acc": 0.0, "pred": "8"}
+    assert reward("so 7", "7") == {"score": 0.0, "acc": 0.0, "pred": ""}
+    assert reward("\\boxed{}", "")["score"] == 0.0
+    assert reward("\\boxed{7}", "The whole solution, \\boxed{6}, that is \\boxed{7}.")["score"] == 1.0
+    with pytest.raises(ValueError, match="needs reward_model.ground_truth"):
+        reward("\\boxed{7}", None)
+
+
+# ---- as expressions ----
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    "answer, truth",
+    [
+        ("0.25", "\\frac{1}{4}"),
+        ("(x+1)^2", "x^2+2x+1"),
+        ("2\\sqrt{2}", "\\sqrt{8}"),
+        ("\\{2, 1\\}", "\\{1, 2\\}"),
+        ("\\frac{\\sqrt{2}}{2}", "\\frac{1}{\\sqrt{2}}"),
+        ("1000", "1,000"),
+        ("2\\pi r", "2 r \\pi"),
+        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix}2-1\\\\2\\end{pmatrix}"),
+        ("2^{10}", "1024"),
+        ("5!", "120"),
+        ("\\binom{5}{2}", "10"),
+        ("e^{x^2}", "e^{x \\cdot x}"),
+    ],
+)
+def test_equal_expressions_are_right_and_only_with_symbolic(answer, truth):
+    assert is_equivalent(answer, truth)
+    assert not is_equivalent(answer, truth, symbolic=False)
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    "answer, truth",
+    [
+        ("6", "7"),
+        ("0.26", "\\frac{1}{4}"),
+        ("(1,2]", "(1,2)"),
+        ("x^2", "x^3"),
+        ("", "7"),
+        ("east", "west"),
+        ("}{", "7"),
+        ("\\frac", "7"),
+        ("^" * 300, "7"),
+        ("^(" * 150, "7"),
+        ("1/0", "7"),
+    ],
+)
+def test_other_expressions_are_wrong(answer, truth):
+    assert not is_equivalent(answer, truth)
+
+
+COSTLY = [
+    "10^{10^{10}}",
+    "10**10**10",
+    "9^9^9",
+    "2^{10}^{10}",
+    "(10^{10})^{10^{5}}",
+    "((10^{100})^{100})^{100}",
+    "10^{10 \\cdot 10^9}",
+    "10^{1000000}",
+    "10^10000000",
+    "10^(10^10)",
+    "x^{-10^{10^{2}}} + 10^{9^9}",
+    "\\frac{1}{10^{9999999}}",
+    "100000!",
+    "((10!)!)!",
+    "3!!!",
+    "(10^5)!",
+    "x!",
+    "\\binom{1000000000}{100000000}",
+    "\\sum_{i=1}^{1000000000} i",
+    "\\prod_{i=1}^{100000} i",
+    "\\int x dx",
+    "\\lim_{x \\to 0} x",
+    "1e1000000000",
+    "1" * 301,
+    "(" * 100_000,
+    "^{9" * 99,
+]
+
+
+@pytest.mark.parametrize("expression", COSTLY, ids=lambda text: text[:30])
+def test_what_could_take_sympy_long_is_not_given_to_it(expression, monkeypatch):
+    def parse(*args, **kwargs):
+        raise AssertionError("it was")
+
+    monkeypatch.setattr(math_reward, "_math_verify", lambda: (parse, parse))
+    assert is_costly(expression)
+    start = time.process_time()
+    assert not compare_symbolically(expression, "7") and not compare_symbolically("7", expression)
+    assert time.process_time() - start < 0.05
+    assert is_equivalent(expression, expression)  # as strings
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["2^{2024}", "2^{2024} - 1", "10^{100}", "e^{-x^2/2}", "x^{100}", "7!", "\\binom{10}{3}", "\\limits", "1" * 40],
+)
+def test_what_answers_look_like_is(expression):
+    assert not is_costly(expression)
+
+
+def test_a_comparison_that_takes_long_is_given_up_and_the_timers_are_as_before(monkeypatch, caplog):
+    def parse(text, **kwargs):
+        while True:
+            try:
+                while True:
+                    pass
+            except Exception:  # what sympy does with timeouts of the usual kind
+                continue
+
+    alarms = []
+    monkeypatch.setattr(math_reward, "_math_verify", lambda: (parse, parse))
+    monkeypatch.setattr(math_reward, "COMPARE_CPU_S", 0.1)
+    before = signal.signal(signal.SIGALRM, lambda *_: alarms.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 500)
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert not compare_symbolically("x", "7")
+        # The caller's own alarm goes on.
+        assert signal.setitimer(signal.ITIMER_REAL, 0)[0] > 400 and not alarms
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert "took too long" in caplog.text
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
+
+
+@needs_math_verify
+def test_outside_the_main_thread_it_compares_too():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(is_equivalent("0.25", "\\frac{1}{4}")))
+    thread.start()
+    thread.join()
+    assert results == [True]
+
+
+def test_without_math_verify_strings_are_compared_and_it_is_said_once(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    math_reward._math_verify.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert reward("\\boxed{\\frac12}", "1/2")["score"] == 1.0
+            assert reward("\\boxed{0.25}", "1/4")["score"] == 0.0
+            assert reward("\\boxed{0.25}", "1/4")["score"] == 0.0
+    finally:
+        math_reward._math_verify.cache_clear()
+    (record,) = caplog.records
+    assert "compared as strings only" in record.getMessage()
+    assert "pip install --no-deps math-verify" in record.getMessage()
+
+
+# ---- time ----
+
+
+UNITS = ["\\boxed{", "\\boxed", "{", "}", "\\", "\\{", "$", " ", "\\frac", "\\sqrt ", "^", "\\boxed{1}", "\\boxed ", "=."]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_hundred_thousand_characters_take_less_than_50_ms(unit):
+    body = unit * (100_000 // len(unit))
+    for response in (body, "\\boxed{" + body + "}", body + "\\boxed{7}", "\\boxed{" + body[:990] + "}"):
+        seconds = []
+        for _ in range(3):
+            start = time.process_time()
+            reward(response, "7", symbolic=False)
+            normalize(body)
+            seconds.append(time.process_time() - start)
+        assert min(seconds) < 0.05, (unit, response[:20])

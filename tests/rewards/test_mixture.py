@@ -1,0 +1,184 @@
+import asyncio
+import inspect
+import pickle
+import time
+
+import pytest
+
+from rl.rewards.mixture import Component, Mixture, Plan, check_sources, make_plan, short_names
+from rl.rewards.scoring import RejectedResult, Score
+
+SAMPLE = {"prompt": "p", "response": "2", "ground_truth": "2", "data_source": "toy", "extra_info": {}}
+
+FUNCTIONS = '''
+import asyncio
+
+def number(response, *, offset=0, **extra):
+    return float(response) + offset
+
+def answer(response, ground_truth, **extra):
+    return {"score": 1.0, "acc": float(response == ground_truth), "pred": response, "steps": 3}
+
+def other_answer(**extra):
+    return {"score": 1.0, "acc": 0.5, "pred": "other"}
+
+def broken(**extra):
+    raise RuntimeError("broken")
+
+def huge(**extra):
+    return 1e308
+
+async def later(response, **extra):
+    await asyncio.sleep(0.3)
+    return {"score": float(response), "pred": "later"}
+
+async def broken_later(**extra):
+    await asyncio.sleep(0.01)
+    raise RuntimeError("broken later")
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("functions") / "rules.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def mixture(file, *entries):
+    entries = [{**entry, "function": f"{file}:{entry['function']}"} for entry in entries]
+    return Mixture(make_plan("rl.rewards.exact:score", {}, {"toy": entries}))
+
+
+# ---- what the config says ----
+
+
+def test_a_plan_has_the_default_and_the_components_of_each_source():
+    entries = [{"function": "c.d:g", "weight": 2, "kwargs": {"y": [1]}}, {"function": "e.py:h"}]
+    plan = make_plan("a.b:f", {"x": 1}, {"math": entries})
+    assert plan.default == (Component("a.b:f", 1.0, {"x": 1}, "reward"),)
+    assert plan.sources == {
+        "math": (
+            Component("c.d:g", 2.0, {"y": [1]}, "reward.sources.math[0]"),
+            Component("e.py:h", 1.0, {}, "reward.sources.math[1]"),
+        )
+    }
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_one_mapping_stands_for_a_list_of_one():
+    assert check_sources({"math": {"function": "a:f"}}) == check_sources({"math": [{"function": "a:f"}]})
+
+
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        ([], r"reward\.sources\.math must be a list of at least one"),
+        ("a:f", r"reward\.sources\.math must be a list"),
+        (["a:f"], r"reward\.sources\.math\[0\] must be a mapping"),
+        ([{"function": "a:f"}, {"weight": 1}], r"reward\.sources\.math\[1\]\.function is missing"),
+        ([{"function": "a"}], r"reward\.sources\.math\[0\]\.function is 'a', but must be package"),
+        ([{"function": None}], r"reward\.sources\.math\[0\]\.function is None"),
+        ([{"function": "a:f", "wieght": 1}], r"reward\.sources\.math\[0\]\.wieght is unknown; .* function, weight, kwargs"),
+        ([{"function": "a:f", "weight": "1"}], r"reward\.sources\.math\[0\]\.weight is '1', but must be a finite number"),
+        ([{"function": "a:f", "weight": True}], r"\.weight is True"),
+        ([{"function": "a:f", "weight": float("nan")}], r"\.weight is nan"),
+        ([{"function": "a:f", "kwargs": [1]}], r"reward\.sources\.math\[0\]\.kwargs is \[1\], but must map"),
+        ([{"function": "a:f", "kwargs": {1: 2}}], r"\.kwargs is .* must map keyword names"),
+        ([{"function": "a:f", "kwargs": {"prompt": 2}}], r"reward\.sources\.math\[0\]\.kwargs\.prompt must not be set"),
+    ],
+)
+def test_a_malformed_entry_is_refused_by_its_key(entries, message):
+    with pytest.raises(ValueError, match=message):
+        check_sources({"math": entries})
+
+
+def test_sources_that_are_no_mapping_or_no_strings_are_refused():
+    with pytest.raises(ValueError, match="reward.sources must map data sources"):
+        check_sources(["a:f"])
+    with pytest.raises(ValueError, match="reward.sources.7: a data source is a string"):
+        check_sources({7: {"function": "a:f"}})
+
+
+def test_functions_are_imported_when_the_mixture_is_made_and_named_by_their_key(file):
+    plan = make_plan("rl.rewards.exact:score", {}, {"math": [{"function": f"{file}:number"}, {"function": f"{file}:absent"}]})
+    with pytest.raises(ValueError, match=r"^reward\.sources\.math\[1\]\.function .* has no 'absent'"):
+        Mixture(plan)
+
+
+def test_short_names_are_stems_made_unique():
+    functions = ["a.b.math:f", "x/y/math.py:g", "math:h", "a.math_2:f", "length.py:f"]
+    assert short_names([Component(f) for f in functions]) == ["math", "math_2", "math_3", "math_2_2", "length"]
+
+
+# ---- scores ----
+
+
+def test_the_data_source_chooses_and_the_default_takes_the_rest(file):
+    mix = mixture(file, {"function": "number", "kwargs": {"offset": 5}})
+    assert mix.score(SAMPLE) == Score({"score": 7.0})
+    assert mix.score({**SAMPLE, "data_source": "other"}).values["score"] == 1.0  # exact match
+    assert Mixture(Plan((Component(f"{file}:number", kwargs={"offset": 1}),))).score(SAMPLE) == Score({"score": 3.0})
+
+
+def test_the_values_of_a_single_function_keep_their_names(file):
+    score = mixture(file, {"function": "answer", "weight": 0.5}).score(SAMPLE)
+    assert score == Score({"score": 0.5, "acc": 1.0, "steps": 3.0}, "2")
+
+
+def test_the_score_is_the_weighted_sum_and_each_function_keeps_its_values(file):
+    score = mixture(
+        file,
+        {"function": "number", "weight": -0.5},
+        {"function": "answer", "weight": 2},
+        {"function": "other_answer", "weight": 0},
+    ).score(SAMPLE)
+    assert score.values == {
+        "score": -0.5 * 2.0 + 2 * 1.0,
+        "acc": 1.0,
+        "rules/score": 2.0,
+        "rules_2/score": 1.0, "rules_2/acc": 1.0, "rules_2/steps": 3.0,
+        "rules_3/score": 1.0, "rules_3/acc": 0.5,
+    }  # fmt: skip
+    assert score.prediction == "2"  # of the first that has one
+
+
+def test_without_acc_and_prediction_there_are_none(file):
+    score = mixture(file, {"function": "number"}, {"function": "number"}).score(SAMPLE)
+    assert score == Score({"score": 4.0, "rules/score": 2.0, "rules_2/score": 2.0})
+
+
+def test_a_function_that_fails_fails_the_sample(file):
+    with pytest.raises(RuntimeError, match="broken"):
+        mixture(file, {"function": "number"}, {"function": "broken"}).score(SAMPLE)
+    with pytest.raises(RejectedResult, match="weighted sum of the scores is inf"):
+        mixture(file, {"function": "huge"}, {"function": "huge"}).score(SAMPLE)
+
+
+def test_async_functions_give_something_to_await_and_run_concurrently(file):
+    mix = mixture(file, {"function": "later"}, {"function": "number", "weight": 10}, {"function": "later"})
+    assert mix.is_async and not mixture(file, {"function": "number"}).is_async
+
+    async def timed():
+        start = time.perf_counter()
+        score = await mix.score(SAMPLE)
+        return score, time.perf_counter() - start
+
+    score, seconds = asyncio.run(timed())
+    assert score.values == {"score": 24.0, "rules/score": 2.0, "rules_2/score": 2.0, "rules_3/score": 2.0}
+    assert score.prediction == "later"
+    assert 0.3 <= seconds < 0.59  # one after the other: 0.6
+
+
+def test_an_async_function_that_fails_fails_the_sample(file):
+    for entries in (["broken_later"], ["later", "broken_later"]):
+        outcome = mixture(file, *({"function": name} for name in entries)).score(SAMPLE)
+        assert inspect.isawaitable(outcome)
+
+        async def settle(outcome=outcome):
+            return await outcome
+
+        with pytest.raises((RuntimeError, ExceptionGroup)) as caught:
+            asyncio.run(settle())
+        error = caught.value.exceptions[0] if isinstance(caught.value, ExceptionGroup) else caught.value
+        assert str(error) == "broken later"

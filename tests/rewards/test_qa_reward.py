@@ -1,0 +1,83 @@
+import time
+
+import numpy as np
+import pytest
+
+from rl.rewards.qa import normalize, score, token_f1
+
+
+def reward(response, ground_truth, **kwargs):
+    return score(prompt="", response=response, ground_truth=ground_truth, data_source="nq", extra_info={}, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "response, ground_truth",
+    [
+        ("<answer>Paris</answer>", "Paris"),
+        ("<answer> the  PARIS. </answer>", "Paris"),
+        ("I think of Rome.\nParis", "paris"),
+        ("<answer>Rome</answer>\n<answer>Paris</answer> is it", ["Lutetia", "Paris"]),
+        ("<answer>Paris</answer>", {"target": ["Paris"]}),
+        ("<answer>Paris</answer>", {"answers": "Paris"}),
+        ("<answer>Paris</answer>", {"target": np.array(["Paris", "Lutetia"], dtype=object)}),
+        ("<answer>U.S.A</answer>", "the USA"),
+        ("<answer>1,984</answer>", 1984),
+    ],
+)
+def test_an_accepted_answer_is_right(response, ground_truth):
+    result = reward(response, ground_truth)
+    assert result["score"] == result["acc"] == result["f1"] == 1.0
+    assert result["pred"] == normalize(result["pred"])
+
+
+@pytest.mark.parametrize(
+    "response", ["", "<answer></answer>", "<answer>the</answer>", "Paris\nRome", "<answer>Rome</answer> Paris"]
+)
+def test_another_answer_or_none_is_wrong(response):
+    result = reward(response, "Paris")
+    assert result["score"] == result["acc"] == result["f1"] == 0.0
+
+
+def test_f1_counts_shared_words_and_the_best_accepted_answer_counts():
+    assert token_f1("a b b c".replace("a", "x"), "b b d") == pytest.approx(2 * (2 / 4) * (2 / 3) / (2 / 4 + 2 / 3))
+    result = reward("<answer>the Eiffel tower in Paris</answer>", ["Louvre", "Eiffel Tower"], metric="f1")
+    assert result["score"] == result["f1"] == pytest.approx(2 * 0.5 * 1 / 1.5)
+    assert result["acc"] == 0.0 and result["pred"] == "eiffel tower in paris"
+    assert reward("The", "The")["f1"] == 0.0
+
+
+def test_the_tag_can_be_required():
+    assert reward("Paris", "Paris", require_tag=True)["score"] == 0.0
+    assert reward("<answer>Paris</answer>", "Paris", require_tag=True)["score"] == 1.0
+
+
+def test_normalisation_is_that_of_squad():
+    assert normalize("  The answer: an  APPLE, a Pear-tree; another ") == "answer apple peartree another"
+
+
+@pytest.mark.parametrize("ground_truth", [None, [], {}, {"target": []}, {"other": "Paris"}])
+def test_no_accepted_answer_is_an_error(ground_truth):
+    with pytest.raises(ValueError, match="question answering needs reward_model.ground_truth"):
+        reward("Paris", ground_truth)
+
+
+def test_another_metric_is_an_error():
+    with pytest.raises(ValueError, match="metric is 'rouge': choose em or f1"):
+        reward("Paris", "Paris", metric="rouge")
+
+
+def cpu_seconds(function, *args, **kwargs):
+    """The least of three runs: other processes on the machine are not what is measured."""
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        function(*args, **kwargs)
+        seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+@pytest.mark.parametrize("unit", ["a ", "<answer>", "</answer>", "the", "\n", " ", ".", "<answer>a</answer>"])
+def test_a_hundred_thousand_characters_take_less_than_50_ms(unit):
+    body = unit * (100_000 // len(unit))
+    for response in (body, "<answer>" + body + "</answer>", body + "<answer>Paris</answer>"):
+        assert cpu_seconds(reward, response, ["Paris", "Rome"]) < 0.05, (unit, response[:20])
