@@ -157,6 +157,54 @@ def test_prime_trains_its_reward_model_on_outcomes(toy, tmp_path):
     assert steps[1]["critic/advantages/max"] > 0 and steps[1]["actor/grad_norm"] > 0
 
 
+HOSTILE = '''
+import os, time
+
+def score(prompt, response, ground_truth, **extra):
+    """By the prompt: two digits of its sum."""
+    kind = int(ground_truth) % 8
+    if kind == 0:
+        time.sleep(1000)
+    if kind == 1:
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(1000)
+        raise RuntimeError("left a child behind")
+    if kind == 2:
+        return bytearray(10 << 30)
+    if kind == 3:
+        raise ValueError("no")
+    if kind == 4:
+        print("x" * 10_000_000)
+    if kind == 5:
+        os._exit(3)
+    return 1.0
+'''
+
+
+def test_a_hostile_reward_function_costs_its_samples_and_never_the_run(toy, tmp_path, monkeypatch):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    monkeypatch.setenv("MARK_OF_THIS_TEST", str(tmp_path))  # children inherit it
+    limits = ("reward.timeout_s=1", "reward.memory_mib=2048", "reward.workers=2", "reward.failure_score=-1", "logging.samples=1000")
+    wanted = ("run.max_steps=1", "data.prompts_per_step=16", "rollout.samples_per_prompt=1", "objective.advantage=reinforce++")
+    [record] = train(toy, tmp_path / "run", f"reward.function={tmp_path}/hostile.py:score", *limits, *wanted)
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 16
+    for sample in samples:
+        assert sample["score"] == (-1 if int(sample["ground_truth"]) % 8 in (0, 1, 2, 3, 5) else 1), sample
+    assert record["reward/failures"] == sum(sample["score"] == -1 for sample in samples) > 0
+    left = [path for path in Path("/proc").glob("[0-9]*/environ") if str(tmp_path).encode() in read_bytes(path)]
+    assert left == []
+
+
+def read_bytes(path: Path) -> bytes:
+    """Of a process that may be gone by now."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
 def test_a_reward_model_and_a_judge_add_to_the_score(toy, tmp_path):
     classifier = save_qwen2_classifier(tmp_path / "classifier", seed=3)
     judge = save_qwen2(tmp_path / "judge", seed=4, max_position_embeddings=512)
