@@ -57,13 +57,13 @@ class CheckpointStore:
             run = {}
         if dist.get_rank() == 0:
             partial.rename(final)
-            for old in self._complete()[: -self.keep] if self.keep else []:
+            for old in self.complete()[: -self.keep] if self.keep else []:
                 shutil.rmtree(old.path)
         dist.barrier()
 
     def newest(self) -> Saved | None:
         """The newest complete checkpoint, as rank 0 sees it."""
-        found = [self._complete()[-1:] if dist.get_rank() == 0 else None]
+        found = [self.complete()[-1:] if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(found, src=0)
         return found[0][0] if found[0] else None
 
@@ -87,8 +87,13 @@ class CheckpointStore:
             run = {}
         return state
 
-    def _complete(self) -> list[Saved]:
-        """Oldest first."""
+    def load_weights(self, saved: Saved, name: str, model: TrainingEngine) -> None:
+        """Load the weights of one model and nothing else; it needs no optimizer."""
+        loaded = dist_checkpointing.load({"model": model.model.sharded_state_dict(metadata=_METADATA)}, str(saved.path / name))
+        model.model.load_state_dict(loaded["model"], strict=False)
+
+    def complete(self) -> list[Saved]:
+        """The complete checkpoints as this rank sees them, oldest first. Not collective."""
         names = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in self.directory.glob("step_*"))
         return sorted((Saved(int(match[1]), path) for match, path in names if match), key=lambda saved: saved.step)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from tests.checkpoints import save_qwen2
 from tests.ranks import ROOT, RanksFailed, run_ranks
@@ -81,3 +82,16 @@ def test_never_resuming_refuses_a_directory_with_checkpoints_instead_of_mixing_t
     assert set(failure.value.returncodes) == {2}
     assert "checkpoint.resume=never" in failure.value.stderr[0] and "run.dir" in failure.value.stderr[0]
     assert checkpoints(tmp_path) == ["step_000001"]
+
+
+def test_any_checkpoint_can_be_exported_afterwards_in_another_layout(config, tmp_path):
+    train(2, config, tmp_path, "run.max_steps=2", "checkpoint.export_hf=true")
+    tool = ROOT / "tools" / "export_hf.py"
+    run_ranks(2, tool, tmp_path, "--out", tmp_path / "now", "--pp", 2, timeout=120)
+    run_ranks(1, tool, tmp_path, "--out", tmp_path / "first", "--step", 1, timeout=120)
+    at_end, now, first = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "now", "first"))
+    assert at_end.keys() == now.keys() and all(torch.equal(at_end[name], now[name]) for name in now)
+    assert any(not torch.equal(first[name], now[name]) for name in now)
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(1, tool, tmp_path, "--out", tmp_path / "none", "--step", 7, timeout=120)
+    assert failure.value.returncodes == [2] and "only step 1, step 2" in failure.value.stderr[0]

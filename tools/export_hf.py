@@ -1,0 +1,75 @@
+"""Write the policy of a run's checkpoint as a Hugging Face checkpoint, which transformers and vLLM load.
+
+    python tools/export_hf.py runs/grpo --out models/grpo-step-100 --step 100
+    torchrun --nproc-per-node 8 tools/export_hf.py runs/grpo --out models/grpo --tp 8
+
+The newest checkpoint unless --step names one. Layout and number of ranks may be others than the run's: a model that is too
+large for one process is spread over several. What a run writes at its end with `checkpoint.export_hf=true` is the same.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+# Run as a script, python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl.runtime.ranks import discover  # noqa: E402
+from train_rl import leave, prepare_environment  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    parser.add_argument("--out", required=True, help="directory to write; must not exist")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size")
+    args = parser.parse_args(argv)
+    ranks = discover()
+    prepare_environment(ranks)
+    try:
+        export(ranks, args)
+    except ValueError as error:
+        if ranks.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def export(ranks, args: argparse.Namespace) -> None:
+    """Raises ValueError for what the user can change. Collective over the world."""
+    from rl.checkpoint.hf import export_hf
+    from rl.checkpoint.store import CheckpointStore
+    from rl.config import Config, Training
+    from rl.models import read_hf_config
+    from rl.options import load
+    from rl.runtime.session import session
+    from rl.training.engine import TrainingEngine
+    from rl.training.grid import build_grid
+
+    with session(ranks) as device:
+        if Path(args.out).exists():
+            raise ValueError(f"--out {args.out} exists already; name another directory.")
+        config = load(Config, Path(args.run_dir, "config.yaml"))
+        store = CheckpointStore(args.run_dir, keep=0)
+        found = {saved.step: saved for saved in store.complete()}
+        if not found or args.step is not None and args.step not in found:
+            raise ValueError(
+                f"{store.directory} has no complete checkpoint{'' if args.step is None else f' of step {args.step}'}, "
+                f"only {', '.join(f'step {step}' for step in sorted(found)) or 'none'}."
+            )
+        saved = found[max(found) if args.step is None else args.step]
+        training = Training(tp=args.tp, pp=args.pp)
+        grid = build_grid(tp=args.tp, pp=args.pp, seed=config.run.seed)
+        policy = TrainingEngine(
+            config.model.path, read_hf_config(config.model.path), training=training, dtype=config.model.dtype, grid=grid, device=device
+        )
+        store.load_weights(saved, "policy", policy)
+        export_hf(policy, config.model.path, args.out)
+        if ranks.rank == 0:
+            print(f"wrote {args.out}, a Hugging Face checkpoint of step {saved.step}")
+
+
+if __name__ == "__main__":
+    leave(main())
