@@ -8,28 +8,50 @@ import transformers
 from tools.make_toy import build_tokenizer
 
 
-def save_qwen2(directory: Path, *, seed: int, tie: bool = False, **sizes: int) -> str:
-    """A random Qwen2 of 2 layers, 4 heads of 32 channels, 2 KV heads, with the toy's tokenizer; returns the directory.
+SIZES = dict(
+    hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=256, initializer_range=0.1,
+)  # fmt: skip
+"""Heads of 32 channels: vLLM's CPU attention wants a multiple of 32."""
+LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+"""Llama 3.1's scaling with a context so short that the tests' tokens meet kept, mixed and scaled frequencies."""
+PARTICULAR: dict[str, dict] = {
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": dict(head_dim=64),  # not hidden / heads
+    "LlamaForCausalLM": dict(rope_parameters=LLAMA3_ROPE),
+    "MistralForCausalLM": dict(head_dim=64, sliding_window=None),
+}
+"""Architecture -> what its tiny config has besides SIZES."""
 
-    vLLM's CPU attention wants heads of a multiple of 32 channels.
-    """
-    tokenizer = build_tokenizer()
-    options = dict(
-        hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=256, initializer_range=0.1,
+
+def tiny_config(architecture: str, *, tie: bool = False, **options) -> transformers.PreTrainedConfig:
+    """transformers' config of a random model of 2 layers, 4 heads, 2 KV heads, with the toy's vocabulary."""
+    kind = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
+    return kind(
+        architectures=[architecture], vocab_size=len(build_tokenizer()), tie_word_embeddings=tie,
+        bos_token_id=2, eos_token_id=1, pad_token_id=0, **SIZES | PARTICULAR[architecture] | options,
     )  # fmt: skip
-    config = transformers.Qwen2Config(
-        vocab_size=len(tokenizer), tie_word_embeddings=tie, bos_token_id=2, eos_token_id=1, pad_token_id=0, **options | sizes
-    )
+
+
+def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = False, **options) -> str:
+    """A random model of `tiny_config`, with the toy's tokenizer; returns the directory."""
     torch.manual_seed(seed)
-    model = transformers.Qwen2ForCausalLM(config)
+    model = getattr(transformers, architecture)(tiny_config(architecture, tie=tie, **options))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
     return str(directory)
+
+
+def save_qwen2(directory: Path, *, seed: int, tie: bool = False, **sizes: int) -> str:
+    """The same of Qwen2, which tests use where the architecture does not matter."""
+    return save_tiny("Qwen2ForCausalLM", directory, seed=seed, tie=tie, **sizes)
 
 
 def save_qwen2_classifier(directory: Path, *, seed: int) -> str:

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-from rl.models import qwen2
+from rl.models import llama, mistral, qwen2, qwen3
 from rl.models.layout import REPLICATED, Weight
 
-_FILES = (qwen2,)
+_FILES = (qwen2, qwen3, llama, mistral)
 SUPPORTED = tuple(name for file in _FILES for name in file.ARCHITECTURES)
 """Architectures as config.json names them."""
 

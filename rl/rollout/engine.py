@@ -214,9 +214,9 @@ def _sample(output) -> Sample:
 def _build_llm(path: str, rollout: Rollout, dtype: str, max_tokens: int, seed: int, device: Device, frozen: bool):
     from vllm import LLM, ModelRegistry
 
-    from rl.models import SUPPORTED
+    from rl.models import SUPPORTED, read_hf_config
 
-    for name in SUPPORTED:  # skips a subprocess of about 10 s that inspects the model's class
+    for name in set(read_hf_config(path)["architectures"]) & set(SUPPORTED):  # skips a subprocess of about 10 s that inspects the model's class
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
     options = {}
     if device.is_cuda:

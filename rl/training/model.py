@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rl.config import Training
 from rl.models import architecture
+from rl.models.dense import scaled_frequencies
 from rl.models.layout import padded_vocab, vocab_multiple
 from rl.training.grid import Grid
 from rl.training.layer_spec import block_spec, use_te
@@ -168,12 +169,17 @@ def build_model(hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *,
         pg_collection=grid.groups,
     )
     if values:
-        return ValueModel(config, block_spec(config), **options)
-    return Policy(
-        config,
-        block_spec(config),
-        share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
-        real_vocab_size=hf["vocab_size"],
-        head_chunk_tokens=training.head_chunk_tokens,
-        **options,
-    )
+        model = ValueModel(config, block_spec(config), **options)
+    else:
+        model = Policy(
+            config,
+            block_spec(config),
+            share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
+            real_vocab_size=hf["vocab_size"],
+            head_chunk_tokens=training.head_chunk_tokens,
+            **options,
+        )
+    if (frequencies := scaled_frequencies(hf)) is not None:
+        # Megatron's rope_scaling option knows one original context and one pair of frequency factors only.
+        model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq)
+    return model

@@ -434,7 +434,8 @@ def test_variants_that_are_not_built_are_refused(changes, said):
 
 def test_qwen2_is_found_by_its_architecture():
     assert architecture(config()) is qwen2
-    assert SUPPORTED == qwen2.ARCHITECTURES == ("Qwen2ForCausalLM",)
+    assert qwen2.ARCHITECTURES == ("Qwen2ForCausalLM",)
+    assert set(qwen2.ARCHITECTURES) <= set(SUPPORTED)
 
 
 def test_an_unknown_architecture_is_named_with_those_that_are_supported():

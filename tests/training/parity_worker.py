@@ -1,8 +1,9 @@
 """One rank of test_parity.py: the log-probs of Hugging Face, Megatron in several layouts and vLLM after a refit.
 
-    parity_worker.py CHECKPOINT_A CHECKPOINT_B OUT ROLLOUT_TP LAYOUT [LAYOUT ...]       LAYOUT is TPxPP
+    parity_worker.py CHECKPOINT_A CHECKPOINT_B OUT_DIR ROLLOUT_TP LAYOUT [LAYOUT ...]       LAYOUT is TPxPP
 
-Rank 0 writes the largest differences as JSON to OUT.
+Rank 0 writes the largest differences to OUT_DIR/out.json, and what the last layout exports after reading checkpoint b to
+OUT_DIR/export. Differences of gradients come from an optimizer step as in gradient_worker.py.
 """
 
 import json
@@ -18,7 +19,8 @@ import torch  # noqa: E402
 from megatron_groups import new_grid  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from rl.config import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
+from rl.checkpoint.hf import export_hf  # noqa: E402
+from rl.config import Config, Data, Model, Optimizer, Rollout, Training, resolve  # noqa: E402
 from rl.data.batch import Batch  # noqa: E402
 from rl.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
@@ -30,6 +32,8 @@ from rl.training.packing import plan_minibatch  # noqa: E402
 from rl.training.weights import load_hf  # noqa: E402
 
 TEMPERATURE = 0.7
+EPS = 1e7
+"""Of Adam, and the learning rate: an epsilon so far above the gradients makes its step the gradient."""
 SAMPLING = Sampling(
     samples_per_prompt=2, temperature=TEMPERATURE, top_p=1.0, top_k=0, min_p=0.0, max_tokens=12, stop=(), stop_token_ids=()
 )
@@ -40,7 +44,9 @@ def config_of(checkpoint: str, tp: int, pp: int, rollout_tp: int) -> Config:
         Config(
             model=Model(path=checkpoint, dtype="float32"),
             data=Data(max_prompt_tokens=64),
-            training=Training(tp=tp, pp=pp, micro_batch_tokens=96, head_chunk_tokens=7),
+            training=Training(
+                tp=tp, pp=pp, micro_batch_tokens=96, head_chunk_tokens=7, optimizer=Optimizer(lr=EPS, eps=EPS, clip_grad=0.0)
+            ),
             rollout=Rollout(
                 tp=rollout_tp, temperature=TEMPERATURE, max_response_tokens=64, max_concurrent_samples=4, cpu_kv_cache_mib=16
             ),
@@ -65,7 +71,6 @@ def random_batch(vocab_size: int) -> Batch:
     )
 
 
-@torch.no_grad()
 def hf_logprobs(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probs, entropy and sum of squared probabilities at the response tokens, one sequence at a time: nothing packed,
     nothing padded."""
@@ -79,40 +84,69 @@ def hf_logprobs(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.
     return torch.cat(logprobs), torch.cat(entropies), torch.cat(squares)
 
 
+def hf_gradient(model, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of the sum of the log-probs, by name."""
+    names, parameters = zip(*model.named_parameters())
+    return dict(zip(names, torch.autograd.grad(logprobs.sum(), parameters)))
+
+
+def gradient_difference(trainer, batch: Batch, expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest |found - expected| / |expected| of a tensor's gradient, and the tensor. Changes the trainer's weights."""
+    before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
+    plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
+
+    def minus_logprobs(micro):  # the optimizer descends
+        loss = -micro.logprobs.sum()
+        return loss, {"loss": loss}
+
+    trainer.update(batch, plan, minus_logprobs, lr=EPS)
+    found = {name: tensor - before[name] for name, tensor in trainer.full_weights()}
+    assert found.keys() == expected.keys()
+    return max((float((found[name] - expected[name]).norm() / expected[name].norm()), name) for name in found)
+
+
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).abs().max())
 
 
-def main(checkpoint_a: str, checkpoint_b: str, out: str, rollout_tp: str, *layouts: str) -> None:
+def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *layouts: str) -> None:
     results = {}
     with session(RANKS) as device:
-        references = [AutoModelForCausalLM.from_pretrained(c, dtype=torch.float32).eval() for c in (checkpoint_a, checkpoint_b)]
         hf = read_hf_config(checkpoint_a)
         batch = random_batch(hf["vocab_size"])
+        references = [AutoModelForCausalLM.from_pretrained(c, dtype=torch.float32).eval() for c in (checkpoint_a, checkpoint_b)]
+        columns = [hf_logprobs(reference, batch) for reference in references]
+        gradient = hf_gradient(references[1], columns[1][0])
         config = config_of(checkpoint_a, 1, 1, int(rollout_tp))
         engine = RolloutEngine(checkpoint_a, config.rollout, dtype="float32", max_tokens=128, seed=1, device=device)
         for layout in layouts:
             tp, pp = map(int, layout.split("x"))
             trainer = build_policy(config_of(checkpoint_a, tp, pp, int(rollout_tp)), hf, new_grid(tp, pp), device)
-            for name, checkpoint, reference in zip("ab", (checkpoint_a, checkpoint_b), references):
+            for name, checkpoint, reference, expected in zip("ab", (checkpoint_a, checkpoint_b), references, columns):
                 load_hf(checkpoint, trainer.weight_map)
                 halves = ([0, 1, 2, 3], [4, 5, 6, 7])
                 plans = [plan_minibatch(batch, half, dp=trainer.grid.dp, max_tokens=96) for half in halves]
-                logprobs, entropy, squares = trainer.forward(batch, plans, ("logprobs", "entropy", "sum_p_squared"))
-                expected, expected_entropy, expected_squares = hf_logprobs(reference, batch)
+                found = trainer.forward(batch, plans, ("logprobs", "entropy", "sum_p_squared"))
                 refit(trainer, engine)
                 check_refit(trainer, engine)
-                mine = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(batch))))
-                sampled = exchange(batch.prompt_ids, mine if engine.rank_in_replica == 0 else [], SAMPLING.samples_per_prompt, device)
+                drawn = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(batch))))
+                mine = drawn if engine.rank_in_replica == 0 else []
+                sampled = exchange(batch.prompt_ids, mine, SAMPLING.samples_per_prompt, device)
+                with torch.no_grad():
+                    sampled_expected = hf_logprobs(reference, sampled)[0]
                 results[f"{layout} {name}"] = {
-                    "megatron": difference(logprobs, expected),
-                    "entropy": difference(entropy, expected_entropy),
-                    "sum_p_squared": difference(squares, expected_squares),
-                    "vllm": difference(sampled.rollout_logprobs, hf_logprobs(reference, sampled)[0]),
+                    "megatron": difference(found[0], expected[0]),
+                    "entropy": difference(found[1], expected[1]),
+                    "sum_p_squared": difference(found[2], expected[2]),
+                    "vllm": difference(sampled.rollout_logprobs, sampled_expected),
                     "sampled_tokens": int(sampled.lengths.sum()),
                 }
+            if layout == layouts[-1]:
+                export_hf(trainer, checkpoint_b, f"{out_dir}/export")
+            largest, of = gradient_difference(trainer, batch, gradient)
+            results[f"{layout} b"] |= {"gradient": largest, "worst_gradient": of}
     if RANKS.rank == 0:
-        with open(out, "w") as file:
+        with open(f"{out_dir}/out.json", "w") as file:
             json.dump(results, file)
 
 

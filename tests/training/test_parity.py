@@ -1,19 +1,32 @@
-"""Hugging Face, Megatron in every layout and vLLM after a refit give the same log-probs for the same weights and tokens."""
+"""Hugging Face, Megatron in every layout and vLLM after a refit give the same log-probs for the same weights and tokens,
+Megatron's gradients are Hugging Face's, and what is exported is what was read. For every dense architecture."""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.checkpoints import save_qwen2
+from tests.checkpoints import save_tiny
 from tests.ranks import run_ranks
 
 WORKER = Path(__file__).parent / "parity_worker.py"
+CASES = {
+    "qwen2": ("Qwen2ForCausalLM", False),
+    "qwen2-tied": ("Qwen2ForCausalLM", True),
+    "qwen3": ("Qwen3ForCausalLM", False),
+    "llama3": ("LlamaForCausalLM", False),
+    "llama3-tied": ("LlamaForCausalLM", True),
+    "mistral": ("MistralForCausalLM", False),
+}
+"""Name -> (architecture, whether the embedding is the head)."""
 
 
-def run_parity(directory, world_size: int, rollout_tp: int, layouts: list[str], *, tie: bool) -> dict:
-    checkpoints = [save_qwen2(directory / name, seed=seed, tie=tie) for seed, name in enumerate("ab")]
-    run_ranks(world_size, WORKER, *checkpoints, directory / "out.json", rollout_tp, *layouts, timeout=400)
+def run_parity(directory, world_size: int, rollout_tp: int, layouts: list[str], case: str) -> dict:
+    architecture, tie = CASES[case]
+    checkpoints = [save_tiny(architecture, directory / name, seed=seed, tie=tie) for seed, name in enumerate("ab")]
+    run_ranks(world_size, WORKER, *checkpoints, directory, rollout_tp, *layouts, timeout=400)
     return json.loads((directory / "out.json").read_text())
 
 
@@ -26,16 +39,37 @@ def assert_equal_logprobs(results: dict, layouts: list[str]) -> None:
             assert found[side] < 1e-4, (case, side)
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-def test_any_training_layout_serves_two_replicas_of_tp_2(tmp_path, tie):
+def assert_equal_gradients(results: dict, layouts: list[str]) -> None:
+    for layout in layouts:
+        found = results[f"{layout} b"]
+        assert found["gradient"] < 1e-5, (layout, found["worst_gradient"])
+
+
+def assert_same_tensors(exported: Path, source: Path) -> None:
+    """The same names, and the same bits under each."""
+    found, expected = (
+        {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        for directory in (exported, source)
+    )
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype
+        assert torch.equal(found[name].view(torch.int32), tensor.view(torch.int32)), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_training_layout_serves_two_replicas_of_tp_2(tmp_path, case):
     layouts = ["1x1", "2x1", "1x2", "2x2"]
-    assert_equal_logprobs(run_parity(tmp_path, 4, 2, layouts, tie=tie), layouts)
+    results = run_parity(tmp_path, 4, 2, layouts, case)
+    assert_equal_logprobs(results, layouts)
+    assert_equal_gradients(results, layouts)
+    assert_same_tensors(tmp_path / "export", tmp_path / "b")  # from TP 2 x PP 2
 
 
 def test_one_replica_with_more_ranks_than_key_value_heads(tmp_path):
-    assert_equal_logprobs(run_parity(tmp_path, 4, 4, ["2x2"], tie=False), ["2x2"])
+    assert_equal_logprobs(run_parity(tmp_path, 4, 4, ["2x2"], "qwen2"), ["2x2"])
 
 
 def test_a_replica_per_rank(tmp_path):
     layouts = ["1x1", "2x1", "1x2"]
-    assert_equal_logprobs(run_parity(tmp_path, 2, 1, layouts, tie=False), layouts)
+    assert_equal_logprobs(run_parity(tmp_path, 2, 1, layouts, "qwen2"), layouts)
