@@ -30,7 +30,7 @@ from rl.config import Config, load_config
 from rl.data.batch import Batch
 from rl.engines import Engines
 from rl.objective import policy_loss, token_choice
-from rl.objectives.rollout_correction import token_weights
+from rl.objectives.rollout_correction import sequence_weights, token_weights
 from rl.phases import Phases
 from rl.rollout.engine import Sample
 from rl.rollout.exchange import exchange
@@ -41,8 +41,8 @@ from rl.training.packing import MicroBatch, pack
 
 CPU = Device(torch.device("cpu"), "gloo")
 VOCAB, PLACES = 23, 40
-MINIBATCHES = ((1, 7, 3, 5, 2, 6), (4, 1, 3))
-"""Sizes of the groups in each of two mini-batches: 24 and 8 samples."""
+MINIBATCHES = ((1, 7, 3, 2, 3), (6, 4, 1, 5))
+"""Sizes of the groups in each of two mini-batches, cut as `Phases` cuts nine groups: 16 samples each, also in pairs."""
 NUM_PROMPTS, NUM_SAMPLES = 8, 4
 """Of a generation phase."""
 
@@ -172,8 +172,11 @@ def fill_columns(batch: Batch, config: Config, generator: torch.Generator) -> No
     batch.ref_logprobs = (micro.logprobs + noise(0.3)).clamp(max=-1e-3)
     batch.implicit_ref_logprobs = (micro.logprobs + noise(0.3)).clamp(max=-1e-3)
     batch.advantages, batch.old_values, batch.returns = noise(1.0), micro.values + noise(0.3), micro.values + noise(1.0)
+    pair = batch.old_logprobs, batch.old_logprobs + noise(0.3)
     if upper := config.rollout_correction.truncate_tokens:
-        batch.loss_weights = token_weights(batch.old_logprobs, batch.old_logprobs + noise(0.3), batch.mask, upper=upper)
+        batch.loss_weights = token_weights(*pair, batch.mask, upper=upper)
+    if upper := config.rollout_correction.truncate_samples:
+        batch.loss_weights = sequence_weights(*pair, batch.lengths, batch.mask, upper=upper)
 
 
 def random_plan(samples: range, unit: int, world_size: int, rng: random.Random) -> list:

@@ -64,8 +64,9 @@ def policy_cases() -> dict[str, list[str]]:
             keys += GROUPS + OPTIONS.get(loss, [])
             if allowed(keys):
                 cases[f"{loss}-{aggregation}"] = keys + terms(len(cases))
-    # gmpo has one mean only, and turns left it with none of these.
-    cases["gmpo-seq-mean-token-mean-weighted"] = cases["gmpo-seq-mean-token-mean"] + terms(2)
+    # gmpo has one mean only, and one weight per sample.
+    weighted = [key.replace("truncate_tokens", "truncate_samples") for key in terms(2)]
+    cases["gmpo-seq-mean-token-mean-weighted"] = cases["gmpo-seq-mean-token-mean"] + weighted
     return cases
 
 
@@ -81,7 +82,7 @@ OTHERS = {
     "dpo-ipo": ["algorithm=dpo", "preference.loss=ipo", *PAIRS],
 }
 CASES = {
-    name: [*keys, "training.micro_batch_tokens=90"]  # of about 400 tokens in the first mini-batch
+    name: [*keys, "training.micro_batch_tokens=90"]  # of about 250 tokens in each mini-batch
     for name, keys in (policy_cases() | OTHERS).items()
 }
 
@@ -164,7 +165,8 @@ def test_all_losses_and_means_are_compared_with_and_without_further_terms():
         means = {key for keys in of_loss for key in keys if key.startswith("objective.aggregation=")}
         assert len(means) == (1 if loss == "gmpo" else len(AGGREGATIONS))
         assert {"objective.kl_coef=0.1" in keys for keys in of_loss} == {True, False} or loss == "gmpo"
-        assert any("rollout_correction.truncate_tokens=1.5" in keys for keys in of_loss)
+        weight = "truncate_samples" if loss == "gmpo" else "truncate_tokens"
+        assert any(f"rollout_correction.{weight}=1.5" in keys for keys in of_loss)
 
 
 # Advantages -----------------------------------------------------------------------------------------------------------
