@@ -91,6 +91,11 @@ class Training:
     """Tensor parallel size of the training grid."""
     pp: int = 1
     """Pipeline parallel size of the training grid. Data parallel size is world / (tp * pp)."""
+    ep: int = 1
+    """Expert parallel size: the routed experts of a layer lie on this many ranks of a stage. 1 for a model without experts."""
+    etp: int = 0
+    """Tensor parallel size of the routed experts. 0: 1 with ep > 1, where whole experts save the communication within them,
+    else `training.tp`."""
     sequence_parallel: bool = True
     """Shard activations between the tensor parallel regions along the sequence; only means something for tp > 1."""
     micro_batch_tokens: int = 16384
@@ -105,6 +110,11 @@ class Training:
     head_chunk_tokens: int = 1024
     """Tokens whose logits exist in float32 at a time, in the log-prob and entropy computation."""
     optimizer: Optimizer = field(default_factory=Optimizer)
+
+    @property
+    def expert_tp(self) -> int:
+        """`etp`, decided where it is 0."""
+        return self.etp or (self.tp if self.ep == 1 else 1)
 
 
 @dataclass
@@ -371,6 +381,8 @@ class Refit:
     check_every: int = 0
     """Steps between comparisons of every weight in the engine with the trainer's. The first refit is always checked;
     0: only that one."""
+    buffer_mib: int = 512
+    """Memory for the messages of a refit, per rank; larger weights travel in parts. It is free again before generation."""
 
 
 @dataclass

@@ -45,6 +45,8 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "data.prompts_per_step": AT_LEAST_ONE,
     "training.tp": AT_LEAST_ONE,
     "training.pp": AT_LEAST_ONE,
+    "training.ep": AT_LEAST_ONE,
+    "training.etp": NOT_NEGATIVE,
     "training.micro_batch_tokens": AT_LEAST_ONE,
     "training.prompts_per_minibatch": NOT_NEGATIVE,
     "training.epochs": AT_LEAST_ONE,
@@ -110,6 +112,7 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "validation.temperature": POSITIVE,
     "validation.max_prompts": NOT_NEGATIVE,
     "refit.check_every": NOT_NEGATIVE,
+    "refit.buffer_mib": AT_LEAST_ONE,
     "checkpoint.every": NOT_NEGATIVE,
     "checkpoint.keep": NOT_NEGATIVE,
     "logging.samples": NOT_NEGATIVE,
@@ -277,10 +280,35 @@ def check_training_grid(config: Config, world_size: int, hf: dict[str, Any]) -> 
     check_divides("training.tp", tp, sizes, fits)
     layers = model_size(hf, "num_hidden_layers")
     check_divides("training.pp", pp, {"{} layers": layers}, [n for n in divisors(world_size // tp) if layers % n == 0])
+    check_expert_grid(config, world_size, hf)
+
+
+def check_expert_grid(config: Config, world_size: int, hf: dict[str, Any]) -> None:
+    training, experts = config.training, num_experts(hf)
+    tp, pp, ep, etp = training.tp, training.pp, training.ep, training.expert_tp
+    if not experts:
+        if ep > 1 or training.etp:
+            raise ConfigError(f"training.ep={ep} and training.etp={training.etp} split experts, but the model has none; leave them out.")
+        return
+    check_divides("training.ep", ep, {"{} experts": experts}, [n for n in divisors(world_size // pp) if experts % n == 0])
+    check_divides("training.etp", etp, {"experts' intermediate size of {}": expert_width(hf)}, divisors(expert_width(hf)))
+    if world_size % (etp * ep * pp):
+        raise ConfigError(
+            f"The experts' grid of training.ep={ep} x etp={etp} x training.pp={pp} is {etp * ep * pp}, which does not divide the "
+            f"world of {world_size} ranks; use a product of {listed(divisors(world_size), 'or')}."
+        )
+    # megatron-core 0.16.1 then adds up the experts' gradients over data parallel ranks only, not over tensor parallel ones.
+    if ep == 1 and etp != tp:
+        raise ConfigError(f"training.etp={etp} differs from training.tp={tp}, which works only with training.ep above 1; leave it out.")
+    # Routers choose for whole tokens, which lie on one tensor parallel rank under sequence parallelism only.
+    if tp > 1 and not training.sequence_parallel:
+        raise ConfigError(f"training.sequence_parallel=false with training.tp={tp} cannot train a mixture of experts; set it to true.")
 
 
 def check_rollout_grid(config: Config, world_size: int, hf: dict[str, Any]) -> None:
     tp, sizes, kv_heads = config.rollout.tp, split_sizes(hf), num_kv_heads(hf)
+    if num_experts(hf):
+        sizes |= {"experts' intermediate size of {}": expert_width(hf)}
     if world_size % tp:
         raise ConfigError(
             f"rollout.tp={tp} does not divide the world of {world_size} ranks; use {listed(divisors(world_size), 'or')}."
@@ -336,6 +364,16 @@ def split_sizes(hf: dict[str, Any]) -> dict[str, int]:
         "hidden size of {}": model_size(hf, "hidden_size"),
         "intermediate size of {}": model_size(hf, "intermediate_size"),
     }
+
+
+def num_experts(hf: dict[str, Any]) -> int:
+    """Routed experts of a layer, by the key of each family; 0 for a dense model."""
+    return next((hf[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if hf.get(key)), 0)
+
+
+def expert_width(hf: dict[str, Any]) -> int:
+    """Intermediate size of one routed expert."""
+    return hf.get("moe_intermediate_size") or model_size(hf, "intermediate_size")
 
 
 def num_kv_heads(hf: dict[str, Any]) -> int:

@@ -54,7 +54,8 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
     with fail_together():
         if needs_reward(config) and not finished:
             pool = start_pool(config, inputs)
-    grid = build_grid(tp=config.training.tp, pp=config.training.pp, seed=config.run.seed)
+    training = config.training
+    grid = build_grid(tp=training.tp, pp=training.pp, ep=training.ep, etp=training.expert_tp, seed=config.run.seed)
     engines = build_engines(config, inputs, grid, device, generate=not finished)
     scorer = None if pool is None else Scorer(config, inputs, device, engines, pool)
     phases = Phases(

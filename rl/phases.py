@@ -30,7 +30,7 @@ from rl.objectives.kl_controller import AdaptiveKL, FixedKL
 from rl.objectives.returns import place_at_end
 from rl.objectives.segments import segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
-from rl.refit.gather import check_refit, refit
+from rl.refit.refit import check_refit, refit, traffic_metrics
 from rl.rewards.length import overlong_penalties
 from rl.rollout.engine import Sampling, seed_of
 from rl.rollout.exchange import exchange
@@ -398,12 +398,13 @@ class Phases:
         stale = self._engine_has_weights_of != self._updates or (self.device.is_cuda and slept)
         if stale:
             with self.timed("update_weights"):
-                refit(policy, engine)
+                traffic = refit(policy, engine, buffer_mib=self.config.refit.buffer_mib)
+                self.metrics |= traffic_metrics(traffic, self.device)
                 self._engine_has_weights_of = self._updates
                 self._num_refits += 1
                 every = self.config.refit.check_every
                 if self._num_refits == 1 or (every and self.step % every == 0):
-                    check_refit(policy, engine)
+                    check_refit(policy, engine, buffer_mib=self.config.refit.buffer_mib)
         if slept:
             engine.wake_cache()
 

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-from rl.models import llama, mistral, qwen2, qwen3
+from rl.models import deepseek, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from rl.models.layout import REPLICATED, Weight
 
-_FILES = (qwen2, qwen3, llama, mistral)
+_FILES = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek)
 SUPPORTED = tuple(name for file in _FILES for name in file.ARCHITECTURES)
 """Architectures as config.json names them."""
 

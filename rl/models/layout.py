@@ -6,6 +6,7 @@ described as a list of `Piece`s, boxes of Hugging Face tensors and where they li
 reading checkpoints, writing them, refit and the equality check. Plain data: no torch.distributed, no Megatron, no vLLM.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,15 +44,21 @@ class Weight:
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the Hugging Face tensors."""
     megatron: str
-    """Name in Megatron's local layer spec; `{layer}` stands for the layer's index within the pipeline stage."""
+    """Name in Megatron's local layer spec; `{layer}` stands for the layer's index within the pipeline stage, `{expert}` for
+    the expert's within its expert parallel rank."""
     vllm: str
     cut: Cut
     layer: int | None = None
     """Global index of the layer, or None for the embedding, the final norm and the head."""
+    expert: int | None = None
+    """Routed expert that it belongs to: on Megatron's side it lies on one expert parallel rank, and `tp` below is then the
+    experts' own tensor parallel size; on vLLM's it is part of a parameter of all experts."""
     first_stage: bool = False
     """On the first pipeline stage (where `layer` is None)."""
     optional: bool = False
     """A checkpoint may lack it: the parameter then starts at 0."""
+    float32: bool = False
+    """Held in float32 on both sides, whatever the model's dtype."""
     tied_to_head: bool = False
     """An embedding that is the head as well: the last stage of a pipeline holds it again, as output_layer.weight."""
 
@@ -161,6 +168,38 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
         return pieces
 
     return Cut(megatron, vllm)
+
+
+def rows_from(offset: int) -> Cut:
+    """Whole on every rank; vLLM holds it from row `offset` on in a parameter that it shares with another weight."""
+
+    def vllm(names, shapes, tp, rank):
+        return [_rows(names[0], shapes[0], 0, shapes[0][0], offset)]
+
+    return Cut(_whole, vllm, split=False)
+
+
+def _stacked(pieces: Callable[..., list[Piece]], expert: int) -> Callable[..., list[Piece]]:
+    """The same pieces within a parameter [E, ...] that stacks all experts."""
+
+    def of_expert(names, shapes, tp, rank):
+        return [
+            Piece(piece.hf, piece.hf_box, ((expert, expert + 1), *piece.local_box)) for piece in pieces(names, shapes, tp, rank)
+        ]
+
+    return of_expert
+
+
+@functools.cache
+def expert_gate_up(expert: int) -> Cut:
+    """Gate and up of one routed expert. Megatron: its own parameter [2F/etp, H]. vLLM: [E, 2F/tp, H] for all."""
+    return Cut(_column, _stacked(_column, expert))
+
+
+@functools.cache
+def expert_down(expert: int) -> Cut:
+    """Down projection of one routed expert. Megatron: its own parameter [H, F/etp]. vLLM: [E, H, F/tp] for all."""
+    return Cut(_row, _stacked(_row, expert))
 
 
 def assemble(weight: Weight, shards: list[torch.Tensor]) -> dict[str, torch.Tensor]:

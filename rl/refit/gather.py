@@ -1,14 +1,21 @@
 """Refit by gathering: every weight whole on every rank for a moment, and vLLM's own loader takes its shard of it.
 
-Correct for any pair of layouts; moves the whole model to every rank.
+Correct for any pair of layouts; moves the whole model to every rank. `rl.refit.refit` takes this way for weights that the
+engine holds in a form of its own, and `tools/bench_refit.py` compares with it.
 """
+
+import copy
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from rl.models.layout import index
+from rl.models.layout import Weight, index
+from rl.refit.transfer import bits
 from rl.rollout.engine import RolloutEngine
 from rl.training.engine import TrainingEngine
+from rl.training.weights import full_weights
 
 
 class RefitMismatch(RuntimeError):
@@ -20,35 +27,60 @@ def refit(trainer: TrainingEngine, engine: RolloutEngine) -> None:
     engine.load_weights(trainer.full_weights())
 
 
-@torch.no_grad()
 def check_refit(trainer: TrainingEngine, engine: RolloutEngine) -> None:
     """Compare every element of this rank's engine weights with the trainer's. Collective over the world.
 
     Raises RefitMismatch on every rank, naming weights, ranks and the first element that differs.
     """
-    held = dict(engine.model.named_parameters())
+    raise_mismatches(unknown(trainer, engine) + differences(trainer, engine, trainer.weight_map.weights))
+
+
+def gathered(trainer: TrainingEngine, weights: Sequence[Weight]) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of some weights, on every rank. Collective as `full_weights` is."""
+    some = copy.copy(trainer.weight_map)
+    some.weights = list(weights)
+    return full_weights(some)
+
+
+def unknown(trainer: TrainingEngine, engine: RolloutEngine) -> list[str]:
+    """What there is to say of this rank's engine parameters that no weight of the trainer fills."""
+    known = {weight.vllm for weight in trainer.weight_map.weights}
+    names = sorted(engine.weights().keys() - known)
+    return [f"{name} of the engine on rank {dist.get_rank()} is no weight of the trainer" for name in names]
+
+
+@torch.no_grad()
+def differences(trainer: TrainingEngine, engine: RolloutEngine, weights: Sequence[Weight]) -> list[str]:
+    """What there is to say of each tensor of those weights that differs on this rank: the first element and both values.
+    The raw bits are compared, or the values where the engine has another dtype. Collective over the world."""
+    held = engine.weights()
     pieces = {
-        piece.hf: (weight.vllm, piece)
-        for weight in trainer.weight_map.weights
-        for piece in weight.vllm_pieces(engine.tp, engine.rank_in_replica)
+        piece.hf: (weight.vllm, piece) for weight in weights for piece in weight.vllm_pieces(engine.tp, engine.rank_in_replica)
     }
-    unnamed = sorted(held.keys() - {weight.vllm for weight in trainer.weight_map.weights})
-    mismatches = [f"{name} of the engine on rank {dist.get_rank()} is no weight of the trainer" for name in unnamed]
-    for name, full in trainer.full_weights():
+    texts = []
+    for name, full in gathered(trainer, weights):
         if name not in pieces:
             continue
         vllm_name, piece = pieces[name]
         expected = full[index(piece.hf_box)]
-        found = held[vllm_name][index(piece.local_box)]
-        different = found.to(expected) != expected
+        found = held[vllm_name].detach()[index(piece.local_box)].reshape(expected.shape)
+        if found.dtype == expected.dtype:
+            different = bits(found) != bits(expected)
+        else:
+            different = found.to(expected) != expected
         if different.any():
             first = tuple(different.nonzero()[0].tolist())
             element = tuple(start + i for (start, _), i in zip(piece.hf_box, first))
-            mismatches.append(
+            texts.append(
                 f"{name}{list(element)} on rank {dist.get_rank()}: engine {found[first].item():g}, "
                 f"trainer {expected[first].item():g} ({int(different.sum())} of {different.numel()} differ)"
             )
+    return texts
+
+
+def raise_mismatches(texts: list[str]) -> None:
+    """RefitMismatch on every rank if any rank has something to say. Collective over the world."""
     everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mismatches)
+    dist.all_gather_object(everyone, texts)
     if found := [text for texts in everyone for text in texts]:
         raise RefitMismatch(f"after the refit {len(found)} weights differ: " + "; ".join(found[:8]))

@@ -19,6 +19,7 @@ def install() -> None:
 
     if current_platform.is_cpu():
         _keep_weights_alive()
+        _keep_experts_alive()
         _shared_memory_names_of_this_job()
 
 
@@ -32,6 +33,32 @@ def _keep_weights_alive() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     layers.dispatch_cpu_unquantized_gemm = live_linear
+
+
+def _keep_experts_alive() -> None:
+    """The same for mixtures of experts: the CPU build packs w13_weight and w2_weight once and computes with that copy, whatever
+    is loaded later. Its kernel also wants an expert's part of a multiple of 32 channels, which small models have not."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+    CPUUnquantizedExperts.apply = _live_experts
+
+
+def _live_experts(
+    self, *, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, expert_map, apply_router_weight_on_input, **_
+):
+    """Sum of each token's experts, one expert after the other. In the place of CPUUnquantizedExperts.apply.
+
+    output, hidden_states [T, H]; w1 [E, 2F/tp, H], gate over up; w2 [E, H, F/tp]; topk_weights, topk_ids [T, k].
+    """
+    assert activation.value == "silu" and expert_map is None and not apply_router_weight_on_input
+    total = torch.zeros(hidden_states.shape, dtype=torch.float32)
+    for expert in topk_ids.unique().tolist():
+        token, choice = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = torch.nn.functional.linear(hidden_states[token], w1[expert]).chunk(2, -1)
+        out = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert])
+        total.index_add_(0, token, out * topk_weights[token, choice, None].float())
+    output.copy_(total)
 
 
 def _shared_memory_names_of_this_job() -> None:

@@ -129,10 +129,33 @@ class RolloutEngine:
             self.llm.wake_up(tags=["kv_cache"])
         self.awake = True
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """This rank's weights by vLLM's name. W_UV and W_UK_T of multi-head latent attention are none: vLLM takes them from
+        kv_b_proj.weight, and `derive_weights` does so again."""
+        return {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if name.rpartition(".")[2] not in ("W_UV", "W_UK_T")
+        }
+
+    @torch.no_grad()
+    def derive_weights(self) -> None:
+        """Bring what vLLM computed from weights after loading up to date, in the same memory. After every write to weights."""
+        from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+        for module in self.model.modules():
+            if isinstance(module, MLAAttention):
+                module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
+
     @torch.no_grad()
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Write whole Hugging Face tensors into this rank's shards, and forget what was computed with the old ones."""
         self.model.load_weights(weights)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Derive anew what depends on the weights, wait for the writes, and forget what was computed with the old ones."""
+        self.derive_weights()
         self.device.synchronize()
         assert self.llm.reset_prefix_cache(reset_running_requests=True), "the engine kept cache blocks of old weights"
 
@@ -216,17 +239,20 @@ def _build_llm(path: str, rollout: Rollout, dtype: str, max_tokens: int, seed: i
 
     from rl.models import SUPPORTED, read_hf_config
 
-    for name in set(read_hf_config(path)["architectures"]) & set(SUPPORTED):  # skips a subprocess of about 10 s that inspects the model's class
+    hf = read_hf_config(path)
+    for name in set(hf["architectures"]) & set(SUPPORTED):  # skips a subprocess of about 10 s that inspects the model's class
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-    options = {}
+    options: dict = {}
+    if not frozen and hf.get("quantization_config"):  # the trainer's weights, which come by refits, are not quantised
+        options = dict(hf_overrides={"quantization_config": None})
     if device.is_cuda:
-        options = dict(
+        options |= dict(
             enable_sleep_mode=not frozen,
             enforce_eager=rollout.enforce_eager,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
         )
     else:
-        options = dict(
+        options |= dict(
             enforce_eager=True,
             kv_cache_memory_bytes=rollout.cpu_kv_cache_mib << 20,
             # vLLM's CPU rotary kernel is wrong for 3-dimensional queries (DeepSeek).

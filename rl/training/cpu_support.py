@@ -183,9 +183,43 @@ def _adam_of_distributed_optimizer(distrib_optimizer):
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
 
 
+def _split_sizes_as_lists(moe_utils):
+    """The token dispatcher wants split sizes as numpy arrays, but converts them only from tensors on CUDA."""
+
+    def to_numpy(tensor, as_numpy=False, record_stream=False):
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = to_numpy
+
+
+def _uneven_collectives(mappings):
+    """gloo has no all-gather or reduce-scatter of parts of different sizes, which experts with tensor parallelism need: each
+    rank of the group has another number of tokens."""
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def uneven_gather(part, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or group.size() == 1:
+            return gather(part, group, None, use_global_buffer)
+        longest = max(output_split_sizes)
+        padded = torch.cat([part, part.new_zeros(longest - len(part), *part.shape[1:])])
+        parts = gather(padded, group).split(longest)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes)])
+
+    def uneven_scatter(whole, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(whole, group, None, use_global_buffer)
+        total = whole.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = uneven_gather, uneven_scatter
+
+
 _AFTER_IMPORT = {
     "megatron.core.jit": _no_compiler,
     "megatron.core.tensor_parallel.random": _cpu_rng_states,
+    "megatron.core.tensor_parallel.mappings": _uneven_collectives,
+    "megatron.core.transformer.moe.moe_utils": _split_sizes_as_lists,
     "megatron.core.optimizer": _adam_of_optimizer,
     "megatron.core.optimizer.distrib_optimizer": _adam_of_distributed_optimizer,
 }

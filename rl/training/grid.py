@@ -10,7 +10,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 @dataclass(frozen=True)
 class Grid:
-    """World = tp x dp x pp, tensor parallel ranks innermost, pipeline stages outermost (Megatron's order)."""
+    """World = tp x dp x pp, tensor parallel ranks innermost, pipeline stages outermost (Megatron's order).
+
+    Routed experts split the same ranks otherwise: etp x ep x (expert data parallel) x pp.
+    """
 
     groups: ProcessGroupCollection
     tp: int
@@ -19,6 +22,10 @@ class Grid:
     tp_rank: int
     pp_rank: int
     dp_rank: int
+    ep: int = 1
+    etp: int = 1
+    ep_rank: int = 0
+    etp_rank: int = 0
 
     @property
     def is_first_stage(self) -> bool:
@@ -38,11 +45,14 @@ class Grid:
         return self.is_last_stage and self.tp_rank == 0
 
 
-def build_grid(*, tp: int, pp: int, seed: int) -> Grid:
-    """Create Megatron's groups and seed its RNG tracker. Collective over the world."""
+def build_grid(*, tp: int, pp: int, ep: int = 1, etp: int | None = None, seed: int) -> Grid:
+    """Create Megatron's groups and seed its RNG tracker; `etp` is tp if it is not given. Collective over the world."""
+    etp = etp or tp
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
         create_gloo_process_groups=torch.cuda.is_available(),  # on CPU the groups are gloo already
     )
     model_parallel_cuda_manual_seed(seed)
@@ -54,4 +64,8 @@ def build_grid(*, tp: int, pp: int, seed: int) -> Grid:
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
+        ep=ep,
+        etp=etp,
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
     )

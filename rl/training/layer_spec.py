@@ -7,13 +7,17 @@ Megatron's in its local spec. Parameter names are those of the local spec; `te_n
 
 import dataclasses
 import importlib.util
+import re
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 def use_te(dtype: torch.dtype) -> bool:
@@ -27,15 +31,29 @@ def block_spec(config):
     """The spec of the transformer layers that this pipeline stage builds, for a TransformerConfig."""
     if use_te(config.params_dtype):
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    # Megatron 0.16.1 uses both names without having imported them where there is no Transformer Engine: the router in
+    # float32 ends in a NameError, and MLA accepts no other class for its projections down to the latents.
+    moe_utils.te_general_gemm = None
+    multi_latent_attention.TELinear = DuplicatedLinear
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     return without_te(spec)
 
 
 def te_name(name: str) -> str:
-    """The name that Transformer Engine's spec, which fuses a norm into the linear layer behind it, gives a parameter."""
-    return name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
-        ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
-    )
+    """The name that Transformer Engine's spec, which fuses a norm into the linear layer behind it and the experts of a rank
+    into one grouped layer, gives a parameter."""
+    for local, fused in _FUSED_NORMS.items():
+        name = name.replace(local, fused)
+    return re.sub(r"\.local_experts\.(\d+)\.(linear_fc.)\.weight$", r".\2.weight\1", name)
+
+
+# Asked for only where the model has no parameter of the local name: the norm before experts, for one, is not fused.
+_FUSED_NORMS = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+    ".self_attention.q_layernorm.": ".self_attention.linear_q_up_proj.layer_norm_",
+    ".self_attention.kv_layernorm.": ".self_attention.linear_kv_up_proj.layer_norm_",
+}
 
 
 def without_te(spec):
@@ -44,6 +62,8 @@ def without_te(spec):
         return type(spec)(map(without_te, spec))
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         fields = {field.name: without_te(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
+        if isinstance(spec, multi_latent_attention.MLASelfAttentionSubmodules):
+            fields |= dict(linear_q_down_proj=DuplicatedLinear, linear_kv_down_proj=DuplicatedLinear)
         return dataclasses.replace(spec, **fields)
     if isinstance(spec, type):
         return {WrappedTorchNorm: Norm, DotProductAttention: CoreAttention}.get(spec, spec)
@@ -60,6 +80,29 @@ class Norm:
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel
         return norm
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """A linear layer that is whole on every tensor parallel rank: MLA's projections down to the latents, under sequence
+    parallelism on each rank's part of the tokens.
+
+    Megatron's local spec splits them by columns, which loses a part of the gradient of the rotary key
+    (NVIDIA/Megatron-LM#1699) and is another layout than that of Transformer Engine's.
+    """
+
+    def __init__(self, input_size, output_size, *, parallel_mode, config, init_method, bias=False, **_):
+        super().__init__()
+        assert parallel_mode == "duplicated" and not bias
+        self.weight = torch.nn.Parameter(init_method(torch.empty(output_size, input_size, dtype=config.params_dtype)))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x):
+        """[T/tp, 1, input_size] -> ([T/tp, 1, output_size], no bias)."""
+        return F.linear(x, self.weight), None
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """The weight as one that all tensor parallel ranks hold."""
+        return make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, None, sharded_offsets)
 
 
 class CoreAttention(MegatronModule):
@@ -81,7 +124,7 @@ class CoreAttention(MegatronModule):
     def forward(
         self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """query [T, heads/tp, d], key and value [T, kv_heads/tp, d], packed -> [T, heads/tp * d]."""
+        """query [T, heads/tp, d], key [T, kv_heads/tp, d] and value [T, kv_heads/tp, v], packed -> [T, heads/tp * v]."""
         if query.is_cuda and query.dtype is not torch.float32:  # flash attention knows 16 bits only
             return self._varlen(query, key, value, packed_seq_params).flatten(1)
         return self._by_length(query, key, value, packed_seq_params.cu_seqlens_q)
@@ -108,10 +151,13 @@ class CoreAttention(MegatronModule):
     def _varlen(self, query, key, value, packed):
         from torch.nn.attention.varlen import varlen_attn
 
-        return varlen_attn(
+        width = value.shape[-1]
+        value = F.pad(value, (0, query.shape[-1] - width))  # MLA: flash attention has one width for all three
+        out = varlen_attn(
             query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
             scale=self.scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
+        return out[..., :width]
 
 
 def _sorted_by_length(cu_seqlens) -> tuple[torch.Tensor, list[tuple[int, int]]]:

@@ -11,7 +11,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from rl.config import Training
@@ -113,8 +113,13 @@ class ValueModel(Packed):
 def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's config from the architecture and the training section."""
     on_cuda = torch.cuda.is_available()
-    return TransformerConfig(
-        **architecture(hf).megatron_config(hf),
+    of_model = architecture(hf).megatron_config(hf)
+    kind = MLATransformerConfig if of_model.get("multi_latent_attention") else TransformerConfig
+    return kind(
+        **of_model,
+        expert_model_parallel_size=training.ep,
+        expert_tensor_parallel_size=training.expert_tp,
+        moe_grouped_gemm="num_moe_experts" in of_model and use_te(dtype),
         tensor_model_parallel_size=training.tp,
         pipeline_model_parallel_size=training.pp,
         sequence_parallel=training.sequence_parallel and training.tp > 1,

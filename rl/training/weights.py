@@ -5,6 +5,8 @@ tensor whole on every rank, one after the other.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +14,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rl.models.files import tensor_files
-from rl.models.layout import Weight, assemble, index
+from rl.models.layout import Box, Weight, assemble, index
 from rl.training.grid import Grid
 from rl.training.layer_spec import te_name
+
+FP8_BLOCK = 128
 
 
 class WeightMap:
@@ -24,10 +28,17 @@ class WeightMap:
         self.grid = grid
         self.num_layers = hf["num_hidden_layers"]
         self.weights = weights
-        self.parameters = dict(model.named_parameters())
-        held = {self.local_name(w, stage) for w in self.weights for stage in self.stages(w) if stage == grid.pp_rank}
-        unmapped, absent = self.parameters.keys() - held, held - self.parameters.keys()
+        num_experts = 1 + max((weight.expert for weight in weights if weight.expert is not None), default=0)
+        self.experts_per_rank = num_experts // grid.ep
+        parameters = dict(model.named_parameters())
+        self.parameters = parameters | dict(model.named_buffers())
+        held = {self.local_name(weight, grid.pp_rank) for weight in self.weights if self.holds(weight)}
+        unmapped, absent = parameters.keys() - held, held - self.parameters.keys()
         assert not unmapped and not absent, f"layout of {hf['architectures'][0]}: unmapped {unmapped}, absent {absent}"
+        self.parameters = {name: self.parameters[name] for name in held}
+        """Parameters that this rank holds, and buffers that are weights (a router's bias), by Megatron's name."""
+        self.dtype = next(tensor.dtype for tensor in parameters.values())
+        """Of all weights that are not `float32`."""
 
     def stages(self, weight: Weight) -> list[int]:
         """Pipeline stages that hold the weight, its owner first."""
@@ -38,63 +49,110 @@ class WeightMap:
             return [last]
         return [0, last] if weight.tied_to_head and last > 0 else [0]
 
+    def expert_rank(self, weight: Weight) -> int:
+        """Expert parallel rank that holds a routed expert's weight."""
+        assert weight.expert is not None
+        return weight.expert // self.experts_per_rank
+
+    def holds(self, weight: Weight) -> bool:
+        """Whether this rank holds the weight, or its tensor parallel part of it."""
+        if self.grid.pp_rank not in self.stages(weight):
+            return False
+        return weight.expert is None or self.expert_rank(weight) == self.grid.ep_rank
+
+    def tensor_split(self, weight: Weight) -> tuple[int, int]:
+        """Over how many ranks the weight is split, and which of them this one is: routed experts have groups of their own."""
+        grid = self.grid
+        return (grid.tp, grid.tp_rank) if weight.expert is None else (grid.etp, grid.etp_rank)
+
     def local_name(self, weight: Weight, stage: int) -> str:
-        """Name of the weight's parameter on a stage that holds it."""
+        """Name of the weight's parameter on a rank of that stage that holds it."""
         if weight.layer is not None:
-            name = weight.megatron.format(layer=weight.layer - stage * (self.num_layers // self.grid.pp))
+            layer = weight.layer - stage * (self.num_layers // self.grid.pp)
+            expert = None if weight.expert is None else weight.expert % self.experts_per_rank
+            name = weight.megatron.format(layer=layer, expert=expert)
         else:
             name = weight.megatron if stage == self.stages(weight)[0] else "output_layer.weight"
         return name if name in self.parameters else te_name(name)
 
-    def local(self) -> Iterator[tuple[Weight, torch.nn.Parameter]]:
+    def local(self) -> Iterator[tuple[Weight, Tensor]]:
         """Weights that this rank holds and their parameters; a tied embedding counts on both its stages."""
         for weight in self.weights:
-            if self.grid.pp_rank in self.stages(weight):
+            if self.holds(weight):
                 yield weight, self.parameters[self.local_name(weight, self.grid.pp_rank)]
 
 
 @torch.no_grad()
 def load_hf(directory: str, weight_map: WeightMap) -> None:
     """Fill this rank's parameters from the safetensors files of a checkpoint; padding rows of the vocabulary become 0.
+    Weights in FP8 with a scale per block, as DeepSeek-V3's, are multiplied out.
 
     Raises ValueError as `tensor_files` does. Not collective.
     """
     files = tensor_files(directory, weight_map.weights)
-    grid, opened = weight_map.grid, {}
+    opened: dict[Path, Any] = {}
+
+    def slice_of(name):
+        path = files[name]
+        if path not in opened:
+            opened[path] = safe_open(path, framework="pt")
+        return opened[path].get_slice(name)
+
     for weight, parameter in weight_map.local():
         parameter.zero_()
-        for piece in weight.megatron_pieces(grid.tp, grid.tp_rank):
-            path = files.get(piece.hf)
-            if path is None:
+        for piece in weight.megatron_pieces(*weight_map.tensor_split(weight)):
+            if piece.hf not in files:
                 continue  # optional, and stays 0
-            if path not in opened:
-                opened[path] = safe_open(path, framework="pt")
-            tensor = opened[path].get_slice(piece.hf)
-            parameter[index(piece.local_box)] = tensor[index(piece.hf_box)].to(parameter)
+            values = slice_of(piece.hf)[index(piece.hf_box)]
+            if values.dtype is torch.float8_e4m3fn:
+                scale = piece.hf + "_scale_inv"
+                if scale not in files:
+                    raise ValueError(f"{directory} has {piece.hf} in FP8, but no {scale}; Lockstep reads FP8 by blocks only.")
+                values = dequantised(values, slice_of(scale), piece.hf_box)
+            parameter[index(piece.local_box)] = values.to(parameter)
+
+
+def dequantised(values: Tensor, scales, box: Box) -> Tensor:
+    """The box of a matrix that is stored in FP8 with one float32 factor per block of 128 x 128 elements, whole blocks counted
+    from the matrix' first element (DeepSeek-V3, arXiv:2412.19437, section 3.3; `weight_scale_inv` in its checkpoints).
+
+    values: float8 [r, c], the box. scales: what takes an index of the whole [ceil(R/128), ceil(C/128)]. Returns float32 [r, c].
+    """
+    blocks = tuple((start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in box)
+    factors = scales[index(blocks)].float()
+    for dim, (start, stop) in enumerate(box):
+        first = start % FP8_BLOCK
+        factors = factors.repeat_interleave(FP8_BLOCK, dim).narrow(dim, first, stop - start)
+    return values.float() * factors
 
 
 @torch.no_grad()
 def full_weights(weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of every weight, in the model's order, on every rank.
 
-    Per weight: all-gather over the owner stage's tensor parallel group, broadcast over the pipeline group. Collective
-    over the model parallel groups: every rank must draw to the end.
+    Per weight: all-gather over the owner's tensor parallel group, broadcast over the expert parallel group of its stage if it
+    is a routed expert's, broadcast over the pipeline group. Collective over the model parallel groups: every rank must draw
+    to the end.
     """
     grid = weight_map.grid
-    dtype = next(iter(weight_map.parameters.values())).dtype
     device = next(iter(weight_map.parameters.values())).device
     for weight in weight_map.weights:
         owner = weight_map.stages(weight)[0]
-        shards_needed = grid.tp if weight.cut.split else 1
-        if grid.pp_rank == owner:
+        tp, _ = weight_map.tensor_split(weight)
+        group = grid.groups.tp if weight.expert is None else grid.groups.expt_tp
+        shards_needed = tp if weight.cut.split else 1
+        if grid.pp_rank == owner and weight_map.holds(weight):
             mine = weight_map.parameters[weight_map.local_name(weight, owner)].detach().contiguous()
             shards = mine.new_empty((shards_needed, *mine.shape))
             if shards_needed > 1:
-                dist.all_gather_into_tensor(shards.view(-1, *mine.shape[1:]), mine, group=grid.groups.tp)
+                dist.all_gather_into_tensor(shards.view(-1, *mine.shape[1:]), mine, group=group)
             else:
                 shards[0] = mine
         else:
-            shards = torch.empty((shards_needed, *weight.megatron_shape(grid.tp)), dtype=dtype, device=device)
+            dtype = torch.float32 if weight.float32 else weight_map.dtype
+            shards = torch.empty((shards_needed, *weight.megatron_shape(tp)), dtype=dtype, device=device)
+        if weight.expert is not None and grid.ep > 1 and grid.pp_rank == owner:
+            dist.broadcast(shards, group=grid.groups.ep, group_src=weight_map.expert_rank(weight))
         if grid.pp > 1:
             dist.broadcast(shards, group=grid.groups.pp, group_src=owner)
         yield from assemble(weight, list(shards)).items()

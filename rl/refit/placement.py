@@ -1,0 +1,167 @@
+"""Which ranks hold a weight, in training and in generation. Plain data, the same on every rank, no communication.
+
+Both sides put tensor parallel ranks innermost. Megatron (`RankGenerator`, order "tp-cp-ep-dp-pp") puts pipeline stages
+outermost, so that a stage is a run of neighbouring ranks; vLLM puts stages next to tensor parallel ranks and replicas
+outermost. Within a Megatron stage routed experts have a grid of their own over the same ranks: etp innermost, then ep, then
+the replicas of an expert.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl.models.layout import Weight
+
+Ranges = tuple[tuple[int, int], ...]
+"""(first, one past the last) layer of each pipeline stage."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The part of a grid that holds a weight; weights of one place lie on the same ranks."""
+
+    stages: tuple[int, ...]
+    """Pipeline stages; two for a tied embedding."""
+    ep_rank: int | None = None
+    """Expert parallel rank; None for a weight that belongs to no routed expert."""
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The ranks of a place, ascending, and the part of the weight that each holds: `tp_ranks[i]` of `tp`. int64 both."""
+
+    tp: int
+    ranks: np.ndarray
+    tp_ranks: np.ndarray
+
+
+@dataclass(frozen=True)
+class TrainingPlacement:
+    """Megatron's grid. Raises ValueError for sizes that do not divide."""
+
+    world_size: int
+    tp: int
+    pp: int
+    num_layers: int
+    ep: int = 1
+    etp: int | None = None
+    """Tensor parallel size of a routed expert; None: tp, as in Megatron."""
+    num_experts: int = 0
+    """Routed experts of a layer."""
+    layer_ranges: Ranges | None = None
+    """Layers of each stage; None: as even as can be, earlier stages the larger ones."""
+
+    def __post_init__(self):
+        _check_sizes("training", self.world_size, self.tp, self.pp, self.num_layers, self.layer_ranges)
+        per_stage = self.world_size // self.pp
+        if per_stage % (self.ep * self.expert_tp):
+            raise ValueError(
+                f"training: experts cut ep {self.ep} x etp {self.expert_tp} do not divide a stage of {per_stage} ranks; "
+                f"choose ep and etp so that their product does (etp defaults to tp)."
+            )
+        if self.num_experts % self.ep:
+            raise ValueError(f"training: ep {self.ep} does not divide {self.num_experts} routed experts; choose one that does.")
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    def place(self, weight: Weight) -> Place:
+        """Where the weight lies. A tied embedding is the last stage's head as well and lies on both."""
+        ranges = self.layer_ranges or even_ranges(self.num_layers, self.pp)
+        ep_rank = None if weight.expert is None else weight.expert // (self.num_experts // self.ep)
+        return Place(_stages(weight, ranges), ep_rank)
+
+    def cut_size(self, weight: Weight) -> int:
+        """Ranks that the weight is cut over."""
+        return self.tp if weight.expert is None else self.expert_tp
+
+    def holders(self, place: Place) -> Holders:
+        """Every rank of the place, over all replicas."""
+        per_stage = self.world_size // self.pp
+        local = np.arange(per_stage)
+        tp = self.tp
+        if place.ep_rank is not None:
+            tp = self.expert_tp
+            local = local[local // tp % self.ep == place.ep_rank]
+        ranks = np.concatenate([stage * per_stage + local for stage in place.stages])
+        return Holders(tp, ranks, ranks % per_stage % tp)
+
+
+@dataclass(frozen=True)
+class RolloutPlacement:
+    """vLLM's grid: replica r is ranks r * tp * pp and on, stages of tp ranks each. Experts are cut over tp like any MLP.
+
+    Raises ValueError for sizes that do not divide.
+    """
+
+    world_size: int
+    tp: int
+    num_layers: int
+    pp: int = 1
+    layer_ranges: Ranges | None = None
+    """Layers of each stage; None: as `vllm.distributed.utils.get_pp_indices` has them."""
+
+    def __post_init__(self):
+        _check_sizes("rollout", self.world_size, self.tp, self.pp, self.num_layers, self.layer_ranges)
+
+    def place(self, weight: Weight) -> Place:
+        """Where the weight lies in each replica."""
+        return Place(_stages(weight, self.layer_ranges or vllm_ranges(self.num_layers, self.pp)))
+
+    def cut_size(self, weight: Weight) -> int:
+        """Ranks that the weight is cut over."""
+        return self.tp
+
+    def holders(self, place: Place) -> Holders:
+        """Every rank of the place, over all replicas."""
+        ranks = np.arange(self.world_size)
+        ranks = ranks[np.isin(ranks // self.tp % self.pp, place.stages)]
+        return Holders(self.tp, ranks, ranks % self.tp)
+
+
+@functools.cache
+def even_ranges(num_layers: int, pp: int) -> Ranges:
+    """Layers over stages as evenly as can be; earlier stages take what is left over."""
+    sizes = [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
+    return _ranges(sizes)
+
+
+@functools.cache
+def vllm_ranges(num_layers: int, pp: int) -> Ranges:
+    """Layers over stages as vLLM has them: what is left over goes one each to the stages before the last, backwards."""
+    left = num_layers % pp
+    sizes = [num_layers // pp + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)]
+    return _ranges(sizes)
+
+
+def count_experts(weights: list[Weight]) -> int:
+    """Routed experts of a layer; 0 for a model without any."""
+    return max((weight.expert + 1 for weight in weights if weight.expert is not None), default=0)
+
+
+def _ranges(sizes: list[int]) -> Ranges:
+    edges = np.cumsum([0, *sizes]).tolist()
+    return tuple(zip(edges[:-1], edges[1:]))
+
+
+def _stages(weight: Weight, ranges: Ranges) -> tuple[int, ...]:
+    last = len(ranges) - 1
+    if weight.layer is not None:
+        return (next(stage for stage, (start, stop) in enumerate(ranges) if start <= weight.layer < stop),)
+    if not weight.first_stage:
+        return (last,)
+    return (0, last) if weight.tied_to_head and last > 0 else (0,)
+
+
+def _check_sizes(side: str, world_size: int, tp: int, pp: int, num_layers: int, ranges: Ranges | None) -> None:
+    if min(world_size, tp, pp) < 1 or world_size % (tp * pp):
+        raise ValueError(f"{side}: tp {tp} x pp {pp} does not divide {world_size} ranks; choose sizes whose product does.")
+    if pp > num_layers:
+        raise ValueError(f"{side}: pp {pp} leaves stages without a layer, the model has {num_layers}; choose a smaller pp.")
+    if ranges is None:
+        return
+    edges = [edge for stage in ranges for edge in stage]
+    if len(ranges) != pp or edges[0] != 0 or edges[-1] != num_layers or edges[1:-1:2] != edges[2::2] or sorted(edges) != edges:
+        raise ValueError(f"{side}: layers {ranges} of the {pp} stages do not cover layers 0 to {num_layers - 1} in order.")

@@ -1,0 +1,175 @@
+"""Carrying out a plan: copies within the rank, then batches of packed messages; and the same way back for checksums.
+
+Point to point over the world's group: gloo for CPU tensors, NCCL for CUDA ones.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl.models.layout import index
+from rl.refit.plan import Copy, Message, Plan, Region
+
+OPS_PER_CALL = 32
+"""Point-to-point operations that are handed to NCCL at once; hundreds in one group deadlocked it (Megatron-LM #7189)."""
+CHECKSUM_ELEMENTS = 1 << 20
+"""Elements that a checksum takes at a time; each costs about 24 bytes for that moment."""
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class Traffic:
+    """Bytes of one rank."""
+
+    received: int = 0
+    """Through the transport."""
+    sent: int = 0
+    local: int = 0
+    """Copied from this rank's training parameters into its engine's."""
+    fallback: int = 0
+    """Of whole tensors that were gathered, since the engine's parameter cannot be written in place."""
+
+
+@torch.no_grad()
+def transfer(plan: Plan, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor], device: torch.device) -> Traffic:
+    """Write what the plan brings to this rank into the destinations. Collective over the world.
+
+    sources, destinations: this rank's training and engine parameters by the weight's number, of one dtype per weight.
+    Takes `plan.peak_bytes` for messages, rounded up to 8 each, and no more.
+    """
+    traffic = Traffic()
+    for copy in plan.copies:
+        source, destination = _ends(copy, sources, destinations)
+        destination.copy_(source)
+        traffic.local += source.nbytes
+    largest = max((_space(batch.sends + batch.receives) for batch in plan.batches), default=0)
+    space = torch.empty(largest, dtype=torch.uint8, device=device)
+    for batch in plan.batches:
+        outgoing, used = _buffers(batch.sends, space, 0)
+        incoming, _ = _buffers(batch.receives, space, used)
+        for message in batch.sends:
+            for view, packed in _unpacked(message, outgoing[message.peer], sources):
+                packed.copy_(view)
+        exchange(outgoing, incoming)
+        for message in batch.receives:
+            for view, packed in _unpacked(message, incoming[message.peer], destinations):
+                view.copy_(packed)
+        traffic.sent += sum(buffer.nbytes for buffer in outgoing.values())
+        traffic.received += sum(buffer.nbytes for buffer in incoming.values())
+    return traffic
+
+
+def exchange(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+    """Send a tensor to each peer of `outgoing` and fill those of `incoming`, contiguous and one per peer. Collective over the
+    world; a peer's two ends must agree.
+
+    NCCL runs one call after the other, so calls must not wait for each other in a circle: every rank goes through the
+    distances between ranks in the same order, and both ends of a message have the same distance.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    pending = []
+    for first in range(1, world_size, OPS_PER_CALL // 2):
+        operations = []
+        for distance in range(first, min(first + OPS_PER_CALL // 2, world_size)):
+            to, source = (rank + distance) % world_size, (rank - distance) % world_size
+            if to in outgoing:
+                operations.append(dist.P2POp(dist.isend, outgoing[to], to))
+            if source in incoming:
+                operations.append(dist.P2POp(dist.irecv, incoming[source], source))
+        if operations:
+            pending += dist.batch_isend_irecv(operations)
+    for work in pending:
+        work.wait()
+
+
+@torch.no_grad()
+def compare(
+    plan: Plan, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor], device: torch.device
+) -> list[tuple[int, int]]:
+    """(weight's number, rank that it came from) of everything on this rank that differs from its source. Collective over
+    the world: each source sends 16 bytes per region."""
+    wrong = []
+    for copy in plan.copies:
+        source, destination = _ends(copy, sources, destinations)
+        if not torch.equal(bits(source), bits(destination)):
+            wrong.append((copy.weight, plan.rank))
+    known: dict[tuple, Tensor] = {}
+    outgoing: dict[int, list[Tensor]] = {}
+    for peer, region in _regions(plan, "sends"):
+        key = (region.weight, region.local)  # replicas of the engine get the same regions
+        if key not in known:
+            known[key] = checksum(sources[region.weight][index(region.local)])
+        outgoing.setdefault(peer, []).append(known[key])
+    expected: dict[int, list[Region]] = {}
+    for peer, region in _regions(plan, "receives"):
+        expected.setdefault(peer, []).append(region)
+    incoming = {peer: torch.empty(len(regions), 2, dtype=torch.int64, device=device) for peer, regions in expected.items()}
+    exchange({peer: torch.stack(sums) for peer, sums in outgoing.items()}, incoming)
+    for peer, regions in expected.items():
+        found = torch.stack([checksum(destinations[region.weight][index(region.local)]) for region in regions])
+        different = (found != incoming[peer]).any(1).cpu()
+        wrong += [(region.weight, peer) for region, bad in zip(regions, different) if bad]
+    return sorted(set(wrong))
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """int64 [2]: the sum of the elements' bits read as integers, and that sum with each weighted by its place, modulo 2**64.
+    One changed element always shows in the first, two that changed places in the second."""
+    rows = bits(tensor).flatten(0, -2) if tensor.ndim > 1 else bits(tensor)[:, None]
+    width = rows.shape[1]
+    step = max(1, CHECKSUM_ELEMENTS // width)
+    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for first in range(0, len(rows), step):
+        block = rows[first : first + step].reshape(-1).to(torch.int64)
+        places = torch.arange(first * width + 1, first * width + 1 + len(block), device=tensor.device)
+        total += torch.stack((block.sum(), (block * places).sum()))
+    return total
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor's memory read as integers of the same size."""
+    return tensor.detach().view(BITS[tensor.element_size()])
+
+
+def _ends(copy: Copy, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+    source = sources[copy.weight][index(copy.source)]
+    destination = destinations[copy.weight][index(copy.destination)]
+    assert source.dtype == destination.dtype, f"{copy.hf}: {source.dtype} in training, {destination.dtype} in the engine"
+    return source.reshape(destination.shape), destination
+
+
+def _regions(plan: Plan, direction: str) -> Iterator[tuple[int, Region]]:
+    for batch in plan.batches:
+        for message in batch.sends if direction == "sends" else batch.receives:
+            for region in message.regions:
+                yield message.peer, region
+
+
+def _space(messages: tuple[Message, ...]) -> int:
+    return sum(_aligned(message.num_bytes) for message in messages)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 8) * 8
+
+
+def _buffers(messages: tuple[Message, ...], space: Tensor, at: int) -> tuple[dict[int, Tensor], int]:
+    """A run of bytes of `space` for each message, and where they end."""
+    buffers = {}
+    for message in messages:
+        buffers[message.peer] = space[at : at + message.num_bytes]
+        at += _aligned(message.num_bytes)
+    return buffers, at
+
+
+def _unpacked(message: Message, buffer: Tensor, parameters: Mapping[int, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """(part of a parameter, the same elements in the message) of each region."""
+    at = 0
+    for region in message.regions:
+        view = parameters[region.weight][index(region.local)]
+        yield view, buffer[at : at + view.nbytes].view(view.dtype).view(view.shape)
+        at += view.nbytes
+    assert at == message.num_bytes, f"a message of {at} bytes was planned with {message.num_bytes}"

@@ -1,0 +1,346 @@
+"""Plans of small models for all ranks: carried out on numpy arrays of element numbers, and counted by brute force."""
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rl.models import qwen2
+from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Weight, expert_down, expert_gate_up, index
+from rl.refit.placement import RolloutPlacement, TrainingPlacement, count_experts, vllm_ranges
+from rl.refit.plan import FAR_OUT, NEAR_OUT, Routing, cut_into_batches, plan_of, plan_refit
+
+ITEMSIZE = 2
+
+
+def qwen(*, layers=4, tied=False, heads=4, kv_heads=4, hidden=8, ffn=12, vocab=100):
+    return qwen2.weights(
+        dict(
+            num_hidden_layers=layers, hidden_size=hidden, intermediate_size=ffn, vocab_size=vocab, num_attention_heads=heads,
+            num_key_value_heads=kv_heads, head_dim=4, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+
+
+def mixture(*, layers=4, experts=4, hidden=8, ffn=16):
+    """A model with routed experts and a router's bias in float32."""
+    out = [Weight(("embed.weight",), ((70, hidden),), "embed", "embed", VOCAB, first_stage=True)]
+    for layer in range(layers):
+
+        def weight(name, shapes, cut, layer=layer, **options):
+            names = tuple(f"layers.{layer}.{part}" for part in name.split("+"))
+            return Weight(names, shapes, name, f"layers.{layer}.{options.pop('into', name)}", cut, layer, **options)
+
+        out += [
+            weight("o.weight", ((hidden, 8),), ROW),
+            weight("up.weight", ((16, hidden),), COLUMN),
+            weight("gate.bias", ((experts,),), REPLICATED, float32=True),
+        ]
+        for e in range(experts):
+            names = f"experts.{e}.gate.weight+experts.{e}.up.weight", f"experts.{e}.down.weight"
+            out.append(weight(names[0], ((ffn, hidden),) * 2, expert_gate_up(e), expert=e, into="w13"))
+            out.append(weight(names[1], ((hidden, ffn),), expert_down(e), expert=e, into="w2"))
+    return [*out, Weight(("norm.weight",), ((hidden,),), "norm", "norm", REPLICATED)]
+
+
+def dense_case(world, tp, pp, rollout_tp, rollout_pp=1, **options):
+    weights = qwen(**options)
+    return weights, TrainingPlacement(world, tp, pp, 4), RolloutPlacement(world, rollout_tp, 4, pp=rollout_pp)
+
+
+def mixture_case(world, tp, pp, ep, etp, rollout_tp):
+    weights = mixture()
+    training = TrainingPlacement(world, tp, pp, 4, ep=ep, etp=etp, num_experts=count_experts(weights))
+    return weights, training, RolloutPlacement(world, rollout_tp, 4)
+
+
+CASES = {
+    "same layout": dense_case(4, 2, 1, 2),
+    "tp 2 pp 2 to tp 2": dense_case(4, 2, 2, 2),
+    "tp 4 to tp 1": dense_case(4, 4, 1, 1),
+    "dp 4 to tp 4, 2 KV heads": dense_case(4, 1, 1, 4, kv_heads=2),
+    "tied, pp 4 to tp 2 pp 2": dense_case(8, 2, 4, 2, 2, tied=True),
+    "tied, tp 2 pp 2 dp 4 to tp 4": dense_case(16, 2, 2, 4, tied=True),
+    "experts ep 2": mixture_case(4, 2, 1, 2, 1, 2),
+    "experts ep 2 etp 2 pp 2 dp 2": mixture_case(8, 2, 2, 2, 2, 4),
+    "experts ep 4 pp 2 expert dp 2": mixture_case(16, 2, 2, 4, 1, 2),
+}
+
+
+@pytest.fixture(params=CASES, scope="module")
+def case(request):
+    return CASES[request.param]
+
+
+def routing_of(case, ranks_per_node=4):
+    weights, training, rollout = case
+    return Routing(weights, training, rollout, node_of=lambda rank: rank // ranks_per_node, itemsize=ITEMSIZE)
+
+
+def plans_of(case, buffer_bytes=1 << 20):
+    routing = routing_of(case)
+    batches = [spans for spans, _ in cut_into_batches(routing, buffer_bytes)]
+    return [plan_of(routing, batches, rank) for rank in range(routing.world_size)]
+
+
+def pieces_on(placement, weight, rank, side):
+    """Pieces of the weight on a rank, [] if it is elsewhere. Written with the ranks' coordinates, not with `holders`."""
+    last, stages = placement.pp - 1, placement.place(weight).stages
+    if side == "vllm":
+        if rank // placement.tp % placement.pp not in stages:
+            return []
+        return weight.vllm_pieces(placement.tp, rank % placement.tp)
+    per_stage = placement.world_size // (last + 1)
+    if rank // per_stage not in stages:
+        return []
+    if weight.expert is None:
+        return weight.megatron_pieces(placement.tp, rank % placement.tp)
+    if rank % per_stage // placement.expert_tp % placement.ep != weight.expert * placement.ep // placement.num_experts:
+        return []
+    return weight.megatron_pieces(placement.expert_tp, rank % placement.expert_tp)
+
+
+def masks(placement, weights, rank, side):
+    """bool arrays of the Hugging Face elements that a rank holds, by name."""
+    out = {}
+    for weight in weights:
+        for name, shape in zip(weight.hf, weight.shapes):
+            out[name] = np.zeros(shape, bool)
+        for piece in pieces_on(placement, weight, rank, side):
+            out[piece.hf][index(piece.hf_box)] = True
+    return out
+
+
+def local_arrays(placement, weights, rank, side, fill):
+    """The rank's parameters by weight's number; training ones hold `fill[hf]`, others -1."""
+    sizes = {}
+    name = (lambda number, weight: weight.vllm) if side == "vllm" else (lambda number, weight: number)
+    pieces = {number: pieces_on(placement, weight, rank, side) for number, weight in enumerate(weights)}
+    for number, weight in enumerate(weights):
+        for piece in pieces[number]:
+            stops = tuple(stop for _, stop in piece.local_box)
+            sizes[name(number, weight)] = tuple(map(max, stops, sizes.get(name(number, weight), stops)))
+    arrays = {key: np.full(shape, -1) for key, shape in sizes.items()}
+    out = {n: arrays[name(n, weight)] for n, weight in enumerate(weights) if name(n, weight) in arrays}
+    if side == "megatron":
+        for number, weight_pieces in pieces.items():
+            for piece in weight_pieces:
+                out[number][index(piece.local_box)] = fill[piece.hf][index(piece.hf_box)]
+    return out
+
+
+def numbered(weights):
+    """Every element of every tensor has a number of its own."""
+    out, at = {}, 0
+    for weight in weights:
+        for name, shape in zip(weight.hf, weight.shapes):
+            out[name] = np.arange(at, at + math.prod(shape)).reshape(shape)
+            at += math.prod(shape)
+    return out
+
+
+@pytest.mark.parametrize("buffer_bytes", [1 << 20, 700], ids=["one batch", "cut"])
+def test_carried_out_the_plans_fill_every_element_of_every_engine_once(case, buffer_bytes):
+    weights, training, rollout = case
+    plans, full = plans_of(case, buffer_bytes), numbered(weights)
+    world = range(training.world_size)
+    trained = [local_arrays(training, weights, rank, "megatron", full) for rank in world]
+    engines = [local_arrays(rollout, weights, rank, "vllm", full) for rank in world]
+
+    def write(rank, weight, box, values):
+        target = engines[rank][weight][index(box)]
+        assert (target == -1).all(), "written twice"
+        target[...] = values.reshape(target.shape)
+
+    for plan in plans:
+        for copy in plan.copies:
+            write(plan.rank, copy.weight, copy.destination, trained[plan.rank][copy.weight][index(copy.source)])
+    for batches in zip(*(plan.batches for plan in plans), strict=True):
+        on_the_way = {}
+        for rank, batch in enumerate(batches):
+            for message in batch.sends:
+                values = [trained[rank][region.weight][index(region.local)] for region in message.regions]
+                on_the_way[rank, message.peer] = np.concatenate([v.reshape(-1) for v in values]), message.num_bytes
+        for rank, batch in enumerate(batches):
+            for message in batch.receives:
+                values, num_bytes = on_the_way.pop((message.peer, rank))
+                assert num_bytes == message.num_bytes
+                at = 0
+                for region in message.regions:
+                    size = math.prod(stop - start for start, stop in region.local)
+                    write(rank, region.weight, region.local, values[at : at + size])
+                    at += size
+                assert at == len(values)
+        assert not on_the_way, "sent and not received"
+    for rank in world:
+        for number, weight in enumerate(weights):
+            for piece in pieces_on(rollout, weight, rank, "vllm"):
+                found = engines[rank][number][index(piece.local_box)]
+                assert (found.reshape(-1) == full[piece.hf][index(piece.hf_box)].reshape(-1)).all(), (rank, piece)
+
+
+@pytest.mark.parametrize("buffer_bytes", [1 << 20, 700], ids=["one batch", "cut"])
+def test_a_rank_receives_exactly_what_it_needs_and_does_not_hold(case, buffer_bytes):
+    weights, training, rollout = case
+    sizes = {name: 4 if weight.float32 else ITEMSIZE for weight in weights for name in weight.hf}
+    for plan in plans_of(case, buffer_bytes):
+        held, needed = (
+            masks(*args, plan.rank, side) for *args, side in ((training, weights, "megatron"), (rollout, weights, "vllm"))
+        )
+        assert plan.bytes_received == sum(int((needed[name] & ~held[name]).sum()) * sizes[name] for name in needed)
+
+
+@pytest.mark.parametrize("buffer_bytes", [1 << 20, 4000, 700])
+def test_batches_have_the_same_spans_on_every_rank_and_fit_the_buffer(case, buffer_bytes):
+    plans = plans_of(case, buffer_bytes)
+    assert len({tuple(batch.spans for batch in plan.batches) for plan in plans}) == 1
+    spans = Counter(span for batch in plans[0].batches for span in batch.spans)
+    assert set(spans.values()) <= {1}
+    parts = defaultdict(set)
+    for span in spans:
+        parts[span.weight, span.parts].add(span.part)
+    assert all(found == set(range(count)) for (_, count), found in parts.items())
+    assert max(plan.peak_bytes for plan in plans) <= buffer_bytes
+
+
+def test_a_weight_larger_than_the_buffer_travels_in_runs_of_rows():
+    weights = [Weight(("model.big.weight",), ((1000, 6),), "big", "big", REPLICATED)]
+    case = weights, TrainingPlacement(2, 1, 2, 2), RolloutPlacement(2, 1, 2)  # stage 1 has it, rank 0 needs it
+    plans = plans_of(case, 1200)
+    assert max(plan.peak_bytes for plan in plans) <= 1200
+    rows = [region.box[0] for batch in plans[0].batches for message in batch.receives for region in message.regions]
+    assert rows[0][0] == 0 and rows[-1][1] == 1000 and len(rows) >= 10
+    assert all(before[1] == after[0] for before, after in zip(rows, rows[1:]))
+    assert plans[1].bytes_sent == 1000 * 6 * ITEMSIZE and plans[1].bytes_received == 0
+
+
+def test_messages_exceed_the_buffer_only_by_rows_that_cannot_be_cut():
+    weights = [Weight(("model.wide.weight",), ((3, 5000),), "wide", "wide", REPLICATED)]
+    plans = plans_of((weights, TrainingPlacement(2, 1, 2, 2), RolloutPlacement(2, 1, 2)), 1000)
+    assert [plan.peak_bytes for plan in plans] == [5000 * ITEMSIZE] * 2
+    assert len(plans[0].batches) == 3
+
+
+def test_a_source_is_the_rank_itself_else_of_its_node_else_anywhere():
+    case = CASES["tied, tp 2 pp 2 dp 4 to tp 4"]
+    weights, training, _ = case
+    kinds = Counter()
+    for plan in plans_of(case):
+        held = masks(training, weights, plan.rank, "megatron")
+        for batch in plan.batches:
+            for message in batch.receives:
+                for region in message.regions:
+                    assert not held[region.hf][index(region.box)].any()
+                    holders = [r for r in range(16) if masks_of(training, weights, r)[region.hf][index(region.box)].all()]
+                    near = [r for r in holders if r // 4 == plan.rank // 4]
+                    kinds[bool(near)] += 1
+                    assert message.peer in (near or holders)
+    assert kinds[True] and kinds[False]
+
+
+_MASKS = {}
+
+
+def masks_of(training, weights, rank):
+    if (id(weights), rank) not in _MASKS:
+        _MASKS[id(weights), rank] = masks(training, weights, rank, "megatron")
+    return _MASKS[id(weights), rank]
+
+
+def test_replicas_share_the_sending():
+    # Every holder of a stage's weights is as good as the others for the ranks of the other stage's nodes.
+    weights = qwen(layers=8)
+    training, rollout = TrainingPlacement(32, 2, 2, 8), RolloutPlacement(32, 2, 8)
+    routing = routing_of((weights, training, rollout))
+    load = sum(load for _, load in cut_into_batches(routing, 1 << 20))
+    sent = load[NEAR_OUT] + load[FAR_OUT]
+    for stage in (sent[:16], sent[16:]):
+        for tp_rank in (0, 1):
+            of_replicas = stage[tp_rank::2]
+            assert of_replicas.max() <= 1.1 * of_replicas.mean()
+
+
+def test_one_needy_rank_asks_its_pool_in_turn():
+    # Ranks 1 and 2 of each replica lack their quarter; two ranks hold each.
+    routing = routing_of((qwen(layers=8), TrainingPlacement(4, 2, 1, 8), RolloutPlacement(4, 4, 8)))
+    load = sum(load for _, load in cut_into_batches(routing, 1 << 20))
+    assert load[NEAR_OUT].min() > 0.7 * load[NEAR_OUT].max()
+
+
+def test_pipeline_stages_send_at_the_same_time():
+    batches = cut_into_batches(routing_of(dense_case(8, 2, 4, 2)), 4000)
+    first_half = sum(load for _, load in batches[: len(batches) // 2])
+    sent = (first_half[NEAR_OUT] + first_half[FAR_OUT]).reshape(4, 2).sum(1)
+    assert sent.min() > 0.2 * sent.max()
+
+
+def test_plans_are_alike_whoever_makes_them(case):
+    weights, training, rollout = case
+    options = dict(node_of=lambda rank: rank // 4, itemsize=ITEMSIZE, buffer_bytes=2000)
+    assert [plan_refit(weights, training, rollout, rank=rank, **options) for rank in range(training.world_size)] == plans_of(
+        case, 2000
+    )
+
+
+def test_loads_of_batches_are_those_of_the_plans(case):
+    routing = routing_of(case)
+    batches = cut_into_batches(routing, 1 << 20)  # nothing is cut
+    total = sum((load for _, load in batches), np.zeros((5, routing.world_size)))
+    for plan in plans_of(case):
+        assert plan.bytes_sent == total[3:, plan.rank].sum() and plan.bytes_received == total[1:3, plan.rank].sum()
+
+
+@pytest.mark.parametrize("tp, pp, ep, etp", [(2, 2, 1, None), (2, 2, 4, 1), (1, 2, 2, 2), (4, 1, 2, 2), (2, 1, 8, 1)])
+def test_ranks_are_in_megatrons_order(tp, pp, ep, etp):
+    from megatron.core.parallel_state import RankGenerator
+
+    world, order = 16, "tp-cp-ep-dp-pp"
+    placement = TrainingPlacement(world, tp, pp, 4, ep=ep, etp=etp, num_experts=8)
+    dense = RankGenerator(tp=tp, ep=1, dp=world // tp // pp, pp=pp, cp=1, order=order)
+    expert_tp = tp if etp is None else etp
+    routed = RankGenerator(tp=expert_tp, ep=ep, dp=world // expert_tp // ep // pp, pp=pp, cp=1, order=order)
+    for generator, expert in ((dense, None), *((routed, e) for e in range(8))):
+        for layer in range(4):
+            weight = Weight(("w",), ((8,),), "w", "w", COLUMN, layer, expert=expert)
+            holders = placement.holders(placement.place(weight))
+            expected = set()
+            stage = layer * pp // 4
+            for group in generator.get_ranks("tp"):
+                in_stage = all(rank in [ranks[stage] for ranks in generator.get_ranks("pp")] for rank in group)
+                ep_group = next(ranks for ranks in generator.get_ranks("ep") if group[0] in ranks)
+                if in_stage and (expert is None or ep_group.index(group[0]) == expert * ep // 8):
+                    expected |= {(rank, tp_rank) for tp_rank, rank in enumerate(group)}
+            assert set(zip(holders.ranks.tolist(), holders.tp_ranks.tolist())) == expected, (expert, layer)
+
+
+@pytest.mark.parametrize("layers, pp", [(4, 2), (61, 16), (7, 3), (3, 2), (5, 4)])
+def test_stages_of_the_engine_are_vllms(layers, pp):
+    from vllm.distributed.utils import get_pp_indices
+
+    assert vllm_ranges(layers, pp) == tuple(get_pp_indices(layers, stage, pp) for stage in range(pp))
+
+
+@pytest.mark.parametrize(
+    "make, says",
+    [
+        (lambda: TrainingPlacement(8, 3, 1, 4), "tp 3 x pp 1 does not divide 8"),
+        (lambda: TrainingPlacement(8, 1, 8, 4), "pp 8 leaves stages without a layer"),
+        (lambda: TrainingPlacement(8, 2, 2, 4, ep=4, num_experts=8), "ep 4 x etp 2 do not divide a stage of 4"),
+        (lambda: TrainingPlacement(8, 1, 1, 4, ep=8, num_experts=12), "ep 8 does not divide 12"),
+        (lambda: TrainingPlacement(8, 1, 2, 4, layer_ranges=((0, 1), (2, 4))), "do not cover layers 0 to 3"),
+        (lambda: RolloutPlacement(8, 16, 4), "tp 16 x pp 1 does not divide 8"),
+        (lambda: Routing([], TrainingPlacement(8, 1, 1, 4), RolloutPlacement(4, 1, 4), node_of=int, itemsize=2), "8 ranks"),
+    ],
+)
+def test_impossible_layouts_are_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def test_a_layout_that_loses_elements_is_refused():
+    broken = replace(COLUMN, megatron=lambda names, shapes, tp, rank: COLUMN.megatron(names, shapes, tp, 0))
+    weights = [Weight(("model.w",), ((8, 2),), "w", "w", broken, 0)]
+    with pytest.raises(ValueError, match="not held exactly once"):
+        plans_of((weights, TrainingPlacement(2, 2, 1, 1), RolloutPlacement(2, 1, 1)))

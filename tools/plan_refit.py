@@ -1,0 +1,219 @@
+"""What a refit would move, from a model's config alone: no weights, no GPUs, any number of ranks.
+
+    python tools/plan_refit.py --model configs/models/qwen2.5-32b --train tp=8,pp=2 --rollout tp=4 --world-size 128
+    python tools/plan_refit.py --model configs/models/deepseek-v3 --train tp=8,pp=16,ep=32 --rollout tp=32 --world-size 1024
+
+Prints bytes per rank (least, mean, most) and of all ranks: what stays on its rank, moves within a node and between nodes, each
+as received and as sent; the least any refit must bring (the rank's part of the engine that it does not train); and what
+gathering every weight on every rank would bring. The plan is the one that a run makes (rl/refit/plan.py).
+
+Times are bounds from bytes and link speeds, without latency: the busiest rank's, and with all ranks waiting for each other
+after each batch. `--train` takes tp, pp, ep, etp (left out: 1 with ep > 1, else tp) and layers, the number of layers of each
+stage where they differ, e.g. layers=3:4:4:2; `--rollout` takes tp and pp.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# Run as a script, python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl.models import architecture  # noqa: E402
+from rl.models.layout import Box, Weight  # noqa: E402
+from rl.refit.placement import RolloutPlacement, TrainingPlacement, count_experts  # noqa: E402
+from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT, STAYS, Routing, cut_into_batches  # noqa: E402
+
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Bytes of a refit on each rank, int64 [world_size] each."""
+
+    stays: np.ndarray
+    near_in: np.ndarray
+    far_in: np.ndarray
+    near_out: np.ndarray
+    far_out: np.ndarray
+    lower_bound: np.ndarray
+    """Of the rank's part of the engine, less what it trains of that."""
+    gather: np.ndarray
+    """Of the whole model, less what the rank trains."""
+    peak_buffer: np.ndarray
+    """Largest batch's messages."""
+    batches: list[np.ndarray]
+    """Each int64 [5, world_size], rows as in rl.refit.plan; an upper bound where weights are cut."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", metavar="PATH", type=Path, required=True, help="Hugging Face directory or config.json")
+    parser.add_argument("--train", metavar="tp=..,pp=..,ep=..", required=True, help="layout of training")
+    parser.add_argument("--rollout", metavar="tp=..", required=True, help="layout of a generation replica")
+    parser.add_argument("--world-size", metavar="RANKS", type=int, required=True)
+    parser.add_argument("--ranks-per-node", metavar="RANKS", type=int, default=8)
+    parser.add_argument("--dtype", choices=ITEMSIZES, default="bfloat16", help="of the weights (bfloat16)")
+    parser.add_argument("--buffer-mib", metavar="MIB", type=int, default=512, help="refit.buffer_mib of the run (512)")
+    speed = dict(metavar="GBIT", type=float)
+    parser.add_argument("--nvlink-gbps", default=3600.0, help="Gbit/s of a rank, each way, within a node (3600)", **speed)
+    parser.add_argument("--nic-gbps", default=400.0, help="Gbit/s of a rank, each way, between nodes (400)", **speed)
+    args = parser.parse_args(argv)
+    try:
+        weights, num_layers = read_weights(args.model)
+        survey = survey_refit(
+            weights,
+            training_placement(args.train, args.world_size, num_layers, weights),
+            rollout_placement(args.rollout, args.world_size, num_layers),
+            ranks_per_node=args.ranks_per_node,
+            itemsize=ITEMSIZES[args.dtype],
+            buffer_bytes=args.buffer_mib << 20,
+        )
+    except (OSError, ValueError) as error:
+        sys.exit(f"plan_refit: {error}")
+    print(report(survey, nvlink_gbps=args.nvlink_gbps, nic_gbps=args.nic_gbps))
+
+
+def read_weights(path: Path) -> tuple[list[Weight], int]:
+    """Weights and number of layers of the model whose config.json, or its directory, this is."""
+    hf = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    return architecture(hf).weights(hf), hf["num_hidden_layers"]
+
+
+def training_placement(text: str, world_size: int, num_layers: int, weights: list[Weight]) -> TrainingPlacement:
+    """`--train` as a placement. Raises ValueError for what it does not take."""
+    given = _layout("--train", text, {"tp", "pp", "ep", "etp", "layers"})
+    ranges = None
+    if "layers" in given:
+        edges = np.cumsum([0, *map(int, given.pop("layers").split(":"))]).tolist()
+        ranges = tuple(zip(edges[:-1], edges[1:]))
+    sizes = {"tp": 1, "pp": 1, "ep": 1} | {name: int(value) for name, value in given.items()}
+    etp = sizes.get("etp") or (1 if sizes["ep"] > 1 else sizes["tp"])  # as training.etp
+    experts = count_experts(weights)
+    if sizes["ep"] > 1 and not experts:
+        raise ValueError(f"--train {text}: the model has no routed experts; leave ep out.")
+    return TrainingPlacement(
+        world_size, sizes["tp"], sizes["pp"], num_layers,
+        ep=sizes["ep"], etp=etp if experts else None, num_experts=experts, layer_ranges=ranges,
+    )  # fmt: skip
+
+
+def rollout_placement(text: str, world_size: int, num_layers: int) -> RolloutPlacement:
+    """`--rollout` as a placement. Raises ValueError for what it does not take."""
+    sizes = {name: int(value) for name, value in _layout("--rollout", text, {"tp", "pp"}).items()}
+    return RolloutPlacement(world_size, sizes.get("tp", 1), num_layers, pp=sizes.get("pp", 1))
+
+
+def _layout(option: str, text: str, known: set[str]) -> dict[str, str]:
+    given = dict(part.split("=", 1) if "=" in part else (part, "") for part in text.split(","))
+    for name, value in given.items():
+        if name not in known or not all(number.isdigit() and int(number) > 0 for number in value.split(":")):
+            raise ValueError(f"{option} {text}: found {name}={value}, but it takes {', '.join(sorted(known))}, e.g. tp=8,pp=2.")
+    return given
+
+
+def survey_refit(
+    weights: list[Weight],
+    training: TrainingPlacement,
+    rollout: RolloutPlacement,
+    *,
+    ranks_per_node: int,
+    itemsize: int,
+    buffer_bytes: int,
+) -> Survey:
+    """The bytes of a refit on every rank. Raises ValueError as the placements and `Routing` do."""
+    routing = Routing(weights, training, rollout, node_of=lambda rank: rank // ranks_per_node, itemsize=itemsize)
+    total = np.zeros((5, training.world_size), np.int64)
+    for number in range(len(weights)):
+        total += routing.load(number)
+    batches = [load for _, load in cut_into_batches(routing, buffer_bytes)]
+    peak = np.max([load[NEAR_IN:].sum(0) for load in batches], axis=0) if batches else np.zeros(training.world_size, np.int64)
+    bound, gather = _bounds(routing)
+    rows = (total[row] for row in (STAYS, NEAR_IN, FAR_IN, NEAR_OUT, FAR_OUT))
+    return Survey(*rows, bound, gather, peak, batches)
+
+
+def _bounds(routing: Routing) -> tuple[np.ndarray, np.ndarray]:
+    """The lower bound and the bytes of a gather, from the two shards of each rank and without the plan's choice of sources."""
+    bound, gather = (np.zeros(routing.world_size, np.int64) for _ in range(2))
+    by_kind: dict = {}
+    for weight, route in zip(routing.weights, routing.routes):
+        size = routing.bytes_per_element(weight)
+        held = routing.holders(routing.training, route.training)
+        needed = routing.holders(routing.rollout, route.rollout)
+        if route.kind not in by_kind:
+            by_kind[route.kind] = _shards(weight, held.tp, needed.tp)
+        trained, served, both = by_kind[route.kind]
+        bound[needed.ranks] += size * served[needed.tp_ranks]
+        at = np.full(routing.world_size, -1)
+        at[needed.ranks] = needed.tp_ranks
+        here = at[held.ranks] >= 0
+        bound[held.ranks[here]] -= size * both[held.tp_ranks[here], at[held.ranks[here]]]
+        gather += size * sum(int(np.prod(shape)) for shape in weight.shapes)
+        gather[held.ranks] -= size * trained[held.tp_ranks]
+    return bound, gather
+
+
+def _shards(weight: Weight, tp: int, rollout_tp: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Elements that each tensor parallel rank trains [tp] and serves [rollout_tp], and of both [tp, rollout_tp]."""
+    trained = [[(p.hf, p.hf_box) for p in weight.megatron_pieces(tp, rank)] for rank in range(tp)]
+    served = [[(p.hf, p.hf_box) for p in weight.vllm_pieces(rollout_tp, rank)] for rank in range(rollout_tp)]
+    both = [[sum(_common(a, b) for a in ours for b in theirs) for theirs in served] for ours in trained]
+    sizes = ([sum(_common(part, part) for part in parts) for parts in side] for side in (trained, served))
+    return *map(np.array, sizes), np.array(both)
+
+
+def _common(a: tuple[str, Box], b: tuple[str, Box]) -> int:
+    """Elements in both boxes."""
+    if a[0] != b[0]:
+        return 0
+    count = 1
+    for (start, stop), (first, last) in zip(a[1], b[1]):
+        count *= max(0, min(stop, last) - max(start, first))
+    return count
+
+
+def report(survey: Survey, *, nvlink_gbps: float, nic_gbps: float) -> str:
+    """The table and the estimates."""
+    received = survey.near_in + survey.far_in
+    rows = {
+        "stays on the rank": survey.stays,
+        "received within the node": survey.near_in,
+        "received from other nodes": survey.far_in,
+        "received": received,
+        "least possible": survey.lower_bound,
+        "sent within the node": survey.near_out,
+        "sent to other nodes": survey.far_out,
+        "gathering every weight": survey.gather,
+        "largest batch": survey.peak_buffer,
+    }
+    lines = [f"{'GiB':<28}{'min':>10}{'mean':>10}{'max':>10}{'all ranks':>12}"]
+    for name, values in rows.items():
+        total = "" if name == "largest batch" else f"{values.sum() / GIB:.2f}"
+        lines.append(f"{name:<28}{values.min() / GIB:>10.3f}{values.mean() / GIB:>10.3f}{values.max() / GIB:>10.3f}{total:>12}")
+
+    def seconds(load: np.ndarray) -> float:
+        """Of the busiest rank; links work both ways and beside each other."""
+        near, far = load[[NEAR_IN, NEAR_OUT]].max(), load[[FAR_IN, FAR_OUT]].max()
+        return 8e-9 * max(near / nvlink_gbps, far / nic_gbps)
+
+    whole = np.stack([survey.stays, survey.near_in, survey.far_in, survey.near_out, survey.far_out])
+    slowest = 8e-9 * survey.gather.max() / (nic_gbps if survey.far_in.any() or survey.far_out.any() else nvlink_gbps)
+    lines += [
+        "",
+        f"batches                     {len(survey.batches)}",
+        f"seconds, busiest rank       {seconds(whole):.2f}",
+        f"seconds, batch by batch     {sum(map(seconds, survey.batches)):.2f}",
+        f"seconds, gathering          {slowest:.2f}",
+        f"gathering / received        {survey.gather.sum() / received.sum():.1f}" if received.any() else "nothing crosses ranks",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
