@@ -279,7 +279,9 @@ def check_training_grid(config: Config, world_size: int, hf: dict[str, Any]) -> 
     fits = [n for n in divisors(world_size // pp) if all(size % n == 0 for size in sizes.values())]
     check_divides("training.tp", tp, sizes, fits)
     layers = model_size(hf, "num_hidden_layers")
-    check_divides("training.pp", pp, {"{} layers": layers}, [n for n in divisors(world_size // tp) if layers % n == 0])
+    if pp > layers:
+        fits = [n for n in divisors(world_size // tp) if n <= layers]
+        raise ConfigError(f"training.pp={pp} leaves stages without a layer, the model has {layers}; use {listed(fits, 'or')}.")
     check_expert_grid(config, world_size, hf)
 
 

@@ -13,7 +13,7 @@ from rl.data.prompts import Prompt, load_prompts, load_tokenizer
 from rl.data.sampler import MixedSampler, PromptSampler
 from rl.functions import load_function
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
-from rl.models.files import tensor_files
+from rl.models.files import refuse_extra, tensor_files
 from rl.options import ConfigError
 from rl.rewards.mixture import Mixture, Plan, make_plan
 
@@ -96,7 +96,7 @@ class Inputs:
             weights = value_weights(body, needs_head=head == "needed") if head else file.weights(body)
         except KeyError as missing:
             raise ValueError(f"{path}/config.json lacks the key {missing}.") from missing
-        tensor_files(path, weights)
+        refuse_extra(path, tensor_files(path, weights), weights, body)
         return ModelFiles(path, hf)
 
     def _same_tokens(self, name: str) -> None:

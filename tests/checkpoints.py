@@ -7,7 +7,6 @@ import transformers
 
 from tools.make_toy import build_tokenizer
 
-
 SIZES = dict(
     hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=256, initializer_range=0.1,
@@ -22,13 +21,13 @@ PARTICULAR: dict[str, dict] = {
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": dict(head_dim=64),  # not hidden / heads
     "LlamaForCausalLM": dict(rope_parameters=LLAMA3_ROPE),
-    "MistralForCausalLM": dict(head_dim=64, sliding_window=None),
+    "MistralForCausalLM": dict(head_dim=64, sliding_window=None, num_hidden_layers=3),  # PP 2 cuts them unevenly
 }
 """Architecture -> what its tiny config has besides SIZES."""
 
 
 def tiny_config(architecture: str, *, tie: bool = False, **options) -> transformers.PreTrainedConfig:
-    """transformers' config of a random model of 2 layers, 4 heads, 2 KV heads, with the toy's vocabulary."""
+    """transformers' config of a random model of 2 layers or 3, 4 heads, 2 KV heads, with the toy's vocabulary."""
     kind = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
     return kind(
         architectures=[architecture], vocab_size=len(build_tokenizer()), tie_word_embeddings=tie,

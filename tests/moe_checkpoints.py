@@ -29,7 +29,7 @@ PARTICULAR: dict[str, dict] = {
     "MixtralForCausalLM": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "DeepseekV3ForCausalLM": LATENTS | dict(
         q_lora_rank=48, n_shared_experts=1, num_experts_per_tok=4, n_group=4, topk_group=2, norm_topk_prob=True,
-        routed_scaling_factor=2.5, rope_parameters=YARN,
+        routed_scaling_factor=2.5, rope_parameters=YARN, num_hidden_layers=3,  # PP 2 cuts them unevenly
     ),
     "DeepseekV2ForCausalLM": LATENTS | dict(
         q_lora_rank=None, n_shared_experts=2, num_experts_per_tok=3, n_group=1, topk_group=1, topk_method="greedy",
@@ -42,7 +42,7 @@ PUBLISHED = {"DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func=
 
 
 def tiny_config(architecture: str, **options) -> transformers.PreTrainedConfig:
-    """transformers' config of a random model of 2 layers, 4 heads, with the toy's vocabulary."""
+    """transformers' config of a random model of 2 layers or 3, 4 heads, with the toy's vocabulary."""
     kind = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
     return kind(
         architectures=[architecture], vocab_size=len(build_tokenizer()), tie_word_embeddings=False,

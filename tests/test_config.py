@@ -336,8 +336,8 @@ def test_rollout_needs_key_value_heads_that_it_divides_or_repeats():
     )
 
 
-def test_layers_that_the_pipeline_does_not_divide_are_an_error():
-    assert layout_error(8, "training.pp=4") == "training.pp=4 does not divide the model's 6 layers; use 1 or 2."
+def test_stages_without_a_layer_are_an_error():
+    assert layout_error(8, "training.pp=8") == "training.pp=8 leaves stages without a layer, the model has 6; use 1, 2 or 4."
 
 
 def test_a_minibatch_with_fewer_samples_than_data_parallel_ranks_is_an_error():

@@ -8,8 +8,7 @@ as received and as sent; the least any refit must bring (the rank's part of the 
 gathering every weight on every rank would bring. The plan is the one that a run makes (rl/refit/plan.py).
 
 Times are bounds from bytes and link speeds, without latency: the busiest rank's, and with all ranks waiting for each other
-after each batch. `--train` takes tp, pp, ep, etp (left out: 1 with ep > 1, else tp) and layers, the number of layers of each
-stage where they differ, e.g. layers=3:4:4:2; `--rollout` takes tp and pp.
+after each batch. `--train` takes tp, pp, ep and etp (left out: 1 with ep > 1, else tp), `--rollout` tp and pp.
 """
 
 import argparse
@@ -87,11 +86,7 @@ def read_weights(path: Path) -> tuple[list[Weight], int]:
 
 def training_placement(text: str, world_size: int, num_layers: int, weights: list[Weight]) -> TrainingPlacement:
     """`--train` as a placement. Raises ValueError for what it does not take."""
-    given = _layout("--train", text, {"tp", "pp", "ep", "etp", "layers"})
-    ranges = None
-    if "layers" in given:
-        edges = np.cumsum([0, *map(int, given.pop("layers").split(":"))]).tolist()
-        ranges = tuple(zip(edges[:-1], edges[1:]))
+    given = _layout("--train", text, {"tp", "pp", "ep", "etp"})
     sizes = {"tp": 1, "pp": 1, "ep": 1} | {name: int(value) for name, value in given.items()}
     etp = sizes.get("etp") or (1 if sizes["ep"] > 1 else sizes["tp"])  # as training.etp
     experts = count_experts(weights)
@@ -99,7 +94,7 @@ def training_placement(text: str, world_size: int, num_layers: int, weights: lis
         raise ValueError(f"--train {text}: the model has no routed experts; leave ep out.")
     return TrainingPlacement(
         world_size, sizes["tp"], sizes["pp"], num_layers,
-        ep=sizes["ep"], etp=etp if experts else None, num_experts=experts, layer_ranges=ranges,
+        ep=sizes["ep"], etp=etp if experts else None, num_experts=experts,
     )  # fmt: skip
 
 
@@ -112,7 +107,7 @@ def rollout_placement(text: str, world_size: int, num_layers: int) -> RolloutPla
 def _layout(option: str, text: str, known: set[str]) -> dict[str, str]:
     given = dict(part.split("=", 1) if "=" in part else (part, "") for part in text.split(","))
     for name, value in given.items():
-        if name not in known or not all(number.isdigit() and int(number) > 0 for number in value.split(":")):
+        if name not in known or not (value.isdigit() and int(value) > 0):
             raise ValueError(f"{option} {text}: found {name}={value}, but it takes {', '.join(sorted(known))}, e.g. tp=8,pp=2.")
     return given
 

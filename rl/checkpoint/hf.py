@@ -69,6 +69,7 @@ def _copy_config(source: Path, target: Path, dtype: torch.dtype) -> None:
     config = json.loads((source / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
+    config.pop("quantization_config", None)  # the weights are written as they are trained
     (target / "config.json").write_text(json.dumps(config, indent=2))
     for pattern in ("*token*", "generation_config.json", "vocab*", "merges.txt", "*.jinja"):
         for path in source.glob(pattern):

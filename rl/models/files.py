@@ -1,17 +1,46 @@
-"""The safetensors files of a Hugging Face checkpoint: which tensor is where, and whether all are there."""
+"""The safetensors files of a Hugging Face checkpoint: which tensor is where, whether all are there, and parts of them."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from rl.models.layout import Weight
+from rl.models.layout import Box, Weight, index
+
+MAPPED_BYTES = 256 << 20
+"""What is read of a file before it is opened again: pages of a mapped file stay in the memory of the process until then."""
+
+
+class TensorReader:
+    """Parts of a checkpoint's tensors. Holds one file open, and little of it in memory.
+
+    Args:
+        files: tensor name -> the file that holds it, as from `tensor_files`.
+    """
+
+    def __init__(self, files: dict[str, Path]):
+        self.files = files
+        self._path: Path | None = None
+        self._opened: Any = None
+        self._num_bytes = 0
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The box of the tensor, in the dtype of the file."""
+        if self._path != self.files[name] or self._num_bytes > MAPPED_BYTES:
+            self._path, self._num_bytes = self.files[name], 0
+            self._opened = safe_open(self._path, framework="pt")
+        part = self._opened.get_slice(name)[index(box)]
+        self._num_bytes += part.numel() * part.element_size()
+        return part
 
 
 def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
     """Tensor name -> the file that holds it. Reads headers only.
 
     Raises ValueError if there are no files, or that lists tensors which are missing or have another shape than config.json
-    says; optional weights may be missing. Tensors that no weight names are left alone (a tied head that was saved again).
+    says; optional weights may be missing.
     """
     paths = sorted(Path(directory).glob("*.safetensors"))
     if not paths:
@@ -32,6 +61,25 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
     if odd := [f"{name} has {shapes[name]}, not {shape}" for name, shape in wanted.items() if shapes[name] != shape]:
         raise ValueError(f"{directory} has {len(odd)} tensors of another shape than config.json says: {_few(odd)}.")
     return files
+
+
+def refuse_extra(directory: str, names: Iterable[str], weights: list[Weight], hf: dict) -> None:
+    """Raise ValueError that lists the tensors of a checkpoint which its architecture has no place for: trained further without
+    them it would be another model.
+
+    Not counted: the language model's head where it is not wanted (tied to the embedding, or under a critic), buffers that are
+    computed, factors of FP8 blocks, and the layers behind the last that predict further tokens (DeepSeek-V3's MTP).
+    """
+    wanted = {name for weight in weights for name in weight.hf}
+    first, count = hf["num_hidden_layers"], hf.get("num_nextn_predict_layers") or 0
+    predicting = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+
+    def is_known(name: str) -> bool:
+        base = name.removesuffix("_scale_inv")
+        return base in wanted or name == "lm_head.weight" or name.endswith(".inv_freq") or name.startswith(predicting)
+
+    if extra := [name for name in names if not is_known(name)]:
+        raise ValueError(f"{directory} has {len(extra)} tensors that {hf['architectures'][0]} knows nothing of: {_few(extra)}.")
 
 
 def _few(items: list[str]) -> str:

@@ -121,6 +121,15 @@ GATE_UP = COLUMN
 ROW = Cut(_row, _row)
 
 
+def stage_layers(num_layers: int, pp: int) -> list[int]:
+    """Layers on each pipeline stage of training: as even as can be. Where some stages have one fewer, those are the last and
+    the first, which hold the head and the embedding as well, and then their neighbours in turn."""
+    most = -(-num_layers // pp)
+    by_load = sorted(range(pp), key=lambda stage: (min(pp - 1 - stage, stage), -stage))
+    fewer = by_load[: most * pp - num_layers]
+    return [most - (stage in fewer) for stage in range(pp)]
+
+
 def padded_vocab(vocab_size: int, multiple: int) -> int:
     """The vocabulary size rounded up to a multiple."""
     return -(-vocab_size // multiple) * multiple

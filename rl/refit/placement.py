@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.models.layout import Weight
+from rl.models.layout import Weight, stage_layers
 
 Ranges = tuple[tuple[int, int], ...]
 """(first, one past the last) layer of each pipeline stage."""
@@ -49,11 +49,9 @@ class TrainingPlacement:
     """Tensor parallel size of a routed expert; None: tp, as in Megatron."""
     num_experts: int = 0
     """Routed experts of a layer."""
-    layer_ranges: Ranges | None = None
-    """Layers of each stage; None: as even as can be, earlier stages the larger ones."""
 
     def __post_init__(self):
-        _check_sizes("training", self.world_size, self.tp, self.pp, self.num_layers, self.layer_ranges)
+        _check_sizes("training", self.world_size, self.tp, self.pp, self.num_layers)
         per_stage = self.world_size // self.pp
         if per_stage % (self.ep * self.expert_tp):
             raise ValueError(
@@ -69,7 +67,7 @@ class TrainingPlacement:
 
     def place(self, weight: Weight) -> Place:
         """Where the weight lies. A tied embedding is the last stage's head as well and lies on both."""
-        ranges = self.layer_ranges or even_ranges(self.num_layers, self.pp)
+        ranges = training_ranges(self.num_layers, self.pp)
         ep_rank = None if weight.expert is None else weight.expert // (self.num_experts // self.ep)
         return Place(_stages(weight, ranges), ep_rank)
 
@@ -100,15 +98,13 @@ class RolloutPlacement:
     tp: int
     num_layers: int
     pp: int = 1
-    layer_ranges: Ranges | None = None
-    """Layers of each stage; None: as `vllm.distributed.utils.get_pp_indices` has them."""
 
     def __post_init__(self):
-        _check_sizes("rollout", self.world_size, self.tp, self.pp, self.num_layers, self.layer_ranges)
+        _check_sizes("rollout", self.world_size, self.tp, self.pp, self.num_layers)
 
     def place(self, weight: Weight) -> Place:
         """Where the weight lies in each replica."""
-        return Place(_stages(weight, self.layer_ranges or vllm_ranges(self.num_layers, self.pp)))
+        return Place(_stages(weight, vllm_ranges(self.num_layers, self.pp)))
 
     def cut_size(self, weight: Weight) -> int:
         """Ranks that the weight is cut over."""
@@ -122,15 +118,15 @@ class RolloutPlacement:
 
 
 @functools.cache
-def even_ranges(num_layers: int, pp: int) -> Ranges:
-    """Layers over stages as evenly as can be; earlier stages take what is left over."""
-    sizes = [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
-    return _ranges(sizes)
+def training_ranges(num_layers: int, pp: int) -> Ranges:
+    """Layers over stages as the trainer builds them."""
+    return _ranges(stage_layers(num_layers, pp))
 
 
 @functools.cache
 def vllm_ranges(num_layers: int, pp: int) -> Ranges:
-    """Layers over stages as vLLM has them: what is left over goes one each to the stages before the last, backwards."""
+    """Layers over stages as `vllm.distributed.utils.get_pp_indices` has them: what is left over goes one each to the stages
+    before the last, backwards."""
     left = num_layers % pp
     sizes = [num_layers // pp + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)]
     return _ranges(sizes)
@@ -155,13 +151,8 @@ def _stages(weight: Weight, ranges: Ranges) -> tuple[int, ...]:
     return (0, last) if weight.tied_to_head and last > 0 else (0,)
 
 
-def _check_sizes(side: str, world_size: int, tp: int, pp: int, num_layers: int, ranges: Ranges | None) -> None:
+def _check_sizes(side: str, world_size: int, tp: int, pp: int, num_layers: int) -> None:
     if min(world_size, tp, pp) < 1 or world_size % (tp * pp):
         raise ValueError(f"{side}: tp {tp} x pp {pp} does not divide {world_size} ranks; choose sizes whose product does.")
     if pp > num_layers:
         raise ValueError(f"{side}: pp {pp} leaves stages without a layer, the model has {num_layers}; choose a smaller pp.")
-    if ranges is None:
-        return
-    edges = [edge for stage in ranges for edge in stage]
-    if len(ranges) != pp or edges[0] != 0 or edges[-1] != num_layers or edges[1:-1:2] != edges[2::2] or sorted(edges) != edges:
-        raise ValueError(f"{side}: layers {ranges} of the {pp} stages do not cover layers 0 to {num_layers - 1} in order.")

@@ -130,17 +130,15 @@ def _make_link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) 
 
 
 def _training_placement(weight_map: WeightMap) -> TrainingPlacement:
-    grid, num_layers = weight_map.grid, weight_map.num_layers
-    stages = [grid.stage_of_layer(layer, num_layers) for layer in range(num_layers)]
+    grid = weight_map.grid
     return TrainingPlacement(
         dist.get_world_size(),
         grid.tp,
         grid.pp,
-        num_layers,
+        weight_map.num_layers,
         ep=grid.ep,
         etp=grid.etp,
         num_experts=count_experts(weight_map.weights),
-        layer_ranges=tuple((stages.index(stage), stages.index(stage) + stages.count(stage)) for stage in range(grid.pp)),
     )
 
 

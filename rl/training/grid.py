@@ -35,10 +35,6 @@ class Grid:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
 
-    def stage_of_layer(self, layer: int, num_layers: int) -> int:
-        """Pipeline stage that holds a layer; stages hold num_layers / pp each."""
-        return layer // (num_layers // self.pp)
-
     @property
     def speaks(self) -> bool:
         """Whether this rank reports its data parallel replica's results: first tensor parallel rank of the last stage."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from rl.config import Training
 from rl.models import architecture
 from rl.models.dense import scaled_frequencies
-from rl.models.layout import padded_vocab, vocab_multiple
+from rl.models.layout import padded_vocab, stage_layers, vocab_multiple
 from rl.training.grid import Grid
 from rl.training.layer_spec import block_spec, use_te
 from rl.training.logprobs import linear_logprobs
@@ -122,6 +122,7 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> Tran
         moe_grouped_gemm="num_moe_experts" in of_model and use_te(dtype),
         tensor_model_parallel_size=training.tp,
         pipeline_model_parallel_size=training.pp,
+        pipeline_model_parallel_layout=_pipeline_layout(of_model["num_layers"], training.pp) if training.pp > 1 else None,
         sequence_parallel=training.sequence_parallel and training.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -154,6 +155,12 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> Tran
         recompute_method="uniform" if training.recompute else None,
         recompute_num_layers=1 if training.recompute else None,
     )
+
+
+def _pipeline_layout(num_layers: int, pp: int) -> list[list[str]]:
+    """The layers of each stage by kind, which need not be the same number on all."""
+    stages = [["decoder"] * count for count in stage_layers(num_layers, pp)]
+    return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
 def _leave(weight: Tensor) -> Tensor:

@@ -5,16 +5,13 @@ tensor whole on every rank, one after the other.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
-from rl.models.files import tensor_files
-from rl.models.layout import Box, Weight, assemble, index
+from rl.models.files import TensorReader, tensor_files
+from rl.models.layout import Box, Weight, assemble, index, stage_layers
 from rl.training.grid import Grid
 from rl.training.layer_spec import te_name
 
@@ -27,6 +24,8 @@ class WeightMap:
     def __init__(self, hf: dict, weights: list[Weight], grid: Grid, model: torch.nn.Module):
         self.grid = grid
         self.num_layers = hf["num_hidden_layers"]
+        counts = stage_layers(self.num_layers, grid.pp)
+        self.stage_of_layer = [stage for stage, count in enumerate(counts) for _ in range(count)]
         self.weights = weights
         num_experts = 1 + max((weight.expert for weight in weights if weight.expert is not None), default=0)
         self.experts_per_rank = num_experts // grid.ep
@@ -44,7 +43,7 @@ class WeightMap:
         """Pipeline stages that hold the weight, its owner first."""
         last = self.grid.pp - 1
         if weight.layer is not None:
-            return [self.grid.stage_of_layer(weight.layer, self.num_layers)]
+            return [self.stage_of_layer[weight.layer]]
         if not weight.first_stage:
             return [last]
         return [0, last] if weight.tied_to_head and last > 0 else [0]
@@ -68,7 +67,7 @@ class WeightMap:
     def local_name(self, weight: Weight, stage: int) -> str:
         """Name of the weight's parameter on a rank of that stage that holds it."""
         if weight.layer is not None:
-            layer = weight.layer - stage * (self.num_layers // self.grid.pp)
+            layer = weight.layer - self.stage_of_layer.index(stage)
             expert = None if weight.expert is None else weight.expert % self.experts_per_rank
             name = weight.megatron.format(layer=layer, expert=expert)
         else:
@@ -90,39 +89,34 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
     Raises ValueError as `tensor_files` does. Not collective.
     """
     files = tensor_files(directory, weight_map.weights)
-    opened: dict[Path, Any] = {}
-
-    def slice_of(name):
-        path = files[name]
-        if path not in opened:
-            opened[path] = safe_open(path, framework="pt")
-        return opened[path].get_slice(name)
-
+    reader = TensorReader(files)
     for weight, parameter in weight_map.local():
         parameter.zero_()
         for piece in weight.megatron_pieces(*weight_map.tensor_split(weight)):
             if piece.hf not in files:
                 continue  # optional, and stays 0
-            values = slice_of(piece.hf)[index(piece.hf_box)]
+            values = reader.read(piece.hf, piece.hf_box)
             if values.dtype is torch.float8_e4m3fn:
                 scale = piece.hf + "_scale_inv"
                 if scale not in files:
                     raise ValueError(f"{directory} has {piece.hf} in FP8, but no {scale}; Lockstep reads FP8 by blocks only.")
-                values = dequantised(values, slice_of(scale), piece.hf_box)
+                values = dequantised(values, reader.read(scale, blocks_of(piece.hf_box)).float(), piece.hf_box)
             parameter[index(piece.local_box)] = values.to(parameter)
 
 
-def dequantised(values: Tensor, scales, box: Box) -> Tensor:
-    """The box of a matrix that is stored in FP8 with one float32 factor per block of 128 x 128 elements, whole blocks counted
-    from the matrix' first element (DeepSeek-V3, arXiv:2412.19437, section 3.3; `weight_scale_inv` in its checkpoints).
+def blocks_of(box: Box) -> Box:
+    """The blocks of 128 x 128 elements, counted from the matrix' first element, that have elements in the box."""
+    return tuple((start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in box)
 
-    values: float8 [r, c], the box. scales: what takes an index of the whole [ceil(R/128), ceil(C/128)]. Returns float32 [r, c].
+
+def dequantised(values: Tensor, factors: Tensor, box: Box) -> Tensor:
+    """The box of a matrix that is stored in FP8 with one float32 factor per block (DeepSeek-V3, arXiv:2412.19437, section 3.3;
+    `weight_scale_inv` in its checkpoints).
+
+    values: float8 [r, c], the box. factors: float32, of the blocks `blocks_of(box)`. Returns float32 [r, c].
     """
-    blocks = tuple((start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in box)
-    factors = scales[index(blocks)].float()
     for dim, (start, stop) in enumerate(box):
-        first = start % FP8_BLOCK
-        factors = factors.repeat_interleave(FP8_BLOCK, dim).narrow(dim, first, stop - start)
+        factors = factors.repeat_interleave(FP8_BLOCK, dim).narrow(dim, start % FP8_BLOCK, stop - start)
     return values.float() * factors
 
 

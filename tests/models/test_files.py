@@ -4,7 +4,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl.models.files import tensor_files
+from rl.models import files as files_module
+from rl.models.files import TensorReader, refuse_extra, tensor_files
 from rl.models.layout import COLUMN, Weight
 
 
@@ -37,3 +38,22 @@ def test_a_directory_without_safetensors_and_a_torn_file_are_named(tmp_path):
     (tmp_path / "1.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     with pytest.raises(ValueError, match="1.safetensors is no whole safetensors file"):
         tensor_files(str(tmp_path), weights("a"))
+
+
+def test_tensors_without_a_place_in_the_architecture_are_listed():
+    hf = dict(architectures=["QwenForCausalLM"], num_hidden_layers=2, num_nextn_predict_layers=1)
+    harmless = ["a", "a_scale_inv", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.2.enorm.weight"]
+    refuse_extra("model", harmless, weights("a"), hf)
+    with pytest.raises(ValueError, match="has 2 tensors that QwenForCausalLM knows nothing of: b_scale_inv, model.layers.3.w"):
+        refuse_extra("model", [*harmless, "b_scale_inv", "model.layers.3.w"], weights("a"), hf)
+
+
+def test_boxes_are_read_from_the_file_that_holds_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(files_module, "MAPPED_BYTES", 16)  # opened anew after each
+    tensors = {name: torch.arange(8.0).reshape(4, 2) + 10 * i for i, name in enumerate("abc")}
+    save_file({"a": tensors["a"], "b": tensors["b"]}, tmp_path / "1.safetensors")
+    save_file({"c": tensors["c"]}, tmp_path / "2.safetensors")
+    reader = TensorReader(tensor_files(str(tmp_path), weights("a", "b", "c")))
+    for name in "abcacb":
+        assert torch.equal(reader.read(name, ((1, 3), (0, 2))), tensors[name][1:3])
+        assert torch.equal(reader.read(name, ((0, 4), (1, 2))), tensors[name][:, 1:])

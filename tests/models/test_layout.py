@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl.models import SUPPORTED, architecture, qwen2, read_hf_config
-from rl.models.layout import VOCAB, assemble, index, padded_vocab, qkv, vocab_multiple
+from rl.models.layout import VOCAB, assemble, index, padded_vocab, qkv, stage_layers, vocab_multiple
 
 TPS = (1, 2, 4)
 
@@ -457,3 +457,14 @@ def test_a_missing_directory_is_named(tmp_path):
 def test_a_directory_without_config_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"model\.path=.* has no config\.json"):
         read_hf_config(str(tmp_path))
+
+
+# Stages ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "expected"),
+    [(6, 3, [2, 2, 2]), (3, 2, [2, 1]), (6, 4, [1, 2, 2, 1]), (61, 16, [3, *[4] * 13, 3, 3]), (5, 5, [1] * 5), (7, 1, [7])],
+)
+def test_stages_with_the_embedding_or_the_head_have_fewer_layers(num_layers, pp, expected):
+    assert stage_layers(num_layers, pp) == expected and sum(expected) == num_layers

@@ -329,7 +329,6 @@ def test_stages_of_the_engine_are_vllms(layers, pp):
         (lambda: TrainingPlacement(8, 1, 8, 4), "pp 8 leaves stages without a layer"),
         (lambda: TrainingPlacement(8, 2, 2, 4, ep=4, num_experts=8), "ep 4 x etp 2 do not divide a stage of 4"),
         (lambda: TrainingPlacement(8, 1, 1, 4, ep=8, num_experts=12), "ep 8 does not divide 12"),
-        (lambda: TrainingPlacement(8, 1, 2, 4, layer_ranges=((0, 1), (2, 4))), "do not cover layers 0 to 3"),
         (lambda: RolloutPlacement(8, 16, 4), "tp 16 x pp 1 does not divide 8"),
         (lambda: Routing([], TrainingPlacement(8, 1, 1, 4), RolloutPlacement(4, 1, 4), node_of=int, itemsize=2), "8 ranks"),
     ],

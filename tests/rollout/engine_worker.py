@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from rl.config import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
 from rl.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
-from rl.refit.gather import RefitMismatch, check_refit, refit  # noqa: E402
+from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
 from rl.rollout.engine import RolloutEngine, Sampling, seed_of  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402

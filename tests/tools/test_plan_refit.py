@@ -129,10 +129,10 @@ def test_a_thousand_ranks_of_a_model_of_256_experts_in_61_layers():
     [
         ("--train tp=3 --rollout tp=1 --world-size 8", "training: tp 3 x pp 1 does not divide 8 ranks"),
         ("--train tp=2 --rollout tp=16 --world-size 8", "rollout: tp 16 x pp 1 does not divide 8 ranks"),
-        ("--train tp=2,cp=2 --rollout tp=1 --world-size 8", "found cp=2, but it takes ep, etp, layers, pp, tp"),
+        ("--train tp=2,cp=2 --rollout tp=1 --world-size 8", "found cp=2, but it takes ep, etp, pp, tp"),
         ("--train tp=two --rollout tp=1 --world-size 8", "found tp=two"),
         ("--train tp=2,ep=2 --rollout tp=1 --world-size 8", "no routed experts; leave ep out"),
-        ("--train pp=2,layers=1:2 --rollout tp=1 --world-size 8", "do not cover layers 0 to 3"),
+        ("--train pp=8 --rollout tp=1 --world-size 8", "pp 8 leaves stages without a layer"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(tmp_path, arguments, says, capsys):
@@ -143,6 +143,6 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path, arguments, says, capsys):
 
 def test_it_runs_as_a_script_with_uneven_stages(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
-    options = "--train tp=2,pp=2,layers=3:1 --rollout tp=2,pp=2 --world-size 8 --ranks-per-node 2 --dtype float32".split()
+    options = "--train tp=2,pp=3 --rollout tp=2,pp=2 --world-size 12 --ranks-per-node 2 --dtype float32".split()
     done = subprocess.run([sys.executable, SCRIPT, "--model", tmp_path, *options], capture_output=True, text=True)
     assert done.returncode == 0 and "least possible" in done.stdout, done.stderr

@@ -28,7 +28,7 @@ from rl.checkpoint.hf import export_hf
 from rl.config import Config, Data, Model, Optimizer, Rollout, Training, resolve
 from rl.engines import build_policy
 from rl.models import architecture, read_hf_config
-from rl.refit.gather import check_refit, refit
+from rl.refit.refit import check_refit, refit
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.runtime.session import session

@@ -24,7 +24,7 @@ from rl.config import Config, Data, Model, Optimizer, Rollout, Training, resolve
 from rl.data.batch import Batch  # noqa: E402
 from rl.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
-from rl.refit.gather import check_refit, refit  # noqa: E402
+from rl.refit.refit import check_refit, refit  # noqa: E402
 from rl.rollout.engine import RolloutEngine, Sampling  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.runtime.session import session  # noqa: E402

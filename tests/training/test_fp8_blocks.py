@@ -11,7 +11,7 @@ from rl.training import cpu_support
 
 cpu_support.install()
 
-from rl.training.weights import dequantised, load_hf  # noqa: E402
+from rl.training.weights import blocks_of, dequantised, load_hf  # noqa: E402
 
 
 def quantised(rows: int, columns: int):
@@ -29,7 +29,7 @@ BOXES = [((0, 300), (0, 200)), ((0, 128), (0, 128)), ((5, 6), (199, 200)), ((100
 @pytest.mark.parametrize("box", BOXES, ids=str)
 def test_any_box_of_a_matrix_takes_the_factors_of_its_blocks(box):
     values, scales, expected = quantised(300, 200)
-    assert torch.equal(dequantised(values[index(box)], scales, box), expected[index(box)])
+    assert torch.equal(dequantised(values[index(box)], scales[index(blocks_of(box))], box), expected[index(box)])
 
 
 def weight_map(weights, parameters, tp, rank):
