@@ -22,7 +22,7 @@ from typing import Any
 
 from rl.functions import FORM
 from rl.rewards.loading import SAMPLE_KEYS, load_reward_function
-from rl.rewards.scoring import RejectedResult, Score, to_score
+from rl.rewards.score import RejectedResult, Score, to_score
 
 COMPONENT_KEYS = ("function", "weight", "kwargs")
 

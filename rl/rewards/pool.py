@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.rewards.mixture import Plan
-from rl.rewards.scoring import Score
+from rl.rewards.score import Score
 from rl.rewards.worker import KILLING_S, MARK, MAX_LINE_BYTES, SWEEP, kill_marked, too_slow
 
 log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl.rewards.mixture import Mixture
-from rl.rewards.scoring import RejectedResult, Score, encodable
+from rl.rewards.score import RejectedResult, Score, encodable
 
 SWEEP = b"s"
 MARK = "LOCKSTEP_SCORING_WORKER"

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl.objectives.aggregate import aggregate
 from rl.objectives.covariance import clip_cov, clip_cov_tokens, kl_cov, kl_cov_tokens
 from rl.objectives.policy_loss import ppo
+from tests.objectives.splits import assert_any_split_gives_the_same
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CLIPS = dict(clip_low=0.2, clip_high=0.3)
@@ -230,21 +230,10 @@ def test_choice_over_the_mini_batch_makes_any_split_give_the_same_loss_and_gradi
     else:
         chosen = kl_cov_tokens(logprobs, advantages, mask, fraction=0.1)
     assert chosen.any()
-    whole = dict(num_tokens=int(mask.sum()), num_samples=len(lengths), norm=7.0)
     leaf = logprobs.requires_grad_()
 
-    def share(tokens, samples):
+    def split_loss(tokens, samples):
         arguments = old[tokens], advantages[tokens], mask[tokens], chosen[tokens]
-        token_loss, stats = loss(leaf[tokens], *arguments, **OPTIONS[loss])
-        return aggregate(token_loss, mask[tokens], lengths[samples], mode, **whole), stats
+        return loss(leaf[tokens], *arguments, **OPTIONS[loss])
 
-    value, stats = share(slice(None), slice(None))
-    (grad,) = torch.autograd.grad(value, leaf)
-    part_of = torch.randint(0, 4, (len(lengths),), generator=generator)
-    token_part = torch.repeat_interleave(part_of, lengths)
-    shares = [share(token_part == part, part_of == part) for part in range(5)]  # the last part is empty
-    (split_grad,) = torch.autograd.grad(sum(value for value, _ in shares), leaf)
-    torch.testing.assert_close(sum(value for value, _ in shares), value, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(split_grad, grad, rtol=1e-12, atol=0)
-    for key, total in stats.items():
-        torch.testing.assert_close(sum(part[key] for _, part in shares), total, rtol=1e-12, atol=1e-12)
+    assert_any_split_gives_the_same(split_loss, leaf, lengths, mask, mode, seed)

@@ -6,6 +6,7 @@ import torch
 
 from rl.objectives.aggregate import aggregate
 from rl.objectives.sequence_loss import gmpo, gspo
+from tests.objectives.splits import assert_any_split_gives_the_same
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CLIPS = {gspo: dict(clip_low=0.05, clip_high=0.08), gmpo: dict(clip_low=0.2, clip_high=0.3)}
@@ -211,21 +212,10 @@ def test_batches_without_an_unmasked_token_give_zeros(lengths, loss):
 @pytest.mark.parametrize("seed", range(4))
 def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_statistics(seed, loss, mode):
     logprobs, old, advantages, mask, lengths = tensors(*batch(seed))
-    whole = dict(num_tokens=int(mask.sum()), num_samples=len(lengths), norm=7.0)
     leaf = logprobs.requires_grad_()
 
-    def share(tokens, samples):
+    def split_loss(tokens, samples):
         arguments = old[tokens], advantages[tokens], mask[tokens], lengths[samples]
-        token_loss, stats = loss(leaf[tokens], *arguments, **CLIPS[loss])
-        return aggregate(token_loss, mask[tokens], lengths[samples], mode, **whole), stats
+        return loss(leaf[tokens], *arguments, **CLIPS[loss])
 
-    value, stats = share(slice(None), slice(None))
-    (grad,) = torch.autograd.grad(value, leaf)
-    part_of = torch.randint(0, 4, (len(lengths),), generator=torch.Generator().manual_seed(seed))
-    token_part = torch.repeat_interleave(part_of, lengths)
-    shares = [share(token_part == part, part_of == part) for part in range(5)]  # the last part is empty
-    (split_grad,) = torch.autograd.grad(sum(value for value, _ in shares), leaf)
-    torch.testing.assert_close(sum(value for value, _ in shares), value, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(split_grad, grad, rtol=1e-12, atol=0)
-    for key, total in stats.items():
-        torch.testing.assert_close(sum(part[key] for _, part in shares), total, rtol=1e-12, atol=1e-12)
+    assert_any_split_gives_the_same(split_loss, leaf, lengths, mask, mode, seed)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl.objectives.aggregate import aggregate
 from rl.objectives.value_loss import explained_variance, value_loss
+from tests.objectives.splits import assert_any_split_gives_the_same
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CLIP_RANGES = [0.0, 0.2, 0.5, math.inf]
@@ -119,23 +119,12 @@ def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_statistic
     lengths = torch.randint(0, 12, (10,), generator=generator)
     lengths[[2, 9]], lengths[4] = 0, 1
     values, old, returns, mask = batch(seed, size=int(lengths.sum()))
-    whole = dict(num_tokens=int(mask.sum()), num_samples=len(lengths), norm=7.0)
     leaf = values.requires_grad_()
 
-    def share(tokens, samples):
-        token_loss, stats = value_loss(leaf[tokens], old[tokens], returns[tokens], mask[tokens], clip=clip)
-        return aggregate(token_loss, mask[tokens], lengths[samples], mode, **whole), stats
+    def split_loss(tokens, samples):
+        return value_loss(leaf[tokens], old[tokens], returns[tokens], mask[tokens], clip=clip)
 
-    value, stats = share(slice(None), slice(None))
-    (grad,) = torch.autograd.grad(value, leaf)
-    part_of = torch.randint(0, 4, (len(lengths),), generator=generator)
-    token_part = torch.repeat_interleave(part_of, lengths)
-    shares = [share(token_part == part, part_of == part) for part in range(5)]  # the last part is empty
-    (split_grad,) = torch.autograd.grad(sum(value for value, _ in shares), leaf)
-    torch.testing.assert_close(sum(value for value, _ in shares), value, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(split_grad, grad, rtol=1e-12, atol=0)
-    for key, total in stats.items():
-        torch.testing.assert_close(sum(part[key] for _, part in shares), total, rtol=1e-12, atol=1e-12)
+    assert_any_split_gives_the_same(split_loss, leaf, lengths, mask, mode, seed)
 
 
 def test_explained_variance_of_perfect_constant_and_opposite_critics():

@@ -1,11 +1,11 @@
 import json
-import time
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from rl.rewards.countdown import evaluate, score
+from tests.timing import cpu_seconds
 
 TASK = {"target": 24, "numbers": [1, 5, 6, 8]}
 
@@ -96,16 +96,6 @@ def test_values_are_exact():
 def test_a_task_of_another_form_is_an_error(task):
     with pytest.raises(ValueError, match="countdown needs reward_model.ground_truth of the form"):
         reward("<answer>1</answer>", task)
-
-
-def cpu_seconds(function, *args, **kwargs):
-    """The least of three runs: other processes on the machine are not what is measured."""
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
-        function(*args, **kwargs)
-        seconds.append(time.process_time() - start)
-    return min(seconds)
 
 
 @pytest.mark.parametrize("unit", ["(", "1+", "-", "<answer>", "</answer>", "=", "\n", " ", "1", "<answer>1</answer>"])

@@ -1,8 +1,8 @@
-import time
 
 import pytest
 
 from rl.rewards.dapo import normalize, score
+from tests.timing import cpu_seconds
 
 
 def reward(response, ground_truth="42", **kwargs):
@@ -100,16 +100,6 @@ def test_the_normal_form_of_minerva(answer, normal):
 def test_a_prompt_without_ground_truth_is_an_error():
     with pytest.raises(ValueError, match="needs reward_model.ground_truth"):
         reward("Answer: 42", None)
-
-
-def cpu_seconds(function, *args, **kwargs):
-    """The least of three runs: other processes on the machine are not what is measured."""
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
-        function(*args, **kwargs)
-        seconds.append(time.process_time() - start)
-    return min(seconds)
 
 
 @pytest.mark.parametrize("unit", ["Answer:", "Answer", " ", "$", "\\boxed{", "{", "\\text{", "frac", "Answer:\n", "\\text{a}"])

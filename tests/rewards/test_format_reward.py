@@ -1,8 +1,8 @@
-import time
 
 import pytest
 
 from rl.rewards.format import last_answer, last_line, score
+from tests.timing import cpu_seconds
 
 
 def reward(response, **kwargs):
@@ -92,16 +92,6 @@ def test_the_last_complete_answer(text, answer):
 def test_the_last_line_that_is_not_blank():
     assert last_line("a\n b \n\n  \n") == "b"
     assert last_line("a") == "a" and last_line(" \n") == ""
-
-
-def cpu_seconds(function, *args, **kwargs):
-    """The least of three runs: other processes on the machine are not what is measured."""
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
-        function(*args, **kwargs)
-        seconds.append(time.process_time() - start)
-    return min(seconds)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from rl.rewards.mixture import Component, Mixture, Plan, check_sources, make_plan, short_names
-from rl.rewards.scoring import RejectedResult, Score
+from rl.rewards.score import RejectedResult, Score
 
 SAMPLE = {"prompt": "p", "response": "2", "ground_truth": "2", "data_source": "toy", "extra_info": {}}
 

@@ -1,9 +1,9 @@
-import time
 
 import numpy as np
 import pytest
 
 from rl.rewards.qa import normalize, score, token_f1
+from tests.timing import cpu_seconds
 
 
 def reward(response, ground_truth, **kwargs):
@@ -64,16 +64,6 @@ def test_no_accepted_answer_is_an_error(ground_truth):
 def test_another_metric_is_an_error():
     with pytest.raises(ValueError, match="metric is 'rouge': choose em or f1"):
         reward("Paris", "Paris", metric="rouge")
-
-
-def cpu_seconds(function, *args, **kwargs):
-    """The least of three runs: other processes on the machine are not what is measured."""
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
-        function(*args, **kwargs)
-        seconds.append(time.process_time() - start)
-    return min(seconds)
 
 
 @pytest.mark.parametrize("unit", ["a ", "<answer>", "</answer>", "the", "\n", " ", ".", "<answer>a</answer>"])

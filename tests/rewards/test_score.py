@@ -9,7 +9,7 @@ import pytest
 
 from rl.rewards import exact
 from rl.rewards.loading import load_reward_function
-from rl.rewards.scoring import PREDICTION_CHARS, RejectedResult, Score, to_score
+from rl.rewards.score import PREDICTION_CHARS, RejectedResult, Score, to_score
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = {"prompt": "1+1=", "response": "2", "ground_truth": "2", "data_source": "addition", "extra_info": {"index": 0}}
