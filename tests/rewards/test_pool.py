@@ -13,216 +13,13 @@ from pathlib import Path
 import pytest
 
 from rl.rewards import pool as pool_module
+from rl.rewards import worker_process
 from rl.rewards.mixture import Component, Plan, make_plan
 from rl.rewards.pool import ScoringPool, default_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Every function scores a number by itself. `misdeeds` does what a response names; others what they are named after, some of
-# them only where the response is "bad".
-REWARDS = '''
-import asyncio, ctypes, os, signal, subprocess, sys, time
-
-def is_good(response):
-    return response != "bad"
-
-def plain(response, **extra):
-    return {"score": float(response), "acc": 1.0, "pred": f"<{response}>"}
-
-def spin():
-    while True:
-        pass
-
-def fill_memory():
-    data = []
-    while True:
-        data.append(bytearray(1 << 20))
-
-def raises():
-    raise RuntimeError("broken")
-
-def interrupt():
-    raise KeyboardInterrupt
-
-def recurse():
-    return recurse()
-
-def write_rubbish():
-    for fd in range(3, 64):
-        try:
-            os.write(fd, b"rubbish\\n" * 10)
-        except OSError:
-            pass
-    return 1.0
-
-def write_without_end():
-    for fd in range(3, 64):
-        try:
-            os.write(fd, b"x" * (1 << 22))
-        except OSError:
-            pass
-
-def forge():
-    for fd in range(3, 64):
-        try:
-            os.write(fd, b'{"i": 0, "values": {"score": 9.0}, "prediction": null}\\n')
-        except OSError:
-            pass
-    return 1.0
-
-def many_values():
-    return {"score": 1.0} | {f"value {i}": 1.0 for i in range(100_000)}
-
-DEEDS = {
-    "raises": raises,
-    "interrupts": interrupt,
-    "recurses": recurse,
-    "allocates": fill_memory,
-    "exits": lambda: sys.exit(0),
-    "exits at once": lambda: os._exit(3),
-    "crashes": lambda: ctypes.string_at(0),
-    "kills itself": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "kills its group": lambda: os.killpg(0, signal.SIGKILL),
-    "kills its parent": lambda: os.kill(os.getppid(), signal.SIGKILL),
-    "kills its parent's group": lambda: os.killpg(os.getpgid(os.getppid()), signal.SIGKILL),
-    "stops its parent": lambda: [os.kill(os.getppid(), signal.SIGSTOP), os._exit(1)],
-    "closes all": lambda: os.closerange(0, 1000),
-    "writes rubbish": write_rubbish,
-    "writes without end": write_without_end,
-    "forges": forge,
-    "returns nan": lambda: float("nan"),
-    "returns text": lambda: "1.0",
-    "returns too much": many_values,
-    "sleeps": lambda: time.sleep(1000),
-    "spins": spin,
-    "stops itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-}
-
-def misdeeds(response, **extra):
-    return DEEDS[response]() if response in DEEDS else float(response)
-
-def prints(response, **extra):
-    for stream in (sys.stdout, sys.stderr):
-        stream.write("x" * (4 << 20) + '{"i": 0}\\n')
-    os.write(1, b'{"i": 0}\\n')
-    return float(response)
-
-def forks(response, **extra):
-    os.fork()
-    return float(response)
-
-def forks_an_exit(response, **extra):
-    if os.fork() == 0:
-        sys.exit(1)
-    return float(response)
-
-def changes_directory(response, extra_info=None, **extra):
-    assert os.getcwd() == extra_info["cwd"]
-    os.mkdir(path := os.path.join(extra_info["scratch"], f"{response}"))
-    os.chdir(path)
-    os.rmdir(path)
-    return float(response)
-
-def leaves_an_alarm(response, **extra):
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    if int(response) % 4 == 3:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        time.sleep(0.1)
-    return float(response)
-
-def ignores_signals(response, extra_info=None, **extra):
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(os.getpid(), number)
-        os.kill(os.getppid(), number)
-    return float(response)
-
-def length(response, **extra):
-    return len(response)
-
-def whereabouts(response, **extra):
-    return {"score": float(response), "pid": os.getpid(), "parent": os.getppid(), "threads": int(os.environ["OMP_NUM_THREADS"]),
-            "stdin": len(sys.stdin.read()), "group": os.getpgid(os.getppid())}
-
-DAEMON = "import os, sys, time; os.setsid(); open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(1000)"
-
-def start_daemon(extra_info):
-    """A process in its own session whose parent is dead, its environment empty."""
-    path = extra_info["pid_file"]
-    if os.fork() == 0:
-        subprocess.Popen([sys.executable, "-c", DAEMON, path], env={} if extra_info["clean"] else None)
-        os._exit(0)
-    os.wait()
-    while not os.path.exists(path) or not os.path.getsize(path):
-        time.sleep(0.01)
-    time.sleep(0.1)
-
-def leaves_a_daemon(response, extra_info=None, **extra):
-    if extra_info and "pid_file" in extra_info:
-        start_daemon(extra_info)
-        if extra_info["end"] == "kill":
-            os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(0 if extra_info["end"] == "return" else 1000)
-    return float(response)
-
-def forks_on_and_on(response, extra_info=None, **extra):
-    """A process that is never seen twice."""
-    if not is_good(response):
-        if os.fork() == 0:
-            while True:
-                open(extra_info["heartbeat"], "w").close()
-                if os.fork():
-                    os._exit(0)
-        time.sleep(1000)
-    return float(response)
-
-SERVER = []
-def keeps_a_server(response, **extra):
-    if not SERVER:
-        SERVER.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-    SERVER[0].stdin.write(b"a\\n"); SERVER[0].stdin.flush()
-    assert SERVER[0].stdout.readline() == b"a\\n"
-    return {"score": float(response), "server": SERVER[0].pid}
-
-async def awaits(response, **extra):
-    await asyncio.sleep(0.3)
-    return float(response)
-
-async def hangs(response, **extra):
-    await asyncio.sleep(0.01 if is_good(response) else 1000)
-    return float(response)
-
-async def blocks(response, **extra):
-    await asyncio.sleep(0.01)
-    if not is_good(response):
-        time.sleep(1000)
-    return float(response)
-
-async def dies(response, **extra):
-    await asyncio.sleep(0.01)
-    if not is_good(response):
-        os._exit(5)
-    return float(response)
-
-async def exits_in_a_task(response, **extra):
-    await asyncio.sleep(0.01)
-    if not is_good(response):
-        await asyncio.create_task(leave())  # asyncio lets it end the event loop
-    return float(response)
-
-async def leave():
-    sys.exit(1)
-
-async def works_without_awaiting(response, **extra):
-    time.sleep(0.2)
-    return float(response)
-'''
-
-
-@pytest.fixture(scope="module")
-def rewards(tmp_path_factory):
-    path = tmp_path_factory.mktemp("rewards") / "rewards.py"
-    path.write_text(REWARDS)
-    return path
+REWARDS = Path(__file__).parent / "misdeeds.py"
 
 
 def make_pool(path, name, **options):
@@ -285,17 +82,17 @@ def no_process_is_left():
 # ---- what goes well ----
 
 
-def test_scores_details_and_predictions_come_back_in_order(rewards):
-    with make_pool(rewards, "plain", workers=3) as pool:
+def test_scores_details_and_predictions_come_back_in_order():
+    with make_pool(REWARDS, "plain", workers=3) as pool:
         for num_samples in (0, 1, 300):
             scores = pool.score(samples_of(range(num_samples)))
             assert [s.values for s in scores] == [{"score": float(i), "acc": 1.0, "failed": 0.0} for i in range(num_samples)]
             assert [s.prediction for s in scores] == [f"<{i}>" for i in range(num_samples)]
 
 
-def test_nothing_starts_before_the_first_call_and_nothing_stays_after_close(rewards):
+def test_nothing_starts_before_the_first_call_and_nothing_stays_after_close():
     before = my_children()
-    pool = make_pool(rewards, "whereabouts", workers=2)
+    pool = make_pool(REWARDS, "whereabouts", workers=2)
     assert my_children() == before
     values = [score.values for score in pool.score(samples_of(range(50)))]
     pids = {v[key] for v in values for key in ("pid", "parent")}
@@ -309,25 +106,25 @@ def test_nothing_starts_before_the_first_call_and_nothing_stays_after_close(rewa
     pool.close()
 
 
-def test_one_sample_starts_one_worker(rewards):
+def test_one_sample_starts_one_worker():
     before = my_children()
-    with make_pool(rewards, "plain", workers=8) as pool:
+    with make_pool(REWARDS, "plain", workers=8) as pool:
         pool.score(samples_of([1]))
         assert len(my_children() - before) == 1
 
 
-def test_samples_larger_than_any_buffer(rewards):
-    with make_pool(rewards, "length", workers=2) as pool:
+def test_samples_larger_than_any_buffer():
+    with make_pool(REWARDS, "length", workers=2) as pool:
         assert numbers_of(pool.score(samples_of("x" * (3_000_000 + i) for i in range(8)))) == [3_000_000.0 + i for i in range(8)]
 
 
-def test_each_data_source_has_its_functions(rewards):
-    components = [{"function": f"{rewards}:plain", "weight": 2}, {"function": f"{rewards}:length"}]
+def test_each_data_source_has_its_functions():
+    components = [{"function": f"{REWARDS}:plain", "weight": 2}, {"function": f"{REWARDS}:length"}]
     plan = make_plan("rl.rewards.exact:score", {}, {"toy": components})
     samples = samples_of([7]) + [{**samples_of([2])[0], "data_source": "other"}]
     with ScoringPool(plan, failure_score=0.0, workers=1, timeout_s=20, memory_mib=0) as pool:
         mixed, default = pool.score(samples)
-    details = {"rewards/score": 7.0, "rewards/acc": 1.0, "rewards_2/score": 1.0}
+    details = {"misdeeds/score": 7.0, "misdeeds/acc": 1.0, "misdeeds_2/score": 1.0}
     assert mixed.values == {"score": 15.0, "acc": 1.0, **details, "failed": 0.0}
     assert mixed.prediction == "<7>"
     assert default.values == {"score": 1.0, "acc": 1.0, "failed": 0.0}
@@ -347,8 +144,8 @@ def test_paths_and_modules_are_found_as_in_the_process_that_made_the_pool(tmp_pa
         assert numbers_of(by_path.score(samples_of([1]))) == numbers_of(by_module.score(samples_of([1]))) == [0.5]
 
 
-def test_a_function_may_keep_a_process_from_call_to_call(rewards):
-    with make_pool(rewards, "keeps_a_server") as pool:
+def test_a_function_may_keep_a_process_from_call_to_call():
+    with make_pool(REWARDS, "keeps_a_server") as pool:
         scores = [score for _ in range(3) for score in pool.score(samples_of(range(5)))]
         assert not failed_of(scores)
         (server,) = {int(score.values["server"]) for score in scores}
@@ -386,9 +183,9 @@ LATE = ["sleeps", "spins", "stops itself"]
 
 @pytest.mark.parametrize("deeds, timeout_s", [(AT_ONCE, 30.0), (LATE, 1.0)])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_call_that_goes_wrong_costs_its_sample_only(rewards, deeds, timeout_s, workers):
+def test_a_call_that_goes_wrong_costs_its_sample_only(deeds, timeout_s, workers):
     responses = [response for i, deed in enumerate(deeds) for response in (3 * i, deed, 3 * i + 1, 3 * i + 2)]
-    with make_pool(rewards, "misdeeds", workers=workers, timeout_s=timeout_s, memory_mib=400) as pool:
+    with make_pool(REWARDS, "misdeeds", workers=workers, timeout_s=timeout_s, memory_mib=400) as pool:
         scores = pool.score(samples_of(responses))
         assert [responses[i] for i in failed_of(scores)] == deeds
         assert numbers_of(scores) == [-1.0 if isinstance(r, str) else float(r) for r in responses]
@@ -406,14 +203,14 @@ def test_a_call_that_goes_wrong_costs_its_sample_only(rewards, deeds, timeout_s,
         ("returns nan", "the score must be a finite number, it is float nan"),
     ],
 )
-def test_what_went_wrong_is_said(rewards, deed, reason, caplog):
-    with make_pool(rewards, "misdeeds", timeout_s=1.0 if deed == "sleeps" else 30.0, memory_mib=400) as pool:
+def test_what_went_wrong_is_said(deed, reason, caplog):
+    with make_pool(REWARDS, "misdeeds", timeout_s=1.0 if deed == "sleeps" else 30.0, memory_mib=400) as pool:
         pool.score(samples_of([deed]))
     assert reason in caplog.text
 
 
-def test_a_killed_call_takes_little_more_than_its_limit(rewards):
-    with make_pool(rewards, "misdeeds", timeout_s=1.0) as pool:
+def test_a_killed_call_takes_little_more_than_its_limit():
+    with make_pool(REWARDS, "misdeeds", timeout_s=1.0) as pool:
         pool.check()
         start = time.monotonic()
         pool.score(samples_of(["sleeps"]))
@@ -421,34 +218,34 @@ def test_a_killed_call_takes_little_more_than_its_limit(rewards):
 
 
 @pytest.mark.parametrize("name", ["prints", "forks", "forks_an_exit", "leaves_an_alarm", "ignores_signals"])
-def test_what_must_not_do_harm(rewards, name):
-    with make_pool(rewards, name) as pool:
+def test_what_must_not_do_harm(name):
+    with make_pool(REWARDS, name) as pool:
         for _ in range(2):
             scores = pool.score(samples_of(range(12)))
             assert not failed_of(scores)
             assert numbers_of(scores) == [float(i) for i in range(12)]
 
 
-def test_each_call_starts_in_the_same_directory(rewards, tmp_path):
-    with make_pool(rewards, "changes_directory") as pool:
+def test_each_call_starts_in_the_same_directory(tmp_path):
+    with make_pool(REWARDS, "changes_directory") as pool:
         assert not failed_of(pool.score(samples_of(range(12), cwd=os.getcwd(), scratch=str(tmp_path))))
 
 
 @pytest.mark.parametrize("end, clean", [("return", True), ("sleep", True), ("kill", False)])
-def test_a_daemon_that_a_call_started_is_gone_afterwards(rewards, tmp_path, end, clean):
+def test_a_daemon_that_a_call_started_is_gone_afterwards(tmp_path, end, clean):
     """Double fork and a session of its own; also when the call then hangs or kills the supervisor."""
     pid_file = tmp_path / "pid"
     samples = samples_of(range(8))
     samples[3]["extra_info"] = {"pid_file": str(pid_file), "end": end, "clean": clean}
-    with make_pool(rewards, "leaves_a_daemon", timeout_s=20.0 if end != "sleep" else 1.5) as pool:
+    with make_pool(REWARDS, "leaves_a_daemon", timeout_s=20.0 if end != "sleep" else 1.5) as pool:
         scores = pool.score(samples)
         assert failed_of(scores) == ([] if end == "return" else [3])
         assert not wait_until_gone([int(pid) for pid in pid_file.read_text().split()])
 
 
-def test_a_process_that_forks_on_and_on_is_gone_afterwards(rewards, tmp_path):
+def test_a_process_that_forks_on_and_on_is_gone_afterwards(tmp_path):
     heartbeat = tmp_path / "heartbeat"
-    with make_pool(rewards, "forks_on_and_on", timeout_s=1.0) as pool:
+    with make_pool(REWARDS, "forks_on_and_on", timeout_s=1.0) as pool:
         assert failed_of(pool.score(samples_of([0, "bad", 2], heartbeat=str(heartbeat)))) == [1]
     heartbeat.unlink()
     time.sleep(0.3)
@@ -459,32 +256,32 @@ def test_a_process_that_forks_on_and_on_is_gone_afterwards(rewards, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["hangs", "dies", "exits_in_a_task"])
-def test_an_async_call_that_goes_wrong_costs_its_sample_only(rewards, name):
+def test_an_async_call_that_goes_wrong_costs_its_sample_only(name):
     responses = [*range(5), "bad", *range(6, 12)]
-    with make_pool(rewards, name, workers=2, timeout_s=1.0 if name == "hangs" else 30.0) as pool:
+    with make_pool(REWARDS, name, workers=2, timeout_s=1.0 if name == "hangs" else 30.0) as pool:
         scores = pool.score(samples_of(responses))
     assert failed_of(scores) == [5]
     assert numbers_of(scores) == [-1.0 if r == "bad" else float(r) for r in responses]
 
 
-def test_async_calls_of_a_chunk_run_concurrently(rewards):
-    with make_pool(rewards, "awaits") as pool:
+def test_async_calls_of_a_chunk_run_concurrently():
+    with make_pool(REWARDS, "awaits") as pool:
         pool.check()
         start = time.perf_counter()
         assert numbers_of(pool.score(samples_of(range(60)))) == [float(i) for i in range(60)]
         assert time.perf_counter() - start < 5.0  # one after the other: 18 s
 
 
-def test_an_async_call_that_blocks_the_loop_costs_its_sample_only(rewards, monkeypatch):
-    monkeypatch.setattr(pool_module, "ASYNC_GRACE_S", 0.2)
-    with make_pool(rewards, "blocks", timeout_s=0.8) as pool:
+def test_an_async_call_that_blocks_the_loop_costs_its_sample_only(monkeypatch):
+    monkeypatch.setattr(worker_process, "ASYNC_GRACE_S", 0.2)
+    with make_pool(REWARDS, "blocks", timeout_s=0.8) as pool:
         scores = pool.score(samples_of([0, 1, "bad", 3]))
     assert failed_of(scores) == [2]
     assert numbers_of(scores) == [0.0, 1.0, -1.0, 3.0]
 
 
-def test_async_calls_that_never_await_share_no_limit(rewards):
-    with make_pool(rewards, "works_without_awaiting", timeout_s=1.0) as pool:
+def test_async_calls_that_never_await_share_no_limit():
+    with make_pool(REWARDS, "works_without_awaiting", timeout_s=1.0) as pool:
         assert not failed_of(pool.score(samples_of(range(10))))  # 2 s in one chunk
 
 
@@ -520,9 +317,9 @@ def test_functions_that_cannot_be_loaded_fail_every_sample_and_the_check(tmp_pat
             pool.check()
 
 
-def test_a_process_that_cannot_be_started_is_a_failure_too(rewards, monkeypatch):
+def test_a_process_that_cannot_be_started_is_a_failure_too(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with make_pool(rewards, "plain") as pool:
+    with make_pool(REWARDS, "plain") as pool:
         assert len(failed_of(pool.score(samples_of(range(5))))) == 5
         with pytest.raises(ValueError, match="cannot be started.*/nowhere/python"):
             pool.check()
@@ -532,8 +329,8 @@ def test_a_process_that_cannot_be_started_is_a_failure_too(rewards, monkeypatch)
 
 
 @pytest.mark.parametrize("key", ["pid", "parent"])
-def test_a_worker_that_died_while_idle_costs_no_sample(rewards, key):
-    with make_pool(rewards, "whereabouts", workers=2) as pool:
+def test_a_worker_that_died_while_idle_costs_no_sample(key):
+    with make_pool(REWARDS, "whereabouts", workers=2) as pool:
         pids = {int(score.values[key]) for score in pool.score(samples_of(range(200)))}
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
@@ -543,22 +340,22 @@ def test_a_worker_that_died_while_idle_costs_no_sample(rewards, key):
     assert pids.isdisjoint(int(score.values[key]) for score in scores)
 
 
-def test_workers_outlive_the_thread_that_started_them(rewards):
+def test_workers_outlive_the_thread_that_started_them():
     """PR_SET_PDEATHSIG counts threads: the signal comes when that thread ends."""
-    with make_pool(rewards, "whereabouts") as pool, ThreadPoolExecutor(1) as thread:
+    with make_pool(REWARDS, "whereabouts") as pool, ThreadPoolExecutor(1) as thread:
         (first,) = thread.submit(pool.score, samples_of([1])).result()
         thread.shutdown(wait=True)
         (second,) = pool.score(samples_of([1]))
     assert first == second
 
 
-def test_an_interrupted_call_leaves_a_pool_that_works(rewards):
+def test_an_interrupted_call_leaves_a_pool_that_works():
     def interrupt(number, frame):
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with make_pool(rewards, "misdeeds") as pool:
+        with make_pool(REWARDS, "misdeeds") as pool:
             signal.setitimer(signal.ITIMER_REAL, 1.0)
             with pytest.raises(KeyboardInterrupt):
                 pool.score(samples_of(["sleeps", "sleeps"]))
@@ -567,14 +364,14 @@ def test_an_interrupted_call_leaves_a_pool_that_works(rewards):
         signal.signal(signal.SIGALRM, previous)
 
 
-def test_workers_die_with_the_process_that_started_them(rewards, tmp_path):
+def test_workers_die_with_the_process_that_started_them(tmp_path):
     """Even while one of its forks lives on, which holds copies of its sockets."""
     program = f"""
         import os, time
         from rl.rewards.mixture import make_plan
         from rl.rewards.pool import ScoringPool
         sample = dict(prompt="", ground_truth="", data_source="", extra_info={{}})
-        plan = make_plan("{rewards}:whereabouts", {{}}, {{}})
+        plan = make_plan("{REWARDS}:whereabouts", {{}}, {{}})
         pool = ScoringPool(plan, failure_score=0.0, workers=1, timeout_s=1000, memory_mib=0)
         (score,) = pool.score([dict(sample, response="1")])
         fork = os.fork()
@@ -599,8 +396,8 @@ def test_workers_die_with_the_process_that_started_them(rewards, tmp_path):
 # ---- what is said ----
 
 
-def test_the_first_failure_is_logged_once_with_the_number_of_failures(rewards, caplog):
-    with make_pool(rewards, "misdeeds") as pool, caplog.at_level(logging.WARNING):
+def test_the_first_failure_is_logged_once_with_the_number_of_failures(caplog):
+    with make_pool(REWARDS, "misdeeds") as pool, caplog.at_level(logging.WARNING):
         pool.score(samples_of([0, "raises", "raises", 3]))
         pool.score(samples_of(["raises"]))
     first, second = [record.getMessage() for record in caplog.records]
@@ -609,8 +406,8 @@ def test_the_first_failure_is_logged_once_with_the_number_of_failures(rewards, c
     assert "failed on 1 of 1 samples" in second and second.endswith("the first failure was logged before")
 
 
-def test_nothing_is_logged_when_nothing_fails(rewards, caplog):
-    with make_pool(rewards, "plain") as pool, caplog.at_level(logging.DEBUG):
+def test_nothing_is_logged_when_nothing_fails(caplog):
+    with make_pool(REWARDS, "plain") as pool, caplog.at_level(logging.DEBUG):
         pool.score(samples_of(range(5)))
     assert caplog.records == []
 
@@ -618,9 +415,9 @@ def test_nothing_is_logged_when_nothing_fails(rewards, caplog):
 @pytest.mark.parametrize(
     "options", [{"workers": 0}, {"timeout_s": 0}, {"timeout_s": float("inf")}, {"memory_mib": -1}, {"startup_s": float("nan")}]
 )
-def test_numbers_out_of_range_are_refused(rewards, options):
+def test_numbers_out_of_range_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options)).rpartition("_")[0] or "worker"):
-        make_pool(rewards, "plain", **options)
+        make_pool(REWARDS, "plain", **options)
 
 
 def test_ranks_of_a_host_share_its_cores():
