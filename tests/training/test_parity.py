@@ -21,6 +21,8 @@ CASES = {
     "mistral": ("MistralForCausalLM", False),
 }
 """Name -> (architecture, whether the embedding is the head)."""
+ALWAYS = ("qwen2", "llama3-tied")
+"""The others are for `--slow`: what sets them apart is also seen in tests/models and tests/refit."""
 
 
 def run_parity(directory, world_size: int, rollout_tp: int, layouts: list[str], case: str) -> dict:
@@ -57,7 +59,7 @@ def assert_same_tensors(exported: Path, source: Path) -> None:
         assert torch.equal(found[name].view(torch.int32), tensor.view(torch.int32)), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case if case in ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
 def test_any_training_layout_serves_two_replicas_of_tp_2(tmp_path, case):
     layouts = ["1x1", "2x1", "1x2", "2x2"]
     results = run_parity(tmp_path, 4, 2, layouts, case)
@@ -66,6 +68,7 @@ def test_any_training_layout_serves_two_replicas_of_tp_2(tmp_path, case):
     assert_same_tensors(tmp_path / "export", tmp_path / "b")  # from TP 2 x PP 2
 
 
+@pytest.mark.slow
 def test_one_replica_with_more_ranks_than_key_value_heads(tmp_path):
     assert_equal_logprobs(run_parity(tmp_path, 4, 4, ["2x2"], "qwen2"), ["2x2"])
 

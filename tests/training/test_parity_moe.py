@@ -15,7 +15,10 @@ WORKER = Path(__file__).parent / "moe_parity_worker.py"
 LAYOUTS = ["1x1x1", "2x1x1", "1x2x1", "1x1x2", "2x1x2", "1x2x2", "2x2x2"]
 """TP x PP x EP on four ranks: the experts' own tensor parallel size is TP without EP and 1 with it, and their data parallel
 groups are others than the dense weights' in 2x1x2."""
-ARCHITECTURES = ["Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"]
+ARCHITECTURES = [
+    "DeepseekV3ForCausalLM",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV2ForCausalLM")),
+]
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
