@@ -1,5 +1,7 @@
-"""Tiny Hugging Face checkpoints for tests, with weights that show a wrong layout: biases and norms are random too."""
+"""Tiny Hugging Face checkpoints for tests, with weights that show a wrong layout: biases, norms and routers' biases are random
+too."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -17,13 +19,37 @@ LLAMA3_ROPE = dict(
     original_max_position_embeddings=64,
 )  # fmt: skip
 """Llama 3.1's scaling with a context so short that the tests' tokens meet kept, mixed and scaled frequencies."""
+LATENTS = dict(
+    num_key_value_heads=4, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
+    n_routed_experts=8, moe_intermediate_size=32, first_k_dense_replace=1,
+)  # fmt: skip
+"""vLLM's CPU attention over latents knows one size: kv_lora_rank + qk_rope_head_dim = 576."""
+YARN = dict(
+    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
+    mscale=1.0, mscale_all_dim=1.0,
+)  # fmt: skip
 PARTICULAR: dict[str, dict] = {
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": dict(head_dim=64),  # not hidden / heads
     "LlamaForCausalLM": dict(rope_parameters=LLAMA3_ROPE),
     "MistralForCausalLM": dict(head_dim=64, sliding_window=None, num_hidden_layers=3),  # PP 2 cuts them unevenly
-}
+    # Dense in its first layer, experts of their own width, heads of another than hidden / heads.
+    "Qwen3MoeForCausalLM": dict(
+        head_dim=64, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, mlp_only_layers=[0], norm_topk_prob=True
+    ),
+    "MixtralForCausalLM": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "DeepseekV3ForCausalLM": LATENTS | dict(
+        q_lora_rank=48, n_shared_experts=1, num_experts_per_tok=4, n_group=4, topk_group=2, norm_topk_prob=True,
+        routed_scaling_factor=2.5, rope_parameters=YARN, num_hidden_layers=3,  # PP 2 cuts them unevenly
+    ),
+    "DeepseekV2ForCausalLM": LATENTS | dict(
+        q_lora_rank=None, n_shared_experts=2, num_experts_per_tok=3, n_group=1, topk_group=1, topk_method="greedy",
+        norm_topk_prob=False, routed_scaling_factor=1.0,
+    ),
+}  # fmt: skip
 """Architecture -> what its tiny config has besides SIZES."""
+PUBLISHED = {"DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func="sigmoid")}
+"""Keys of published configs that transformers 5 does not write, but vLLM reads."""
 
 
 def tiny_config(architecture: str, *, tie: bool = False, **options) -> transformers.PreTrainedConfig:
@@ -40,11 +66,13 @@ def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = Fals
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(tiny_config(architecture, tie=tie, **options))
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.ndim == 1 and "inv_freq" not in name:
+                tensor.add_(torch.randn_like(tensor) * 0.2)
     model.save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
+    config = Path(directory, "config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | PUBLISHED.get(architecture, {})))
     return str(directory)
 
 

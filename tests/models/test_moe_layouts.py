@@ -5,7 +5,7 @@ import torch
 
 from rl.models import architecture
 from rl.models.layout import index
-from tests.moe_checkpoints import PARTICULAR, PUBLISHED, tiny_config
+from tests.checkpoints import PARTICULAR, PUBLISHED, tiny_config
 
 ARCHITECTURES = list(PARTICULAR)
 

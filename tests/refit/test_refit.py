@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rl.refit.transfer import checksum
-from tests.checkpoints import save_qwen2
-from tests.moe_checkpoints import save_moe
+from tests.checkpoints import save_qwen2, save_tiny
 from tests.ranks import run_ranks
 
 WORKER = Path(__file__).parent / "refit_worker.py"
@@ -86,7 +85,7 @@ def test_training_replicas_that_drifted_apart_are_reported(dense):
 def experts(request, tmp_path_factory):
     """DeepSeek has parameters of two weights in one of vLLM's, and a float32 buffer that travels."""
     directory = tmp_path_factory.mktemp("experts")
-    checkpoint = save_moe(request.param, directory / "model", seed=1)
+    checkpoint = save_tiny(request.param, directory / "model", seed=1)
     return run_layouts(directory, checkpoint, "plain:1,2,4", EXPERTS)
 
 

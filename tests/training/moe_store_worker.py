@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from moe_parity_worker import (
+from parity_worker import (
     RANKS,
     Optimizer,
     build_policy,

@@ -1,13 +1,15 @@
-"""One rank of test_parity.py: the log-probs of Hugging Face, Megatron in several layouts and vLLM after a refit.
+"""One rank of the parity tests: the log-probs of Hugging Face, Megatron in several layouts and vLLM after a refit.
 
-    parity_worker.py CHECKPOINT_A CHECKPOINT_B OUT_DIR ROLLOUT_TP LAYOUT [LAYOUT ...]       LAYOUT is TPxPP
+    parity_worker.py CHECKPOINT_A CHECKPOINT_B OUT_DIR ROLLOUT_TP LAYOUT [LAYOUT ...]       LAYOUT is TPxPPxEP
 
 Rank 0 writes the largest differences to OUT_DIR/out.json, and what the last layout exports after reading checkpoint b to
-OUT_DIR/export. Differences of gradients come from an optimizer step as in gradient_worker.py.
+OUT_DIR/export. The gradients are compared through an optimizer step.
 """
 
+import copy
 import json
 import sys
+from pathlib import Path
 
 from rl.runtime.ranks import discover
 from train_rl import prepare_environment
@@ -17,13 +19,14 @@ prepare_environment(RANKS)
 
 import torch  # noqa: E402
 from megatron_groups import new_grid  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from rl.checkpoint.hf import export_hf  # noqa: E402
 from rl.config import Config, Data, Model, Optimizer, Rollout, Training, resolve  # noqa: E402
 from rl.data.batch import Batch  # noqa: E402
 from rl.engines import build_policy  # noqa: E402
-from rl.models import read_hf_config  # noqa: E402
+from rl.models import architecture, read_hf_config  # noqa: E402
 from rl.refit.refit import check_refit, refit  # noqa: E402
 from rl.rollout.engine import RolloutEngine, Sampling  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
@@ -39,17 +42,17 @@ SAMPLING = Sampling(
 )
 
 
-def config_of(checkpoint: str, tp: int, pp: int, rollout_tp: int) -> Config:
+def config_of(checkpoint: str, tp: int, pp: int, ep: int, rollout_tp: int) -> Config:
+    optimizer = Optimizer(lr=EPS, eps=EPS, clip_grad=0.0)
     return resolve(
         Config(
             model=Model(path=checkpoint, dtype="float32"),
             data=Data(max_prompt_tokens=64),
-            training=Training(
-                tp=tp, pp=pp, micro_batch_tokens=96, head_chunk_tokens=7, optimizer=Optimizer(lr=EPS, eps=EPS, clip_grad=0.0)
-            ),
+            training=Training(tp=tp, pp=pp, ep=ep, micro_batch_tokens=96, head_chunk_tokens=7, optimizer=optimizer),
             rollout=Rollout(
-                tp=rollout_tp, temperature=TEMPERATURE, max_response_tokens=64, max_concurrent_samples=4, cpu_kv_cache_mib=16
-            ),
+                tp=max(1, rollout_tp), temperature=TEMPERATURE, max_response_tokens=64, max_concurrent_samples=4,
+                cpu_kv_cache_mib=16,
+            ),  # fmt: skip
         )
     )
 
@@ -84,25 +87,35 @@ def hf_logprobs(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.
     return torch.cat(logprobs), torch.cat(entropies), torch.cat(squares)
 
 
-def hf_gradient(model, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of the sum of the log-probs, by name."""
-    names, parameters = zip(*model.named_parameters())
-    return dict(zip(names, torch.autograd.grad(logprobs.sum(), parameters)))
+def hf_gradient(model, logprobs, directory: Path) -> dict[str, torch.Tensor]:
+    """Of the sum of the log-probs, under the names of a checkpoint: transformers holds all experts in one tensor, and splits
+    them when it saves."""
+    gradients = torch.autograd.grad(logprobs.sum(), list(model.parameters()))
+    named = {name for name, _ in model.named_buffers()}
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), gradients):
+            parameter.copy_(gradient)
+    model.save_pretrained(directory)
+    return {name: tensor for name, tensor in load_file(directory / "model.safetensors").items() if name not in named}
 
 
-def gradient_difference(trainer, batch: Batch, expected: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest |found - expected| / |expected| of a tensor's gradient, and the tensor. Changes the trainer's weights."""
+def gradient_of(trainer, batch) -> dict[str, torch.Tensor]:
+    """The same of Megatron, from an optimizer step that is gradient descent. Changes the trainer's weights."""
     before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
     plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
 
-    def minus_logprobs(micro):  # the optimizer descends
+    def minus_logprobs(micro):
         loss = -micro.logprobs.sum()
         return loss, {"loss": loss}
 
     trainer.update(batch, plan, minus_logprobs, lr=EPS)
-    found = {name: tensor - before[name] for name, tensor in trainer.full_weights()}
-    assert found.keys() == expected.keys()
-    return max((float((found[name] - expected[name]).norm() / expected[name].norm()), name) for name in found)
+    return {name: tensor - before[name] for name, tensor in trainer.full_weights()}
+
+
+def largest_difference(found: dict, expected: dict) -> tuple[float, str]:
+    """|found - expected| / |expected| of the worst tensor; an expert that no token chose has no gradient."""
+    return max((float((found[n] - e).norm() / (e.norm() + 1e-3)), n) for n, e in expected.items())
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -110,44 +123,44 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *layouts: str) -> None:
-    results = {}
+    results: dict = {}
+    tp_of_rollout = int(rollout_tp)
     with session(RANKS) as device:
         hf = read_hf_config(checkpoint_a)
+        architecture(hf).check(hf)
         batch = random_batch(hf["vocab_size"])
         references = [AutoModelForCausalLM.from_pretrained(c, dtype=torch.float32).eval() for c in (checkpoint_a, checkpoint_b)]
         columns = [hf_logprobs(reference, batch) for reference in references]
-        gradient = hf_gradient(references[1], columns[1][0])
-        config = config_of(checkpoint_a, 1, 1, int(rollout_tp))
+        if RANKS.rank == 0:
+            gradient = hf_gradient(references[1], columns[1][0], Path(out_dir, "gradient"))
+        config = config_of(checkpoint_a, 1, 1, 1, tp_of_rollout)
         engine = RolloutEngine(checkpoint_a, config.rollout, dtype="float32", max_tokens=128, seed=1, device=device)
         for layout in layouts:
-            tp, pp = map(int, layout.split("x"))
-            trainer = build_policy(config_of(checkpoint_a, tp, pp, int(rollout_tp)), hf, new_grid(tp, pp), device)
+            tp, pp, ep = map(int, layout.split("x"))
+            config = config_of(checkpoint_a, tp, pp, ep, tp_of_rollout)
+            trainer = build_policy(config, hf, new_grid(tp, pp, ep, config.training.expert_tp), device)
             for name, checkpoint, reference, expected in zip("ab", (checkpoint_a, checkpoint_b), references, columns):
                 load_hf(checkpoint, trainer.weight_map)
                 halves = ([0, 1, 2, 3], [4, 5, 6, 7])
                 plans = [plan_minibatch(batch, half, dp=trainer.grid.dp, max_tokens=96) for half in halves]
                 found = trainer.forward(batch, plans, ("logprobs", "entropy", "sum_p_squared"))
+                sides = {k: difference(f, e) for k, f, e in zip(("megatron", "entropy", "sum_p_squared"), found, expected)}
                 refit(trainer, engine)
                 check_refit(trainer, engine)
                 drawn = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(batch))))
                 mine = drawn if engine.rank_in_replica == 0 else []
                 sampled = exchange(batch.prompt_ids, mine, SAMPLING.samples_per_prompt, device)
                 with torch.no_grad():
-                    sampled_expected = hf_logprobs(reference, sampled)[0]
-                results[f"{layout} {name}"] = {
-                    "megatron": difference(found[0], expected[0]),
-                    "entropy": difference(found[1], expected[1]),
-                    "sum_p_squared": difference(found[2], expected[2]),
-                    "vllm": difference(sampled.rollout_logprobs, sampled_expected),
-                    "sampled_tokens": int(sampled.lengths.sum()),
-                }
+                    sides["vllm"] = difference(sampled.rollout_logprobs, hf_logprobs(reference, sampled)[0])
+                sides["sampled_tokens"] = int(sampled.lengths.sum())
+                results[f"{layout} {name}"] = sides
             if layout == layouts[-1]:
                 export_hf(trainer, checkpoint_b, f"{out_dir}/export")
-            largest, of = gradient_difference(trainer, batch, gradient)
-            results[f"{layout} b"] |= {"gradient": largest, "worst_gradient": of}
+            found = gradient_of(trainer, batch)
+            if RANKS.rank == 0:
+                results[f"{layout} b"]["gradient"], results[f"{layout} b"]["worst_gradient"] = largest_difference(found, gradient)
     if RANKS.rank == 0:
-        with open(f"{out_dir}/out.json", "w") as file:
-            json.dump(results, file)
+        Path(out_dir, "out.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
