@@ -27,6 +27,7 @@ from moe_parity_worker import (
 )
 
 from rl.checkpoint.store import CheckpointStore
+from rl.config import Config, Run
 
 
 def trainer_of(checkpoint: str, hf: dict, layout: str, device):
@@ -55,14 +56,14 @@ def main(checkpoint: str, directory: str, layout: str) -> None:
     with session(RANKS) as device:
         hf = read_hf_config(checkpoint)
         batch = random_batch(hf["vocab_size"])
-        store = CheckpointStore(directory, keep=0)
+        store = CheckpointStore(Config(run=Run(dir=directory)))
         trainer = trainer_of(checkpoint, hf, layout, device)
         saved = store.newest()
         if saved is None:
             update(trainer, batch)
             store.save(1, {"policy": trainer}, {})
         else:
-            assert store.load(saved, {"policy": trainer})["step"] == 1
+            assert store.load(saved, {"policy": trainer}, seed=0)["step"] == 1
         after_one = weights_of(trainer)
         update(trainer, batch)
         after_two = weights_of(trainer)
