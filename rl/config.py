@@ -389,11 +389,28 @@ class Refit:
 class Checkpoint:
     every: int = 0
     """Steps between checkpoints; one more at the end. 0: none at all."""
-    keep: int = 2
+    keep_last: int = 2
     """Newest checkpoints kept. 0: all."""
-    resume: Literal["auto", "never"] = "auto"
+    keep_every: int = 0
+    """Checkpoints of a step that this divides are kept for ever. 0: none."""
+    keep_best: int = 0
+    """Checkpoints kept for their `best_metric`, among those of steps that have it. 0: none."""
+    best_metric: str = ""
+    """Name of a metric of the step, such as val-core/openai/gsm8k/acc/mean@1."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which values of `best_metric` are the best."""
+    background: bool = False
+    """Copy to host memory (this rank's part of weights and optimizer, 14 or 12 bytes per parameter it holds in bfloat16 or
+    float32) and write while the next steps go on; the checkpoint counts from the step at whose end all ranks have written."""
+    resume: str = "auto"
     """auto: continue from the newest complete checkpoint in `run.dir`, if there is one. never: start at step 0; refused if
-    `run.dir` holds checkpoints and this run writes some."""
+    `run.dir` holds checkpoints and this run writes some. A path: as auto, but a run whose `run.dir` holds none yet begins
+    with that checkpoint, or with the newest of that run directory."""
+    weights_only: bool = False
+    """With a path in `resume`: take the weights alone and begin at step 0, with a new optimizer; the reference policy is then
+    what was taken, so that the path must stay there."""
+    verify: bool = True
+    """Compare the checksum of every file before a checkpoint is taken, each rank a share of them. false: only their sizes."""
     export_hf: bool = False
     """At the end write the policy as a Hugging Face checkpoint to `<run.dir>/hf`."""
 

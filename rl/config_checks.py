@@ -114,7 +114,9 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "refit.check_every": NOT_NEGATIVE,
     "refit.buffer_mib": AT_LEAST_ONE,
     "checkpoint.every": NOT_NEGATIVE,
-    "checkpoint.keep": NOT_NEGATIVE,
+    "checkpoint.keep_last": NOT_NEGATIVE,
+    "checkpoint.keep_every": NOT_NEGATIVE,
+    "checkpoint.keep_best": NOT_NEGATIVE,
     "logging.samples": NOT_NEGATIVE,
 }
 """Range of every numeric key, in words and as a predicate (False for nan)."""
@@ -163,6 +165,7 @@ def check_contradictions(config: Config) -> None:
         if min_lr > lr:
             raise ConfigError(f"{section}.min_lr={min_lr} is above {section}.lr={lr}, from which it decays.")
     check_data(config)
+    check_checkpoint(config)
     buffer, limit = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer > limit:
         raise ConfigError(f"reward.overlong_buffer_tokens={buffer} is more than rollout.max_response_tokens={limit}, the end of the buffer.")
@@ -195,6 +198,17 @@ def check_data(config: Config) -> None:
         raise ConfigError(f"algorithm={config.algorithm} reads pairs, which have neither data.curriculum nor data.train_weights.")
 
 
+def check_checkpoint(config: Config) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.keep_best and not checkpoint.best_metric:
+        raise ConfigError(f"checkpoint.keep_best={checkpoint.keep_best} needs checkpoint.best_metric, the name of the metric that is meant.")
+    if checkpoint.weights_only and checkpoint.resume in ("auto", "never"):
+        raise ConfigError(
+            f"checkpoint.weights_only=true needs a path in checkpoint.resume, not {checkpoint.resume}: that of the run, or of its "
+            "checkpoint, whose weights are to be taken."
+        )
+
+
 def warnings(config: Config) -> list[str]:
     """What is allowed but unlikely to be meant."""
     rollout, values = config.rollout, flatten(config)
@@ -213,6 +227,12 @@ def warnings(config: Config) -> list[str]:
         )
     if shared := [path for path in config.data.val if path in config.data.train]:
         found.append(f"{shared[0]} is in data.train and in data.val: validation measures training prompts.")
+    checkpoint, validation = config.checkpoint, config.validation
+    if checkpoint.keep_best and checkpoint.every and checkpoint.best_metric.startswith("val") and checkpoint.every % (validation.every or 1):
+        found.append(
+            f"checkpoint.every={checkpoint.every} is no multiple of validation.every={validation.every}: checkpoints of steps "
+            f"without {checkpoint.best_metric} can not be among the best."
+        )
     if not learns_from_samples(config):
         return found
     found += objective_warnings(config)

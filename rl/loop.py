@@ -1,6 +1,7 @@
 """The run: set-up, steps, validation, checkpoints, the log."""
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +15,7 @@ from rl.engines import build_engines
 from rl.inputs import Inputs
 from rl.options import ConfigError
 from rl.phases import SAMPLES_FILE, Phases
+from rl.rollout.engine import seed_of
 from rl.runtime.agreement import fail_together
 from rl.runtime.device import Device
 from rl.runtime.metrics import MetricLog, keep_lines_up_to, step_line
@@ -36,15 +38,17 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
     progress = Progress(leads)
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
-    store = CheckpointStore(config.run.dir, keep=config.checkpoint.keep)
+    store = CheckpointStore(config)
     newest = store.newest()
-    if newest is not None and config.checkpoint.resume == "never" and config.checkpoint.every:
+    resume = config.checkpoint.resume
+    named = store.named(resume) if resume not in ("auto", "never") and (newest is None or config.checkpoint.weights_only) else None
+    if newest is not None and resume == "never" and config.checkpoint.every:
         # Before anything is built. Retention and the next resume would take the old run's checkpoints for this one's.
         raise ConfigError(
             f"checkpoint.resume=never, but {store.directory} holds checkpoints of an earlier run; "
             "set checkpoint.resume=auto to continue it, or another run.dir."
         )
-    finished = newest is not None and config.checkpoint.resume == "auto" and newest.step >= config.run.max_steps
+    finished = newest is not None and resume != "never" and newest.step >= config.run.max_steps
     if finished:
         progress.line(f"already at step {newest.step} of {config.run.max_steps}: nothing to train")
         if not config.checkpoint.export_hf:
@@ -68,7 +72,7 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
         scorer=scorer,
         progress=progress,
     )
-    last_step = _resume(config, store, newest, phases)
+    last_step = _resume(config, store, newest, named, phases)
     log = None
     if leads and not finished:
         resume_step = last_step or None
@@ -91,19 +95,28 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
     engines.close()
 
 
-def _resume(config: Config, store: CheckpointStore, newest: Saved | None, phases: Phases) -> int:
-    """Load the newest checkpoint if there is one and it is wanted; returns its step, else 0."""
-    if newest is None or config.checkpoint.resume == "never":
+def _resume(config: Config, store: CheckpointStore, newest: Saved | None, named: Saved | None, phases: Phases) -> int:
+    """Load the run's newest checkpoint, or the one that checkpoint.resume names, if there is one and it is wanted; returns the
+    step to go on after."""
+    models = phases.engines.learning
+    if named is not None and config.checkpoint.weights_only:
+        store.load_weights(named, models)
+        for model in models.values():
+            model.start_from_present_weights()
+        phases.progress.line(f"weights of {named.path}")
+        named = None
+    saved = named if newest is None else newest
+    if saved is None or config.checkpoint.resume == "never":
         return 0
-    state = store.load(newest, phases.engines.learning)
+    state = store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))
     try:
         phases.kl_controller.load_state_dict(state["kl_controller"])
     except ValueError as error:
-        raise ConfigError(f"{newest.path} was written with another objective.reward_kl.controller: {error}") from error
+        raise ConfigError(f"{saved.path} was written with another objective.reward_kl.controller: {error}") from error
     try:
         phases.sampler.load_state_dict(state["sampler"])
     except ValueError as error:
-        raise ConfigError(f"{newest.path} was written with other data: {error}") from error
+        raise ConfigError(f"{saved.path} was written with other data: {error}") from error
     return state["step"]
 
 
@@ -123,6 +136,8 @@ def _train(
         finish_step(0)
     for step in range(last_step + 1, max_steps + 1):
         phases.begin_step(step)
+        with phases.timed("save_checkpoint") if store.is_saving else nullcontext():
+            store.poll()
         with phases.timed("step"):
             algorithm.step(phases, config)
         seconds, tokens = phases.metrics["timing_s/step"], phases.num_tokens
@@ -134,5 +149,6 @@ def _train(
         if every and (step % every == 0 or step == max_steps):
             with phases.timed("save_checkpoint"):
                 state = {"sampler": phases.sampler.state_dict(), "kl_controller": phases.kl_controller.state_dict()}
-                store.save(step, phases.engines.learning, state)
+                store.save(step, phases.engines.learning, state, phases.metrics)
         finish_step(step)
+    store.finish()

@@ -153,7 +153,7 @@ def test_a_value_out_of_range_is_named_with_the_range(key, value, words):
 @pytest.mark.parametrize(
     "override",
     ["objective.clip_low=1", "objective.clip_low=0", "objective.dual_clip=0", "training.optimizer.clip_grad=0"]
-    + ["objective.entropy_coef=-0.1", "training.optimizer.lr=0", "validation.every=0", "checkpoint.keep=0", "run.seed=0"],
+    + ["objective.entropy_coef=-0.1", "training.optimizer.lr=0", "validation.every=0", "checkpoint.keep_last=0", "run.seed=0"],
 )
 def test_a_value_at_the_edge_of_its_range_passes(override):
     assert check(config_with(override)) == []

@@ -9,6 +9,7 @@ large for one process is spread over several. What a run writes at its end with 
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 # Run as a script, python looks for modules in tools/ only.
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def export(ranks, args: argparse.Namespace) -> None:
     """Raises ValueError for what the user can change. Collective over the world."""
+    from rl.checkpoint.directory import complete
     from rl.checkpoint.hf import export_hf
     from rl.checkpoint.store import CheckpointStore
     from rl.config import Config, Training
@@ -52,20 +54,21 @@ def export(ranks, args: argparse.Namespace) -> None:
         if Path(args.out).exists():
             raise ValueError(f"--out {args.out} exists already; name another directory.")
         config = load(Config, Path(args.run_dir, "config.yaml"))
-        store = CheckpointStore(args.run_dir, keep=0)
-        found = {saved.step: saved for saved in store.complete()}
+        config = replace(config, run=replace(config.run, dir=args.run_dir))  # it may have moved
+        store = CheckpointStore(config)
+        found = {saved.step: saved for saved in complete(store.directory)}
         if not found or args.step is not None and args.step not in found:
             raise ValueError(
                 f"{store.directory} has no complete checkpoint{'' if args.step is None else f' of step {args.step}'}, "
                 f"only {', '.join(f'step {step}' for step in sorted(found)) or 'none'}."
             )
-        saved = found[max(found) if args.step is None else args.step]
+        saved = store.named(str(args.run_dir if args.step is None else found[args.step].path))
         training = Training(tp=args.tp, pp=args.pp)
         grid = build_grid(tp=args.tp, pp=args.pp, seed=config.run.seed)
         policy = TrainingEngine(
             config.model.path, read_hf_config(config.model.path), training=training, dtype=config.model.dtype, grid=grid, device=device
         )
-        store.load_weights(saved, "policy", policy)
+        store.load_weights(saved, {"policy": policy})
         export_hf(policy, config.model.path, args.out)
         if ranks.rank == 0:
             print(f"wrote {args.out}, a Hugging Face checkpoint of step {saved.step}")

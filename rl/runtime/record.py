@@ -37,10 +37,8 @@ def record_run(config: Config, last_step: int) -> None:
         "command": sys.argv,
         "world_size": dist.get_world_size(),
         "host": platform.node(),
-        "python": platform.python_version(),
-        "git_revision": _git("rev-parse", "HEAD"),
         "git_status": _git("status", "--porcelain"),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        **versions(),
     }
     (directory / f"environment{mark}.json").write_text(json.dumps(environment, indent=2) + "\n")
     code = directory / f"code{mark}"
@@ -52,6 +50,15 @@ def record_run(config: Config, last_step: int) -> None:
     for file in (config.algorithm, *(name.rpartition(":")[0] for name in functions)):
         if file.endswith(".py") and Path(file).is_file():
             shutil.copy(file, code)
+
+
+def versions() -> dict:
+    """Of Python, this code and the packages that it stands on."""
+    return {
+        "python": platform.python_version(),
+        "git_revision": _git("rev-parse", "HEAD"),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+    }
 
 
 def _version(package: str) -> str | None:

@@ -139,6 +139,13 @@ class TrainingEngine:
         self.optimizer.step()
         return self._sum_over_replicas(sums) | {"grad_norm": norm}
 
+    def start_from_present_weights(self) -> None:
+        """After weights were loaded: master weights and reference are what the weights are now. Not collective."""
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+        if self.reference is not None:
+            self.reference = self._copy_of_weights()
+
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight whole on every rank, by Hugging Face name."""
         return full_weights(self.weight_map)

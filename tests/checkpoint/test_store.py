@@ -40,7 +40,7 @@ def train(world_size: int, config: Path, directory: Path, *overrides: str) -> di
 
 
 def checkpoints(directory: Path) -> list[str]:
-    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+    return sorted(path.name for path in (directory / "checkpoints").glob("step_*"))
 
 
 def test_a_run_continues_on_another_world_and_layout(config, tmp_path):
@@ -58,10 +58,10 @@ def test_a_run_continues_on_another_world_and_layout(config, tmp_path):
 
 
 def test_only_the_newest_are_kept_and_a_torn_one_is_not_taken(config, tmp_path):
-    train(1, config, tmp_path, "checkpoint.keep=2")
+    train(1, config, tmp_path, "checkpoint.keep_last=2")
     assert checkpoints(tmp_path) == ["step_000003", "step_000004"]
     (tmp_path / "checkpoints" / "step_000004").rename(tmp_path / "checkpoints" / "step_000004.partial")
-    train(1, config, tmp_path, "checkpoint.keep=1")
+    train(1, config, tmp_path, "checkpoint.keep_last=1")
     assert (tmp_path / "environment-after-step-3.json").exists()
     assert checkpoints(tmp_path) == ["step_000004"]
 

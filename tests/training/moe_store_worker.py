@@ -1,10 +1,9 @@
-"""One rank of test_store_moe.py: two updates with a checkpoint between them, or the second one continued from it.
+"""One rank of test_store_moe.py: two updates with a checkpoint between them, and the second one again after loading it.
 
-    moe_store_worker.py CHECKPOINT RUN_DIR LAYOUT       LAYOUT is TPxPPxEP
+    moe_store_worker.py CHECKPOINT RUN_DIR LAYOUT [LAYOUT ...]       LAYOUT is TPxPPxEP
 
-The first call saves, and keeps the weights after both updates in RUN_DIR/reference.pt. A later one loads, in a process of its
-own since Megatron keeps the groups of its first checkpoint, and rank 0 writes the largest relative differences of weights
-after loading and after the second update to RUN_DIR/LAYOUT.json.
+The first layout saves. For each of the others rank 0 writes the largest relative differences of weights after loading and
+after the second update to RUN_DIR/out.json.
 """
 
 import json
@@ -12,7 +11,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from parity_worker import (
     RANKS,
     Optimizer,
@@ -27,6 +25,7 @@ from parity_worker import (
 )
 
 from rl.checkpoint.store import CheckpointStore
+from rl.config import Config, Run
 
 
 def trainer_of(checkpoint: str, hf: dict, layout: str, device):
@@ -50,28 +49,27 @@ def weights_of(trainer) -> dict:
     return {name: tensor.clone() for name, tensor in trainer.full_weights()}
 
 
-def main(checkpoint: str, directory: str, layout: str) -> None:
-    reference = Path(directory, "reference.pt")
+def main(checkpoint: str, directory: str, first: str, *layouts: str) -> None:
     with session(RANKS) as device:
         hf = read_hf_config(checkpoint)
         batch = random_batch(hf["vocab_size"])
-        store = CheckpointStore(directory, keep=0)
-        trainer = trainer_of(checkpoint, hf, layout, device)
-        saved = store.newest()
-        if saved is None:
-            update(trainer, batch)
-            store.save(1, {"policy": trainer}, {})
-        else:
-            assert store.load(saved, {"policy": trainer})["step"] == 1
-        after_one = weights_of(trainer)
+        store = CheckpointStore(Config(run=Run(dir=directory)))
+        trainer = trainer_of(checkpoint, hf, first, device)
         update(trainer, batch)
-        after_two = weights_of(trainer)
-        if RANKS.rank == 0 and saved is None:
-            torch.save((after_one, after_two), reference)
-        elif RANKS.rank == 0:
-            expected_one, expected_two = torch.load(reference)
-            results = [largest_difference(after_one, expected_one), largest_difference(after_two, expected_two)]
-            Path(directory, f"{layout}.json").write_text(json.dumps(results))
+        store.save(1, {"policy": trainer}, {})
+        expected_one = weights_of(trainer)
+        update(trainer, batch)
+        expected_two = weights_of(trainer)
+        results = {}
+        for layout in layouts:
+            trainer = trainer_of(checkpoint, hf, layout, device)
+            assert store.load(store.newest(), {"policy": trainer}, seed=0)["step"] == 1
+            after_one = weights_of(trainer)
+            update(trainer, batch)
+            after_two = weights_of(trainer)
+            results[layout] = [largest_difference(after_one, expected_one), largest_difference(after_two, expected_two)]
+        if RANKS.rank == 0:
+            Path(directory, "out.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

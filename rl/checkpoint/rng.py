@@ -1,0 +1,61 @@
+"""The states of a rank's random generators: Python, numpy, torch on CPU and CUDA, Megatron's tracker."""
+
+import random
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from rl.checkpoint.shards import Shard, ShardReader
+
+
+def rng_shards(rank: int) -> list[Shard]:
+    """The states of this rank, as tensors `rng/<rank>/...`. Not collective."""
+    shards = []
+    for name, state in _states().items():
+        flat = state.view(-1)
+        shards.append(Shard(f"rng/{rank}/{name}", ((0, len(flat)),), flat))
+    return shards
+
+
+def restore_rng(reader: ShardReader, rank: int) -> None:
+    """Continue from the states that this rank wrote, on a world and layout like those of the saved run. Not collective."""
+
+    def saved(name: str) -> Tensor:
+        return reader.whole(f"rng/{rank}/{name}")
+
+    version, *words = saved("python").tolist()
+    gauss = float(saved("python_gauss"))
+    random.setstate((version, tuple(words), None if np.isnan(gauss) else gauss))
+    position, has_gauss, gauss = saved("numpy_place").tolist()
+    np.random.set_state(("MT19937", saved("numpy").numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
+    torch.set_rng_state(saved("torch"))
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved("cuda"))
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states({name: saved(f"megatron.{name}") for name in tracker.get_states()})
+
+
+def reseed_rng(seed: int) -> None:
+    """New states for a rank that has none in the checkpoint: its world or layout is another. Alike on every rank but for what
+    Megatron's tracker adds. Not collective."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed % 2**31)
+
+
+def _states() -> dict[str, Tensor]:
+    version, words, python_gauss = random.getstate()
+    _, keys, position, has_gauss, gauss = np.random.get_state()
+    states = {
+        "python": torch.tensor([version, *words]),
+        "python_gauss": torch.tensor([float("nan") if python_gauss is None else python_gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_place": torch.tensor([position, has_gauss, gauss], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states | {f"megatron.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}

@@ -1,0 +1,39 @@
+"""A copy of what a rank writes, in host memory, so that training may go on while it is written."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rl.checkpoint.shards import Shard, num_bytes
+
+
+class Snapshot:
+    """Host memory of the size of this rank's file, kept from one checkpoint to the next: getting it, and on CUDA page-locking
+    it, takes longer than filling it."""
+
+    def __init__(self):
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shards: Sequence[Shard]) -> list[Shard]:
+        """The same shards in this memory; it holds them until the next call. Waits for the copies."""
+        size = num_bytes(shards)
+        if self._memory.numel() < size:
+            self._memory = _host_memory(size)
+        copies, at = [], 0
+        for shard in shards:
+            part = self._memory[at : at + shard.tensor.nbytes].view(shard.tensor.dtype).view(shard.tensor.shape)
+            part.copy_(shard.tensor, non_blocking=True)
+            copies.append(Shard(shard.name, shard.box, part))
+            at += shard.tensor.nbytes
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copies
+
+
+def _host_memory(size: int) -> torch.Tensor:
+    memory = torch.empty(size, dtype=torch.uint8)
+    if torch.cuda.is_available():
+        # Not pin_memory=True: torch's allocator takes the next power of two, up to twice as much.
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        assert code == 0, f"cudaHostRegister of {size} bytes returned {code}"
+    return memory
