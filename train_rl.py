@@ -6,11 +6,12 @@
     python train_rl.py --config configs/quickstart.yaml
 
 `--help` lists every key, `--print-config` the resolved configuration. Exit code 0: done; 2: the input cannot work, said
-in one sentence by the first rank; 1: anything else.
+in one sentence by the first rank; 1: anything else, with the first cause in the last lines of the log (docs/faults.md).
 """
 
 import atexit
 import contextlib
+import datetime
 import io
 import os
 import sys
@@ -43,21 +44,12 @@ def main() -> int:
             print(f"warning: {warning}", file=sys.stderr)
 
     prepare_environment(ranks)
-    from rl.inputs import Inputs
-    from rl.runtime.agreement import agree_on_config, fail_together
-    from rl.runtime.record import make_run_directory
     from rl.runtime.session import session
 
-    with session(ranks) as device:
+    start_up = datetime.timedelta(seconds=config.watchdog.limits.start_up)
+    with session(ranks, start_up) as device:
         try:
-            agree_on_config(config)
-            with fail_together():
-                if ranks.rank == 0:
-                    make_run_directory(config)
-                inputs = Inputs(config, ranks.world_size)
-            from rl.loop import run  # imports Megatron and vLLM: only now
-
-            run(config, inputs, device)
+            _run(config, ranks, device)
         except ConfigError as error:
             return _refuse(error, ranks)
         except KeyboardInterrupt:
@@ -65,6 +57,47 @@ def main() -> int:
                 print(f"interrupted; the same command goes on from the newest checkpoint in {config.run.dir}", file=sys.stderr)
             leave(130, together=False)
     return 0
+
+
+def _run(config, ranks, device) -> None:
+    """The run, with its directory locked and watched over. Collective over the world; raises ConfigError on every rank alike."""
+    import torch.distributed as dist
+
+    from rl.inputs import Inputs
+    from rl.options import ConfigError
+    from rl.runtime.agreement import agree_on_config, agree_on_table, fail_together
+    from rl.runtime.record import code_hashes, make_run_directory
+    from rl.runtime.session import control_group
+    from rl.runtime.watchdog import Watch
+
+    agree_on_config(config)
+    with fail_together():
+        code = code_hashes(config)
+    agree_on_table(code, "run different programs")
+    lock = None
+    with fail_together():
+        if ranks.rank == 0:
+            lock = make_run_directory(config)
+    store = dist.distributed_c10d._get_default_store()
+    watch = Watch(config.watchdog, config.memory, run_dir=config.run.dir, device=device, store=store)
+    try:
+        with fail_together():
+            inputs = Inputs(config, ranks.world_size)
+        from rl.loop import run  # imports Megatron and vLLM: only now
+
+        run(config, inputs, device, watch, lock)
+        dist.monitored_barrier(control_group())  # or the first to leave would look lost to the watch of the others
+    except ConfigError:
+        raise
+    except Exception as error:
+        watch.fail(error)
+        if lock is not None:
+            lock.release()
+        leave(1, together=False)
+    finally:
+        watch.close()
+        if lock is not None:
+            lock.release()
 
 
 def prepare_environment(ranks) -> None:
@@ -80,6 +113,8 @@ def prepare_environment(ranks) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM on CPU warns of its NUMA binding on every rank
+    # The flight recorder: the last collectives of each rank, for the watchdog's dump.
+    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model is a directory; nobody should wait for a hub
 

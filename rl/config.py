@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from rl.algorithms import Algorithm, describe
 from rl.options import build, read
+from rl.runtime.limits import Agreement, Memory, Watchdog
 
 
 @dataclass
@@ -109,6 +110,9 @@ class Training:
     """Recompute every layer's activations in the backward pass (Megatron full recompute, uniform)."""
     head_chunk_tokens: int = 1024
     """Tokens whose logits exist in float32 at a time, in the log-prob and entropy computation."""
+    offload: Literal["auto", "none", "optimizer", "all"] = "auto"
+    """What the training models move to host memory while the engine generates: nothing, gradients and optimizer state, or the
+    weights too. auto: all on CUDA, none on CPU."""
     optimizer: Optimizer = field(default_factory=Optimizer)
 
     @property
@@ -444,6 +448,9 @@ class Config:
     refit: Refit = field(default_factory=Refit)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     logging: Logging = field(default_factory=Logging)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    agreement: Agreement = field(default_factory=Agreement)
+    memory: Memory = field(default_factory=Memory)
 
 
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:

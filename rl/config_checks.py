@@ -14,6 +14,7 @@ from rl.functions import FORM
 from rl.objective_checks import check_objective, objective_warnings
 from rl.options import ConfigError, flatten, listed, show
 from rl.rewards.mixture import check_sources
+from rl.runtime.limits import PhaseLimits
 
 AT_LEAST_ONE = ("at least 1", lambda v: v >= 1)
 NOT_NEGATIVE = ("0 or more and finite", lambda v: 0 <= v < math.inf)
@@ -118,6 +119,11 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "checkpoint.keep_every": NOT_NEGATIVE,
     "checkpoint.keep_best": NOT_NEGATIVE,
     "logging.samples": NOT_NEGATIVE,
+    "watchdog.beat_s": POSITIVE,
+    "watchdog.lost_s": POSITIVE,
+    **{f"watchdog.limits.{phase}": POSITIVE for phase in vars(PhaseLimits())},
+    "agreement.weights_every": NOT_NEGATIVE,
+    "memory.host_limit_gib": NOT_NEGATIVE,
 }
 """Range of every numeric key, in words and as a predicate (False for nan)."""
 
@@ -166,6 +172,11 @@ def check_contradictions(config: Config) -> None:
             raise ConfigError(f"{section}.min_lr={min_lr} is above {section}.lr={lr}, from which it decays.")
     check_data(config)
     check_checkpoint(config)
+    if config.watchdog.lost_s < 4 * config.watchdog.beat_s:
+        raise ConfigError(
+            f"watchdog.lost_s={config.watchdog.lost_s:g} leaves no room for a late heartbeat: use at least four times "
+            f"watchdog.beat_s={config.watchdog.beat_s:g}."
+        )
     buffer, limit = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer > limit:
         raise ConfigError(f"reward.overlong_buffer_tokens={buffer} is more than rollout.max_response_tokens={limit}, the end of the buffer.")

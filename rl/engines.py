@@ -27,6 +27,11 @@ class Engines:
         models = {"policy": self.policy, "critic": self.critic, "implicit_reward": self.implicit_reward}
         return {name: model for name, model in models.items() if model is not None}
 
+    @property
+    def training(self) -> list[TrainingEngine]:
+        """All models of the training grid, the one that only scores included."""
+        return [*self.learning.values(), *([self.reward_model] if self.reward_model is not None else [])]
+
     def close(self) -> None:
         """Give vLLM's groups back. Collective over the world."""
         generating = [engine for engine in (self.rollout, self.judge) if engine is not None]

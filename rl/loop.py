@@ -1,5 +1,6 @@
 """The run: set-up, steps, validation, checkpoints, the log."""
 
+import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,18 +17,23 @@ from rl.inputs import Inputs
 from rl.options import ConfigError
 from rl.phases import SAMPLES_FILE, Phases
 from rl.rollout.engine import seed_of
-from rl.runtime.agreement import fail_together
+from rl.runtime.agreement import Agreement, fail_together
 from rl.runtime.device import Device
+from rl.runtime.groups import limit_collectives, warm_up
+from rl.runtime.lock import RunLock, check_lock
 from rl.runtime.metrics import MetricLog, keep_lines_up_to, step_line
 from rl.runtime.progress import Progress
-from rl.runtime.record import record_run
+from rl.runtime.record import code_hashes, record_run
+from rl.runtime.session import control_group
+from rl.runtime.watchdog import Watch
 from rl.scoring import Scorer, start_pool
 from rl.training.grid import build_grid
 from rl.validation import validate
 
 
-def run(config: Config, inputs: Inputs, device: Device) -> None:
-    """Take the run from its newest checkpoint, or the start, to its end. Collective over the world.
+def run(config: Config, inputs: Inputs, device: Device, watch: Watch, lock: RunLock | None) -> None:
+    """Take the run from its newest checkpoint, or the start, to its end. `lock`: of run.dir, on rank 0. Collective over the
+    world.
 
     Raises ConfigError, on every rank alike, for checkpoints in run.dir that this run may not or cannot continue.
     """
@@ -59,8 +65,11 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
         if needs_reward(config) and not finished:
             pool = start_pool(config, inputs)
     training = config.training
+    agreement = Agreement(config, json.dumps(code_hashes(config)), control_group())
     grid = build_grid(tp=training.tp, pp=training.pp, ep=training.ep, etp=training.expert_tp, seed=config.run.seed)
+    warm_up(device)
     engines = build_engines(config, inputs, grid, device, generate=not finished)
+    limit_collectives(config.watchdog.limits)
     scorer = None if pool is None else Scorer(config, inputs, device, engines, pool)
     phases = Phases(
         config,
@@ -71,6 +80,8 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
         sampler=inputs.sampler(),
         scorer=scorer,
         progress=progress,
+        watch=watch,
+        agreement=agreement,
     )
     last_step = _resume(config, store, newest, named, phases)
     log = None
@@ -83,10 +94,11 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
     if not finished:
         resumed = f", resuming after step {last_step}" if last_step else ""
         progress.line(f"ready in {time.perf_counter() - started:.1f} s, run directory {config.run.dir}{resumed}")
-        _train(config, algorithm, inputs, phases, store, log, last_step)
+        _train(config, algorithm, inputs, phases, store, log, last_step, lock)
     if config.checkpoint.export_hf:
         target = str(Path(config.run.dir, "hf"))
-        export_hf(engines.policy, config.model.path, target)
+        with phases.saving():
+            export_hf(engines.policy, config.model.path, target)
         progress.line(f"wrote {target}, a Hugging Face checkpoint of step {max(last_step, config.run.max_steps)}")
     if log is not None:
         log.close()
@@ -121,8 +133,9 @@ def _resume(config: Config, store: CheckpointStore, newest: Saved | None, named:
 
 
 def _train(
-    config: Config, algorithm: ModuleType, inputs: Inputs, phases: Phases, store: CheckpointStore, log: MetricLog | None, last_step: int
-) -> None:
+    config: Config, algorithm: ModuleType, inputs: Inputs, phases: Phases, store: CheckpointStore, log: MetricLog | None, last_step: int,
+    lock: RunLock | None,
+) -> None:  # fmt: skip
     max_steps, world = config.run.max_steps, dist.get_world_size()
 
     def finish_step(step):
@@ -147,7 +160,8 @@ def _train(
             validate(phases, inputs.held_out, config)
         every = config.checkpoint.every
         if every and (step % every == 0 or step == max_steps):
-            with phases.timed("save_checkpoint"):
+            with phases.saving():
+                check_lock(lock)
                 state = {"sampler": phases.sampler.state_dict(), "kl_controller": phases.kl_controller.state_dict()}
                 store.save(step, phases.engines.learning, state, phases.metrics)
         finish_step(step)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl.batch_metrics import engine_gap, length_metrics, score_metrics, spread, token_mean
 from rl.config import Config, Optimizer, needs_reference
-from rl.data.batch import Batch, pair_up
+from rl.data.batch import Batch, fingerprint, pair_up
 from rl.data.preferences import Preference
 from rl.data.prompts import Prompt
 from rl.data.sampler import EpochWalk, MixedSampler
@@ -30,16 +30,21 @@ from rl.objectives.kl_controller import AdaptiveKL, FixedKL
 from rl.objectives.returns import place_at_end
 from rl.objectives.segments import segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
-from rl.refit.refit import check_refit, refit, traffic_metrics
 from rl.rewards.length import overlong_penalties
 from rl.rollout.engine import Sampling, seed_of
 from rl.rollout.exchange import exchange
+from rl.runtime.agreement import Agreement, check_replicas
 from rl.runtime.device import Device
+from rl.runtime.process import GIB, resident_bytes
 from rl.runtime.progress import Progress
+from rl.runtime.session import control_group
+from rl.runtime.watchdog import Watch
+from rl.sampling import greedy_sampling, train_sampling
 from rl.scoring import Scorer
 from rl.training.engine import TrainingEngine
 from rl.training.packing import MicroBatch, MicroBatches, plan_minibatch
 from rl.training.schedule import learning_rate
+from rl.turns import Turns
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -74,8 +79,11 @@ class Phases:
         sampler: EpochWalk | MixedSampler,
         scorer: Scorer | None,
         progress: Progress,
+        watch: Watch,
+        agreement: Agreement,
     ):
         self.config, self.device, self.engines = config, device, engines
+        self.watch, self.agreement, self.turns = watch, agreement, Turns(config, device, engines)
         self.tokenizer, self.prompts, self.sampler, self.scorer, self.progress = tokenizer, prompts, sampler, scorer, progress
         self.sampling = train_sampling(config)
         penalty = config.objective.reward_kl
@@ -88,17 +96,34 @@ class Phases:
         self.metrics: dict[str, float] = {}
         self.num_tokens = 0
         """Prompt and response tokens of this step's updates."""
-        self._num_refits = 0
-        self._engine_has_weights_of = -1
         self._updates = 0
         """Of the policy."""
         self._samples_written_at = -1
+        self._first_step: int | None = None
+        """Of this start."""
 
     # The step ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
         """Forget the metrics of the last step."""
         self.step, self.metrics, self.num_tokens = step, {"training/global_step": step}, 0
+        self._first_step = step if self._first_step is None and step else self._first_step
+        self.watch.where.begin_step(step)
+        self.agreement.begin_step()
+
+    @contextmanager
+    def phase(self, name: str, *, timing: str, batch: int = 0) -> Iterator[None]:
+        """A phase of rl.runtime.place.PHASES: the watchdog knows of it, ranks compare what they are about to do and with which
+        batch (its fingerprint), and the seconds within it are added to timing_s/<timing>. Collective over the world."""
+        with self.watch.where.phase(name, self.step) as place:
+            with self.timed("agreement"):
+                peak = torch.cuda.max_memory_allocated(self.device.torch) if self.device.is_cuda else 0
+                host, peak = self.agreement.check(place, batch, (resident_bytes(), peak))
+            self.metrics["perf/host_memory_gib"] = max(host / GIB, self.metrics.get("perf/host_memory_gib", 0.0))
+            if self.device.is_cuda:
+                self.metrics["perf/device_memory_peak_gib"] = peak / GIB
+            with self.timed(timing):
+                yield
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -140,17 +165,17 @@ class Phases:
     def sample(self, prompts: list[Prompt], sampling: Sampling, *, purpose: str, timing: str) -> Batch:
         """Responses by any sampling; `purpose` tells the seeds of this call from those of others. Logs no metrics but
         its seconds, as timing_s/<timing>."""
-        engine = self.engines.rollout
-        assert engine is not None, "this run has no generation engine"
         self._wake_engine()
+        engine = self.engines.rollout
         # By place in the draw: a prompt may be drawn twice in a step, and its samples must differ then.
         seeds = [seed_of(self.config.run.seed, purpose, place) for place in range(len(prompts))]
         total = len(prompts) * sampling.samples_per_prompt
-        with self.timed(timing), self._bar(timing, total) as bar:
-            mine = engine.generate([p.token_ids for p in prompts], sampling, seeds, progress=bar)
+        ids = [p.token_ids for p in prompts]
+        with self.phase("generate", timing=timing, batch=fingerprint(ids)), self._bar(timing, total) as bar:
+            mine = engine.generate(ids, sampling, seeds, progress=bar)
             if engine.rank_in_replica > 0:
                 mine = []  # every rank of a replica has the same samples
-            return exchange([p.token_ids for p in prompts], mine, sampling.samples_per_prompt, self.device)
+            return exchange(ids, mine, sampling.samples_per_prompt, self.device)
 
     # Rewards ----------------------------------------------------------------------------------------------------------
 
@@ -175,8 +200,8 @@ class Phases:
         answer that the reward function found in each response, where it says so."""
         assert self.scorer is not None, "this run has no reward"
         if self.engines.reward_model is not None or self.engines.judge is not None:
-            self._sleep_engine()
-        with self.timed(timing):
+            self.turns.to_training()
+        with self.phase("score", timing=timing, batch=batch.fingerprint):
             columns, answers = self.scorer.score(batch, prompts, predictions=predictions)
         batch.scores = columns.pop("score")
         batch.rewards = batch.scores.clone()
@@ -238,13 +263,13 @@ class Phases:
     def log_probs(self, batch: Batch) -> None:
         """Fill old_logprobs, under the weights that this step starts from; ref_logprobs if the config has a reference policy;
         and what corrects for the engine's probabilities being others (rollout_correction)."""
-        self._sleep_engine()
+        self.turns.to_training()
         fix, goal = self.config.rollout_correction, self.config.objective
         if fix.bypass:
             batch.old_logprobs = batch.rollout_logprobs.clone()
         else:
             names = ("logprobs", "entropy", *(("sum_p_squared",) if goal.advantage == "optimal-token-baseline" else ()))
-            with self.timed("old_log_prob"), self._bar("logp", len(batch)) as bar:
+            with self.phase("log_probs", timing="old_log_prob", batch=batch.fingerprint), self._bar("logp", len(batch)) as bar:
                 batch.old_logprobs, entropy, *squares = self.engines.policy.forward(batch, self._plans(batch), names, bar)
             batch.sum_p_squared = squares[0] if squares else None
             self.metrics["actor/entropy"] = token_mean(entropy, batch.mask)
@@ -255,9 +280,10 @@ class Phases:
 
     def reference(self, batch: Batch) -> None:
         """Fill ref_logprobs: log-probs under the policy that the run started from."""
-        self._sleep_engine()
-        with self.timed("ref"), self._bar("ref", len(batch)) as bar, self.engines.policy.reference_weights():
-            (batch.ref_logprobs,) = self.engines.policy.forward(batch, self._plans(batch), ("logprobs",), bar)
+        self.turns.to_training()
+        policy = self.engines.policy
+        with self.phase("log_probs", timing="ref", batch=batch.fingerprint), self._bar("ref", len(batch)) as bar, policy.reference_weights():
+            (batch.ref_logprobs,) = policy.forward(batch, self._plans(batch), ("logprobs",), bar)
 
     def _correct_rollout(self, batch: Batch) -> None:
         """Weights and rejections for the gap between the engine's log-probs and the trainer's at the same weights."""
@@ -285,15 +311,15 @@ class Phases:
 
     def values(self, batch: Batch) -> None:
         """Fill old_values, the critic's before this step's updates."""
-        self._sleep_engine()
-        with self.timed("values"), self._bar("values", len(batch)) as bar:
+        self.turns.to_training()
+        with self.phase("log_probs", timing="values", batch=batch.fingerprint), self._bar("values", len(batch)) as bar:
             (batch.old_values,) = self.engines.critic.forward(batch, self._plans(batch), ("values",), bar)
 
     def implicit_rewards(self, batch: Batch) -> Tensor:
         """Reward of each token by the reward model that learns, float32 [T]: beta times its log-ratio to how it started."""
-        self._sleep_engine()
+        self.turns.to_training()
         model, plans = self.engines.implicit_reward, self._plans(batch)
-        with self.timed("implicit_reward"):
+        with self.phase("log_probs", timing="implicit_reward", batch=batch.fingerprint):
             (now,) = model.forward(batch, plans, ("logprobs",))
             with model.reference_weights():
                 (batch.implicit_ref_logprobs,) = model.forward(batch, plans, ("logprobs",))
@@ -359,10 +385,16 @@ class Phases:
     ) -> dict[str, float]:  # fmt: skip
         """Updates of one model, whose learning rate starts after `waited` steps; returns the means over them of what the loss
         reports."""
-        self._sleep_engine()
+        self.turns.to_training()
         lr = learning_rate(optimizer, self.step - waited, self.config.run.max_steps - waited)
         plans, sums, updates = self._plans(batch), {}, 0
-        with self.timed(timing), self._bar("train", len(batch) * self.config.training.epochs) as bar:
+        every = self.config.agreement.weights_every
+        if every and (self.step % every == 0 or self.step == self._first_step):
+            # Before the updates: these write every weight anew, on all replicas, from the one that owns its part.
+            name = next(name for name, learning in self.engines.learning.items() if learning is model)
+            with self.timed("agreement"):
+                check_replicas(name, model.replicas(), control_group())
+        with self.phase("update", timing=timing, batch=batch.fingerprint), self._bar("train", len(batch) * self.config.training.epochs) as bar:
             for _ in range(self.config.training.epochs):
                 for plan in plans:
                     if before is not None:
@@ -391,26 +423,14 @@ class Phases:
     # Turns of the engines ---------------------------------------------------------------------------------------------
 
     def _wake_engine(self) -> None:
-        policy, engine = self.engines.policy, self.engines.rollout
-        slept = not engine.awake
-        if slept:
-            engine.wake_weights()
-        stale = self._engine_has_weights_of != self._updates or (self.device.is_cuda and slept)
-        if stale:
-            with self.timed("update_weights"):
-                traffic = refit(policy, engine, buffer_mib=self.config.refit.buffer_mib)
-                self.metrics |= traffic_metrics(traffic, self.device)
-                self._engine_has_weights_of = self._updates
-                self._num_refits += 1
-                every = self.config.refit.check_every
-                if self._num_refits == 1 or (every and self.step % every == 0):
-                    check_refit(policy, engine, buffer_mib=self.config.refit.buffer_mib)
-        if slept:
-            engine.wake_cache()
+        self.metrics |= self.turns.to_engine(self._updates, self.step, lambda: self.phase("refit", timing="update_weights"))
 
-    def _sleep_engine(self) -> None:
-        if self.engines.rollout is not None and self.engines.rollout.awake:
-            self.engines.rollout.sleep()
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around whatever reads the training models from outside of a phase, such as a checkpoint."""
+        self.turns.to_training()
+        with self.phase("save", timing="save_checkpoint"):
+            yield
 
     # Micro-batches ----------------------------------------------------------------------------------------------------
 
@@ -431,36 +451,6 @@ class Phases:
 
     def _bar(self, name: str, total: int):
         return self.progress.phase(f"step {self.step} {name}", total, "samples")
-
-
-def train_sampling(config: Config) -> Sampling:
-    """Sampling of training batches."""
-    rollout = config.rollout
-    return Sampling(
-        samples_per_prompt=rollout.samples_per_prompt,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        max_tokens=rollout.max_response_tokens,
-        stop=tuple(rollout.stop),
-        stop_token_ids=tuple(rollout.stop_token_ids),
-    )
-
-
-def greedy_sampling(config: Config) -> Sampling:
-    """One response per prompt, the most probable token each time, out of the whole vocabulary."""
-    rollout = config.rollout
-    return Sampling(
-        samples_per_prompt=1,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        max_tokens=rollout.max_response_tokens,
-        stop=tuple(rollout.stop),
-        stop_token_ids=tuple(rollout.stop_token_ids),
-    )
 
 
 def _given(prompt_ids: list, response_ids: list) -> Batch:

@@ -11,8 +11,9 @@ import numpy as np
 
 from rl.config import Config
 from rl.data.prompts import Prompt
-from rl.phases import Phases, greedy_sampling, train_sampling
+from rl.phases import Phases
 from rl.rollout.engine import Sampling
+from rl.sampling import greedy_sampling, train_sampling
 from rl.validation_metrics import validation_metrics
 
 

@@ -52,13 +52,14 @@ class RanksFailed(Exception):
 
 
 def run_ranks(
-    world_size: int, program: str | Path, *args: object, timeout: float = 60, env: Mapping[str, str] | None = None
-) -> list[str]:
+    world_size: int, program: str | Path, *args: object, timeout: float = 60, env: Mapping[str, str] | None = None,
+    grace: float = GRACE,
+) -> list[str]:  # fmt: skip
     """Run the program as `world_size` ranks; returns the stdout of each.
 
     program: Python source (indented as it stands in the test) or the path of a script. args: sys.argv[1:], as str(arg).
     timeout: seconds until the ranks are killed. env: variables on top of this process's own and of those of a rank.
-    Raises RanksFailed when one rank exits with another code than 0; ranks that do not end within GRACE are then killed.
+    Raises RanksFailed when one rank exits with another code than 0; ranks that do not end within `grace` are then killed.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         if isinstance(program, str):
@@ -74,7 +75,7 @@ def run_ranks(
                 ranks.append(_Rank(Path(directory), script, args, environ))
             culprit = _wait(ranks, time.monotonic() + timeout)
             if culprit is not None:
-                _wait_for_all(ranks, time.monotonic() + GRACE)
+                _wait_for_all(ranks, time.monotonic() + grace)
             returncodes = [rank.process.poll() for rank in ranks]
         finally:
             for rank in ranks:

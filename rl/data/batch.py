@@ -4,6 +4,7 @@ N samples, T response tokens of all samples laid end to end in sample order. A t
 column has shape [N]. Attributes are filled phase by phase and are None before.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -63,12 +64,21 @@ class Batch:
     plans: list | None = None
     """Micro-batches of each mini-batch (`rl.training.packing`), once they are planned."""
 
+    _fingerprint: int | None = field(default=None, init=False, repr=False)
+
     def __post_init__(self):
         if self.mask is None:
             self.mask = torch.ones(int(self.lengths.sum()))
 
     def __len__(self) -> int:
         return len(self.response_ids)
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that tells its token ids from others."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.prompt_ids + self.response_ids)
+        return self._fingerprint
 
     @property
     def lengths(self) -> Tensor:
@@ -152,3 +162,10 @@ def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
     ]
     pairs = concatenate(bare).select([i + side * len(chosen) for i in range(len(chosen)) for side in (0, 1)])
     return replace(pairs, groups=rejected.groups.repeat_interleave(2), unit=2)
+
+
+def fingerprint(arrays: Sequence[np.ndarray]) -> int:
+    """A number of 63 bits made of int32 arrays, their lengths and their order."""
+    lengths = np.fromiter(map(len, arrays), np.int32, len(arrays))
+    digest = hashlib.blake2b(np.concatenate([lengths, *arrays]).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -18,15 +18,16 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 _gloo_group: dist.ProcessGroup | None = None
-"""The world on gloo; None where the default group is that."""
+"""The world on gloo, beside the default group, whose backend may be a composite that has no monitored barrier."""
 
 LEAVING = datetime.timedelta(seconds=20)
 """How long a rank that cannot go on waits for the others to come to the same end."""
 
 
 @contextmanager
-def session(ranks: Ranks) -> Iterator[Device]:
-    """Join the world, before either engine is built (both then use this default group); leave it at the end."""
+def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Device]:
+    """Join the world, before either engine is built (both then use this default group); leave it at the end. `timeout`: of
+    collectives until `rl.runtime.groups.limit_collectives` sets another."""
     device = choose_device(ranks.local_rank)
     if not device.is_cuda:
         # vLLM's sampler would compile a function with Inductor: 10 s, or a crash where there is no C++ compiler.
@@ -45,14 +46,20 @@ def session(ranks: Ranks) -> Iterator[Device]:
         warnings.filterwarnings("ignore", module=module)
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU host has no Triton and needs none
     torch.manual_seed(0)
-    _join(ranks, device.backend, TIMEOUT)
-    if device.is_cuda:
-        global _gloo_group
-        _gloo_group = dist.new_group(backend="gloo")  # the default group's backend is a composite, which has no monitored barrier
+    _join(ranks, device.backend, timeout)
+    global _gloo_group
+    _gloo_group = dist.new_group(backend="gloo", timeout=timeout)
     try:
         yield device
     finally:
+        _gloo_group = None
         dist.destroy_process_group()
+
+
+def control_group() -> dist.ProcessGroup:
+    """The world on gloo, for what ranks agree on; engines do not use it. Within `session` only."""
+    assert _gloo_group is not None, "there is no session"
+    return _gloo_group
 
 
 def leave_together(ranks: Ranks) -> bool:

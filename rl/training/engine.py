@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
 from rl.training.grid import Grid
 from rl.training.model import DTYPES, build_model
+from rl.training.offload import HostStay
 from rl.training.packing import MicroBatch, MicroBatches, pack
 from rl.training.weights import WeightMap, full_weights, load_hf
 
@@ -77,6 +79,7 @@ class TrainingEngine:
             )
             self.optimizer = _build_optimizer(optimizer, DTYPES[dtype], self.wrapped)
         self.forward_backward = get_forward_backward_func()
+        self._weights_away, self._learning_state_away = HostStay(), HostStay()
 
     @torch.no_grad()
     def forward(self, batch: Batch, plans: list[list[MicroBatches]], names: tuple[str, ...], progress=None) -> tuple[Tensor, ...]:
@@ -117,6 +120,7 @@ class TrainingEngine:
         Raises FloatingPointError, on every rank alike, if the gradient is not finite; the weights are then unchanged.
         """
         assert self.optimizer is not None and self.adam is not None, "this model does not learn"
+        assert not self._learning_state_away.anything_away, "the optimizer's state is in host memory"
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums: dict[str, Tensor] = {}
@@ -145,6 +149,39 @@ class TrainingEngine:
             self.optimizer.reload_model_params()
         if self.reference is not None:
             self.reference = self._copy_of_weights()
+    # Memory -----------------------------------------------------------------------------------------------------------
+
+    def offload(self, *, weights: bool) -> None:
+        """Give the device memory of gradients and optimizer state, and with `weights` of the weights, to others until `reload`.
+        Nothing may be computed meanwhile. Not collective."""
+        own = list(self.model.parameters())
+        if isinstance(self.wrapped, DistributedDataParallel):
+            buffers = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
+            self._learning_state_away.send([buffer.grad_data for buffer in buffers], contents=False)  # `update` starts from 0
+            # Main weights of a float32 model lie in the weights themselves, which are not for this stay.
+            kept = {weight.untyped_storage()._cdata for weight in own}
+            state = [tensor for tensor in _optimizer_tensors(self.optimizer) if tensor.untyped_storage()._cdata not in kept]
+            self._learning_state_away.send(state, contents=True)
+        if weights:
+            self._weights_away.send(own, contents=True)
+
+    def reload(self) -> None:
+        """Bring back what `offload` gave away. Not collective."""
+        self._weights_away.fetch()
+        self._learning_state_away.fetch()
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are on the device."""
+        return not self._weights_away.anything_away
+
+    def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
+        """The weights that data parallel ranks hold alike, by Megatron's name, with the group of those ranks. Routed experts have
+        a group of their own; the optimizer's state is split over it, so nothing of that is held twice."""
+        groups: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        for name, weight in sorted(self.weight_map.parameters.items()):
+            groups[".experts." in name][name] = weight
+        return [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight whole on every rank, by Hugging Face name."""
@@ -152,6 +189,7 @@ class TrainingEngine:
 
     def _run(self, batch, plan, consume, *, forward_only, progress):
         """All micro-batches of this rank through Megatron's schedule; `consume` sees each on the last stage."""
+        assert self.has_weights, "the weights are in host memory"
         mine = plan[self.grid.dp_rank]
         multiple = self.grid.tp if self.model.config.sequence_parallel else 1
 
@@ -196,6 +234,18 @@ class TrainingEngine:
     def _set_weights(self, weights: list[Tensor]) -> None:
         for parameter, weight in zip(self.model.parameters(), weights):
             parameter.copy_(weight)
+
+
+def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Main weights and moments of Megatron's optimizer on this rank."""
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    for part in parts:
+        if part.is_stub_optimizer:  # a rank without parameters of this kind
+            continue
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _finalize_without_division(model, num_tokens=None, **kwargs):
