@@ -131,7 +131,7 @@ def leaves_an_alarm(response, **extra):
     return float(response)
 
 def ignores_signals(response, extra_info=None, **extra):
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(os.getpid(), number)
         os.kill(os.getppid(), number)
     return float(response)
@@ -536,7 +536,7 @@ def test_a_worker_that_died_while_idle_costs_no_sample(rewards, key):
     with make_pool(rewards, "whereabouts", workers=2) as pool:
         pids = {int(score.values[key]) for score in pool.score(samples_of(range(200)))}
         for pid in pids:
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGKILL)
         assert not wait_until_gone(pids)
         scores = pool.score(samples_of(range(200)))
     assert not failed_of(scores)
