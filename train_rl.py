@@ -6,7 +6,8 @@
     python train_rl.py --config configs/quickstart.yaml
 
 `--help` lists every key, `--print-config` the resolved configuration. Exit code 0: done; 2: the input cannot work, said
-in one sentence by the first rank; 1: anything else, with the first cause in the last lines of the log (docs/faults.md).
+in one sentence by the first rank; 75: stopped for time or by a signal, the same command goes on; 1: anything else, with the
+first cause in the last lines of the log (docs/faults.md).
 """
 
 import atexit
@@ -14,10 +15,14 @@ import contextlib
 import datetime
 import io
 import os
+import platform
 import sys
 
 
 def main() -> int:
+    from rl.runtime.signals import expect_signals
+
+    expect_signals()  # before any thread, which would be hit by what this one blocks
     # Nothing here imports torch: --help, --print-config and a typo take a fraction of a second.
     from rl.config import Config, load_config
     from rl.config_checks import check
@@ -43,13 +48,23 @@ def main() -> int:
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
 
+    from rl.runtime.rendezvous import MeetingFailed, meet
+
+    try:
+        ranks = meet(ranks)  # before torch is imported, which takes a while at scale: a rank that is missing shall be known
+    except MeetingFailed as error:
+        if not error.silent:
+            print(f"error (rank {ranks.rank} on {platform.node()}): {error}", file=sys.stderr, flush=True)
+        return 1
     prepare_environment(ranks)
-    from rl.runtime.session import session
+    from rl.runtime.session import leave_together, session
 
     start_up = datetime.timedelta(seconds=config.watchdog.limits.start_up)
     with session(ranks, start_up) as device:
         try:
-            _run(config, ranks, device)
+            code = _run(config, ranks, device)
+            if code:
+                leave(code, together=leave_together(ranks))  # a launcher ends the slower ranks when the first one leaves so
         except ConfigError as error:
             return _refuse(error, ranks)
         except KeyboardInterrupt:
@@ -59,8 +74,9 @@ def main() -> int:
     return 0
 
 
-def _run(config, ranks, device) -> None:
-    """The run, with its directory locked and watched over. Collective over the world; raises ConfigError on every rank alike."""
+def _run(config, ranks, device) -> int:
+    """The run, with its directory locked and watched over; returns the exit code. Collective over the world; raises ConfigError
+    on every rank alike."""
     import torch.distributed as dist
 
     from rl.inputs import Inputs
@@ -68,15 +84,18 @@ def _run(config, ranks, device) -> None:
     from rl.runtime.agreement import agree_on_config, agree_on_table, fail_together
     from rl.runtime.record import code_hashes, make_run_directory
     from rl.runtime.session import control_group
+    from rl.runtime.status import note_failure
+    from rl.runtime.stop import refuse_if_stopped_by_hand
     from rl.runtime.watchdog import Watch
 
     agree_on_config(config)
     with fail_together():
-        code = code_hashes(config)
-    agree_on_table(code, "run different programs")
+        hashes = code_hashes(config)
+    agree_on_table(hashes, "run different programs")
     lock = None
     with fail_together():
         if ranks.rank == 0:
+            refuse_if_stopped_by_hand(config.run.dir)
             lock = make_run_directory(config)
     store = dist.distributed_c10d._get_default_store()
     watch = Watch(config.watchdog, config.memory, run_dir=config.run.dir, device=device, store=store)
@@ -85,11 +104,14 @@ def _run(config, ranks, device) -> None:
             inputs = Inputs(config, ranks.world_size)
         from rl.loop import run  # imports Megatron and vLLM: only now
 
-        run(config, inputs, device, watch, lock)
+        code = run(config, inputs, device, watch, lock)
         dist.monitored_barrier(control_group())  # or the first to leave would look lost to the watch of the others
+        return code
     except ConfigError:
         raise
     except Exception as error:
+        if ranks.rank == 0:
+            note_failure(config.run.dir, error)
         watch.fail(error)
         if lock is not None:
             lock.release()

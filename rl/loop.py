@@ -2,7 +2,6 @@
 
 import json
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -25,15 +24,17 @@ from rl.runtime.metrics import MetricLog, keep_lines_up_to, step_line
 from rl.runtime.progress import Progress
 from rl.runtime.record import code_hashes, record_run
 from rl.runtime.session import control_group
+from rl.runtime.status import Status
+from rl.runtime.stop import STOPPED_EXIT, Asked, StepAborted, StopRequests
 from rl.runtime.watchdog import Watch
 from rl.scoring import Scorer, start_pool
 from rl.training.grid import build_grid
 from rl.validation import validate
 
 
-def run(config: Config, inputs: Inputs, device: Device, watch: Watch, lock: RunLock | None) -> None:
-    """Take the run from its newest checkpoint, or the start, to its end. `lock`: of run.dir, on rank 0. Collective over the
-    world.
+def run(config: Config, inputs: Inputs, device: Device, watch: Watch, lock: RunLock | None) -> int:
+    """Take the run from its newest checkpoint, or the start, to its end or until it is to stop; returns the exit code of the
+    process: 0, or STOPPED_EXIT if it is to be continued. `lock`: of run.dir, on rank 0. Collective over the world.
 
     Raises ConfigError, on every rank alike, for checkpoints in run.dir that this run may not or cannot continue.
     """
@@ -42,23 +43,18 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch, lock: RunL
         algorithm = algorithms.load(config.algorithm)  # a file of the user's may raise anything
     leads = dist.get_rank() == 0
     progress = Progress(leads)
+    status = Status(config.run.dir, max_steps=config.run.max_steps, leads=leads)
+    stop = StopRequests(config.run.dir, max_time=config.run.max_time)
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
-    store = CheckpointStore(config)
-    newest = store.newest()
-    resume = config.checkpoint.resume
-    named = store.named(resume) if resume not in ("auto", "never") and (newest is None or config.checkpoint.weights_only) else None
-    if newest is not None and resume == "never" and config.checkpoint.every:
-        # Before anything is built. Retention and the next resume would take the old run's checkpoints for this one's.
-        raise ConfigError(
-            f"checkpoint.resume=never, but {store.directory} holds checkpoints of an earlier run; "
-            "set checkpoint.resume=auto to continue it, or another run.dir."
-        )
-    finished = newest is not None and resume != "never" and newest.step >= config.run.max_steps
+    store = CheckpointStore(config, before_commit=lambda: check_lock(lock))
+    newest, named = _find_checkpoint(config, store)
+    finished = newest is not None and config.checkpoint.resume != "never" and newest.step >= config.run.max_steps
     if finished:
         progress.line(f"already at step {newest.step} of {config.run.max_steps}: nothing to train")
         if not config.checkpoint.export_hf:
-            return
+            status.write(state="finished", step=newest.step, checkpoint_step=newest.step)
+            return 0
 
     pool = None
     with fail_together():
@@ -82,9 +78,11 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch, lock: RunL
         progress=progress,
         watch=watch,
         agreement=agreement,
+        stop=stop,
     )
     last_step = _resume(config, store, newest, named, phases)
-    log = None
+    status.write(step=last_step, checkpoint_step=last_step)
+    log, asked = None, None
     if leads and not finished:
         resume_step = last_step or None
         log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=resume_step)
@@ -94,8 +92,10 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch, lock: RunL
     if not finished:
         resumed = f", resuming after step {last_step}" if last_step else ""
         progress.line(f"ready in {time.perf_counter() - started:.1f} s, run directory {config.run.dir}{resumed}")
-        _train(config, algorithm, inputs, phases, store, log, last_step, lock)
-    if config.checkpoint.export_hf:
+        saves = Saves(store, phases, status)
+        asked = _train(config, algorithm, inputs, phases, saves, log, stop, last_step)
+        saves.finish()
+    if asked is None and config.checkpoint.export_hf:
         target = str(Path(config.run.dir, "hf"))
         with phases.saving():
             export_hf(engines.policy, config.model.path, target)
@@ -105,6 +105,24 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch, lock: RunL
     if pool is not None:
         pool.close()
     engines.close()
+    if asked is None:
+        status.write(state="finished", step=max(last_step, config.run.max_steps))
+        return 0
+    status.write(state="stopped", reason=asked.reason)
+    return 0 if asked.by_hand else STOPPED_EXIT
+
+
+def _find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | None, Saved | None]:
+    """The newest checkpoint of this run, and the one that checkpoint.resume names if it is to be read."""
+    newest, resume = store.newest(), config.checkpoint.resume
+    if newest is not None and resume == "never" and config.checkpoint.every:
+        # Before anything is built. Retention and the next resume would take the old run's checkpoints for this one's.
+        raise ConfigError(
+            f"checkpoint.resume=never, but {store.directory} holds checkpoints of an earlier run; "
+            "set checkpoint.resume=auto to continue it, or another run.dir."
+        )
+    is_path = resume not in ("auto", "never")
+    return newest, store.named(resume) if is_path and (newest is None or config.checkpoint.weights_only) else None
 
 
 def _resume(config: Config, store: CheckpointStore, newest: Saved | None, named: Saved | None, phases: Phases) -> int:
@@ -132,37 +150,85 @@ def _resume(config: Config, store: CheckpointStore, newest: Saved | None, named:
     return state["step"]
 
 
+class Saves:
+    """The checkpoints that a run writes. Methods are collective over the world."""
+
+    def __init__(self, store: CheckpointStore, phases: Phases, status: Status):
+        self._store, self._phases, self.status = store, phases, status
+
+    def state(self) -> dict:
+        """What a checkpoint holds beside the models: where the run stands in its data, and what adapts. Not collective."""
+        return {"sampler": self._phases.sampler.state_dict(), "kl_controller": self._phases.kl_controller.state_dict()}
+
+    def save(self, step: int, state: dict) -> None:
+        """Write the checkpoint of a step, or begin to; nothing to do if it was written."""
+        with self._phases.saving():
+            self._store.save(step, self._phases.engines.learning, state, self._phases.metrics)
+        self._note()
+
+    def poll(self) -> None:
+        """Complete what was written in the background, if it is all there."""
+        if self._store.is_saving:
+            with self._phases.timed("save_checkpoint"):
+                self._store.poll()
+            self._note()
+
+    def finish(self) -> None:
+        """Wait for what is being written."""
+        self._store.finish()
+        self._note()
+
+    def _note(self) -> None:
+        if self._store.complete_step is not None:
+            self.status.write(checkpoint_step=self._store.complete_step)
+
+
 def _train(
-    config: Config, algorithm: ModuleType, inputs: Inputs, phases: Phases, store: CheckpointStore, log: MetricLog | None, last_step: int,
-    lock: RunLock | None,
-) -> None:  # fmt: skip
-    max_steps, world = config.run.max_steps, dist.get_world_size()
+    config: Config, algorithm: ModuleType, inputs: Inputs, phases: Phases, saves: Saves, log: MetricLog | None, stop: StopRequests,
+    last_step: int,
+) -> Asked | None:  # fmt: skip
+    """The steps after last_step. Returns what ended them before run.max_steps, if something did; there is a checkpoint then."""
+    max_steps, world, every = config.run.max_steps, dist.get_world_size(), config.checkpoint.every
 
     def finish_step(step):
         if log is not None:
             log.write(step, phases.metrics)
             phases.progress.line(step_line(step, max_steps, phases.metrics))
+        saves.status.write(step=step)
 
     if inputs.held_out and config.validation.before_training and last_step == 0:
         phases.begin_step(0)
         validate(phases, inputs.held_out, config)
         finish_step(0)
     for step in range(last_step + 1, max_steps + 1):
-        phases.begin_step(step)
-        with phases.timed("save_checkpoint") if store.is_saving else nullcontext():
-            store.poll()
-        with phases.timed("step"):
-            algorithm.step(phases, config)
+        began, state = time.perf_counter(), saves.state()
+        asked = stop.agree()
+        if asked.save and step > 1:
+            saves.save(step - 1, state)
+        if not asked.reason:
+            phases.begin_step(step)
+            saves.poll()
+            try:
+                with phases.timed("step"):
+                    algorithm.step(phases, config)
+            except StepAborted:
+                asked = stop.agree()
+        if asked.reason:
+            if step > 1:
+                saves.save(step - 1, state)
+            phases.progress.line(f"stopped before step {step}: {asked.reason}; the same command goes on from there")
+            return asked
         seconds, tokens = phases.metrics["timing_s/step"], phases.num_tokens
         phases.metrics["perf/total_num_tokens"] = tokens
         phases.metrics["perf/throughput"] = tokens / seconds / world
         if inputs.held_out and (step % config.validation.every == 0 or step == max_steps):
             validate(phases, inputs.held_out, config)
-        every = config.checkpoint.every
         if every and (step % every == 0 or step == max_steps):
-            with phases.saving():
-                check_lock(lock)
-                state = {"sampler": phases.sampler.state_dict(), "kl_controller": phases.kl_controller.state_dict()}
-                store.save(step, phases.engines.learning, state, phases.metrics)
+            saves.save(step, saves.state())
         finish_step(step)
-    store.finish()
+        saving = phases.metrics.get("timing_s/save_checkpoint", 0.0)
+        whole = time.perf_counter() - began - saving
+        generating = phases.metrics["timing_s/gen"] if phases.stop is not None and "timing_s/gen" in phases.metrics else 0.0
+        if warning := stop.measured(whole, saving, unstoppable=whole - generating):
+            phases.progress.line(warning)
+    return None

@@ -34,10 +34,12 @@ from rl.rewards.length import overlong_penalties
 from rl.rollout.engine import Sampling, seed_of
 from rl.rollout.exchange import exchange
 from rl.runtime.agreement import Agreement, check_replicas
+from rl.runtime.collectives import any_rank
 from rl.runtime.device import Device
 from rl.runtime.process import GIB, resident_bytes
 from rl.runtime.progress import Progress
 from rl.runtime.session import control_group
+from rl.runtime.stop import StepAborted, StopRequests
 from rl.runtime.watchdog import Watch
 from rl.sampling import greedy_sampling, train_sampling
 from rl.scoring import Scorer
@@ -81,10 +83,13 @@ class Phases:
         progress: Progress,
         watch: Watch,
         agreement: Agreement,
+        stop: StopRequests | None = None,
     ):
         self.config, self.device, self.engines = config, device, engines
         self.watch, self.agreement, self.turns = watch, agreement, Turns(config, device, engines)
         self.tokenizer, self.prompts, self.sampler, self.scorer, self.progress = tokenizer, prompts, sampler, scorer, progress
+        self.stop = stop if config.run.on_stop_in_generation == "redo" else None
+        """What may end the generation of a training step."""
         self.sampling = train_sampling(config)
         penalty = config.objective.reward_kl
         self.kl_controller = (
@@ -101,6 +106,8 @@ class Phases:
         self._samples_written_at = -1
         self._first_step: int | None = None
         """Of this start."""
+        self._learned = False
+        """Whether some model was updated in this step, which then cannot be taken again."""
 
     # The step ---------------------------------------------------------------------------------------------------------
 
@@ -110,6 +117,7 @@ class Phases:
         self._first_step = step if self._first_step is None and step else self._first_step
         self.watch.where.begin_step(step)
         self.agreement.begin_step()
+        self._learned = False
 
     @contextmanager
     def phase(self, name: str, *, timing: str, batch: int = 0) -> Iterator[None]:
@@ -164,15 +172,19 @@ class Phases:
 
     def sample(self, prompts: list[Prompt], sampling: Sampling, *, purpose: str, timing: str) -> Batch:
         """Responses by any sampling; `purpose` tells the seeds of this call from those of others. Logs no metrics but
-        its seconds, as timing_s/<timing>."""
+        its seconds, as timing_s/<timing>. Raises StepAborted, on every rank, if a stop came into the generation of a step
+        (timing `gen`) that has not updated anything yet."""
         self._wake_engine()
         engine = self.engines.rollout
         # By place in the draw: a prompt may be drawn twice in a step, and its samples must differ then.
         seeds = [seed_of(self.config.run.seed, purpose, place) for place in range(len(prompts))]
         total = len(prompts) * sampling.samples_per_prompt
         ids = [p.token_ids for p in prompts]
+        interrupt = self.stop.within_generation if self.stop is not None and timing == "gen" and not self._learned else None
         with self.phase("generate", timing=timing, batch=fingerprint(ids)), self._bar(timing, total) as bar:
-            mine = engine.generate(ids, sampling, seeds, progress=bar)
+            mine = engine.generate(ids, sampling, seeds, progress=bar, interrupt=interrupt)
+            if interrupt is not None and any_rank(mine is None):
+                raise StepAborted
             if engine.rank_in_replica > 0:
                 mine = []  # every rank of a replica has the same samples
             return exchange(ids, mine, sampling.samples_per_prompt, self.device)
@@ -386,6 +398,7 @@ class Phases:
         """Updates of one model, whose learning rate starts after `waited` steps; returns the means over them of what the loss
         reports."""
         self.turns.to_training()
+        self._learned = True
         lr = learning_rate(optimizer, self.step - waited, self.config.run.max_steps - waited)
         plans, sums, updates = self._plans(batch), {}, 0
         every = self.config.agreement.weights_every

@@ -46,14 +46,18 @@ T = TypeVar("T")
 class CheckpointStore:
     """The checkpoints of one run directory. Public methods are collective over the world unless they say otherwise."""
 
-    def __init__(self, config: Config):
-        self.config = config
+    def __init__(self, config: Config, *, before_commit: Callable[[], None] = lambda: None):
+        """before_commit: called on rank 0 before a checkpoint is made current; what it raises ends the save."""
+        self.config, self._before_commit = config, before_commit
         self.directory = Path(config.run.dir, "checkpoints")
         self._damaged: list[Saved] = []
         self._snapshot = Snapshot()
         self._save: _Save | None = None
         """In the background."""
         self._last_step: int | None = None
+        """Of the newest checkpoint that is written or being written."""
+        self.complete_step: int | None = None
+        """Of the newest that this store has completed."""
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
@@ -136,12 +140,14 @@ class CheckpointStore:
             )
         with fail_together():
             if dist.get_rank() == 0:
+                self._before_commit()
                 try:
                     self._commit(save, {on_disk.rank_file(rank): written for rank, (written, _) in enumerate(everyone)})
                 except OSError as error:
                     shutil.rmtree(save.partial, ignore_errors=True)
                     problem = _in_words(error)
                     raise ConfigError(f"the checkpoint of step {save.step} could not be written: {problem}. {self._still_there()}")
+        self.complete_step = save.step
 
     def _commit(self, save: "_Save", files: dict[str, Written]) -> None:
         files[on_disk.STATE] = on_disk.write_text(save.partial / on_disk.STATE, json.dumps(save.state) + "\n")
