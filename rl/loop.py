@@ -41,7 +41,9 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
     store = CheckpointStore(config)
     newest = store.newest()
     resume = config.checkpoint.resume
-    named = store.named(resume) if resume not in ("auto", "never") and (newest is None or config.checkpoint.weights_only) else None
+    named = None
+    if resume not in ("auto", "never") and (newest is None or config.checkpoint.weights_only):
+        named = store.named(resume)
     if newest is not None and resume == "never" and config.checkpoint.every:
         # Before anything is built. Retention and the next resume would take the old run's checkpoints for this one's.
         raise ConfigError(
