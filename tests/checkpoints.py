@@ -91,3 +91,11 @@ def save_qwen2_classifier(directory: Path, *, seed: int) -> str:
         model.score.weight.copy_(torch.randn_like(model.score.weight) * 0.3)
     model.save_pretrained(directory)
     return str(directory)
+
+
+def assert_same_checkpoint(a: Path, b: Path) -> None:
+    """Weights, optimizer, random states and run state of two checkpoints of one layout are the same to the bit."""
+    names = {path.name for path in a.iterdir() if path.suffix == ".safetensors"} | {"state.json"}
+    assert len(names) > 1
+    for name in names:
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name

@@ -201,6 +201,21 @@ def test_a_minibatch_that_divides_the_step_passes(minibatch):
     assert check(config_with("data.prompts_per_step=12", f"training.prompts_per_minibatch={minibatch}")) == []
 
 
+def test_the_best_checkpoints_need_a_metric_and_weights_alone_a_path():
+    assert "checkpoint.keep_best=1 needs checkpoint.best_metric" in check_error("checkpoint.keep_best=1")
+    for resume in ("auto", "never"):
+        words = f"checkpoint.weights_only=true needs a path in checkpoint.resume, not {resume}"
+        assert words in check_error("checkpoint.weights_only=true", f"checkpoint.resume={resume}")
+    assert check(config_with("checkpoint.weights_only=true", "checkpoint.resume=runs/other")) == []
+
+
+def test_checkpoints_between_validations_cannot_be_the_best_and_that_is_said():
+    best = ("checkpoint.keep_best=1", "checkpoint.best_metric=val-core/math/acc/mean@1", "validation.every=10")
+    [warning] = check(config_with(*best, "checkpoint.every=25"))
+    assert warning.startswith("checkpoint.every=25 is no multiple of validation.every=10")
+    assert check(config_with(*best, "checkpoint.every=20")) == []
+
+
 def test_a_decay_that_rises_is_an_error():
     assert check_error("training.optimizer={lr: 1e-6, min_lr: 1e-5, schedule: linear}") == (
         "training.optimizer.min_lr=1e-05 is above training.optimizer.lr=1e-06, from which it decays."

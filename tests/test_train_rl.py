@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import assert_same_checkpoint
 from tests.ranks import ROOT, RanksFailed, run_ranks
 from tools.make_toy import make_toy
 from tools.prepare_data import prepare_gsm8k
@@ -107,6 +108,7 @@ def test_same_seed_gives_the_same_metrics_bit_for_bit_and_a_resumed_run_too(conf
     train(2, config, *four, f"run.dir={tmp_path}/resumed")
     assert comparable(tmp_path / "resumed")[-2:] == comparable(tmp_path / "first")[-2:]
     assert len(comparable(tmp_path / "resumed")) == 5  # steps 0..4, each once
+    assert_same_checkpoint(*(tmp_path / name / "checkpoints" / "step_000004" for name in ("first", "resumed")))
 
 
 def test_another_seed_gives_other_metrics(config, tmp_path):

@@ -31,7 +31,7 @@ def describe(engine: TrainingEngine) -> dict:
 
 def model_shards(name: str, engine: TrainingEngine) -> Iterator[Shard]:
     """What this rank writes of a model called `name`: views of its weights and its optimizer's tensors. Not collective."""
-    weight_map, optimizers = engine.weight_map, _optimizers(engine)
+    weight_map, optimizers = engine.weight_map, optimizers_of(engine)
     loads = {False: [0] * engine.grid.dp, True: [0] * dist.get_world_size(engine.grid.groups.expt_dp)}
     for weight, parameter in weight_map.local():
         if weight_map.stages(weight)[0] != engine.grid.pp_rank:
@@ -64,11 +64,11 @@ def load_optimizer(name: str, engine: TrainingEngine, reader: ShardReader, step:
     Not collective. Raises ValueError for what is not there."""
     if step == 0:
         return  # it had no state yet
-    optimizers = _optimizers(engine)
+    optimizers = optimizers_of(engine)
     for optimizer in optimizers:
         optimizer._init_optimizer_states_with_dummy_values()
-        for group in optimizer.param_groups:
-            group["step"] = step
+        for counter in _counters(optimizer):
+            counter["step"] = torch.full_like(counter["step"], step) if isinstance(counter["step"], Tensor) else step
     for weight, parameter in engine.weight_map.local():
         start, tensors = _optimizer_tensors(optimizers, parameter)
         for part, tensor in tensors.items():
@@ -92,7 +92,7 @@ def _fill(
         reader.fill(f"{prefix}/{region.hf}", region.box, region.view(run))
 
 
-def _optimizers(engine: TrainingEngine) -> list[DistributedOptimizer]:
+def optimizers_of(engine: TrainingEngine) -> list[DistributedOptimizer]:
     """Megatron's optimizers with something to update on this rank: one for routed experts, one for all else."""
     whole = engine.optimizer
     parts = whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]
@@ -106,6 +106,7 @@ def _optimizer_tensors(optimizers: list[DistributedOptimizer], parameter: Tensor
         if parameter in optimizer.model_param_gbuf_map:
             start = optimizer._get_model_param_range_map(parameter)["param"].start
             tensors = dict(optimizer._get_main_param_and_optimizer_states(parameter))
+            tensors.pop("step", None)
             main = tensors.pop("param")
             if main.dtype is not parameter.dtype:  # else it is a view of the parameter
                 tensors[MASTER] = main
@@ -114,7 +115,14 @@ def _optimizer_tensors(optimizers: list[DistributedOptimizer], parameter: Tensor
 
 
 def _step(engine: TrainingEngine) -> int:
-    """Steps that the optimizer has made. A rank may hold no parameter of some groups, but no two groups differ."""
-    steps = {group.get("step", 0) for optimizer in _optimizers(engine) for group in optimizer.param_groups if group["params"]}
-    assert len(steps) == 1, steps
-    return int(steps.pop())
+    """Steps that the optimizer has made; its parameters all make the same."""
+    steps = {int(counter["step"]) for optimizer in optimizers_of(engine) for counter in _counters(optimizer)}
+    assert len(steps) <= 1, steps
+    return steps.pop() if steps else 0
+
+
+def _counters(optimizer: DistributedOptimizer) -> Iterator[dict]:
+    """The dictionaries that hold a count of steps: Transformer Engine's and our Adam count by group, torch's by parameter. None
+    before the first step."""
+    for group in optimizer.param_groups:
+        yield from (holder for holder in (group, *map(optimizer.optimizer.state.get, group["params"])) if holder and "step" in holder)

@@ -12,6 +12,7 @@ import errno
 import itertools
 import json
 import logging
+import math
 import shutil
 import threading
 import time
@@ -27,7 +28,17 @@ from rl.checkpoint import directory as on_disk
 from rl.checkpoint.contents import describe, load_optimizer, load_weights, model_shards
 from rl.checkpoint.directory import Saved
 from rl.checkpoint.rng import reseed_rng, restore_rng, rng_shards
-from rl.checkpoint.shards import DamagedError, Shard, ShardReader, Written, check_file, in_file_order, num_bytes, read_index, write_shards
+from rl.checkpoint.shards import (
+    DamagedError,
+    Shard,
+    ShardReader,
+    Written,
+    check_file,
+    in_file_order,
+    num_bytes,
+    read_index,
+    write_shards,
+)
 from rl.checkpoint.snapshot import Snapshot
 from rl.config import Config
 from rl.options import ConfigError, to_yaml
@@ -145,8 +156,9 @@ class CheckpointStore:
                     self._commit(save, {on_disk.rank_file(rank): written for rank, (written, _) in enumerate(everyone)})
                 except OSError as error:
                     shutil.rmtree(save.partial, ignore_errors=True)
-                    problem = _in_words(error)
-                    raise ConfigError(f"the checkpoint of step {save.step} could not be written: {problem}. {self._still_there()}")
+                    raise ConfigError(
+                        f"the checkpoint of step {save.step} could not be written: {_in_words(error)}. {self._still_there()}"
+                    )
         self.complete_step = save.step
 
     def _commit(self, save: "_Save", files: dict[str, Written]) -> None:
@@ -168,13 +180,14 @@ class CheckpointStore:
     def _manifest(self, step: int, models: Mapping[str, TrainingEngine], metrics: Mapping[str, float]) -> dict:
         if dist.get_rank() > 0:
             return {}
+        best = self.config.checkpoint.best_metric
         return {
             "format": on_disk.FORMAT,
             "step": step,
             "algorithm": self.config.algorithm,
             "layout": layout_of(models),
             **versions(),
-            "metrics": {name: value for name, value in metrics.items() if name == self.config.checkpoint.best_metric},
+            "metrics": {best: metrics[best]} if math.isfinite(metrics.get(best, math.nan)) else {},
             "models": {name: describe(model) for name, model in models.items()},
         }
 
@@ -270,8 +283,10 @@ class CheckpointStore:
         return state | {"step": manifest["step"]}
 
     def load_weights(self, saved: Saved, models: Mapping[str, TrainingEngine]) -> None:
-        """Load the weights of the models and nothing else, in their own dtype; they need no optimizer. Raises as `load`."""
+        """Load the weights of the models and nothing else, in their own dtype; they need no optimizer. A checkpoint may lack
+        any but the policy, which then stays as it is. Raises as `load`."""
         manifest = _of_first_rank(lambda: on_disk.read_manifest(saved.path))
+        models = {name: model for name, model in models.items() if name in ("policy", *manifest["models"])}
         _check_models(saved.path, manifest, models, any_dtype=True)
         reader = _reader(saved.path, manifest)
         with fail_together():

@@ -39,7 +39,8 @@ from tests.training.megatron_groups import new_grid  # noqa: E402
 def trainer_of(model: str, layout: str, device: Device, dtype: str):
     tp, pp = map(int, layout.split("x"))
     optimizer = Optimizer(lr=1e-3, weight_decay=0.1)
-    config = Config(model=Model(path=model, dtype=dtype), training=Training(tp=tp, pp=pp, micro_batch_tokens=64, optimizer=optimizer))
+    training = Training(tp=tp, pp=pp, micro_batch_tokens=64, optimizer=optimizer)
+    config = Config(model=Model(path=model, dtype=dtype), training=training)
     return build_policy(config, read_hf_config(model), new_grid(tp, pp), device)
 
 
@@ -95,7 +96,8 @@ def layouts(device: Device, model: str, directory: str) -> dict:
         for layout in ("2x1", "1x2", "1x1"):
             trainer = trainer_of(model, layout, device, dtype)
             store.load(store.newest(), {"policy": trainer}, seed=0)
-            loaded, scored, metrics, moved = weights_of(trainer), logprobs(trainer, batch), update(trainer, batch), weights_of(trainer)
+            loaded, scored, metrics = weights_of(trainer), logprobs(trainer, batch), update(trainer, batch)
+            moved = weights_of(trainer)
             found[f"{dtype} {layout}"] = {
                 "weights": furthest(loaded, expected[0]),
                 "logprobs": float((scored - expected[1]).abs().max()),
@@ -176,6 +178,7 @@ def faults(device: Device, model: str, other_model: str, directory: str, small_d
         found["other dtype"] = str(error)
 
     new_grid(1, 1)
+    assert outcome(Path(directory, "whole")) == 3
     if small_disk:
         found |= full_disk(Path(small_disk), store_of, models, outcome)
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,8 @@ from rl.options import ConfigError
 def make(directory, step: int, **manifest):
     partial = directory / f"step_{step:06d}.partial"
     partial.mkdir(parents=True)
-    commit(partial, partial.with_suffix(""), {"format": 1, "step": step, "files": {}, "metrics": {}, "git_revision": "abc"} | manifest)
+    usual = {"format": 1, "step": step, "files": {}, "metrics": {}, "git_revision": "abc"}
+    commit(partial, partial.with_suffix(""), usual | manifest)
     return partial.with_suffix("")
 
 
@@ -77,7 +79,8 @@ def test_a_newer_format_says_which_code_reads_it(tmp_path):
 
 
 class TestRetention:
-    found = [Saved(step, None, metric) for step, metric in ((10, 0.5), (20, 0.9), (30, None), (40, 0.9), (50, 0.1))]  # type: ignore[arg-type]
+    metrics = {10: 0.5, 20: 0.9, 30: None, 40: 0.9, 50: 0.1}
+    found = [Saved(step, Path(f"step_{step:06d}"), metric) for step, metric in metrics.items()]
 
     def kept(self, **options) -> list[int]:
         return sorted(kept(self.found, **dict(last=1, every=0, best=0, highest=True) | options))

@@ -4,7 +4,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl.checkpoint.shards import DamagedError, Shard, ShardReader, Written, check_file, in_file_order, num_bytes, read_index, write_shards
+from rl.checkpoint.shards import (
+    DamagedError,
+    Shard,
+    ShardReader,
+    Written,
+    check_file,
+    in_file_order,
+    num_bytes,
+    read_index,
+    write_shards,
+)
 
 
 def halves(name: str, tensor: torch.Tensor, at: int) -> list[Shard]:

@@ -1,6 +1,8 @@
 """Checkpoints of a run: any layout continues what another one began; SFT runs show it in seconds."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,45 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_not_taken(config, tmp_path):
     train(1, config, tmp_path, "checkpoint.keep_last=1")
     assert (tmp_path / "environment-after-step-3.json").exists()
     assert checkpoints(tmp_path) == ["step_000004"]
+
+
+def test_retention_keeps_every_so_many_steps_and_the_best(config, tmp_path):
+    best = ("checkpoint.keep_best=1", "checkpoint.best_metric=sft/loss", "checkpoint.best_is=highest")
+    records = train(1, config, tmp_path, "run.max_steps=6", "checkpoint.keep_last=1", "checkpoint.keep_every=2", *best)
+    worst = max(records, key=lambda step: records[step]["sft/loss"])
+    assert checkpoints(tmp_path) == [f"step_{step:06d}" for step in sorted({2, 4, 6, worst})]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_000006\n"
+
+
+def test_a_run_begins_with_another_runs_checkpoint_or_with_its_weights_alone(config, tmp_path):
+    first = train(2, config, tmp_path / "first")
+    longer = ("run.max_steps=5", "checkpoint.background=true")
+    assert train(2, config, tmp_path / "second", *longer, f"checkpoint.resume={tmp_path}/first").keys() == {5}
+    # Once it has a checkpoint of its own that one counts.
+    (tmp_path / "first").rename(tmp_path / "gone")
+    assert train(2, config, tmp_path / "second", "run.max_steps=6", f"checkpoint.resume={tmp_path}/first").keys() == {5, 6}
+    one = f"checkpoint.resume={tmp_path}/gone/checkpoints/step_000003"
+    alone = (one, "checkpoint.weights_only=true", "model.dtype=bfloat16")
+    weights = train(1, config, tmp_path / "third", "run.max_steps=1", *alone)
+    assert weights[1]["sft/loss"] < first[1]["sft/loss"] - 0.1  # of the same prompts
+    with pytest.raises(RanksFailed) as failure:
+        train(1, config, tmp_path / "fourth", f"checkpoint.resume={tmp_path}/first")
+    assert failure.value.returncodes == [2] and "is no checkpoint and no directory of a run that has one" in failure.value.stderr[0]
+
+
+def test_a_run_directory_that_cannot_be_written_to_is_refused_at_once(config, read_only):
+    with pytest.raises(RanksFailed) as failure:
+        train(2, config, read_only / "run")
+    assert set(failure.value.returncodes) == {2} and "Read-only file system" in failure.value.stderr[0]
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    command = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("no file system of its own can be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_finished_run_is_left_as_it_is_and_can_still_be_exported(config, tmp_path):

@@ -1,0 +1,283 @@
+"""Kill a toy run again and again, at random instants, and show that nothing is lost.
+
+    python tools/torture.py --kills 100 --out /tmp/torture
+    python tools/torture.py --kills 20 --config configs/toy/grpo.yaml --out /tmp/torture run.max_steps=8
+
+First the run goes through undisturbed. Then the same command is started in a fresh directory and one rank, or all, get
+SIGKILL: half of the time at a random instant, half of the time while a checkpoint is being written. It is started again until
+it ends by itself, in the next fresh directory again, until the number of kills is reached. After every kill each directory
+that is called a checkpoint must be whole, and every run that ended must have the metrics of the undisturbed one, bit for bit.
+Exit code 0 if all that holds.
+
+Ranks are forked from one process that has imported everything, which makes a start a second instead of ten; each still
+joins a world of its own, builds its models and loads its checkpoint. Without --config the run is a GRPO run of 12 steps on the
+toy task on --ranks ranks, that saves after each step, every second run of it in the background.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Run as a script, python looks for modules in tools/ only.
+sys.path.insert(0, str(ROOT))
+
+from rl.checkpoint.directory import complete, expected_files, read_manifest  # noqa: E402
+from rl.checkpoint.shards import check_file  # noqa: E402
+from tools.make_toy import make_toy  # noqa: E402
+
+CLOCK = re.compile(r"time$|timing_s/|perf/throughput")
+SECONDS_TO_FOLLOW = 5.0
+"""That ranks have to end by themselves when one has died; a launcher would then kill them."""
+SECONDS_TO_END = 600.0
+"""Within which an undisturbed run must end."""
+POLL_S = 0.002
+INTO_SAVE_S = 0.05
+"""A kill that is to hit a save comes at most so long after its directory was made."""
+
+
+class Lost(Exception):
+    """Something that must not happen did."""
+
+
+@dataclass
+class Tally:
+    kills: int = 0
+    of_one_rank: int = 0
+    while_saving: int = 0
+    runs: int = 0
+    checkpoints_read: int = 0
+    starts: int = 0
+    seconds: float = field(default_factory=time.monotonic)
+
+    def line(self) -> str:
+        return (
+            f"{self.kills} kills ({self.of_one_rank} of one rank, {self.while_saving} while a checkpoint was being written), "
+            f"{self.starts} starts, {self.runs} runs ended, checkpoints read {self.checkpoints_read} times, "
+            f"{time.monotonic() - self.seconds:.0f} s"
+        )
+
+
+class World:
+    """The ranks of one start, as forked processes of this host."""
+
+    def __init__(self, num_ranks: int, arguments: Sequence[str], log: Path):
+        port = _free_port()
+        self.pids = [_fork_rank(rank, num_ranks, port, arguments, log) for rank in range(num_ranks)]
+        self.codes: dict[int, int] = {}
+        """Exit code by pid, negative for a signal."""
+
+    def running(self) -> list[int]:
+        for pid in self.pids:
+            if pid not in self.codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    self.codes[pid] = os.waitstatus_to_exitcode(status)
+        return [pid for pid in self.pids if pid not in self.codes]
+
+    def kill(self, pids: Sequence[int]) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # a rank that has ended since
+                os.killpg(pid, signal.SIGKILL)  # and what it started: the reward's workers
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all ended within that time."""
+        deadline = time.monotonic() + seconds
+        while self.running():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def end(self) -> None:
+        """What a launcher does after one rank has died."""
+        self.wait(SECONDS_TO_FOLLOW)
+        self.kill(self.pids)
+        self.wait(SECONDS_TO_END)
+
+    @property
+    def ended_well(self) -> bool:
+        return all(self.codes.get(pid) == 0 for pid in self.pids)
+
+
+def _fork_rank(rank: int, num_ranks: int, port: int, arguments: Sequence[str], log: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    numbers = dict(RANK=rank, WORLD_SIZE=num_ranks, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=num_ranks, MASTER_PORT=port)
+    os.environ.update({"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()})
+    sys.argv = ["train_rl.py", *arguments]
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    code = 1
+    try:
+        import train_rl
+
+        code = train_rl.main()
+    finally:  # never back into the loop of the parent
+        import traceback
+
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def read_checkpoints(run_dir: Path) -> int:
+    """Verify every checkpoint by its manifest; returns how many. Raises DamagedError."""
+    found = complete(run_dir / "checkpoints")
+    for saved in found:
+        for name, written in expected_files(read_manifest(saved.path)).items():
+            check_file(saved.path / name, written, contents=True)
+    return len(found)
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    """The records of a run without what depends on the clock."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if not CLOCK.search(name)} for line in lines]
+
+
+def torture(arguments: Sequence[str], out: Path, *, num_ranks: int, kills: int, seed: int) -> Tally:
+    """Raises Lost, or DamagedError for a checkpoint that cannot be read."""
+    numbers, tally = random.Random(seed), Tally()
+    start = time.monotonic()
+    undisturbed = World(num_ranks, [*arguments, f"run.dir={out}/undisturbed"], out / "undisturbed.log")
+    if not undisturbed.wait(SECONDS_TO_END) or not undisturbed.ended_well:
+        undisturbed.kill(undisturbed.pids)
+        raise Lost(f"the undisturbed run failed, see {out}/undisturbed.log")
+    usual = time.monotonic() - start
+    expected = metrics_of(out / "undisturbed")
+    print(f"undisturbed: {len(expected)} records in {usual:.1f} s", flush=True)
+    while tally.kills < kills:
+        run_dir = out / f"run_{tally.runs}"
+        background = f"checkpoint.background={str(tally.runs % 2 == 1).lower()}"
+        _until_it_ends([*arguments, f"run.dir={run_dir}", background], run_dir, num_ranks, kills, usual, numbers, tally)
+        if metrics_of(run_dir) != expected:
+            raise Lost(f"{run_dir}/metrics.jsonl differs from {out}/undisturbed/metrics.jsonl")
+        shutil.rmtree(run_dir)
+        tally.runs += 1
+        print(tally.line(), flush=True)
+    return tally
+
+
+def _until_it_ends(
+    arguments: Sequence[str], run_dir: Path, num_ranks: int, kills: int, usual: float, numbers: random.Random, tally: Tally
+) -> None:
+    log = Path(f"{run_dir}.log")
+    while True:
+        world = World(num_ranks, arguments, log)
+        tally.starts += 1
+        killed = tally.kills < kills and _kill_sometime(world, run_dir, usual, numbers, tally)
+        if killed:
+            world.end()
+        elif not world.wait(SECONDS_TO_END):
+            world.kill(world.pids)
+            raise Lost(f"a run that nobody killed does not end, see {log}")
+        tally.checkpoints_read += read_checkpoints(run_dir)
+        if world.ended_well:
+            return
+        if not killed:
+            raise Lost(f"a run that nobody killed failed: exit codes {list(world.codes.values())}, see {log}")
+
+
+def _kill_sometime(world: World, run_dir: Path, usual: float, numbers: random.Random, tally: Tally) -> bool:
+    """Kill one rank or all of them, at a random instant or during the first save after it. False: the run ended before."""
+    instant = time.monotonic() + numbers.uniform(0, usual)
+    into_save = numbers.uniform(0, INTO_SAVE_S) if numbers.random() < 0.5 else None
+    partials = (run_dir / "checkpoints").glob
+    while time.monotonic() < instant or (into_save is not None and not any(partials("*.partial"))):
+        if len(world.running()) < len(world.pids):
+            return False
+        time.sleep(POLL_S)
+    time.sleep(into_save or 0)
+    victims = [numbers.choice(world.pids)] if numbers.random() < 0.5 else world.pids
+    tally.while_saving += any(partials("*.partial"))
+    world.kill(victims)
+    tally.kills += 1
+    tally.of_one_rank += len(victims) == 1
+    return True
+
+
+def toy_config(out: Path) -> Path:
+    toy = make_toy(out / "toy", layers=2, intermediate=128)
+    (out / "reward.py").write_text(
+        "def score(prompt, response, ground_truth, **extra):\n    return {'score': len(set(response)) / 6, 'acc': 0.0}\n"
+    )
+    path = out / "config.yaml"
+    path.write_text(
+        f"""
+        algorithm: grpo
+        run: {{name: torture, max_steps: 12}}
+        model: {{path: {toy}/model, dtype: float32}}
+        data: {{train: [{toy}/train.parquet], max_prompt_tokens: 16, prompts_per_step: 4}}
+        training: {{micro_batch_tokens: 200, optimizer: {{lr: 1.0e-3, weight_decay: 0.01}}}}
+        rollout: {{samples_per_prompt: 2, max_response_tokens: 4, deterministic: true, cpu_kv_cache_mib: 16}}
+        reward: {{function: "{out}/reward.py:score", workers: 1}}
+        checkpoint: {{every: 1, keep_last: 2, keep_every: 5}}
+        logging: {{tensorboard: false}}
+        """
+    )
+    return path
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100, help="how often a run is killed")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the run")
+    parser.add_argument("--seed", type=int, default=0, help="of the instants and the victims")
+    parser.add_argument("--out", required=True, help="directory for the runs and their logs; what is in it is removed")
+    parser.add_argument("--config", help="YAML file of another run, deterministic and with checkpoints")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the run's configuration")
+    args = parser.parse_args(argv)
+    out = Path(args.out).resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    config = Path(args.config) if args.config else toy_config(out)
+    _import_everything()
+    try:
+        tally = torture(
+            ["--config", str(config), *args.overrides], out, num_ranks=args.ranks, kills=args.kills, seed=args.seed
+        )
+    except Lost as error:
+        print(f"lost: {error}", file=sys.stderr)
+        return 1
+    print(f"nothing lost: {tally.line()}")
+    return 0
+
+
+def _import_everything() -> None:
+    """What a rank imports, before the ranks are forked. Nothing of it may start a thread or a process group."""
+    from rl.runtime.ranks import discover
+    from train_rl import prepare_environment
+
+    prepare_environment(discover())
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as rl.runtime.session does, which comes too late here
+    from vllm import LLM, ModelRegistry, SamplingParams  # noqa: F401
+
+    import rl.loop  # noqa: F401
+
+    ModelRegistry.models["Qwen2ForCausalLM"].load_model_cls()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
