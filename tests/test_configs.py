@@ -30,12 +30,7 @@ def test_every_shipped_config_passes_its_checks_without_a_warning(path):
     assert check(load_config(path)) == []
 
 
-UNEVEN = pytest.mark.xfail(reason="61 layers over 16 pipeline stages: uneven stages are not allowed yet")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=UNEVEN if model == "deepseek-v3" else ()) for name, (model, _) in PRODUCTION.items()]
-)
+@pytest.mark.parametrize("name", PRODUCTION)
 def test_the_layout_of_a_production_config_fits_its_model_and_world(name):
     model, world_size = PRODUCTION[name]
     hf = json.loads((ROOT / "configs" / "models" / model / "config.json").read_text())
