@@ -1,7 +1,6 @@
 """The run: set-up, steps, validation, checkpoints, the log."""
 
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -74,11 +73,13 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
         scorer=scorer,
         progress=progress,
     )
-    last_step = _resume(config, store, newest, named, phases)
+    last_step, metrics = _resume(config, store, newest, named, phases)
     log = None
     if leads and not finished:
         resume_step = last_step or None
         log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=resume_step)
+        if newest is not None and last_step > log.last_step:  # killed between the checkpoint and the record of its step
+            log.write(last_step, metrics)
         if config.logging.samples:
             keep_lines_up_to(Path(config.run.dir, SAMPLES_FILE), resume_step)
         record_run(config, last_step)
@@ -97,9 +98,11 @@ def run(config: Config, inputs: Inputs, device: Device) -> None:
     engines.close()
 
 
-def _resume(config: Config, store: CheckpointStore, newest: Saved | None, named: Saved | None, phases: Phases) -> int:
+def _resume(
+    config: Config, store: CheckpointStore, newest: Saved | None, named: Saved | None, phases: Phases
+) -> tuple[int, dict[str, float]]:
     """Load the run's newest checkpoint, or the one that checkpoint.resume names, if there is one and it is wanted; returns the
-    step to go on after."""
+    step to go on after and its metrics."""
     models = phases.engines.learning
     if named is not None and config.checkpoint.weights_only:
         store.load_weights(named, models)
@@ -109,7 +112,7 @@ def _resume(config: Config, store: CheckpointStore, newest: Saved | None, named:
         named = None
     saved = named if newest is None else newest
     if saved is None or config.checkpoint.resume == "never":
-        return 0
+        return 0, {}
     state = store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))
     try:
         phases.kl_controller.load_state_dict(state["kl_controller"])
@@ -119,7 +122,7 @@ def _resume(config: Config, store: CheckpointStore, newest: Saved | None, named:
         phases.sampler.load_state_dict(state["sampler"])
     except ValueError as error:
         raise ConfigError(f"{saved.path} was written with other data: {error}") from error
-    return state["step"]
+    return state["step"], state["metrics"]
 
 
 def _train(
@@ -138,8 +141,9 @@ def _train(
         finish_step(0)
     for step in range(last_step + 1, max_steps + 1):
         phases.begin_step(step)
-        with phases.timed("save_checkpoint") if store.is_saving else nullcontext():
-            store.poll()
+        if store.is_saving:
+            with phases.timed("save_checkpoint"):
+                store.poll()
         with phases.timed("step"):
             algorithm.step(phases, config)
         seconds, tokens = phases.metrics["timing_s/step"], phases.num_tokens
@@ -153,4 +157,4 @@ def _train(
                 state = {"sampler": phases.sampler.state_dict(), "kl_controller": phases.kl_controller.state_dict()}
                 store.save(step, phases.engines.learning, state, phases.metrics)
         finish_step(step)
-    store.finish()
+    store.close()
