@@ -235,14 +235,14 @@ class CheckpointStore:
         return saved
 
     def _newest_in(self, directory: Path) -> Saved | None:
-        problem = None
+        problem, own = None, directory == self.directory
         for saved in reversed(_of_first_rank(lambda: on_disk.complete(directory))):
             problem = self._damage(saved.path)
             if problem is None:
-                self._last_step = saved.step if directory == self.directory else None
+                self._last_step = saved.step if own else self._last_step
                 return saved
             log.warning("%s; looking at the checkpoint before it", problem)
-            if directory == self.directory:
+            if own:
                 self._damaged.append(saved)
         if problem is not None:
             raise ConfigError(
