@@ -221,7 +221,7 @@ class CheckpointStore:
         """The checkpoint that checkpoint.resume names: itself, or the newest of another run's directory. Raises as `newest`
         does, and if there is none."""
         start = Path(path)
-        if (start / on_disk.MANIFEST).exists():
+        if _of_first_rank(lambda: (start / on_disk.MANIFEST).exists()):
             problem = self._damage(start)
             if problem is not None:
                 raise ConfigError(f"checkpoint.resume={path} cannot be used: {problem}.")
