@@ -80,12 +80,14 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch, lock: RunL
         agreement=agreement,
         stop=stop,
     )
-    last_step = _resume(config, store, newest, named, phases)
+    last_step, phases.metrics = _resume(config, store, newest, named, phases)
     status.write(step=last_step, checkpoint_step=last_step)
     log, asked = None, None
     if leads and not finished:
         resume_step = last_step or None
         log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=resume_step)
+        if newest is not None and last_step > log.last_step:  # killed between the checkpoint and the record of its step
+            log.write(last_step, phases.metrics)
         if config.logging.samples:
             keep_lines_up_to(Path(config.run.dir, SAMPLES_FILE), resume_step)
         record_run(config, last_step)
@@ -94,7 +96,7 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch, lock: RunL
         progress.line(f"ready in {time.perf_counter() - started:.1f} s, run directory {config.run.dir}{resumed}")
         saves = Saves(store, phases, status)
         asked = _train(config, algorithm, inputs, phases, saves, log, stop, last_step)
-        saves.finish()
+        saves.close()
     if asked is None and config.checkpoint.export_hf:
         target = str(Path(config.run.dir, "hf"))
         with phases.saving():
@@ -125,9 +127,11 @@ def _find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | No
     return newest, store.named(resume) if is_path and (newest is None or config.checkpoint.weights_only) else None
 
 
-def _resume(config: Config, store: CheckpointStore, newest: Saved | None, named: Saved | None, phases: Phases) -> int:
+def _resume(
+    config: Config, store: CheckpointStore, newest: Saved | None, named: Saved | None, phases: Phases
+) -> tuple[int, dict[str, float]]:
     """Load the run's newest checkpoint, or the one that checkpoint.resume names, if there is one and it is wanted; returns the
-    step to go on after."""
+    step to go on after and its metrics."""
     models = phases.engines.learning
     if named is not None and config.checkpoint.weights_only:
         store.load_weights(named, models)
@@ -137,7 +141,7 @@ def _resume(config: Config, store: CheckpointStore, newest: Saved | None, named:
         named = None
     saved = named if newest is None else newest
     if saved is None or config.checkpoint.resume == "never":
-        return 0
+        return 0, {}
     state = store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))
     try:
         phases.kl_controller.load_state_dict(state["kl_controller"])
@@ -147,7 +151,7 @@ def _resume(config: Config, store: CheckpointStore, newest: Saved | None, named:
         phases.sampler.load_state_dict(state["sampler"])
     except ValueError as error:
         raise ConfigError(f"{saved.path} was written with other data: {error}") from error
-    return state["step"]
+    return state["step"], state["metrics"]
 
 
 class Saves:
@@ -160,10 +164,11 @@ class Saves:
         """What a checkpoint holds beside the models: where the run stands in its data, and what adapts. Not collective."""
         return {"sampler": self._phases.sampler.state_dict(), "kl_controller": self._phases.kl_controller.state_dict()}
 
-    def save(self, step: int, state: dict) -> None:
-        """Write the checkpoint of a step, or begin to; nothing to do if it was written."""
+    def save(self, step: int, state: dict, metrics: dict[str, float]) -> None:
+        """Write the checkpoint of a step, or begin to; nothing to do if it was written. The models are as they were at its end,
+        `state` and `metrics` are what they were then."""
         with self._phases.saving():
-            self._store.save(step, self._phases.engines.learning, state, self._phases.metrics)
+            self._store.save(step, self._phases.engines.learning, state, metrics)
         self._note()
 
     def poll(self) -> None:
@@ -173,9 +178,9 @@ class Saves:
                 self._store.poll()
             self._note()
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Wait for what is being written."""
-        self._store.finish()
+        self._store.close()
         self._note()
 
     def _note(self) -> None:
@@ -201,10 +206,10 @@ def _train(
         validate(phases, inputs.held_out, config)
         finish_step(0)
     for step in range(last_step + 1, max_steps + 1):
-        began, state = time.perf_counter(), saves.state()
+        began, state, metrics = time.perf_counter(), saves.state(), phases.metrics
         asked = stop.agree()
         if asked.save and step > 1:
-            saves.save(step - 1, state)
+            saves.save(step - 1, state, metrics)
         if not asked.reason:
             phases.begin_step(step)
             saves.poll()
@@ -215,7 +220,7 @@ def _train(
                 asked = stop.agree()
         if asked.reason:
             if step > 1:
-                saves.save(step - 1, state)
+                saves.save(step - 1, state, metrics)
             phases.progress.line(f"stopped before step {step}: {asked.reason}; the same command goes on from there")
             return asked
         seconds, tokens = phases.metrics["timing_s/step"], phases.num_tokens
@@ -224,7 +229,7 @@ def _train(
         if inputs.held_out and (step % config.validation.every == 0 or step == max_steps):
             validate(phases, inputs.held_out, config)
         if every and (step % every == 0 or step == max_steps):
-            saves.save(step, saves.state())
+            saves.save(step, saves.state(), phases.metrics)
         finish_step(step)
         saving = phases.metrics.get("timing_s/save_checkpoint", 0.0)
         whole = time.perf_counter() - began - saving

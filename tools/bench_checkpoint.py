@@ -66,14 +66,16 @@ def measure(args: argparse.Namespace, ranks) -> None:
                 dist.barrier()
                 start = time.perf_counter()
                 store.save(1 + step + background * args.saves, {"policy": policy}, {})
-                stall = time.perf_counter() - start
+                stall = copied = time.perf_counter() - start
                 while store.is_saving:
-                    time.sleep(0.1)  # a step
+                    time.sleep(args.step_seconds)
                     start = time.perf_counter()
                     store.poll()
                     stall += time.perf_counter() - start
                 seconds.setdefault(background, []).append(stall)
-                say(f"{'background' if background else 'foreground'}: training stood still for {stall:.3f} s")
+                way = "background" if background else "foreground"
+                say(f"{way}: training stood still for {stall:.3f} s (save {copied:.3f} s)")
+            store.close()
         files = [path for path in (out / "run" / "checkpoints").rglob("*") if path.is_file()]
         say(f"{len(files)} files, {sum(path.stat().st_size for path in files) / 2**30:.3f} GiB")
         foreground, later = statistics.median(seconds[False]), statistics.median(seconds[True][1:])
@@ -87,10 +89,11 @@ def measure(args: argparse.Namespace, ranks) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="directory to use; must not exist; removed at the end")
-    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--step-seconds", type=float, default=1.0, help="of a training step, at whose end ranks ask each other")
     parser.add_argument("--saves", type=int, default=4, help="of each kind; two or more")
     args = parser.parse_args()
     ranks = discover()

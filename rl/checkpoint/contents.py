@@ -125,4 +125,5 @@ def _counters(optimizer: DistributedOptimizer) -> Iterator[dict]:
     """The dictionaries that hold a count of steps: Transformer Engine's and our Adam count by group, torch's by parameter. None
     before the first step."""
     for group in optimizer.param_groups:
-        yield from (holder for holder in (group, *map(optimizer.optimizer.state.get, group["params"])) if holder and "step" in holder)
+        states = [optimizer.optimizer.state.get(parameter, {}) for parameter in group["params"]]
+        yield from (holder for holder in (group, *states) if "step" in holder)

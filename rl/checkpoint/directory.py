@@ -92,7 +92,7 @@ def commit(partial: Path, final: Path, manifest: dict) -> None:
     write_text(partial / MANIFEST, text + "\n")
     sync_directory(partial)
     if final.exists():
-        remove(final)
+        retire(final)
     partial.rename(final)
     latest = final.with_name(LATEST + ".partial")
     write_text(latest, final.name + "\n")
@@ -104,12 +104,11 @@ def _crc32_of(manifest: Mapping) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint; killed in the middle, it leaves nothing that looks like one."""
+def retire(path: Path) -> Path:
+    """Rename a checkpoint to what is none, for its files to be removed; returns the new path."""
     removed = path.with_name(path.name + ".removed")
     shutil.rmtree(removed, ignore_errors=True)
-    path.rename(removed)
-    shutil.rmtree(removed)
+    return path.rename(removed)
 
 
 def clear_leftovers(directory: Path) -> None:

@@ -65,6 +65,8 @@ class CheckpointStore:
         self._snapshot = Snapshot()
         self._save: _Save | None = None
         """In the background."""
+        self._removal: threading.Thread | None = None
+        """Of what retention gave up, on rank 0."""
         self._last_step: int | None = None
         """Of the newest checkpoint that is written or being written."""
         self.complete_step: int | None = None
@@ -75,8 +77,9 @@ class CheckpointStore:
     def save(
         self, step: int, models: Mapping[str, TrainingEngine], state: Mapping, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Write the checkpoint of a step; nothing to do if it has been. `state` is plain data and `metrics` numbers, both alike
-        on every rank. With checkpoint.background it returns when everything is copied; `poll` and `finish` then see to the rest.
+        """Write the checkpoint of a step; nothing to do if it has been. `state` is plain data and `metrics` the step's, both
+        alike on every rank. With checkpoint.background it returns when everything is copied; `poll` and `finish` then see
+        to the rest.
 
         Raises ConfigError, on every rank alike, if it cannot be written; what was written of it is removed and older
         checkpoints are as they were.
@@ -87,7 +90,9 @@ class CheckpointStore:
         shards = in_file_order(
             [*rng_shards(dist.get_rank()), *itertools.chain.from_iterable(model_shards(*item) for item in models.items())]
         )
-        save = _Save(step, self.directory / f"step_{step:06d}.partial", self._manifest(step, models, metrics or {}), dict(state))
+        metrics = {name: value if type(value) is int else float(value) for name, value in (metrics or {}).items()}
+        state = {**state, "metrics": metrics}
+        save = _Save(step, self.directory / f"step_{step:06d}.partial", self._manifest(step, models, metrics), state)
         with fail_together():
             if dist.get_rank() == 0:
                 self._make_room_for(save)
@@ -120,7 +125,17 @@ class CheckpointStore:
             save.wait()
             self._complete(save)
 
+    def close(self) -> None:
+        """`finish`, and wait for the files of checkpoints that are no longer kept to be gone."""
+        self.finish()
+        self._wait_for_removal()
+
+    def _wait_for_removal(self) -> None:
+        if self._removal is not None:
+            self._removal.join()
+
     def _make_room_for(self, save: "_Save") -> None:
+        self._wait_for_removal()
         self.directory.mkdir(parents=True, exist_ok=True)
         on_disk.clear_leftovers(self.directory)
         for saved in self._damaged:
@@ -173,9 +188,10 @@ class CheckpointStore:
         keep = on_disk.kept(
             found, last=options.keep_last, every=options.keep_every, best=options.keep_best, highest=options.best_is == "highest"
         )
-        for saved in found:
-            if saved.step not in keep:
-                on_disk.remove(saved.path)
+        retired = [on_disk.retire(saved.path) for saved in found if saved.step not in keep]
+        # Freeing gigabytes takes a file system seconds, for which nobody has to wait.
+        self._removal = threading.Thread(target=_remove, args=(retired,), name="removal", daemon=True)
+        self._removal.start()
 
     def _manifest(self, step: int, models: Mapping[str, TrainingEngine], metrics: Mapping[str, float]) -> dict:
         if dist.get_rank() > 0:
@@ -211,7 +227,7 @@ class CheckpointStore:
         """The checkpoint that checkpoint.resume names: itself, or the newest of another run's directory. Raises as `newest`
         does, and if there is none."""
         start = Path(path)
-        if (start / on_disk.MANIFEST).exists():
+        if _of_first_rank(lambda: (start / on_disk.MANIFEST).exists()):
             problem = self._damage(start)
             if problem is not None:
                 raise ConfigError(f"checkpoint.resume={path} cannot be used: {problem}.")
@@ -225,14 +241,14 @@ class CheckpointStore:
         return saved
 
     def _newest_in(self, directory: Path) -> Saved | None:
-        problem = None
+        problem, own = None, directory == self.directory
         for saved in reversed(_of_first_rank(lambda: on_disk.complete(directory))):
             problem = self._damage(saved.path)
             if problem is None:
-                self._last_step = saved.step if directory == self.directory else None
+                self._last_step = saved.step if own else self._last_step
                 return saved
             log.warning("%s; looking at the checkpoint before it", problem)
-            if directory == self.directory:
+            if own:
                 self._damaged.append(saved)
         if problem is not None:
             raise ConfigError(
@@ -261,7 +277,7 @@ class CheckpointStore:
 
     def load(self, saved: Saved, models: Mapping[str, TrainingEngine], *, seed: int) -> dict:
         """Load weights and optimizer of each model and the states of the random generators; in another world or layout those
-        are made from `seed`. Returns the state that was saved, with `step`.
+        are made from `seed`. Returns the state that was saved, with `step` and its `metrics`.
 
         Raises ConfigError, on every rank alike, for a checkpoint of other models.
         """
@@ -376,6 +392,11 @@ def _reader(path: Path, manifest: Mapping) -> ShardReader:
         for name, stored in theirs.items():
             index.setdefault(name, []).extend(stored)
     return ShardReader(path, index)
+
+
+def _remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)  # what stays is for the next save to remove, and to complain of
 
 
 def _of_first_rank(read: Callable[[], T]) -> T:

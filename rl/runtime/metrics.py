@@ -54,6 +54,8 @@ class MetricLog:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / FILE_NAME
         keep_lines_up_to(path, resume_step)
+        self.last_step = max((record[STEP] for record in read_records(path)), default=-1)
+        """Of the records that are there already."""
         self._file = open(path, "a", encoding="utf-8")
         self._not_finite: set[str] = set()
         self._tensorboard = None

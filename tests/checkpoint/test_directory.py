@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl.checkpoint import directory as on_disk
-from rl.checkpoint.directory import Saved, commit, complete, kept, read_manifest, remove
+from rl.checkpoint.directory import Saved, commit, complete, kept, read_manifest, retire
 from rl.checkpoint.shards import DamagedError
 from rl.options import ConfigError
 
@@ -40,21 +40,18 @@ def test_leftovers_go_and_what_was_found_damaged_stays(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step_000009.damaged"]
 
 
-def test_a_removal_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(tmp_path, monkeypatch):
-    path = make(tmp_path, 3)
-
-    def killed(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(on_disk.shutil, "rmtree", lambda path, ignore_errors=False: None if ignore_errors else killed())
-    with pytest.raises(KeyboardInterrupt):
-        remove(path)
-    assert steps(tmp_path) == [] and (tmp_path / "step_000003.removed").exists()
+def test_a_checkpoint_that_retention_gives_up_is_none_before_its_files_go(tmp_path):
+    make(tmp_path, 3)
+    retired = retire(make(tmp_path, 4))
+    assert steps(tmp_path) == [3] and (retired / "checkpoint.json").exists()
+    on_disk.clear_leftovers(tmp_path)
+    assert steps(tmp_path) == [3] and not retired.exists()
 
 
 def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
     make(tmp_path, 3, metrics={"a": 1.0})
     assert read_manifest(make(tmp_path, 3, metrics={"a": 2.0}))["metrics"] == {"a": 2.0}
+    on_disk.clear_leftovers(tmp_path)
     assert steps(tmp_path) == [3] and sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000003"]
 
 

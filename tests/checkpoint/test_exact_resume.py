@@ -58,6 +58,8 @@ def test_a_resumed_run_is_the_undisturbed_one(config, tmp_path, algorithm):
     # What a run that was killed after step 2 leaves; in another directory, as that is part of no result.
     shutil.copytree(tmp_path / "straight", tmp_path / "killed")
     (tmp_path / "killed" / "checkpoints" / "step_000004").rename(tmp_path / "killed" / "checkpoints" / "step_000004.partial")
+    first, *_ = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "killed" / "metrics.jsonl").write_text(first + "\n")  # and before it wrote the record of that step
     resumed = train(config, tmp_path / "killed", *overrides)
     assert [record["training/global_step"] for record in resumed] == [1, 2, 3, 4] and resumed == straight
     assert_same_checkpoint(*(tmp_path / name / "checkpoints" / "step_000004" for name in ("straight", "killed")))
