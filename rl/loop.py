@@ -18,7 +18,7 @@ from rl.phases import SAMPLES_FILE, Phases
 from rl.runtime.agreement import Agreement, fail_together
 from rl.runtime.device import Device
 from rl.runtime.groups import limit_collectives, warm_up
-from rl.runtime.lock import RunLock, check_lock
+from rl.runtime.lock import check_lock
 from rl.runtime.metrics import MetricLog, keep_lines_up_to, step_line
 from rl.runtime.progress import Progress
 from rl.runtime.record import code_hashes, record_run
@@ -29,9 +29,8 @@ from rl.training.grid import build_grid
 from rl.validation import validate
 
 
-def run(config: Config, inputs: Inputs, device: Device, watch: Watch, lock: RunLock | None) -> None:
-    """Take the run from its newest checkpoint, or the start, to its end. `lock`: of run.dir, on rank 0. Collective over the
-    world.
+def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> None:
+    """Take the run from its newest checkpoint, or the start, to its end. Collective over the world.
 
     Raises ConfigError, on every rank alike, for checkpoints in run.dir that this run may not or cannot continue.
     """
@@ -90,7 +89,7 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch, lock: RunL
     if not finished:
         resumed = f", resuming after step {last_step}" if last_step else ""
         progress.line(f"ready in {time.perf_counter() - started:.1f} s, run directory {config.run.dir}{resumed}")
-        _train(config, algorithm, inputs, phases, store, log, last_step, lock)
+        _train(config, algorithm, inputs, phases, store, log, last_step)
     if config.checkpoint.export_hf:
         target = str(Path(config.run.dir, "hf"))
         with phases.saving():
@@ -120,9 +119,8 @@ def _resume(config: Config, store: CheckpointStore, newest: Saved | None, phases
 
 
 def _train(
-    config: Config, algorithm: ModuleType, inputs: Inputs, phases: Phases, store: CheckpointStore, log: MetricLog | None, last_step: int,
-    lock: RunLock | None,
-) -> None:  # fmt: skip
+    config: Config, algorithm: ModuleType, inputs: Inputs, phases: Phases, store: CheckpointStore, log: MetricLog | None, last_step: int
+) -> None:
     max_steps, world = config.run.max_steps, dist.get_world_size()
 
     def finish_step(step):
@@ -146,7 +144,7 @@ def _train(
         every = config.checkpoint.every
         if every and (step % every == 0 or step == max_steps):
             with phases.saving():
-                check_lock(lock)
+                check_lock(phases.watch.lock)
                 state = {"sampler": phases.sampler.state_dict(), "kl_controller": phases.kl_controller.state_dict()}
                 store.save(step, phases.engines.learning, state)
         finish_step(step)
