@@ -97,29 +97,30 @@ def _run(config, ranks, device) -> int:
         if ranks.rank == 0:
             refuse_if_stopped_by_hand(config.run.dir)
             lock = make_run_directory(config)
-    store = dist.distributed_c10d._get_default_store()
-    watch = Watch(config.watchdog, config.memory, run_dir=config.run.dir, device=device, store=store)
+    watch = None
     try:
+        with fail_together():  # a rank that cannot see rank 0's directory fails here
+            store = dist.distributed_c10d._get_default_store()
+            watch = Watch(config.watchdog, config.memory, run_dir=config.run.dir, device=device, store=store, lock=lock)
         with fail_together():
             inputs = Inputs(config, ranks.world_size)
         from rl.loop import run  # imports Megatron and vLLM: only now
 
-        code = run(config, inputs, device, watch, lock)
+        code = run(config, inputs, device, watch)
         dist.monitored_barrier(control_group())  # or the first to leave would look lost to the watch of the others
         return code
     except ConfigError:
         raise
     except Exception as error:
+        if watch is None:
+            raise
         if ranks.rank == 0:
             note_failure(config.run.dir, error)
         watch.fail(error)
-        if lock is not None:
-            lock.release()
         leave(1, together=False)
     finally:
-        watch.close()
-        if lock is not None:
-            lock.release()
+        if watch is not None:
+            watch.close()
 
 
 def prepare_environment(ranks) -> None:
@@ -135,8 +136,7 @@ def prepare_environment(ranks) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM on CPU warns of its NUMA binding on every rank
-    # The flight recorder: the last collectives of each rank, for the watchdog's dump.
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder: last collectives, for the watchdog's dump
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model is a directory; nobody should wait for a hub
 

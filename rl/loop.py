@@ -19,7 +19,7 @@ from rl.rollout.engine import seed_of
 from rl.runtime.agreement import Agreement, fail_together
 from rl.runtime.device import Device
 from rl.runtime.groups import limit_collectives, warm_up
-from rl.runtime.lock import RunLock, check_lock
+from rl.runtime.lock import check_lock
 from rl.runtime.metrics import MetricLog, keep_lines_up_to, step_line
 from rl.runtime.progress import Progress
 from rl.runtime.record import code_hashes, record_run
@@ -32,9 +32,9 @@ from rl.training.grid import build_grid
 from rl.validation import validate
 
 
-def run(config: Config, inputs: Inputs, device: Device, watch: Watch, lock: RunLock | None) -> int:
+def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
     """Take the run from its newest checkpoint, or the start, to its end or until it is to stop; returns the exit code of the
-    process: 0, or STOPPED_EXIT if it is to be continued. `lock`: of run.dir, on rank 0. Collective over the world.
+    process: 0, or STOPPED_EXIT if it is to be continued. Collective over the world.
 
     Raises ConfigError, on every rank alike, for checkpoints in run.dir that this run may not or cannot continue.
     """
@@ -47,7 +47,7 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch, lock: RunL
     stop = StopRequests(config.run.dir, max_time=config.run.max_time)
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
-    store = CheckpointStore(config, before_commit=lambda: check_lock(lock))
+    store = CheckpointStore(config, before_commit=lambda: check_lock(watch.lock))
     newest, named = _find_checkpoint(config, store)
     finished = newest is not None and config.checkpoint.resume != "never" and newest.step >= config.run.max_steps
     if finished:

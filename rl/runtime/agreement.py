@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.options import ConfigError, flatten
-from rl.runtime.faults import FailedElsewhere
+from rl.runtime.faults import Disagreement, FailedElsewhere
 from rl.runtime.place import PHASES, Place
 
 
@@ -74,10 +74,6 @@ def agree_on_table(mine: Mapping[str, str], reason: str) -> None:
 
 FIELDS = ("phase", "step", "number of phases so far", "configuration", "code", "batch ids")
 """What must be alike, in the order in which a difference is said."""
-
-
-class Disagreement(RuntimeError):
-    """Ranks are not doing the same. Raised on every rank alike."""
 
 
 class Agreement:

@@ -29,6 +29,10 @@ class FailedElsewhere(RuntimeError):
     """This rank leaves because another one failed, which says why."""
 
 
+class Disagreement(RuntimeError):
+    """Ranks are not doing the same. Raised on every rank alike."""
+
+
 def is_echo(error: BaseException) -> bool:
     """Whether the error may come of another rank's end: a closed connection or a collective that timed out."""
     if isinstance(error, (FailedElsewhere, dist.DistError)):

@@ -51,21 +51,22 @@ class Heart:
         self._rank, self._where, self._process = rank, where, this_process()
         self._job = os.environ.get("SLURM_JOB_ID", "")
 
-    def beat(self) -> Beat:
-        """Write the file, in one rename: a reader sees the old one or the new one."""
+    def now(self) -> Beat:
         place = self._where.place
         at, waits = self._where.frame()
         device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        beat = Beat(
+        return Beat(
             self._rank, self._process, self._job, place.phase, place.step, place.number, place.since, time.time(), at, waits,
             round(resident_bytes() / GIB, 3), round(device / GIB, 3),
         )  # fmt: skip
-        record = asdict(beat)
+
+    def beat(self) -> None:
+        """Write the file, in one rename: a reader sees the old one or the new one."""
+        record = asdict(self.now())
         record |= record.pop("process")
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps(record, indent=1) + "\n")
         partial.replace(self._path)
-        return beat
 
 
 def beat_path(run_dir: str, rank: int) -> Path:

@@ -61,7 +61,7 @@ class RunLock:
 
     def release(self) -> None:
         if self.still_mine():
-            self.path.unlink()
+            self.path.unlink(missing_ok=True)  # the thread and the main flow may both end this process
 
 
 def check_lock(lock: RunLock | None) -> None:

@@ -32,6 +32,9 @@ PHASES = {
 }
 """timing_s/<key> -> its name in the console line, the most important first. Other phases follow under their own names."""
 
+UNSHOWN = {"step", "agreement"}
+"""Not in that list: the whole, and what is too little to be of interest."""
+
 RARE_PHASES = {"save_checkpoint": "save", "testing": "val"}
 """The phases that only some steps have; they stand at the end of the line."""
 
@@ -195,7 +198,7 @@ def _seconds_field(seconds: dict[str, float], room: int) -> str:
     if "step" not in seconds:
         return ""
     field = f" | {seconds['step']:5.1f} s:"
-    for phase in list(PHASES) + sorted(seconds.keys() - PHASES.keys() - RARE_PHASES.keys() - {"step"}):
+    for phase in list(PHASES) + sorted(seconds.keys() - PHASES.keys() - RARE_PHASES.keys() - UNSHOWN):
         if phase in seconds:
             part = f" {PHASES.get(phase, phase)} {_seconds(seconds[phase])}"
             if len(field) + len(part) > room:

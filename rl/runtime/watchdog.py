@@ -8,20 +8,24 @@ with exit code 1 within seconds, whatever collective its main flow waits in. `do
 import contextlib
 import faulthandler
 import os
+import platform
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from rl.runtime import diagnosis
 from rl.runtime.device import Device
-from rl.runtime.faults import Fault, FaultBoard, is_echo
+from rl.runtime.faults import Disagreement, Fault, FaultBoard, is_echo
 from rl.runtime.heartbeat import Heart, read_beats
 from rl.runtime.limits import Memory, Watchdog
+from rl.runtime.lock import RunLock
 from rl.runtime.place import Place, Whereabouts
 from rl.runtime.process import GIB, resident_bytes
 
@@ -51,10 +55,13 @@ class Watch:
         watchdog, memory: sections of the configuration.
         run_dir: exists, and is shared by all ranks.
         store: that of the default process group.
+        lock: of run_dir, on rank 0; released when this process ends.
     """
 
-    def __init__(self, watchdog: Watchdog, memory: Memory, *, run_dir: str, device: Device, store: dist.Store):
-        self.config, self.memory, self.run_dir, self.device = watchdog, memory, run_dir, device
+    def __init__(
+        self, watchdog: Watchdog, memory: Memory, *, run_dir: str, device: Device, store: dist.Store, lock: RunLock | None
+    ):
+        self.config, self.memory, self.run_dir, self.device, self.lock = watchdog, memory, run_dir, device, lock
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         for name in (STACKS, ERRORS):
             Path(run_dir, name).mkdir(exist_ok=True)
@@ -72,13 +79,23 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Every rank is about to leave."""
+        """End the thread and unlock the run directory. Every rank is about to leave."""
         self._stop.set()
         self._thread.join()
         self.where.close()
+        self._unlock()
         self._native_file.close()
         if not self._native.stat().st_size:
             self._native.unlink()
+
+    def _unlock(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def _exit(self) -> NoReturn:
+        """End the process from the thread, whatever the main flow waits for."""
+        self._unlock()
+        os._exit(1)
 
     # The thread -------------------------------------------------------------------------------------------------------
 
@@ -99,7 +116,7 @@ class Watch:
         except Exception as error:
             # A thread that dies leaves a run unwatched: it would find its first hang too late.
             print(f"error: the watchdog of rank {self.rank} failed: {error!r}", file=sys.stderr, flush=True)
-            os._exit(1)
+            self._exit()
 
     def _beat(self) -> None:
         try:
@@ -137,7 +154,7 @@ class Watch:
             self._wait_until(self._all_know, ACK_S)
             if fault.rank != self.rank:
                 time.sleep(LINGER_S)  # not to wait for anything: to be later than the culprit
-        os._exit(1)
+        self._exit()
 
     def _end_for_overrun(self, place: Place) -> None:
         self._dump_stacks()
@@ -152,10 +169,10 @@ class Watch:
         self._say(f"{fault.said}: {diagnosis.summary(beats, verdict, now)}; stacks in {self._path(STACKS)}")
         self._board.close_case()
         time.sleep(LINGER_S)  # not to wait for anything: the store may end with this process, and others still ask it
-        os._exit(1)
+        self._exit()
 
     def _end_for_memory(self) -> None:
-        used, beat = resident_bytes() / GIB, self._heart.beat()
+        used, beat = resident_bytes() / GIB, self._heart.now()
         said = (
             f"rank {self.rank} ({beat.process.host}) holds {used:.2f} GiB of host memory, more than memory.host_limit_gib="
             f"{self.memory.host_limit_gib:g}, in {beat.place}; raise it if the host has more, or keep less there "
@@ -173,21 +190,25 @@ class Watch:
         if self.rank == min(set(range(self.world_size)) - set(lost)):
             gone = f"the store that ranks meet in has gone, with rank 0 or torchrun's agent: {_line(error)}"
             self._say(self._lost(lost, beats) if lost else gone)
-        os._exit(1)
+        self._exit()
 
     def _dump_stacks(self) -> None:
-        """The Python stacks of all threads into a file of this rank; on CUDA the last collectives too."""
-        place = self.where.place
+        """The Python stacks of all threads into a file of this rank, and its last collectives into another."""
+        self.where.close()  # this thread runs, so the one that needs no interpreter lock must not end the process meanwhile
+        try:
+            self._write_stacks(self.where.place)
+        except OSError as error:
+            print(f"warning: rank {self.rank} cannot write its stacks: {error}", file=sys.stderr, flush=True)
+        self._beat()
+
+    def _write_stacks(self, place: Place) -> None:
         name = f"step_{place.step}_rank_{self.rank}"
         with Path(self._path(STACKS), f"{name}.txt").open("w") as file:
             file.write(f"rank {self.rank}: {place.words} for {place.seconds:.0f} s\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        if self.device.is_cuda:
-            from torch._C._distributed_c10d import _dump_nccl_trace_json  # only a build with NCCL has it
-
-            Path(self._path(STACKS), f"{name}_nccl.json").write_bytes(_dump_nccl_trace_json())
-        self._beat()
+        record = c10d._dump_nccl_trace_json() if self.device.is_cuda else c10d._dump_fr_trace_json()
+        Path(self._path(STACKS), f"{name}_collectives.json").write_bytes(record)
 
     # Errors of the main flow ------------------------------------------------------------------------------------------
 
@@ -196,12 +217,18 @@ class Watch:
         one is only written down. The caller then leaves with exit code 1."""
         self._failing.set()
         self.where.close()  # the main flow is here now, and ends by itself
-        place, beat = self.where.place, self._heart.beat()
+        place, who = self.where.place, f"rank {self.rank} ({platform.node()})"
         file = Path(self._path(ERRORS), f"rank_{self.rank}.txt")
         trace = "".join(traceback.format_exception(error))
-        file.write_text(f"rank {self.rank} ({beat.process.host}) in {place.words}\n{trace}")
         try:
-            self._report(error, trace, f"rank {self.rank} ({beat.process.host}) failed in {place.words}: {_line(error)}; see {file}")
+            file.write_text(f"{who} in {place.words}\n{trace}")
+            where = f"see {file}"
+        except OSError as full:  # which may be what the error is about
+            where = f"its traceback cannot be written: {full}"
+        self._beat()
+        failed = "all ranks stopped" if isinstance(error, Disagreement) else f"{who} failed"
+        try:
+            self._report(error, trace, f"{failed} in {place.words}: {_line(error)}; {where}")
         except dist.DistError as gone:
             self._failing.clear()
             self._end_without_store(gone)
@@ -221,6 +248,7 @@ class Watch:
             self._say_elsewhere(first)
         self._acknowledge()
         self._wait_until(self._all_know, ACK_S)
+        self._unlock()
         if first.rank != self.rank:
             time.sleep(LINGER_S)  # not to wait for anything: to be later than the culprit
 

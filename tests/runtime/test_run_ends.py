@@ -122,7 +122,14 @@ def test_the_first_error_is_the_last_line_of_the_log_and_what_follows_from_it_is
     assert re.fullmatch(r"error: rank 1 \(.+\) failed in update of step 2: ValueError: injected: the reactor is on fire; see .*", said[0])
     assert "Traceback" not in failure.stderr[0] and "raise_here" in failure.stderr[1]
     assert "raise_here" in (tmp_path / "run" / "errors" / "rank_1.txt").read_text()
-    assert not (tmp_path / "run" / "lock.json").exists()
+    assert not (tmp_path / "run" / "lock.json").exists()  # the next run need not wait
+
+
+@pytest.mark.slow
+def test_an_error_is_reported_even_if_nothing_can_be_written(sft, tmp_path):
+    (tmp_path / "run" / "errors" / "rank_1.txt").mkdir(parents=True)  # as good as a full disk, and works for root
+    said = errors(failed_run("raise_here", "update", 1, sft))
+    assert said[0] == said[1] and "the reactor is on fire; its traceback cannot be written: " in said[0]
 
 
 def test_a_killed_rank_is_said_to_be_lost(sft, tmp_path):
@@ -148,6 +155,7 @@ def test_a_rank_above_the_host_memory_limit_ends_the_run_with_a_sentence(sft, tm
     failure = failed_run("grow", "update", 1, sft, "memory.host_limit_gib=1.6")
     assert set(failure.returncodes) == {1}
     assert re.search(r"rank 1 \(.+\) holds \d\.\d+ GiB of host memory, more than memory.host_limit_gib=1.6, in", errors(failure)[0])
+    assert json.loads((tmp_path / "run" / "heartbeat" / "rank_0.json").read_text())["host_memory_gib"] < 1.5
 
 
 # Disagreement ---------------------------------------------------------------------------------------------------------
@@ -156,11 +164,13 @@ def test_a_rank_above_the_host_memory_limit_ends_the_run_with_a_sentence(sft, tm
 def test_a_rank_that_reads_other_data_is_caught_before_the_next_phase(sft):
     failure = failed_run("read_other_data", "draw", 1, sft, call=2)
     assert set(failure.returncodes) == {1}
-    assert "ranks disagree on the batch ids before update of step 2" in errors(failure)[0] and "rank 1 (" in errors(failure)[0]
+    said = errors(failure)[0]
+    assert said.startswith("error: all ranks stopped in update of step 2: Disagreement: ranks disagree on the batch ids before")
+    assert re.search(r"rank 1 \([^)]+\) has [0-9a-f]+; rank 0 \([^)]+\): [0-9a-f]+; see", said), said
 
 
 def test_a_flipped_bit_of_a_weight_is_caught_at_the_next_comparison(sft):
     failure = failed_run("flip_a_bit", "targets", 1, sft, "agreement.weights_every=2", call=2)
     assert set(failure.returncodes) == {1}
     said = errors(failure)[0]
-    assert "decoder.layers.0.mlp.linear_fc2.weight of the policy on rank 1 differ" in said, said
+    assert "Disagreement: decoder.layers.0.mlp.linear_fc2.weight of the policy on rank 1 differ" in said, said
