@@ -118,10 +118,12 @@ requeue() {
     exit "$1" # Slurm ends this script anyway
 }
 
-# The last lines of the ranks that fell silent first among those that said something about an error.
+# The last lines of the ranks that fell silent first among those that spoke of an error in this attempt. The first rank's stand
+# above.
 show_errors() {
     local file
-    grep -l -i -s -E 'error|exception' "$rank_logs"/rank-*.log | xargs -r ls -tr | head -n 3 | while read -r file; do
+    find "$rank_logs" -name 'rank-[1-9]*.log' -newer "$rank_logs/attempts" -exec grep -lZ -i -E 'error|exception' {} + |
+        xargs -r0 ls -tr | head -n 3 | while read -r file; do
         echo "==> $file"
         tail -n 8 "$file"
     done

@@ -43,9 +43,8 @@ def at_step(run, step):
 
 
 def test_a_time_limit_ends_in_a_checkpoint_and_the_job_goes_on(cluster, start, undisturbed, tmp_path):
-    long = ("run.max_steps=80",)
-    # Limits are whole minutes: at its start the job has one, and 30 s before its end, or up to a minute earlier, comes USR2.
-    job, log = start(("--time=1", "--signal=USR2@30"), long, LOCKSTEP_SIGNAL_LEAD="30", MAX_ATTEMPTS="30")
+    long = ("run.max_steps=50",)
+    job, log = start(("--time=2", "--signal=USR2@45"), long, LOCKSTEP_SIGNAL_LEAD="45", MAX_ATTEMPTS="9")
     facts = cluster.wait(job, timeout=900)
     assert facts["JobState"] == "COMPLETED" and int(facts["Restarts"]) >= 1, log()
     assert re.search(r"stopped before step \d+: (SIGUSR2|the job's end is near)", log())
