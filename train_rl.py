@@ -5,7 +5,8 @@
     mpirun -n 2 python train_rl.py --config configs/quickstart.yaml
     python train_rl.py --config configs/quickstart.yaml
 
-`--help` lists every key, `--print-config` the resolved configuration. Exit code 0: done; 2: the input cannot work, said
+`--help` lists every key, `--print-config` prints the resolved configuration, `--dry-run --world-size N` says on a machine
+without a GPU whether the run would fit into memory on N of them (`--dry-run --help`). Exit code 0: done; 2: the input cannot work, said
 in one sentence by the first rank; 1: anything else.
 """
 
@@ -17,6 +18,10 @@ import sys
 
 
 def main() -> int:
+    if "--dry-run" in sys.argv[1:]:
+        from rl.dry_run.command import main as dry_run
+
+        return dry_run(sys.argv[1:])
     # Nothing here imports torch: --help, --print-config and a typo take a fraction of a second.
     from rl.config import Config, load_config
     from rl.config_checks import check

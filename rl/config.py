@@ -109,6 +109,9 @@ class Training:
     """Recompute every layer's activations in the backward pass (Megatron full recompute, uniform)."""
     head_chunk_tokens: int = 1024
     """Tokens whose logits exist in float32 at a time, in the log-prob and entropy computation."""
+    offload: Literal["auto", "none", "optimizer", "all"] = "auto"
+    """What the training models move to host memory while the engine generates: nothing, gradients and optimizer state, or the
+    weights too. auto: all on CUDA, none on CPU."""
     optimizer: Optimizer = field(default_factory=Optimizer)
 
     @property
