@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import io
 import os
+import platform
 import sys
 
 
@@ -47,6 +48,14 @@ def main() -> int:
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
 
+    from rl.runtime.rendezvous import MeetingFailed, meet
+
+    try:
+        ranks = meet(ranks)  # before torch is imported, which takes a while at scale: a rank that is missing shall be known
+    except MeetingFailed as error:
+        if not error.silent:
+            print(f"error (rank {ranks.rank} on {platform.node()}): {error}", file=sys.stderr, flush=True)
+        return 1
     prepare_environment(ranks)
     from rl.inputs import Inputs
     from rl.runtime.agreement import agree_on_config, fail_together

@@ -17,6 +17,10 @@ PRODUCTION = {
     "qwen2.5-0.5b_gsm8k_grpo_1gpu": ("qwen2.5-0.5b", 1),
     "qwen2.5-7b_gsm8k_grpo_8gpu": ("qwen2.5-7b", 8),
     "qwen2.5-32b_dapo_aime_16x8": ("qwen2.5-32b", 128),
+    "qwen2.5-7b_gsm8k_sft_8gpu": ("qwen2.5-7b", 8),
+    "qwen3-30b-a3b_math_grpo_4x8": ("qwen3-30b-a3b", 32),
+    "ppo_deepseek671b": ("deepseek-v3", 512),
+    "deepseek-v3_math_grpo_64x8": ("deepseek-v3", 512),
 }
 """File -> the published shape it is for, and the number of ranks."""
 
@@ -26,7 +30,12 @@ def test_every_shipped_config_passes_its_checks_without_a_warning(path):
     assert check(load_config(path)) == []
 
 
-@pytest.mark.parametrize("name", PRODUCTION)
+UNEVEN = pytest.mark.xfail(reason="61 layers over 16 pipeline stages: uneven stages are not allowed yet")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=UNEVEN if model == "deepseek-v3" else ()) for name, (model, _) in PRODUCTION.items()]
+)
 def test_the_layout_of_a_production_config_fits_its_model_and_world(name):
     model, world_size = PRODUCTION[name]
     hf = json.loads((ROOT / "configs" / "models" / model / "config.json").read_text())

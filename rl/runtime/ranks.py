@@ -1,4 +1,4 @@
-"""Who am I: rank discovery for torchrun, srun, mpirun and a plain `python`.
+"""Who am I: rank discovery for torchrun, srun, mpirun and a plain `python`. Where ranks meet: `rl.runtime.rendezvous`.
 
 Precedence: torchrun's variables (explicit) -> MPI -> a Slurm step -> one process. `SLURM_PROCID` alone proves nothing: it
 is set in the batch script too, where `python train_rl.py` without srun would look like rank 0 of N and wait for ever; only
@@ -6,15 +6,11 @@ a step has `SLURM_STEP_ID` and `SLURM_STEP_NUM_TASKS`. mpi4py initialises MPI wh
 when mpirun started the program.
 """
 
-import contextlib
 import os
-import random
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
-
-FIRST_PORT, NUM_PORTS = 10000, 22000  # below the ephemeral range of Linux, 32768 and up
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,10 @@ class Ranks:
     launcher: str
     """torchrun, mpi, slurm or single."""
     master_addr: str
-    master_port: int
+    master_port: int = 0
+    """0 until `rendezvous.meet` has found one; torchrun knows it from the start."""
+    listener: socket.socket | None = field(default=None, compare=False, repr=False)
+    """The first rank's socket at that port, where it is for us to open."""
 
     def export(self, environ: dict | None = None) -> None:
         """Write the variables that torch.distributed and vLLM read."""
@@ -62,7 +61,7 @@ def discover(environ: Mapping[str, str] | None = None) -> Ranks:
             f"this is a Slurm batch script for {env['SLURM_NTASKS']} tasks, not a step: start the program with "
             "`srun python train_rl.py ...`, or unset SLURM_NTASKS to run one process."
         )
-    return Ranks(0, 1, 0, 1, "single", "127.0.0.1", _free_port())
+    return Ranks(0, 1, 0, 1, "single", "127.0.0.1")
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Ranks:
@@ -104,11 +103,10 @@ def _from_mpi(env: Mapping[str, str]) -> Ranks:
             "different MPI libraries; install mpi4py for this mpirun."
         )
     local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    meeting = (socket.gethostname(), _free_port()) if world.rank == 0 else None
-    host, port = world.bcast(meeting)
+    host = world.bcast(socket.gethostname())  # the first rank's
     if local.size == world.size:
         host = "127.0.0.1"  # one host: its own name need not resolve
-    return Ranks(world.rank, world.size, local.rank, local.size, "mpi", host, port)
+    return Ranks(world.rank, world.size, local.rank, local.size, "mpi", host)
 
 
 def _from_slurm(env: Mapping[str, str]) -> Ranks:
@@ -123,14 +121,7 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
         local_world_size=tasks[node],
         launcher="slurm",
         master_addr=env.get("MASTER_ADDR", hosts[0]),
-        master_port=int(env.get("MASTER_PORT", _port_of_step(env))),
     )
-
-
-def _port_of_step(env: Mapping[str, str]) -> int:
-    """A port that all ranks derive alike and that jobs and steps on one node do not share."""
-    step = int(env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", "0")))
-    return FIRST_PORT + (int(env["SLURM_JOB_ID"]) * 7 + step * 4001) % NUM_PORTS
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
@@ -161,12 +152,3 @@ def _expand(name: str) -> list[str]:
         first, _, last = item.partition("-")
         heads += [f"{prefix}{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
     return [head + tail for head in heads for tail in _expand(rest)]
-
-
-def _free_port() -> int:
-    """A port that nobody listens on, below the ephemeral range: no outgoing connection takes it before rank 0 binds it."""
-    while True:
-        port = random.SystemRandom().randrange(FIRST_PORT, FIRST_PORT + NUM_PORTS)
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("", port))
-            return port

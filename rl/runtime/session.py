@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rl.runtime.device import Device, choose_device
 from rl.runtime.ranks import Ranks
+from rl.runtime.rendezvous import meet
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """Of every collective; a phase in which a rank waits longer for another has failed."""
@@ -62,12 +63,23 @@ def leave_together(ranks: Ranks) -> bool:
         if not dist.is_initialized():
             _join(ranks, "gloo", LEAVING)
         dist.monitored_barrier(group=_gloo_group, timeout=LEAVING)
-    except (RuntimeError, TimeoutError):
+    except (RuntimeError, TimeoutError):  # MeetingFailed is a RuntimeError
         return False
     return True
 
 
 def _join(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None:
-    """Torchrun's agent holds the store at the meeting point; under other launchers rank 0 does."""
-    address = "env://" if ranks.launcher == "torchrun" else f"tcp://{ranks.master_addr}:{ranks.master_port}"
-    dist.init_process_group(backend, init_method=address, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+    """Torchrun's agent holds the store at the meeting point; under other launchers rank 0 does, on the socket it met the others
+    with. Raises MeetingFailed."""
+    options = dict(rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+    if ranks.launcher == "torchrun":
+        dist.init_process_group(backend, init_method="env://", **options)
+        return
+    met = meet(ranks, timeout=LEAVING.total_seconds())  # already, but for a rank that leaves before it came to that
+    listener = None if met.listener is None else met.listener.detach()
+    host = met.master_addr if met.rank > 0 else "127.0.0.1"  # a host's own name need not resolve on it
+    store = dist.TCPStore(
+        host, met.master_port, met.world_size, is_master=met.rank == 0, timeout=timeout,
+        wait_for_workers=False, master_listen_fd=listener,
+    )  # fmt: skip
+    dist.init_process_group(backend, store=store, **options)

@@ -1,0 +1,153 @@
+# shellcheck shell=bash
+# What the batch files of this directory share; each of them sources it. Nothing here is about one site: that is site.sh.
+#
+#   train CONFIG [key=value ...]    one srun of train_rl.py, a rank per GPU; requeues the job if the run is to go on
+#   once COMMAND ...                one task on one node, for preparations
+#
+# Read from the environment (set them in site.sh, or export them before sbatch):
+#   LOCKSTEP_ROOT     the checkout; default: the directory in which sbatch was called
+#   CONTAINER         none, pyxis:IMAGE or apptainer:IMAGE;  CONTAINER_MOUNTS  SRC:DST[,SRC:DST ...] of either
+#   PYTHON            the interpreter of the ranks; default: python (of the modules and the venv that site.sh loads)
+#   SRUN_MPI          srun's --mpi; default none, because ranks find each other without MPI
+#   NO_REQUEUE=1      never requeue: resubmit by hand, or use chain.sbatch
+#   RETRY_CRASHED=1   requeue also after a crash, not only after an orderly stop
+#   MAX_ATTEMPTS      starts in a row that bring no newer checkpoint, after which the job gives up; default 3
+
+set -eu
+: "${LOCKSTEP_ROOT:=${SLURM_SUBMIT_DIR:?this is a batch file: submit it with sbatch}}"
+# shellcheck source=/dev/null
+if [ -f "$LOCKSTEP_ROOT/slurm/site.sh" ]; then source "$LOCKSTEP_ROOT/slurm/site.sh"; fi
+
+if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+    job_id=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID} # SLURM_JOB_ID would requeue another task of the array
+else
+    job_id=$SLURM_JOB_ID
+fi
+rank_logs=$PWD/$SLURM_JOB_NAME-$job_id.ranks # one file per rank; a requeued job appends
+mkdir -p "$rank_logs"
+
+say() { echo "job $job_id: $*"; }
+
+# Size ---------------------------------------------------------------------------------------------------------------------
+
+nodes=$SLURM_JOB_NUM_NODES
+gpus=${SLURM_GPUS_ON_NODE:-0}
+if [ "$gpus" -gt 0 ]; then tasks=$gpus; else tasks=${SLURM_NTASKS_PER_NODE:-1}; fi
+cpus=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / tasks))}
+if [ "$cpus" -lt 1 ]; then cpus=1; fi
+export SRUN_CPUS_PER_TASK=$cpus # since Slurm 22.05 srun does not take it from sbatch
+
+# Environment of the ranks -------------------------------------------------------------------------------------------------
+
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # compute nodes have no internet; nobody shall wait for it
+export PYTHONUNBUFFERED=1
+# Compiled kernels on a disk of the node: thousands of small files, written by all ranks at once.
+cache=${SLURM_TMPDIR:-/tmp}/lockstep-cache-$(id -u)
+export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor VLLM_CACHE_ROOT=$cache/vllm
+export LOCKSTEP_STATUS=$rank_logs/status.json # a copy of the run's status.json, for `attempt` and `requeue` below
+
+# When Slurm will end the job, and how long before that it sends USR2: the program warns if a step and a save take longer.
+if [ -z "${SLURM_JOB_END_TIME:-}" ]; then # set by Slurm 23.02 and newer
+    SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null) || SLURM_JOB_END_TIME=
+    export SLURM_JOB_END_TIME
+fi
+lead=$(sed -n 's/^#SBATCH --signal=USR2@\([0-9]*\).*/\1/p' "$0")
+export LOCKSTEP_SIGNAL_LEAD=${LOCKSTEP_SIGNAL_LEAD:-$lead} # set it beside an sbatch --signal of your own
+
+# Limits; srun passes them on to the ranks.
+ulimit -c 0                                                 # a core file per rank would fill the disk
+ulimit -S -n "$(ulimit -H -n)"                              # the first rank holds a connection to every other one
+ulimit -l unlimited 2>/dev/null || say "memlock is limited to $(ulimit -l) KiB; RDMA needs it unlimited (ask your site)"
+
+# One task per GPU, each of which sees all GPUs of its node (--gpu-bind=none): binding breaks CUDA IPC and local ranks.
+launch=(srun --nodes="$nodes" --ntasks="$((nodes * tasks))" --ntasks-per-node="$tasks" --cpus-per-task="$cpus"
+    --kill-on-bad-exit=1 --mpi="${SRUN_MPI:-none}" --export=ALL
+    --output="$rank_logs/rank-%t.log" --open-mode=append)
+single=(srun --nodes=1 --ntasks=1 --cpus-per-task="$cpus" --mpi="${SRUN_MPI:-none}" --export=ALL)
+if [ "$gpus" -gt 0 ]; then launch+=(--gpus-per-node="$gpus" --gpu-bind=none); fi
+
+inside=() # what stands before the command of a rank
+container=${CONTAINER:-none}
+case $container in
+none) ;;
+pyxis:*)
+    options=(--container-image="${container#pyxis:}" --container-workdir="$PWD" --no-container-mount-home
+        --container-mounts="${CONTAINER_MOUNTS:-$PWD:$PWD,$LOCKSTEP_ROOT:$LOCKSTEP_ROOT}")
+    launch+=("${options[@]}") single+=("${options[@]}")
+    ;;
+apptainer:*)
+    inside=(apptainer exec --bind "${CONTAINER_MOUNTS:-$PWD:$PWD,$LOCKSTEP_ROOT:$LOCKSTEP_ROOT}" --pwd "$PWD")
+    if [ "$gpus" -gt 0 ]; then inside+=(--nv); fi
+    inside+=("${container#apptainer:}")
+    ;;
+*)
+    say "CONTAINER is '$container', but must be none, pyxis:IMAGE or apptainer:IMAGE" >&2
+    exit 2
+    ;;
+esac
+
+# Starting, and going on ---------------------------------------------------------------------------------------------------
+
+once() { "${single[@]}" "${inside[@]}" "$@"; }
+
+# The step of the newest checkpoint, as the program last said.
+checkpoint_step() {
+    local step=
+    if [ -f "$LOCKSTEP_STATUS" ]; then step=$(sed -n 's/.*"checkpoint_step": \([0-9]*\).*/\1/p' "$LOCKSTEP_STATUS"); fi
+    echo "${step:-0}"
+}
+
+# End the job if start number $1 without a newer checkpoint would be one too many.
+allow_start() {
+    if [ "$1" -gt "${MAX_ATTEMPTS:-3}" ]; then
+        say "gives up: ${MAX_ATTEMPTS:-3} starts brought no checkpoint after step $started_at" >&2
+        exit 1
+    fi
+}
+
+# Put the job back into the queue after exit code $1, if that is allowed, and end with that code.
+requeue() {
+    if [ "${NO_REQUEUE:-0}" = 1 ]; then
+        say "not requeued (NO_REQUEUE=1); the same sbatch command goes on after step $(checkpoint_step)"
+        exit "$1"
+    fi
+    if [ "$(checkpoint_step)" = "$started_at" ]; then allow_start $((attempts + 1)); fi
+    say "requeue, to go on after step $(checkpoint_step)"
+    scontrol requeue "$job_id" || say "scontrol requeue failed; submit the job again to go on" >&2
+    exit "$1" # Slurm ends this script anyway
+}
+
+# The last lines of the ranks that fell silent first among those that said something about an error.
+show_errors() {
+    local file
+    grep -l -i -s -E 'error|exception' "$rank_logs"/rank-*.log | xargs -r ls -tr | head -n 3 | while read -r file; do
+        echo "==> $file"
+        tail -n 8 "$file"
+    done
+}
+
+train() {
+    local config=$1 code=0
+    shift
+    # The first rank writes into the job's own log, where people look.
+    ln -sfn "$(readlink /proc/self/fd/1)" "$rank_logs/rank-0.log"
+    "${launch[@]}" "${inside[@]}" "${PYTHON:-python}" "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@" || code=$?
+    case $code in
+    0) return 0 ;;
+    75) requeue 75 ;; # stopped in order, to be continued
+    esac
+    show_errors >&2
+    say "the run failed with exit code $code; the logs of the ranks are in $rank_logs" >&2
+    # 2: the input cannot work, and will not work the next time either.
+    if [ "$code" -ne 2 ] && [ "${RETRY_CRASHED:-0}" = 1 ]; then requeue "$code"; fi
+    exit "$code"
+}
+
+# This start, counted here so that one which a lost node cuts short counts too: anew after each newer checkpoint.
+attempts=0 last=none started_at=$(checkpoint_step)
+if [ -f "$rank_logs/attempts" ]; then read -r attempts last <"$rank_logs/attempts"; fi
+if [ "$started_at" != "$last" ]; then attempts=0; fi
+attempts=$((attempts + 1))
+echo "$attempts $started_at" >"$rank_logs/attempts"
+say "$nodes nodes ($SLURM_JOB_NODELIST) x $tasks ranks, attempt $attempts after step $started_at"
+allow_start "$attempts"
