@@ -6,8 +6,8 @@
     python train_rl.py --config configs/quickstart.yaml
 
 `--help` lists every key, `--print-config` prints the resolved configuration, `--dry-run --world-size N` says on a machine
-without a GPU whether the run would fit into memory on N of them (`--dry-run --help`). Exit code 0: done; 2: the input cannot work, said
-in one sentence by the first rank; 1: anything else.
+without a GPU whether the run would fit into memory on N of them (`--dry-run --help`). Exit code 0: done; 2: the input cannot
+work, said in one sentence by the first rank; 75: stopped for time or by a signal, the same command goes on; 1: anything else.
 """
 
 import atexit
@@ -23,6 +23,9 @@ def main() -> int:
         from rl.dry_run.command import main as dry_run
 
         return dry_run(sys.argv[1:])
+    from rl.runtime.signals import expect_signals
+
+    expect_signals()  # before any thread, which would be hit by what this one blocks
     # Nothing here imports torch: --help, --print-config and a typo take a fraction of a second.
     from rl.config import Config, load_config
     from rl.config_checks import check
@@ -60,7 +63,9 @@ def main() -> int:
     from rl.inputs import Inputs
     from rl.runtime.agreement import agree_on_config, fail_together
     from rl.runtime.record import make_run_directory
-    from rl.runtime.session import session
+    from rl.runtime.session import leave_together, session
+    from rl.runtime.status import note_failure
+    from rl.runtime.stop import refuse_if_stopped_by_hand
 
     with session(ranks) as device:
         try:
@@ -68,12 +73,19 @@ def main() -> int:
             with fail_together():
                 if ranks.rank == 0:
                     make_run_directory(config)
+                    refuse_if_stopped_by_hand(config.run.dir)
                 inputs = Inputs(config, ranks.world_size)
             from rl.loop import run  # imports Megatron and vLLM: only now
 
-            run(config, inputs, device)
+            code = run(config, inputs, device)
+            if code:
+                leave(code, together=leave_together(ranks))  # a launcher ends the slower ranks when the first one leaves so
         except ConfigError as error:
             return _refuse(error, ranks)
+        except Exception as error:
+            if ranks.rank == 0:
+                note_failure(config.run.dir, error)
+            raise
         except KeyboardInterrupt:
             if ranks.rank == 0:
                 print(f"interrupted; the same command goes on from the newest checkpoint in {config.run.dir}", file=sys.stderr)

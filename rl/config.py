@@ -22,6 +22,12 @@ class Run:
     """Training steps (policy updates from one batch of prompts; for sft, optimizer steps)."""
     seed: int = 1
     """Seed of everything random: prompt order and sampling."""
+    max_time: str = ""
+    """Stop between two steps when the process has run this long, save, and leave with exit code 75: hours:minutes:seconds, or
+    another form of sbatch's --time. Empty: no limit but the end of the Slurm job."""
+    on_stop_in_generation: Literal["redo", "finish"] = "redo"
+    """What a stop does to a generation that it comes into. redo: drop it, so that little of a long step has to fit before the end;
+    the next start takes the step again, from the same prompts. finish: complete the step first."""
 
 
 @dataclass
@@ -391,7 +397,7 @@ class Refit:
 @dataclass
 class Checkpoint:
     every: int = 0
-    """Steps between checkpoints; one more at the end. 0: none at all."""
+    """Steps between checkpoints; one more at the end. 0: none but when the run is stopped before its end."""
     keep: int = 2
     """Newest checkpoints kept. 0: all."""
     resume: Literal["auto", "never"] = "auto"

@@ -14,6 +14,7 @@ from rl.functions import FORM
 from rl.objective_checks import check_objective, objective_warnings
 from rl.options import ConfigError, flatten, listed, show
 from rl.rewards.mixture import check_sources
+from rl.runtime.deadline import seconds_of
 
 AT_LEAST_ONE = ("at least 1", lambda v: v >= 1)
 NOT_NEGATIVE = ("0 or more and finite", lambda v: 0 <= v < math.inf)
@@ -150,6 +151,11 @@ def check_names(config: Config) -> None:
             f"reward.function is {show(config.reward.function)}, but must be package.module:name or path/to/file.py:name."
         )
     check_sources(config.reward.sources)
+    if config.run.max_time:
+        try:
+            seconds_of(config.run.max_time)
+        except ValueError as error:
+            raise ConfigError(f"run.max_time: {error}") from error
     if "" in config.rollout.stop:
         raise ConfigError("rollout.stop holds an empty string, which would end every response; remove it.")
     if min(config.rollout.stop_token_ids, default=0) < 0:

@@ -34,8 +34,10 @@ from rl.refit.refit import check_refit, refit, traffic_metrics
 from rl.rewards.length import overlong_penalties
 from rl.rollout.engine import Sampling, seed_of
 from rl.rollout.exchange import exchange
+from rl.runtime.collectives import any_rank
 from rl.runtime.device import Device
 from rl.runtime.progress import Progress
+from rl.runtime.stop import StepAborted, StopRequests
 from rl.scoring import Scorer
 from rl.training.engine import TrainingEngine
 from rl.training.packing import MicroBatch, MicroBatches, plan_minibatch
@@ -74,9 +76,12 @@ class Phases:
         sampler: EpochWalk | MixedSampler,
         scorer: Scorer | None,
         progress: Progress,
+        stop: StopRequests | None = None,
     ):
         self.config, self.device, self.engines = config, device, engines
         self.tokenizer, self.prompts, self.sampler, self.scorer, self.progress = tokenizer, prompts, sampler, scorer, progress
+        self.stop = stop if config.run.on_stop_in_generation == "redo" else None
+        """What may end the generation of a training step."""
         self.sampling = train_sampling(config)
         penalty = config.objective.reward_kl
         self.kl_controller = (
@@ -93,12 +98,15 @@ class Phases:
         self._updates = 0
         """Of the policy."""
         self._samples_written_at = -1
+        self._learned = False
+        """Whether some model was updated in this step, which then cannot be taken again."""
 
     # The step ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
         """Forget the metrics of the last step."""
         self.step, self.metrics, self.num_tokens = step, {"training/global_step": step}, 0
+        self._learned = False
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -139,15 +147,19 @@ class Phases:
 
     def sample(self, prompts: list[Prompt], sampling: Sampling, *, purpose: str, timing: str) -> Batch:
         """Responses by any sampling; `purpose` tells the seeds of this call from those of others. Logs no metrics but
-        its seconds, as timing_s/<timing>."""
+        its seconds, as timing_s/<timing>. Raises StepAborted, on every rank, if a stop came into the generation of a step
+        (timing `gen`) that has not updated anything yet."""
         engine = self.engines.rollout
         assert engine is not None, "this run has no generation engine"
         self._wake_engine()
         # By place in the draw: a prompt may be drawn twice in a step, and its samples must differ then.
         seeds = [seed_of(self.config.run.seed, purpose, place) for place in range(len(prompts))]
         total = len(prompts) * sampling.samples_per_prompt
+        interrupt = self.stop.within_generation if self.stop is not None and timing == "gen" and not self._learned else None
         with self.timed(timing), self._bar(timing, total) as bar:
-            mine = engine.generate([p.token_ids for p in prompts], sampling, seeds, progress=bar)
+            mine = engine.generate([p.token_ids for p in prompts], sampling, seeds, progress=bar, interrupt=interrupt)
+            if interrupt is not None and any_rank(mine is None):
+                raise StepAborted
             if engine.rank_in_replica > 0:
                 mine = []  # every rank of a replica has the same samples
             return exchange([p.token_ids for p in prompts], mine, sampling.samples_per_prompt, self.device)
@@ -360,6 +372,7 @@ class Phases:
         """Updates of one model, whose learning rate starts after `waited` steps; returns the means over them of what the loss
         reports."""
         self._sleep_engine()
+        self._learned = True
         lr = learning_rate(optimizer, self.step - waited, self.config.run.max_steps - waited)
         plans, sums, updates = self._plans(batch), {}, 0
         with self.timed(timing), self._bar("train", len(batch) * self.config.training.epochs) as bar:

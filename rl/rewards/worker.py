@@ -81,10 +81,11 @@ class Supervisor:
         self._wakeups, self._wakeup_end = socket.socketpair()
         self._wakeup_end.setblocking(False)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
-        # Slurm may send any of these to every process of a step. SIGINT is for the training process to act on.
-        for ignored in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        # Slurm may send any of these to every process of a step. They are for the training process to act on, which may go on
+        # to score the step's samples: pre-emption begins with a SIGTERM and a time of grace.
+        for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(ignored, signal.SIG_IGN)
-        for noted in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM):
+        for noted in (signal.SIGCHLD, signal.SIGHUP):
             signal.signal(noted, lambda number, frame: None)  # its number arrives through the wake-up socket
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         # SIGHUP when the parent dies, and also when only the thread that started us does, hence not SIGKILL. The socket says
@@ -95,8 +96,11 @@ class Supervisor:
     def leave_to_scorer(self) -> None:
         """Undo in the forked scorer what was set up for the supervisor."""
         signal.set_wakeup_fd(-1)
-        for noted in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM):
+        for noted in (signal.SIGCHLD, signal.SIGHUP):
             signal.signal(noted, signal.SIG_DFL)
+        # Ignored by the scorer, too, but not by what it starts, which a reward function may want to end by SIGTERM.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         for ours in (self._life, self._wakeups, self._wakeup_end):
             ours.close()
 
@@ -111,8 +115,8 @@ class Supervisor:
             for fd, _ in poller.poll():
                 if fd == self._life.fileno():
                     wanted = self._obey() and wanted
-                elif signal.SIGTERM in self._wakeups.recv(4096):
-                    wanted = False
+                else:
+                    self._wakeups.recv(4096)
             self._reap()
         cleared = self._kill_all()
         if self._ended is not None:

@@ -6,9 +6,10 @@ sample from their own generators: silent garbage, then a hang), and ranks of a r
 """
 
 import hashlib
+import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ from rl.config import Rollout
 from rl.rollout import cpu_support
 from rl.rollout.queue import Queue, SharedQueue, StaticQueue
 from rl.runtime.device import Device
+
+INTERRUPT_TURNS = 16
+"""Engine steps between two looks at whether to go on; a step takes 10 ms and more."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +170,11 @@ class RolloutEngine:
             return StaticQueue(num_items, replica=self.replica, num_replicas=self.num_replicas)
         return SharedQueue(num_items, name=f"{self.name}-queue-{self._queues_made}", replica_group=self._replica_group)
 
-    def generate(self, prompts: list[np.ndarray], sampling: Sampling, seeds: list[int], progress=None) -> list[Sample]:
-        """The samples of those prompts that this replica drew.
+    def generate(
+        self, prompts: list[np.ndarray], sampling: Sampling, seeds: list[int], progress=None,
+        interrupt: Callable[[], bool] | None = None,
+    ) -> list[Sample] | None:  # fmt: skip
+        """The samples of those prompts that this replica drew; None if `interrupt`, asked now and then, was true on a rank of it.
 
         prompts: int32 [P_i] token ids each; seeds: one per prompt; sample j of prompt i is drawn with `seed_of(seeds[i], j)`,
         so that what is sampled does not depend on which replica draws it.
@@ -177,23 +184,37 @@ class RolloutEngine:
         # No replica holds more than its share, or the first to start would take all.
         share = -(-len(prompts) // self.num_replicas) * n
         capacity = max(n, min(self.config.max_concurrent_samples, share))
-        running, more, out = 0, True, []
-        while more or running:
-            while more and running + n <= capacity:
+        running: set[str] = set()
+        more, out = True, []
+        for turn in itertools.count():
+            if not more and not running:
+                return out
+            if interrupt is not None and turn % INTERRUPT_TURNS == 0 and self._any_in_replica(interrupt()):
+                engine.abort_request(list(running))
+                return None
+            while more and len(running) + n <= capacity:
                 item = queue.draw()
                 if item is None:
                     more = False
                     break
                 for number in range(n):
                     params = _params(sampling, seed_of(seeds[item], number))
-                    engine.add_request(f"{item}.{number}", {"prompt_token_ids": prompts[item].tolist()}, params)
-                running += n
+                    request = f"{item}.{number}"
+                    engine.add_request(request, {"prompt_token_ids": prompts[item].tolist()}, params)
+                    running.add(request)
             finished = [output for output in engine.step() if output.finished] if running else []
-            running -= len(finished)
+            running -= {output.request_id for output in finished}
             out += [_sample(output) for output in finished]
             if progress is not None:
                 progress.update(len(finished) * self.num_replicas)
-        return out
+
+    def _any_in_replica(self, here: bool) -> bool:
+        """Whether it is true on a rank of this replica. Collective over the replica."""
+        if self.tp == 1:
+            return here
+        anywhere = torch.tensor(int(here))
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._replica_group)
+        return bool(anywhere)
 
 
 def seed_of(*parts: object) -> int:

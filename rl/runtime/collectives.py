@@ -10,3 +10,10 @@ def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     moved = values.to(device, copy=True)
     dist.all_reduce(moved)
     return moved.cpu()
+
+
+def any_rank(here: bool) -> bool:
+    """Whether it is true on some rank. Collective over the world."""
+    anywhere = torch.tensor(int(here))
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    return bool(anywhere)

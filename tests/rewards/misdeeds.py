@@ -130,7 +130,7 @@ def leaves_an_alarm(response, **extra):
 
 
 def ignores_signals(response, extra_info=None, **extra):
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(os.getpid(), number)
         os.kill(os.getppid(), number)
     return float(response)

@@ -333,7 +333,7 @@ def test_a_worker_that_died_while_idle_costs_no_sample(key):
     with make_pool(REWARDS, "whereabouts", workers=2) as pool:
         pids = {int(score.values[key]) for score in pool.score(samples_of(range(200)))}
         for pid in pids:
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGKILL)
         assert not wait_until_gone(pids)
         scores = pool.score(samples_of(range(200)))
     assert not failed_of(scores)
