@@ -17,7 +17,7 @@ DIRECTORY = "launch"
 JOBS, SWEEP = "jobs.jsonl", "sweep.json"
 SILENT_S = 300.0
 """Seconds without a sign of life after which a run that says running, and whose job Slurm does not know, counts as lost."""
-UNFINISHED = ("stopped", "failed", "lost", "not started")
+UNFINISHED = ("stopped", "failed", "lost", "unstarted")
 """States in which nothing goes on without help."""
 
 
@@ -27,7 +27,7 @@ class RunState:
 
     directory: Path
     state: str
-    """queued, running, stopped (to be continued), finished, failed, lost (killed without a word) or not started."""
+    """queued, running, stopped (to be continued), finished, failed, lost (killed without a word) or unstarted."""
     step: int | None = None
     max_steps: int | None = None
     reward: float | None = None
@@ -87,7 +87,7 @@ def _told(directory: Path) -> RunState:
     last = _last_record(directory / "metrics.jsonl")
     step = last.get("training/global_step")
     if status is None:
-        state = "running" if last else "not started"
+        state = "running" if last else "unstarted"
         silent_s = _silence(directory, last.get("time"))
         return RunState(directory, state, step=step, reward=last.get("critic/score/mean"), silent_s=silent_s)
     return RunState(

@@ -1,7 +1,7 @@
 """`python -m launch status [DIR ...]`: a table of runs.
 
 DIR is a run directory, a sweep, or a directory with such (default: runs). States: queued, running, stopped (to be continued),
-finished, failed, lost (its job is gone, or it has been silent for minutes, and it never said why), not started.
+finished, failed, lost (its job is gone, or it has been silent for minutes, and it never said why), unstarted.
 """
 
 import argparse
