@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launch import slurm
 from launch.batch_file import ROOT
 from rl.config import load_config
 from rl.options import ConfigError
@@ -35,21 +36,22 @@ class RunFailed(RuntimeError):
 
 def executor(
     folder: str, *, nodes: int = 1, ranks_per_node: int = 1, gpus_per_node: int = 0, cpus_per_rank: int = 1, minutes: int = 60,
-    at_a_time: int = 0, signal_lead_s: int = 90, partition: str = "", sbatch: dict[str, Any] | None = None,
+    at_a_time: int = 0, signal_lead_s: int = 90, partition: str = "", max_restarts: int = 100, sbatch: dict[str, Any] | None = None,
 ):  # fmt: skip
     """A submitit executor for Slurm.
 
     folder: for submitit's pickles and logs, on a disk that all nodes see. at_a_time: most tasks of an array at once; 0: all.
-    signal_lead_s: how long before the end of the time limit the ranks are told. sbatch: further options by name.
+    signal_lead_s: how long before the end of the time limit the ranks are told. max_restarts: how often a job whose time is up
+    goes back into the queue. sbatch: further options by name.
     Raises ConfigError if submitit or Slurm is missing.
     """
     try:
         import submitit
     except ImportError:
         raise ConfigError("submitit is not installed: pip install 'lockstep[slurm]', or use python -m launch submit.") from None
-    if submitit.SlurmExecutor.affinity() < 0:
-        raise ConfigError("there is no srun on this machine; submit from a login node of a Slurm cluster.")
-    made = submitit.SlurmExecutor(folder=folder)
+    if not slurm.available():
+        raise ConfigError("there is no Slurm on this machine; submit from a login node of a cluster.")
+    made = submitit.SlurmExecutor(folder=folder, max_num_timeout=max_restarts)
     options: dict[str, Any] = dict(
         nodes=nodes, ntasks_per_node=ranks_per_node, cpus_per_task=cpus_per_rank, time=minutes, signal_delay_s=signal_lead_s
     )
