@@ -1,7 +1,9 @@
 """The dry run from the command line, and what its numbers must obey. Arithmetic only."""
 
 import json
+import os
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -181,6 +183,19 @@ class TestCommand:
     def test_a_machine_that_cannot_be(self, capsys):
         assert self.run("--world-size", "8", "--tflops", "-1") == 2
         assert "--tflops is -1" in capsys.readouterr().err
+
+    @pytest.mark.slow
+    def test_the_largest_model_takes_little_of_a_login_node(self):
+        command = ["train_rl.py", "--config", "configs/ppo_deepseek671b.yaml", "--dry-run", "--world-size", "512"]
+        core = {min(os.sched_getaffinity(0))}
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(0, core)
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0 and "671.03 B parameters" in done.stdout, done.stderr
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 120
+        assert after.ru_maxrss < 8 << 20  # KiB, of the largest child so far
 
     def test_train_rl_hands_it_over_and_imports_neither_megatron_nor_vllm(self):
         code = (
