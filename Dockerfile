@@ -65,6 +65,8 @@ RUN if [ -n "$APEX_REF" ]; then \
 # transformer-engine cannot be without the GPU's driver, which a build has not; `pip check` looks at the set instead.
 COPY setup.py train_rl.py README.md ./
 COPY rl rl/
+COPY launch launch/
+COPY slurm slurm/
 COPY configs configs/
 COPY slurm slurm/
 COPY tools tools/

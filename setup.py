@@ -55,7 +55,7 @@ setup(
     version=re.search(r'^__version__ = "(.+)"$', (here / "rl" / "__init__.py").read_text(), re.MULTILINE)[1],
     description="Reinforcement learning on large language models as one SPMD program, native to Slurm",
     python_requires=">=3.11",
-    packages=find_packages(include=["rl", "rl.*"]),
+    packages=find_packages(include=["rl", "rl.*", "launch", "launch.*"]),
     py_modules=["train_rl"],
     # An explicit root makes `pip install -e` write one path line instead of an import hook that lists today's packages, so
     # a package added tomorrow is found without a new install.

@@ -5,9 +5,10 @@
     mpirun -n 2 python train_rl.py --config configs/quickstart.yaml
     python train_rl.py --config configs/quickstart.yaml
 
-`--help` lists every key, `--print-config` the resolved configuration. Exit code 0: done; 2: the input cannot work, said
-in one sentence by the first rank; 75: stopped for time or by a signal, the same command goes on; 1: anything else, with the
-first cause in the last lines of the log (docs/faults.md).
+`--help` lists every key, `--print-config` prints the resolved configuration, `--dry-run --world-size N` says on a machine
+without a GPU whether the run would fit into memory on N of them (`--dry-run --help`). Exit code 0: done; 2: the input cannot
+work, said in one sentence by the first rank; 75: stopped for time or by a signal, the same command goes on; 1: anything else,
+with the first cause in the last lines of the log (docs/faults.md).
 """
 
 import atexit
@@ -20,6 +21,10 @@ import sys
 
 
 def main() -> int:
+    if "--dry-run" in sys.argv[1:]:
+        from rl.dry_run.command import main as dry_run
+
+        return dry_run(sys.argv[1:])
     from rl.runtime.signals import expect_signals
 
     expect_signals()  # before any thread, which would be hit by what this one blocks

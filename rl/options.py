@@ -441,7 +441,7 @@ def parse_command_line(cls: type, argv: list[str], *, program: str = "train_rl.p
     """
     parser = argparse.ArgumentParser(
         prog=program,
-        usage="%(prog)s --config FILE [key=value ...] [--print-config] [--help]",
+        usage="%(prog)s --config FILE [key=value ...] [--print-config | --dry-run] [--help]",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -450,6 +450,7 @@ def parse_command_line(cls: type, argv: list[str], *, program: str = "train_rl.p
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file with any of the keys below")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="set one key over the file, e.g. training.tp=2")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and leave")
+    parser.add_argument("--dry-run", action="store_true", help="say whether it would fit: --dry-run --help")
     parser.add_argument("-h", "--help", action="store_true", help="print this text and leave")
     if "-h" in argv or "--help" in argv:
         print(f"{parser.format_help()}\n{help_text(cls)}")

@@ -6,6 +6,7 @@
 #
 # Read from the environment (set them in site.sh, or export them before sbatch):
 #   LOCKSTEP_ROOT     the checkout; default: the directory in which sbatch was called
+#   LOCKSTEP_LOGS     where the ranks' logs go; default: the directory in which the job starts
 #   CONTAINER         none, pyxis:IMAGE or apptainer:IMAGE;  CONTAINER_MOUNTS  SRC:DST[,SRC:DST ...] of either
 #   PYTHON            the interpreter of the ranks; default: python (of the modules and the venv that site.sh loads)
 #   SRUN_MPI          srun's --mpi; default none, because ranks find each other without MPI
@@ -23,7 +24,7 @@ if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
 else
     job_id=$SLURM_JOB_ID
 fi
-rank_logs=$PWD/$SLURM_JOB_NAME-$job_id.ranks # one file per rank; a requeued job appends
+rank_logs=${LOCKSTEP_LOGS:-$PWD}/$SLURM_JOB_NAME-$job_id.ranks # one file per rank; a requeued job appends
 mkdir -p "$rank_logs"
 
 say() { echo "job $job_id: $*"; }

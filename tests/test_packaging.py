@@ -105,6 +105,13 @@ def test_version_is_the_packages_own(setup_arguments):
     assert setup_arguments["version"] == rl.__version__
 
 
+def test_every_package_is_installed_and_in_the_image(setup_arguments):
+    top = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert {name for name in setup_arguments["packages"] if "." not in name} == top == {"rl", "launch"}
+    copied = set(re.findall(r"^COPY (\S+) \1/$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    assert copied >= top | {"slurm", "configs", "tools", "tests"}
+
+
 def test_dockerfile_states_no_other_version(requirements, setup_arguments):
     text = (ROOT / "Dockerfile").read_text()
     commands = "\n".join(line for line in text.splitlines() if not line.startswith("#"))

@@ -54,8 +54,12 @@ def read_run(run_dir: Path) -> list[dict]:
     return records
 
 
+def metric_points(records: list[dict], name: str) -> list[Point]:
+    return [(record[STEP], record[name]) for record in records if record.get(name) is not None]
+
+
 def reward_points(records: list[dict]) -> list[Point]:
-    return [(record[STEP], record[REWARD]) for record in records if record.get(REWARD) is not None]
+    return metric_points(records, REWARD)
 
 
 def accuracy_points(records: list[dict]) -> dict[str, list[Point]]:
@@ -157,14 +161,20 @@ def compare(runs: dict[str, list[dict]], png: Path) -> None:
         curves |= {f"{name} {source}" if len(by_source) > 1 else name: points for source, points in by_source.items()}
     if not curves:
         raise ValueError("the records hold no val-core/*/acc/mean@1, so there is nothing to compare.")
+    draw_curves(curves, png, label="held-out accuracy")
+
+
+def draw_curves(curves: dict[str, list[Point]], png: Path, *, label: str) -> None:
+    """Write a picture with a curve for each name."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 5), dpi=150)
     for number, (name, points) in enumerate(curves.items()):
         style = ("-", "--", ":")[number // 10 % 3]
         axes.plot(*zip(*points), style, color=f"C{number % 10}", linewidth=1.5, marker=".", label=name)
     axes.set_xlabel("training step")
-    axes.set_ylabel("held-out accuracy")
-    axes.set_ylim(-0.03, 1.03)
+    axes.set_ylabel(label)
+    if all(0 <= value <= 1 for points in curves.values() for _, value in points):
+        axes.set_ylim(-0.03, 1.03)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, ncols=2, loc="lower right")
     figure.tight_layout()

@@ -1,0 +1,142 @@
+"""Batch files, as they lie in slurm/: plain bash around slurm/job.sh, to be read, edited and submitted again."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl.options import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Resources:
+    """What a job asks Slurm for."""
+
+    nodes: int = 1
+    """Nodes."""
+    gpus_per_node: int = 8
+    """GPUs of a node, a rank each. 0: CPU nodes."""
+    ranks_per_node: int = 0
+    """Ranks of a CPU node."""
+    cpus_per_task: int = 0
+    """Cores of a rank. 0: what the site gives."""
+    time: str = "1-00:00:00"
+    """Time limit, as Slurm writes it."""
+    mem: str = ""
+    """Memory of a node. Empty: all of it on GPU nodes, what the site gives on CPU nodes."""
+    account: str = ""
+    """Empty: the site's default; the same for the next two."""
+    partition: str = ""
+    """Partition."""
+    qos: str = ""
+    """Quality of service."""
+    signal_lead_s: int = 600
+    """Seconds before the end at which all ranks are told to stop and save."""
+    requeue: bool = True
+    """Whether the job may be put back into the queue, to go on."""
+    sbatch: list[str] = field(default_factory=list)
+    """Further options of sbatch, e.g. --constraint=h100."""
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot be."""
+        if self.nodes < 1:
+            raise ConfigError(f"nodes is {self.nodes}, but must be at least 1.")
+        if min(self.gpus_per_node, self.ranks_per_node, self.cpus_per_task, self.signal_lead_s) < 0:
+            raise ConfigError("GPUs and ranks per node, cores per task and the signal's lead must be 0 or more.")
+        if not self.gpus_per_node and not self.ranks_per_node:
+            raise ConfigError("with 0 GPUs per node the number of ranks of a CPU node is needed, e.g. 2 (ranks per node).")
+        if self.gpus_per_node and self.ranks_per_node:
+            raise ConfigError("a node has a rank per GPU; give ranks per node only with 0 GPUs per node.")
+        if self.signal_lead_s >= seconds(self.time):
+            raise ConfigError(f"the signal {self.signal_lead_s} s before the end comes before the start of a job of {self.time}.")
+        for option in self.sbatch:
+            if not option.startswith("-"):
+                raise ConfigError(f"'{option}' is no option of sbatch; write it as one word, e.g. --constraint=h100.")
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * (self.gpus_per_node or self.ranks_per_node)
+
+    @property
+    def gpu_hours(self) -> float:
+        """That the allocation may take at most."""
+        return self.nodes * self.gpus_per_node * seconds(self.time) / 3600
+
+
+def seconds(time: str) -> int:
+    """Slurm's time format: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    days, _, rest = time.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdigit() for part in [*parts, days or "0"]) or len(parts) > 3:
+        raise ConfigError(f"time is '{time}', but Slurm takes e.g. 90 (minutes), 12:00:00 or 1-00:00:00.")
+    numbers = [int(part) for part in parts]
+    if days:
+        numbers += [0] * (3 - len(numbers))
+        return int(days) * 86400 + numbers[0] * 3600 + numbers[1] * 60 + numbers[2]
+    if len(numbers) == 1:
+        return numbers[0] * 60
+    return sum(number * factor for number, factor in zip(reversed(numbers), (1, 60, 3600)))
+
+
+def render(resources: Resources, *, name: str, logs: Path, config: str, overrides: Sequence[str], command: str) -> str:
+    """The batch file of one run. logs: directory of the job's and the ranks' logs. command: what wrote the file, for its
+    reader."""
+    header = _header(resources, name=name, output=f"{logs}/%x-%j.out", command=command)
+    return "\n".join([header, _source(logs), "", _train(config, overrides)]) + "\n"
+
+
+def render_sweep(resources: Resources, *, name: str, logs: Path, config: str, points: Path, command: str, array: str) -> str:
+    """The batch file of a job array. points: directory with a file of overrides, one per line, for each task. array: sbatch's
+    --array, e.g. 0-5%2."""
+    header = _header(resources, name=name, output=f"{logs}/%x-%A_%a.out", command=command, array=array)
+    body = f"""
+# Overrides of this task, one per line; a run is known by its name there, not by the task's number.
+points={shlex.quote(str(points))}
+mapfile -t overrides <"$points/$SLURM_ARRAY_TASK_ID"
+say "point $SLURM_ARRAY_TASK_ID: ${{overrides[*]}}"
+train {shlex.quote(config)} "${{overrides[@]}}" """
+    return "\n".join([header, _source(logs), body.strip("\n ")]) + "\n"
+
+
+def _header(resources: Resources, *, name: str, output: str, command: str, array: str = "") -> str:
+    lines = {"job-name": name, "nodes": resources.nodes}
+    if array:
+        lines["array"] = array
+    if resources.gpus_per_node:
+        lines |= {"gpus-per-node": resources.gpus_per_node, "exclusive": None, "mem": resources.mem or "0"}
+    else:
+        lines |= {"ntasks-per-node": resources.ranks_per_node}
+        lines |= {"mem": resources.mem} if resources.mem else {}
+    if resources.cpus_per_task:
+        lines["cpus-per-task"] = resources.cpus_per_task
+    lines |= {"time": resources.time, "signal": f"USR2@{resources.signal_lead_s}"}
+    for key in ("account", "partition", "qos"):
+        if value := getattr(resources, key):
+            lines[key] = value
+    lines["chdir"] = Path.cwd()
+    lines |= {"requeue" if resources.requeue else "no-requeue": None, "open-mode": "append", "output": output}
+    options = [f"--{key}" if value is None else f"--{key}={value}" for key, value in lines.items()]
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            f"# Written by: {command}",
+            "# To change something, edit and submit it: sbatch FILE. slurm/job.sh has what a job does, slurm/site.sh what is",
+            "# particular to a site.",
+            "#",
+            *(f"#SBATCH {option}" for option in [*options, *resources.sbatch]),
+        ]
+    )
+
+
+def _source(logs: Path) -> str:
+    paths = f"LOCKSTEP_ROOT={shlex.quote(str(ROOT))} LOCKSTEP_LOGS={shlex.quote(str(logs))}"
+    return f'export {paths}\nsource "$LOCKSTEP_ROOT/slurm/job.sh"'
+
+
+def _train(config: str, overrides: Sequence[str]) -> str:
+    """One argument per line where they are many."""
+    words = [shlex.quote(word) for word in ("train", config, *overrides)]
+    line = " ".join(words)
+    return line if len(line) <= 120 else " ".join(words[:2]) + "".join(f" \\\n    {word}" for word in words[2:])

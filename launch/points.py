@@ -1,0 +1,196 @@
+"""The points of a sweep: which values of which keys, and what each run is called.
+
+    grid:   {training.optimizer.lr: [1e-6, 2e-6], rollout.samples_per_prompt: [4, 8, 16]}     every combination
+    zip:    {training.tp: [1, 2], training.pp: [2, 1]}                                         first with first, and so on
+    random: {points: 10, seed: 0, keys: {objective.clip_high: {uniform: [0.2, 0.3]}}}          draws
+    seeds:  [1, 2, 3]                                                                          run.seed of each
+    skip:   ["training.tp * training.pp > 8"]                                                  leave these out
+    only:   ["rollout.samples_per_prompt > 4 or training.optimizer.lr < 2e-6"]                 keep these
+
+All combinations of grid, zip, random and seeds are taken, less those that a condition leaves out. A name follows from a
+point's own values, so that a point keeps its run when others are added.
+"""
+
+import hashlib
+import itertools
+import math
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.conditions import holds
+from rl.options import ConfigError, show
+
+LONGEST_NAME = 120
+SEED = "run.seed"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    name: str
+    values: Mapping[str, Any]
+    """Dotted key -> value."""
+
+    @property
+    def overrides(self) -> list[str]:
+        """As `train_rl.py` takes them."""
+        return [f"{key}={_override(value)}" for key, value in self.values.items()]
+
+
+def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Point]:
+    """The points of a sweep file's grid, zip, random and seeds, in that order of turns, the last fastest.
+
+    known: value of every key of the config without the sweep, for conditions. ConfigError for what is wrong.
+    """
+    parts = [
+        _grid(_mapping(sweep, "grid")),
+        _zip(_mapping(sweep, "zip")),
+        _random(_mapping(sweep, "random")),
+        _seeds(sweep.get("seeds")),
+    ]
+    keys = [key for part in parts for key in part[0]]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"the sweep gives {key} twice; name it in one of grid, zip, random and seeds.")
+        if key not in known:
+            raise ConfigError(f"the sweep varies {key}, which is no key of the config; train_rl.py --help lists them.")
+    if not keys:
+        raise ConfigError("the sweep has none of grid, zip, random and seeds, so there is nothing to sweep.")
+    combined = [dict(itertools.chain.from_iterable(part.items() for part in parts)) for parts in itertools.product(*parts)]
+    kept = [values for values in combined if _wanted(sweep, known | values)]
+    if not kept:
+        raise ConfigError("the conditions of the sweep (skip, only) leave no point.")
+    short = short_names(keys)
+    names = [name_of(values, short) for values in kept]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigError(f"two points of the sweep are both called {twice[0]}; is a value given twice?")
+    return [Point(name, values) for name, values in zip(names, kept)]
+
+
+def _mapping(sweep: Mapping[str, Any], section: str) -> dict:
+    found = sweep.get(section) or {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{section} of the sweep is {show(found)}, but must be a mapping of keys.")
+    return found
+
+
+def _grid(section: dict) -> list[dict]:
+    lists = [_list("grid", key, values) for key, values in section.items()]
+    return [dict(zip(section, values)) for values in itertools.product(*lists)]
+
+
+def _zip(section: dict) -> list[dict]:
+    lists = [_list("zip", key, values) for key, values in section.items()]
+    if len({len(values) for values in lists}) > 1:
+        lengths = ", ".join(f"{key} {len(values)}" for key, values in zip(section, lists))
+        raise ConfigError(f"the lists of zip must be equally long; found {lengths} values.")
+    return [dict(zip(section, values)) for values in zip(*lists)] or [{}]
+
+
+def _seeds(seeds: Any) -> list[dict]:
+    if seeds is None:
+        return [{}]
+    numbers = list(range(1, seeds + 1)) if isinstance(seeds, int) else _list("the sweep", "seeds", seeds)
+    return [{SEED: number} for number in numbers]
+
+
+def _list(section: str, key: str, values: Any) -> list:
+    if not isinstance(values, list) or not values:
+        raise ConfigError(f"{key} of {section} is {show(values)}, but must be a list of values.")
+    return values
+
+
+def _random(section: dict) -> list[dict]:
+    """Draws that depend on the seed and the place of the draw alone: more points keep the first ones."""
+    if not section:
+        return [{}]
+    if section.keys() != {"points", "seed", "keys"}:
+        raise ConfigError(f"random of the sweep has {', '.join(section)}; it takes points, seed and keys.")
+    return [
+        {key: _draw(key, spec, random.Random(f"{section['seed']}.{number}.{key}")) for key, spec in section["keys"].items()}
+        for number in range(section["points"])
+    ]
+
+
+def _draw(key: str, spec: Any, rng: random.Random) -> Any:
+    if isinstance(spec, dict) and len(spec) == 1:
+        ((kind, values),) = spec.items()
+        if kind == "choice" and isinstance(values, list) and values:
+            return rng.choice(values)
+        if isinstance(values, list) and len(values) == 2 and all(isinstance(v, (int, float)) for v in values):
+            low, high = values
+            if kind == "uniform":
+                return _rounded(rng.uniform(low, high))
+            if kind == "log_uniform" and 0 < low <= high:
+                return _rounded(math.exp(rng.uniform(math.log(low), math.log(high))))
+            if kind == "integer" and all(isinstance(v, int) for v in values):
+                return rng.randint(low, high)
+    raise ConfigError(
+        f"random draws {key} from {show(spec)}; write one of uniform: [low, high], log_uniform: [low, high] (above 0), "
+        "integer: [first, last], choice: [values]."
+    )
+
+
+def _rounded(value: float) -> float:
+    """Four digits: the name then shows the value that ran."""
+    return float(f"{value:.4g}")
+
+
+def _wanted(sweep: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    for section in ("skip", "only"):
+        conditions = sweep.get(section) or []
+        if not isinstance(conditions, list) or not all(isinstance(condition, str) for condition in conditions):
+            raise ConfigError(f"{section} of the sweep is {show(conditions)}, but must be a list of conditions in quotes.")
+        if any(holds(condition, values) == (section == "skip") for condition in conditions):
+            return False
+    return True
+
+
+# Names ------------------------------------------------------------------------------------------------------------------
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """The shortest ends of the keys that tell them apart: lr, or training.optimizer.lr beside critic.optimizer.lr."""
+    out = {}
+    for key in keys:
+        parts = key.split(".")
+        ends = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
+        out[key] = next(end for end in ends if sum(other == end or other.endswith("." + end) for other in keys) == 1)
+    return out
+
+
+def name_of(values: Mapping[str, Any], short: Mapping[str, str]) -> str:
+    """The name of a point, fit for a directory: lr=1e-06_seed=2. A long one ends in a hash of the whole."""
+    name = "_".join(f"{short[key]}={_word(value)}" for key, value in values.items())
+    if len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+    return f"{name[: LONGEST_NAME - 9]}_{digest}"
+
+
+def _word(value: Any) -> str:
+    return re.sub(r"[^\w.+-]+", "-", _override(value)).strip("-") or "empty"
+
+
+def _override(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return show(value, width=10**6)
+
+
+def tasks_text(tasks: Iterable[int]) -> str:
+    """Numbers of tasks as sbatch --array takes them: 0,2-5."""
+    out: list[list[int]] = []
+    for task in sorted(tasks):
+        if out and out[-1][1] == task - 1:
+            out[-1][1] = task
+        else:
+            out.append([task, task])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in out)

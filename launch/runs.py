@@ -1,0 +1,162 @@
+"""What has become of runs, from their directories and Slurm's queue.
+
+Reads only what a run writes (`status.json`, `metrics.jsonl`, `heartbeat/`) and `launch/jobs.jsonl`, which the launch commands write.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launch import slurm
+from rl.options import ConfigError
+
+DIRECTORY = "launch"
+"""Of a run or a sweep, for batch files, logs and what was submitted."""
+JOBS, SWEEP = "jobs.jsonl", "sweep.json"
+SILENT_S = 300.0
+"""Seconds without a sign of life after which a run that says running, and whose job Slurm does not know, counts as lost."""
+UNFINISHED = ("stopped", "failed", "lost", "unstarted")
+"""States in which nothing goes on without help."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """One run. None: not known."""
+
+    directory: Path
+    state: str
+    """queued, running, stopped (to be continued), finished, failed, lost (killed without a word) or unstarted."""
+    step: int | None = None
+    max_steps: int | None = None
+    reward: float | None = None
+    """Mean score of the last step."""
+    silent_s: float | None = None
+    """Age of the oldest rank's last heartbeat, of a run that goes on."""
+    attempts: int | None = None
+    """Starts of its job."""
+    job: str = ""
+    reason: str = ""
+
+
+def find_runs(directory: Path) -> list[Path]:
+    """The run directories in a directory, itself or up to two levels below; of a sweep all points, started or not."""
+    if not directory.is_dir():
+        raise ConfigError(f"there is no directory {directory}.")
+    found: dict[Path, None] = {}
+    for place in (directory, *sorted(directory.glob("*/")), *sorted(directory.glob("*/*/"))):
+        if (place / DIRECTORY / SWEEP).is_file():
+            found |= {place / point["name"]: None for point in read_sweep(place)["points"]}
+        elif (place / "status.json").is_file() or (place / "metrics.jsonl").is_file() or (place / DIRECTORY / JOBS).is_file():
+            found[place] = None
+    return list(found)
+
+
+def read_sweep(directory: Path) -> dict:
+    """What `launch sweep` wrote down of a sweep: name, config and points. ConfigError if it is none."""
+    path = directory / DIRECTORY / SWEEP
+    if not path.is_file():
+        raise ConfigError(f"{directory} holds no {DIRECTORY}/{SWEEP}; it is not the directory of a sweep.")
+    return json.loads(path.read_text())
+
+
+def note_job(directory: Path, job: str, **facts) -> None:
+    """Append a submission to the jobs of a run's or a sweep's `launch` directory."""
+    with (directory / JOBS).open("a") as file:
+        file.write(json.dumps({"job": job, "time": round(time.time(), 3), **facts}) + "\n")
+
+
+def noted_jobs(directory: Path) -> list[dict]:
+    """The submissions so far, oldest first."""
+    path = directory / JOBS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def read_runs(directories: Iterable[Path]) -> list[RunState]:
+    """The state of each run, Slurm's queue asked once."""
+    told = [_told(directory) for directory in directories]
+    jobs = [_jobs_of(run) for run in told]
+    queue = slurm.states(job for some in jobs for job in some)
+    return [_settled(run, some, queue) for run, some in zip(told, jobs)]
+
+
+def _told(directory: Path) -> RunState:
+    """What the run itself says."""
+    status = _read_json(directory / "status.json")
+    last = _last_record(directory / "metrics.jsonl")
+    step = last.get("training/global_step")
+    if status is None:
+        state = "running" if last else "unstarted"
+        silent_s = _silence(directory, last.get("time"))
+        return RunState(directory, state, step=step, reward=last.get("critic/score/mean"), silent_s=silent_s)
+    return RunState(
+        directory,
+        status["state"],
+        step=status["step"],
+        max_steps=status["max_steps"],
+        reward=last.get("critic/score/mean"),
+        silent_s=_silence(directory, status["time"]) if status["state"] == "running" else None,
+        attempts=status["restarts"] + 1,
+        job=status["job"],
+        reason=status["reason"],
+    )
+
+
+def _silence(directory: Path, otherwise: float | None) -> float | None:
+    """Seconds since the oldest rank's last heartbeat, or since `otherwise` where there are none."""
+    beats = [record["time"] for path in directory.glob("heartbeat/rank_*.json") if (record := _read_json(path))]
+    newest = min(beats, default=otherwise)
+    return None if newest is None else max(0.0, time.time() - newest)
+
+
+def _jobs_of(run: RunState) -> list[str]:
+    """The job that the run names, and the newest one that was submitted for it."""
+    own = noted_jobs(run.directory / DIRECTORY)[-1:]
+    jobs = [run.job, *(noted["job"] for noted in own)]
+    sweep = run.directory.parent / DIRECTORY
+    if (sweep / SWEEP).is_file():
+        points = [point["name"] for point in read_sweep(run.directory.parent)["points"]]
+        task = points.index(run.directory.name) if run.directory.name in points else None
+        jobs += [f"{noted['job']}_{task}" for noted in noted_jobs(sweep) if task in noted["tasks"]][-1:]
+    return [job for job in dict.fromkeys(jobs) if job]
+
+
+def _settled(run: RunState, jobs: list[str], queue: dict[str, str]) -> RunState:
+    """The state that follows from the run's word and from Slurm's."""
+    alive = [job for job in jobs if job in queue]
+    if run.state == "finished":
+        return run
+    if alive:
+        going = queue[alive[-1]] in ("RUNNING", "COMPLETING") and run.state == "running" and alive[-1] == run.job
+        starting = queue[alive[-1]] == "RUNNING"
+        return replace(run, job=alive[-1], state="running" if going or starting else "queued")
+    job = run.job or (jobs[-1] if jobs else "")
+    if run.state == "running":
+        in_slurm = bool(job) and slurm.available()
+        if in_slurm or (run.silent_s is not None and run.silent_s > SILENT_S):
+            return replace(run, job=job, state="lost")
+    return replace(run, job=job)
+
+
+def _read_json(path: Path) -> dict | None:
+    """None where there is no file, or one that is being written."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _last_record(path: Path) -> dict:
+    """The last whole line of a metrics file; {} if there is none."""
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - (1 << 16)))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        try:
+            return json.loads(line)
+        except ValueError:
+            continue  # cut off at either end
+    return {}

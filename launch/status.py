@@ -1,0 +1,61 @@
+"""`python -m launch status [DIR ...]`: a table of runs.
+
+DIR is a run directory, a sweep, or a directory with such (default: runs). States: queued, running, stopped (to be continued),
+finished, failed, lost (its job is gone, or it has been silent for minutes, and it never said why), unstarted.
+"""
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+from launch.runs import RunState, find_runs, read_runs
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directories", metavar="DIR", type=Path, nargs="*", default=[Path("runs")])
+    arguments = parser.parse_args(argv)
+    directories = dict.fromkeys(run for directory in arguments.directories for run in find_runs(directory))
+    runs = read_runs(directories)
+    if not runs:
+        print(f"no runs in {', '.join(map(str, arguments.directories))}")
+        return 0
+    print(table(runs))
+    counts = Counter(run.state for run in runs)
+    print(f"\n{len(runs)} runs: " + ", ".join(f"{number} {state}" for state, number in counts.most_common()))
+    return 0
+
+
+def table(runs: list[RunState]) -> str:
+    """One line per run; '-' for what is not known."""
+    rows = [["run", "state", "step", "reward", "heartbeat", "attempts", "job", "reason"]]
+    for run in runs:
+        steps = None if run.step is None else f"{run.step}" + (f"/{run.max_steps}" if run.max_steps else "")
+        rows.append(
+            [
+                str(run.directory),
+                run.state,
+                _cell(steps),
+                _cell(None if run.reward is None else f"{run.reward:.4f}"),
+                _cell(None if run.silent_s is None else age(run.silent_s)),
+                _cell(run.attempts),
+                _cell(run.job),
+                run.reason if len(run.reason) <= 60 else run.reason[:57] + "...",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _cell(value: object) -> str:
+    return "-" if value in (None, "") else str(value)
+
+
+def age(seconds: float) -> str:
+    """12 s, 3 min, 2 h or 5 d, rounded down."""
+    for limit, unit, word in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{int(seconds // unit)} {word}"
+    return f"{int(seconds // 86400)} d"

@@ -1,0 +1,75 @@
+"""`python -m launch submit`: one run as a Slurm job.
+
+Writes RUN_DIR/launch/job.sbatch, prints it with the resolved config, what it needs of memory and time, and the GPU-hours,
+and submits it. What follows -- are config overrides. With --dry-run nothing is submitted; the file stays.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from launch import slurm
+from launch.arguments import add_resources, as_typed, resources_of, warn
+from launch.batch_file import Resources, render
+from launch.runs import DIRECTORY, note_job
+from rl.config import Config, load_config
+from rl.config_checks import check
+from rl.options import to_yaml
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
+    parser.add_argument("--dry-run", action="store_true", help="write and print, but submit nothing")
+    parser.add_argument("--force", action="store_true", help="submit although the memory estimate says that it does not fit")
+    add_resources(parser)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="config overrides, after --")
+    arguments = parser.parse_args(argv)
+    resources = resources_of(arguments)
+    config = load_config(arguments.config, arguments.overrides)
+    for warning in check(config):
+        warn(warning)
+    directory = Path(config.run.dir).absolute() / DIRECTORY
+    file = directory / "job.sbatch"
+    text = render(
+        resources, name=config.run.name, logs=directory, config=str(Path(arguments.config).absolute()),
+        overrides=arguments.overrides, command=as_typed("submit", argv),
+    )  # fmt: skip
+    directory.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    print(f"# {file}\n{text}\n# resolved config\n{to_yaml(config)}")
+    fits = print_estimate(config, resources)
+    if not fits and not arguments.force:
+        print("not submitted, since it does not fit; --force submits it", file=sys.stderr)
+        return 2
+    if arguments.dry_run:
+        print(f"\nnot submitted (--dry-run); sbatch {file}")
+        return 0
+    job = slurm.submit(str(file))
+    note_job(directory, job)
+    print(f"\nsubmitted job {job}; python -m launch status {config.run.dir}")
+    return 0
+
+
+def print_estimate(config: Config, resources: Resources) -> bool:
+    """Print layout, memory and time as train_rl.py --dry-run does, and the GPU-hours of the allocation. Whether it fits; True
+    where that cannot be said here."""
+    if not resources.gpus_per_node:
+        print(f"# {resources.world_size} ranks on CPU nodes: no estimate of GPU memory")
+        return True
+    try:
+        from rl.dry_run.changes import cheapest_change
+        from rl.dry_run.estimate import estimate
+        from rl.dry_run.hardware import Hardware
+        from rl.dry_run.report import report, verdict
+    except ModuleNotFoundError as error:
+        print(f"# no memory estimate, because this Python has no {error.name}")
+        return True
+    found = estimate(config, resources.world_size, Hardware(ranks_per_node=resources.gpus_per_node))
+    print(report(found))
+    print(f"GPU-hours of the allocation, at most: {resources.gpu_hours:,.1f}")
+    print(verdict(found, cheapest_change(found) if found.problems else None))
+    return not found.problems

@@ -1,0 +1,124 @@
+"""submitit in front of runs: jobs submitted from Python, arrays by map_array, and its checkpoint protocol mapped to ours.
+
+    from launch.submitit_jobs import Train, executor
+
+    jobs = executor("runs/jobs", nodes=2, ranks_per_node=8, gpus_per_node=8, minutes=240, at_a_time=4)
+    job = jobs.submit(Train(), "configs/quickstart.yaml", ["run.name=a"])
+    many = jobs.map_array(Train(), ["configs/quickstart.yaml"] * 2, [["run.name=b"], ["run.name=c"]])
+    print(job.result())                 # {'state': 'finished', 'step': 150, ...}: the run's status.json
+
+submitit starts one task per rank and tells the first one by SIGUSR2 when its time is up or it is pre-empted; there
+`Train.checkpoint` waits until train_rl.py, which got the same signal, has stopped with a checkpoint, and hands submitit the same
+call again: the job is requeued and the run goes on by its name. Everything else works without submitit.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch import slurm
+from launch.batch_file import ROOT
+from rl.config import load_config
+from rl.options import ConfigError
+
+STOPPED_EXIT = 75
+"""Exit code of train_rl.py: stopped in order, to be continued."""
+
+
+class RunFailed(RuntimeError):
+    """train_rl.py ended with an error; its own words are in the task's log."""
+
+
+def executor(
+    folder: str, *, nodes: int = 1, ranks_per_node: int = 1, gpus_per_node: int = 0, cpus_per_rank: int = 1, minutes: int = 60,
+    at_a_time: int = 0, signal_lead_s: int = 90, partition: str = "", max_restarts: int = 100, sbatch: dict[str, Any] | None = None,
+):  # fmt: skip
+    """A submitit executor for Slurm.
+
+    folder: for submitit's pickles and logs, on a disk that all nodes see. at_a_time: most tasks of an array at once; 0: all.
+    signal_lead_s: how long before the end of the time limit the ranks are told. max_restarts: how often a job whose time is up
+    goes back into the queue. sbatch: further options by name.
+    Raises ConfigError if submitit or Slurm is missing.
+    """
+    try:
+        import submitit
+    except ImportError:
+        raise ConfigError("submitit is not installed: pip install 'lockstep[slurm]', or use python -m launch submit.") from None
+    if not slurm.available():
+        raise ConfigError("there is no Slurm on this machine; submit from a login node of a cluster.")
+    made = submitit.SlurmExecutor(folder=folder, max_num_timeout=max_restarts)
+    options: dict[str, Any] = dict(
+        nodes=nodes, ntasks_per_node=ranks_per_node, cpus_per_task=cpus_per_rank, time=minutes, signal_delay_s=signal_lead_s
+    )
+    if gpus_per_node:
+        options["gpus_per_node"] = gpus_per_node
+    if at_a_time:
+        options["array_parallelism"] = at_a_time
+    if partition:
+        options["partition"] = partition
+    # As slurm/job.sh starts ranks: one that fails ends all, and each sees all GPUs of its node.
+    srun = ["--kill-on-bad-exit=1", *(["--gpu-bind=none"] if gpus_per_node else [])]
+    made.update_parameters(**options, srun_args=srun, additional_parameters={"requeue": True, **(sbatch or {})})
+    return made
+
+
+class Train:
+    """A run of train_rl.py as a function that submitit can submit: called once on every rank."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._code: int | None = None
+
+    def __getstate__(self) -> dict:
+        return {"_process": None, "_code": None}
+
+    def __call__(self, config: str, overrides: Sequence[str] = ()) -> dict:
+        """Run to the end; returns the run's status.json. Raises RunFailed."""
+        command = [sys.executable, "-u", str(ROOT / "train_rl.py"), "--config", config, *overrides]
+        # Blocked until the program has said what the signal means to it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        try:
+            self._process = subprocess.Popen(command, env=_environment())
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+        code = self._wait()
+        if code == STOPPED_EXIT and _is_first_rank():
+            # It stopped by itself (run.max_time): what submitit does at the end of its time is what is wanted.
+            os.kill(os.getpid(), signal.SIGUSR2)
+        if code not in (0, STOPPED_EXIT):
+            raise RunFailed(f"train_rl.py --config {config} {' '.join(overrides)} ended with exit code {code}")
+        status = Path(load_config(config, overrides).run.dir, "status.json")
+        return json.loads(status.read_text())
+
+    def checkpoint(self, config: str, overrides: Sequence[str] = ()):
+        """Called by submitit in the first rank's handler of SIGUSR2: let the run stop, and ask for the same call again."""
+        from submitit.helpers import DelayedSubmission
+
+        if self._process is not None and self._wait(tell=True) not in (0, STOPPED_EXIT):
+            print(f"train_rl.py ended with {self._code} instead of stopping; it goes on from its last checkpoint", file=sys.stderr)
+        return DelayedSubmission(Train(), config, overrides)
+
+    def _wait(self, *, tell: bool = False) -> int:
+        """The exit code of the program. tell: tell it to stop; Slurm did too, where it sent the signal to all processes."""
+        assert self._process is not None
+        if tell and self._code is None:
+            self._process.send_signal(signal.SIGUSR2)
+        # Without Popen's lock, which the interrupted call of the same thread may hold.
+        while self._code is None:
+            status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            self._code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        return self._code
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("SLURM_PROCID", "0") == "0"

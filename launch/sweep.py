@@ -1,0 +1,169 @@
+"""`python -m launch sweep SWEEP.yaml`: many runs as one job array, a directory each.
+
+Writes SWEEP_DIR/launch (the batch file, the overrides of each point, what was submitted) and submits one array, of which at most
+`at_a_time` run at once. Called again it submits points that are new in the file; with --only failed those that did not
+finish and are not in the queue, which go on from their checkpoints. docs/launch.md describes the file.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch import slurm
+from launch.arguments import as_typed, warn
+from launch.batch_file import Resources, render_sweep
+from launch.points import Point, make_points, tasks_text
+from launch.runs import DIRECTORY, SWEEP, UNFINISHED, note_job, noted_jobs, read_runs, read_sweep
+from launch.submit import print_estimate
+from rl.config import Config, load_config
+from rl.config_checks import check
+from rl.options import ConfigError, flatten, load
+
+
+@dataclass
+class SweepFile:
+    """A sweep file."""
+
+    name: str = ""
+    """Name of the sweep and of its directory, `runs/<name>`, and of the job. Required."""
+    dir: str = ""
+    """Directory of the sweep. Empty: `runs/<name>`."""
+    config: str = ""
+    """YAML file of the run that is varied. Required."""
+    at_a_time: int = 0
+    """Most points that run at once (the % of sbatch --array). 0: no limit."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Dotted keys and values of all points."""
+    grid: dict[str, Any] = field(default_factory=dict)
+    """Keys with lists of values: every combination."""
+    zip: dict[str, Any] = field(default_factory=dict)
+    """Keys with equally long lists: first with first, second with second."""
+    random: dict[str, Any] = field(default_factory=dict)
+    """points, seed, and keys with what to draw from: uniform, log_uniform, integer, choice."""
+    seeds: Any = None
+    """A number of seeds, or a list of them, for run.seed."""
+    skip: list[str] = field(default_factory=list)
+    """Conditions over keys; points for which one holds are left out."""
+    only: list[str] = field(default_factory=list)
+    """Conditions over keys; points for which one does not hold are left out."""
+    job: Resources = field(default_factory=Resources)
+    """What each point asks Slurm for."""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", metavar="SWEEP.yaml", help="the sweep")
+    parser.add_argument("--only", choices=["failed"], help="submit again what did not finish")
+    parser.add_argument("--dry-run", action="store_true", help="write and print, but submit nothing")
+    arguments = parser.parse_args(argv)
+    sweep = read_file(arguments.file)
+    directory = Path(sweep.dir or f"runs/{sweep.name}").absolute()
+    found = make_points(vars(sweep), flatten(load_config(sweep.config, _overrides(sweep))))
+    first = check_points(sweep, directory, found)
+    points = write_points(sweep, directory, found)
+    tasks = failed_tasks(directory, points) if arguments.only else new_tasks(directory, points)
+    wanted = {point.name for point in found}
+    tasks = [task for task in tasks if points[task].name in wanted]
+    if not tasks:
+        again = "" if arguments.only else "; --only failed submits again those that did not finish"
+        print(f"nothing to submit: none of the {len(found)} points is {'unfinished' if arguments.only else 'new'}{again}")
+        return 0
+    file = _write_batch_file(sweep, directory, tasks, command=as_typed("sweep", argv))
+    print(f"# {file}\n{file.read_text()}")
+    for task in tasks:
+        print(f"{task:>4}  {points[task].name}")
+    print_estimate(first, sweep.job)
+    print(f"GPU-hours of {len(tasks)} points, at most: {len(tasks) * sweep.job.gpu_hours:,.1f}")
+    if arguments.dry_run:
+        print(f"\nnot submitted (--dry-run); sbatch {file}")
+        return 0
+    job = slurm.submit(str(file))
+    note_job(directory / DIRECTORY, job, tasks=tasks, file=file.name)
+    print(f"\nsubmitted array {job} with {len(tasks)} tasks; python -m launch status {directory}")
+    return 0
+
+
+def read_file(path: str) -> SweepFile:
+    """A sweep file; ConfigError for what is wrong in it."""
+    sweep = load(SweepFile, path)
+    for key in ("name", "config"):
+        if not getattr(sweep, key):
+            raise ConfigError(f"{key} is empty in {path}, but a sweep needs it.")
+    if "/" in sweep.name or sweep.name != sweep.name.strip():
+        raise ConfigError(f"name of {path} is '{sweep.name}', but names a directory: use a plain name.")
+    if sweep.at_a_time < 0:
+        raise ConfigError(f"at_a_time of {path} is {sweep.at_a_time}, but must be 0 or more.")
+    sweep.job.check()
+    return sweep
+
+
+def _overrides(sweep: SweepFile) -> list[str]:
+    return Point("", sweep.overrides).overrides
+
+
+def overrides_of(sweep: SweepFile, directory: Path, point: Point) -> list[str]:
+    """All overrides of a point's run."""
+    return [*_overrides(sweep), *point.overrides, f"run.name={point.name}", f"run.dir={directory / point.name}"]
+
+
+def check_points(sweep: SweepFile, directory: Path, points: list[Point]) -> Config:
+    """Check the config of every point and return that of the first. ConfigError names the point."""
+    configs, warnings = [], {}
+    for point in points:
+        try:
+            configs.append(load_config(sweep.config, overrides_of(sweep, directory, point)))
+            warnings |= {text: None for text in check(configs[-1])}
+        except ConfigError as error:
+            raise ConfigError(f"point {point.name}: {error}") from error
+    for text in warnings:
+        warn(text)
+    return configs[0]
+
+
+def write_points(sweep: SweepFile, directory: Path, points: list[Point]) -> list[Point]:
+    """Write the points down and return them by task number: points that were there before keep theirs."""
+    place = directory / DIRECTORY
+    before = read_sweep(directory)["points"] if (place / SWEEP).is_file() else []
+    known = [Point(**point) for point in before]
+    names = {point.name for point in known}
+    every = known + [point for point in points if point.name not in names]
+    (place / "points").mkdir(parents=True, exist_ok=True)
+    tasks = {point.name: task for task, point in enumerate(every)}
+    for point in points:  # again for those that were there, whose common overrides may be others now
+        lines = overrides_of(sweep, directory, point)
+        if broken := [line for line in lines if "\n" in line]:
+            raise ConfigError(f"{broken[0]!r} has a line break, which a sweep cannot pass on; put it into the config file.")
+        (place / "points" / str(tasks[point.name])).write_text("\n".join(lines) + "\n")
+    facts = {"name": sweep.name, "config": sweep.config, "points": [vars(point) for point in every]}
+    (place / SWEEP).write_text(json.dumps(facts, indent=1) + "\n")
+    return every
+
+
+def new_tasks(directory: Path, points: list[Point]) -> list[int]:
+    """Tasks that were never submitted."""
+    submitted = {task for noted in noted_jobs(directory / DIRECTORY) for task in noted["tasks"]}
+    return [task for task in range(len(points)) if task not in submitted]
+
+
+def failed_tasks(directory: Path, points: list[Point]) -> list[int]:
+    """Tasks that were submitted, did not finish, and with which nothing goes on by itself."""
+    new = new_tasks(directory, points)
+    states = read_runs(directory / point.name for point in points)
+    return [task for task, run in enumerate(states) if run.state in UNFINISHED and task not in new]
+
+
+def _write_batch_file(sweep: SweepFile, directory: Path, tasks: list[int], *, command: str) -> Path:
+    place = directory / DIRECTORY
+    limit = f"%{sweep.at_a_time}" if sweep.at_a_time else ""
+    text = render_sweep(
+        sweep.job, name=sweep.name, logs=place, config=str(Path(sweep.config).absolute()), points=place / "points",
+        command=command, array=tasks_text(tasks) + limit,
+    )  # fmt: skip
+    file = place / f"job-{len(noted_jobs(place)) + 1}.sbatch"
+    file.write_text(text)
+    return file

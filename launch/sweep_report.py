@@ -1,0 +1,94 @@
+"""`python -m launch report SWEEP`: the curves of a sweep's runs in one picture, and a page with their values.
+
+SWEEP is the directory of a sweep (or several run directories). Writes SWEEP/report.png and SWEEP/report.html, which needs nothing
+but a browser: the picture, and a row per run with the swept values, the state, and the first, best and last value of the metric.
+The metric is the held-out accuracy where the runs have one, else the mean reward; --metric takes any other of metrics.jsonl.
+"""
+
+import argparse
+import base64
+import html
+from pathlib import Path
+
+from launch.runs import DIRECTORY, SWEEP, RunState, read_runs, read_sweep
+from rl.options import ConfigError, show
+from tools.report import REWARD, Point, accuracy_points, draw_curves, metric_points, read_run, reward_points
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directories", metavar="SWEEP", type=Path, nargs="+", help="directory of a sweep, or run directories")
+    parser.add_argument("--metric", metavar="NAME", default="", help="a metric's name, e.g. actor/entropy")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="where to write (the sweep's directory)")
+    arguments = parser.parse_args(argv)
+    values = swept_values(arguments.directories)
+    runs = read_runs(values)
+    records = {run.directory: read_run(run.directory) for run in runs if (run.directory / "metrics.jsonl").is_file()}
+    if not records:
+        raise ConfigError("none of the runs has written a metric yet.")
+    metric, curves = curves_of(records, arguments.metric)
+    out = arguments.out or arguments.directories[0]
+    draw_curves({path.name: points for path, points in curves.items()}, out / "report.png", label=metric)
+    (out / "report.html").write_text(page(out.absolute().name, metric, runs, values, curves, out / "report.png"))
+    print(f"picture: {out / 'report.png'}\npage: {out / 'report.html'}\n{len(curves)} of {len(runs)} runs have {metric}")
+    return 0
+
+
+def swept_values(directories: list[Path]) -> dict[Path, dict]:
+    """Run directory -> the values of its point; {} for a run of no sweep."""
+    values: dict[Path, dict] = {}
+    for directory in directories:
+        if (directory / DIRECTORY / SWEEP).is_file():
+            values |= {directory / point["name"]: point["values"] for point in read_sweep(directory)["points"]}
+        else:
+            values[directory] = {}
+    return values
+
+
+def curves_of(records: dict[Path, list[dict]], metric: str) -> tuple[str, dict[Path, list[Point]]]:
+    """What is compared, and each run's points of it. ConfigError if no run has any."""
+    if metric:
+        name, curves = metric, {path: metric_points(some, metric) for path, some in records.items()}
+    elif any(accuracy_points(some) for some in records.values()):
+        source = next(source for some in records.values() for source in accuracy_points(some))
+        name = f"held-out accuracy, {source}"
+        curves = {path: accuracy_points(some).get(source, []) for path, some in records.items()}
+    else:
+        name, curves = REWARD, {path: reward_points(some) for path, some in records.items()}
+    curves = {path: points for path, points in curves.items() if points}
+    if not curves:
+        raise ConfigError(f"no run has the metric {name}.")
+    return name, curves
+
+
+def page(
+    title: str, metric: str, runs: list[RunState], values: dict[Path, dict], curves: dict[Path, list[Point]], picture: Path
+) -> str:
+    """The page; the best last value first."""
+    keys = list(dict.fromkeys(key for some in values.values() for key in some))
+    head = ["run", *keys, "state", "step", "first", "best", "last"]
+
+    def last(run: RunState) -> float:
+        return curves[run.directory][-1][1] if run.directory in curves else float("-inf")
+
+    rows = []
+    for run in sorted(runs, key=last, reverse=True):
+        points = [value for _, value in curves.get(run.directory, [])]
+        numbers = [f"{value:.4g}" for value in (points[0], max(points), points[-1])] if points else ["-"] * 3
+        own = [show(values[run.directory][key]) if key in values[run.directory] else "-" for key in keys]
+        rows.append([run.directory.name, *own, run.state, "-" if run.step is None else str(run.step), *numbers])
+    image = base64.b64encode(picture.read_bytes()).decode()
+    return "\n".join(
+        [
+            f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title>",
+            "<style>body{font:14px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:left}img{max-width:100%}</style>",
+            f"<h1>{html.escape(title)}</h1><p>{html.escape(metric)}</p>",
+            f"<img alt='curves' src='data:image/png;base64,{image}'>",
+            "<table>",
+            *("<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+              for tag, row in [("th", head), *(("td", row) for row in rows)]),
+            "</table>",
+        ]
+    ) + "\n"  # fmt: skip

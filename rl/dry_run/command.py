@@ -1,0 +1,65 @@
+"""`train_rl.py --config FILE --dry-run [--world-size N] [key=value ...]`: would this run fit, and how long would a step take?
+
+Builds nothing and needs no GPU. Validates the config and the layouts, then prints parameters per rank and pipeline stage,
+memory by kind in training, refit and generation, tokens, refit traffic and estimated seconds. Exit code 0: it fits; 2: it
+does not, or the config cannot work.
+"""
+
+import argparse
+import os
+import sys
+
+from rl.config import load_config
+from rl.config_checks import check
+from rl.dry_run import hardware
+from rl.dry_run.changes import cheapest_change
+from rl.dry_run.estimate import estimate
+from rl.dry_run.report import report, verdict
+
+
+def main(argv: list[str]) -> int:
+    arguments = parse(argv)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        for warning in check(config):
+            print(f"warning: {warning}", file=sys.stderr)
+        found = estimate(
+            config, arguments.world_size, hardware.from_options(arguments), shape=arguments.model_shape,
+            prompt=arguments.mean_prompt_tokens, response=arguments.mean_response_tokens,
+        )  # fmt: skip
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(report(found), flush=True)
+    print("\n" + verdict(found, cheapest_change(found) if found.problems else None))
+    return 2 if found.problems else 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments of a dry run. A usage error exits with code 2."""
+    parser = argparse.ArgumentParser(
+        prog="train_rl.py --dry-run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set one key over the file")
+    parser.add_argument("--dry-run", action="store_true", help="(this)")
+    ranks = int(os.environ.get("SLURM_NTASKS") or os.environ.get("WORLD_SIZE") or 1)
+    parser.add_argument("--world-size", metavar="N", type=int, default=ranks, help=f"number of ranks, one GPU each ({ranks})")
+    parser.add_argument(
+        "--model-shape", metavar="FILE", default="", help="config.json to take in the place of model.path's (configs/models has some)"
+    )
+    for side in ("prompt", "response"):
+        parser.add_argument(
+            f"--mean-{side}-tokens", metavar="X", type=float, default=0.0, help=f"mean tokens of a {side} (half of the longest)"
+        )
+    hardware.add_options(parser)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.world_size < 1:
+        parser.error(f"--world-size is {arguments.world_size}, but must be at least 1")
+    for override in arguments.overrides:
+        if "=" not in override:
+            parser.error(f"argument '{override}' is not of the form key=value")
+    return arguments

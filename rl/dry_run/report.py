@@ -1,0 +1,151 @@
+"""What a dry run prints."""
+
+from collections.abc import Iterable
+
+from rl.dry_run.changes import Change
+from rl.dry_run.estimate import Estimate
+from rl.dry_run.hardware import GIB
+from rl.dry_run.parameters import count_stages
+
+PHASES = ("training", "refit", "generation")
+
+
+def report(estimate: Estimate) -> str:
+    """Everything but the verdict."""
+    return "\n\n".join(block for block in (_head(estimate), _stages(estimate), _memory(estimate), _work(estimate)) if block)
+
+
+def verdict(estimate: Estimate, change: Change | None) -> str:
+    """FITS, or what does not and what would."""
+    if not estimate.problems:
+        room = min(estimate.hardware.memory - estimate.memory.peak(phase)[0] for phase in _phases(estimate))
+        return f"FITS, with {room / GIB:.1f} GiB to spare"
+    lines = ["DOES NOT FIT"] + [f"  {problem}" for problem in estimate.problems]
+    if change is None:
+        return "\n".join([*lines, "  no change that was tried would fit: more GPUs, or GPUs with more memory"])
+    seconds = change.estimate.step_seconds - (estimate.step_seconds - estimate.seconds.get("update_weights", 0.0))
+    return "\n".join([*lines, f"  cheapest change that fits: {change.words(estimate)}  ({seconds:+.0f} s per step)"])
+
+
+def _phases(estimate: Estimate) -> tuple[str, ...]:
+    return PHASES if estimate.memory.engine else PHASES[:1]
+
+
+def _head(estimate: Estimate) -> str:
+    config, layout, hardware = estimate.config, estimate.layout, estimate.hardware
+    nodes = -(-layout.world_size // hardware.ranks_per_node)
+    grid = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
+    if estimate.models["policy"].num_experts:
+        grid += f"; experts: ep {layout.ep} x etp {layout.etp} x dp {layout.expert_dp}"
+    lines = [
+        f"{config.run.name}: {config.algorithm}, {layout.world_size} ranks on {_count(nodes, 'node')}, "
+        f"GPUs of {hardware.gpu_memory_gib:g} GiB, {config.model.dtype}"
+    ]
+    for model in estimate.models.values():
+        words = f"{model.parameters / 1e9:.2f} B parameters" + ("" if model.learns else ", frozen")
+        if model.num_experts:
+            words += f", {model.multiplied / 1e9:.1f} B of them at work on a token"
+        lines.append(f"{model.name:<16}{words}")
+    lines.append(f"{'training':<16}{grid}")
+    if estimate.memory.engine:
+        lines.append(f"{'generation':<16}{_count(layout.replicas, 'replica')} of tp {layout.rollout_tp}")
+    return "\n".join(lines + [f"note: {note}" for note in estimate.notes])
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("s" if number != 1 else "")
+
+
+def _stages(estimate: Estimate) -> str:
+    """Parameters and the training peak of each pipeline stage; equal neighbours share a line."""
+    on_grid = {name: model for name, model in estimate.models.items() if model.trained_layout}
+    counts = {name: count_stages(model.parts, estimate.layout.placement(model)) for name, model in on_grid.items()}
+    rows: list[tuple[int, int, tuple[str, ...]]] = []
+    for stage, memory in enumerate(estimate.memory.stages):
+        cells = (
+            str(counts["policy"][stage].num_layers),
+            *(f"{count[stage].parameters:,}" for count in counts.values()),
+            f"{memory.state / GIB:.2f}",
+            f"{memory.activations / GIB:.2f}",
+            f"{memory.head / GIB:.2f}",
+        )
+        if rows and rows[-1][2] == cells:
+            rows[-1] = (rows[-1][0], stage, cells)
+        else:
+            rows.append((stage, stage, cells))
+    titles = ["layers", *(f"{name} parameters" for name in counts), "state GiB", "activations GiB", "head GiB"]
+    table = [["stage", *titles]] + [[str(a) if a == b else f"{a}-{b}", *cells] for a, b, cells in rows]
+    return "parameters of one rank, and its training memory\n" + _aligned(table)
+
+
+def _memory(estimate: Estimate) -> str:
+    """GiB by kind at the stage that is fullest in each phase."""
+    memory, phases = estimate.memory, _phases(estimate)
+    worst = {phase: memory.stages[memory.peak(phase)[1]] for phase in phases}
+    rows = [["GiB of a GPU", *phases]]
+    for name in memory.stages[0].states:
+        for kind in ("weights", "gradients", "optimizer"):
+            values = [getattr(memory.stays(phase, worst[phase].states[name]), kind) for phase in phases]
+            if any(values):
+                rows.append([f"{name}: {kind}", *_gib(values)])
+    zero = [0.0] * (len(phases) - 1)
+    rows.append(["activations", *_gib([worst["training"].activations, *zero])])
+    rows.append(["log-prob head", *_gib([worst["training"].head, *zero])])
+    if engine := memory.engine:
+        rows.append(["engine: weights", *_gib([0.0, engine.weights, engine.weights])])
+        rows.append(["engine: activations", *_gib([0.0, 0.0, engine.workspace])])
+        rows.append(["engine: KV cache", *_gib([0.0, 0.0, max(0.0, engine.budget - engine.weights - engine.workspace)])])
+        rows.append(["refit buffers", *_gib([0.0, memory.refit_buffers, 0.0])])
+    if memory.judge:
+        rows.append(["judge", *_gib([memory.judge] * len(phases))])
+    rows.append(["reserve", *_gib([memory.hardware.reserve] * len(phases))])
+    peaks = [memory.peak(phase) for phase in phases]
+    rows.append([f"total of {memory.hardware.gpu_memory_gib:g}", *_gib([total for total, _ in peaks])])
+    rows.append(["on stage", *(str(stage) for _, stage in peaks)])
+    lines = [_aligned(rows)]
+    if engine:
+        at_once = engine.cache_tokens // engine.max_tokens
+        lines.append(f"KV cache: {engine.cache_tokens:,} tokens, {at_once:,} sequences of the longest {engine.max_tokens:,}")
+    if memory.away or memory.reference:
+        per_rank = (memory.away + memory.reference) / GIB
+        lines.append(
+            f"host memory: {per_rank:.1f} GiB per rank, {per_rank * memory.hardware.ranks_per_node:.0f} GiB per node: "
+            f"{memory.away / GIB:.1f} offloaded in generation (training.offload={estimate.config.training.offload}), "
+            f"{memory.reference / GIB:.1f} for reference weights"
+        )
+    return "\n".join(lines)
+
+
+def _gib(values: Iterable[float]) -> list[str]:
+    return [f"{value / GIB:.2f}" if value else "-" for value in values]
+
+
+def _work(estimate: Estimate) -> str:
+    """Tokens, bytes of the refit, seconds by phase, and what these rest on."""
+    lengths, hardware = estimate.lengths, estimate.hardware
+    sequences = estimate.max_tokens // (estimate.config.data.max_prompt_tokens + estimate.config.rollout.max_response_tokens)
+    lines = [
+        f"tokens per step: at most {estimate.max_tokens:,}; about {round(sequences * lengths.total):,} in {sequences:,} sequences "
+        f"of {lengths.prompt:g} + {lengths.response:g} tokens"
+    ]
+    if refit := estimate.refit:
+        lines.append(
+            f"refit: {refit.all_ranks / GIB:.1f} GiB received by all ranks, at most {refit.busiest / GIB:.2f} GiB by one, "
+            f"{refit.largest_batch / GIB:.2f} GiB of buffers"
+        )
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in estimate.seconds.items())
+    lines += [
+        f"seconds per step, estimated: {phases}; together {estimate.step_seconds:.0f}",
+        f"GPU-hours of {estimate.config.run.max_steps} steps: {estimate.gpu_hours:,.1f}",
+        f"assumed: {hardware.tflops:g} TFLOP/s x {hardware.train_share:g}, {hardware.hbm_gb_s:g} GB/s of HBM x {hardware.hbm_share:g}, "
+        f"links {hardware.nvlink_gb_s:g} / {hardware.nic_gb_s:g} GB/s x {hardware.link_share:g}, busiest experts "
+        f"x {hardware.expert_imbalance:g}, {hardware.reserve_gib:g} GiB in reserve; see --dry-run --help",
+    ]
+    return "\n".join(lines)
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]) for row in rows
+    )

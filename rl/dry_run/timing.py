@@ -1,0 +1,115 @@
+"""A rough time of each phase of a step: the larger of arithmetic and memory traffic at a share of the peak speeds.
+
+Good for comparing layouts and for the size of an allocation, not for a promise: the shares (`Hardware`) are rules of thumb.
+Counted: 2 operations per parameter and token forward, 4 backward, 2 more to recompute; causal attention; the bubble of the
+pipeline; of decoding the weights and caches read from memory, the experts that a batch reaches, and two all-reduces per
+layer. Not counted: reward functions, packing, start-up, the optimizer's step, stragglers among replicas.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rl.config import Config, algorithm_of, needs_reference
+from rl.dry_run.hardware import Hardware
+from rl.dry_run.memory import ITEMSIZE, EngineMemory, Layout, num_micro_batches, sequences_per_prompt
+from rl.dry_run.shape import Model
+
+NEAR_LATENCY, FAR_LATENCY = 15e-6, 50e-6
+"""Seconds of an all-reduce of a few tokens within a node and between nodes."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens of a sequence, an assumption."""
+
+    prompt: float
+    response: float
+
+    @property
+    def total(self) -> float:
+        return self.prompt + self.response
+
+
+def assumed_lengths(config: Config, prompt: float = 0.0, response: float = 0.0) -> Lengths:
+    """The given means, or half of the longest."""
+    return Lengths(prompt or config.data.max_prompt_tokens / 2, response or config.rollout.max_response_tokens / 2)
+
+
+def estimate_seconds(
+    config: Config, layout: Layout, models: Mapping[str, Model], engine: EngineMemory | None, lengths: Lengths, hardware: Hardware
+) -> dict[str, float]:
+    """Seconds of each phase of a step but the refit, by its name in timing_s/*."""
+    needs, policy = algorithm_of(config).needs, models["policy"]
+    sequences = config.data.prompts_per_step * sequences_per_prompt(config)
+
+    def passes(model: Model, per_parameter: int) -> float:
+        return _training_pass(config, layout, model, sequences, lengths, per_parameter, hardware)
+
+    backward = 8 if config.training.recompute else 6
+    epochs = config.training.epochs
+    seconds = {}
+    if "samples" in needs:
+        assert engine is not None
+        seconds["gen"] = _generation(config, layout, policy, engine, lengths, hardware)
+        if "reward" in needs and not config.rollout_correction.bypass:
+            seconds["old_log_prob"] = passes(policy, 2)
+    if needs_reference(config):
+        # Its weights come from host memory, and the policy's go there and back.
+        swap = 3 * ITEMSIZE[config.model.dtype] * policy.parameters / (layout.tp * layout.pp * max(1, layout.ep))
+        seconds["ref"] = passes(policy, 2) + swap / (hardware.pcie_gb_s * 1e9)
+    if "critic" in models:
+        seconds["values"] = passes(models["critic"], 2)
+        seconds["update_critic"] = epochs * passes(models["critic"], backward)
+    if "implicit_reward" in models:
+        seconds["implicit_reward"] = 2 * passes(models["implicit_reward"], 2)
+        seconds["update_implicit_reward"] = passes(models["implicit_reward"], backward)
+    if "reward_model" in models:
+        seconds["reward"] = passes(models["reward_model"], 2)
+    seconds["update_actor"] = epochs * passes(policy, backward)
+    return seconds
+
+
+def _training_pass(
+    config: Config, layout: Layout, model: Model, sequences: float, lengths: Lengths, per_parameter: int, hardware: Hardware
+) -> float:
+    """All sequences of a step once through a model on the training grid. per_parameter: operations per parameter and token,
+    2 for a forward pass; attention costs in proportion."""
+    query, value = model.heads_width
+    attention = model.num_layers * (query + value) * lengths.total / 2  # multiplications per token, half of them masked
+    operations = per_parameter * (model.multiplied + attention) * sequences * lengths.total
+    busiest = hardware.expert_imbalance if model.num_experts else 1.0
+    ideal = busiest * operations / (layout.world_size * hardware.tflops * 1e12 * hardware.train_share)
+    bubble = (layout.pp - 1) / num_micro_batches(config, layout, lengths.total)
+    return ideal * (1 + bubble)
+
+
+def _generation(
+    config: Config, layout: Layout, model: Model, engine: EngineMemory, lengths: Lengths, hardware: Hardware
+) -> float:
+    """All samples of a step from all replicas: prefill by arithmetic, decoding by what each step reads from memory."""
+    tp, itemsize = layout.rollout_tp, ITEMSIZE[config.model.dtype]
+    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt / layout.replicas
+    in_cache = engine.cache_tokens / lengths.total
+    at_once = max(1.0, min(config.rollout.max_concurrent_samples, samples, in_cache))
+    rate = hardware.tflops * 1e12 * hardware.train_share * tp
+    prefill = 2 * model.multiplied * samples / config.rollout.samples_per_prompt * lengths.prompt / rate
+    weights = _weights_read(model, at_once) * itemsize / tp
+    cache = at_once * (lengths.prompt + lengths.response / 2) * engine.bytes_per_token
+    near = tp <= hardware.ranks_per_node
+    latency = 0.0 if tp == 1 else 2 * model.num_layers * (NEAR_LATENCY if near else FAR_LATENCY)
+    link = (hardware.nvlink_gb_s if near else hardware.nic_gb_s) * 1e9 * hardware.link_share
+    messages = 0.0 if tp == 1 else 2 * model.num_layers * 2 * at_once * model.hf["hidden_size"] * itemsize / link
+    step = (weights + cache) / (hardware.hbm_gb_s * 1e9 * hardware.hbm_share) + latency + messages
+    step = max(step, 2 * model.multiplied * at_once / rate)
+    return prefill + math.ceil(samples / at_once) * lengths.response * step
+
+
+def _weights_read(model: Model, batch: float) -> float:
+    """Parameters that one decoding step of a batch reads: of the routed experts those that some token chose."""
+    routed = sum(part.elements for part in model.parts if part.weight.expert is not None)
+    if not routed:
+        return model.multiplied
+    chosen = model.experts_per_token / model.num_experts
+    reached = 1 - (1 - chosen) ** batch
+    return model.multiplied + routed * (reached - chosen)

@@ -1,0 +1,141 @@
+"""python -m launch, its submitit front and tools/doctor.py on a real Slurm cluster of CPU nodes."""
+
+import ast
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks import ROOT
+from tests.slurm.cluster import PATIENCE_S, records, status, wait_for
+
+pytestmark = pytest.mark.slow
+
+SETTLED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+SUBMIT = """
+import sys
+
+from launch.submitit_jobs import Train, executor
+
+kind, folder, config, *overrides = sys.argv[1:]
+jobs = executor(folder, ranks_per_node=2 if kind == "one" else 1, minutes=30, at_a_time=1, signal_lead_s=60, partition="main")
+if kind == "one":
+    print(jobs.submit(Train(), config, overrides).job_id)
+else:
+    print(jobs.map_array(Train(), [config] * 2, [[*overrides, f"run.dir={folder}/{name}"] for name in "ab"])[0].job_id)
+"""
+RESULT = """
+import sys
+
+from submitit import SlurmJob
+
+print([SlurmJob(sys.argv[1], job, tasks=[0]).result() for job in sys.argv[2:]])
+"""
+
+
+@pytest.fixture
+def launch(cluster, tmp_path):
+    """python -m launch on the cluster, in tmp_path; returns what it prints."""
+
+    def run(*arguments):
+        return cluster.run(sys.executable, "-m", "launch", *arguments, cwd=tmp_path)
+
+    return run
+
+
+@pytest.fixture
+def sweep(config, tmp_path):
+    """2 x 3 points of two steps, of which two run at a time."""
+    path = tmp_path / "sweep.yaml"
+    path.write_text(
+        f"""
+        name: sweep
+        config: {config}
+        at_a_time: 2
+        overrides: {{run.max_steps: 2}}
+        grid:
+          training.optimizer.lr: [1.0e-3, 2.0e-3]
+          rollout.samples_per_prompt: [2, 3, 4]
+        job: {{gpus_per_node: 0, ranks_per_node: 1, time: "00:30:00", signal_lead_s: 60}}
+        """
+    )
+    return path
+
+
+def states(out):
+    """Point -> state, from the table of `launch status`."""
+    return {line.split()[0].rsplit("/")[-1]: line.split()[1] for line in out.splitlines() if "samples_per_prompt=" in line}
+
+
+def test_a_sweep_runs_two_at_a_time_and_only_the_failed_point_again(cluster, launch, sweep, tmp_path):
+    assert "--array=0-5%2" in launch("sweep", sweep)
+    runs = tmp_path / "runs" / "sweep"
+    points = [point["name"] for point in json.loads((runs / "launch" / "sweep.json").read_text())["points"]]
+    job = json.loads((runs / "launch" / "jobs.jsonl").read_text())["job"]
+    victim = points[2]
+    wait_for(lambda: status(runs / victim)["state"] == "running", "the run to be killed", timeout=2 * PATIENCE_S)
+    assert len(cluster.run("squeue", "-h", "-r", "-t", "RUNNING", "-o", "%i").split()) <= 2
+    cluster.run("scancel", "--signal=KILL", f"{job}_2")
+    for task in range(6):
+        cluster.wait(f"{job}_{task}", SETTLED, timeout=3 * PATIENCE_S)
+    assert states(launch("status", runs)) == {point: "lost" if point == victim else "finished" for point in points}
+
+    assert "--array=2%2" in launch("sweep", sweep, "--only", "failed")
+    again = json.loads((runs / "launch" / "jobs.jsonl").read_text().splitlines()[1])["job"]
+    assert cluster.wait(f"{again}_2", SETTLED)["JobState"] == "COMPLETED"
+    assert states(launch("status", runs)) == dict.fromkeys(points, "finished")
+    assert "nothing to submit" in launch("sweep", sweep, "--only", "failed")
+
+    assert all([record["training/global_step"] for record in records(runs / point)] == [1, 2] for point in points)
+    assert "6 of 6 runs" in launch("report", runs)
+    assert (runs / "report.png").read_bytes().startswith(b"\x89PNG") and (runs / "report.html").read_text().count("<tr>") == 7
+
+
+def test_submit_writes_a_file_that_runs(cluster, launch, config, tmp_path):
+    asked = ("--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--time", "00:30:00")
+    launch("submit", "--config", config, *asked, "--", "run.max_steps=1")
+    job = json.loads((tmp_path / "run" / "launch" / "jobs.jsonl").read_text())["job"]
+    facts = cluster.wait(job, SETTLED)
+    assert facts["JobState"] == "COMPLETED" and facts["NumNodes"] == "2"
+    assert "finished" in launch("status", tmp_path / "run")
+
+
+class TestSubmitit:
+    def python(self, cluster, code, *arguments, cwd):
+        return cluster.run(sys.executable, "-c", code, *arguments, cwd=cwd).strip()
+
+    def test_a_job_is_pre_empted_and_goes_on(self, cluster, config, tmp_path):
+        job = self.python(cluster, SUBMIT, "one", tmp_path / "jobs", config, cwd=tmp_path)
+        run = tmp_path / "run"
+        wait_for(lambda: status(run)["step"] >= 2, "step 2")
+        urgent = ("--partition=urgent", "--nodes=4", "--exclusive", "--wrap=true")
+        cluster.wait(cluster.submit(*urgent, cwd=tmp_path), SETTLED)
+        facts = cluster.wait(job, SETTLED, timeout=2 * PATIENCE_S)
+        assert facts["JobState"] == "COMPLETED" and int(facts["Restarts"]) >= 1
+        [result] = ast.literal_eval(self.python(cluster, RESULT, tmp_path / "jobs", job, cwd=tmp_path))
+        assert (result["state"], result["step"]) == ("finished", 6) and result["restarts"] >= 1
+        assert [record["training/global_step"] for record in records(run)] == [1, 2, 3, 4, 5, 6]
+        log = "".join(path.read_text() for path in (tmp_path / "jobs").glob("*_0_log.*"))
+        assert "resuming after step" in log
+
+    def test_an_array_through_map_array(self, cluster, config, tmp_path):
+        folder = tmp_path / "jobs"
+        job = self.python(cluster, SUBMIT, "array", folder, config, "run.max_steps=1", cwd=tmp_path)
+        tasks = [job, job.replace("_0", "_1")]
+        for task in tasks:
+            assert cluster.wait(task, SETTLED)["JobState"] == "COMPLETED"
+        results = ast.literal_eval(self.python(cluster, RESULT, folder, *tasks, cwd=tmp_path))
+        assert [result["state"] for result in results] == ["finished"] * 2
+        assert all(len(records(folder / name)) == 1 for name in "ab")
+
+
+def test_the_doctor_names_the_node_that_does_not_see_the_data(cluster, config, tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}")
+    examine = f"exec {sys.executable} {ROOT}/tools/doctor.py --mib 4 --min-free-gib 0 --config {config} data.train=train.jsonl"
+    srun = ("srun", "--nodes=4", "--ntasks-per-node=1", "bash", "-c")
+    assert "4 nodes, 0 with something bad" in cluster.run(*srun, examine, cwd=tmp_path)
+    blind = f"if [ $(hostname) = node3 ]; then cd /; fi; {examine}"
+    done = subprocess.run([*srun, blind], env=cluster.env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 2 and "bad   node3: paths: data.train: train.jsonl" in done.stdout
+    assert done.stdout.rstrip().endswith("--exclude=node3")

@@ -1,0 +1,178 @@
+"""What tools/doctor.py looks at between nodes: clocks, the transport, and the bandwidth of pairs. Collective over the world."""
+
+import os
+import re
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rl.runtime.device import Device
+from tools.node_checks import Finding, bad, ok, warn
+
+SAMPLES = 5
+WARM_UP, REPEATS = 2, 5
+SLOW = 0.5
+"""Share of the median below which a pair counts as slow."""
+
+
+def first_ranks(hosts: Sequence[str]) -> list[int]:
+    """The first rank of each node, in the order of the nodes. hosts: of each rank."""
+    return [hosts.index(host) for host in dict.fromkeys(hosts)]
+
+
+# Clocks -------------------------------------------------------------------------------------------------------------------
+
+
+def check_clocks(hosts: Sequence[str], *, max_skew_s: float) -> dict[str, list[Finding]]:
+    """Findings by node: clocks that differ from the median clock. Each node's first rank answers the first rank's question;
+    of several answers the quickest counts, whose error is at most half of its round trip."""
+    offsets = []
+    for peer in first_ranks(hosts):
+        offsets.append(0.0 if peer == 0 else _offset(peer))
+    told = torch.tensor(offsets, dtype=torch.float64)
+    dist.broadcast(told, src=0)
+    middle = statistics.median(told.tolist())
+    out = {}
+    for host, offset in zip(dict.fromkeys(hosts), told.tolist()):
+        off = offset - middle
+        text = f"{off:+.3f} s from the median of {len(told)} nodes"
+        out[host] = [bad("clock", f"{text}, more than {max_skew_s:g} s") if abs(off) > max_skew_s else ok("clock", text)]
+    return out
+
+
+def _offset(peer: int) -> float:
+    """Seconds that the peer's clock is ahead of the first rank's; 0 on other ranks."""
+    rank, best = dist.get_rank(), (float("inf"), 0.0)
+    if rank not in (0, peer):
+        return 0.0
+    for _ in range(SAMPLES):
+        answer = torch.zeros(1, dtype=torch.float64)
+        if rank == 0:
+            asked, started = time.time(), time.perf_counter()
+            dist.send(answer, peer)
+            dist.recv(answer, peer)
+            trip = time.perf_counter() - started
+            best = min(best, (trip, float(answer) - (asked + trip / 2)))
+        else:
+            dist.recv(answer, 0)
+            answer[0] = time.time()
+            dist.send(answer, 0)
+    return best[1]
+
+
+# Bandwidth ----------------------------------------------------------------------------------------------------------------
+
+
+def pair_rounds(number: int, most: int) -> list[list[tuple[int, int]]]:
+    """Rounds of disjoint pairs of 0..number-1, by the circle method: all rounds meet every pair once; of them at most `most`,
+    spread over the circle."""
+    players = [*range(number), *([None] if number % 2 else [])]
+    rounds = []
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        pairs = [(a, b) for a, b in zip(players[:half], reversed(players[half:])) if a is not None and b is not None]
+        rounds.append([(min(pair), max(pair)) for pair in pairs])
+        players = [players[0], players[-1], *players[1:-1]]
+    return rounds if len(rounds) <= most else [rounds[len(rounds) * i // most] for i in range(most)]
+
+
+def measure_pairs(hosts: Sequence[str], device: Device, *, mib: int, rounds: int) -> dict[tuple[str, str], float]:
+    """GB/s of an all-reduce between the first ranks of pairs of nodes, by the pair's hosts; on every rank alike. With one node
+    between its first two ranks."""
+    leaders = first_ranks(hosts)
+    if len(leaders) == 1:
+        leaders = list(range(min(2, len(hosts))))
+    speeds: dict[tuple[str, str], float] = {}
+    for pairs in pair_rounds(len(leaders), rounds):
+        mine = None
+        for a, b in pairs:
+            if dist.get_rank() in (leaders[a], leaders[b]):
+                mine = (a, b), _all_reduce_speed([leaders[a], leaders[b]], device, mib)
+        every: list = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        for found in every:
+            if found is not None:
+                (a, b), speed = found
+                pair = hosts[leaders[a]], hosts[leaders[b]]
+                speeds[pair] = min(speed, speeds.get(pair, float("inf")))
+    return speeds
+
+
+def _all_reduce_speed(ranks: list[int], device: Device, mib: int) -> float:
+    """GB/s of an all-reduce of two ranks, of whom each sends its whole buffer."""
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    buffer = torch.ones((mib << 20) // 4, device=device.torch)
+    for _ in range(WARM_UP):
+        dist.all_reduce(buffer, group=group)
+    device.synchronize()
+    started = time.perf_counter()
+    for _ in range(REPEATS):
+        dist.all_reduce(buffer, group=group)
+    device.synchronize()
+    seconds = (time.perf_counter() - started) / REPEATS
+    dist.destroy_process_group(group)
+    return (mib << 20) / seconds / 1e9
+
+
+def judge_pairs(speeds: dict[tuple[str, str], float], *, min_gb_s: float) -> dict[str, list[Finding]]:
+    """Findings by node: a node is bad if most of its pairs are slow, where slow is below half of the median, or min_gb_s."""
+    if not speeds:
+        return {}
+    median = statistics.median(speeds.values())
+    limit = max(min_gb_s, SLOW * median)
+    out = {}
+    for host in dict.fromkeys(host for pair in speeds for host in pair):
+        own = {pair: speed for pair, speed in speeds.items() if host in pair}
+        slow = {pair: speed for pair, speed in own.items() if speed < limit}
+        text = f"{min(own.values()):.2f} to {max(own.values()):.2f} GB/s in {len(own)} pairs, median of all {median:.2f}"
+        if 2 * len(slow) > len(own):
+            peers = ", ".join(f"{a if b == host else b} {speed:.2f}" for (a, b), speed in slow.items())
+            out[host] = [bad("bandwidth", f"{text}; slow with {peers}")]
+        else:
+            out[host] = [warn("bandwidth", f"{text}; {len(slow)} slow") if slow else ok("bandwidth", text)]
+    return out
+
+
+# Transport ----------------------------------------------------------------------------------------------------------------
+
+
+def check_transport(hosts: Sequence[str], device: Device, nccl_log: str) -> list[Finding]:
+    """What this node's messages to others really travel on. nccl_log: what NCCL_DEBUG=INFO wrote on this rank; "" on CPU."""
+    if len(set(hosts)) == 1:
+        return [ok("transport", "one node")]
+    if device.is_cuda:
+        return read_nccl_log(nccl_log, rdma=active_rdma())
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return [bad("transport", f"{name} does not resolve on itself, so gloo cannot tell others where it is; set GLOO_SOCKET_IFNAME")]
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if address.startswith("127.0.0.") and not interface:
+        return [bad("transport", f"{name} resolves to {address} on itself, which no other node reaches; set GLOO_SOCKET_IFNAME")]
+    return [ok("transport", f"gloo over TCP, {interface or address}")]
+
+
+def active_rdma() -> list[str]:
+    """RDMA adapters of this node with an active port."""
+    states = Path("/sys/class/infiniband").glob("*/ports/*/state")
+    return sorted({path.parents[2].name for path in states if "ACTIVE" in path.read_text()})
+
+
+def read_nccl_log(text: str, *, rdma: list[str]) -> list[Finding]:
+    """The network that NCCL chose, from the lines in which it says so: `NET/IB`, `NET/Socket`, a plugin's name."""
+    used = re.findall(r"via (NET/[\w-]+)", text) or re.findall(r"Using network (\S+)", text)
+    if not used:
+        return [warn("transport", "NCCL did not say which network it uses")]
+    names = sorted(set(used))
+    if any(name in ("NET/Socket", "Socket") for name in names) and rdma:
+        return [
+            bad("transport", f"NCCL fell back to TCP ({', '.join(names)}) although {', '.join(rdma)} is active; see NCCL_DEBUG=INFO, "
+                "NCCL_IB_HCA, and whether libibverbs is in the container")
+        ]  # fmt: skip
+    return [ok("transport", f"NCCL over {', '.join(names)}")]

