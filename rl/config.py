@@ -410,8 +410,8 @@ class Checkpoint:
     best_is: Literal["highest", "lowest"] = "highest"
     """Which values of `best_metric` are the best."""
     background: bool = False
-    """Copy to host memory (this rank's part of weights and optimizer, 14 or 12 bytes per parameter it holds in bfloat16 or
-    float32) and write while the next steps go on; the checkpoint counts from the step at whose end all ranks have written."""
+    """Copy to host memory (over all ranks 14 bytes per parameter in bfloat16, 12 in float32) and write while the next steps go
+    on; the checkpoint counts from the step at whose end all ranks have written."""
     resume: str = "auto"
     """auto: continue from the newest complete checkpoint in `run.dir`, if there is one. never: start at step 0; refused if
     `run.dir` holds checkpoints and this run writes some. A path: as auto, but a run whose `run.dir` holds none yet begins

@@ -33,12 +33,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # Run as a script, python looks for modules in tools/ only.
 sys.path.insert(0, str(ROOT))
 
+import pyarrow.parquet as pq  # noqa: E402
+
 from rl.checkpoint.directory import complete, expected_files, read_manifest  # noqa: E402
 from rl.checkpoint.shards import check_file  # noqa: E402
 from tools.make_toy import make_toy  # noqa: E402
 
 CLOCK = re.compile(r"time$|timing_s/|perf/throughput")
-SECONDS_TO_FOLLOW = 5.0
+SECONDS_TO_FOLLOW = 2.0
 """That ranks have to end by themselves when one has died; a launcher would then kill them."""
 SECONDS_TO_END = 600.0
 """Within which an undisturbed run must end."""
@@ -220,6 +222,7 @@ def _kill_sometime(world: World, run_dir: Path, usual: float, numbers: random.Ra
 
 def toy_config(out: Path) -> Path:
     toy = make_toy(out / "toy", layers=2, intermediate=128)
+    pq.write_table(pq.read_table(toy / "train.parquet").slice(0, 64), toy / "few.parquet")  # thousands take a second to read
     (out / "reward.py").write_text(
         "def score(prompt, response, ground_truth, **extra):\n    return {'score': len(set(response)) / 6, 'acc': 0.0}\n"
     )
@@ -229,7 +232,7 @@ def toy_config(out: Path) -> Path:
         algorithm: grpo
         run: {{name: torture, max_steps: 12}}
         model: {{path: {toy}/model, dtype: float32}}
-        data: {{train: [{toy}/train.parquet], max_prompt_tokens: 16, prompts_per_step: 4}}
+        data: {{train: [{toy}/few.parquet], max_prompt_tokens: 16, prompts_per_step: 4}}
         training: {{micro_batch_tokens: 200, optimizer: {{lr: 1.0e-3, weight_decay: 0.01}}}}
         rollout: {{samples_per_prompt: 2, max_response_tokens: 4, deterministic: true, cpu_kv_cache_mib: 16}}
         reward: {{function: "{out}/reward.py:score", workers: 1}}

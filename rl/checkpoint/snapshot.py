@@ -18,7 +18,7 @@ class Snapshot:
         """The same shards in this memory; it holds them until the next call. Waits for the copies."""
         size = num_bytes(shards)
         if self._memory.numel() < size:
-            self._memory = _host_memory(size)
+            self._make(size)
         copies, at = [], 0
         for shard in shards:
             part = self._memory[at : at + shard.tensor.nbytes].view(shard.tensor.dtype).view(shard.tensor.shape)
@@ -30,10 +30,17 @@ class Snapshot:
         return copies
 
 
-def _host_memory(size: int) -> torch.Tensor:
-    memory = torch.empty(size, dtype=torch.uint8)
-    if torch.cuda.is_available():
-        # Not pin_memory=True: torch's allocator takes the next power of two, up to twice as much.
-        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
-        assert code == 0, f"cudaHostRegister of {size} bytes returned {code}"
-    return memory
+    def _make(self, size: int) -> None:
+        on_cuda = torch.cuda.is_available()
+        if on_cuda and self._memory.numel():
+            _checked(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()), "cudaHostUnregister")
+        self._memory = torch.empty(0, dtype=torch.uint8)  # the old memory is free before the new is taken
+        self._memory = torch.empty(size, dtype=torch.uint8)
+        if on_cuda:
+            # Not pin_memory=True: torch's allocator takes the next power of two, up to twice as much.
+            _checked(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0), f"cudaHostRegister of {size} bytes")
+
+
+def _checked(code, call: str) -> None:
+    if int(code) != 0:
+        raise RuntimeError(f"{call} returned {code}")

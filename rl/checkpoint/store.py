@@ -15,7 +15,6 @@ import logging
 import math
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -321,16 +320,13 @@ class _Save:
     state: dict
     written: Written | None = None
     problem: str | None = None
-    seconds: float = 0.0
 
     def write(self, shards: Sequence[Shard]) -> None:
         """Not collective, as it runs in a thread; a failure is kept for all ranks to hear of it at the commit."""
-        start = time.perf_counter()
         try:
             self.written = write_shards(self.partial / on_disk.rank_file(dist.get_rank()), shards)
         except OSError as error:
             self.problem = _in_words(error)
-        self.seconds = time.perf_counter() - start
 
     def start(self, shards: Sequence[Shard]) -> None:
         # A daemon: a run that fails meanwhile need not wait for a file that nobody will complete.
@@ -343,6 +339,8 @@ class _Save:
 
     def wait(self) -> None:
         self._thread.join()
+        if self.written is None and self.problem is None:
+            self.problem = "its thread ended with an error, which it has printed"
 
     def give_up(self) -> None:
         """Remove what was written. Collective over the world."""

@@ -1,5 +1,6 @@
 """What ran, on disk beside the run: resolved config, versions, git revision and the code itself."""
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -87,8 +88,9 @@ def record_run(config: Config, last_step: int) -> None:
         shutil.copy(file, code)
 
 
+@functools.cache
 def versions() -> dict:
-    """Of Python, this code and the packages that it stands on."""
+    """Of Python, this code and the packages that it stands on, as they were when the run began."""
     return {
         "python": platform.python_version(),
         "git_revision": _git("rev-parse", "HEAD"),
