@@ -96,11 +96,10 @@ def test_native_code_that_holds_the_interpreter_lock_is_dumped_by_a_thread_that_
     failure = failed_run("hold_the_interpreter_lock", "update", 1, sft, f"watchdog.limits.update={LIMIT_S}")
     assert set(failure.returncodes) == {1}, failure
     [said] = [line for line in errors(failure) if line]
-    assert re.search(r"rank 1 \([^)]+\) in update of step 1", said) and "native code" in said
-    stacks = tmp_path / "run" / "stacks"
-    assert "hold_the_interpreter_lock" in (stacks / "native_rank_1.txt").read_text()
-    since = json.loads((tmp_path / "run" / "heartbeat" / "rank_1.json").read_text())["since"]
-    assert (stacks / "native_rank_1.txt").stat().st_mtime - since < LIMIT_S + 10
+    assert "watchdog.limits.update=" in said and re.search(r"rank 1 \([^)]+\), last heartbeat \d+ s ago in .*native code", said), said
+    stacks = (tmp_path / "run" / "stacks" / "native_rank_1.txt").read_text()
+    # Its timer began with the phase: 6 s above the limit, below the 10 s in which stacks must be there.
+    assert "hold_the_interpreter_lock" in stacks and f"Timeout (0:00:{LIMIT_S + 6:02d})!" in stacks
 
 
 @pytest.mark.slow
@@ -138,6 +137,7 @@ def test_a_killed_rank_is_said_to_be_lost(sft, tmp_path):
     assert re.search(r"^error: lost rank 1 \(.+\), last heartbeat \d+ s ago in .*: killed from outside", errors(failure)[0])
 
 
+@pytest.mark.slow
 def test_the_rank_that_holds_the_store_is_said_to_be_lost_too(sft):
     failure = failed_run("kill_this_rank", "update", 0, sft, call=2)
     assert failure.returncodes == [-9, 1]
@@ -151,6 +151,7 @@ def test_out_of_memory_on_one_rank_is_reported_as_that(sft):
     assert "rank 0" in errors(failure)[0] and "MemoryError" in errors(failure)[0] and not errors(failure)[1]
 
 
+@pytest.mark.slow
 def test_a_rank_above_the_host_memory_limit_ends_the_run_with_a_sentence(sft, tmp_path):
     failure = failed_run("grow", "update", 1, sft, "memory.host_limit_gib=1.6")
     assert set(failure.returncodes) == {1}
