@@ -49,7 +49,7 @@ def main() -> int:
     start_up = datetime.timedelta(seconds=config.watchdog.limits.start_up)
     with session(ranks, start_up) as device:
         try:
-            _run(config, ranks, device)
+            watched_run(config, ranks, device)
         except ConfigError as error:
             return _refuse(error, ranks)
         except KeyboardInterrupt:
@@ -59,7 +59,7 @@ def main() -> int:
     return 0
 
 
-def _run(config, ranks, device) -> None:
+def watched_run(config, ranks, device) -> None:
     """The run, with its directory locked and watched over. Collective over the world; raises ConfigError on every rank alike."""
     import torch.distributed as dist
 

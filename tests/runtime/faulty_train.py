@@ -85,12 +85,12 @@ def inject(kind: str, place: str, call: int) -> None:
 
 if __name__ == "__main__":
     kind, place, rank, call, *sys.argv[1:] = sys.argv[1:]
-    run = train_rl._run
+    run = train_rl.watched_run
 
     def faulty_run(config, ranks, device):
         if ranks.rank == int(rank):
             inject(kind, place, int(call))
         run(config, ranks, device)
 
-    train_rl._run = faulty_run
+    train_rl.watched_run = faulty_run
     train_rl.leave(train_rl.main())
