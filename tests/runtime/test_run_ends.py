@@ -1,13 +1,17 @@
 """What a run does when a rank hangs, fails, dies, or computes something else: real runs of train_rl.py with an injected fault."""
 
+import contextlib
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import ROOT, RanksFailed, run_ranks
 from tools.make_toy import make_toy
 
 FAULTY = Path(__file__).with_name("faulty_train.py")
@@ -175,3 +179,33 @@ def test_a_flipped_bit_of_a_weight_is_caught_at_the_next_comparison(sft):
     assert set(failure.returncodes) == {1}
     said = errors(failure)[0]
     assert "Disagreement: decoder.layers.0.mlp.linear_fc2.weight of the policy on rank 1 differ" in said, said
+
+
+# The run directory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_whose_directory_was_taken_over_ends_before_it_writes_a_checkpoint(sft, tmp_path):
+    said = errors(failed_run("lose_the_lock", "targets", 0, sft))[0]
+    assert re.search(r"rank 0 \(.+\) failed in save of step 1: LockLost: .*/run is now that of process \d+ on node7", said), said
+    assert not list((tmp_path / "run").glob("checkpoints/step*"))
+    assert (tmp_path / "run" / "lock.json").exists()  # it is the other run's
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_directory_of_a_live_one_is_refused(sft, tmp_path):
+    command = [sys.executable, ROOT / "train_rl.py", "--config", sft, "run.max_steps=100000", "checkpoint.every=0"]
+    first = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    try:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                pytest.fail(f"the first run ended with {first.wait(timeout=0.2)}")
+        with pytest.raises(RanksFailed) as failure:
+            run_ranks(2, ROOT / "train_rl.py", "--config", sft, timeout=100)
+        assert set(failure.value.returncodes) == {2} and first.poll() is None
+        [said] = [line for line in errors(failure.value) if line]
+        assert re.search(rf"run is in use by a live run, process {first.pid} on .+; wait for it, end it, or set another run.dir", said)
+    finally:
+        first.kill()
+        first.wait()
+    run_ranks(2, ROOT / "train_rl.py", "--config", sft, timeout=200)  # the lock of a killed run does not keep the next one out
