@@ -67,7 +67,7 @@ def main() -> int:
     start_up = datetime.timedelta(seconds=config.watchdog.limits.start_up)
     with session(ranks, start_up) as device:
         try:
-            code = _run(config, ranks, device)
+            code = watched_run(config, ranks, device)
             if code:
                 leave(code, together=leave_together(ranks))  # a launcher ends the slower ranks when the first one leaves so
         except ConfigError as error:
@@ -79,7 +79,7 @@ def main() -> int:
     return 0
 
 
-def _run(config, ranks, device) -> int:
+def watched_run(config, ranks, device) -> int:
     """The run, with its directory locked and watched over; returns the exit code. Collective over the world; raises ConfigError
     on every rank alike."""
     import torch.distributed as dist

@@ -114,7 +114,8 @@ class Phases:
     def begin_step(self, step: int) -> None:
         """Forget the metrics of the last step."""
         self.step, self.metrics, self.num_tokens = step, {"training/global_step": step}, 0
-        self._first_step = step if self._first_step is None and step else self._first_step
+        if self._first_step is None and step > 0:
+            self._first_step = step
         self.watch.where.begin_step(step)
         self.agreement.begin_step()
         self._learned = False

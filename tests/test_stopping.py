@@ -1,7 +1,6 @@
 """A run that is told to stop, from its command line: what is on disk, its exit code, and that it goes on as if nothing had been."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import ROOT, RanksFailed, run_ranks
+from tests.records import comparable
 from tools.make_toy import make_toy
 
 TRAIN = ROOT / "train_rl.py"
@@ -40,12 +40,6 @@ def config(toy, tmp_path) -> Path:
     )
     (tmp_path / "distinct.py").write_text("def score(prompt, response, ground_truth, **extra):\n    return len(set(response)) / 6\n")
     return path
-
-
-def comparable(run: Path) -> list[dict]:
-    clock = re.compile(r"time$|timing_s/|perf/throughput")
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not clock.match(k)} for line in lines]
 
 
 def status(run: Path) -> dict:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.checkpoints import assert_same_checkpoint
 from tests.ranks import ROOT, RanksFailed, run_ranks
+from tests.records import comparable, records
 from tools.make_toy import make_toy
 from tools.prepare_data import prepare_gsm8k
 
@@ -44,16 +45,6 @@ def config(toy, tmp_path) -> Path:
         "def score(prompt, response, ground_truth, **extra):\n    return {'score': len(set(response)) / 6, 'acc': 0.0}\n"
     )
     return path
-
-
-def records(directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def comparable(directory: Path) -> list[dict]:
-    """The records without what depends on the clock and the host."""
-    clock = re.compile(r"time$|timing_s/|perf/throughput|perf/host_memory")
-    return [{k: v for k, v in record.items() if not clock.match(k)} for record in records(directory)]
 
 
 def train(world_size: int, config: Path, *overrides: str) -> None:

@@ -1,12 +1,12 @@
 """Training models that go to host memory while the engine generates: a PPO run with a critic and a reference."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.ranks import run_ranks
+from tests.records import comparable
 from tools.make_toy import make_toy
 
 WORKER = Path(__file__).with_name("turns_worker.py")
@@ -31,11 +31,7 @@ def ppo_run(toy: Path, directory: Path, offload: str) -> tuple[list[list[int]], 
         """
     )
     out = run_ranks(2, WORKER, "--config", config, timeout=300)[0]
-    lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
-    clock = re.compile(r"time$|timing_s/|perf/throughput|perf/host_memory")
-    return [json.loads(line) for line in out.splitlines()], [
-        {name: value for name, value in json.loads(line).items() if not clock.match(name)} for line in lines
-    ]
+    return [json.loads(line) for line in out.splitlines()], comparable(directory / "run")
 
 
 @pytest.mark.slow

@@ -6,16 +6,16 @@ import train_rl
 
 
 def bytes_held(model) -> int:
-    from rl.training.engine import _optimizer_tensors
+    from rl.training.engine import optimizer_tensors
 
     tensors = [*model.model.parameters()]
     if model.optimizer is not None:
         tensors += [buffer.grad_data for buffer in (*model.wrapped.buffers, *model.wrapped.expert_parallel_buffers)]
-        tensors += _optimizer_tensors(model.optimizer)
+        tensors += optimizer_tensors(model.optimizer)
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def watched_run(config, ranks, device):
+def printing_run(config, ranks, device):
     from rl.turns import Turns
 
     to_engine = Turns.to_engine
@@ -30,5 +30,5 @@ def watched_run(config, ranks, device):
 
 
 if __name__ == "__main__":
-    run, train_rl._run = train_rl._run, watched_run
+    run, train_rl.watched_run = train_rl.watched_run, printing_run
     train_rl.leave(train_rl.main())

@@ -64,11 +64,10 @@ class Batch:
     plans: list | None = None
     """Micro-batches of each mini-batch (`rl.training.packing`), once they are planned."""
 
-    _fingerprint: int | None = field(default=None, init=False, repr=False)
-
     def __post_init__(self):
         if self.mask is None:
             self.mask = torch.ones(int(self.lengths.sum()))
+        self._fingerprint: int | None = None
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -167,5 +166,5 @@ def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
 def fingerprint(arrays: Sequence[np.ndarray]) -> int:
     """A number of 63 bits made of int32 arrays, their lengths and their order."""
     lengths = np.fromiter(map(len, arrays), np.int32, len(arrays))
-    digest = hashlib.blake2b(np.concatenate([lengths, *arrays]).tobytes(), digest_size=8).digest()
+    digest = hashlib.blake2b(b"".join([lengths, *arrays]), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -96,7 +96,7 @@ def traffic_metrics(traffic: Traffic, device: Device) -> dict[str, float]:
     that go through the engine's loader, gathered whole. Collective over the world."""
     names = ("received", "local", "fallback")
     sums = sum_over_world(torch.tensor([asdict(traffic)[name] for name in names], dtype=torch.float64), device.torch)
-    return {f"refit/bytes_{name}": value for name, value in zip(names, sums.tolist())}
+    return {f"perf/refit_bytes_{name}": value for name, value in zip(names, sums.tolist())}
 
 
 def _link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) -> Link:

@@ -97,7 +97,7 @@ class Agreement:
         self.begin_step()
 
     def begin_step(self) -> None:
-        self._config_hash = _number(repr(sorted(flatten(self._config).items())))
+        self._config_hash = _number(repr(self._config))
 
     def check(self, place: Place, batch: int, memory: tuple[int, int]) -> tuple[int, int]:
         """Compare with all ranks; returns the largest `memory` of any rank, each number for itself. Collective over the world.

@@ -26,9 +26,8 @@ def lost_ranks(beats: list[Beat | None], now: float, silent_s: float) -> list[in
 def judge(beats: list[Beat | None], now: float, silent_s: float) -> Verdict:
     """The ranks for which the others wait. In this order: those that are lost, those that are behind in the program, those
     that do not wait while others do."""
-    lost = lost_ranks(beats, now, silent_s)
-    if lost:
-        return Verdict(tuple(lost), f"no heartbeat for {now - min(_time(beats, lost)):.0f} s: ended, or in native code")
+    if lost := lost_ranks(beats, now, silent_s):
+        return Verdict(tuple(lost), "ended, or held by native code")
     present = [beat for beat in beats if beat is not None]
     furthest = max((beat.number for beat in present), default=0)
     behind = tuple(beat.rank for beat in present if beat.number < furthest)
@@ -40,19 +39,18 @@ def judge(beats: list[Beat | None], now: float, silent_s: float) -> Verdict:
     return Verdict((), "all are at the same place")
 
 
-def _time(beats: list[Beat | None], ranks: list[int]) -> list[float]:
-    return [beat.time for rank in ranks if (beat := beats[rank]) is not None]
-
-
-def describe(beat: Beat, now: float) -> str:
-    """'rank 1 (node2) in score of step 3 for 612 s at reward.py:12 score'"""
+def describe(beat: Beat, now: float, silent_s: float) -> str:
+    """'rank 1 (node2) in score of step 3 for 612 s at reward.py:12 score', or since when nothing was heard of it."""
+    who = f"rank {beat.rank} ({beat.process.host})"
+    if now - beat.time > silent_s or beat.process.is_gone():
+        return f"{who}, last heartbeat {now - beat.time:.0f} s ago in {beat.place}"
     at = f" at {beat.at}" if beat.at else ""
-    return f"rank {beat.rank} ({beat.process.host}) in {beat.place} for {now - beat.since:.0f} s{at}"
+    return f"{who} in {beat.place} for {now - beat.since:.0f} s{at}"
 
 
-def summary(beats: list[Beat | None], verdict: Verdict, now: float, *, max_shown: int = 4) -> str:
+def summary(beats: list[Beat | None], verdict: Verdict, now: float, silent_s: float, *, max_shown: int = 4) -> str:
     """One line: the ranks at fault and where they are, then where how many others wait."""
-    shown = [describe(beat, now) for rank in verdict.guilty[:max_shown] if (beat := beats[rank]) is not None]
+    shown = [describe(beat, now, silent_s) for rank in verdict.guilty[:max_shown] if (beat := beats[rank]) is not None]
     more = len(verdict.guilty) - len(shown)
     text = "; ".join(shown) + (f"; and {more} more ranks" if more > 0 else "")
     others = [beat for beat in beats if beat is not None and beat.rank not in verdict.guilty]

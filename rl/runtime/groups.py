@@ -34,7 +34,6 @@ def warm_up(device: Device) -> int:
                 dist.all_reduce(one, group=group)
                 assert int(one) == group.size(), f"a sum over a group of {group.size()} ranks gave {float(one)}"
                 warmed += 1
-    device.synchronize()
     return warmed
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from rl.runtime.limits import PhaseLimits
@@ -20,6 +21,7 @@ to that if native code holds the lock: otherwise the watchdog has ended the proc
 WAITING = ("/torch/distributed/", "/vllm/distributed/", "/pipeline_parallel/p2p_communication.py")
 """Paths of the innermost frame of a rank that waits for others."""
 
+PACKAGE = str(Path(__file__).resolve().parents[1])
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 
 
@@ -91,7 +93,12 @@ class Whereabouts:
         frame = innermost = sys._current_frames().get(self._main)
         if innermost is None:
             return "", False
-        while frame.f_back is not None and any(part in frame.f_code.co_filename for part in LIBRARIES):
+        while frame.f_back is not None and _is_library(frame.f_code.co_filename):
             frame = frame.f_back
         waits = any(part in innermost.f_code.co_filename for part in WAITING)
         return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}", waits
+
+
+def _is_library(path: str) -> bool:
+    """Installed, this package is among the libraries, but it is not one."""
+    return any(part in path for part in LIBRARIES) and not path.startswith(PACKAGE)

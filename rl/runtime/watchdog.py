@@ -165,8 +165,9 @@ class Watch:
         self._wait_until(lambda: self._board.acknowledged() >= self.world_size - 1, ACK_S)
         self._beat()
         beats, now = read_beats(self.run_dir, self.world_size), time.time()
-        verdict = diagnosis.judge(beats, now, ACK_S + 2)
-        self._say(f"{fault.said}: {diagnosis.summary(beats, verdict, now)}; stacks in {self._path(STACKS)}")
+        silent_s = ACK_S + 2  # who can has written one since this overrun was found
+        verdict = diagnosis.judge(beats, now, silent_s)
+        self._say(f"{fault.said}: {diagnosis.summary(beats, verdict, now, silent_s)}; stacks in {self._path(STACKS)}")
         self._board.close_case()
         time.sleep(LINGER_S)  # not to wait for anything: the store may end with this process, and others still ask it
         self._exit()

@@ -160,7 +160,7 @@ class TrainingEngine:
             self._learning_state_away.send([buffer.grad_data for buffer in buffers], contents=False)  # `update` starts from 0
             # Main weights of a float32 model lie in the weights themselves, which are not for this stay.
             kept = {weight.untyped_storage()._cdata for weight in own}
-            state = [tensor for tensor in _optimizer_tensors(self.optimizer) if tensor.untyped_storage()._cdata not in kept]
+            state = [tensor for tensor in optimizer_tensors(self.optimizer) if tensor.untyped_storage()._cdata not in kept]
             self._learning_state_away.send(state, contents=True)
         if weights:
             self._weights_away.send(own, contents=True)
@@ -236,7 +236,7 @@ class TrainingEngine:
             parameter.copy_(weight)
 
 
-def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Main weights and moments of Megatron's optimizer on this rank."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     for part in parts:

@@ -244,3 +244,11 @@ def test_outcomes_leave_the_scores_alone_and_want_them_there():
     batch.scores = None
     with pytest.raises(AssertionError, match="not been scored"):
         batch.outcomes  # noqa: B018
+
+
+def test_a_selection_has_a_fingerprint_of_its_own_also_if_that_of_its_batch_was_asked_for():
+    batch = full_batch(0)
+    before = batch.fingerprint
+    everything = list(range(len(batch)))
+    assert batch.select(everything).fingerprint == before == batch.fingerprint
+    assert len({before, batch.select(everything[::-1]).fingerprint, batch.select(everything[:-1]).fingerprint}) == 3

@@ -3,10 +3,12 @@ CALL-th call (from 1) of what PLACE names."""
 
 import ctypes
 import importlib
+import json
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import train_rl
 
@@ -53,6 +55,11 @@ def flip_a_bit(phases, *args):
     weight.data.view(torch.int32).view(-1)[7] ^= 1 << 12
 
 
+def lose_the_lock(phases, *args):
+    path = Path(phases.config.run.dir, "lock.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"token": "another", "host": "node7"}))
+
+
 def read_other_data(phases, *args):
     phases.sampler.draw(1)
 
@@ -60,7 +67,8 @@ def read_other_data(phases, *args):
 KINDS = {
     function.__name__: function
     for function in (
-        hang_here, hold_the_interpreter_lock, raise_here, run_out_of_memory, kill_this_rank, grow, flip_a_bit, read_other_data,
+        hang_here, hold_the_interpreter_lock, raise_here, run_out_of_memory, kill_this_rank, grow, flip_a_bit, lose_the_lock,
+        read_other_data,
     )
 }  # fmt: skip
 
@@ -85,12 +93,12 @@ def inject(kind: str, place: str, call: int) -> None:
 
 if __name__ == "__main__":
     kind, place, rank, call, *sys.argv[1:] = sys.argv[1:]
-    run = train_rl._run
+    run = train_rl.watched_run
 
     def faulty_run(config, ranks, device):
         if ranks.rank == int(rank):
             inject(kind, place, int(call))
         run(config, ranks, device)
 
-    train_rl._run = faulty_run
+    train_rl.watched_run = faulty_run
     train_rl.leave(train_rl.main())

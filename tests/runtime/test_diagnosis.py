@@ -21,7 +21,7 @@ def test_the_rank_that_does_not_wait_is_guilty():
     beats = ranks({}, {}, {"waits": False, "at": "reward.py:7 score"}, {})
     verdict = judge(beats, NOW, 30)
     assert verdict.guilty == (2,)
-    said = summary(beats, verdict, NOW)
+    said = summary(beats, verdict, NOW, 30)
     assert said.startswith(f"rank 2 ({WAITS.process.host}) in score of step 3 for 600 s at reward.py:7 score (not waiting")
     assert said.endswith("waiting: ranks 0, 1, 3 in score of step 3 at rl/scoring.py:51 score")
 
@@ -31,8 +31,10 @@ def test_a_rank_that_is_behind_is_guilty_whether_it_waits_or_not():
 
 
 def test_a_rank_without_a_heartbeat_comes_before_all_others():
-    verdict = judge(ranks({"number": 38}, {"time": NOW - 90}, {"waits": False}), NOW, 30)
-    assert verdict.guilty == (1,) and "90 s" in verdict.reason
+    beats = ranks({"number": 38}, {"time": NOW - 90}, {"waits": False})
+    verdict = judge(beats, NOW, 30)
+    assert verdict.guilty == (1,)
+    assert f"rank 1 ({WAITS.process.host}), last heartbeat 90 s ago in score of step 3 (ended" in summary(beats, verdict, NOW, 30)
 
 
 def test_a_process_that_has_ended_is_lost_however_fresh_its_heartbeat():
@@ -48,10 +50,10 @@ def test_a_rank_that_never_came_is_not_called_lost():
 def test_nobody_is_accused_if_all_are_at_one_place(waits):
     beats = ranks({"waits": waits}, {"waits": waits})
     verdict = judge(beats, NOW, 30)
-    assert verdict.guilty == () and summary(beats, verdict, NOW).startswith("all are at the same place: ranks 0, 1 in score")
+    assert verdict.guilty == () and summary(beats, verdict, NOW, 30).startswith("all are at the same place: ranks 0, 1 in score")
 
 
 def test_a_summary_of_a_thousand_ranks_is_one_readable_line():
     beats = ranks(*[{"waits": False} if rank % 2 else {} for rank in range(1000)])
-    said = summary(beats, judge(beats, NOW, 30), NOW)
+    said = summary(beats, judge(beats, NOW, 30), NOW, 30)
     assert "\n" not in said and len(said) < 1000 and "and 496 more ranks" in said and "and 492 more" in said

@@ -1,13 +1,17 @@
 """What a run does when a rank hangs, fails, dies, or computes something else: real runs of train_rl.py with an injected fault."""
 
+import contextlib
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import ROOT, RanksFailed, run_ranks
 from tools.make_toy import make_toy
 
 FAULTY = Path(__file__).with_name("faulty_train.py")
@@ -96,11 +100,10 @@ def test_native_code_that_holds_the_interpreter_lock_is_dumped_by_a_thread_that_
     failure = failed_run("hold_the_interpreter_lock", "update", 1, sft, f"watchdog.limits.update={LIMIT_S}")
     assert set(failure.returncodes) == {1}, failure
     [said] = [line for line in errors(failure) if line]
-    assert re.search(r"rank 1 \([^)]+\) in update of step 1", said) and "native code" in said
-    stacks = tmp_path / "run" / "stacks"
-    assert "hold_the_interpreter_lock" in (stacks / "native_rank_1.txt").read_text()
-    since = json.loads((tmp_path / "run" / "heartbeat" / "rank_1.json").read_text())["since"]
-    assert (stacks / "native_rank_1.txt").stat().st_mtime - since < LIMIT_S + 10
+    assert "watchdog.limits.update=" in said and re.search(r"rank 1 \([^)]+\), last heartbeat \d+ s ago in .*native code", said), said
+    stacks = (tmp_path / "run" / "stacks" / "native_rank_1.txt").read_text()
+    # Its timer began with the phase: 6 s above the limit, below the 10 s in which stacks must be there.
+    assert "hold_the_interpreter_lock" in stacks and f"Timeout (0:00:{LIMIT_S + 6:02d})!" in stacks
 
 
 @pytest.mark.slow
@@ -138,6 +141,7 @@ def test_a_killed_rank_is_said_to_be_lost(sft, tmp_path):
     assert re.search(r"^error: lost rank 1 \(.+\), last heartbeat \d+ s ago in .*: killed from outside", errors(failure)[0])
 
 
+@pytest.mark.slow
 def test_the_rank_that_holds_the_store_is_said_to_be_lost_too(sft):
     failure = failed_run("kill_this_rank", "update", 0, sft, call=2)
     assert failure.returncodes == [-9, 1]
@@ -151,6 +155,7 @@ def test_out_of_memory_on_one_rank_is_reported_as_that(sft):
     assert "rank 0" in errors(failure)[0] and "MemoryError" in errors(failure)[0] and not errors(failure)[1]
 
 
+@pytest.mark.slow
 def test_a_rank_above_the_host_memory_limit_ends_the_run_with_a_sentence(sft, tmp_path):
     failure = failed_run("grow", "update", 1, sft, "memory.host_limit_gib=1.6")
     assert set(failure.returncodes) == {1}
@@ -174,3 +179,33 @@ def test_a_flipped_bit_of_a_weight_is_caught_at_the_next_comparison(sft):
     assert set(failure.returncodes) == {1}
     said = errors(failure)[0]
     assert "Disagreement: decoder.layers.0.mlp.linear_fc2.weight of the policy on rank 1 differ" in said, said
+
+
+# The run directory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_whose_directory_was_taken_over_ends_before_it_writes_a_checkpoint(sft, tmp_path):
+    said = errors(failed_run("lose_the_lock", "targets", 0, sft))[0]
+    assert re.search(r"rank 0 \(.+\) failed in save of step 1: LockLost: .*/run is now that of process \d+ on node7", said), said
+    assert not list((tmp_path / "run").glob("checkpoints/step*"))
+    assert (tmp_path / "run" / "lock.json").exists()  # it is the other run's
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_directory_of_a_live_one_is_refused(sft, tmp_path):
+    command = [sys.executable, ROOT / "train_rl.py", "--config", sft, "run.max_steps=100000", "checkpoint.every=0"]
+    first = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    try:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                pytest.fail(f"the first run ended with {first.wait(timeout=0.2)}")
+        with pytest.raises(RanksFailed) as failure:
+            run_ranks(2, ROOT / "train_rl.py", "--config", sft, timeout=100)
+        assert set(failure.value.returncodes) == {2} and first.poll() is None
+        [said] = [line for line in errors(failure.value) if line]
+        assert re.search(rf"run is in use by a live run, process {first.pid} on .+; wait for it, end it, or set another run.dir", said)
+    finally:
+        first.kill()
+        first.wait()
+    run_ranks(2, ROOT / "train_rl.py", "--config", sft, timeout=200)  # the lock of a killed run does not keep the next one out

@@ -66,17 +66,6 @@ def wait_for(condition, what: str, timeout: float = PATIENCE_S):
     return found
 
 
-def records(run: Path) -> list[dict]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def comparable(run: Path) -> list[dict]:
-    """The records without what depends on the clock."""
-    clock = re.compile(r"time$|timing_s/|perf/throughput")
-    return [{k: v for k, v in record.items() if not clock.match(k)} for record in records(run)]
-
-
 def status(run: Path) -> dict:
     path = run / "status.json"
     return json.loads(path.read_text()) if path.exists() else {"step": 0, "checkpoint_step": 0, "state": ""}

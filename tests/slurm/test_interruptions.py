@@ -7,7 +7,8 @@ import time
 import pytest
 
 from tests.ranks import ROOT
-from tests.slurm.cluster import comparable, records, status, wait_for
+from tests.records import comparable, records
+from tests.slurm.cluster import status, wait_for
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,8 @@ import textwrap
 import pytest
 
 from tests.ranks import ROOT
-from tests.slurm.cluster import PATIENCE_S, comparable, records, status, wait_for
+from tests.records import comparable, records
+from tests.slurm.cluster import PATIENCE_S, status, wait_for
 
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0")
 

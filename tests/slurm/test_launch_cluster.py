@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from tests.ranks import ROOT
-from tests.slurm.cluster import PATIENCE_S, records, status, wait_for
+from tests.records import records
+from tests.slurm.cluster import PATIENCE_S, status, wait_for
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from rl.data.batch import Batch
 from rl.models import read_hf_config
 from rl.runtime.ranks import discover
 from rl.runtime.session import session
-from rl.training.engine import TrainingEngine, _optimizer_tensors
+from rl.training.engine import TrainingEngine, optimizer_tensors
 from rl.training.grid import build_grid
 from rl.training.packing import plan_minibatch
 
@@ -29,7 +29,7 @@ def storages(model: TrainingEngine) -> dict[str, int]:
         return sum(held.values())
 
     weights = {weight.untyped_storage()._cdata for weight in model.model.parameters()}
-    state = [tensor for tensor in _optimizer_tensors(model.optimizer) if tensor.untyped_storage()._cdata not in weights]
+    state = [tensor for tensor in optimizer_tensors(model.optimizer) if tensor.untyped_storage()._cdata not in weights]
     return {
         "weights": size(model.model.parameters()),
         "gradients": size(buffer.grad_data for buffer in buffers),
