@@ -45,7 +45,7 @@ export PYTHONUNBUFFERED=1
 # Compiled kernels on a disk of the node: thousands of small files, written by all ranks at once.
 cache=${SLURM_TMPDIR:-/tmp}/lockstep-cache-$(id -u)
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor VLLM_CACHE_ROOT=$cache/vllm
-export LOCKSTEP_STATUS=$rank_logs/status.json # a copy of the run's status.json, for `attempt` and `requeue` below
+export LOCKSTEP_STATUS=$rank_logs/status.json # a copy of the run's status.json: the decisions below are taken from it
 
 # When Slurm will end the job, and how long before that it sends USR2: the program warns if a step and a save take longer.
 if [ -z "${SLURM_JOB_END_TIME:-}" ]; then # set by Slurm 23.02 and newer
