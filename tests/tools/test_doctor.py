@@ -11,7 +11,7 @@ import pytest
 from tests.ranks import ROOT, run_ranks
 from tools import doctor
 from tools.link_checks import judge_pairs, pair_rounds, read_nccl_log
-from tools.node_checks import Finding, bad, check_disks, check_gpus, check_readable, check_versions, ok, read_gpus
+from tools.node_checks import Finding, bad, check_disks, check_gpus, check_readable, check_versions, judge_disk, ok, read_gpus
 
 FINE = "NVIDIA H100 80GB HBM3, 4, 81559, 0, 1980, 1980, Not Active, Not Active"
 NODES = """
@@ -77,6 +77,11 @@ class TestNode:
         assert levels(check_disks([tmp_path / "not" / "there" / "yet"], min_free_gib=0.0)) == ["ok"]
         (finding,) = check_disks([tmp_path], min_free_gib=1e9)
         assert finding.level == "bad" and "less than 1e+09 GiB" in finding.text
+
+    @pytest.mark.parametrize("inodes, free, level", [(0, 0, "ok"), (1000000, 500, "bad"), (1000000, 900000, "ok")])
+    def test_inodes_run_out_where_they_are_counted(self, inodes, free, level):
+        disk = os.statvfs_result((4096, 4096, 1 << 30, 1 << 30, 1 << 30, inodes, free, free, 0, 255))
+        assert judge_disk(Path("/x"), disk, min_free_gib=10.0).level == level
 
     def test_a_disk_that_takes_no_write(self):
         (finding,) = check_disks([Path("/proc/sys")], min_free_gib=0.0)
