@@ -27,10 +27,10 @@ NODES = """
         os.chdir("/")
     from tools.doctor import main
 
-    print(main(["--json", "--config", sys.argv[1], "--mib", "1", "--min-free-gib", "0"]))
+    print(main(["--json", "--config", sys.argv[1], "--mib", "1", "--min-free-gib", "0", "--slow-share", "0.01"]))
 """
 """Every rank a node of its own; with faults a clock that is late, a name that resolves to the node itself, and files that are
-not there."""
+not there. The machine that plays all nodes may be busy: hardly anything counts as slow."""
 
 
 def levels(findings):
@@ -121,12 +121,12 @@ class TestPairs:
     def test_the_node_with_the_slow_link_is_bad_and_not_those_who_met_it(self):
         names = ["a", "b", "c", "d"]
         speeds = {(x, y): 3.0 if "c" in (x, y) else 40.0 for i, x in enumerate(names) for y in names[i + 1 :]}
-        found = {host: finding.level for host, (finding,) in judge_pairs(speeds, min_gb_s=0).items()}
+        found = {host: finding.level for host, (finding,) in judge_pairs(speeds, slow_share=0.5, min_gb_s=0).items()}
         assert found == {"a": "warn", "b": "warn", "c": "bad", "d": "warn"}
-        assert set(levels(f for (f,) in judge_pairs(speeds, min_gb_s=50).values())) == {"bad"}
+        assert set(levels(f for (f,) in judge_pairs(speeds, slow_share=0.5, min_gb_s=50).values())) == {"bad"}
 
     def test_two_equal_nodes_are_fine(self):
-        assert levels(f for (f,) in judge_pairs({("a", "b"): 1.0}, min_gb_s=0).values()) == ["ok", "ok"]
+        assert levels(f for (f,) in judge_pairs({("a", "b"): 1.0}, slow_share=0.5, min_gb_s=0).values()) == ["ok", "ok"]
 
 
 class TestTransport:
@@ -187,7 +187,8 @@ def examined(config, case):
 
 def test_nodes_in_order(config):
     code, report = examined(config, "fine")
-    assert code == 0 and report["ok"] and report["exclude"] == [] and set(report["nodes"]) == {"node0", "node1", "node2"}
+    assert code == 0 and report["ok"], report
+    assert report["exclude"] == [] and set(report["nodes"]) == {"node0", "node1", "node2"}
     checks = {finding["check"] for finding in report["nodes"]["node1"]}
     assert {"clock", "bandwidth", "transport", "paths", "disk", "versions", "/dev/shm"} <= checks
 
