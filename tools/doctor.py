@@ -62,7 +62,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-skew", metavar="S", type=float, default=1.0, help="largest difference of clocks in seconds (1)")
     parser.add_argument("--mib", metavar="N", type=int, default=64, help="size of the bandwidth test (64)")
     parser.add_argument("--rounds", metavar="N", type=int, default=7, help="rounds of pairs in it; 0: none (7)")
-    parser.add_argument("--min-gb-s", metavar="X", type=float, default=0.0, help="a pair below this is slow (half of the median)")
+    parser.add_argument("--slow-share", metavar="X", type=float, default=0.5, help="a pair below so much of the median is slow (0.5)")
+    parser.add_argument("--min-gb-s", metavar="X", type=float, default=0.0, help="and one below this, in GB/s (0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--verbose", action="store_true", help="print what is in order too")
     return parser.parse_intermixed_args(argv)
@@ -103,7 +104,7 @@ def findings_of_all(arguments: argparse.Namespace, ranks: Ranks, own: list[Findi
             by_node = check_clocks(hosts, max_skew_s=arguments.max_skew)
             if arguments.rounds:
                 speeds = measure_pairs(hosts, device, mib=arguments.mib, rounds=arguments.rounds)
-                for host, findings in judge_pairs(speeds, min_gb_s=arguments.min_gb_s).items():
+                for host, findings in judge_pairs(speeds, slow_share=arguments.slow_share, min_gb_s=arguments.min_gb_s).items():
                     by_node[host] += findings
             own = own + check_transport(hosts, device, log.read())
             every: list = [None] * ranks.world_size

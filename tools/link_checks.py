@@ -16,8 +16,6 @@ from tools.node_checks import Finding, bad, ok, warn
 
 SAMPLES = 5
 WARM_UP, REPEATS = 2, 5
-SLOW = 0.5
-"""Share of the median below which a pair counts as slow."""
 
 
 def first_ranks(hosts: Sequence[str]) -> list[int]:
@@ -119,12 +117,12 @@ def _all_reduce_speed(ranks: list[int], device: Device, mib: int) -> float:
     return (mib << 20) / seconds / 1e9
 
 
-def judge_pairs(speeds: dict[tuple[str, str], float], *, min_gb_s: float) -> dict[str, list[Finding]]:
-    """Findings by node: a node is bad if most of its pairs are slow, where slow is below half of the median, or min_gb_s."""
+def judge_pairs(speeds: dict[tuple[str, str], float], *, slow_share: float, min_gb_s: float) -> dict[str, list[Finding]]:
+    """Findings by node: a node is bad if most of its pairs are slow: below slow_share of the median, or below min_gb_s."""
     if not speeds:
         return {}
     median = statistics.median(speeds.values())
-    limit = max(min_gb_s, SLOW * median)
+    limit = max(min_gb_s, slow_share * median)
     out = {}
     for host in dict.fromkeys(host for pair in speeds for host in pair):
         own = {pair: speed for pair, speed in speeds.items() if host in pair}

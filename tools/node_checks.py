@@ -139,15 +139,19 @@ def check_disks(paths: Iterable[Path], *, min_free_gib: float) -> list[Finding]:
         except OSError as error:
             out.append(bad("disk", f"{path}: cannot be written to ({error.strerror})"))
             continue
-        free, inodes = disk.f_bavail * disk.f_frsize / GIB, disk.f_favail
-        text = f"{path}: {free:.1f} GiB and {inodes:,} inodes free"
-        if free < min_free_gib:
-            out.append(bad("disk", f"{text}; less than {min_free_gib:g} GiB"))
-        elif disk.f_files and inodes < FREE_INODES:  # file systems without fixed inodes say 0 of 0
-            out.append(bad("disk", f"{text}; less than {FREE_INODES:,} inodes"))
-        else:
-            out.append(ok("disk", text))
+        out.append(judge_disk(path, disk, min_free_gib=min_free_gib))
     return out
+
+
+def judge_disk(path: Path, disk: os.statvfs_result, *, min_free_gib: float) -> Finding:
+    """Whether a file system has room."""
+    free, inodes = disk.f_bavail * disk.f_frsize / GIB, disk.f_favail
+    text = f"{path}: {free:.1f} GiB and {inodes:,} inodes free"
+    if free < min_free_gib:
+        return bad("disk", f"{text}; less than {min_free_gib:g} GiB")
+    if disk.f_files and inodes < FREE_INODES:  # file systems without fixed inodes say 0 of 0
+        return bad("disk", f"{text}; less than {FREE_INODES:,} inodes")
+    return ok("disk", text)
 
 
 # Packages ---------------------------------------------------------------------------------------------------------------
