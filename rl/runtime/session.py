@@ -3,10 +3,12 @@
 import datetime
 import logging
 import os
+import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -46,7 +48,8 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
     for module in (r"megatron\..*", r"torch\.distributed\..*", r"vllm\..*"):
         warnings.filterwarnings("ignore", module=module)
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU host has no Triton and needs none
-    torch.manual_seed(0)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):  # their states are part of a checkpoint
+        seed(0)
     _join(ranks, device.backend, timeout)
     global _gloo_group
     _gloo_group = dist.new_group(backend="gloo", timeout=timeout)
