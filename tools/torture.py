@@ -206,18 +206,27 @@ def _kill_sometime(world: World, run_dir: Path, usual: float, numbers: random.Ra
     """Kill one rank or all of them, at a random instant or during the first save after it. False: the run ended before."""
     instant = time.monotonic() + numbers.uniform(0, usual)
     into_save = numbers.uniform(0, INTO_SAVE_S) if numbers.random() < 0.5 else None
-    partials = (run_dir / "checkpoints").glob
-    while time.monotonic() < instant or (into_save is not None and not any(partials("*.partial"))):
+    leftovers = _unfinished(run_dir)
+    while time.monotonic() < instant or (into_save is not None and not _unfinished(run_dir) - leftovers):
         if len(world.running()) < len(world.pids):
             return False
         time.sleep(POLL_S)
     time.sleep(into_save or 0)
     victims = [numbers.choice(world.pids)] if numbers.random() < 0.5 else world.pids
-    tally.while_saving += any(partials("*.partial"))
+    tally.while_saving += bool(_unfinished(run_dir) - leftovers)
     world.kill(victims)
     tally.kills += 1
     tally.of_one_rank += len(victims) == 1
     return True
+
+
+def _unfinished(run_dir: Path) -> set[tuple[str, int]]:
+    """Name and inode of each checkpoint that is being written, or whose writer was killed."""
+    try:
+        with os.scandir(run_dir / "checkpoints") as entries:
+            return {(entry.name, entry.inode()) for entry in entries if entry.name.endswith(".partial") and entry.is_dir()}
+    except FileNotFoundError:
+        return set()
 
 
 def toy_config(out: Path) -> Path:
