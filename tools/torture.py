@@ -221,12 +221,13 @@ def _kill_sometime(world: World, run_dir: Path, usual: float, numbers: random.Ra
 
 
 def _unfinished(run_dir: Path) -> set[tuple[str, int]]:
-    """Name and inode of each checkpoint that is being written, or whose writer was killed."""
-    try:
-        with os.scandir(run_dir / "checkpoints") as entries:
-            return {(entry.name, entry.inode()) for entry in entries if entry.name.endswith(".partial") and entry.is_dir()}
-    except FileNotFoundError:
-        return set()
+    """Each checkpoint that is being written, or whose writer was killed, and when its directory changed last: for what a kill
+    left that stays the same until a save removes it."""
+    found = set()
+    for path in (run_dir / "checkpoints").glob("step_*.partial"):
+        with contextlib.suppress(FileNotFoundError):  # completed since
+            found.add((path.name, path.stat().st_mtime_ns))
+    return found
 
 
 def toy_config(out: Path) -> Path:
