@@ -206,18 +206,28 @@ def _kill_sometime(world: World, run_dir: Path, usual: float, numbers: random.Ra
     """Kill one rank or all of them, at a random instant or during the first save after it. False: the run ended before."""
     instant = time.monotonic() + numbers.uniform(0, usual)
     into_save = numbers.uniform(0, INTO_SAVE_S) if numbers.random() < 0.5 else None
-    partials = (run_dir / "checkpoints").glob
-    while time.monotonic() < instant or (into_save is not None and not any(partials("*.partial"))):
+    leftovers = _unfinished(run_dir)
+    while time.monotonic() < instant or (into_save is not None and not _unfinished(run_dir) - leftovers):
         if len(world.running()) < len(world.pids):
             return False
         time.sleep(POLL_S)
     time.sleep(into_save or 0)
     victims = [numbers.choice(world.pids)] if numbers.random() < 0.5 else world.pids
-    tally.while_saving += any(partials("*.partial"))
+    tally.while_saving += bool(_unfinished(run_dir) - leftovers)
     world.kill(victims)
     tally.kills += 1
     tally.of_one_rank += len(victims) == 1
     return True
+
+
+def _unfinished(run_dir: Path) -> set[tuple[str, int]]:
+    """Each checkpoint that is being written, or whose writer was killed, and when its directory changed last: for what a kill
+    left that stays the same until a save removes it."""
+    found = set()
+    for path in (run_dir / "checkpoints").glob("step_*.partial"):
+        with contextlib.suppress(FileNotFoundError):  # completed since
+            found.add((path.name, path.stat().st_mtime_ns))
+    return found
 
 
 def toy_config(out: Path) -> Path:
