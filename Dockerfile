@@ -5,7 +5,7 @@
 #   docker build -t lockstep --build-arg CUDA_ARCHS="9.0" --build-arg MAX_JOBS=32 .     one GPU type: a much shorter build
 #   docker build -t lockstep --build-arg APEX_REF=master .                               with NVIDIA's apex
 #
-# On a cluster convert it once (enroot import, apptainer build) and start it with srun like any other step.
+# On a cluster convert it once (enroot import, apptainer build); slurm/site.example.sh says how batch files then use it.
 
 # CUDA 13.0 because that is what torch and vLLM on PyPI are built for; `devel` for nvcc, which compiles flash-attn. Not the
 # `cudnn` variant: transformer-engine loads a system cuDNN before the one torch ships, and two versions in one process fail.
@@ -66,8 +66,8 @@ RUN if [ -n "$APEX_REF" ]; then \
 COPY setup.py train_rl.py README.md ./
 COPY rl rl/
 COPY launch launch/
-COPY slurm slurm/
 COPY configs configs/
+COPY slurm slurm/
 COPY tools tools/
 COPY tests tests/
 RUN pip install --no-deps --no-build-isolation -e . && pip check

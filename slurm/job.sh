@@ -33,7 +33,7 @@ say() { echo "job $job_id: $*"; }
 
 nodes=$SLURM_JOB_NUM_NODES
 gpus=${SLURM_GPUS_ON_NODE:-0}
-if [ "$gpus" -gt 0 ]; then tasks=$gpus; else tasks=${SLURM_NTASKS_PER_NODE:-1}; fi
+tasks=${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))} # as asked for by --ntasks-per-node, else one per GPU
 cpus=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / tasks))}
 if [ "$cpus" -lt 1 ]; then cpus=1; fi
 export SRUN_CPUS_PER_TASK=$cpus # since Slurm 22.05 srun does not take it from sbatch
@@ -45,7 +45,7 @@ export PYTHONUNBUFFERED=1
 # Compiled kernels on a disk of the node: thousands of small files, written by all ranks at once.
 cache=${SLURM_TMPDIR:-/tmp}/lockstep-cache-$(id -u)
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor VLLM_CACHE_ROOT=$cache/vllm
-export LOCKSTEP_STATUS=$rank_logs/status.json # a copy of the run's status.json, for `attempt` and `requeue` below
+export LOCKSTEP_STATUS=$rank_logs/status.json # a copy of the run's status.json: the decisions below are taken from it
 
 # When Slurm will end the job, and how long before that it sends USR2: the program warns if a step and a save take longer.
 if [ -z "${SLURM_JOB_END_TIME:-}" ]; then # set by Slurm 23.02 and newer
@@ -60,7 +60,8 @@ ulimit -c 0                                                 # a core file per ra
 ulimit -S -n "$(ulimit -H -n)"                              # the first rank holds a connection to every other one
 ulimit -l unlimited 2>/dev/null || say "memlock is limited to $(ulimit -l) KiB; RDMA needs it unlimited (ask your site)"
 
-# One task per GPU, each of which sees all GPUs of its node (--gpu-bind=none): binding breaks CUDA IPC and local ranks.
+# One task per GPU, each of which sees all GPUs of its node (--gpu-bind=none): binding breaks CUDA IPC and local ranks. Slurm
+# then leaves CUDA_VISIBLE_DEVICES unset, so take whole nodes (--exclusive) where the site does not confine jobs to devices.
 launch=(srun --nodes="$nodes" --ntasks="$((nodes * tasks))" --ntasks-per-node="$tasks" --cpus-per-task="$cpus"
     --kill-on-bad-exit=1 --mpi="${SRUN_MPI:-none}" --export=ALL
     --output="$rank_logs/rank-%t.log" --open-mode=append)
@@ -118,10 +119,12 @@ requeue() {
     exit "$1" # Slurm ends this script anyway
 }
 
-# The last lines of the ranks that fell silent first among those that said something about an error.
+# The last lines of the ranks that fell silent first among those that spoke of an error in this attempt. The first rank's stand
+# above.
 show_errors() {
     local file
-    grep -l -i -s -E 'error|exception' "$rank_logs"/rank-*.log | xargs -r ls -tr | head -n 3 | while read -r file; do
+    find "$rank_logs" -name 'rank-[1-9]*.log' -newer "$rank_logs/attempts" -exec grep -lZ -i -E 'error|exception' {} + |
+        xargs -r0 ls -tr | head -n 3 | while read -r file; do
         echo "==> $file"
         tail -n 8 "$file"
     done
@@ -131,7 +134,7 @@ train() {
     local config=$1 code=0
     shift
     # The first rank writes into the job's own log, where people look.
-    ln -sfn "$(readlink /proc/self/fd/1)" "$rank_logs/rank-0.log"
+    ln -sfn "$(readlink /proc/$$/fd/1)" "$rank_logs/rank-0.log"
     "${launch[@]}" "${inside[@]}" "${PYTHON:-python}" "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@" || code=$?
     case $code in
     0) return 0 ;;

@@ -9,6 +9,14 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 bash tools/install_cpu.sh --mpi
 
+# tests/slurm raises a Slurm cluster on this machine and runs shellcheck; without these programs its tests are skipped, and say so.
+packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge shellcheck)
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmctld && command -v shellcheck; } >/dev/null; then
+    echo "test: apt-get install ${packages[*]}"
+    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${packages[@]}"; } >/dev/null ||
+        echo "test: they could not be installed (above); tests that need them will be skipped" >&2
+fi
+
 export VIRTUAL_ENV="${VIRTUAL_ENV:-$root/.venv}"
 export PATH="$VIRTUAL_ENV/bin:$PATH" # tests start torchrun and mpiexec by name
 export OMP_NUM_THREADS=1             # several ranks share the cores; OpenMP's spinning threads make them 20 times slower

@@ -478,6 +478,8 @@ def _collect(fd: int, data: bytearray, limit: int) -> bool:
 def main() -> None:
     lifeline = int(sys.argv[1])
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # Slurm's, to every process of a step: the program's verdict
+        signal.signal(number, signal.SIG_IGN)  # must not depend on them, and it inherits this
     prctl(_PR_SET_CHILD_SUBREAPER, "subreaper", 1)
     job = json.loads(sys.stdin.buffer.readline())
     top = tempfile.mkdtemp(prefix="lockstep-code-")

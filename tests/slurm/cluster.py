@@ -1,0 +1,82 @@
+"""What tests do with the cluster of cluster.sh, and read of the runs on it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.ranks import ROOT
+
+CLUSTER = Path(__file__).with_name("cluster.sh")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
+PATIENCE_S = 240.0
+"""Longest wait for anything: machines that run tests are slow now and then."""
+
+
+class Cluster:
+    """The commands of a user, and the power switch of each node."""
+
+    def __init__(self, lab: Path, port: int):
+        self.lab = lab
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "RANK", "WORLD_SIZE", "MASTER_"))}
+        python = Path(sys.executable).parent
+        self.env = outside | dict(
+            LAB=str(lab), PORT=str(port), SLURM_CONF=f"{lab}/etc/slurm.conf", LOCKSTEP_ROOT=str(ROOT), PYTHONPATH=str(ROOT),
+            PATH=f"{python}:{os.environ['PATH']}:/usr/sbin:/sbin", OMP_NUM_THREADS="1",
+            GLOO_SOCKET_IFNAME="lo",  # all nodes are addresses of it
+        )  # fmt: skip
+
+    def run(self, *command: object, cwd: Path | None = None, **env: str) -> str:
+        done = subprocess.run(
+            list(map(str, command)), env=self.env | env, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def switch(self, what: str, *arguments: str) -> None:
+        self.run("bash", CLUSTER, what, *arguments)
+
+    def submit(self, *arguments: object, cwd: Path, **env: str) -> str:
+        """sbatch in `cwd`; returns the job's id."""
+        return self.run("sbatch", "--parsable", *arguments, cwd=cwd, **env).strip()
+
+    def job(self, job: str) -> dict[str, str]:
+        """What scontrol knows of it now; of an array's task by ID_TASK."""
+        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "-o", "show", "job", job)))
+
+    def wait(self, job: str, states=ENDED, timeout: float = PATIENCE_S) -> dict[str, str]:
+        """Until the job is in one of the states."""
+        deadline = time.monotonic() + timeout
+        while (facts := self.job(job))["JobState"] not in states:
+            assert time.monotonic() < deadline, f"job {job} is still {facts['JobState']} ({facts['Reason']})"
+            time.sleep(0.2)
+        return facts
+
+
+def wait_for(condition, what: str, timeout: float = PATIENCE_S):
+    """Until `condition()` is true; returns what it returned."""
+    deadline = time.monotonic() + timeout
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not come within {timeout:.0f} s"
+        time.sleep(0.1)
+    return found
+
+
+def records(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def comparable(run: Path) -> list[dict]:
+    """The records without what depends on the clock."""
+    clock = re.compile(r"time$|timing_s/|perf/throughput")
+    return [{k: v for k, v in record.items() if not clock.match(k)} for record in records(run)]
+
+
+def status(run: Path) -> dict:
+    path = run / "status.json"
+    return json.loads(path.read_text()) if path.exists() else {"step": 0, "checkpoint_step": 0, "state": ""}

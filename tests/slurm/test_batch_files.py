@@ -1,0 +1,295 @@
+"""The batch files with programs of a fake Slurm on the PATH: what no test cluster has, and what each of them hands to srun."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from rl.config import load_config
+from rl.runtime.status import Status
+from tests.ranks import ROOT
+
+BATCH = sorted((ROOT / "slurm").glob("*.sbatch"))
+SHELL = [path for path in ROOT.rglob("*") if path.suffix in (".sh", ".sbatch") and not {"runs", ".venv"} & set(path.relative_to(ROOT).parts)]
+
+SRUN = """#!/bin/bash
+printf '%s\\0' "$@" >"$FAKE/srun.$(ls "$FAKE" | grep -c srun)"
+env >"$FAKE/env"
+(ulimit -c; ulimit -n; ulimit -H -n) >"$FAKE/limits"
+if [ -n "$AT_STEP" ]; then echo "{\\"checkpoint_step\\": $AT_STEP, \\"state\\": \\"stopped\\"}" >"$LOCKSTEP_STATUS"; fi
+exit "$SRUN_EXIT"
+"""
+SCONTROL = '#!/bin/bash\necho "$@" >>"$FAKE/scontrol"\n'
+SQUEUE = '#!/bin/bash\necho "$FAKE_END"\n'
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A directory of the fake programs, and a checkout with batch files but no site.sh."""
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE}.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    shutil.copytree(ROOT / "slurm", tmp_path / "root" / "slurm", ignore=shutil.ignore_patterns("site.sh"))
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "work").mkdir()
+    return tmp_path
+
+
+class Job:
+    """A batch file run by bash with what slurmd sets: an allocation of 2 nodes of 8 GPUs and 64 CPUs."""
+
+    def __init__(self, site: Path, file: str, *arguments: str, exit_code: int = 0, at_step: str = "", **env: str):
+        self.fake, self.work = site / "fake", site / "work"
+        for old in self.fake.iterdir():
+            old.unlink()
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "LOCKSTEP", "SBATCH"))}
+        slurm = dict(
+            SLURM_JOB_ID="4711", SLURM_JOB_NAME=file, SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n[1-2]", SLURM_CPUS_ON_NODE="64",
+            SLURM_GPUS_ON_NODE="8", SLURM_SUBMIT_DIR=str(site / "root"), SLURM_NTASKS="1",
+        )  # fmt: skip
+        fake = dict(FAKE=str(self.fake), SRUN_EXIT=str(exit_code), AT_STEP=at_step, FAKE_END="2030-01-01T00:00:00", TZ="UTC")
+        wanted = {k: v for k, v in (outside | slurm | fake | env).items() if v is not None}
+        wanted["PATH"] = f"{site}/bin:{wanted['PATH']}"
+        command = ["bash", str(site / "root" / "slurm" / f"{file}.sbatch"), *arguments]
+        log = self.work / "job.out"
+        with open(log, "a") as out:
+            self.code = subprocess.run(command, env=wanted, cwd=self.work, stdout=out, stderr=out, timeout=60).returncode
+        self.said = log.read_text()
+        self.calls = [path.read_text().split("\0")[:-1] for path in sorted(self.fake.glob("srun.*"))]
+        self.requeued = (self.fake / "scontrol").read_text().split() if (self.fake / "scontrol").exists() else []
+
+    @property
+    def options(self) -> list[str]:
+        """Of the last srun, before its command."""
+        command = next(i for i, word in enumerate(self.calls[-1]) if not word.startswith("--"))
+        return self.calls[-1][:command]
+
+    @property
+    def command(self) -> list[str]:
+        return self.calls[-1][len(self.options) :]
+
+    @property
+    def env(self) -> dict[str, str]:
+        return dict(line.split("=", 1) for line in (self.fake / "env").read_text().splitlines() if "=" in line)
+
+
+# What they are ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_shell_file_passes_shellcheck():
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    assert len(SHELL) > 10
+    done = subprocess.run(["shellcheck", "-x", *SHELL], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", BATCH, ids=lambda path: path.stem)
+def test_a_batch_file_asks_for_what_its_run_needs(path):
+    text = path.read_text()
+    header = re.findall(r"^#SBATCH (\S+)", text, re.MULTILINE)
+    assert f"--job-name={path.stem}" in header and "--open-mode=append" in header
+    assert ("--requeue" in header) != (path.stem == "chain")
+    assert any(re.fullmatch(r"--signal=USR2@\d+", option) for option in header), "to the ranks, hence without B:"
+    assert any(option.startswith("--time=") for option in header)
+    assert not re.search(r"--(account|partition|qos|constraint|reservation)", text), "a site's constant"
+    for config in re.findall(r"configs/(\S+?\.yaml)\b", text):
+        if config != "my.yaml":
+            load_config(str(ROOT / "configs" / config))
+
+
+def test_the_nodes_of_a_batch_file_are_those_its_config_is_named_for():
+    for path in BATCH:
+        for config, nodes in re.findall(r'^train "\$LOCKSTEP_ROOT/configs/(\S*?_(\d+)x8\.yaml)', path.read_text(), re.MULTILINE):
+            assert f"#SBATCH --nodes={nodes}\n" in path.read_text(), config
+
+
+# srun ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_per_gpu_each_of_which_sees_all(site):
+    job = Job(site, "ppo_deepseek671b", "run.max_steps=3", "training.ep=16")
+    assert job.code == 0
+    for option in (
+        "--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--gpus-per-node=8", "--gpu-bind=none", "--cpus-per-task=8",
+        "--kill-on-bad-exit=1", "--open-mode=append", "--mpi=none", "--export=ALL",
+    ):  # fmt: skip
+        assert option in job.options
+    assert f"--output={site}/work/ppo_deepseek671b-4711.ranks/rank-%t.log" in job.options
+    root = site / "root"
+    assert job.command == [
+        "python", f"{root}/train_rl.py", "--config", f"{root}/configs/ppo_deepseek671b.yaml", "run.max_steps=3", "training.ep=16",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes, gpus", [(64, 8), (128, 4), (1, 1)])
+def test_the_world_is_what_slurm_gave(site, nodes, gpus):
+    job = Job(site, "grpo_qwen2.5_7b", SLURM_JOB_NUM_NODES=str(nodes), SLURM_GPUS_ON_NODE=str(gpus))
+    assert f"--ntasks={nodes * gpus}" in job.options and f"--gpus-per-node={gpus}" in job.options
+    assert f"--cpus-per-task={64 // gpus}" in job.options
+
+
+def test_on_cpu_nodes_ranks_are_as_many_as_tasks_were_asked_for(site):
+    job = Job(site, "train", "my.yaml", SLURM_GPUS_ON_NODE=None, SLURM_NTASKS_PER_NODE="2", SLURM_CPUS_PER_TASK="3")
+    assert "--ntasks=4" in job.options and "--cpus-per-task=3" in job.options
+    assert not [option for option in job.options if "gpu" in option]
+    assert job.env["SRUN_CPUS_PER_TASK"] == "3"
+
+
+def test_ranks_are_offline_and_compile_to_a_disk_of_the_node(site):
+    env = Job(site, "train", "my.yaml", SLURM_TMPDIR="/scratch/local").env
+    assert env["HF_HUB_OFFLINE"] == env["TRANSFORMERS_OFFLINE"] == env["HF_DATASETS_OFFLINE"] == "1"
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
+        assert env[name].startswith("/scratch/local/lockstep-cache-")
+
+
+def test_limits_no_core_files_and_all_the_open_files_there_may_be(site):
+    Job(site, "train", "my.yaml")
+    cores, files, most = (site / "fake" / "limits").read_text().split()
+    assert cores == "0" and files == most
+
+
+def test_the_end_of_the_job_and_the_lead_of_its_signal_are_known_to_the_ranks(site):
+    env = Job(site, "ppo_deepseek671b").env
+    assert env["SLURM_JOB_END_TIME"] == "1893456000" and env["LOCKSTEP_SIGNAL_LEAD"] == "1800"
+    env = Job(site, "ppo_deepseek671b", SLURM_JOB_END_TIME="5", LOCKSTEP_SIGNAL_LEAD="60").env
+    assert env["SLURM_JOB_END_TIME"] == "5" and env["LOCKSTEP_SIGNAL_LEAD"] == "60"
+    assert Job(site, "train", "my.yaml", FAKE_END="N/A").env["SLURM_JOB_END_TIME"] == ""
+
+
+def test_site_sh_is_read_first(site):
+    (site / "root" / "slurm" / "site.sh").write_text("export NCCL_IB_HCA=mlx5_7 CONTAINER=apptainer:/images/a.sif PYTHON=python3\n")
+    job = Job(site, "train", "my.yaml")
+    assert job.env["NCCL_IB_HCA"] == "mlx5_7" and "/images/a.sif" in job.command and "python3" in job.command
+
+
+def test_pyxis_gets_the_image_as_an_option_of_srun(site):
+    job = Job(site, "train", "my.yaml", CONTAINER="pyxis:/images/lockstep.sqsh", CONTAINER_MOUNTS="/data:/data")
+    assert "--container-image=/images/lockstep.sqsh" in job.options and "--container-mounts=/data:/data" in job.options
+    assert f"--container-workdir={site}/work" in job.options and job.command[0] == "python"
+
+
+@pytest.mark.parametrize("gpus", ["4", None])
+def test_apptainer_stands_before_the_command(site, gpus):
+    job = Job(site, "train", "my.yaml", CONTAINER="apptainer:/images/lockstep.sif", SLURM_GPUS_ON_NODE=gpus)
+    work, root = site / "work", site / "root"
+    nv = ["--nv"] if gpus else []
+    head = ["apptainer", "exec", "--bind", f"{work}:{work},{root}:{root}", "--pwd", str(work), *nv, "/images/lockstep.sif", "python"]
+    assert job.command[: len(head)] == head
+
+
+def test_another_container_is_refused(site):
+    job = Job(site, "train", "my.yaml", CONTAINER="docker:x")
+    assert job.code == 2 and not job.calls and "must be none, pyxis:IMAGE or apptainer:IMAGE" in job.said
+
+
+def test_the_quickstart_prepares_on_one_task_what_is_not_there(site):
+    job = Job(site, "quickstart", "run.max_steps=6")
+    made, warmed, trained = job.calls
+    assert "--ntasks=1" in made and made[-3:] == [f"{site}/root/tools/make_toy.py", "--out", "runs/toy"]
+    assert warmed[-1].endswith("quickstart_sft.yaml")
+    assert trained[-2:] == [f"{site}/root/configs/quickstart.yaml", "run.max_steps=6"]
+    for there in ("runs/toy/model", "runs/quickstart-sft/hf"):
+        (site / "work" / there).mkdir(parents=True)
+    assert len(Job(site, "quickstart").calls) == 1
+
+
+def test_the_first_rank_writes_into_the_jobs_own_log(site):
+    Job(site, "train", "my.yaml")
+    assert (site / "work" / "train-4711.ranks" / "rank-0.log").resolve() == site / "work" / "job.out"
+
+
+# Going on -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_is_requeued_and_a_finished_one_is_not(site):
+    job = Job(site, "train", "my.yaml", exit_code=75, at_step="4")
+    assert (job.code, job.requeued) == (75, ["requeue", "4711"])
+    job = Job(site, "train", "my.yaml", exit_code=0, at_step="9")
+    assert (job.code, job.requeued) == (0, [])
+
+
+def test_of_an_array_the_task_is_requeued_and_not_another_one(site):
+    (site / "work" / "points.txt").write_text("run.name=a lr=1\nrun.name=b lr=2 x=3\n")
+    array = dict(SLURM_ARRAY_JOB_ID="4700", SLURM_ARRAY_TASK_ID="1")
+    job = Job(site, "sweep", "points.txt", "my.yaml", "run.seed=5", exit_code=75, at_step="1", **array)
+    assert job.requeued == ["requeue", "4700_1"]
+    assert job.command[-5:] == ["my.yaml", "run.name=b", "lr=2", "x=3", "run.seed=5"]
+    assert (site / "work" / "sweep-4700_1.ranks").is_dir()
+
+
+def test_a_point_of_a_sweep_names_its_run(site):
+    (site / "work" / "points.txt").write_text("lr=1\n")
+    job = Job(site, "sweep", "points.txt", "my.yaml", SLURM_ARRAY_JOB_ID="4700", SLURM_ARRAY_TASK_ID="0")
+    assert job.code == 2 and not job.calls and "line 1 of points.txt names no run" in job.said
+
+
+@pytest.mark.parametrize("file, env", [("train", {"NO_REQUEUE": "1"}), ("chain", {})])
+def test_one_switch_forbids_it(site, file, env):
+    job = Job(site, file, "my.yaml", exit_code=75, at_step="4", **env)
+    assert (job.code, job.requeued) == (75, []) and "not requeued (NO_REQUEUE=1)" in job.said
+
+
+@pytest.mark.parametrize("code", [1, 137])
+def test_a_crash_is_requeued_only_if_asked_for(site, code):
+    job = Job(site, "train", "my.yaml", exit_code=code)
+    assert (job.code, job.requeued) == (code, []) and f"failed with exit code {code}" in job.said
+    assert Job(site, "train", "my.yaml", exit_code=code, RETRY_CRASHED="1").requeued == ["requeue", "4711"]
+
+
+def test_input_that_cannot_work_is_never_requeued(site):
+    assert Job(site, "train", "my.yaml", exit_code=2, RETRY_CRASHED="1").requeued == []
+
+
+def test_it_gives_up_after_starts_without_a_newer_checkpoint(site):
+    def start(at_step):
+        return Job(site, "train", "my.yaml", exit_code=75, at_step=at_step, MAX_ATTEMPTS="3")
+
+    assert start("2").requeued and start("2").requeued and start("2").requeued
+    job = start("2")  # the third start that found step 2 and left it
+    assert (job.code, job.requeued) == (1, []) and "gives up: 3 starts brought no checkpoint after step 2" in job.said
+
+
+def test_progress_renews_its_attempts(site):
+    def start(at_step):
+        return Job(site, "train", "my.yaml", exit_code=75, at_step=at_step, MAX_ATTEMPTS="2").requeued
+
+    assert all([start(step) for step in ("0", "1", "1", "2", "2", "3", "4", "5")])
+
+
+def test_starts_that_a_lost_node_ends_count_too(site):
+    for _ in range(2):
+        (site / "work" / "train-4711.ranks").mkdir(exist_ok=True)
+        Job(site, "train", "my.yaml", exit_code=0, MAX_ATTEMPTS="2")  # as if it never came to its end
+    job = Job(site, "train", "my.yaml", MAX_ATTEMPTS="2")
+    assert job.code == 1 and not job.calls and "gives up" in job.said
+
+
+def test_the_ranks_that_fell_silent_first_are_shown(site):
+    logs = site / "work" / "train-4711.ranks"
+    logs.mkdir()
+    now = time.time()
+    texts = {5: (-60, "an error of the attempt before\n"), 3: (60, "RuntimeError: culprit\n"), 1: (61, "peer error\n"), 2: (62, "all is well\n")}
+    for rank, (age, text) in texts.items():
+        (logs / f"rank-{rank}.log").write_text(text)
+        os.utime(logs / f"rank-{rank}.log", (now + age, now + age))
+    said = Job(site, "train", "my.yaml", exit_code=1).said
+    assert said.index("rank-3.log") < said.index("culprit") < said.index("rank-1.log") < said.index("peer error")
+    assert "all is well" not in said and "the attempt before" not in said
+
+
+def test_what_the_program_writes_is_what_the_batch_file_reads(site, monkeypatch):
+    logs = site / "work" / "train-4711.ranks"
+    logs.mkdir()
+    monkeypatch.setenv("LOCKSTEP_STATUS", str(logs / "status.json"))
+    (site / "run").mkdir()
+    Status(str(site / "run"), max_steps=9, leads=True).write(step=8, checkpoint_step=7)
+    assert json.loads((site / "run" / "status.json").read_text())["checkpoint_step"] == 7
+    assert "attempt 1 after step 7" in Job(site, "train", "my.yaml").said

@@ -1,0 +1,153 @@
+"""The batch files on a real Slurm cluster of four nodes: what is run by CI. The rest is in test_interruptions.py."""
+
+import os
+import shutil
+import subprocess
+import textwrap
+
+import pytest
+
+from tests.ranks import ROOT
+from tests.slurm.cluster import PATIENCE_S, comparable, records, status, wait_for
+
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0")
+
+
+def log_of(directory, name):
+    return (directory / name).read_text()
+
+
+def test_the_quickstart_trains_on_two_nodes_beside_another_job_on_one_of_them(cluster, toy, tmp_path):
+    # As tools/make_toy.py and the warm-up leave them; what they make is learned in test_quickstart.py.
+    (tmp_path / "runs" / "quickstart-sft").mkdir(parents=True)
+    (tmp_path / "runs" / "toy").symlink_to(toy)
+    shutil.copytree(toy / "model", tmp_path / "runs" / "quickstart-sft" / "hf")
+    small = ("run.max_steps=6", "data.prompts_per_step=8", "training.prompts_per_minibatch=4", "validation.max_prompts=16")
+    file = ROOT / "slurm" / "quickstart.sbatch"
+    job = cluster.submit("--nodes=2", "--nodelist=node1,node2", file, *small, cwd=tmp_path)
+    beside = cluster.submit("--ntasks-per-node=1", "--nodelist=node1", file, *small, "run.name=beside", cwd=tmp_path)
+    log = f"quickstart-{job}.out"
+    for each in (job, beside):
+        assert cluster.wait(each)["ExitCode"] == "0:0", log_of(tmp_path, f"quickstart-{each}.out")
+    assert "quickstart: grpo, 4 ranks" in log_of(tmp_path, log)
+    assert all(f"step {step}/6 | reward" in log_of(tmp_path, log) for step in range(1, 7))
+    assert "beside: grpo, 1 rank," in log_of(tmp_path, f"quickstart-{beside}.out")
+    run = tmp_path / "runs" / "quickstart"
+    assert [record["training/global_step"] for record in records(run)] == list(range(7))
+    for part in ("config.yaml", "environment.json", "code/rl/loop.py", "checkpoints", "hf/config.json", "samples.jsonl"):
+        assert (run / part).exists(), part
+    assert status(run)["state"] == "finished" and status(run)["job"] == job
+    assert sorted(path.name for path in (tmp_path / f"quickstart-{job}.ranks").glob("rank-*")) == [f"rank-{i}.log" for i in range(4)]
+    done = [line for line in (cluster.lab / "log" / "jobcomp.txt").read_text().splitlines() if f"JobId={job} " in line]
+    assert len(done) == 1 and "JobState=COMPLETED" in done[0]
+
+
+def test_one_task_of_an_array_is_signalled_and_alone_goes_on_as_if_nothing_had_been(cluster, config, tmp_path):
+    """Two tasks with one seed: the other one shows what the metrics would have been. Ranks by (fake) GPUs."""
+    names = ("signalled", "undisturbed")
+    (tmp_path / "points.txt").write_text("".join(f"run.name={name} run.dir={tmp_path}/{name}\n" for name in names))
+    job = cluster.submit("--array=0-1", "--gpus-per-node=2", ROOT / "slurm" / "sweep.sbatch", "points.txt", config, cwd=tmp_path)
+    wait_for(lambda: status(tmp_path / "signalled")["step"] >= 2, "step 2")
+    cluster.run("scancel", "--signal=USR2", f"{job}_0")
+    log = f"sweep-{job}_0.out"
+    wait_for(lambda: "requeue, to go on" in log_of(tmp_path, log), "the requeue")
+    stopped = status(tmp_path / "signalled")
+    assert stopped["state"] == "stopped" and stopped["reason"] == "SIGUSR2" and 2 <= stopped["checkpoint_step"] < 6
+    for task, restarts in ((f"{job}_0", "1"), (f"{job}_1", "0")):
+        facts = cluster.wait(task)
+        assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", restarts), log_of(tmp_path, log)
+    assert comparable(tmp_path / "signalled") == comparable(tmp_path / "undisturbed")
+    assert len(records(tmp_path / "signalled")) == 6
+    assert f"resuming after step {stopped['checkpoint_step']}" in log_of(tmp_path, log)
+    assert f"sweep-{job}_0.ranks/rank-1.log" in {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*.ranks/*")}
+
+
+ALGORITHM = """
+    import os, signal
+    import torch.distributed as dist
+    from rl.algorithms.sft import DEFAULTS, NEEDS, loss
+
+    def step(phases, config):
+        if phases.step == 2 and dist.get_rank() == 1:
+            {misdeed}
+        phases.update(phases.targets(phases.draw_prompts()), loss)
+"""
+FAILURES = {
+    "raises": ("raise RuntimeError('the misdeed of rank 1')", r"the misdeed of rank 1"),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", r"node2: task 1: Killed"),
+    "absent": ("pass", "rank 1 of 2 did not come within 8 s of the first rank's start; ranks are missing on node2 (0 of 1 came)"),
+}
+
+
+def test_a_rank_that_raises_is_killed_or_never_comes_ends_its_job_within_a_minute(cluster, config, tmp_path):
+    jobs = {}
+    for name, (misdeed, _) in FAILURES.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(ALGORITHM.format(misdeed=misdeed)))
+        env = {"LOCKSTEP_JOIN_TIMEOUT": "8"}
+        if name == "absent":  # an interpreter that never comes to its program on the second node
+            env["PYTHON"] = str(tmp_path / "hanging")
+            (tmp_path / "hanging").write_text('#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || exec sleep 1000\nexec python "$@"\n')
+            (tmp_path / "hanging").chmod(0o755)
+        overrides = (f"algorithm={tmp_path}/{name}.py", f"run.dir={tmp_path}/{name}", "training.prompts_per_minibatch=0")
+        jobs[name] = cluster.submit(
+            *TWO_NODES, "--nodelist=node1,node2", "--oversubscribe", f"--job-name={name}", "--no-requeue",
+            ROOT / "slurm" / "train.sbatch", config, *overrides, cwd=tmp_path, **env,
+        )  # fmt: skip
+    for name, (_, words) in FAILURES.items():
+        facts = cluster.wait(jobs[name])
+        log = log_of(tmp_path, f"{name}-{jobs[name]}.out")
+        assert facts["JobState"] == "FAILED", log
+        assert words in "\n".join(log.splitlines()[-25:]), log
+        assert "the run failed with exit code" in log
+    for name in ("raises", "killed"):  # from the last sign of life to the end of the job
+        alive = max(path.stat().st_mtime for path in (tmp_path / name).glob("metrics.jsonl"))
+        ended = cluster.run("date", "-d", cluster.job(jobs[name])["EndTime"], "+%s")
+        assert float(ended) - alive < 60
+
+
+MEETING = """
+    import os, sys, time
+    from pathlib import Path
+    from rl.runtime.ranks import discover
+    from rl.runtime.rendezvous import meet
+
+    ranks = meet(discover())
+    here = Path(sys.argv[1])
+    Path(here, f"{os.environ['SLURM_JOB_ID']}.{ranks.rank}").write_text(str(ranks.master_port))
+    deadline = time.monotonic() + 120
+    while len(list(here.iterdir())) < 40 and time.monotonic() < deadline:  # all jobs hold their ports at once
+        time.sleep(0.1)
+"""
+
+
+def test_twenty_tasks_of_an_array_at_once_do_not_collide(cluster, tmp_path):
+    (tmp_path / "meeting.py").write_text(textwrap.dedent(MEETING))
+    (tmp_path / "met").mkdir()
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\nexec srun python meeting.py met\n")
+    job = cluster.submit("--array=0-19", "--nodes=1", "--ntasks=2", "--output=out-%a", script, cwd=tmp_path)
+    wait_for(lambda: len(list((tmp_path / "met").iterdir())) == 40, "the meeting of 20 times 2 ranks")
+    for task in range(20):
+        assert cluster.wait(f"{job}_{task}")["JobState"] == "COMPLETED", log_of(tmp_path, f"out-{task}")
+    ports = {}
+    for path in (tmp_path / "met").iterdir():
+        ports.setdefault(path.stem, set()).add(path.read_text())
+    assert len(ports) == 20 and all(len(port) == 1 for port in ports.values())
+    assert len(set.union(*ports.values())) == 20  # the nodes of this cluster share the ports of one machine
+
+
+def test_srun_with_pmi2_trains_two_steps(cluster, config, tmp_path):
+    command = ("srun", "--mpi=pmi2", "--nodes=2", "--ntasks=4", "--mem-per-cpu=2G", "python", ROOT / "train_rl.py", "--config", config)
+    cluster.run(*command, "algorithm=sft", "run.max_steps=2", "training.prompts_per_minibatch=0", cwd=tmp_path)
+    assert len(records(tmp_path / "run")) == 2
+
+
+@pytest.mark.slow
+def test_mpirun_of_four_trains_two_steps(config, tmp_path):
+    mpirun = shutil.which("mpirun", path=f"{os.path.dirname(shutil.which('python') or '')}:{os.environ['PATH']}")
+    if mpirun is None:
+        pytest.skip("there is no mpirun (tools/install_cpu.sh --mpi)")
+    command = (mpirun, "-n", "4", "python", ROOT / "train_rl.py", "--config", config, "algorithm=sft", "run.max_steps=2")
+    done = subprocess.run([*map(str, command), "training.prompts_per_minibatch=0"], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert len(records(tmp_path / "run")) == 2
