@@ -66,7 +66,6 @@ RUN if [ -n "$APEX_REF" ]; then \
 COPY setup.py train_rl.py README.md ./
 COPY rl rl/
 COPY launch launch/
-COPY slurm slurm/
 COPY configs configs/
 COPY slurm slurm/
 COPY tools tools/

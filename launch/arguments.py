@@ -49,8 +49,8 @@ def resources_of(arguments: argparse.Namespace) -> Resources:
 
 
 def as_typed(command: str, argv: list[str]) -> str:
-    """The command line, to note in a file."""
-    return f"python -m launch {command} {shlex.join(argv)}"
+    """The command line, in one line, to note in a file."""
+    return f"python -m launch {command} {shlex.join(argv)}".replace("\n", " ")
 
 
 def warn(text: str) -> None:

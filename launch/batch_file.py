@@ -117,7 +117,7 @@ def _header(resources: Resources, *, name: str, output: str, command: str, array
             lines[key] = value
     lines["chdir"] = Path.cwd()
     lines |= {"requeue" if resources.requeue else "no-requeue": None, "open-mode": "append", "output": output}
-    options = [f"--{key}" if value is None else f"--{key}={value}" for key, value in lines.items()]
+    options = [f"--{key}" if value is None else f"--{key}={shlex.quote(str(value))}" for key, value in lines.items()]
     return "\n".join(
         [
             "#!/usr/bin/env bash",

@@ -106,8 +106,8 @@ def _told(directory: Path) -> RunState:
 def _silence(directory: Path, otherwise: float | None) -> float | None:
     """Seconds since the oldest rank's last heartbeat, or since `otherwise` where there are none."""
     beats = [record["time"] for path in directory.glob("heartbeat/rank_*.json") if (record := _read_json(path))]
-    newest = min(beats, default=otherwise)
-    return None if newest is None else max(0.0, time.time() - newest)
+    oldest = min(beats, default=otherwise)
+    return None if oldest is None else max(0.0, time.time() - oldest)
 
 
 def _jobs_of(run: RunState) -> list[str]:
@@ -124,13 +124,11 @@ def _jobs_of(run: RunState) -> list[str]:
 
 def _settled(run: RunState, jobs: list[str], queue: dict[str, str]) -> RunState:
     """The state that follows from the run's word and from Slurm's."""
-    alive = [job for job in jobs if job in queue]
-    if run.state == "finished":
+    known = [job for job in jobs if job in queue]
+    if run.state == "finished" or (known and queue[known[-1]] == "COMPLETING"):
         return run
-    if alive:
-        going = queue[alive[-1]] in ("RUNNING", "COMPLETING") and run.state == "running" and alive[-1] == run.job
-        starting = queue[alive[-1]] == "RUNNING"
-        return replace(run, job=alive[-1], state="running" if going or starting else "queued")
+    if known:
+        return replace(run, job=known[-1], state="running" if queue[known[-1]] == "RUNNING" else "queued")
     job = run.job or (jobs[-1] if jobs else "")
     if run.state == "running":
         in_slurm = bool(job) and slurm.available()

@@ -143,7 +143,8 @@ def _training_placement(weight_map: WeightMap) -> TrainingPlacement:
 
 
 def _not_writable(weight_map: WeightMap, engine: RolloutEngine) -> set[int]:
-    """Numbers of the weights that this rank's engine does not hold as the layout says, in the trainer's dtype."""
+    """Numbers of the weights that this rank's engine does not hold as the layout says, in the trainer's dtype, and of all
+    others of their modules: vLLM loads modules whole."""
     held = engine.weights()
     local = {weight.hf: parameter for weight, parameter in weight_map.local()}
     extents = _extents(weight_map.weights, engine)
@@ -154,7 +155,12 @@ def _not_writable(weight_map: WeightMap, engine: RolloutEngine) -> set[int]:
         here = parameter is not None and parameter.dtype == dtype and _fits(parameter, extents.get(weight.vllm), weight)
         if not here or (weight.hf in local and local[weight.hf].dtype != dtype):
             out.add(number)
-    return out
+    modules = {_module(weight_map.weights[number]) for number in out}
+    return {number for number, weight in enumerate(weight_map.weights) if _module(weight) in modules}
+
+
+def _module(weight: Weight) -> str:
+    return weight.vllm.rpartition(".")[0]
 
 
 def _comparable(engine: RolloutEngine, weights: list[Weight]) -> list[Weight]:

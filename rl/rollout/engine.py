@@ -96,8 +96,8 @@ class RolloutEngine:
         # Garbage collection of the LLM would destroy the trainer's default process group.
         self.llm.llm_engine.engine_core._finalizer.detach()
         self.model = self.llm.apply_model(lambda model: model)[0]
-        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self._cpu_cache = None if device.is_cuda else cpu_support.KvCache(runner.kv_caches)
+        self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._cpu_cache = None if device.is_cuda else cpu_support.KvCache(self._runner.kv_caches)
         self._replica_group = _own_replica_group(world, self.tp, rank)
         self._queues_made = 0
         self.awake = True
@@ -153,8 +153,9 @@ class RolloutEngine:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Write whole Hugging Face tensors into this rank's shards, and forget what was computed with the old ones."""
-        self.model.load_weights(weights)
+        """Write whole Hugging Face tensors into this rank's shards through vLLM's own reloading, which packs or quantises them as
+        at the start, and forget what was computed with the old ones. All tensors of a module must be among them."""
+        self._runner.reload_weights(weights_iterator=weights)
         self.weights_changed()
 
     def weights_changed(self) -> None:

@@ -34,6 +34,10 @@ def test_slurm_job_sh_finds_the_signals_lead_in_the_file(tmp_path):
     assert subprocess.run(["bash", "-c", f"{command} {tmp_path}/job"], capture_output=True, text=True).stdout.strip() == "77"
 
 
+def test_names_with_blanks_are_quoted_for_sbatch(tmp_path):
+    assert options(rendered(Resources(), tmp_path, name="two words"))["job-name"] == "'two words'"
+
+
 def test_a_cpu_job_asks_for_tasks(tmp_path):
     asked = options(rendered(Resources(gpus_per_node=0, ranks_per_node=2, requeue=False), tmp_path))
     assert asked["ntasks-per-node"] == "2" and not {"gpus-per-node", "exclusive", "mem"} & asked.keys()

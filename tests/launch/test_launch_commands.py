@@ -86,6 +86,11 @@ class TestSubmit:
         (run,) = read_runs([place / "runs" / "test"])
         assert run.state == "queued"
 
+    def test_a_line_break_in_an_override_does_not_leave_the_comment(self, place):
+        launch("submit", *self.arguments, "--dry-run", "--", 'reward.kwargs={a: "b\nexit 3"}')
+        text = (place / "runs" / "test" / "launch" / "job.sbatch").read_text()
+        assert [line for line in text.splitlines() if line.startswith("exit 3")] == ["exit 3\"}'"]  # within train's quotes
+
     def test_a_dry_run_submits_nothing(self, place):
         assert "not submitted" in launch("submit", *self.arguments, "--dry-run")
         assert not (place / "sbatch.log").exists()

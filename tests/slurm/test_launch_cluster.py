@@ -77,10 +77,12 @@ def test_a_sweep_runs_two_at_a_time_and_only_the_failed_point_again(cluster, lau
     victim = points[2]
     wait_for(lambda: status(runs / victim)["state"] == "running", "the run to be killed", timeout=2 * PATIENCE_S)
     assert len(cluster.run("squeue", "-h", "-r", "-t", "RUNNING", "-o", "%i").split()) <= 2
-    cluster.run("scancel", "--signal=KILL", f"{job}_2")
+    cluster.run("scancel", f"{job}_2")
     for task in range(6):
         cluster.wait(f"{job}_{task}", SETTLED, timeout=3 * PATIENCE_S)
-    assert states(launch("status", runs)) == {point: "lost" if point == victim else "finished" for point in points}
+    found = states(launch("status", runs))
+    assert found.pop(victim) in ("stopped", "lost")  # it had seconds to say something
+    assert found == {point: "finished" for point in points if point != victim}
 
     assert "--array=2%2" in launch("sweep", sweep, "--only", "failed")
     again = json.loads((runs / "launch" / "jobs.jsonl").read_text().splitlines()[1])["job"]
