@@ -73,7 +73,6 @@ def run_rank(args: argparse.Namespace, checkpoint: str) -> None:
     prepare_environment(ranks)
     import torch
 
-    from rl.refit import gather
     from rl.refit.refit import check_refit, refit
     from rl.runtime.session import session
 
@@ -82,7 +81,7 @@ def run_rank(args: argparse.Namespace, checkpoint: str) -> None:
         count = CountedBytes()
         ways = {
             "plan": lambda: refit(trainer, engine, buffer_mib=args.buffer_mib),
-            "gather": lambda: gather.refit(trainer, engine),
+            "gather": lambda: gather_and_load(trainer, engine),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         num_bytes, contents = {}, {}
@@ -97,6 +96,12 @@ def run_rank(args: argparse.Namespace, checkpoint: str) -> None:
         differing = [key for key, tensor in contents["plan"].items() if not torch.equal(tensor, contents["gather"][key])]
         check_refit(trainer, engine, buffer_mib=args.buffer_mib)
         print_results(args, trainer, seconds, num_bytes, differing, ranks.rank)
+
+
+def gather_and_load(trainer, engine) -> None:
+    """The other way: every weight whole on every rank, of which vLLM's loader takes its shard. Collective over the world."""
+    engine.model.load_weights(trainer.full_weights())
+    engine.weights_changed()
 
 
 def build(args: argparse.Namespace, checkpoint: str, device):

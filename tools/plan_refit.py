@@ -21,8 +21,9 @@ import numpy as np
 # Run as a script, python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rl.config import Config, Rollout, Training  # noqa: E402
+from rl.config_checks import check_rollout_grid, check_training_grid  # noqa: E402
 from rl.models import architecture  # noqa: E402
-from rl.models.layout import Weight  # noqa: E402
 from rl.refit.placement import RolloutPlacement, TrainingPlacement, count_experts  # noqa: E402
 from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT  # noqa: E402
 from rl.refit.survey import Survey, survey_refit  # noqa: E402
@@ -36,64 +37,61 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", metavar="PATH", type=Path, required=True, help="Hugging Face directory or config.json")
     parser.add_argument("--train", metavar="tp=..,pp=..,ep=..", required=True, help="layout of training")
     parser.add_argument("--rollout", metavar="tp=..", required=True, help="layout of a generation replica")
-    parser.add_argument("--world-size", metavar="RANKS", type=int, required=True)
-    parser.add_argument("--ranks-per-node", metavar="RANKS", type=int, default=8)
+    parser.add_argument("--world-size", metavar="RANKS", type=_positive, required=True)
+    parser.add_argument("--ranks-per-node", metavar="RANKS", type=_positive, default=8)
     parser.add_argument("--dtype", choices=ITEMSIZES, default="bfloat16", help="of the weights (bfloat16)")
-    parser.add_argument("--buffer-mib", metavar="MIB", type=int, default=512, help="refit.buffer_mib of the run (512)")
+    parser.add_argument("--buffer-mib", metavar="MIB", type=_positive, default=512, help="refit.buffer_mib of the run (512)")
     speed = dict(metavar="GBIT", type=float)
     parser.add_argument("--nvlink-gbps", default=3600.0, help="Gbit/s of a rank, each way, within a node (3600)", **speed)
     parser.add_argument("--nic-gbps", default=400.0, help="Gbit/s of a rank, each way, between nodes (400)", **speed)
     args = parser.parse_args(argv)
     try:
-        weights, num_layers = read_weights(args.model)
-        survey = survey_refit(
-            weights,
-            training_placement(args.train, args.world_size, num_layers, weights),
-            rollout_placement(args.rollout, args.world_size, num_layers),
-            ranks_per_node=args.ranks_per_node,
-            itemsize=ITEMSIZES[args.dtype],
-            buffer_bytes=args.buffer_mib << 20,
-        )
+        survey = survey_of(args)
     except (OSError, ValueError) as error:
         sys.exit(f"plan_refit: {error}")
-    print(report(survey, nvlink_gbps=args.nvlink_gbps, nic_gbps=args.nic_gbps))
+    print(report(survey, nvlink_gbps=args.nvlink_gbps, nic_gbps=args.nic_gbps, one_node=args.world_size <= args.ranks_per_node))
 
 
-def read_weights(path: Path) -> tuple[list[Weight], int]:
-    """Weights and number of layers of the model whose config.json, or its directory, this is."""
-    hf = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-    return architecture(hf).weights(hf), hf["num_hidden_layers"]
-
-
-def training_placement(text: str, world_size: int, num_layers: int, weights: list[Weight]) -> TrainingPlacement:
-    """`--train` as a placement. Raises ValueError for what it does not take."""
-    given = _layout("--train", text, {"tp", "pp", "ep", "etp"})
-    sizes = {"tp": 1, "pp": 1, "ep": 1} | {name: int(value) for name, value in given.items()}
-    etp = sizes.get("etp") or (1 if sizes["ep"] > 1 else sizes["tp"])  # as training.etp
-    experts = count_experts(weights)
-    if sizes["ep"] > 1 and not experts:
-        raise ValueError(f"--train {text}: the model has no routed experts; leave ep out.")
-    return TrainingPlacement(
-        world_size, sizes["tp"], sizes["pp"], num_layers,
-        ep=sizes["ep"], etp=etp if experts else None, num_experts=experts,
+def survey_of(args: argparse.Namespace) -> Survey:
+    """What the command line asks for. Raises ValueError for layouts that a run would refuse, and OSError."""
+    hf = json.loads((args.model / "config.json" if args.model.is_dir() else args.model).read_text())
+    if not hf.get("architectures") or not hf.get("num_hidden_layers"):
+        raise ValueError(f"{args.model} is no config.json of a language model: it lacks architectures or num_hidden_layers.")
+    weights, num_layers, world = architecture(hf).weights(hf), hf["num_hidden_layers"], args.world_size
+    train = _layout("--train", args.train, {"tp", "pp", "ep", "etp"})
+    rollout = _layout("--rollout", args.rollout, {"tp", "pp"})
+    config = Config(training=Training(**train), rollout=Rollout(tp=rollout.get("tp", 1)))
+    check_training_grid(config, world, hf)
+    check_rollout_grid(config, world, hf)
+    training, experts = config.training, count_experts(weights)
+    return survey_refit(
+        weights,
+        TrainingPlacement(
+            world, training.tp, training.pp, num_layers,
+            ep=training.ep, etp=training.expert_tp if experts else None, num_experts=experts,
+        ),
+        RolloutPlacement(world, config.rollout.tp, num_layers, pp=rollout.get("pp", 1)),
+        ranks_per_node=args.ranks_per_node,
+        itemsize=ITEMSIZES[args.dtype],
+        buffer_bytes=args.buffer_mib << 20,
     )  # fmt: skip
 
 
-def rollout_placement(text: str, world_size: int, num_layers: int) -> RolloutPlacement:
-    """`--rollout` as a placement. Raises ValueError for what it does not take."""
-    sizes = {name: int(value) for name, value in _layout("--rollout", text, {"tp", "pp"}).items()}
-    return RolloutPlacement(world_size, sizes.get("tp", 1), num_layers, pp=sizes.get("pp", 1))
-
-
-def _layout(option: str, text: str, known: set[str]) -> dict[str, str]:
+def _layout(option: str, text: str, known: set[str]) -> dict[str, int]:
     given = dict(part.split("=", 1) if "=" in part else (part, "") for part in text.split(","))
     for name, value in given.items():
         if name not in known or not (value.isdigit() and int(value) > 0):
             raise ValueError(f"{option} {text}: found {name}={value}, but it takes {', '.join(sorted(known))}, e.g. tp=8,pp=2.")
-    return given
+    return {name: int(value) for name, value in given.items()}
 
 
-def report(survey: Survey, *, nvlink_gbps: float, nic_gbps: float) -> str:
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return int(text)
+
+
+def report(survey: Survey, *, nvlink_gbps: float, nic_gbps: float, one_node: bool) -> str:
     """The table and the estimates."""
     received = survey.near_in + survey.far_in
     rows = {
@@ -118,7 +116,7 @@ def report(survey: Survey, *, nvlink_gbps: float, nic_gbps: float) -> str:
         return 8e-9 * max(near / nvlink_gbps, far / nic_gbps)
 
     whole = np.stack([survey.stays, survey.near_in, survey.far_in, survey.near_out, survey.far_out])
-    slowest = 8e-9 * survey.gather.max() / (nic_gbps if survey.far_in.any() or survey.far_out.any() else nvlink_gbps)
+    slowest = 8e-9 * survey.gather.max() / (nvlink_gbps if one_node else nic_gbps)
     lines += [
         "",
         f"batches                     {len(survey.batches)}",

@@ -46,7 +46,7 @@ def export_hf(trainer: TrainingEngine, source: str, target: str) -> None:
     if writes:
         flush()
         _name_files(partial, files, index, total_bytes)
-        _copy_config(Path(source), partial, pending[next(iter(pending))].dtype)
+        _copy_config(Path(source), partial, trainer.weight_map.dtype)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
     dist.barrier()
@@ -70,6 +70,8 @@ def _copy_config(source: Path, target: Path, dtype: torch.dtype) -> None:
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)  # the weights are written as they are trained
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0  # layers that are not trained
     (target / "config.json").write_text(json.dumps(config, indent=2))
     for pattern in ("*token*", "generation_config.json", "vocab*", "merges.txt", "*.jinja"):
         for path in source.glob(pattern):

@@ -49,7 +49,7 @@ def megatron_config(hf: dict) -> dict:
             moe_router_enable_expert_bias=True,
             moe_router_bias_update_rate=0.0,
         )
-        if hf.get("n_group", 1) > 1:
+        if (hf.get("n_group") or 1) > 1:
             fields |= dict(moe_router_num_groups=hf["n_group"], moe_router_group_topk=hf["topk_group"])
     return fields
 
@@ -90,6 +90,10 @@ def check(hf: dict) -> None:
     wanted = ("factor", "original_max_position_embeddings", "mscale", "mscale_all_dim") if rope["rope_type"] == "yarn" else ()
     if absent := [key for key in wanted if not rope.get(key)]:
         raise ValueError(f"{family} with rotary embeddings of type yarn lacks {', '.join(absent)} in its rope_scaling.")
+    if not hf.get("rope_interleave", True):
+        raise ValueError(f"{family} with rope_interleave false is not supported: its rotary channels lie in another order.")
+    if given := [key for key in ("attention_factor", "truncate") if rope.get(key) is not None]:
+        raise ValueError(f"{family} with {given[0]} in its rope_scaling is not supported; leave it out.")
     if hf.get("moe_layer_freq", 1) != 1:
         raise ValueError(f"{family} with moe_layer_freq {hf['moe_layer_freq']} is not supported; only 1 is.")
     if not any(moe_layers(hf)):
@@ -100,7 +104,7 @@ def check(hf: dict) -> None:
             raise ValueError("DeepSeek-V3 with norm_topk_prob false is not supported: Megatron always divides by the sum.")
         if hf.get("scoring_func", "sigmoid") != "sigmoid" or hf.get("topk_method", "noaux_tc") != "noaux_tc":
             raise ValueError("DeepSeek-V3 with another scoring_func than sigmoid or topk_method than noaux_tc is not supported.")
-        if hf.get("n_group", 1) > 1 and chosen // groups != 2:
+        if (hf.get("n_group") or 1) > 1 and chosen // groups != 2:
             raise ValueError(
                 f"DeepSeek-V3 with num_experts_per_tok {chosen} and topk_group {groups} is not supported: the model ranks a "
                 "group by its two best experts, Megatron by its num_experts_per_tok // topk_group best."

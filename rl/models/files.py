@@ -1,5 +1,7 @@
 """The safetensors files of a Hugging Face checkpoint: which tensor is where, whether all are there, and parts of them."""
 
+import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from torch import Tensor
 
 from rl.models.layout import Box, Weight, index
 
+FP8_BLOCK = 128
+"""Rows and columns of the blocks that have a factor each, in an FP8 checkpoint."""
 MAPPED_BYTES = 256 << 20
 """What is read of a file before it is opened again: pages of a mapped file stay in the memory of the process until then."""
 
@@ -32,7 +36,9 @@ class TensorReader:
             self._path, self._num_bytes = self.files[name], 0
             self._opened = safe_open(self._path, framework="pt")
         part = self._opened.get_slice(name)[index(box)]
-        self._num_bytes += part.numel() * part.element_size()
+        # Whole rows: a cut of columns touches every page of them.
+        rows = part.shape[0] if part.dim() else 1
+        self._num_bytes += rows * math.prod(self._opened.get_slice(name).get_shape()[1:]) * part.element_size()
         return part
 
 
@@ -42,14 +48,13 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
     Raises ValueError if there are no files, or that lists tensors which are missing or have another shape than config.json
     says; optional weights may be missing.
     """
-    paths = sorted(Path(directory).glob("*.safetensors"))
-    if not paths:
-        raise ValueError(f"model.path={directory} holds no *.safetensors file; Lockstep reads no other format.")
     files, shapes = {}, {}
-    for path in paths:
+    for path in _paths(Path(directory)):
         try:
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():
+                    if name in files:
+                        raise ValueError(f"{path} and {files[name]} both hold {name}; remove the file that is not to be read.")
                     files[name], shapes[name] = path, tuple(opened.get_slice(name).get_shape())
         except SafetensorError as error:
             raise ValueError(f"{path} is no whole safetensors file: {error}.") from error
@@ -58,9 +63,27 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
     wanted = {name: shape for name, shape in wanted.items() if name not in may_lack}
     if missing := [name for name in wanted if name not in files]:
         raise ValueError(f"{directory} lacks {len(missing)} tensors of its architecture: {_few(missing)}.")
+    for name, shape in list(wanted.items()):
+        if (scale := name + "_scale_inv") in files:
+            wanted[scale] = tuple(-(-size // FP8_BLOCK) for size in shape)
     if odd := [f"{name} has {shapes[name]}, not {shape}" for name, shape in wanted.items() if shapes[name] != shape]:
         raise ValueError(f"{directory} has {len(odd)} tensors of another shape than config.json says: {_few(odd)}.")
     return files
+
+
+def _paths(directory: Path) -> list[Path]:
+    """What an index names, else model.safetensors, else every safetensors file. Some published directories hold the weights a
+    second time under other names (Mistral's consolidated.safetensors)."""
+    index_file, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if index_file.exists():
+        paths = [directory / name for name in sorted(set(json.loads(index_file.read_text())["weight_map"].values()))]
+    else:
+        paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"model.path={directory} holds no *.safetensors file; Lockstep reads no other format.")
+    if absent := [path.name for path in paths if not path.exists()]:
+        raise ValueError(f"{directory} lacks {_few(absent)}, which its model.safetensors.index.json names.")
+    return paths
 
 
 def refuse_extra(directory: str, names: Iterable[str], weights: list[Weight], hf: dict) -> None:

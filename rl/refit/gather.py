@@ -1,7 +1,7 @@
 """Refit by gathering: every weight whole on every rank for a moment, and vLLM's own loader takes its shard of it.
 
 Correct for any pair of layouts; moves the whole model to every rank. `rl.refit.refit` takes this way for weights that the
-engine holds in a form of its own, and `tools/bench_refit.py` compares with it.
+engine holds in a form of its own.
 """
 
 import copy
@@ -20,19 +20,6 @@ from rl.training.weights import full_weights
 
 class RefitMismatch(RuntimeError):
     """The engine's weights are not the trainer's."""
-
-
-def refit(trainer: TrainingEngine, engine: RolloutEngine) -> None:
-    """Write the trainer's weights into the engine. Collective over the world."""
-    engine.load_weights(trainer.full_weights())
-
-
-def check_refit(trainer: TrainingEngine, engine: RolloutEngine) -> None:
-    """Compare every element of this rank's engine weights with the trainer's. Collective over the world.
-
-    Raises RefitMismatch on every rank, naming weights, ranks and the first element that differs.
-    """
-    raise_mismatches(unknown(trainer, engine) + differences(trainer, engine, trainer.weight_map.weights))
 
 
 def gathered(trainer: TrainingEngine, weights: Sequence[Weight]) -> Iterator[tuple[str, Tensor]]:

@@ -41,7 +41,6 @@ class Copy:
 
     weight: int
     hf: str
-    box: Box
     source: Box
     """In the training parameter."""
     destination: Box
@@ -393,7 +392,7 @@ def _regions(routing: Routing, number: int, rank: int):
                 hf, box = weight.hf[fragment.hf], fragment.box
                 local = _local_box(source, hf, box)
                 if flow.needers[i] == rank:
-                    copies.append(Copy(number, hf, box, local, _local_box(destination, hf, box)))
+                    copies.append(Copy(number, hf, local, _local_box(destination, hf, box)))
                 else:
                     outgoing.append((int(flow.needers[i]), Region(number, hf, box, local)))
         for i in gets[flow.givers[gets] != rank]:

@@ -271,6 +271,9 @@ def _build_llm(path: str, rollout: Rollout, dtype: str, max_tokens: int, seed: i
         options |= dict(
             enable_sleep_mode=not frozen,
             enforce_eager=rollout.enforce_eager,
+            # FlashInfer's kernels reorder the experts' weights in place, in the same shape: a refit would write them as they
+            # lie in a checkpoint, and nothing would look wrong. Triton's compute with them as they are.
+            moe_backend="auto" if frozen else "triton",
             gpu_memory_utilization=rollout.gpu_memory_utilization,
         )
     else:
@@ -280,6 +283,8 @@ def _build_llm(path: str, rollout: Rollout, dtype: str, max_tokens: int, seed: i
             # vLLM's CPU rotary kernel is wrong for 3-dimensional queries (DeepSeek).
             compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
         )
+        if "kv_lora_rank" in hf:  # the other choice, on hosts with AMX, takes kv_b_proj.weight away
+            options |= dict(attention_backend="CPU_MLA")
     return LLM(
         path,
         distributed_executor_backend="external_launcher",

@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.models.files import TensorReader, tensor_files
+from rl.models.files import FP8_BLOCK, TensorReader, tensor_files
 from rl.models.layout import Box, Weight, assemble, index, stage_layers
 from rl.training.grid import Grid
 from rl.training.layer_spec import te_name
-
-FP8_BLOCK = 128
 
 
 class WeightMap:

@@ -57,3 +57,22 @@ def test_boxes_are_read_from_the_file_that_holds_them(tmp_path, monkeypatch):
     for name in "abcacb":
         assert torch.equal(reader.read(name, ((1, 3), (0, 2))), tensors[name][1:3])
         assert torch.equal(reader.read(name, ((0, 4), (1, 2))), tensors[name][:, 1:])
+
+
+def test_an_index_says_which_files_are_read_and_two_copies_of_a_tensor_are_refused(tmp_path):
+    for name in ("model-1.safetensors", "consolidated.safetensors"):
+        save_file({"a": torch.zeros(4, 2)}, tmp_path / name)
+    with pytest.raises(ValueError, match="both hold a; remove"):
+        tensor_files(str(tmp_path), weights("a"))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    assert tensor_files(str(tmp_path), weights("a"))["a"].name == "model-1.safetensors"
+    index.write_text('{"weight_map": {"a": "model-2.safetensors"}}')
+    with pytest.raises(ValueError, match="lacks model-2.safetensors, which its model.safetensors.index.json names"):
+        tensor_files(str(tmp_path), weights("a"))
+
+
+def test_factors_of_other_blocks_than_128_by_128_are_refused(tmp_path):
+    save_file({"a": torch.zeros(4, 2), "a_scale_inv": torch.ones(2, 1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"a_scale_inv has \(2, 1\), not \(1, 1\)"):
+        tensor_files(str(tmp_path), weights("a"))

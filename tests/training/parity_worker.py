@@ -145,14 +145,14 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
                 plans = [plan_minibatch(batch, half, dp=trainer.grid.dp, max_tokens=96) for half in halves]
                 found = trainer.forward(batch, plans, ("logprobs", "entropy", "sum_p_squared"))
                 sides = {k: difference(f, e) for k, f, e in zip(("megatron", "entropy", "sum_p_squared"), found, expected)}
-                refit(trainer, engine)
+                traffic = refit(trainer, engine)
                 check_refit(trainer, engine)
                 drawn = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(batch))))
                 mine = drawn if engine.rank_in_replica == 0 else []
                 sampled = exchange(batch.prompt_ids, mine, SAMPLING.samples_per_prompt, device)
                 with torch.no_grad():
                     sides["vllm"] = difference(sampled.rollout_logprobs, hf_logprobs(reference, sampled)[0])
-                sides["sampled_tokens"] = int(sampled.lengths.sum())
+                sides |= {"sampled_tokens": int(sampled.lengths.sum()), "fallback": traffic.fallback}
                 results[f"{layout} {name}"] = sides
             if layout == layouts[-1]:
                 export_hf(trainer, checkpoint_b, f"{out_dir}/export")

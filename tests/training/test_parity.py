@@ -33,21 +33,21 @@ ALWAYS = ("qwen2", "llama3-tied", "deepseek-v3")
 """The others are for `--slow`: what sets them apart is also seen in tests/models and tests/refit."""
 
 
-def run_parity(directory, world_size: int, rollout_tp: int, layouts: list[str], case: str) -> dict:
+def run_parity(directory, world_size: int, rollout_tp: int, layouts: list[str], case: str, worker: Path = WORKER) -> dict:
     architecture, tie, _ = CASES[case]
     checkpoints = [save_tiny(architecture, directory / name, seed=seed, tie=tie) for seed, name in enumerate("ab")]
-    run_ranks(world_size, WORKER, *checkpoints, directory, rollout_tp, *layouts, timeout=600)
+    run_ranks(world_size, worker, *checkpoints, directory, rollout_tp, *layouts, timeout=600)
     results = json.loads((directory / "out.json").read_text())
     sides = ("megatron", "entropy", "sum_p_squared", "vllm", "gradient")
     print(case, {side: max(found.get(side, 0) for found in results.values()) for side in sides})
     return results
 
 
-def assert_equal_logprobs(results: dict, layouts: list[str]) -> None:
+def assert_equal_logprobs(results: dict, layouts: list[str], *, fallback: bool = False) -> None:
     # Weights b come after a: what is compared in the engine was written by a refit over other weights.
     assert results.keys() == {f"{layout} {weights}" for layout in layouts for weights in "ab"}
     for case, found in results.items():
-        assert found["sampled_tokens"] > 50, case
+        assert found["sampled_tokens"] > 50 and bool(found["fallback"]) == fallback, case
         for side in ("megatron", "entropy", "sum_p_squared", "vllm"):
             assert found[side] < 1e-4, (case, side)
 
@@ -88,3 +88,9 @@ def test_one_replica_with_more_ranks_than_key_value_heads(tmp_path, case):
 def test_a_replica_per_rank(tmp_path):
     layouts = ["1x1x1", "2x1x1", "1x2x1"]
     assert_equal_logprobs(run_parity(tmp_path, 2, 1, layouts, "qwen2"), layouts)
+
+
+def test_weights_that_the_engine_has_packed_go_through_its_own_loader(tmp_path):
+    layouts = ["1x1x1", "2x1x1"]
+    results = run_parity(tmp_path, 2, 2, layouts, "qwen2", WORKER.parent / "packed_worker.py")
+    assert_equal_logprobs(results, layouts, fallback=True)
