@@ -1,6 +1,6 @@
 """One rank of the parity tests: the log-probs of Hugging Face, Megatron in several layouts and vLLM after a refit.
 
-    parity_worker.py CHECKPOINT_A CHECKPOINT_B OUT_DIR ROLLOUT_TP LAYOUT [LAYOUT ...]       LAYOUT is TPxPPxEP
+    parity_worker.py CHECKPOINT_A CHECKPOINT_B OUT_DIR ROLLOUT_TP LAYOUT [LAYOUT ...]       LAYOUT is TPxPPxEP[xETP]
 
 Rank 0 writes the largest differences to OUT_DIR/out.json, and what the last layout exports after reading checkpoint b to
 OUT_DIR/export. The gradients are compared through an optimizer step.
@@ -42,13 +42,13 @@ SAMPLING = Sampling(
 )
 
 
-def config_of(checkpoint: str, tp: int, pp: int, ep: int, rollout_tp: int) -> Config:
+def config_of(checkpoint: str, tp: int, pp: int, ep: int, rollout_tp: int, etp: int = 0) -> Config:
     optimizer = Optimizer(lr=EPS, eps=EPS, clip_grad=0.0)
     return resolve(
         Config(
             model=Model(path=checkpoint, dtype="float32"),
             data=Data(max_prompt_tokens=64),
-            training=Training(tp=tp, pp=pp, ep=ep, micro_batch_tokens=96, head_chunk_tokens=7, optimizer=optimizer),
+            training=Training(tp=tp, pp=pp, ep=ep, etp=etp, micro_batch_tokens=96, head_chunk_tokens=7, optimizer=optimizer),
             rollout=Rollout(
                 tp=max(1, rollout_tp), temperature=TEMPERATURE, max_response_tokens=64, max_concurrent_samples=4,
                 cpu_kv_cache_mib=16,
@@ -100,8 +100,9 @@ def hf_gradient(model, logprobs, directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in load_file(directory / "model.safetensors").items() if name not in named}
 
 
-def gradient_of(trainer, batch) -> dict[str, torch.Tensor]:
-    """The same of Megatron, from an optimizer step that is gradient descent. Changes the trainer's weights."""
+def gradient_of(trainer, batch) -> tuple[dict[str, torch.Tensor], float]:
+    """The same of Megatron, from an optimizer step that is gradient descent, and its norm as Megatron has it. Changes the
+    trainer's weights."""
     before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
     plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
 
@@ -109,8 +110,8 @@ def gradient_of(trainer, batch) -> dict[str, torch.Tensor]:
         loss = -micro.logprobs.sum()
         return loss, {"loss": loss}
 
-    trainer.update(batch, plan, minus_logprobs, lr=EPS)
-    return {name: tensor - before[name] for name, tensor in trainer.full_weights()}
+    norm = trainer.update(batch, plan, minus_logprobs, lr=EPS)["grad_norm"]
+    return {name: tensor - before[name] for name, tensor in trainer.full_weights()}, norm
 
 
 def largest_difference(found: dict, expected: dict) -> tuple[float, str]:
@@ -136,8 +137,8 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
         config = config_of(checkpoint_a, 1, 1, 1, tp_of_rollout)
         engine = RolloutEngine(checkpoint_a, config.rollout, dtype="float32", max_tokens=128, seed=1, device=device)
         for layout in layouts:
-            tp, pp, ep = map(int, layout.split("x"))
-            config = config_of(checkpoint_a, tp, pp, ep, tp_of_rollout)
+            tp, pp, ep, etp = map(int, [*layout.split("x"), 0][:4])
+            config = config_of(checkpoint_a, tp, pp, ep, tp_of_rollout, etp)
             trainer = build_policy(config, hf, new_grid(tp, pp, ep, config.training.expert_tp), device)
             for name, checkpoint, reference, expected in zip("ab", (checkpoint_a, checkpoint_b), references, columns):
                 load_hf(checkpoint, trainer.weight_map)
@@ -156,9 +157,11 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
                 results[f"{layout} {name}"] = sides
             if layout == layouts[-1]:
                 export_hf(trainer, checkpoint_b, f"{out_dir}/export")
-            found = gradient_of(trainer, batch)
+            found, norm = gradient_of(trainer, batch)
             if RANKS.rank == 0:
-                results[f"{layout} b"]["gradient"], results[f"{layout} b"]["worst_gradient"] = largest_difference(found, gradient)
+                largest, of = largest_difference(found, gradient)
+                whole = float(torch.stack([tensor.norm() for tensor in gradient.values()]).norm())
+                results[f"{layout} b"] |= {"gradient": largest, "worst_gradient": of, "norm": abs(norm / whole - 1)}
     if RANKS.rank == 0:
         Path(out_dir, "out.json").write_text(json.dumps(results))
 

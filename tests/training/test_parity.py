@@ -13,9 +13,9 @@ from tests.ranks import run_ranks
 
 WORKER = Path(__file__).parent / "parity_worker.py"
 DENSE = ["1x1x1", "2x1x1", "1x2x1", "2x2x1"]
-EXPERTS = ["1x1x1", "2x1x1", "1x2x1", "1x1x2", "2x1x2", "1x2x2", "2x2x2"]
-"""TP x PP x EP on four ranks: the experts' own tensor parallel size is TP without EP and 1 with it, and their data parallel
-groups are others than the dense weights' in 2x1x2."""
+EXPERTS = ["1x1x1", "2x1x1", "1x2x1", "1x1x2", "2x1x2", "1x1x2x2", "2x1x2x2", "1x2x2", "2x2x2"]
+"""TP x PP x EP (x ETP) on four ranks: the experts' own tensor parallel size is TP without EP and 1 with it where it is not
+given, and their data parallel groups are others than the dense weights' in 2x1x2."""
 CASES = {
     "qwen2": ("Qwen2ForCausalLM", False, DENSE),
     "qwen2-tied": ("Qwen2ForCausalLM", True, DENSE),
@@ -55,7 +55,7 @@ def assert_equal_logprobs(results: dict, layouts: list[str], *, fallback: bool =
 def assert_equal_gradients(results: dict, layouts: list[str]) -> None:
     for layout in layouts:
         found = results[f"{layout} b"]
-        assert found["gradient"] < 1e-5, (layout, found["worst_gradient"])
+        assert found["gradient"] < 1e-5 and found["norm"] < 1e-6, (layout, found["worst_gradient"], found["norm"])
 
 
 def assert_same_tensors(exported: Path, source: Path) -> None:
