@@ -8,6 +8,7 @@ Rank 0 writes what it found to OUT_DIR/<first word>.json.
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+import rl.checkpoint.store as store_module  # noqa: E402
 from rl.checkpoint.directory import CONFIG, LATEST, MANIFEST, complete, rank_file  # noqa: E402
+from rl.checkpoint.shards import write_shards  # noqa: E402
 from rl.checkpoint.store import CheckpointStore  # noqa: E402
 from rl.config import Checkpoint, Config, Model, Optimizer, Run, Training  # noqa: E402
 from rl.data.batch import Batch  # noqa: E402
@@ -186,8 +189,11 @@ def faults(device: Device, model: str, other_model: str, directory: str, small_d
         found |= full_disk(Path(small_disk), store_of, models, outcome)
 
     store = store_of(f"{directory}/background", background=True)
+    moved = threading.Event()
+    store_module.write_shards = lambda path, shards: moved.wait() and write_shards(path, shards)
     store.save(3, models, {"place": 3})
-    update(trainer, batch)  # must not show in what is being written
+    update(trainer, batch)  # must not show in what is written after it
+    moved.set()
     store.save(4, models, {})  # waits for the first
     found["background, before it is complete"] = [saved.step for saved in complete(store.directory)]
     while store.is_saving:
