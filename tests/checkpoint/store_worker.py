@@ -87,7 +87,8 @@ def furthest(a: dict, b: dict) -> float:
 
 
 def layouts(device: Device, model: str, directory: str) -> dict:
-    """Per dtype and layout: differences of weights, log-probs and the next step from those of the run that saved at TP 2."""
+    """Per dtype and layout: how far weights and the next step are from those of the run that saved at TP 2; log-probs, loss and
+    norm as shares of their size."""
     batch, found = batch_of(read_hf_config(model)["vocab_size"]), {}
     for dtype in ("float32", "bfloat16"):
         store = CheckpointStore(Config(run=Run(dir=f"{directory}/{dtype}")))
@@ -103,7 +104,7 @@ def layouts(device: Device, model: str, directory: str) -> dict:
             moved = weights_of(trainer)
             found[f"{dtype} {layout}"] = {
                 "weights": furthest(loaded, expected[0]),
-                "logprobs": float((scored - expected[1]).abs().max()),
+                "logprobs": float((scored - expected[1]).abs().max() / expected[1].abs().max()),
                 **{name: abs(metrics[name] / expected[2][name] - 1) for name in ("loss", "grad_norm")},
                 "next weights": furthest(moved, expected[3]),
                 "step": float((expected[3]["model.norm.weight"] - expected[0]["model.norm.weight"]).abs().max()),

@@ -23,7 +23,7 @@ def found(tmp_path_factory) -> dict[str, dict[str, float]]:
 def test_saved_with_tp_2_it_gives_the_same_logprobs_and_the_same_next_step(found, layout):
     differences = found[f"float32 {layout}"]
     assert differences["weights"] == 0
-    assert differences["logprobs"] < 2e-6 and differences["loss"] < 1e-6 and differences["grad_norm"] < 1e-6
+    assert differences["logprobs"] < 1e-6 and differences["loss"] < 1e-6 and differences["grad_norm"] < 1e-6
     # Of a step that moves weights by 1e-3; a step from another optimizer state would differ by as much.
     assert differences["next weights"] < 1e-6 < differences["step"]
 
