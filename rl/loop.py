@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from rl import algorithms
 from rl.checkpoint.hf import export_hf
+from rl.checkpoint.rng import reseed_rng
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config import Config, needs_reward
 from rl.engines import build_engines
@@ -141,6 +142,7 @@ def _resume(
         named = None
     saved = named if newest is None else newest
     if saved is None or config.checkpoint.resume == "never":
+        reseed_rng(seed_of(config.run.seed, "start"))  # a reward function, say, may draw from a generator nobody has seeded
         return 0, {}
     state = store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))
     try:

@@ -39,7 +39,8 @@ from rl.checkpoint.directory import complete, expected_files, read_manifest  # n
 from rl.checkpoint.shards import check_file  # noqa: E402
 from tools.make_toy import make_toy  # noqa: E402
 
-CLOCK = re.compile(r"time$|timing_s/|perf/throughput")
+CLOCK = re.compile(r"time$|timing_s/|perf/throughput|refit/")
+"""Metrics that depend on the clock, or on whether the process had filled the engine before the step."""
 SECONDS_TO_FOLLOW = 2.0
 """That ranks have to end by themselves when one has died; a launcher would then kill them."""
 SECONDS_TO_END = 600.0

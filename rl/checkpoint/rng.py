@@ -38,8 +38,8 @@ def restore_rng(reader: ShardReader, rank: int) -> None:
 
 
 def reseed_rng(seed: int) -> None:
-    """New states for a rank that has none in the checkpoint: its world or layout is another. Alike on every rank but for what
-    Megatron's tracker adds. Not collective."""
+    """New states, for the start of a run, or for a rank that has none in the checkpoint as its world or layout is another.
+    Alike on every rank but for what Megatron's tracker adds. Not collective."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -8,6 +8,7 @@ Rank 0 writes what it found to OUT_DIR/<first word>.json.
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+import rl.checkpoint.store as store_module  # noqa: E402
 from rl.checkpoint.directory import CONFIG, LATEST, MANIFEST, complete, rank_file  # noqa: E402
+from rl.checkpoint.shards import write_shards  # noqa: E402
 from rl.checkpoint.store import CheckpointStore  # noqa: E402
 from rl.config import Checkpoint, Config, Model, Optimizer, Run, Training  # noqa: E402
 from rl.data.batch import Batch  # noqa: E402
@@ -84,7 +87,8 @@ def furthest(a: dict, b: dict) -> float:
 
 
 def layouts(device: Device, model: str, directory: str) -> dict:
-    """Per dtype and layout: differences of weights, log-probs and the next step from those of the run that saved at TP 2."""
+    """Per dtype and layout: how far weights and the next step are from those of the run that saved at TP 2; log-probs, loss and
+    norm as shares of their size."""
     batch, found = batch_of(read_hf_config(model)["vocab_size"]), {}
     for dtype in ("float32", "bfloat16"):
         store = CheckpointStore(Config(run=Run(dir=f"{directory}/{dtype}")))
@@ -100,7 +104,7 @@ def layouts(device: Device, model: str, directory: str) -> dict:
             moved = weights_of(trainer)
             found[f"{dtype} {layout}"] = {
                 "weights": furthest(loaded, expected[0]),
-                "logprobs": float((scored - expected[1]).abs().max()),
+                "logprobs": float((scored - expected[1]).abs().max() / expected[1].abs().max()),
                 **{name: abs(metrics[name] / expected[2][name] - 1) for name in ("loss", "grad_norm")},
                 "next weights": furthest(moved, expected[3]),
                 "step": float((expected[3]["model.norm.weight"] - expected[0]["model.norm.weight"]).abs().max()),
@@ -186,8 +190,11 @@ def faults(device: Device, model: str, other_model: str, directory: str, small_d
         found |= full_disk(Path(small_disk), store_of, models, outcome)
 
     store = store_of(f"{directory}/background", background=True)
+    moved = threading.Event()
+    store_module.write_shards = lambda path, shards: moved.wait() and write_shards(path, shards)
     store.save(3, models, {"place": 3})
-    update(trainer, batch)  # must not show in what is being written
+    update(trainer, batch)  # must not show in what is written after it
+    moved.set()
     store.save(4, models, {})  # waits for the first
     found["background, before it is complete"] = [saved.step for saved in complete(store.directory)]
     while store.is_saving:

@@ -23,18 +23,18 @@ def found(tmp_path_factory) -> dict[str, dict[str, float]]:
 def test_saved_with_tp_2_it_gives_the_same_logprobs_and_the_same_next_step(found, layout):
     differences = found[f"float32 {layout}"]
     assert differences["weights"] == 0
-    assert differences["logprobs"] < 2e-6 and differences["loss"] < 1e-6 and differences["grad_norm"] < 1e-6
+    assert differences["logprobs"] < 1e-6 and differences["loss"] < 1e-6 and differences["grad_norm"] < 1e-6
     # Of a step that moves weights by 1e-3; a step from another optimizer state would differ by as much.
     assert differences["next weights"] < 1e-6 < differences["step"]
 
 
 @pytest.mark.parametrize("layout", ["2x1", "1x2", "1x1"])
-def test_in_bfloat16_the_master_weights_return_too(found, layout):
+def test_in_bfloat16_the_weights_are_the_same_and_the_loss_is_to_its_precision(found, layout):
     differences = found[f"bfloat16 {layout}"]
     assert differences["weights"] == 0 and differences["loss"] < 1e-2
 
 
-def test_in_its_own_layout_it_continues_bit_for_bit(found):
+def test_in_its_own_layout_it_continues_bit_for_bit_and_so_with_its_master_weights(found):
     for dtype in ("float32", "bfloat16"):
         differences = found[f"{dtype} 2x1"]
         assert all(differences[name] == 0 for name in ("weights", "logprobs", "loss", "grad_norm", "next weights"))
