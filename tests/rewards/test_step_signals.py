@@ -25,6 +25,6 @@ def test_a_confined_program_and_its_watcher_outlive_it(number):
 
     thread = threading.Thread(target=send)
     thread.start()
-    outcome = run_program("import time\ntime.sleep(3)\nprint('done')", limits=Limits(wall_s=30))
+    outcome = run_program("import time\ntime.sleep(1)\nprint('done')", limits=Limits(wall_s=30))
     thread.join()
     assert outcome.ok and outcome.stdout == "done\n" and len(sent) >= 2, outcome

@@ -13,8 +13,10 @@ from tests.ranks import ROOT
 CLUSTER = Path(__file__).with_name("cluster.sh")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
-PATIENCE_S = 240.0
+PATIENCE_S = 600.0
 """Longest wait for anything: machines that run tests are slow now and then."""
+
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0")
 
 
 class Cluster:
@@ -64,6 +66,31 @@ def wait_for(condition, what: str, timeout: float = PATIENCE_S):
         assert time.monotonic() < deadline, f"{what} did not come within {timeout:.0f} s"
         time.sleep(0.1)
     return found
+
+
+def write_config(directory: Path, toy: Path) -> Path:
+    """GRPO of six steps on the toy task, deterministic, each of them seconds long for its reward function, into directory/run."""
+    (directory / "slow_reward.py").write_text(
+        "import time\n\n"
+        "def score(prompt, response, ground_truth, **extra):\n"
+        "    time.sleep(0.12)\n"
+        "    return {'score': len(set(response)) / 6, 'acc': 0.0}\n"
+    )
+    path = directory / "config.yaml"
+    path.write_text(
+        f"""
+        algorithm: grpo
+        run: {{name: test, dir: {directory}/run, max_steps: 6}}
+        model: {{path: {toy}/model, dtype: float32}}
+        data: {{train: [{toy}/train.parquet], max_prompt_tokens: 16, prompts_per_step: 8}}
+        training: {{micro_batch_tokens: 200, prompts_per_minibatch: 4, optimizer: {{lr: 1.0e-3}}}}
+        rollout: {{samples_per_prompt: 4, max_response_tokens: 6, deterministic: true, cpu_kv_cache_mib: 16}}
+        reward: {{function: "{directory}/slow_reward.py:score", workers: 1}}
+        checkpoint: {{every: 100}}
+        logging: {{tensorboard: false}}
+        """
+    )
+    return path
 
 
 def status(run: Path) -> dict:

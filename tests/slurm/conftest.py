@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import PROGRAMS, Cluster
+from tests.ranks import ROOT
+from tests.slurm.cluster import PROGRAMS, TWO_NODES, Cluster, comparable, write_config
 from tools.make_toy import make_toy
 
 
@@ -40,25 +41,13 @@ def toy(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config(toy, tmp_path) -> Path:
-    """GRPO of six steps on the toy task, deterministic, each step a second long for its reward function, into tmp_path/run."""
-    (tmp_path / "slow_reward.py").write_text(
-        "import time\n\n"
-        "def score(prompt, response, ground_truth, **extra):\n"
-        "    time.sleep(0.12)\n"
-        "    return {'score': len(set(response)) / 6, 'acc': 0.0}\n"
-    )
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"""
-        algorithm: grpo
-        run: {{name: test, dir: {tmp_path}/run, max_steps: 6}}
-        model: {{path: {toy}/model, dtype: float32}}
-        data: {{train: [{toy}/train.parquet], max_prompt_tokens: 16, prompts_per_step: 8}}
-        training: {{micro_batch_tokens: 200, prompts_per_minibatch: 4, optimizer: {{lr: 1.0e-3}}}}
-        rollout: {{samples_per_prompt: 4, max_response_tokens: 6, deterministic: true, cpu_kv_cache_mib: 16}}
-        reward: {{function: "{tmp_path}/slow_reward.py:score", workers: 1}}
-        checkpoint: {{every: 100}}
-        logging: {{tensorboard: false}}
-        """
-    )
-    return path
+    return write_config(tmp_path, toy)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(cluster, toy, tmp_path_factory) -> list[dict]:
+    """The metrics of that run on two nodes, from one job that nothing happens to."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    job = cluster.submit(*TWO_NODES, ROOT / "slurm" / "train.sbatch", write_config(directory, toy), cwd=directory)
+    assert cluster.wait(job)["JobState"] == "COMPLETED", (directory / f"train-{job}.out").read_text()
+    return comparable(directory / "run")

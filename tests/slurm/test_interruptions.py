@@ -8,11 +8,10 @@ import pytest
 
 from tests.ranks import ROOT
 from tests.records import comparable, records
-from tests.slurm.cluster import status, wait_for
+from tests.slurm.cluster import TWO_NODES, status, wait_for
 
 pytestmark = pytest.mark.slow
 
-TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0")
 FILE = ROOT / "slurm" / "train.sbatch"
 
 
@@ -27,29 +26,19 @@ def start(cluster, config, tmp_path):
     return submit
 
 
-@pytest.fixture
-def undisturbed(cluster, start, tmp_path):
-    """The metrics of the same run, from one job; call it when the nodes are free."""
-
-    def metrics(*overrides):
-        job, log = start(overrides=(f"run.dir={tmp_path}/undisturbed", *overrides))
-        assert cluster.wait(job)["JobState"] == "COMPLETED", log()
-        return comparable(tmp_path / "undisturbed")
-
-    return metrics
-
-
 def at_step(run, step):
     wait_for(lambda: status(run)["step"] >= step, f"step {step}")
 
 
-def test_a_time_limit_ends_in_a_checkpoint_and_the_job_goes_on(cluster, start, undisturbed, tmp_path):
+def test_a_time_limit_ends_in_a_checkpoint_and_the_job_goes_on(cluster, start, tmp_path):
     long = ("run.max_steps=50",)
-    job, log = start(("--time=2", "--signal=USR2@45"), long, LOCKSTEP_SIGNAL_LEAD="45", MAX_ATTEMPTS="9")
+    job, log = start(("--time=2", "--signal=USR2@30"), long, LOCKSTEP_SIGNAL_LEAD="30", MAX_ATTEMPTS="9")
     facts = cluster.wait(job, timeout=900)
     assert facts["JobState"] == "COMPLETED" and int(facts["Restarts"]) >= 1, log()
     assert re.search(r"stopped before step \d+: (SIGUSR2|the job's end is near)", log())
-    assert comparable(tmp_path / "run") == undisturbed(*long)
+    whole, its_log = start(overrides=(*long, f"run.dir={tmp_path}/whole"))
+    assert cluster.wait(whole)["JobState"] == "COMPLETED", its_log()
+    assert comparable(tmp_path / "run") == comparable(tmp_path / "whole")
 
 
 def test_scontrol_requeue(cluster, start, undisturbed, tmp_path):
@@ -60,7 +49,7 @@ def test_scontrol_requeue(cluster, start, undisturbed, tmp_path):
     facts = cluster.wait(job)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log()
     assert "resuming after step" in log()
-    assert comparable(tmp_path / "run") == undisturbed(*every)
+    assert comparable(tmp_path / "run") == undisturbed
 
 
 def test_preemption_by_a_higher_partition(cluster, start, undisturbed, tmp_path):
@@ -71,7 +60,7 @@ def test_preemption_by_a_higher_partition(cluster, start, undisturbed, tmp_path)
     facts = cluster.wait(job)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log()
     assert re.search(r"stopped before step \d: SIGTERM", log()) and "requeue, to go on after step" in log()
-    assert comparable(tmp_path / "run") == undisturbed()
+    assert comparable(tmp_path / "run") == undisturbed
 
 
 def test_a_node_that_loses_power(cluster, start, undisturbed, tmp_path):
@@ -90,7 +79,7 @@ def test_a_node_that_loses_power(cluster, start, undisturbed, tmp_path):
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log()
     assert node not in cluster.run("scontrol", "show", "hostnames", facts["NodeList"]).split()
     assert re.search(r"resuming after step [2-4]", log())
-    assert comparable(tmp_path / "run") == undisturbed(*every)
+    assert comparable(tmp_path / "run") == undisturbed
 
 
 def test_a_chain_of_jobs_for_sites_that_forbid_requeue(cluster, config, tmp_path):

@@ -9,9 +9,12 @@ import pytest
 
 from tests.ranks import ROOT
 from tests.records import comparable, records
-from tests.slurm.cluster import PATIENCE_S, status, wait_for
-
-TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0")
+from tests.slurm.cluster import (
+    PATIENCE_S,
+    TWO_NODES,
+    status,
+    wait_for,
+)
 
 
 def log_of(directory, name):
@@ -66,7 +69,10 @@ def test_one_task_of_an_array_is_signalled_and_alone_goes_on_as_if_nothing_had_b
 ALGORITHM = """
     import os, signal
     import torch.distributed as dist
-    from rl.algorithms.sft import DEFAULTS, NEEDS, loss
+    from rl.algorithms.sft import loss
+
+    NEEDS = ("responses",)
+    DEFAULTS = {{}}
 
     def step(phases, config):
         if phases.step == 2 and dist.get_rank() == 1:
@@ -74,15 +80,19 @@ ALGORITHM = """
         phases.update(phases.targets(phases.draw_prompts()), loss)
 """
 FAILURES = {
-    "raises": ("raise RuntimeError('the misdeed of rank 1')", r"the misdeed of rank 1"),
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", r"node2: task 1: Killed"),
-    "absent": ("pass", "rank 1 of 2 did not come within 8 s of the first rank's start; ranks are missing on node2 (0 of 1 came)"),
-}
+    "raises": ("node1,node2", "raise RuntimeError('the misdeed of rank 1')", "the misdeed of rank 1"),
+    "killed": ("node3,node4", "os.kill(os.getpid(), signal.SIGKILL)", "node4: task 1: Killed"),
+    "absent": (
+        "node1,node2", "pass",
+        "rank 1 of 2 did not come within 8 s of the first rank's start; ranks are missing on node2 (0 of 1 came)",
+    ),
+}  # fmt: skip
+"""Kind -> nodes, what the second rank does in the second step, and what the log says at its end."""
 
 
 def test_a_rank_that_raises_is_killed_or_never_comes_ends_its_job_within_a_minute(cluster, config, tmp_path):
     jobs = {}
-    for name, (misdeed, _) in FAILURES.items():
+    for name, (nodes, misdeed, _) in FAILURES.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(ALGORITHM.format(misdeed=misdeed)))
         env = {"LOCKSTEP_JOIN_TIMEOUT": "8"}
         if name == "absent":  # an interpreter that never comes to its program on the second node
@@ -91,10 +101,10 @@ def test_a_rank_that_raises_is_killed_or_never_comes_ends_its_job_within_a_minut
             (tmp_path / "hanging").chmod(0o755)
         overrides = (f"algorithm={tmp_path}/{name}.py", f"run.dir={tmp_path}/{name}", "training.prompts_per_minibatch=0")
         jobs[name] = cluster.submit(
-            *TWO_NODES, "--nodelist=node1,node2", "--oversubscribe", f"--job-name={name}", "--no-requeue",
-            ROOT / "slurm" / "train.sbatch", config, *overrides, cwd=tmp_path, **env,
+            *TWO_NODES, f"--nodelist={nodes}", f"--job-name={name}", ROOT / "slurm" / "train.sbatch", config, *overrides,
+            cwd=tmp_path, **env,
         )  # fmt: skip
-    for name, (_, words) in FAILURES.items():
+    for name, (_, _, words) in FAILURES.items():
         facts = cluster.wait(jobs[name])
         log = log_of(tmp_path, f"{name}-{jobs[name]}.out")
         assert facts["JobState"] == "FAILED", log
