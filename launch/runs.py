@@ -1,6 +1,7 @@
 """What has become of runs, from their directories and Slurm's queue.
 
-Reads only what a run writes (`status.json`, `metrics.jsonl`, `heartbeat/`) and `launch/jobs.jsonl`, which the launch commands write.
+Reads only what a run writes (`status.json`, `metrics.jsonl`, `heartbeat/`) and `launch/jobs.jsonl`, which the launch commands
+write.
 """
 
 import json

@@ -36,7 +36,8 @@ class RunFailed(RuntimeError):
 
 def executor(
     folder: str, *, nodes: int = 1, ranks_per_node: int = 1, gpus_per_node: int = 0, cpus_per_rank: int = 1, minutes: int = 60,
-    at_a_time: int = 0, signal_lead_s: int = 90, partition: str = "", max_restarts: int = 100, sbatch: dict[str, Any] | None = None,
+    at_a_time: int = 0, signal_lead_s: int = 90, partition: str = "", max_restarts: int = 100,
+    sbatch: dict[str, Any] | None = None,
 ):  # fmt: skip
     """A submitit executor for Slurm.
 
@@ -100,7 +101,7 @@ class Train:
         from submitit.helpers import DelayedSubmission
 
         if self._process is not None and self._wait(tell=True) not in (0, STOPPED_EXIT):
-            print(f"train_rl.py ended with {self._code} instead of stopping; it goes on from its last checkpoint", file=sys.stderr)
+            print(f"train_rl.py ended with {self._code} instead of stopping; it goes on from a checkpoint", file=sys.stderr)
         return DelayedSubmission(Train(), config, overrides)
 
     def _wait(self, *, tell: bool = False) -> int:

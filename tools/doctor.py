@@ -62,7 +62,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-skew", metavar="S", type=float, default=1.0, help="largest difference of clocks in seconds (1)")
     parser.add_argument("--mib", metavar="N", type=int, default=64, help="size of the bandwidth test (64)")
     parser.add_argument("--rounds", metavar="N", type=int, default=7, help="rounds of pairs in it; 0: none (7)")
-    parser.add_argument("--slow-share", metavar="X", type=float, default=0.5, help="a pair below so much of the median is slow (0.5)")
+    slow_help = "a pair below so much of the median is slow (0.5)"
+    parser.add_argument("--slow-share", metavar="X", type=float, default=0.5, help=slow_help)
     parser.add_argument("--min-gb-s", metavar="X", type=float, default=0.0, help="and one below this, in GB/s (0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--verbose", action="store_true", help="print what is in order too")

@@ -149,10 +149,12 @@ def check_transport(hosts: Sequence[str], device: Device, nccl_log: str) -> list
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        return [bad("transport", f"{name} does not resolve on itself, so gloo cannot tell others where it is; set GLOO_SOCKET_IFNAME")]
+        text = f"{name} does not resolve on itself, so gloo cannot tell others where it is; set GLOO_SOCKET_IFNAME"
+        return [bad("transport", text)]
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if address.startswith("127.0.0.") and not interface:
-        return [bad("transport", f"{name} resolves to {address} on itself, which no other node reaches; set GLOO_SOCKET_IFNAME")]
+        text = f"{name} resolves to {address} on itself, which no other node reaches; set GLOO_SOCKET_IFNAME"
+        return [bad("transport", text)]
     return [ok("transport", f"gloo over TCP, {interface or address}")]
 
 
@@ -170,7 +172,7 @@ def read_nccl_log(text: str, *, rdma: list[str]) -> list[Finding]:
     names = sorted(set(used))
     if any(name in ("NET/Socket", "Socket") for name in names) and rdma:
         return [
-            bad("transport", f"NCCL fell back to TCP ({', '.join(names)}) although {', '.join(rdma)} is active; see NCCL_DEBUG=INFO, "
-                "NCCL_IB_HCA, and whether libibverbs is in the container")
+            bad("transport", f"NCCL fell back to TCP ({', '.join(names)}) although {', '.join(rdma)} is active; see "
+                "NCCL_DEBUG=INFO, NCCL_IB_HCA, and whether libibverbs is in the container")
         ]  # fmt: skip
     return [ok("transport", f"NCCL over {', '.join(names)}")]

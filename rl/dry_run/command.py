@@ -48,9 +48,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="(this)")
     ranks = int(os.environ.get("SLURM_NTASKS") or os.environ.get("WORLD_SIZE") or 1)
     parser.add_argument("--world-size", metavar="N", type=int, default=ranks, help=f"number of ranks, one GPU each ({ranks})")
-    parser.add_argument(
-        "--model-shape", metavar="FILE", default="", help="config.json to take in the place of model.path's (configs/models has some)"
-    )
+    shape_help = "config.json to take in the place of model.path's (configs/models has some)"
+    parser.add_argument("--model-shape", metavar="FILE", default="", help=shape_help)
     for side in ("prompt", "response"):
         parser.add_argument(
             f"--mean-{side}-tokens", metavar="X", type=float, default=0.0, help=f"mean tokens of a {side} (half of the longest)"

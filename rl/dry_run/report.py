@@ -125,8 +125,8 @@ def _work(estimate: Estimate) -> str:
     lengths, hardware = estimate.lengths, estimate.hardware
     sequences = estimate.max_tokens // (estimate.config.data.max_prompt_tokens + estimate.config.rollout.max_response_tokens)
     lines = [
-        f"tokens per step: at most {estimate.max_tokens:,}; about {round(sequences * lengths.total):,} in {sequences:,} sequences "
-        f"of {lengths.prompt:g} + {lengths.response:g} tokens"
+        f"tokens per step: at most {estimate.max_tokens:,}; about {round(sequences * lengths.total):,} in {sequences:,} "
+        f"sequences of {lengths.prompt:g} + {lengths.response:g} tokens"
     ]
     if refit := estimate.refit:
         lines.append(
@@ -137,8 +137,8 @@ def _work(estimate: Estimate) -> str:
     lines += [
         f"seconds per step, estimated: {phases}; together {estimate.step_seconds:.0f}",
         f"GPU-hours of {estimate.config.run.max_steps} steps: {estimate.gpu_hours:,.1f}",
-        f"assumed: {hardware.tflops:g} TFLOP/s x {hardware.train_share:g}, {hardware.hbm_gb_s:g} GB/s of HBM x {hardware.hbm_share:g}, "
-        f"links {hardware.nvlink_gb_s:g} / {hardware.nic_gb_s:g} GB/s x {hardware.link_share:g}, busiest experts "
+        f"assumed: {hardware.tflops:g} TFLOP/s x {hardware.train_share:g}, {hardware.hbm_gb_s:g} GB/s of HBM x "
+        f"{hardware.hbm_share:g}, links {hardware.nvlink_gb_s:g} / {hardware.nic_gb_s:g} GB/s x {hardware.link_share:g}, busiest experts "
         f"x {hardware.expert_imbalance:g}, {hardware.reserve_gib:g} GiB in reserve; see --dry-run --help",
     ]
     return "\n".join(lines)

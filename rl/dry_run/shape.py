@@ -145,7 +145,8 @@ def _check_known(hf: dict, path: str) -> None:
     """ConfigError for an architecture that there is no code for."""
     names = hf.get("architectures") or []
     if not set(names) & set(SUPPORTED):
-        raise ConfigError(f"The model in {path} has the architecture {', '.join(names) or '(none)'}; supported: {listed(sorted(SUPPORTED), 'and')}.")
+        known = listed(sorted(SUPPORTED), "and")
+        raise ConfigError(f"The model in {path} has the architecture {', '.join(names) or '(none)'}; supported: {known}.")
 
 
 def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:

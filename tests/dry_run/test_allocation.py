@@ -25,7 +25,7 @@ CASES = {
 DEFAULT = ("dense, tied", "experts")
 
 
-@pytest.mark.parametrize("case", [case if case in DEFAULT else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize("case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_counted_bytes_are_allocated_bytes(tmp_path, case):
     save, dtype, layouts = CASES[case]
     checkpoint = save(tmp_path / "model")
