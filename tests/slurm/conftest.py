@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import ROOT
-from tests.slurm.cluster import PROGRAMS, TWO_NODES, Cluster, comparable, write_config
+from tests.records import comparable
+from tests.slurm.cluster import PROGRAMS, TWO_NODES, Cluster, write_config
 from tools.make_toy import make_toy
 
 
