@@ -40,7 +40,7 @@ PARTICULAR: dict[str, dict] = {
     "MixtralForCausalLM": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "DeepseekV3ForCausalLM": LATENTS | dict(
         q_lora_rank=48, n_shared_experts=1, num_experts_per_tok=4, n_group=4, topk_group=2, norm_topk_prob=True,
-        routed_scaling_factor=2.5, rope_parameters=YARN, num_hidden_layers=3,  # PP 2 cuts them unevenly
+        routed_scaling_factor=2.5, rope_parameters=YARN, num_hidden_layers=3, first_k_dense_replace=2,  # PP 2: 2 dense and 1
     ),
     "DeepseekV2ForCausalLM": LATENTS | dict(
         q_lora_rank=None, n_shared_experts=2, num_experts_per_tok=3, n_group=1, topk_group=1, topk_method="greedy",

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rl.config import Config, Rollout, Training  # noqa: E402
 from rl.config_checks import check_rollout_grid, check_training_grid  # noqa: E402
 from rl.models import architecture  # noqa: E402
-from rl.refit.placement import RolloutPlacement, TrainingPlacement, count_experts  # noqa: E402
+from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts  # noqa: E402
 from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT  # noqa: E402
 from rl.refit.survey import Survey, survey_refit  # noqa: E402
 

@@ -34,7 +34,7 @@ def model_shards(name: str, engine: TrainingEngine) -> Iterator[Shard]:
     weight_map, optimizers = engine.weight_map, optimizers_of(engine)
     loads = {False: [0] * engine.grid.dp, True: [0] * dist.get_world_size(engine.grid.groups.expt_dp)}
     for weight, parameter in weight_map.local():
-        if weight_map.stages(weight)[0] != engine.grid.pp_rank:
+        if weight_map.place(weight).stages[0] != engine.grid.pp_rank:
             continue  # a tied embedding on the last stage
         of_expert = weight.expert is not None
         tp_rank = weight_map.tensor_split(weight)[1]

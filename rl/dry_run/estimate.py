@@ -8,7 +8,7 @@ from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import ITEMSIZE, Layout, Memory, estimate_memory, layout_of, sequences_per_prompt
 from rl.dry_run.shape import Model, check_layouts, models_of
 from rl.dry_run.timing import Lengths, assumed_lengths, estimate_seconds
-from rl.refit.placement import RolloutPlacement
+from rl.models.placement import RolloutPlacement
 from rl.refit.survey import survey_refit
 
 

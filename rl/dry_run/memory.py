@@ -15,7 +15,7 @@ from rl.dry_run.hardware import Hardware
 from rl.dry_run.parameters import StageCount, buffer_elements, count_engine, count_stages
 from rl.dry_run.shape import Model
 from rl.models.layout import padded_vocab, vocab_multiple
-from rl.refit.placement import TrainingPlacement, training_ranges
+from rl.models.placement import TrainingPlacement, training_ranges
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 BATCHED_TOKENS = 16384

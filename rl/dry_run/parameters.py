@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl.models.layout import VOCAB, Weight, padded_vocab, vocab_multiple
-from rl.refit.placement import TrainingPlacement
+from rl.models.placement import TrainingPlacement
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl.models.layout import Box, Piece, Weight
-from rl.refit.placement import Place, RolloutPlacement, TrainingPlacement
+from rl.models.placement import Place, RolloutPlacement, TrainingPlacement
 
 STAYS, NEAR_IN, FAR_IN, NEAR_OUT, FAR_OUT = range(5)
 """Rows of a load, bytes per rank: copied within the rank, received and sent within a node, and between nodes."""

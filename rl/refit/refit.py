@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.models.layout import VOCAB, Weight
+from rl.models.placement import RolloutPlacement
 from rl.refit import gather
 from rl.refit.gather import RefitMismatch
-from rl.refit.placement import RolloutPlacement, TrainingPlacement, count_experts
 from rl.refit.plan import Plan, plan_refit
 from rl.refit.transfer import Traffic, compare, transfer
 from rl.rollout.engine import RolloutEngine
@@ -117,8 +117,8 @@ def _make_link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) 
     in_place = [weight for number, weight in enumerate(weight_map.weights) if number not in left_out]
     plan = plan_refit(
         in_place,
-        _training_placement(weight_map),
-        RolloutPlacement(dist.get_world_size(), engine.tp, weight_map.num_layers),
+        weight_map.placement,
+        RolloutPlacement(dist.get_world_size(), engine.tp, weight_map.placement.num_layers),
         node_of=lambda rank: nodes.index(nodes[rank]),
         itemsize=weight_map.dtype.itemsize,
         buffer_bytes=buffer_mib << 20,
@@ -127,19 +127,6 @@ def _make_link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) 
     if engine.device.is_cuda:
         dist.all_reduce(torch.zeros(1, device=engine.device.torch))  # NCCL's first call in a group must be one of all ranks
     return Link(plan, in_place, [weight_map.weights[number] for number in sorted(left_out)])
-
-
-def _training_placement(weight_map: WeightMap) -> TrainingPlacement:
-    grid = weight_map.grid
-    return TrainingPlacement(
-        dist.get_world_size(),
-        grid.tp,
-        grid.pp,
-        weight_map.num_layers,
-        ep=grid.ep,
-        etp=grid.etp,
-        num_experts=count_experts(weight_map.weights),
-    )
 
 
 def _not_writable(weight_map: WeightMap, engine: RolloutEngine) -> set[int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl.models.layout import Box, Weight
-from rl.refit.placement import RolloutPlacement, TrainingPlacement
+from rl.models.placement import RolloutPlacement, TrainingPlacement
 from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT, STAYS, Routing, cut_into_batches
 
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.models.files import FP8_BLOCK, TensorReader, tensor_files
-from rl.models.layout import Box, Weight, assemble, index, stage_layers
+from rl.models.layout import Box, Weight, assemble, index
+from rl.models.placement import Place, TrainingPlacement, count_experts, training_ranges
 from rl.training.grid import Grid
 from rl.training.layer_spec import te_name
 
@@ -21,12 +22,11 @@ class WeightMap:
 
     def __init__(self, hf: dict, weights: list[Weight], grid: Grid, model: torch.nn.Module):
         self.grid = grid
-        self.num_layers = hf["num_hidden_layers"]
-        counts = stage_layers(self.num_layers, grid.pp)
-        self.stage_of_layer = [stage for stage, count in enumerate(counts) for _ in range(count)]
         self.weights = weights
-        num_experts = 1 + max((weight.expert for weight in weights if weight.expert is not None), default=0)
-        self.experts_per_rank = num_experts // grid.ep
+        self.placement = TrainingPlacement(
+            grid.tp * grid.pp * grid.dp, grid.tp, grid.pp, hf["num_hidden_layers"],
+            ep=grid.ep, etp=grid.etp, num_experts=count_experts(weights),
+        )  # fmt: skip
         parameters = dict(model.named_parameters())
         self.parameters = parameters | dict(model.named_buffers())
         held = {self.local_name(weight, grid.pp_rank) for weight in self.weights if self.holds(weight)}
@@ -37,25 +37,14 @@ class WeightMap:
         self.dtype = next(tensor.dtype for tensor in parameters.values())
         """Of all weights that are not `float32`."""
 
-    def stages(self, weight: Weight) -> list[int]:
-        """Pipeline stages that hold the weight, its owner first."""
-        last = self.grid.pp - 1
-        if weight.layer is not None:
-            return [self.stage_of_layer[weight.layer]]
-        if not weight.first_stage:
-            return [last]
-        return [0, last] if weight.tied_to_head and last > 0 else [0]
-
-    def expert_rank(self, weight: Weight) -> int:
-        """Expert parallel rank that holds a routed expert's weight."""
-        assert weight.expert is not None
-        return weight.expert // self.experts_per_rank
+    def place(self, weight: Weight) -> Place:
+        """Pipeline stages that hold the weight, its owner first, and the expert parallel rank that holds a routed expert."""
+        return self.placement.place(weight)
 
     def holds(self, weight: Weight) -> bool:
         """Whether this rank holds the weight, or its tensor parallel part of it."""
-        if self.grid.pp_rank not in self.stages(weight):
-            return False
-        return weight.expert is None or self.expert_rank(weight) == self.grid.ep_rank
+        place = self.place(weight)
+        return self.grid.pp_rank in place.stages and place.ep_rank in (None, self.grid.ep_rank)
 
     def tensor_split(self, weight: Weight) -> tuple[int, int]:
         """Over how many ranks the weight is split, and which of them this one is: routed experts have groups of their own."""
@@ -65,11 +54,11 @@ class WeightMap:
     def local_name(self, weight: Weight, stage: int) -> str:
         """Name of the weight's parameter on a rank of that stage that holds it."""
         if weight.layer is not None:
-            layer = weight.layer - self.stage_of_layer.index(stage)
-            expert = None if weight.expert is None else weight.expert % self.experts_per_rank
+            layer = weight.layer - training_ranges(self.placement.num_layers, self.grid.pp)[stage][0]
+            expert = None if weight.expert is None else weight.expert % (self.placement.num_experts // self.grid.ep)
             name = weight.megatron.format(layer=layer, expert=expert)
         else:
-            name = weight.megatron if stage == self.stages(weight)[0] else "output_layer.weight"
+            name = weight.megatron if stage == self.place(weight).stages[0] else "output_layer.weight"
         return name if name in self.parameters else te_name(name)
 
     def local(self) -> Iterator[tuple[Weight, Tensor]]:
@@ -129,7 +118,7 @@ def full_weights(weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
     grid = weight_map.grid
     device = next(iter(weight_map.parameters.values())).device
     for weight in weight_map.weights:
-        owner = weight_map.stages(weight)[0]
+        owner = weight_map.place(weight).stages[0]
         tp, _ = weight_map.tensor_split(weight)
         group = grid.groups.tp if weight.expert is None else grid.groups.expt_tp
         shards_needed = tp if weight.cut.split else 1
@@ -144,7 +133,7 @@ def full_weights(weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
             dtype = torch.float32 if weight.float32 else weight_map.dtype
             shards = torch.empty((shards_needed, *weight.megatron_shape(tp)), dtype=dtype, device=device)
         if weight.expert is not None and grid.ep > 1 and grid.pp_rank == owner:
-            dist.broadcast(shards, group=grid.groups.ep, group_src=weight_map.expert_rank(weight))
+            dist.broadcast(shards, group=grid.groups.ep, group_src=weight_map.place(weight).ep_rank)
         if grid.pp > 1:
             dist.broadcast(shards, group=grid.groups.pp, group_src=owner)
         yield from assemble(weight, list(shards)).items()

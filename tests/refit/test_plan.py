@@ -9,7 +9,7 @@ import pytest
 
 from rl.models import qwen2
 from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Weight, expert_down, expert_gate_up, index
-from rl.refit.placement import RolloutPlacement, TrainingPlacement, count_experts, vllm_ranges
+from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts, vllm_ranges
 from rl.refit.plan import FAR_OUT, NEAR_OUT, Routing, cut_into_batches, plan_of, plan_refit
 
 ITEMSIZE = 2

@@ -11,7 +11,7 @@ import pytest
 
 from rl.models import experts, qwen2
 from rl.models.layout import COLUMN, REPLICATED, VOCAB, Weight, index
-from rl.refit.placement import RolloutPlacement, TrainingPlacement
+from rl.models.placement import RolloutPlacement, TrainingPlacement
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "plan_refit.py"

@@ -66,7 +66,7 @@ class TrainingPlacement:
         return self.tp if self.etp is None else self.etp
 
     def place(self, weight: Weight) -> Place:
-        """Where the weight lies. A tied embedding is the last stage's head as well and lies on both."""
+        """Where the weight lies. A tied embedding is the last stage's head as well and lies on both, the first its owner."""
         ranges = training_ranges(self.num_layers, self.pp)
         ep_rank = None if weight.expert is None else weight.expert // (self.num_experts // self.ep)
         return Place(_stages(weight, ranges), ep_rank)
