@@ -89,7 +89,8 @@ def test_a_run_begins_with_another_runs_checkpoint_or_with_its_weights_alone(con
     assert weights[1]["sft/loss"] < first[1]["sft/loss"] - 0.1  # of the same prompts
     with pytest.raises(RanksFailed) as failure:
         train(1, config, tmp_path / "fourth", f"checkpoint.resume={tmp_path}/first")
-    assert failure.value.returncodes == [2] and "is no checkpoint and no directory of a run that has one" in failure.value.stderr[0]
+    assert failure.value.returncodes == [2]
+    assert "is no checkpoint and no directory of a run that has one" in failure.value.stderr[0]
 
 
 def test_a_run_directory_that_cannot_be_written_to_is_refused_at_once(config, read_only):
