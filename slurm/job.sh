@@ -135,7 +135,9 @@ train() {
     shift
     # The first rank writes into the job's own log, where people look.
     ln -sfn "$(readlink /proc/$$/fd/1)" "$rank_logs/rank-0.log"
-    "${launch[@]}" "${inside[@]}" "${PYTHON:-python}" "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@" || code=$?
+    "${launch[@]}" "${inside[@]}" "${PYTHON:-python}" "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@" \
+        2>"$rank_logs/srun.log" || code=$?
+    cat "$rank_logs/srun.log" >&2 # which tasks ended on which nodes, and how: at the end of the log, below all tracebacks
     case $code in
     0) return 0 ;;
     75) requeue 75 ;; # stopped in order, to be continued

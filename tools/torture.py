@@ -39,7 +39,7 @@ from rl.checkpoint.directory import complete, expected_files, read_manifest  # n
 from rl.checkpoint.shards import check_file  # noqa: E402
 from tools.make_toy import make_toy  # noqa: E402
 
-CLOCK = re.compile(r"time$|timing_s/|perf/throughput|refit/")
+MACHINE = re.compile(r"time$|timing_s/|perf/")
 """Metrics that depend on the clock, or on whether the process had filled the engine before the step."""
 SECONDS_TO_FOLLOW = 2.0
 """That ranks have to end by themselves when one has died; a launcher would then kill them."""
@@ -157,7 +157,7 @@ def read_checkpoints(run_dir: Path) -> int:
 def metrics_of(run_dir: Path) -> list[dict]:
     """The records of a run without what depends on the clock."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if not CLOCK.search(name)} for line in lines]
+    return [{name: value for name, value in json.loads(line).items() if not MACHINE.match(name)} for line in lines]
 
 
 def torture(arguments: Sequence[str], out: Path, *, num_ranks: int, kills: int, seed: int) -> Tally:

@@ -1,8 +1,6 @@
 """A run that goes on from a checkpoint is the run that never stopped, bit for bit: metrics, weights, optimizer, everything that
 is saved. GRPO's test is in tests/test_train_rl.py."""
 
-import json
-import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 
 from tests.checkpoints import assert_same_checkpoint
 from tests.ranks import ROOT, run_ranks
+from tests.records import comparable
 from tools.make_toy import make_toy
 
 ALGORITHMS = {
@@ -44,11 +43,8 @@ def config(tmp_path_factory) -> Path:
 
 
 def train(config: Path, directory: Path, *overrides: str) -> list[dict]:
-    """The records of the run without what depends on the clock, or on whether this process had filled the engine before."""
     run_ranks(2, ROOT / "train_rl.py", "--config", config, f"run.dir={directory}", *overrides, timeout=400)
-    clock = re.compile(r"time$|timing_s/|perf/throughput|refit/")
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if not clock.match(name)} for line in lines]
+    return comparable(directory)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -20,6 +20,7 @@ SHELL = [path for path in ROOT.rglob("*") if path.suffix in (".sh", ".sbatch") a
 SRUN = """#!/bin/bash
 printf '%s\\0' "$@" >"$FAKE/srun.$(ls "$FAKE" | grep -c srun)"
 env >"$FAKE/env"
+if [ "$SRUN_EXIT" != 0 ]; then echo "srun: error: n2: task 3: Exited with exit code $SRUN_EXIT" >&2; fi
 (ulimit -c; ulimit -n; ulimit -H -n) >"$FAKE/limits"
 if [ -n "$AT_STEP" ]; then echo "{\\"checkpoint_step\\": $AT_STEP, \\"state\\": \\"stopped\\"}" >"$LOCKSTEP_STATUS"; fi
 exit "$SRUN_EXIT"
@@ -281,6 +282,7 @@ def test_the_ranks_that_fell_silent_first_are_shown(site):
         (logs / f"rank-{rank}.log").write_text(text)
         os.utime(logs / f"rank-{rank}.log", (now + age, now + age))
     said = Job(site, "train", "my.yaml", exit_code=1).said
+    assert said.index("srun: error: n2: task 3: Exited") < said.index("rank-3.log")
     assert said.index("rank-3.log") < said.index("culprit") < said.index("rank-1.log") < said.index("peer error")
     assert "all is well" not in said and "the attempt before" not in said
 
