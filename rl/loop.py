@@ -119,8 +119,8 @@ def _resume(config: Config, store: CheckpointStore, newest: Saved | None, phases
 
 
 def _train(
-    config: Config, algorithm: ModuleType, inputs: Inputs, phases: Phases, store: CheckpointStore, log: MetricLog | None, last_step: int,
-    stop: StopRequests, status: Status,
+    config: Config, algorithm: ModuleType, inputs: Inputs, phases: Phases, store: CheckpointStore, log: MetricLog | None,
+    last_step: int, stop: StopRequests, status: Status,
 ) -> Asked | None:  # fmt: skip
     """The steps after last_step. Returns what ended them before run.max_steps, if something did; there is a checkpoint then."""
     max_steps, world = config.run.max_steps, dist.get_world_size()

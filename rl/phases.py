@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -463,17 +463,7 @@ def train_sampling(config: Config) -> Sampling:
 
 def greedy_sampling(config: Config) -> Sampling:
     """One response per prompt, the most probable token each time, out of the whole vocabulary."""
-    rollout = config.rollout
-    return Sampling(
-        samples_per_prompt=1,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        max_tokens=rollout.max_response_tokens,
-        stop=tuple(rollout.stop),
-        stop_token_ids=tuple(rollout.stop_token_ids),
-    )
+    return replace(train_sampling(config), samples_per_prompt=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
 
 def _given(prompt_ids: list, response_ids: list) -> Batch:
