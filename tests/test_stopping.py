@@ -1,4 +1,4 @@
-"""A run that is told to stop, from its command line: what is on disk, its exit code, and that it goes on as if nothing had been."""
+"""A run that is told to stop, from its command line: what is on disk, its exit code, and that it goes on as if nothing was."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ def toy(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config(toy, tmp_path) -> Path:
-    """GRPO of four steps; the first sixteen samples of the third take a while to score, and then a second to generate."""
+    """GRPO of four steps on the toy task, a few samples at a time, so that a generation takes a while."""
     path = tmp_path / "config.yaml"
     path.write_text(
         f"""
@@ -33,7 +33,8 @@ def config(toy, tmp_path) -> Path:
         model: {{path: {toy}/model, dtype: float32}}
         data: {{train: [{toy}/train.parquet], max_prompt_tokens: 16, prompts_per_step: 16}}
         training: {{micro_batch_tokens: 200, prompts_per_minibatch: 8, optimizer: {{lr: 1.0e-3}}}}
-        rollout: {{samples_per_prompt: 4, max_response_tokens: 48, deterministic: true, cpu_kv_cache_mib: 16, max_concurrent_samples: 4}}
+        rollout:
+          {{samples_per_prompt: 4, max_response_tokens: 48, deterministic: true, cpu_kv_cache_mib: 16, max_concurrent_samples: 4}}
         reward: {{function: "{tmp_path}/distinct.py:score"}}
         logging: {{tensorboard: false}}
         """
@@ -61,7 +62,7 @@ def touch_after_step(run: Path, step: int, name: str) -> threading.Thread:
 
 def test_a_stop_in_a_generation_leaves_a_checkpoint_from_which_the_run_is_the_same(config, tmp_path):
     run_ranks(2, TRAIN, "--config", config, f"run.dir={tmp_path}/whole", timeout=240)
-    # By hand: the file. Two ranks of one replica have to leave the generation at the same engine step.
+    # By hand: the file.
     watcher = touch_after_step(tmp_path / "run", 2, "stop")
     run_ranks(2, TRAIN, "--config", config, timeout=240)
     watcher.join()
@@ -86,9 +87,10 @@ def test_a_stop_in_a_generation_leaves_a_checkpoint_from_which_the_run_is_the_sa
 @pytest.mark.parametrize("way, stopped_at", [("redo", 0), ("finish", 1)])
 def test_what_becomes_of_the_generation(config, tmp_path, way, stopped_at):
     """USR2 while the first step generates, for several seconds: it is dropped, or the step completed."""
-    overrides = (f"run.on_stop_in_generation={way}", "rollout.max_response_tokens=200", "data.prompts_per_step=256", "run.max_steps=2")
-    command = [sys.executable, TRAIN, "--config", config, *overrides, "training.micro_batch_tokens=2000", "rollout.max_concurrent_samples=64"]
-    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    long = ("rollout.max_response_tokens=200", "data.prompts_per_step=256", "rollout.max_concurrent_samples=64", "run.max_steps=2")
+    overrides = (f"run.on_stop_in_generation={way}", *long, "training.micro_batch_tokens=2000")
+    command = [str(part) for part in (sys.executable, TRAIN, "--config", config, *overrides)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     said = []
     for line in process.stderr:
         said.append(line)

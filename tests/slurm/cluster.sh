@@ -67,8 +67,8 @@ CONF
         [ -c "$LAB/dev/gpu$k" ] || mknod -m 666 "$LAB/dev/gpu$k" c 1 3
     done
     for i in $(seq "$NODES"); do
-        echo "NodeName=node$i NodeHostname=node$i NodeAddr=127.0.1.$i Port=$((PORT + i)) CPUs=$CPUS RealMemory=$MEM Gres=gpu:$GPUS" \
-            >>"$LAB/etc/slurm.conf"
+        echo "NodeName=node$i NodeHostname=node$i NodeAddr=127.0.1.$i Port=$((PORT + i))" \
+            "CPUs=$CPUS RealMemory=$MEM Gres=gpu:$GPUS" >>"$LAB/etc/slurm.conf"
         echo "NodeName=node$i Name=gpu File=$LAB/dev/gpu[0-$((GPUS - 1))]" >>"$LAB/etc/gres.conf"
         mkdir -p "$LAB/spool/node$i" "$LAB/tmp/node$i"
     done

@@ -18,7 +18,7 @@ from tools.make_toy import make_toy
 def cluster():
     missing = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
     if missing:
-        pytest.skip(f"no Slurm on this machine: {', '.join(missing)} not found (tools/test.sh installs it as root on Debian and Ubuntu)")
+        pytest.skip(f"no {', '.join(missing)} on this machine; tools/test.sh installs Slurm, as root on Debian and Ubuntu")
     if os.geteuid() != 0:
         pytest.skip("a cluster of several nodes on one machine takes root, for their namespaces")
     # Not pytest's tmp_path: its path is too long for the UNIX sockets of slurmd.

@@ -15,7 +15,7 @@ from rl.runtime.status import Status
 from tests.ranks import ROOT
 
 BATCH = sorted((ROOT / "slurm").glob("*.sbatch"))
-SHELL = [path for path in ROOT.rglob("*") if path.suffix in (".sh", ".sbatch") and not {"runs", ".venv"} & set(path.relative_to(ROOT).parts)]
+SHELL = [path for part in ("slurm", "tools", "tests", ".ci") for path in (ROOT / part).rglob("*") if path.suffix in (".sh", ".sbatch")]
 
 SRUN = """#!/bin/bash
 printf '%s\\0' "$@" >"$FAKE/srun.$(ls "$FAKE" | grep -c srun)"
@@ -52,8 +52,8 @@ class Job:
             old.unlink()
         outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "LOCKSTEP", "SBATCH"))}
         slurm = dict(
-            SLURM_JOB_ID="4711", SLURM_JOB_NAME=file, SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n[1-2]", SLURM_CPUS_ON_NODE="64",
-            SLURM_GPUS_ON_NODE="8", SLURM_SUBMIT_DIR=str(site / "root"), SLURM_NTASKS="1",
+            SLURM_JOB_ID="4711", SLURM_JOB_NAME=file, SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n[1-2]",
+            SLURM_CPUS_ON_NODE="64", SLURM_GPUS_ON_NODE="8", SLURM_SUBMIT_DIR=str(site / "root"), SLURM_NTASKS="1",
         )  # fmt: skip
         fake = dict(FAKE=str(self.fake), SRUN_EXIT=str(exit_code), AT_STEP=at_step, FAKE_END="2030-01-01T00:00:00", TZ="UTC")
         wanted = {k: v for k, v in (outside | slurm | fake | env).items() if v is not None}
@@ -166,7 +166,8 @@ def test_the_end_of_the_job_and_the_lead_of_its_signal_are_known_to_the_ranks(si
 
 
 def test_site_sh_is_read_first(site):
-    (site / "root" / "slurm" / "site.sh").write_text("export NCCL_IB_HCA=mlx5_7 CONTAINER=apptainer:/images/a.sif PYTHON=python3\n")
+    text = "export NCCL_IB_HCA=mlx5_7 CONTAINER=apptainer:/images/a.sif PYTHON=python3\n"
+    (site / "root" / "slurm" / "site.sh").write_text(text)
     job = Job(site, "train", "my.yaml")
     assert job.env["NCCL_IB_HCA"] == "mlx5_7" and "/images/a.sif" in job.command and "python3" in job.command
 
@@ -182,7 +183,8 @@ def test_apptainer_stands_before_the_command(site, gpus):
     job = Job(site, "train", "my.yaml", CONTAINER="apptainer:/images/lockstep.sif", SLURM_GPUS_ON_NODE=gpus)
     work, root = site / "work", site / "root"
     nv = ["--nv"] if gpus else []
-    head = ["apptainer", "exec", "--bind", f"{work}:{work},{root}:{root}", "--pwd", str(work), *nv, "/images/lockstep.sif", "python"]
+    bind = f"{work}:{work},{root}:{root}"
+    head = ["apptainer", "exec", "--bind", bind, "--pwd", str(work), *nv, "/images/lockstep.sif", "python"]
     assert job.command[: len(head)] == head
 
 
@@ -277,7 +279,9 @@ def test_the_ranks_that_fell_silent_first_are_shown(site):
     logs = site / "work" / "train-4711.ranks"
     logs.mkdir()
     now = time.time()
-    texts = {5: (-60, "an error of the attempt before\n"), 3: (60, "RuntimeError: culprit\n"), 1: (61, "peer error\n"), 2: (62, "all is well\n")}
+    texts = {
+        5: (-60, "an error of the attempt before\n"), 3: (60, "RuntimeError: culprit\n"), 1: (61, "peer error\n"), 2: (62, "all is well\n"),
+    }  # fmt: skip
     for rank, (age, text) in texts.items():
         (logs / f"rank-{rank}.log").write_text(text)
         os.utime(logs / f"rank-{rank}.log", (now + age, now + age))

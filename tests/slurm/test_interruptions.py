@@ -33,10 +33,10 @@ def at_step(run, step):
 def test_a_time_limit_ends_in_a_checkpoint_and_the_job_goes_on(cluster, start, tmp_path):
     long = ("run.max_steps=50",)
     job, log = start(("--time=2", "--signal=USR2@30"), long, LOCKSTEP_SIGNAL_LEAD="30", MAX_ATTEMPTS="9")
+    whole, its_log = start(overrides=(*long, f"run.dir={tmp_path}/whole"))  # on the other two nodes
     facts = cluster.wait(job, timeout=900)
     assert facts["JobState"] == "COMPLETED" and int(facts["Restarts"]) >= 1, log()
     assert re.search(r"stopped before step \d+: (SIGUSR2|the job's end is near)", log())
-    whole, its_log = start(overrides=(*long, f"run.dir={tmp_path}/whole"))
     assert cluster.wait(whole)["JobState"] == "COMPLETED", its_log()
     assert comparable(tmp_path / "run") == comparable(tmp_path / "whole")
 

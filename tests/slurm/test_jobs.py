@@ -41,7 +41,8 @@ def test_the_quickstart_trains_on_two_nodes_beside_another_job_on_one_of_them(cl
     for part in ("config.yaml", "environment.json", "code/rl/loop.py", "checkpoints", "hf/config.json", "samples.jsonl"):
         assert (run / part).exists(), part
     assert status(run)["state"] == "finished" and status(run)["job"] == job
-    assert sorted(path.name for path in (tmp_path / f"quickstart-{job}.ranks").glob("rank-*")) == [f"rank-{i}.log" for i in range(4)]
+    logs = (tmp_path / f"quickstart-{job}.ranks").glob("rank-*")
+    assert sorted(path.name for path in logs) == [f"rank-{i}.log" for i in range(4)]
     done = [line for line in (cluster.lab / "log" / "jobcomp.txt").read_text().splitlines() if f"JobId={job} " in line]
     assert len(done) == 1 and "JobState=COMPLETED" in done[0]
 
@@ -148,7 +149,8 @@ def test_twenty_tasks_of_an_array_at_once_do_not_collide(cluster, tmp_path):
 
 
 def test_srun_with_pmi2_trains_two_steps(cluster, config, tmp_path):
-    command = ("srun", "--mpi=pmi2", "--nodes=2", "--ntasks=4", "--mem-per-cpu=2G", "python", ROOT / "train_rl.py", "--config", config)
+    step = ("srun", "--mpi=pmi2", "--nodes=2", "--ntasks=4", "--mem-per-cpu=2G")
+    command = (*step, "python", ROOT / "train_rl.py", "--config", config)
     cluster.run(*command, "algorithm=sft", "run.max_steps=2", "training.prompts_per_minibatch=0", cwd=tmp_path)
     assert len(records(tmp_path / "run")) == 2
 
@@ -159,6 +161,7 @@ def test_mpirun_of_four_trains_two_steps(config, tmp_path):
     if mpirun is None:
         pytest.skip("there is no mpirun (tools/install_cpu.sh --mpi)")
     command = (mpirun, "-n", "4", "python", ROOT / "train_rl.py", "--config", config, "algorithm=sft", "run.max_steps=2")
-    done = subprocess.run([*map(str, command), "training.prompts_per_minibatch=0"], capture_output=True, text=True, timeout=PATIENCE_S)
+    command = [*map(str, command), "training.prompts_per_minibatch=0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert len(records(tmp_path / "run")) == 2
