@@ -74,6 +74,7 @@ KINDS = {
 
 
 def inject(kind: str, place: str, call: int) -> None:
+    importlib.import_module("rl.training")  # makes Megatron work without CUDA, before anything imports it
     module, path = PLACES[place]
     owner = importlib.import_module(module)
     *parents, name = path.split(".")
