@@ -1,0 +1,28 @@
+"""Names of parameters in Transformer Engine's layers, as Megatron-core 0.16.1 has them on CUDA."""
+
+import pytest
+
+from rl.training import cpu_support
+
+cpu_support.install()
+
+from rl.training.layer_spec import te_name  # noqa: E402
+
+LAYER = "decoder.layers.3."
+
+
+@pytest.mark.parametrize(
+    ("local", "fused"),
+    [
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+        ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+        ("mlp.experts.local_experts.12.linear_fc1.weight", "mlp.experts.linear_fc1.weight12"),
+        ("mlp.experts.local_experts.0.linear_fc2.weight", "mlp.experts.linear_fc2.weight0"),
+        ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight"),
+        ("self_attention.linear_proj.weight", "self_attention.linear_proj.weight"),
+    ],
+)
+def test_norms_before_a_linear_layer_and_experts_of_a_rank_are_fused(local, fused):
+    assert te_name(LAYER + local) == LAYER + fused
