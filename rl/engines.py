@@ -32,6 +32,16 @@ class Engines:
         """All models of the training grid, the one that only scores included."""
         return [*self.learning.values(), *([self.reward_model] if self.reward_model is not None else [])]
 
+    def offload(self, *, weights: bool) -> None:
+        """Give the memory of all training models' gradients and optimizer states, and with `weights` of their weights, to others."""
+        for model in self.training:
+            model.offload(weights=weights)
+
+    def reload(self) -> None:
+        """Bring back what `offload` gave away."""
+        for model in self.training:
+            model.reload()
+
     def close(self) -> None:
         """Give vLLM's groups back. Collective over the world."""
         generating = [engine for engine in (self.rollout, self.judge) if engine is not None]
@@ -54,6 +64,13 @@ def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> Traini
     )
 
 
+def offload_of(config: Config, device: Device) -> str:
+    """`training.offload`, decided where it is auto."""
+    if config.training.offload == "auto":
+        return "all" if device.is_cuda else "none"
+    return config.training.offload
+
+
 def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *, generate: bool) -> Engines:
     """All models that the config asks for; `generate`: those that generate too. Collective over the world."""
     needs = algorithm_of(config).needs
@@ -71,6 +88,9 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
         engines.implicit_reward = build("implicit_reward", optimizer=config.implicit_reward.optimizer, keep_reference=True)
     if generate and config.reward.model.path and needs_reward(config):
         engines.reward_model = build("reward_model", values=True)
+    away = offload_of(config, device)
+    if away != "none" and generate:
+        engines.offload(weights=away == "all")  # vLLM wants its share of the memory to be free while it is built
     if generate and needs_engine(config):
         engines.rollout = RolloutEngine(
             config.model.path,
@@ -95,4 +115,7 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
             frozen=True,
         )
         engines.judge.sleep()
+    if away != "none" and engines.rollout is not None and engines.rollout.awake:
+        engines.rollout.sleep()
+    engines.reload()
     return engines

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from rl.config import Config
-from rl.engines import Engines
+from rl.engines import Engines, offload_of
 from rl.refit.refit import check_refit, refit, traffic_metrics
 from rl.runtime.device import Device
 
@@ -14,9 +14,7 @@ class Turns:
 
     def __init__(self, config: Config, device: Device, engines: Engines):
         self.config, self.device, self.engines = config, device, engines
-        self.offload = config.training.offload
-        if self.offload == "auto":
-            self.offload = "all" if device.is_cuda else "none"
+        self.offload = offload_of(config, device)
         self._num_refits = 0
         self._engine_has_weights_of = -1
 
@@ -48,12 +46,9 @@ class Turns:
         """Put the engine to sleep and bring the training models back."""
         if self.engines.rollout is not None and self.engines.rollout.awake:
             self.engines.rollout.sleep()
-        for model in self.engines.training:
-            model.reload()
+        self.engines.reload()
 
     def _send_away(self, *, weights: bool) -> None:
         """What the training models do not need: gradients and optimizer state, and with `weights` those too."""
-        if self.offload == "none":
-            return
-        for model in self.engines.training:
-            model.offload(weights=weights and self.offload == "all")
+        if self.offload != "none":
+            self.engines.offload(weights=weights and self.offload == "all")
