@@ -5,6 +5,7 @@ Face tensor and the box of it. Nothing is pickled, and any safetensors reader op
 reasons: it holds no second copy, hashes what it writes, and lets other threads run meanwhile.
 """
 
+import ctypes
 import json
 import os
 import re
@@ -76,17 +77,18 @@ def write_shards(path: Path, shards: Sequence[Shard]) -> Written:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb", buffering=BUFFER_BYTES) as file:
-        crc = 0
-        for part in (len(text).to_bytes(8, "little"), text, *(_bytes_of(shard.tensor) for shard in shards)):
+        start = len(text).to_bytes(8, "little") + text
+        crc = zlib.crc32(start)
+        file.write(start)
+        for shard in shards:
+            tensor = shard.tensor.detach().cpu().contiguous()
+            # Not by numpy(): torch then never resizes that storage again, which rl.training.offload does.
+            part = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
             crc = zlib.crc32(part, crc)
             file.write(part)
         file.flush()
         os.fsync(file.fileno())
     return Written(8 + len(text) + at, crc)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def check_file(path: Path, expected: Written, *, contents: bool) -> None:

@@ -110,7 +110,9 @@ def read_only(tmp_path):
 
 def test_a_finished_run_is_left_as_it_is_and_can_still_be_exported(config, tmp_path):
     train(2, config, tmp_path, "run.max_steps=1")
-    written = {path: path.read_bytes() for path in tmp_path.rglob("*.json*")}
+    results = ("metrics.jsonl", "environment.json", "checkpoint.json", "state.json")
+    written = {path: path.read_bytes() for path in tmp_path.rglob("*.json*") if path.name in results}
+    assert len(written) == len(results)
     train(1, config, tmp_path, "run.max_steps=1", "checkpoint.export_hf=true")
     assert all(path.read_bytes() == content for path, content in written.items())
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
