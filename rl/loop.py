@@ -48,7 +48,7 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
     stop = StopRequests(config.run.dir, max_time=config.run.max_time)
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
-    store = CheckpointStore(config, before_commit=lambda: check_lock(watch.lock))
+    store = CheckpointStore(config, fence=lambda: check_lock(watch.lock))
     newest, named = _find_checkpoint(config, store)
     finished = newest is not None and config.checkpoint.resume != "never" and newest.step >= config.run.max_steps
     if finished:

@@ -36,7 +36,7 @@ from rl.rollout.exchange import exchange
 from rl.runtime.agreement import Agreement, check_replicas
 from rl.runtime.collectives import any_rank
 from rl.runtime.device import Device
-from rl.runtime.process import GIB, resident_bytes
+from rl.runtime.process import GIB, resident_bytes, return_free_memory
 from rl.runtime.progress import Progress
 from rl.runtime.session import control_group
 from rl.runtime.stop import StepAborted, StopRequests
@@ -116,6 +116,7 @@ class Phases:
         self.step, self.metrics, self.num_tokens = step, {"training/global_step": step}, 0
         if self._first_step is None and step > 0:
             self._first_step = step
+        return_free_memory()
         self.watch.where.begin_step(step)
         self.agreement.begin_step()
         self._learned = False

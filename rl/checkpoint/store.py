@@ -56,9 +56,9 @@ T = TypeVar("T")
 class CheckpointStore:
     """The checkpoints of one run directory. Public methods are collective over the world unless they say otherwise."""
 
-    def __init__(self, config: Config, *, before_commit: Callable[[], None] = lambda: None):
-        """before_commit: called on rank 0 before a checkpoint is made current; what it raises ends the save."""
-        self.config, self._before_commit = config, before_commit
+    def __init__(self, config: Config, *, fence: Callable[[], None] = lambda: None):
+        """fence: called on rank 0 before a checkpoint is begun and before it is made current; what it raises ends the save."""
+        self.config, self._fence = config, fence
         self.directory = Path(config.run.dir, "checkpoints")
         self._damaged: list[Saved] = []
         self._snapshot = Snapshot()
@@ -94,6 +94,7 @@ class CheckpointStore:
         save = _Save(step, self.directory / f"step_{step:06d}.partial", self._manifest(step, models, metrics), state)
         with fail_together():
             if dist.get_rank() == 0:
+                self._fence()
                 self._make_room_for(save)
         self._check_space(save, num_bytes(shards))
         self._last_step = step
@@ -165,7 +166,7 @@ class CheckpointStore:
             )
         with fail_together():
             if dist.get_rank() == 0:
-                self._before_commit()
+                self._fence()
                 try:
                     self._commit(save, {on_disk.rank_file(rank): written for rank, (written, _) in enumerate(everyone)})
                 except OSError as error:

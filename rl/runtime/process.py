@@ -1,5 +1,6 @@
 """Facts about processes, read from /proc: who one is, whether one still runs, what it holds. Linux only."""
 
+import ctypes
 import os
 import platform
 from dataclasses import asdict, dataclass
@@ -50,6 +51,14 @@ def resident_bytes() -> int:
     """Memory of this process that is in RAM, shared pages included."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def return_free_memory() -> None:
+    """Have the C library return freed memory to the system. Between tensors of many sizes it keeps more and more of it: a few
+    per cent in a hundred steps of a small run. Does nothing where the library is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _start_time(pid: int) -> int | None:

@@ -34,10 +34,13 @@ from rl.objectives.rollout_correction import sequence_weights, token_weights
 from rl.phases import Phases
 from rl.rollout.engine import Sample
 from rl.rollout.exchange import exchange
+from rl.runtime.agreement import Agreement
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
+from rl.runtime.place import Whereabouts
 from rl.runtime.progress import Progress
 from rl.training.packing import MicroBatch, pack
+from tests.records import MACHINE
 
 CPU = Device(torch.device("cpu"), "gloo")
 VOCAB, PLACES = 23, 40
@@ -93,6 +96,9 @@ class ToyEngine:
                     row[micro.column_index] = getattr(micro, name)
         return tuple(sum_over_world(out, CPU.torch))
 
+    def reload(self):
+        """They are never away."""
+
     @contextmanager
     def reference_weights(self):
         self.model, self.reference = self.reference, self.model
@@ -118,10 +124,13 @@ class ToyEngine:
 
 
 def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
-    engine = ToyEngine()
+    config.agreement.weights_every = 0  # of weights that a toy has not
+    engine, nowhere = ToyEngine(), open(os.devnull, "w")
     phases = kind(
         config, device=CPU, engines=Engines(engine, critic=engine, implicit_reward=engine), tokenizer=None, prompts=[],
         sampler=None, scorer=None, progress=Progress(enabled=False),
+        watch=SimpleNamespace(where=Whereabouts(config.watchdog.limits, nowhere)),
+        agreement=Agreement(config, "", dist.group.WORLD),
     )  # fmt: skip
     phases.begin_step(1)
     return phases
@@ -227,7 +236,7 @@ def gradients(name: str, config: Config) -> dict:
         batch.plans = plans_of(how, name, batch)
         learn(phases, batch)
         empty = sum(not micro for plan in batch.plans for rank in plan for micro in rank)
-        metrics = {key: value for key, value in phases.metrics.items() if not key.startswith("timing_s/")}
+        metrics = {key: value for key, value in phases.metrics.items() if not MACHINE.match(key)}
         found[how] = {"gradients": phases.engines.policy.gradients, "metrics": metrics, "empty": empty}
     return found
 

@@ -169,7 +169,8 @@ def examine(trainer, engine) -> dict:
 def corrupted(trainer, engine) -> dict:
     """What the check says of one changed element on the last rank, of two exchanged ones, and after the next refit."""
     said = {}
-    names = [name for name in engine.weights() if "layers.1." in name]
+    last = trainer.weight_map.placement.num_layers - 1
+    names = [name for name in engine.weights() if f"layers.{last}." in name]
     name = next(name for kind in ("w2_weight", "down_proj") for name in names if kind in name)
     parameter = engine.weights()[name].data
     row = parameter[0] if parameter.ndim == 2 else parameter[1, 0]

@@ -41,9 +41,34 @@ def test_resident_memory_does_not_grow(records):
     assert late < 1.02 * early
 
 
+COMPARISON = """
+    import time
+    from statistics import median
+    import torch.distributed as dist
+    from rl.runtime.agreement import Agreement
+    from rl.runtime.place import Place
+
+    dist.init_process_group("gloo")
+    agreement = Agreement({"key": 1}, "code", dist.group.WORLD)
+    seconds = []
+    for number in range(2000):
+        place = Place("update", 1, number, 0.0, 0.0, 1.0)
+        start = time.perf_counter()
+        agreement.check(place, 7, (0, 0))
+        seconds.append(time.perf_counter() - start)
+    print(median(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
 @pytest.mark.slow
 def test_agreement_costs_next_to_nothing(records):
-    seconds, steps = ([record[f"timing_s/{name}"] for record in records] for name in ("agreement", "step"))
-    share = median(own / step for own, step in zip(seconds, steps))
-    print(f"agreement: {1000 * median(seconds):.2f} ms of a step of {median(steps):.3f} s, {share:.2%} (medians of {STEPS} steps)")
-    assert share < 0.02  # on an idle machine below 0.005; a rank that waits for the other one's turn on a core counts here
+    """The comparison itself, of ranks that come at the same time: in a run `timing_s/agreement` holds the wait for the slowest rank
+    too, which the phase's first collective would have had otherwise."""
+    comparison = max(float(out) for out in run_ranks(2, COMPARISON))
+    step = median(record["timing_s/step"] for record in records)
+    phases = 6  # of a step of GRPO: generate, refit, score, log-probs, update, save
+    share = phases * comparison / step
+    print(f"agreement: {phases} x {1e3 * comparison:.3f} ms of a step of {step:.3f} s: {share:.2%} (medians)")
+    assert share < 0.005

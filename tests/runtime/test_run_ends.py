@@ -157,7 +157,7 @@ def test_out_of_memory_on_one_rank_is_reported_as_that(sft):
 
 @pytest.mark.slow
 def test_a_rank_above_the_host_memory_limit_ends_the_run_with_a_sentence(sft, tmp_path):
-    failure = failed_run("grow", "update", 1, sft, "memory.host_limit_gib=1.6")
+    failure = failed_run("grow", "update", 1, sft, "memory.host_limit_gib=1.6", "run.max_steps=500")
     assert set(failure.returncodes) == {1}
     assert re.search(r"rank 1 \(.+\) holds \d\.\d+ GiB of host memory, more than memory.host_limit_gib=1.6, in", errors(failure)[0])
     assert json.loads((tmp_path / "run" / "heartbeat" / "rank_0.json").read_text())["host_memory_gib"] < 1.5
