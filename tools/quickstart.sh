@@ -19,6 +19,7 @@ SECONDS=0
 
 say "1/4 the CPU stack"
 bash tools/install_cpu.sh
+# shellcheck source=/dev/null
 [ -n "${VIRTUAL_ENV:-}" ] || source .venv/bin/activate
 
 say "2/4 the toy task: two-digit addition, a tokenizer of characters, a Qwen2 model with random weights"
