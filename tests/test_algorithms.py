@@ -83,9 +83,17 @@ def test_dapo_without_any_spread_gives_up_after_its_rounds_and_goes_on(toy, tmp_
     assert [step["dapo/rounds"] for step in steps] == [2, 2]
 
 
+# What these four add beside the gradient is compared by value in tests/objectives.
+SLOW = ("gspo", "clip-cov", "optimal-token-baseline", "gdpo")
+
+
+def _name(overrides) -> str:
+    return overrides[0].partition("=")[2]
+
+
 @pytest.mark.parametrize(
     "overrides",
-    [
+    [pytest.param(overrides, marks=[pytest.mark.slow] * (_name(overrides) in SLOW)) for overrides in [
         ("algorithm=rloo",),
         ("algorithm=reinforce_pp", "objective.advantage=reinforce++-baseline"),
         ("objective.loss=gspo", "objective.clip_low=0.03", "objective.clip_high=0.04", "objective.aggregation=seq-mean-token-mean"),
@@ -94,8 +102,8 @@ def test_dapo_without_any_spread_gives_up_after_its_rounds_and_goes_on(toy, tmp_
         ("objective.advantage=optimal-token-baseline", "rollout_correction.truncate_tokens=2.0"),
         ("objective.advantage=gdpo", "objective.reward_columns=[spread, length]", "rollout_correction.reject=sample-k3",
          "rollout_correction.reject_high=0.1"),
-    ],
-    ids=lambda overrides: overrides[0].partition("=")[2],
+    ]],
+    ids=_name,
 )  # fmt: skip
 def test_two_steps_of_a_policy_gradient(toy, tmp_path, overrides):
     first, second = train(toy, tmp_path, *overrides)

@@ -47,6 +47,7 @@ def train(config: Path, directory: Path, *overrides: str) -> list[dict]:
     return comparable(directory)
 
 
+@pytest.mark.slow  # GRPO's is in tests/test_train_rl.py
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_resumed_run_is_the_undisturbed_one(config, tmp_path, algorithm):
     overrides = ALGORITHMS[algorithm]
