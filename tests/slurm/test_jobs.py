@@ -81,7 +81,10 @@ ALGORITHM = """
         phases.update(phases.targets(phases.draw_prompts()), loss)
 """
 FAILURES = {
-    "raises": ("node1,node2", "raise RuntimeError('the misdeed of rank 1')", "the misdeed of rank 1"),
+    "raises": (
+        "node1,node2", "raise RuntimeError('the misdeed of rank 1')",
+        "error: rank 1 (node2) failed in other of step 2: RuntimeError: the misdeed of rank 1; see",
+    ),
     "killed": ("node3,node4", "os.kill(os.getpid(), signal.SIGKILL)", "node4: task 1: Killed"),
     "absent": (
         "node1,node2", "pass",
