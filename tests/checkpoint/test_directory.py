@@ -1,5 +1,6 @@
 """Which directories are checkpoints, which are kept, and what a kill leaves."""
 
+import contextlib
 import json
 import random
 from pathlib import Path
@@ -64,10 +65,8 @@ def test_a_manifest_that_was_changed_or_cut_is_damaged_whatever_byte_it_is(tmp_p
         whole[:place] + bytes([whole[place] ^ (1 << numbers.randrange(7))]) + whole[place + 1 :] for place in range(body)
     ]:
         file.write_bytes(changed)
-        try:
+        with contextlib.suppress(DamagedError):
             assert read_manifest(file.parent)["step"] == 3 and json.loads(changed) == json.loads(whole)  # white space
-        except DamagedError:
-            pass
 
 
 def test_a_newer_format_says_which_code_reads_it(tmp_path):
