@@ -60,6 +60,7 @@ def touch_after_step(run: Path, step: int, name: str) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow  # a Slurm job does the same in tests/slurm/test_jobs.py
 def test_a_stop_in_a_generation_leaves_a_checkpoint_from_which_the_run_is_the_same(config, tmp_path):
     run_ranks(2, TRAIN, "--config", config, f"run.dir={tmp_path}/whole", timeout=240)
     # By hand: the file.

@@ -45,6 +45,7 @@ def checkpoints(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.slow  # weights and optimizer alone: test_layouts.py
 def test_a_run_continues_on_another_world_and_layout(config, tmp_path):
     straight = train(2, config, tmp_path / "straight")
     layouts = {"one_rank": (1,), "pp2": (2, "training.pp=2"), "tp2": (2, "training.tp=2"), "tp2_pp2": (4, "training.tp=2", "training.pp=2")}

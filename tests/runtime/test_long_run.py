@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 import pytest
 
@@ -62,13 +62,16 @@ COMPARISON = """
 """
 
 
+QUICKSTART_STEP_S = 1.0
+"""Of GRPO in configs/quickstart.yaml on two ranks (docs/performance.md)."""
+
+
 @pytest.mark.slow
-def test_agreement_costs_next_to_nothing(records):
+def test_agreement_costs_less_than_half_a_per_cent_of_a_step_of_the_quickstart():
     """The comparison itself, of ranks that come at the same time: in a run `timing_s/agreement` holds the wait for the slowest rank
     too, which the phase's first collective would have had otherwise."""
     comparison = max(float(out) for out in run_ranks(2, COMPARISON))
-    step = median(record["timing_s/step"] for record in records)
     phases = 6  # of a step of GRPO: generate, refit, score, log-probs, update, save
-    share = phases * comparison / step
-    print(f"agreement: {phases} x {1e3 * comparison:.3f} ms of a step of {step:.3f} s: {share:.2%} (medians)")
+    share = phases * comparison / QUICKSTART_STEP_S
+    print(f"agreement: {phases} x {1e3 * comparison:.3f} ms of a step of {QUICKSTART_STEP_S} s: {share:.2%} (medians)")
     assert share < 0.005
