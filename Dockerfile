@@ -1,5 +1,5 @@
 # The CUDA stack of Lockstep. No version of a Python package stands in this file: setup.py's `cuda` extra is the one pinned
-# set, and tests/test_packaging.py fails when this file contradicts it.
+# set, and tests/unit/test_packaging.py fails when this file contradicts it.
 #
 #   docker build -t lockstep .
 #   docker build -t lockstep --build-arg CUDA_ARCHS="9.0" --build-arg MAX_JOBS=32 .     one GPU type: a much shorter build

@@ -1,7 +1,7 @@
 """Packaging of Lockstep, and the one place that says which versions belong together on CUDA.
 
 The CPU stack has a complete lock of its own, tools/requirements-cpu.txt; what stands both there and here must agree, and
-tests/test_packaging.py checks it. The set follows from vLLM, which pins torch exactly.
+tests/unit/test_packaging.py checks it. The set follows from vLLM, which pins torch exactly.
 """
 
 import re

@@ -25,13 +25,13 @@ def main() -> int:
         from rl.dry_run.command import main as dry_run
 
         return dry_run(sys.argv[1:])
-    from rl.runtime.signals import expect_signals
+    from rl.stopping.signals import expect_signals
 
     expect_signals()  # before any thread, which would be hit by what this one blocks
     # Nothing here imports torch: --help, --print-config and a typo take a fraction of a second.
-    from rl.config import Config, load_config
-    from rl.config_checks import check
-    from rl.options import ConfigError, parse_command_line, to_yaml
+    from rl.config.schema import Config, load_config
+    from rl.config.checks import check
+    from rl.config.options import ConfigError, parse_command_line, to_yaml
     from rl.runtime.ranks import discover
 
     ranks = None
@@ -84,14 +84,14 @@ def watched_run(config, ranks, device) -> int:
     on every rank alike."""
     import torch.distributed as dist
 
-    from rl.inputs import Inputs
-    from rl.options import ConfigError
-    from rl.runtime.agreement import agree_on_config, agree_on_table, fail_together
-    from rl.runtime.record import code_hashes, make_run_directory
+    from rl.engines.inputs import Inputs
+    from rl.config.options import ConfigError
+    from rl.faults.agreement import agree_on_config, agree_on_table, fail_together
+    from rl.run_directory.record import code_hashes, make_run_directory
     from rl.runtime.session import control_group
-    from rl.runtime.status import note_failure
-    from rl.runtime.stop import refuse_if_stopped_by_hand
-    from rl.runtime.watchdog import Watch
+    from rl.run_directory.status import note_failure
+    from rl.stopping.requests import refuse_if_stopped_by_hand
+    from rl.faults.watchdog import Watch
 
     agree_on_config(config)
     with fail_together():
@@ -109,7 +109,7 @@ def watched_run(config, ranks, device) -> int:
             watch = Watch(config.watchdog, config.memory, run_dir=config.run.dir, device=device, store=store, lock=lock)
         with fail_together():
             inputs = Inputs(config, ranks.world_size)
-        from rl.loop import run  # imports Megatron and vLLM: only now
+        from rl.run.loop import run  # imports Megatron and vLLM: only now
 
         code = run(config, inputs, device, watch)
         dist.monitored_barrier(control_group())  # or the first to leave would look lost to the watch of the others

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl.options import ConfigError
+from rl.config.options import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 

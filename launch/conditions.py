@@ -13,7 +13,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from rl.options import ConfigError
+from rl.config.options import ConfigError
 
 BINARY = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,

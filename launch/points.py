@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.conditions import holds
-from rl.options import ConfigError, show
+from rl.config.options import ConfigError, show
 
 LONGEST_NAME = 120
 SEED = "run.seed"

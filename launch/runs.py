@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch import slurm
-from rl.options import ConfigError
+from rl.config.options import ConfigError
 
 DIRECTORY = "launch"
 """Of a run or a sweep, for batch files, logs and what was submitted."""

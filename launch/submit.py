@@ -12,9 +12,9 @@ from launch import slurm
 from launch.arguments import add_resources, as_typed, resources_of, warn
 from launch.batch_file import Resources, render
 from launch.runs import DIRECTORY, note_job
-from rl.config import Config, load_config
-from rl.config_checks import check
-from rl.options import to_yaml
+from rl.config.schema import Config, load_config
+from rl.config.checks import check
+from rl.config.options import to_yaml
 
 
 def main(argv: list[str]) -> int:

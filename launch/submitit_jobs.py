@@ -23,8 +23,8 @@ from typing import Any
 
 from launch import slurm
 from launch.batch_file import ROOT
-from rl.config import load_config
-from rl.options import ConfigError
+from rl.config.schema import load_config
+from rl.config.options import ConfigError
 
 STOPPED_EXIT = 75
 """Exit code of train_rl.py: stopped in order, to be continued."""

@@ -17,9 +17,9 @@ from launch.batch_file import Resources, render_sweep
 from launch.points import Point, make_points, tasks_text
 from launch.runs import DIRECTORY, SWEEP, UNFINISHED, note_job, noted_jobs, read_runs, read_sweep
 from launch.submit import print_estimate
-from rl.config import Config, load_config
-from rl.config_checks import check
-from rl.options import ConfigError, flatten, load
+from rl.config.schema import Config, load_config
+from rl.config.checks import check
+from rl.config.options import ConfigError, flatten, load
 
 
 @dataclass

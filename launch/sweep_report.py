@@ -11,7 +11,7 @@ import html
 from pathlib import Path
 
 from launch.runs import DIRECTORY, SWEEP, RunState, read_runs, read_sweep
-from rl.options import ConfigError, show
+from rl.config.options import ConfigError, show
 from tools.report import REWARD, Point, accuracy_points, draw_curves, metric_points, read_run, reward_points
 
 

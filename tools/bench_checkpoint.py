@@ -42,8 +42,8 @@ def measure(args: argparse.Namespace, ranks) -> None:
 
     from rl.checkpoint.contents import optimizers_of
     from rl.checkpoint.store import CheckpointStore
-    from rl.config import Checkpoint, Config, Model, Run, Training
-    from rl.engines import build_policy
+    from rl.config.schema import Checkpoint, Config, Model, Run, Training
+    from rl.engines.engines import build_policy
     from rl.models import read_hf_config
     from rl.runtime.session import session
     from rl.training.grid import build_grid

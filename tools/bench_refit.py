@@ -106,7 +106,7 @@ def gather_and_load(trainer, engine) -> None:
 
 def build(args: argparse.Namespace, checkpoint: str, device):
     """The two engines of the benchmark."""
-    from rl.config import Rollout, Training
+    from rl.config.schema import Rollout, Training
     from rl.models import read_hf_config
     from rl.rollout.engine import RolloutEngine
     from rl.training.engine import TrainingEngine

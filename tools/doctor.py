@@ -23,7 +23,7 @@ from pathlib import Path
 # Run as a script, python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl.config import load_config  # noqa: E402
+from rl.config.schema import load_config  # noqa: E402
 from rl.runtime.ranks import Ranks, discover  # noqa: E402
 from tools.node_checks import (  # noqa: E402
     Finding,

@@ -43,9 +43,9 @@ def export(ranks, args: argparse.Namespace) -> None:
     from rl.checkpoint.directory import complete
     from rl.checkpoint.hf import export_hf
     from rl.checkpoint.store import CheckpointStore
-    from rl.config import Config, Training
+    from rl.config.schema import Config, Training
     from rl.models import read_hf_config
-    from rl.options import load
+    from rl.config.options import load
     from rl.runtime.session import session
     from rl.training.engine import TrainingEngine
     from rl.training.grid import build_grid

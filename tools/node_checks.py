@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.config import Config, needs_engine
+from rl.config.schema import Config, needs_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30

@@ -21,12 +21,12 @@ import numpy as np
 # Run as a script, python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl.config import Config, Rollout, Training  # noqa: E402
-from rl.config_checks import check_rollout_grid, check_training_grid  # noqa: E402
+from rl.config.schema import Config, Rollout, Training  # noqa: E402
+from rl.config.checks import check_rollout_grid, check_training_grid  # noqa: E402
 from rl.models import architecture  # noqa: E402
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts  # noqa: E402
 from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT  # noqa: E402
-from rl.refit.survey import Survey, survey_refit  # noqa: E402
+from rl.refit.traffic import Survey, survey_refit  # noqa: E402
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 GIB = 1 << 30

@@ -15,7 +15,7 @@ from pathlib import Path
 # Run as a script, python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl.runtime.metrics import FILE_NAME, STEP, accuracies, read_records  # noqa: E402
+from rl.run_directory.metric_log import FILE_NAME, STEP, accuracies, read_records  # noqa: E402
 
 REWARD = "critic/score/mean"
 Point = tuple[int, float]

@@ -288,7 +288,7 @@ def _import_everything() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as rl.runtime.session does, which comes too late here
     from vllm import LLM, ModelRegistry, SamplingParams  # noqa: F401
 
-    import rl.loop  # noqa: F401
+    import rl.run.loop  # noqa: F401
 
     ModelRegistry.models["Qwen2ForCausalLM"].load_model_cls()
 

@@ -1,4 +1,4 @@
-"""One file per algorithm: one step, written in the phases of `rl.phases`.
+"""One file per algorithm: one step, written in the phases of `rl.phases.phases`.
 
 At its top a file declares, as literals, what a run of it needs and which config values make it the published algorithm:
 
@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl.functions import import_file
-from rl.options import ConfigError, listed
+from rl.config.functions import import_file
+from rl.config.options import ConfigError, listed
 
 NEEDS = {
     "samples": "responses that the policy generates",

@@ -13,11 +13,11 @@ GRPO with four changes, each a key of its own:
 No KL term. Seeds differ between rounds, so a prompt that comes again is sampled anew.
 """
 
-from rl.config import Config
+from rl.config.schema import Config
 from rl.data.batch import Batch, concatenate
-from rl.objective import advantages, policy_loss, token_choice
+from rl.phases.policy_gradient import advantages, policy_loss, token_choice
 from rl.objectives.advantages import grpo
-from rl.phases import Phases
+from rl.phases.phases import Phases
 
 NEEDS = ("samples", "reward", "groups", "dynamic_sampling")
 DEFAULTS = {

@@ -11,9 +11,9 @@ micro-batch. Online variants: `spin` (the data's response against one's own) and
 
 from functools import partial
 
-from rl.config import Config
+from rl.config.schema import Config
 from rl.objectives.preference import log_ratios, pair_loss
-from rl.phases import MicroBatch, Phases, Totals
+from rl.phases.phases import MicroBatch, Phases, Totals
 
 NEEDS = ("pairs", "reference", "preference")
 DEFAULTS = {}

@@ -15,9 +15,9 @@ Clip-Cov and the rest are `objective.loss`, OPO, GPG, GDPO, pass@k and token bas
 (docs/algorithms.md).
 """
 
-from rl.config import Config
-from rl.objective import advantages, policy_loss, token_choice
-from rl.phases import Phases
+from rl.config.schema import Config
+from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.phases.phases import Phases
 
 NEEDS = ("samples", "reward", "groups")
 DEFAULTS = {"objective.advantage": "grpo", "objective.loss": "ppo"}

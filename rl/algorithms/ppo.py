@@ -13,10 +13,10 @@ The critic is a model of its own (`critic.path`, own optimizer); started from a 
 the divergence (arXiv:1909.08593). Critic losses are averaged over tokens, whatever `objective.aggregation` is.
 """
 
-from rl.config import Config
-from rl.objective import policy_loss, token_choice
+from rl.config.schema import Config
+from rl.phases.policy_gradient import policy_loss, token_choice
 from rl.objectives.returns import gae, whiten
-from rl.phases import Phases
+from rl.phases.phases import Phases
 
 NEEDS = ("samples", "reward", "critic")
 DEFAULTS = {

@@ -15,13 +15,13 @@ or its score where it gives none, between 0 and 1.
 
 from functools import partial
 
-from rl.config import Config
+from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.objective import policy_loss, token_choice
+from rl.phases.policy_gradient import policy_loss, token_choice
 from rl.objectives.preference import log_ratios, outcome_loss
 from rl.objectives.returns import prime
 from rl.objectives.segments import segment_mean
-from rl.phases import MicroBatch, Phases, Totals
+from rl.phases.phases import MicroBatch, Phases, Totals
 
 NEEDS = ("samples", "reward", "groups", "implicit_reward")
 DEFAULTS = {"objective.advantage": "prime", "objective.loss": "ppo"}

@@ -12,9 +12,9 @@ sample, for several samples per prompt; the paper pairs it with `objective.rewar
 loss (`objective.kl_coef`, `objective.kl_estimator=k2`).
 """
 
-from rl.config import Config
-from rl.objective import advantages, policy_loss, token_choice
-from rl.phases import Phases
+from rl.config.schema import Config
+from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.phases.phases import Phases
 
 NEEDS = ("samples", "reward", "groups")
 DEFAULTS = {

@@ -8,9 +8,9 @@ the reward, where the greedy response would need one too. The loss is PPO's by d
 the policy is the one that sampled.
 """
 
-from rl.config import Config
-from rl.objective import advantages, policy_loss, token_choice
-from rl.phases import Phases
+from rl.config.schema import Config
+from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.phases.phases import Phases
 
 NEEDS = ("samples", "reward", "greedy_baseline")
 DEFAULTS = {

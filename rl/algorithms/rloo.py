@@ -11,9 +11,9 @@ update per step), and which stays right for several; `objective.loss=reinforce` 
 over its tokens, as log pi(y) is: `seq-mean-token-sum`; verl averages over tokens instead.
 """
 
-from rl.config import Config
-from rl.objective import advantages, policy_loss, token_choice
-from rl.phases import Phases
+from rl.config.schema import Config
+from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.phases.phases import Phases
 
 NEEDS = ("samples", "reward", "groups")
 DEFAULTS = {

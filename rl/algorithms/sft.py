@@ -6,9 +6,9 @@ Only response tokens (with the end-of-sequence token) count. Same engine, packin
 algorithms; no generation engine is built unless validation asks for one. A step is one batch of data.prompts_per_step.
 """
 
-from rl.config import Config
+from rl.config.schema import Config
 from rl.objectives.aggregate import aggregate
-from rl.phases import MicroBatch, Phases, Totals
+from rl.phases.phases import MicroBatch, Phases, Totals
 
 NEEDS = ("responses",)
 DEFAULTS = {}

@@ -13,9 +13,9 @@ The paper fixes pi_t for an iteration of thousands of pairs; here an iteration i
 from functools import partial
 
 from rl.algorithms.dpo import loss
-from rl.config import Config
+from rl.config.schema import Config
 from rl.data.batch import pair_up
-from rl.phases import Phases
+from rl.phases.phases import Phases
 
 NEEDS = ("samples", "responses", "preference")
 DEFAULTS = {"rollout.samples_per_prompt": 1}

@@ -11,9 +11,9 @@ The paper asks a preference model for P; here the reward function decides who wi
 
 from functools import partial
 
-from rl.config import Config
+from rl.config.schema import Config
 from rl.objectives.preference import log_ratios, sppo_loss, win_rates
-from rl.phases import MicroBatch, Phases, Totals
+from rl.phases.phases import MicroBatch, Phases, Totals
 
 NEEDS = ("samples", "reward", "groups", "preference")
 DEFAULTS = {}

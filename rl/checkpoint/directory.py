@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl.checkpoint.shards import DamagedError, Written
-from rl.options import ConfigError
+from rl.config.options import ConfigError
 
 FORMAT = 1
 """Of everything below a checkpoint's directory. A newer one is refused."""

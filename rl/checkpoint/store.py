@@ -39,10 +39,10 @@ from rl.checkpoint.shards import (
     write_shards,
 )
 from rl.checkpoint.snapshot import Snapshot
-from rl.config import Config
-from rl.options import ConfigError, to_yaml
-from rl.runtime.agreement import fail_together
-from rl.runtime.record import versions
+from rl.config.schema import Config
+from rl.config.options import ConfigError, to_yaml
+from rl.faults.agreement import fail_together
+from rl.run_directory.record import versions
 from rl.training.engine import TrainingEngine
 
 log = logging.getLogger(__name__)

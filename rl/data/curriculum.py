@@ -16,7 +16,7 @@ import numpy as np
 from rl.data.prompts import Prompt
 from rl.data.reading import describe, first_line
 from rl.data.sampler import EpochWalk, check_seed
-from rl.functions import load_function
+from rl.config.functions import load_function
 
 Order = Callable[[int, list[Prompt], np.random.Generator], Sequence[int]]
 """order(epoch, prompts, rng) -> indices into `prompts` (not `Prompt.index`), at least one, repetition allowed.

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rl.config import Config, needs_engine
+from rl.config.schema import Config, needs_engine
 from rl.dry_run.estimate import Estimate, changed
-from rl.options import ConfigError, flatten
+from rl.config.options import ConfigError, flatten
 
 LEAST_SHARE = 0.05
 MORE_RANKS = (2, 4, 8)

@@ -9,8 +9,8 @@ import argparse
 import os
 import sys
 
-from rl.config import load_config
-from rl.config_checks import check
+from rl.config.schema import load_config
+from rl.config.checks import check
 from rl.dry_run import hardware
 from rl.dry_run.changes import cheapest_change
 from rl.dry_run.estimate import estimate

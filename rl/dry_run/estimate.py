@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rl.config import Config, needs_engine
+from rl.config.schema import Config, needs_engine
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import ITEMSIZE, Layout, Memory, estimate_memory, layout_of, sequences_per_prompt
 from rl.dry_run.shape import Model, check_layouts, models_of
 from rl.dry_run.timing import Lengths, assumed_lengths, estimate_seconds
 from rl.models.placement import RolloutPlacement
-from rl.refit.survey import survey_refit
+from rl.refit.traffic import survey_refit
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def estimate(
     config: Config, world_size: int, hardware: Hardware, *, shape: str = "", prompt: float = 0.0, response: float = 0.0,
     plan: bool = True,
 ) -> Estimate:  # fmt: skip
-    """The estimate for a config that `rl.config_checks.check` accepts.
+    """The estimate for a config that `rl.config.checks.check` accepts.
 
     shape: a config.json in the place of model.path's. prompt, response: mean tokens, 0 for half of the longest. plan: plan
     the refit too, seconds for the largest models. Raises ConfigError for a layout that cannot work.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rl.config import Config, algorithm_of, needs_engine
+from rl.config.schema import Config, algorithm_of, needs_engine
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.parameters import StageCount, buffer_elements, count_engine, count_stages
 from rl.dry_run.shape import Model

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.config import Config, algorithm_of, needs_engine, needs_reference, needs_reward
-from rl.config_checks import check_judge, check_layout, num_experts
+from rl.config.schema import Config, algorithm_of, needs_engine, needs_reference, needs_reward
+from rl.config.checks import check_judge, check_layout, num_experts
 from rl.dry_run.parameters import Part, count_parameters, group_parts
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
 from rl.models.layout import VOCAB, Weight
-from rl.options import ConfigError, listed
+from rl.config.options import ConfigError, listed
 
 SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
 """Published configs, a directory each, for models whose checkpoints are elsewhere."""
@@ -107,7 +107,7 @@ def check_layouts(config: Config, world_size: int, models: Mapping[str, Model]) 
 def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], list[str]]:
     """Every model that a run of this config builds, by name, and notes for the user.
 
-    shape: config.json, or its directory, in the place of model.path's. ConfigError as `rl.inputs` raises it.
+    shape: config.json, or its directory, in the place of model.path's. ConfigError as `rl.engines.inputs` raises it.
     """
     needs, notes = algorithm_of(config).needs, []
     paths = {"policy": ("model.path", config.model.path, False)}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl.config import Config, algorithm_of, needs_reference
+from rl.config.schema import Config, algorithm_of, needs_reference
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import ITEMSIZE, EngineMemory, Layout, num_micro_batches, sequences_per_prompt
 from rl.dry_run.shape import Model

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from rl.rewards.sandbox import Limits, Outcome, run_program
+from rl.sandbox.sandbox import Limits, Outcome, run_program
 
 PRELUDE = """from typing import *
 import bisect, collections, functools, heapq, itertools, math, random, re, string

@@ -4,14 +4,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl.functions import load_function
+from rl.config.functions import load_function
 
 SAMPLE_KEYS = ("prompt", "response", "ground_truth", "data_source", "extra_info")
 """Keywords of every call of a reward function; its `kwargs` in the config come on top."""
 
 
 def load_reward_function(spec: str, *, kwargs: Mapping[str, Any], key: str = "reward") -> Callable[..., Any]:
-    """The function that `spec` names, as `rl.functions.load_function` finds it, if it takes the keywords of its calls.
+    """The function that `spec` names, as `rl.config.functions.load_function` finds it, if it takes the keywords of its calls.
 
     A function that cannot be called would otherwise cost every sample its score, one by one. `kwargs` are what the config
     passes to each call; `key` is the section of the config that holds function and kwargs, for the messages.

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl.functions import FORM
+from rl.config.functions import FORM
 from rl.rewards.loading import SAMPLE_KEYS, load_reward_function
 from rl.rewards.score import RejectedResult, Score, to_score
 

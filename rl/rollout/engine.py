@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl.config import Rollout
+from rl.config.schema import Rollout
 from rl.rollout import cpu_support
 from rl.rollout.queue import Queue, SharedQueue, StaticQueue
 from rl.runtime.device import Device

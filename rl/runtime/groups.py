@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from rl.runtime.device import Device
-from rl.runtime.limits import PhaseLimits
+from rl.config.limits import PhaseLimits
 
 MARGIN_S = 120.0
 """A collective times out so much later than the longest phase: the watchdog is first, and says more than a time-out does."""

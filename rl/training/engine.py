@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rl.config import Optimizer, Training
+from rl.config.schema import Optimizer, Training
 from rl.data.batch import Batch
 from rl.models import architecture, value_model, value_weights
 from rl.runtime.collectives import sum_over_world

@@ -14,7 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from rl.config import Training
+from rl.config.schema import Training
 from rl.models import architecture
 from rl.models.dense import scaled_frequencies
 from rl.models.layout import padded_vocab, stage_layers, vocab_multiple

@@ -2,7 +2,7 @@
 
 import math
 
-from rl.config import Optimizer
+from rl.config.schema import Optimizer
 
 
 def learning_rate(optimizer: Optimizer, step: int, max_steps: int) -> float:

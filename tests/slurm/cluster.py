@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.ranks import ROOT
+from tests.spawn import ROOT
 
 CLUSTER = Path(__file__).with_name("cluster.sh")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import ROOT
+from tests.spawn import ROOT
 from tests.records import comparable
 from tests.slurm.cluster import PROGRAMS, TWO_NODES, Cluster, write_config
 from tools.make_toy import make_toy

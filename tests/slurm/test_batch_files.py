@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import load_config
-from rl.runtime.status import Status
-from tests.ranks import ROOT
+from rl.config.schema import load_config
+from rl.run_directory.status import Status
+from tests.spawn import ROOT
 
 BATCH = sorted((ROOT / "slurm").glob("*.sbatch"))
 SHELL = [path for part in ("slurm", "tools", "tests", ".ci") for path in (ROOT / part).rglob("*") if path.suffix in (".sh", ".sbatch")]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.ranks import ROOT
+from tests.spawn import ROOT
 from tests.records import comparable, records
 from tests.slurm.cluster import TWO_NODES, status, wait_for
 

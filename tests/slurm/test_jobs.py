@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from tests.ranks import ROOT
+from tests.spawn import ROOT
 from tests.records import comparable, records
 from tests.slurm.cluster import (
     PATIENCE_S,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.ranks import ROOT
+from tests.spawn import ROOT
 from tests.records import records
 from tests.slurm.cluster import PATIENCE_S, status, wait_for
 

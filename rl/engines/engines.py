@@ -1,0 +1,121 @@
+"""The models of a run on this rank: those of the training grid, and those that generate."""
+
+from dataclasses import dataclass, replace
+
+from rl.config.schema import Config, algorithm_of, learns_from_samples, needs_engine, needs_reference, needs_reward
+from rl.engines.inputs import Inputs
+from rl.rollout.engine import RolloutEngine
+from rl.runtime.device import Device
+from rl.training.engine import TrainingEngine
+from rl.training.grid import Grid
+
+
+@dataclass
+class Engines:
+    """None: the run has no use for it."""
+
+    policy: TrainingEngine
+    critic: TrainingEngine | None = None
+    implicit_reward: TrainingEngine | None = None
+    reward_model: TrainingEngine | None = None
+    rollout: RolloutEngine | None = None
+    judge: RolloutEngine | None = None
+
+    @property
+    def learning(self) -> dict[str, TrainingEngine]:
+        """The models whose weights change, by the name of their checkpoint."""
+        models = {"policy": self.policy, "critic": self.critic, "implicit_reward": self.implicit_reward}
+        return {name: model for name, model in models.items() if model is not None}
+
+    @property
+    def training(self) -> list[TrainingEngine]:
+        """All models of the training grid, the one that only scores included."""
+        return [*self.learning.values(), *([self.reward_model] if self.reward_model is not None else [])]
+
+    def offload(self, *, weights: bool) -> None:
+        """Give the memory of all training models' gradients and optimizer states, and with `weights` of their weights, to others."""
+        for model in self.training:
+            model.offload(weights=weights)
+
+    def reload(self) -> None:
+        """Bring back what `offload` gave away."""
+        for model in self.training:
+            model.reload()
+
+    def close(self) -> None:
+        """Give vLLM's groups back. Collective over the world."""
+        generating = [engine for engine in (self.rollout, self.judge) if engine is not None]
+        if generating:
+            generating[0].close()  # both use the same groups
+
+
+def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> TrainingEngine:
+    """The policy in training. Collective over the world."""
+    return TrainingEngine(
+        config.model.path,
+        hf,
+        training=config.training,
+        dtype=config.model.dtype,
+        grid=grid,
+        device=device,
+        optimizer=config.training.optimizer,
+        temperature=config.rollout.temperature if learns_from_samples(config) else 1.0,
+        keep_reference=needs_reference(config),
+    )
+
+
+def offload_of(config: Config, device: Device) -> str:
+    """`training.offload`, decided where it is auto."""
+    if config.training.offload == "auto":
+        return "all" if device.is_cuda else "none"
+    return config.training.offload
+
+
+def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *, generate: bool) -> Engines:
+    """All models that the config asks for; `generate`: those that generate too. Collective over the world."""
+    needs = algorithm_of(config).needs
+    engines = Engines(build_policy(config, inputs.models["policy"].hf, grid, device))
+
+    def build(name: str, **options) -> TrainingEngine:
+        model = inputs.models[name]
+        return TrainingEngine(
+            model.path, model.hf, training=config.training, dtype=config.model.dtype, grid=grid, device=device, **options
+        )
+
+    if "critic" in needs:
+        engines.critic = build("critic", values=True, optimizer=config.critic.optimizer)
+    if "implicit_reward" in needs:
+        engines.implicit_reward = build("implicit_reward", optimizer=config.implicit_reward.optimizer, keep_reference=True)
+    if generate and config.reward.model.path and needs_reward(config):
+        engines.reward_model = build("reward_model", values=True)
+    away = offload_of(config, device)
+    if away != "none" and generate:
+        engines.offload(weights=away == "all")  # vLLM wants its share of the memory to be free while it is built
+    if generate and needs_engine(config):
+        engines.rollout = RolloutEngine(
+            config.model.path,
+            config.rollout,
+            dtype=config.model.dtype,
+            max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+            seed=config.run.seed,
+            device=device,
+        )
+    judge = config.reward.judge
+    if generate and judge.path and needs_reward(config):
+        if engines.rollout is not None:
+            engines.rollout.sleep()
+        engines.judge = RolloutEngine(
+            judge.path,
+            replace(config.rollout, gpu_memory_utilization=judge.gpu_memory_utilization),
+            dtype=config.model.dtype,
+            max_tokens=judge.max_prompt_tokens + judge.max_response_tokens,
+            seed=config.run.seed,
+            device=device,
+            name="judge",
+            frozen=True,
+        )
+        engines.judge.sleep()
+    if away != "none" and engines.rollout is not None and engines.rollout.awake:
+        engines.rollout.sleep()
+    engines.reload()
+    return engines

@@ -1,0 +1,147 @@
+"""What a run reads before any model is built, so that input that cannot work is refused in seconds."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rl.config.schema import Config, algorithm_of, needs_reward
+from rl.config.checks import check_judge, check_layout
+from rl.data.curriculum import CurriculumSampler, load_order
+from rl.data.preferences import load_preferences
+from rl.data.prompts import Prompt, load_prompts, load_tokenizer
+from rl.data.sampler import MixedSampler, PromptSampler
+from rl.config.functions import load_function
+from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
+from rl.models.files import refuse_extra, tensor_files
+from rl.config.options import ConfigError
+from rl.rewards.mixture import Mixture, Plan, make_plan
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A checkpoint that the run reads."""
+
+    path: str
+    hf: dict
+    """Its config.json."""
+
+
+class Inputs:
+    """Models' configs, tokenizer, prompts and reward functions.
+
+    Raises ValueError (ConfigError among them) with one sentence for the user. Not collective: each rank reads for itself.
+    """
+
+    def __init__(self, config: Config, world_size: int):
+        self.config = config
+        needs = algorithm_of(config).needs
+        self.models = {"policy": self._model("model.path", "", world_size)}
+        self.tokenizer = load_tokenizer(config.model.path)
+        if "critic" in needs:
+            self.models["critic"] = self._model("critic.path", config.critic.path, world_size, head="optional")
+        if "implicit_reward" in needs:
+            self.models["implicit_reward"] = self._model("implicit_reward.path", config.implicit_reward.path, world_size)
+        for name in ("critic", "implicit_reward"):
+            if name in self.models:
+                self._same_tokens(name)
+        if config.reward.model.path and needs_reward(config):
+            self.models["reward_model"] = self._model("reward.model.path", config.reward.model.path, world_size, head="needed")
+        self.judge_parser = None
+        judge = config.reward.judge
+        if judge.path and needs_reward(config):
+            check_judge(config, world_size, read_hf_config(judge.path, key="reward.judge.path"))
+            check_template(judge.template)
+            self.judge_parser = load_function(judge.parser, key="reward.judge.parser")
+        others = {"reward_model": config.reward.model.path, "judge": judge.path} if needs_reward(config) else {}
+        self.tokenizers = {name: load_tokenizer(path) for name, path in others.items() if path}
+        self.prompts = self._preferences() if "pairs" in needs else self._prompts(
+            config.data.train, response_key=config.data.response_key if "responses" in needs else None
+        )  # fmt: skip
+        self.order = load_order(config.data.curriculum) if config.data.curriculum else None
+        self.sampler()  # a curriculum that gives no order is refused here
+        self.held_out: list[Prompt] = []
+        if config.data.val and config.validation.every:
+            self.held_out = self._prompts(config.data.val, max_prompts=config.validation.max_prompts)
+        self.rewards: Plan | None = None
+        if needs_reward(config):
+            self.rewards = make_plan(config.reward.function, config.reward.kwargs, config.reward.sources)
+            Mixture(self.rewards)  # a function that is missing or cannot be called is refused here
+
+    def sampler(self) -> PromptSampler | MixedSampler | CurriculumSampler:
+        """The order of the training prompts, from its beginning."""
+        data, seed = self.config.data, self.config.run.seed
+        if self.order is not None:
+            return CurriculumSampler(self.prompts, self.order, seed=seed)
+        if data.train_weights:
+            files = np.array([prompt.source for prompt in self.prompts])
+            sources = [np.flatnonzero(files == number) for number in range(len(data.train))]
+            return MixedSampler(sources, data.train_weights, seed=seed, shuffle=data.shuffle)
+        return PromptSampler(len(self.prompts), seed=seed, shuffle=data.shuffle)
+
+    def _model(self, key: str, own_path: str, world_size: int, *, head: Literal["", "optional", "needed"] = "") -> ModelFiles:
+        """The checkpoint that the config's `key` names, or the policy's: its layout fits and its tensors are there. `head`: it
+        is a value model, whose head may be missing or not."""
+        path = own_path or self.config.model.path
+        hf = read_hf_config(path, key=key if own_path else "model.path")
+        body = value_model(hf) if head else hf
+        try:
+            check_layout(self.config, world_size, body, SUPPORTED, path=path if own_path else None)
+        except ConfigError as error:
+            raise ConfigError(f"{key}={path}: {error}" if own_path else str(error)) from error
+        file = architecture(body)
+        try:
+            file.check(body)
+            file.megatron_config(body)
+            weights = value_weights(body, needs_head=head == "needed") if head else file.weights(body)
+        except KeyError as missing:
+            raise ValueError(f"{path}/config.json lacks the key {missing}.") from missing
+        refuse_extra(path, tensor_files(path, weights), weights, body)
+        return ModelFiles(path, hf)
+
+    def _same_tokens(self, name: str) -> None:
+        """Raise ConfigError if a model that is given the policy's token ids knows them as others."""
+        model, policy = self.models[name], self.models["policy"]
+        if model.path == policy.path:
+            return
+        if load_tokenizer(model.path).get_vocab() != self.tokenizer.get_vocab() or model.hf["vocab_size"] < policy.hf["vocab_size"]:
+            raise ConfigError(
+                f"{name}.path={model.path} has another vocabulary than model.path={policy.path}, whose token ids it is given; "
+                "use a checkpoint with the same tokenizer."
+            )
+
+    def _prompts(self, files: list[str], *, response_key: str | None = None, max_prompts: int = 0) -> list[Prompt]:
+        data = self.config.data
+        return load_prompts(
+            files,
+            self.tokenizer,
+            prompt_key=data.prompt_key,
+            max_prompt_tokens=data.max_prompt_tokens,
+            overlong=data.overlong_prompts,
+            response_key=response_key,
+            max_prompts=max_prompts,
+        )
+
+    def _preferences(self):
+        data = self.config.data
+        return load_preferences(
+            data.train,
+            self.tokenizer,
+            prompt_key=data.prompt_key,
+            chosen_key=data.chosen_key,
+            rejected_key=data.rejected_key,
+            max_prompt_tokens=data.max_prompt_tokens,
+            max_response_tokens=self.config.rollout.max_response_tokens,
+            overlong=data.overlong_prompts,
+        )
+
+
+def check_template(template: str) -> None:
+    """Raise ConfigError if a judge's template has other places to fill than it is given values for."""
+    try:
+        template.format(prompt="", response="", ground_truth="")
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"reward.judge.template cannot be filled in ({type(error).__name__}: {error}); it may hold {{prompt}}, {{response}} and "
+            "{ground_truth}, and any other brace must be doubled."
+        ) from error

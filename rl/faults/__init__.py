@@ -1,0 +1,1 @@
+"""Faults: found, named, and shared by all ranks."""

@@ -1,0 +1,1 @@
+"""The phases that an algorithm is written in."""

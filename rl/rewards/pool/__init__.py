@@ -1,0 +1,1 @@
+"""Worker processes that call reward functions with limits on time and memory."""

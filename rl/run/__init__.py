@@ -1,0 +1,1 @@
+"""The run: its steps, validation and checkpoints."""

@@ -1,0 +1,51 @@
+"""Validation on held-out prompts: a greedy response to each, and sampled ones, as the config asks.
+
+`val-core/<data_source>/acc/mean@1` is the greedy accuracy; with k samples there are mean@k, best@k (pass@k) and maj@k too
+(`rl.run.validation_metrics`).
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+
+from rl.config.schema import Config
+from rl.data.prompts import Prompt
+from rl.phases.phases import Phases
+from rl.rollout.engine import Sampling
+from rl.rollout.sampling import greedy_sampling, train_sampling
+from rl.run.validation_metrics import validation_metrics
+
+
+def validate(phases: Phases, prompts: list[Prompt], config: Config) -> None:
+    """Generate and score responses to every held-out prompt; logs the metrics of each data source.
+
+    The accuracy of a sample is the reward function's `acc`, or its score where it gives none; 0 if the function failed.
+    """
+    if config.validation.greedy:
+        _measure(phases, prompts, greedy_sampling(config), purpose="validation")
+    if config.validation.samples_per_prompt:
+        _measure(phases, prompts, validation_sampling(config), purpose="validation.sampled")
+
+
+def validation_sampling(config: Config) -> Sampling:
+    """Sampling of the responses of which there are several per prompt."""
+    validation = config.validation
+    return replace(train_sampling(config), samples_per_prompt=validation.samples_per_prompt, temperature=validation.temperature)
+
+
+def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpose: str) -> None:
+    batch = phases.sample(prompts, sampling, purpose=purpose, timing="testing")
+    several = sampling.samples_per_prompt > 1
+    predictions = phases.judge(batch, prompts, timing="testing", predictions=several)
+    variables = {"acc": batch.outcomes, "score": batch.scores}
+    variables |= {name: column for name, column in batch.score_details.items() if name not in ("acc", "failed")}
+    shape = (len(prompts), sampling.samples_per_prompt)
+    tables = {name: column.double().reshape(shape).numpy() for name, column in variables.items()}
+    answers = np.array(predictions, dtype=object).reshape(shape) if several else None
+    members: dict[str, list[int]] = defaultdict(list)
+    for number, prompt in enumerate(prompts):
+        members[prompt.data_source].append(number)
+    values = {source: {name: table[rows] for name, table in tables.items()} for source, rows in members.items()}
+    votes = None if answers is None else {source: answers[rows].tolist() for source, rows in members.items()}
+    phases.metrics |= validation_metrics(values, votes)

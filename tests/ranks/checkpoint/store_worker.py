@@ -1,0 +1,279 @@
+"""One rank of test_layouts.py and test_faults.py: what the checkpoint store does, with tiny engines and without a run.
+
+    store_worker.py layouts MODEL OUT_DIR               or faults MODEL OTHER_MODEL OUT_DIR SMALL_DISK
+
+Rank 0 writes what it found to OUT_DIR/<first word>.json.
+"""
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from rl.runtime.ranks import discover
+from train_rl import prepare_environment
+
+RANKS = discover()
+prepare_environment(RANKS)
+
+import random  # noqa: E402
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import rl.checkpoint.store as store_module  # noqa: E402
+from rl.checkpoint.directory import CONFIG, LATEST, MANIFEST, complete, rank_file  # noqa: E402
+from rl.checkpoint.shards import write_shards  # noqa: E402
+from rl.checkpoint.store import CheckpointStore  # noqa: E402
+from rl.config.schema import Checkpoint, Config, Model, Optimizer, Run, Training  # noqa: E402
+from rl.data.batch import Batch  # noqa: E402
+from rl.engines.engines import build_policy  # noqa: E402
+from rl.models import read_hf_config  # noqa: E402
+from rl.config.options import ConfigError  # noqa: E402
+from rl.runtime.device import Device  # noqa: E402
+from rl.runtime.session import session  # noqa: E402
+from rl.training.packing import plan_minibatch  # noqa: E402
+from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
+
+
+def trainer_of(model: str, layout: str, device: Device, dtype: str):
+    tp, pp = map(int, layout.split("x"))
+    optimizer = Optimizer(lr=1e-3, weight_decay=0.1)
+    training = Training(tp=tp, pp=pp, micro_batch_tokens=64, optimizer=optimizer)
+    config = Config(model=Model(path=model, dtype=dtype), training=training)
+    return build_policy(config, read_hf_config(model), new_grid(tp, pp), device)
+
+
+def batch_of(vocab_size: int) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(length):
+        return torch.randint(3, vocab_size, (length,), generator=generator).int().numpy()
+
+    lengths = [(5, 9), (17, 1), (1, 30), (8, 8), (2, 40), (3, 3)]
+    return Batch(
+        prompt_ids=[tokens(p) for p, _ in lengths],
+        response_ids=[tokens(r) for _, r in lengths],
+        groups=torch.arange(len(lengths)),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
+    )
+
+
+def update(trainer, batch: Batch) -> dict[str, float]:
+    plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=64)
+
+    def minus_logprobs(micro):
+        loss = -micro.logprobs.sum() / len(batch)
+        return loss, {"loss": loss}
+
+    return trainer.update(batch, plan, minus_logprobs, lr=1e-3)
+
+
+def logprobs(trainer, batch: Batch) -> torch.Tensor:
+    plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=64)
+    return trainer.forward(batch, [plan], ("logprobs",))[0]
+
+
+def weights_of(trainer) -> dict:
+    return {name: tensor.clone() for name, tensor in trainer.full_weights()}
+
+
+def furthest(a: dict, b: dict) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
+
+
+def layouts(device: Device, model: str, directory: str) -> dict:
+    """Per dtype and layout: how far weights and the next step are from those of the run that saved at TP 2; log-probs, loss and
+    norm as shares of their size."""
+    batch, found = batch_of(read_hf_config(model)["vocab_size"]), {}
+    for dtype in ("float32", "bfloat16"):
+        store = CheckpointStore(Config(run=Run(dir=f"{directory}/{dtype}")))
+        trainer = trainer_of(model, "2x1", device, dtype)
+        for _ in range(2):
+            update(trainer, batch)
+        store.save(2, {"policy": trainer}, {})
+        expected = weights_of(trainer), logprobs(trainer, batch), update(trainer, batch), weights_of(trainer)
+        for layout in ("2x1", "1x2", "1x1"):
+            trainer = trainer_of(model, layout, device, dtype)
+            store.load(store.newest(), {"policy": trainer}, seed=0)
+            loaded, scored, metrics = weights_of(trainer), logprobs(trainer, batch), update(trainer, batch)
+            moved = weights_of(trainer)
+            found[f"{dtype} {layout}"] = {
+                "weights": furthest(loaded, expected[0]),
+                "logprobs": float((scored - expected[1]).abs().max() / expected[1].abs().max()),
+                **{name: abs(metrics[name] / expected[2][name] - 1) for name in ("loss", "grad_norm")},
+                "next weights": furthest(moved, expected[3]),
+                "step": float((expected[3]["model.norm.weight"] - expected[0]["model.norm.weight"]).abs().max()),
+            }
+    return found
+
+
+def faults(device: Device, model: str, other_model: str, directory: str, small_disk: str) -> dict:
+    """What each fault leads to: a step that was loaded or still is there, or the sentence of an error."""
+    batch, found = batch_of(read_hf_config(model)["vocab_size"]), {}
+    trainer = trainer_of(model, "1x1", device, "float32")
+    models = {"policy": trainer}
+
+    def store_of(run_dir: str | Path, **options) -> CheckpointStore:
+        return CheckpointStore(Config(run=Run(dir=str(run_dir)), checkpoint=Checkpoint(**options)))
+
+    weights = {}
+    whole = store_of(f"{directory}/whole", keep_last=0)
+    for step in (1, 2, 3):
+        update(trainer, batch)
+        weights[step] = weights_of(trainer)
+        draw()
+        whole.save(step, models, {"place": step})
+    drawn = draw()
+
+    def outcome(run_dir: Path, **options) -> str | int:
+        """The step that a run in this directory goes on from, with the weights of that step; or why it cannot."""
+        store = store_of(run_dir, **options)
+        try:
+            saved = store.newest()
+            if saved is None:
+                return "none"
+            state = store.load(saved, models, seed=0)
+        except ConfigError as error:
+            return str(error)
+        assert furthest(weights_of(trainer), weights[saved.step]) == 0
+        assert state == {"place": saved.step, "step": saved.step, "metrics": {}}
+        return saved.step
+
+    def after(name: str, harm: Callable[[Path], object], **options) -> None:
+        """`harm` gets the directory of checkpoints of a copy of the run."""
+        copy = Path(directory, name)
+        if RANKS.rank == 0:
+            shutil.copytree(f"{directory}/whole", copy)
+            harm(copy / "checkpoints")
+        dist.barrier()
+        found[name] = outcome(copy, **options)
+
+    newest, last = "step_000003", rank_file(1)
+    found["whole"] = outcome(Path(directory, "whole"))
+    found["random states return"] = drawn == draw()
+    after("no latest", lambda path: (path / LATEST).unlink())
+    after("truncated", lambda path: cut(path / newest / last))
+    after("truncated, unverified", lambda path: cut(path / newest / last), verify=False)
+    after("flipped bit", lambda path: flip(path / newest / last))
+    after("missing file", lambda path: (path / newest / CONFIG).unlink())
+    after("missing manifest", lambda path: (path / newest / MANIFEST).unlink())
+    after("flipped manifest", lambda path: flip(path / newest / MANIFEST))
+    after("two damaged", lambda path: (cut(path / newest / last), flip(path / "step_000002" / last)))
+    after("all damaged", lambda path: [flip(saved.path / last) for saved in complete(path)])
+    after("of the future", lambda path: raise_format(path / newest))
+
+    # After a damaged one was found its step is taken again; it is set aside, not counted and not overwritten.
+    store = store_of(f"{directory}/truncated", keep_last=2)
+    assert store.newest().step == 2
+    store.save(3, models, {})
+    store.close()
+    dist.barrier()
+    found["set aside"] = sorted(path.name for path in Path(directory, "truncated", "checkpoints").iterdir())
+
+    try:
+        store_of(f"{directory}/whole").load(whole.newest(), {"policy": trainer_of(other_model, "1x1", device, "float32")}, seed=0)
+    except ConfigError as error:
+        found["other model"] = str(error)
+    try:
+        store_of(f"{directory}/whole").load(whole.newest(), {"policy": trainer_of(model, "1x1", device, "bfloat16")}, seed=0)
+    except ConfigError as error:
+        found["other dtype"] = str(error)
+
+    new_grid(1, 1)
+    assert outcome(Path(directory, "whole")) == 3
+    if small_disk:
+        found |= full_disk(Path(small_disk), store_of, models, outcome)
+
+    store = store_of(f"{directory}/background", background=True)
+    moved = threading.Event()
+    store_module.write_shards = lambda path, shards: moved.wait() and write_shards(path, shards)
+    store.save(3, models, {"place": 3})
+    update(trainer, batch)  # must not show in what is written after it
+    moved.set()
+    store.save(4, models, {})  # waits for the first
+    found["background, before it is complete"] = [saved.step for saved in complete(store.directory)]
+    while store.is_saving:
+        store.poll()
+    found["background"] = [saved.step for saved in complete(store.directory)]
+    store = store_of(f"{directory}/background")
+    weights[4] = weights_of(trainer)
+    for saved in complete(store.directory):
+        store.load(saved, models, seed=0)
+        found[f"background, weights of {saved.step}"] = furthest(weights_of(trainer), weights[saved.step])
+    return found
+
+
+def full_disk(disk: Path, store_of, models, outcome) -> dict:
+    """Rank 1 finds the disk full while it writes; then there is too little room before anything is written."""
+    found = {}
+    store = store_of(disk)
+    store.save(3, models, {"place": 3})
+    free = shutil.disk_usage(disk).free
+    fill = disk / "fill"
+    for name, background in (("full while writing", False), ("full in the background", True)):
+        store = store_of(disk, background=background)
+        store.newest()
+        store._check_space = lambda save, mine: write_zeros(fill, free - 3 * mine // 2)  # other people's files come between
+        try:
+            store.save(5, models, {})
+            store.finish()
+        except ConfigError as error:
+            found[name] = str(error)
+        found[f"{name}: left"] = sorted(path.name for path in store.directory.iterdir())
+    store = store_of(disk)
+    try:
+        store.save(5, models, {})
+    except ConfigError as error:
+        found["full before"] = str(error)
+    found["full before: left"] = sorted(path.name for path in store.directory.iterdir())
+    found["full: loaded"] = outcome(disk)
+    return found
+
+
+def write_zeros(path: Path, size: int) -> None:
+    if RANKS.rank == 0:
+        path.write_bytes(bytes(size))
+    dist.barrier()
+
+
+def draw() -> list:
+    """The next numbers of every generator."""
+    return [random.random(), random.gauss(), float(np.random.rand()), float(np.random.randn()), float(torch.rand(1))]
+
+
+def cut(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-len(content) // 3] ^= 4
+    path.write_bytes(content)
+
+
+def raise_format(path: Path) -> None:
+    from rl.checkpoint import directory as on_disk
+
+    manifest = on_disk.read_manifest(path)
+    partial = path.with_suffix(".partial")
+    shutil.copytree(path, partial)
+    on_disk.commit(partial, path, manifest | {"format": on_disk.FORMAT + 1})
+
+
+def main(what: str, *arguments: str) -> None:
+    with session(RANKS) as device:
+        found = {"layouts": layouts, "faults": faults}[what](device, *arguments)
+        if RANKS.rank == 0:
+            directory = arguments[1] if what == "layouts" else arguments[2]
+            Path(directory, f"{what}.json").write_text(json.dumps(found, indent=1))
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

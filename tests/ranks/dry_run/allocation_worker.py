@@ -1,0 +1,61 @@
+"""One rank of test_allocation.py: what a model really allocates in several layouts.
+
+    allocation_worker.py CHECKPOINT DTYPE LAYOUT [LAYOUT ...]       LAYOUT is TPxPPxEP
+
+Prints a JSON list with the bytes of this rank for each layout, after an optimizer step.
+"""
+
+import json
+import sys
+
+import torch
+
+from rl.config.schema import Optimizer, Training
+from rl.models import read_hf_config
+from rl.runtime.ranks import discover
+from rl.runtime.session import session
+from rl.training.engine import TrainingEngine
+from tests.ranks.training.megatron_groups import new_grid
+
+
+def allocated(checkpoint: str, dtype: str, tp: int, pp: int, ep: int, device) -> dict:
+    training = Training(tp=tp, pp=pp, ep=ep)
+    grid = new_grid(tp, pp, ep, training.expert_tp)
+    engine = TrainingEngine(
+        checkpoint, read_hf_config(checkpoint), training=training, dtype=dtype, grid=grid, device=device,
+        optimizer=Optimizer(lr=1e-3),
+    )  # fmt: skip
+    engine.wrapped.zero_grad_buffer()
+    engine.optimizer.step()  # Adam's moments are made in the first step
+    buffers = [*engine.wrapped.buffers, *engine.wrapped.expert_parallel_buffers]
+    parameters = list(engine.model.parameters())
+    weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in parameters}
+    state = {t.untyped_storage()._cdata: t.numel() * t.element_size() for t in optimizer_tensors(engine.optimizer)}
+    return dict(
+        stage=grid.pp_rank,
+        parameters=sum(p.numel() for p in parameters),
+        weights=sum(weights.values()),
+        gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
+        optimizer=sum(size for key, size in state.items() if key not in weights),
+    )
+
+
+def optimizer_tensors(optimizer):
+    """Main weights and moments, without the step counters."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (tensor for tensor in state.values() if torch.is_tensor(tensor) and tensor.numel() > 1)
+
+
+def main() -> None:
+    checkpoint, dtype, *layouts = sys.argv[1:]
+    ranks = discover()
+    with session(ranks) as device:
+        out = [allocated(checkpoint, dtype, *map(int, layout.split("x")), device) for layout in layouts]
+        print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

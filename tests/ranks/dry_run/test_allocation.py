@@ -1,0 +1,55 @@
+"""The bytes that a dry run counts are those that Megatron allocates on real ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl.dry_run.memory import Layout, model_state
+from rl.dry_run.parameters import count_stages, group_parts
+from rl.dry_run.shape import Model
+from rl.models import architecture, read_hf_config
+from tests.checkpoints import save_tiny
+from tests.spawn import run_ranks
+
+WORKER = Path(__file__).parent / "allocation_worker.py"
+WORLD = 4
+CASES = {
+    "dense, untied": (lambda at: save_tiny("Qwen2ForCausalLM", at, seed=0), "bfloat16", ["2x2x1", "1x2x1", "2x1x1"]),
+    "dense, tied": (lambda at: save_tiny("Qwen3ForCausalLM", at, seed=0, tie=True), "float32", ["2x2x1", "1x1x1"]),
+    "experts": (lambda at: save_tiny("Qwen3MoeForCausalLM", at, seed=0), "bfloat16", ["1x2x2", "2x1x2", "2x2x1"]),
+    "latent attention": (lambda at: save_tiny("DeepseekV3ForCausalLM", at, seed=0), "bfloat16", ["2x2x2", "1x1x4"]),
+}
+
+
+DEFAULT = ("dense, tied", "experts")
+
+
+@pytest.mark.parametrize("case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+def test_counted_bytes_are_allocated_bytes(tmp_path, case):
+    save, dtype, layouts = CASES[case]
+    checkpoint = save(tmp_path / "model")
+    hf = read_hf_config(checkpoint)
+    weights = architecture(hf).weights(hf)
+    model = Model("policy", hf, tuple(weights), tuple(group_parts(weights)), learns=True, trained_layout=True)
+    by_rank = [json.loads(out.strip().splitlines()[-1]) for out in run_ranks(WORLD, WORKER, checkpoint, dtype, *layouts, timeout=300)]
+    itemsize, per_parameter = (2, 12) if dtype == "bfloat16" else (4, 8)
+    for number, text in enumerate(layouts):
+        tp, pp, ep = map(int, text.split("x"))
+        layout = Layout(WORLD, tp, pp, ep, 1 if ep > 1 else tp, 1, sequence_parallel=True)
+        counts = count_stages(model.parts, layout.placement(model))
+        states = [model_state(count, layout, itemsize, learns=True) for count in counts]
+        found = [rank[number] for rank in by_rank]
+        for rank, real in enumerate(found):
+            stage = rank // (WORLD // pp)
+            state = states[stage]
+            assert real["stage"] == stage
+            assert real["parameters"] == counts[stage].parameters, (text, rank)
+            assert real["weights"] == state.weights - 4 * counts[stage].buffers, (text, rank)
+            assert real["gradients"] == state.gradients, (text, rank)
+            assert real["optimizer"] <= state.optimizer, (text, rank)
+        # A rank's share of the optimizer ends within parameters; together the shares are all of them, and no padding.
+        for stage in range(pp):
+            shared = sum(counts[stage].shared) + counts[stage].tied
+            held = shared * layout.tp + sum(counts[stage].experts) * layout.etp * layout.ep
+            assert sum(real["optimizer"] for real in found if real["stage"] == stage) == per_parameter * held, text

@@ -1,0 +1,34 @@
+"""train_rl.py that prints, at each turn of the engine, how many bytes each training model has on the device."""
+
+import json
+
+import train_rl
+
+
+def bytes_held(model) -> int:
+    from rl.training.engine import optimizer_tensors
+
+    tensors = [*model.model.parameters()]
+    if model.optimizer is not None:
+        tensors += [buffer.grad_data for buffer in (*model.wrapped.buffers, *model.wrapped.expert_parallel_buffers)]
+        tensors += optimizer_tensors(model.optimizer)
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def printing_run(config, ranks, device):
+    from rl.engines.memory import Turns
+
+    to_engine = Turns.to_engine
+
+    def and_print(self, *args):
+        metrics = to_engine(self, *args)
+        print(json.dumps([bytes_held(model) for model in self.engines.training]))
+        return metrics
+
+    Turns.to_engine = and_print
+    run(config, ranks, device)
+
+
+if __name__ == "__main__":
+    run, train_rl.watched_run = train_rl.watched_run, printing_run
+    train_rl.leave(train_rl.main())

@@ -1,0 +1,198 @@
+import json
+
+import numpy as np
+import pytest
+
+from rl.data.batch import fingerprint
+from rl.config.options import ConfigError
+from tests.spawn import run_ranks
+
+PROGRAM = """
+    import dataclasses, json
+    import torch.distributed as dist
+
+    from rl.config.schema import Config
+    from rl.config.options import ConfigError
+    from rl.faults.agreement import agree_on_config, fail_together
+
+    dist.init_process_group("gloo")
+    rank, said = dist.get_rank(), {}
+
+    def outcome(name, action):
+        try:
+            said[name] = action()
+        except ConfigError as error:
+            said[name] = f"ConfigError: {error}"
+
+    def read(*failing):
+        with fail_together():
+            if rank in failing:
+                raise ValueError(f"no file on host {rank}")
+        return "went on"
+
+    outcome("nobody", lambda: read())
+    outcome("first", lambda: read(0))
+    outcome("second", lambda: read(1))
+    outcome("both", lambda: read(0, 1))
+
+    def agree(change):
+        config = Config()
+        if rank == 1:
+            change(config)
+        agree_on_config(config)
+        return "agreed"
+
+    outcome("same", lambda: agree(lambda config: None))
+    outcome("seed", lambda: agree(lambda config: setattr(config.run, "seed", 7)))
+    outcome("nested", lambda: agree(lambda config: setattr(config.training.optimizer, "lr", 0.5)))
+    outcome("list", lambda: agree(lambda config: config.data.train.append("other.parquet")))
+    outcome("type", lambda: agree(lambda config: setattr(config.training, "tp", True)))
+    outcome("after", lambda: agree(lambda config: None))
+    dist.destroy_process_group()
+    print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What each of two ranks met, by case."""
+    return [json.loads(out) for out in run_ranks(2, PROGRAM)]
+
+
+def test_ranks_go_on_if_none_fails(said):
+    assert [rank["nobody"] for rank in said] == ["went on"] * 2
+
+
+@pytest.mark.parametrize(("case", "culprit"), [("first", 0), ("second", 1)])
+def test_every_rank_fails_if_one_does_and_the_error_names_it(said, case, culprit):
+    assert [rank[case] for rank in said] == [f"ConfigError: no file on host {culprit} (on rank {culprit})"] * 2
+
+
+def test_an_error_of_all_ranks_is_said_once_and_names_none(said):
+    assert [rank["both"] for rank in said] == ["ConfigError: no file on host 0"] * 2
+
+
+def test_equal_configs_agree_also_after_others_did_not(said):
+    assert [rank[case] for rank in said for case in ("same", "after")] == ["agreed"] * 4
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [("seed", "run.seed"), ("nested", "training.optimizer.lr"), ("list", "data.train"), ("type", "training.tp")],
+)
+def test_a_config_that_differs_is_named_by_key_and_rank_on_every_rank(said, case, key):
+    expected = f"ConfigError: {key} differs between ranks: rank 1 and rank 0 were started differently."
+    assert [rank[case] for rank in said] == [expected] * 2
+
+
+def test_the_shared_failure_is_one_that_the_entry_point_says_in_a_sentence():
+    assert issubclass(ConfigError, ValueError)
+
+
+CHECKS = """
+    import json, sys, tempfile, time
+    from dataclasses import replace
+    import torch
+    import torch.distributed as dist
+
+    from rl.config.schema import Config
+    from rl.faults.agreement import Agreement, Disagreement, agree_on_table, check_replicas
+    from rl.faults.phase_tracker import Place
+    from rl.config.options import ConfigError
+
+    dist.init_process_group("gloo")
+    rank, said = dist.get_rank(), {}
+    group = dist.new_group(backend="gloo")
+    pair = [dist.new_group([0, 1]), dist.new_group([2])][rank == 2]
+    config = Config()
+    place = Place("score", 3, 17, 0.0, 0.0, 60.0)
+
+    def outcome(name, action):
+        try:
+            said[name] = action()
+        except (Disagreement, ConfigError) as error:
+            said[name] = str(error)
+
+    def check(odd_place=place, batch=5, code="a", odd_rank=2):
+        mine = rank == odd_rank
+        agreement = Agreement(config, code if mine else "a", group)
+        return agreement.check(odd_place if mine else place, batch if mine else 5, (100 + rank, 7 - rank))
+
+    outcome("alike", check)
+    outcome("batch", lambda: check(batch=6))
+    outcome("code", lambda: check(code="b", odd_rank=0))
+    outcome("phase", lambda: check(replace(place, phase="update", number=18)))
+    outcome("step", lambda: check(replace(place, step=4), odd_rank=1))
+
+    def other_config():
+        if rank == 1:
+            config.training.optimizer.lr = 0.5
+        return check()
+
+    outcome("config", other_config)
+    outcome("table", lambda: agree_on_table({"rl/x.py": "b" if rank == 1 else "a"}, "run different programs"))
+    outcome("lacking", lambda: agree_on_table({"rl/x.py": "a"} if rank else {}, "run different programs"))
+
+    def replicas(flip):
+        torch.manual_seed(0 if rank < 2 else 1)  # rank 2 has another part of the model
+        weights = {"linear.weight": torch.randn(64, 3), "norm.weight": torch.randn(5, dtype=torch.bfloat16)}
+        if rank == 1 and flip == "norm.weight":
+            weights[flip].view(torch.int16)[3] ^= 1
+        if rank == 1 and flip == "linear.weight":
+            weights[flip].view(torch.int32)[63, 2] ^= -(1 << 31)
+        check_replicas("policy", [(pair, weights), (pair, {})], group)
+        return "alike"
+
+    for flip in ("none", "linear.weight", "norm.weight"):
+        outcome(flip, lambda: replicas(flip))
+    dist.destroy_process_group()
+    print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each of three ranks met, by case."""
+    return [json.loads(out) for out in run_ranks(3, CHECKS)]
+
+
+def test_ranks_that_agree_learn_the_largest_memory(found):
+    assert [rank["alike"] for rank in found] == [[102, 7]] * 3
+
+
+@pytest.mark.parametrize(
+    ("case", "field", "rank"),
+    [("batch", "batch ids", 2), ("code", "code", 0), ("phase", "phase", 2), ("step", "step", 1), ("config", "configuration", 1)],
+)
+def test_every_rank_says_which_field_differs_and_on_which_rank(found, case, field, rank):
+    for said in (theirs[case] for theirs in found):
+        assert said.startswith(f"ranks disagree on the {field} before ") and f": rank {rank} (" in said
+        assert said.count("rank ") == 1 and "the other 2 ranks: " in said
+
+
+def test_ranks_of_different_phases_meet_and_the_phases_are_named(found):
+    assert all(") has update; the other 2 ranks: score" in rank["phase"] for rank in found)
+
+
+@pytest.mark.parametrize("case", ["table", "lacking"])
+def test_a_program_file_that_differs_or_is_lacking_is_named(found, case):
+    for rank in found:
+        assert rank[case].startswith("rl/x.py differs between ranks: rank 1") and rank[case].endswith("rank 0 run different programs.")
+
+
+@pytest.mark.parametrize("name", ["linear.weight", "norm.weight"])
+def test_one_flipped_bit_of_a_weight_names_the_weight_and_the_rank_on_all_ranks(found, name):
+    expected = f"{name} of the policy on rank 1 differ from the other data parallel replicas (the first, where there are two)"
+    assert [rank[name] for rank in found] == [expected] * 3
+
+
+def test_replicas_that_are_alike_pass_whatever_other_parts_of_the_model_hold(found):
+    assert [rank["none"] for rank in found] == ["alike"] * 3
+
+
+def test_a_batch_has_another_fingerprint_if_a_token_or_a_boundary_is_another():
+    def of(*arrays):
+        return fingerprint([np.array(array, np.int32) for array in arrays])
+
+    assert of([1, 2], [3]) == of([1, 2], [3])
+    assert len({of([1, 2], [3]), of([1], [2, 3]), of([1, 2], [4]), of([3], [1, 2]), of([1, 2, 3]), of([1, 2], [3], [])}) == 6

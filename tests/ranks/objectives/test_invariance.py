@@ -1,0 +1,196 @@
+"""One mini-batch, one gradient, and one batch, one set of advantages: on 1, 2 and 4 ranks, however the samples are split.
+
+tests/ranks/training/test_gradients.py shows the same of Megatron's layouts for one loss; here it is every loss with every mean, with
+a toy for a model. The work is in invariance_worker.py.
+"""
+
+import json
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+
+from rl.config.schema import Objective, load_config
+from rl.config.checks import check
+from rl.config.objective_checks import check_loss
+from rl.config.options import ConfigError
+from tests.spawn import run_ranks
+
+WORKER = Path(__file__).parent / "invariance_worker.py"
+WORLD_SIZES = [1, 2, 4]
+LOSSES, ADVANTAGES, AGGREGATIONS, ESTIMATORS = (
+    [name for name in get_args(get_type_hints(Objective)[key]) if name != "none"]
+    for key in ("loss", "advantage", "aggregation", "kl_estimator")
+)
+TOLERANCE = 1e-6
+TOY = ["model.path=toy", "data.train=toy.jsonl"]
+
+# Such that the clip, the bound or the choice of the loss binds on a good part of the tokens.
+OPTIONS = {
+    "ppo": ["objective.dual_clip=1.3"],
+    "gspo": ["objective.clip_low=0.02", "objective.clip_high=0.03"],
+    "gmpo": ["objective.clip_low=0.3", "objective.clip_high=0.4"],
+    "clip-cov": ["objective.cov_fraction=0.1", "objective.cov_low=0.2", "objective.cov_high=3.0", "objective.dual_clip=1.3"],
+    "kl-cov": ["objective.cov_fraction=0.1", "objective.kl_cov_coef=0.7"],
+    "dppo-tv": ["objective.clip_low=0.01", "objective.clip_high=0.02"],
+    "dppo-kl": ["objective.clip_low=0.005", "objective.clip_high=0.01"],
+}
+
+
+def terms(number: int) -> list[str]:
+    """Nothing more than the loss, or KL and entropy too, or those and a weight on each token, in turn."""
+    estimator = ESTIMATORS[number % len(ESTIMATORS)]
+    extra = ["objective.kl_coef=0.1", f"objective.kl_estimator={estimator}", "objective.entropy_coef=0.05"]
+    return [[], extra, [*extra, "rollout_correction.truncate_tokens=1.5"]][number % 3]
+
+
+def allowed(overrides: list[str]) -> bool:
+    try:
+        check_loss(load_config(None, TOY + overrides))
+    except ConfigError:
+        return False
+    return True
+
+
+GROUPS = ["data.prompts_per_step=12", "training.prompts_per_minibatch=6"]
+
+
+def policy_cases() -> dict[str, list[str]]:
+    cases = {}
+    for loss in LOSSES:
+        for aggregation in AGGREGATIONS:
+            keys = ["algorithm=grpo", f"objective.loss={loss}", f"objective.aggregation={aggregation}"]
+            keys += GROUPS + OPTIONS.get(loss, [])
+            if allowed(keys):
+                cases[f"{loss}-{aggregation}"] = keys + terms(len(cases))
+    # gmpo has one mean only, and one weight per sample.
+    weighted = [key.replace("truncate_tokens", "truncate_samples") for key in terms(2)]
+    cases["gmpo-seq-mean-token-mean-weighted"] = cases["gmpo-seq-mean-token-mean"] + weighted
+    return cases
+
+
+PAIRS = ["data.prompts_per_step=24", "training.prompts_per_minibatch=12", "preference.beta=0.5"]
+OTHERS = {
+    "critic": ["algorithm=ppo", "critic.value_clip=0.2", *GROUPS],
+    "prime": ["algorithm=prime", "implicit_reward.beta=0.5", *GROUPS],
+    "sft": ["algorithm=sft", *GROUPS],
+    "sppo": ["algorithm=sppo", *GROUPS],
+    "spin": ["algorithm=spin", *PAIRS],
+    "dpo-sigmoid": ["algorithm=dpo", "preference.label_smoothing=0.1", *PAIRS],
+    "dpo-hinge": ["algorithm=dpo", "preference.loss=hinge", *PAIRS],
+    "dpo-ipo": ["algorithm=dpo", "preference.loss=ipo", *PAIRS],
+}
+CASES = {
+    name: [*keys, "training.micro_batch_tokens=90"]  # of about 250 tokens in each mini-batch
+    for name, keys in (policy_cases() | OTHERS).items()
+}
+
+BY_ALGORITHM = {"reinforce++": "reinforce_pp", "gae": "ppo", "remax": "remax", "prime": "prime"}
+ADVANTAGE_CASES = {
+    name: [f"algorithm={BY_ALGORITHM.get(name, 'grpo')}", f"objective.advantage={name}"] for name in ADVANTAGES
+}
+# What changes rewards, values and weights before the advantages are taken.
+for advantage, keys in {
+    "reinforce++": ["objective.reward_kl.coef=0.1", "objective.gamma=0.9"],
+    "rloo": ["objective.reward_kl.coef=0.1"],
+    "gae": ["objective.reward_kl.coef=0.1", "objective.gamma=0.95", "objective.lam=0.9"],
+    "optimal-token-baseline": ["rollout_correction.truncate_tokens=1.5"],
+    "prime": ["objective.gamma=0.9", "implicit_reward.min_accuracy=0.3", "implicit_reward.max_accuracy=0.7"],
+    "grpo": ["rollout_correction.reject=token-k3", "rollout_correction.reject_high=0.5"],
+}.items():
+    ADVANTAGE_CASES[advantage] += keys
+ADVANTAGE_CASES["gae-unwhitened"] = [*ADVANTAGE_CASES["gae"], "objective.whiten=false"]
+ADVANTAGE_CASES["dapo"] = ["algorithm=dapo", "data.prompts_per_step=11"]  # two rounds or more
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """{world size: what each rank saved}."""
+    directory = tmp_path_factory.mktemp("invariance")
+    cases = directory / "cases.json"
+    cases.write_text(json.dumps({"losses": CASES, "advantages": ADVANTAGE_CASES}))
+    run_ranks(max(WORLD_SIZES), WORKER, cases, directory, *WORLD_SIZES, timeout=240)
+    return {n: [torch.load(directory / f"{n}.{rank}.pt") for rank in range(n)] for n in WORLD_SIZES}
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_does_not_depend_on_ranks_or_micro_batches(results, case, world_size):
+    reference = results[1][0]["losses"][case]["whole"]["gradients"]
+    for how, found in results[world_size][0]["losses"][case].items():
+        assert len(found["gradients"]) == len(reference) == 2
+        for update, (a, b) in enumerate(zip(found["gradients"], reference)):
+            assert any(gradient.any() for gradient in b.values())
+            for name in b:  # one by one: a small table must not hide behind a large one
+                difference, norm = (a[name].double() - b[name].double()).norm(), b[name].double().norm()
+                assert difference <= TOLERANCE * norm, f"{how}, update {update}, {name}: {difference / norm:.1e}"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_metrics_do_not_depend_on_ranks_or_micro_batches(results, case, world_size):
+    reference = results[1][0]["losses"][case]["whole"]["metrics"]
+    assert sum(key.rpartition("/")[2] == "loss" for key in reference) >= 1
+    for rank in results[world_size]:
+        for how, found in rank["losses"][case].items():
+            assert found["metrics"] == pytest.approx(reference, rel=TOLERANCE, abs=TOLERANCE / 10), how
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_case_has_micro_batches_without_a_sample(results, world_size):
+    for case, splits in results[world_size][0]["losses"].items():
+        assert splits["random"]["empty"] >= 2, case  # one in each mini-batch
+
+
+def test_what_sets_the_losses_apart_takes_part_in_the_comparison(results):
+    metrics = {case: splits["whole"]["metrics"] for case, splits in results[1][0]["losses"].items()}
+    shares = {"pg_clipfrac", "pg_covfrac", "vf_clipfrac", "accuracy"}
+    for case, found in metrics.items():
+        for name in found:
+            assert name.rpartition("/")[2] not in shares or 0.02 < found[name] < 0.98, f"{case}: {name} {found[name]}"
+    assert metrics["ppo-token-mean"]["actor/pg_clipfrac_lower"] > 0.02
+    # So the check above has seen them.
+    assert {"actor/pg_covfrac", "actor/pg_clipfrac"} < metrics["clip-cov-token-mean"].keys()
+    assert "critic/vf_clipfrac" in metrics["critic"] and "preference/accuracy" in metrics["spin"]
+
+
+def test_all_losses_and_means_are_compared_with_and_without_further_terms():
+    policy = {name: keys for name, keys in CASES.items() if name not in OTHERS}
+    for loss in LOSSES:
+        of_loss = [keys for keys in policy.values() if f"objective.loss={loss}" in keys]
+        means = {key for keys in of_loss for key in keys if key.startswith("objective.aggregation=")}
+        assert len(means) == (1 if loss == "gmpo" else len(AGGREGATIONS))
+        assert {"objective.kl_coef=0.1" in keys for keys in of_loss} == {True, False} or loss == "gmpo"
+        weight = "truncate_samples" if loss == "gmpo" else "truncate_tokens"
+        assert any(f"rollout_correction.{weight}=1.5" in keys for keys in of_loss)
+
+
+# Advantages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", ADVANTAGE_CASES)
+def test_every_rank_has_the_advantages_of_one_process(results, case, world_size):
+    reference = results[1][0]["advantages"][case]["direct"]
+    for rank in results[world_size]:
+        found = rank["advantages"][case]["exchanged"]
+        for name, expected in reference.items():
+            assert torch.equal(found[name], expected), name
+
+
+@pytest.mark.parametrize("case", ADVANTAGE_CASES)
+def test_advantages_tell_samples_apart_and_are_whitened_where_they_should_be(results, case):
+    found = results[1][0]["advantages"][case]["direct"]
+    kept = found["advantages"][found["mask"] > 0].double()
+    assert kept.isfinite().all() and kept.unique().numel() > 2 and 0 in found["lengths"]
+    if case in ("gae", "prime", "reinforce++", "reinforce++-baseline"):
+        assert abs(kept.mean()) < 1e-6 and kept.var() == pytest.approx(1, rel=1e-6)
+
+
+def test_a_run_may_have_such_configs():
+    for keys in [*CASES.values(), *ADVANTAGE_CASES.values()]:
+        check(load_config(None, TOY + keys))

@@ -1,0 +1,124 @@
+"""Refits between real ranks: what moved, what arrived, and what the check finds. The ranks' side is refit_worker.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl.refit.transfer import checksum
+from tests.checkpoints import save_qwen2, save_tiny
+from tests.spawn import run_ranks
+
+WORKER = Path(__file__).parent / "refit_worker.py"
+DENSE = ["1x1", "2x1", "4x1", "1x2", "2x2"]
+EXPERTS = ["2x1x2x1", "1x2x2x1", "2x2x2x1", "2x1x2x2"]
+
+
+def run_layouts(directory, checkpoint: str, engine: str, layouts: list[str]) -> list[list[dict]]:
+    """Results by rank, then layout."""
+    run_ranks(4, WORKER, checkpoint, directory / "out", engine, *layouts, timeout=600)
+    return [json.loads((directory / f"out.{rank}").read_text()) for rank in range(4)]
+
+
+def check_results(results: list[list[dict]]) -> None:
+    for rank, cases in enumerate(results):
+        for case in cases:
+            where = (rank, case["layout"], case["rollout_tp"])
+            assert case["differing"] == [], where
+            assert case["received"] == case["lower_bound"], where
+            assert case["reported"] == [case["received"], case["sent"], 0], where
+            assert case["new_memory"] <= case["memory_limit"], where
+            assert case["largest_call"] <= 32, where
+    for cases in zip(*results):
+        assert sum(case["received"] for case in cases) == sum(case["sent"] for case in cases)
+
+
+def check_corruptions(results: list[list[dict]], weight: str) -> None:
+    for cases in zip(*results):
+        column = cases[-1]["changed"]["first_column"] + 3
+        for rank, case in enumerate(cases):
+            for change in ("element", "exchange"):
+                said = case["changed"][change]
+                assert f"{weight}[0, {column}] on rank 3: engine " in said and "on rank 0" not in said, (rank, change, said)
+            assert "(1 of" in case["changed"]["element"] and "(2 of" in case["changed"]["exchange"]
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def dense(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    sizes = dict(num_key_value_heads=4, intermediate_size=2048)  # training at tp 4 wants 4 KV heads; larger than the buffer
+    checkpoint = save_qwen2(directory / "model", seed=1, tie=request.param == "tied", **sizes)
+    return run_layouts(directory, checkpoint, "plain:1,2,4", DENSE)
+
+
+def test_each_rank_receives_what_it_lacks_and_gets_what_the_loader_gives(dense):
+    assert [(case["layout"], case["rollout_tp"]) for case in dense[0]] == [(a, b) for a in DENSE for b in (1, 2, 4)]
+    check_results(dense)
+
+
+def test_a_changed_element_is_named_with_rank_and_place(dense):
+    check_corruptions(dense, "model.layers.1.mlp.down_proj.weight")
+
+
+def test_the_same_layout_moves_nothing(dense):
+    same = [case for cases in dense for case in cases if case["layout"] == f"{case['rollout_tp']}x1"]
+    assert len(same) == 12 and all(case["received"] == 0 and case["local"] > 0 for case in same)
+
+
+def test_a_parameter_of_another_dtype_goes_through_the_loader_alone(dense):
+    for cases in dense:
+        found = cases[-1]["fallback"]
+        assert found["differing"] == [] and found["bfloat16_says"] == 1  # float32 values that bfloat16 cannot hold
+        assert found["fallback"] == 128 * 128 * 4
+        assert found["received"] == found["lower_bound"]
+
+
+def test_training_replicas_that_drifted_apart_are_reported(dense):
+    for cases in dense:
+        (said,) = (case["replicas"] for case in cases if "replicas" in case)
+        assert "the replicas' weights differ" in said and "on rank 0 is not what rank 3 trains" in said
+        assert "on rank 2: engine" in said
+
+
+@pytest.fixture(scope="module", params=["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def experts(request, tmp_path_factory):
+    """DeepSeek has parameters of two weights in one of vLLM's, and a float32 buffer that travels."""
+    directory = tmp_path_factory.mktemp("experts")
+    checkpoint = save_tiny(request.param, directory / "model", seed=1)
+    last_layer = json.loads((directory / "model" / "config.json").read_text())["num_hidden_layers"] - 1
+    return last_layer, run_layouts(directory, checkpoint, "plain:1,2,4", EXPERTS)
+
+
+def test_routed_experts_move_once_too(experts):
+    last_layer, results = experts
+    check_results(results)
+    check_corruptions(results, f"model.layers.{last_layer}.mlp.experts.1.down_proj.weight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rollout_tp", [1, 2, 4])
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+def test_vllms_parameters_are_what_its_own_loader_makes(tmp_path, rollout_tp, tie):
+    checkpoint = save_qwen2(tmp_path / "model", seed=2, tie=tie)
+    results = run_layouts(tmp_path, checkpoint, f"vllm:{rollout_tp}", ["1x1", "2x1", "1x2", "2x2"])
+    check_results(results)
+    check_corruptions(results, "model.layers.1.mlp.down_proj.weight")
+
+
+def test_checksums_see_changed_exchanged_and_moved_bits():
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(3000, 900, generator=generator).to(torch.bfloat16)  # more than one block
+    tensor = whole[:, 100:800]
+    before = checksum(tensor)
+    assert torch.equal(before, checksum(tensor.contiguous())) and torch.equal(before, checksum(tensor[None]))
+    for row, column in ((0, 0), (2999, 699), (1500, 3)):
+        changed = tensor.clone()
+        changed[row, column] = changed[row, column] * 1.01 + 0.01
+        assert not torch.equal(before, checksum(changed))
+    exchanged = tensor.clone()
+    exchanged[[0, 2000]] = exchanged[[2000, 0]]
+    assert before[0] == checksum(exchanged)[0] and before[1] != checksum(exchanged)[1]
+    zero, minus_zero = torch.zeros(4), -torch.zeros(4)
+    assert not torch.equal(checksum(zero), checksum(minus_zero))
+    assert torch.equal(checksum(torch.full((3,), torch.nan)), checksum(torch.full((3,), torch.nan)))

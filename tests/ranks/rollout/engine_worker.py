@@ -1,0 +1,146 @@
+"""One rank of test_engine.py: each check is a function; prints the names of those that passed.
+
+    engine_worker.py CHECKPOINT        two ranks, one replica of tp 2 and then nothing else in the process
+"""
+
+import sys
+
+from rl.runtime.ranks import discover
+from train_rl import prepare_environment
+
+RANKS = discover()
+prepare_environment(RANKS)
+
+from dataclasses import replace  # noqa: E402
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
+from rl.engines.engines import build_policy  # noqa: E402
+from rl.models import read_hf_config  # noqa: E402
+from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
+from rl.rollout.engine import RolloutEngine, Sampling, seed_of  # noqa: E402
+from rl.runtime.session import session  # noqa: E402
+from rl.training.grid import build_grid  # noqa: E402
+
+PLAIN = Sampling(
+    samples_per_prompt=3, temperature=0.9, top_p=1.0, top_k=0, min_p=0.0, max_tokens=10, stop=(), stop_token_ids=()
+)
+PROMPTS = [np.arange(10, 10 + n, dtype=np.int32) for n in (3, 20, 7, 1)]
+
+
+class Checks:
+    def __init__(self, checkpoint: str, device):
+        self.config = resolve(
+            Config(
+                model=Model(path=checkpoint, dtype="float32"),
+                data=Data(max_prompt_tokens=64),
+                training=Training(),
+                rollout=Rollout(tp=2, max_response_tokens=64, max_concurrent_samples=4, cpu_kv_cache_mib=16),
+            )
+        )
+        hf = read_hf_config(checkpoint)
+        self.reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self.trainer = build_policy(self.config, hf, build_grid(tp=1, pp=1, seed=1), device)
+        self.engine = RolloutEngine(checkpoint, self.config.rollout, dtype="float32", max_tokens=128, seed=1, device=device)
+        refit(self.trainer, self.engine)
+
+    def samples(self, sampling: Sampling, seed: int = 0) -> dict:
+        out = self.engine.generate(PROMPTS, sampling, [seed_of(seed, i) for i in range(len(PROMPTS))])
+        return {(s.prompt, s.number): s for s in out}
+
+    @torch.no_grad()
+    def logits(self, sample) -> torch.Tensor:
+        """float32 [R, V] that the tokens of a sample were drawn from, before temperature."""
+        prompt = PROMPTS[sample.prompt]
+        ids = torch.tensor([[*prompt.tolist(), *sample.token_ids.tolist()]])
+        return self.reference(ids).logits[0, len(prompt) - 1 : -1]
+
+    def check_every_prompt_has_its_samples_and_they_differ(self):
+        samples = self.samples(PLAIN)
+        assert samples.keys() == {(p, n) for p in range(4) for n in range(3)}
+        assert len({tuple(s.token_ids) for s in samples.values()}) > 8
+        assert all(1 <= len(s.token_ids) <= 10 and len(s.logprobs) == len(s.token_ids) for s in samples.values())
+
+    def check_samples_do_not_depend_on_global_random_state_or_sleep(self):
+        first = self.samples(PLAIN)
+        torch.manual_seed(100 + RANKS.rank)
+        self.engine.sleep()
+        storages = [storage for storage, _ in self.engine._cpu_cache.storages]
+        assert storages and all(storage.nbytes() == 0 for storage in storages)
+        self.engine.wake_weights()
+        self.engine.wake_cache()
+        assert sum(storage.nbytes() for storage in storages) > 8 << 20
+        again, other = self.samples(PLAIN), self.samples(PLAIN, seed=1)
+        assert all(np.array_equal(first[k].token_ids, again[k].token_ids) for k in first)
+        assert any(not np.array_equal(first[k].token_ids, other[k].token_ids) for k in first)
+
+    def check_logprobs_are_those_of_the_sampling_distribution(self):
+        for sampling in (PLAIN, replace(PLAIN, top_k=5), replace(PLAIN, top_p=0.6), replace(PLAIN, min_p=0.1)):
+            for sample in self.samples(sampling).values():
+                logits = self.logits(sample) / sampling.temperature
+                probs = logits.softmax(-1)
+                if sampling.top_k:
+                    kept = logits >= logits.topk(sampling.top_k).values[:, -1:]
+                elif sampling.top_p < 1:
+                    ordered, order = probs.sort(descending=True)
+                    kept = torch.zeros_like(probs, dtype=torch.bool).scatter(
+                        1, order, ordered.cumsum(1) - ordered < sampling.top_p
+                    )
+                else:
+                    kept = probs >= sampling.min_p * probs.amax(1, keepdim=True)
+                expected = logits.masked_fill(~kept, float("-inf")).log_softmax(-1)
+                found = expected[range(len(sample.token_ids)), sample.token_ids.astype(int)]
+                assert (found - torch.from_numpy(sample.logprobs)).abs().max() < 1e-4, sampling
+
+    def check_greedy_takes_the_most_probable_token(self):
+        for sample in self.samples(replace(PLAIN, temperature=0.0, samples_per_prompt=1)).values():
+            assert self.logits(sample).argmax(-1).tolist() == sample.token_ids.tolist()
+
+    def check_stops(self):
+        long = self.samples(replace(PLAIN, temperature=0.0, samples_per_prompt=1))[0, 0]
+        assert long.truncated == (len(long.token_ids) == 10 and long.token_ids[-1] != 1)
+        third = int(long.token_ids[2])
+        first_at = long.token_ids.tolist().index(third)
+        stopped = self.samples(replace(PLAIN, temperature=0.0, samples_per_prompt=1, stop_token_ids=(third,)))[0, 0]
+        assert stopped.token_ids.tolist() == long.token_ids[: first_at + 1].tolist() and not stopped.truncated
+        tokenizer = self.engine.llm.get_tokenizer()
+        text = tokenizer.decode([third])
+        by_text = self.samples(replace(PLAIN, temperature=0.0, samples_per_prompt=1, stop=(text,)))[0, 0]
+        assert by_text.token_ids.tolist() == stopped.token_ids.tolist() and not by_text.truncated
+
+    def check_a_wrong_element_is_found_on_every_rank(self):
+        check_refit(self.trainer, self.engine)
+        weight = dict(self.engine.model.named_parameters())["model.layers.1.self_attn.qkv_proj.weight"]
+        if RANKS.rank == 1:
+            weight.data[3, 5] += 1e-6
+        try:
+            check_refit(self.trainer, self.engine)
+            raise AssertionError("not found")
+        except RefitMismatch as mismatch:
+            # Row 3 of rank 1's queries: heads 2 and 3 of four are there, 32 channels each.
+            assert "model.layers.1.self_attn.q_proj.weight[67, 5] on rank 1" in str(mismatch), mismatch
+        refit(self.trainer, self.engine)
+        check_refit(self.trainer, self.engine)
+
+    def check_a_prompt_that_was_cached_is_computed_anew_after_a_refit(self):
+        self.samples(PLAIN)
+        with torch.no_grad():
+            for parameter in [*self.trainer.model.parameters(), *self.reference.parameters()]:
+                parameter.mul_(1.1)
+        refit(self.trainer, self.engine)
+        self.check_logprobs_are_those_of_the_sampling_distribution()
+
+
+def main(checkpoint: str) -> None:
+    with session(RANKS) as device:
+        checks = Checks(checkpoint, device)
+        for name in [name for name in vars(Checks) if name.startswith("check_")]:
+            getattr(checks, name)()
+            print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

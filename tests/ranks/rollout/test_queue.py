@@ -1,0 +1,111 @@
+import json
+
+import pytest
+
+from rl.rollout.queue import StaticQueue
+from tests.spawn import run_ranks
+
+# Two ranks, as two replicas of one rank and as one replica of two.
+PROGRAM = """
+    import json
+    import torch.distributed as dist
+
+    from rl.rollout.queue import SharedQueue
+
+    def rest(queue):
+        return list(iter(queue.draw, None))
+
+    def draw_all():
+        store, rank, drawn = dist.distributed_c10d._get_default_store(), dist.get_rank(), {}
+        alone = [dist.new_group([r]) for r in range(2)][rank]
+
+        queue = SharedQueue(40, name="race", replica_group=alone)
+        drawn["race"] = rest(queue)
+        drawn["after the end"] = [queue.draw(), queue.draw()]
+
+        # Rank 1 works on its first item until rank 0 has nothing left to draw.
+        queue = SharedQueue(10, name="slow", replica_group=alone)
+        if rank == 1:
+            drawn["slow"] = [queue.draw()]
+            store.set("slow rank is busy", "")
+            store.wait(["fast rank is done"])
+            drawn["slow"] += rest(queue)
+        else:
+            store.wait(["slow rank is busy"])
+            drawn["slow"] = rest(queue)
+            store.set("fast rank is done", "")
+
+        drawn["nothing"] = rest(SharedQueue(0, name="nothing", replica_group=alone))
+        drawn["replica"] = rest(SharedQueue(7, name="replica", replica_group=dist.group.WORLD))
+
+        # Two queues at the same time do not share a counter.
+        one, other = (SharedQueue(3, name=name, replica_group=dist.group.WORLD) for name in ("one", "other"))
+        drawn["alternating"] = [one.draw(), other.draw(), one.draw(), other.draw()]
+        return drawn
+
+    dist.init_process_group("gloo")
+    print(json.dumps(draw_all()))
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """What each of two ranks drew, by case."""
+    return [json.loads(out) for out in run_ranks(2, PROGRAM)]
+
+
+# Static ---------------------------------------------------------------------------------------------------------------
+
+
+def drain(queue):
+    return list(iter(queue.draw, None))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_items", [0, 1, 7, 24])
+def test_static_replicas_cover_all_items_once(num_items, num_replicas):
+    shares = [drain(StaticQueue(num_items, replica=r, num_replicas=num_replicas)) for r in range(num_replicas)]
+    assert sorted(item for share in shares for item in share) == list(range(num_items))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_static_replicas_take_turns():
+    assert drain(StaticQueue(8, replica=1, num_replicas=3)) == [1, 4, 7]
+
+
+def test_an_exhausted_static_queue_stays_exhausted():
+    queue = StaticQueue(1, replica=0, num_replicas=1)
+    assert [queue.draw(), queue.draw(), queue.draw()] == [0, None, None]
+
+
+# Shared ---------------------------------------------------------------------------------------------------------------
+
+
+def test_shared_replicas_cover_all_items_once_each_in_ascending_order(drawn):
+    shares = [rank["race"] for rank in drawn]
+    assert sorted(shares[0] + shares[1]) == list(range(40))
+    assert all(share == sorted(share) for share in shares)
+
+
+def test_an_exhausted_shared_queue_stays_exhausted(drawn):
+    assert [rank["after the end"] for rank in drawn] == [[None, None]] * 2
+
+
+def test_a_slow_replica_draws_fewer(drawn):
+    fast, slow = (rank["slow"] for rank in drawn)
+    assert slow == [0]
+    assert fast == list(range(1, 10))
+
+
+def test_an_empty_shared_queue_gives_nothing(drawn):
+    assert [rank["nothing"] for rank in drawn] == [[], []]
+
+
+def test_ranks_of_one_replica_see_the_same_draws(drawn):
+    assert [rank["replica"] for rank in drawn] == [list(range(7))] * 2
+
+
+def test_queues_of_different_names_count_apart(drawn):
+    assert [rank["alternating"] for rank in drawn] == [[0, 0, 1, 1]] * 2

@@ -1,0 +1,42 @@
+import json
+
+from tests.spawn import run_ranks
+
+PROGRAM = """
+    import json, os, time
+    from dataclasses import fields
+
+    import torch
+    import torch.distributed as dist
+
+    from rl.runtime import groups
+    from rl.config.limits import PhaseLimits
+    from rl.runtime.ranks import discover
+    from rl.runtime.session import control_group, session
+
+    with session(discover()) as device:
+        rank = dist.get_rank()
+        pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+        alone = [dist.new_group([r]) for r in range(3)]
+        said = {"members": len(groups.groups_here()), "warmed": groups.warm_up(device)}
+        groups.MARGIN_S = 0.5
+        groups.limit_collectives(PhaseLimits(**{field.name: 900.0 if field.name == "start_up" else 0.5 for field in fields(PhaseLimits)}))
+        for name, group in (("default", None), ("control", control_group()), ("pair", pairs[0])):
+            if rank == 0:  # nobody else comes
+                started = time.monotonic()
+                try:
+                    dist.all_reduce(torch.ones(1), group=group)
+                except RuntimeError:
+                    said[name] = time.monotonic() - started
+        print(json.dumps(said), flush=True)
+        if rank:
+            time.sleep(12)  # to stay connected while rank 0 waits for nothing
+        os._exit(0)
+"""
+
+
+def test_every_group_is_warmed_up_and_gets_the_time_limit_of_the_longest_phase():
+    said = [json.loads(out) for out in run_ranks(3, PROGRAM)]
+    # The default group, the control group and one or two pairs; a group of one rank has nobody to talk to.
+    assert [rank["members"] for rank in said] == [4, 5, 4] and [rank["warmed"] for rank in said] == [3, 4, 3]
+    assert all(0.5 < said[0][name] < 5 for name in ("default", "control", "pair"))

@@ -1,0 +1,176 @@
+"""The meeting of a step's ranks, as processes on this host with the variables that Slurm sets."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from rl.runtime import rendezvous
+from rl.runtime.ranks import discover
+from rl.runtime.rendezvous import FIRST_PORT, NUM_PORTS, candidate_ports, listen, listen_anywhere, outside_ephemeral_range
+from tests.spawn import ROOT
+
+PROGRAM = """
+import json
+from rl.runtime.ranks import discover
+from rl.runtime.rendezvous import MeetingFailed, meet
+
+try:
+    ranks = meet(discover())
+    print(json.dumps([ranks.rank, ranks.master_port]))
+except MeetingFailed as error:
+    print(json.dumps([str(error), error.silent]))
+"""
+
+
+def step(job, rank, *, world=4, nodes="node[1-2]", tasks="2(x2)", **more):
+    """Variables of a rank of two nodes with two tasks each, all of which are this host."""
+    node = rank // 2
+    return {
+        "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(world), "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(node), "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURMD_NODENAME": f"node{node + 1}", "MASTER_ADDR": "127.0.0.1", **more,
+    }  # fmt: skip
+
+
+def start(env):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER", "RANK", "WORLD"))}
+    command = [sys.executable, "-c", PROGRAM]
+    return subprocess.Popen(command, env=clean | {"PYTHONPATH": str(ROOT)} | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def answers(processes):
+    out = []
+    for process in processes:
+        said, error = process.communicate(timeout=60)
+        assert process.returncode == 0, error
+        out.append(json.loads(said))
+    return out
+
+
+def meeting(job, ranks=range(4), **more):
+    return [start(step(job, rank, **more)) for rank in ranks]
+
+
+# Ports --------------------------------------------------------------------------------------------------------------------
+
+
+def ports(job, step_id="0"):
+    return candidate_ports({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step_id)})
+
+
+def test_first_candidates_of_neighbouring_jobs_and_steps_differ():
+    first = [ports(job, step_id)[0] for job in range(71230, 71260) for step_id in range(20)]
+    assert len(set(first)) == len(first)
+
+
+def test_jobs_with_one_first_candidate_have_other_ones():
+    one, other = ports(5), ports(5 + NUM_PORTS)  # 7 * NUM_PORTS is a whole number of turns
+    assert one[0] == other[0] and not set(one[1:]) & set(other[1:])
+
+
+def test_candidates_lie_between_the_privileged_and_the_ephemeral_ports_and_are_no_default_of_torch():
+    candidates = {port for job in (1, 3142, 99_999_999, 2**31 - 2) for step_id in (0, 1, 999) for port in ports(job, step_id)}
+    assert min(candidates) >= FIRST_PORT > 1024 and max(candidates) < FIRST_PORT + NUM_PORTS <= 32768
+
+
+def test_ports_of_this_hosts_ephemeral_range_are_left_out(monkeypatch):
+    monkeypatch.setattr(rendezvous.Path, "read_text", lambda path: "15000\t60999\n")
+    assert outside_ephemeral_range([14999, 15000, 60999, 61000]) == [14999, 61000]
+    assert outside_ephemeral_range([15000, 20000]) == [15000, 20000]  # rather one of them than none
+
+
+def test_a_free_port_stays_taken_from_its_probing_on():
+    with listen_anywhere(1) as listener:
+        assert listen([listener.getsockname()[1]], 1) is None
+
+
+# Meetings -----------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_meet_at_the_first_candidate():
+    assert answers(meeting(4211)) == [[rank, ports(4211)[0]] for rank in range(4)]
+
+
+def test_two_jobs_of_one_first_candidate_and_a_stranger_on_the_second_do_not_collide():
+    """Job 9 holds its first port when job 9 + NUM_PORTS comes to it; what listens on that job's next port never answers."""
+    with socket.create_server(("", ports(9 + NUM_PORTS)[1])):
+        both = meeting(9) + meeting(9 + NUM_PORTS)
+        met = answers(both)
+    first, second = {port for _, port in met[:4]}, {port for _, port in met[4:]}
+    assert first != second and len(first) == len(second) == 1
+    assert ports(9 + NUM_PORTS)[1] not in first | second
+    assert [rank for rank, _ in met] == [*range(4), *range(4)]
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_node():
+    started = time.monotonic()
+    said = answers(meeting(77, ranks=[0, 1, 2], LOCKSTEP_JOIN_TIMEOUT="3"))
+    assert time.monotonic() - started < 30
+    sentence, silent = said[0]
+    assert not silent and re.search(r"rank 3 of 4 did not come within 3 s .* missing on node2 \(1 of 2 came\)", sentence), sentence
+    assert all(silent for _, silent in said[1:])  # the first rank has said it
+
+
+def test_a_first_rank_that_does_not_come_is_named_by_the_others():
+    [(sentence, silent)] = answers(meeting(78, ranks=[1], LOCKSTEP_JOIN_TIMEOUT="2"))
+    assert not silent and "rank 0 of 4, expected on 127.0.0.1, did not open" in sentence
+
+
+def test_an_address_that_does_not_resolve_is_said_at_once():
+    started = time.monotonic()
+    [(sentence, _)] = answers(meeting(79, ranks=[1], MASTER_ADDR="nowhere.invalid"))
+    assert "nowhere.invalid, has no address on" in sentence and "MASTER_ADDR" in sentence
+    assert time.monotonic() - started < 20
+
+
+def test_a_rank_of_an_earlier_attempt_is_no_rank_of_this_one():
+    old = start(step(80, 3, LOCKSTEP_JOIN_TIMEOUT="6"))
+    new = meeting(80, ranks=range(3), SLURM_RESTART_COUNT="1", LOCKSTEP_JOIN_TIMEOUT="4")
+    said = answers([old, *new])
+    assert "rank 3 of 4 did not come" in said[1][0] and "did not open" in said[0][0]
+
+
+def test_a_caller_that_hangs_up_or_says_nothing_keeps_nobody_waiting():
+    first = start(step(81, 0))
+    address = ("127.0.0.1", ports(81)[0])
+    for word in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 600):
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                caller = socket.create_connection(address)
+                break
+            except ConnectionRefusedError:
+                assert time.monotonic() < deadline
+        caller.sendall(word)
+        if word:
+            caller.close()
+    met = answers([first, *meeting(81, ranks=[1, 2, 3])])
+    caller.close()
+    assert met == [[rank, ports(81)[0]] for rank in range(4)]
+
+
+def test_sixty_four_ranks_meet():
+    env = step(82, 0, world=64, nodes="node[1-2]", tasks="32(x2)")
+    first = start(env)
+    with ThreadPoolExecutor(63) as threads:
+        others = [discover(env | {"SLURM_PROCID": str(rank)}) for rank in range(1, 64)]
+        met = list(threads.map(lambda ranks: rendezvous.meet(ranks, env | {"SLURM_PROCID": str(ranks.rank)}), others))
+    assert {ranks.master_port for ranks in met} == {ports(82)[0]} == {answers([first])[0][1]}
+
+
+def test_without_a_launcher_the_port_is_any_free_one():
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RANK", "WORLD"))}
+    ranks = rendezvous.meet(discover(alone), alone)
+    with ranks.listener:
+        assert ranks.listener.getsockname()[1] == ranks.master_port >= FIRST_PORT
+
+
+def test_a_port_given_in_the_batch_script_counts():
+    with listen_anywhere(1) as listener:
+        given = listener.getsockname()[1]
+    assert answers(meeting(83, MASTER_PORT=str(given))) == [[rank, given] for rank in range(4)]

@@ -1,0 +1,72 @@
+"""Trains a small model with and without stays in host memory between its steps; prints what came of it, as JSON."""
+
+import json
+import sys
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rl.config.schema import Config, Optimizer
+from rl.data.batch import Batch
+from rl.models import read_hf_config
+from rl.runtime.ranks import discover
+from rl.runtime.session import session
+from rl.training.engine import TrainingEngine, optimizer_tensors
+from rl.training.grid import build_grid
+from rl.training.packing import plan_minibatch
+
+RANKS = discover()
+
+
+def storages(model: TrainingEngine) -> dict[str, int]:
+    """Bytes on the device."""
+    buffers = [*model.wrapped.buffers, *model.wrapped.expert_parallel_buffers]
+
+    def size(tensors) -> int:
+        held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(held.values())
+
+    weights = {weight.untyped_storage()._cdata for weight in model.model.parameters()}
+    state = [tensor for tensor in optimizer_tensors(model.optimizer) if tensor.untyped_storage()._cdata not in weights]
+    return {
+        "weights": size(model.model.parameters()),
+        "gradients": size(buffer.grad_data for buffer in buffers),
+        "optimizer": size(state),
+    }
+
+
+def train(path: str, device, grid, dtype: str, mode: str) -> tuple[list, list]:
+    training = replace(Config().training, micro_batch_tokens=64)
+    model = TrainingEngine(
+        path, read_hf_config(path), training=training, dtype=dtype, grid=grid, device=device, optimizer=Optimizer(lr=1e-3)
+    )
+    rng, seen, sizes = np.random.default_rng(0), [], []
+    for _ in range(3):
+        if mode != "none":
+            model.offload(weights=mode == "all")
+            model.offload(weights=mode == "all")  # a second time changes nothing
+            sizes.append(storages(model))
+            model.reload()
+            model.reload()
+        ids = [rng.integers(5, size=6).astype(np.int32) for _ in range(8)]
+        batch = Batch(ids, ids, groups=torch.arange(8), truncated=torch.zeros(8, dtype=torch.bool))
+        plan = plan_minibatch(batch, list(range(8)), dp=grid.dp, max_tokens=64)
+        (logprobs,) = model.forward(batch, [plan], ("logprobs",))
+        report = model.update(batch, plan, lambda micro: ((loss := -micro.logprobs.sum() / 48), {"loss": loss}), lr=1e-3)
+        seen.append([report["grad_norm"], logprobs.double().sum().item()])
+    sizes.append(storages(model))
+    seen.append([weight.double().sum().item() for weight in model.model.parameters()])
+    return seen, sizes
+
+
+if __name__ == "__main__":
+    with session(RANKS) as device:
+        grid = build_grid(tp=1, pp=1, seed=1)
+        results = {}
+        for dtype in ("float32", "bfloat16"):
+            for mode in ("none", "optimizer", "all"):
+                results[f"{dtype} {mode}"] = train(sys.argv[1], device, grid, dtype, mode)
+        dist.barrier()
+    print(json.dumps(results))

@@ -1,0 +1,170 @@
+"""One rank of the parity tests: the log-probs of Hugging Face, Megatron in several layouts and vLLM after a refit.
+
+    parity_worker.py CHECKPOINT_A CHECKPOINT_B OUT_DIR ROLLOUT_TP LAYOUT [LAYOUT ...]       LAYOUT is TPxPPxEP[xETP]
+
+Rank 0 writes the largest differences to OUT_DIR/out.json, and what the last layout exports after reading checkpoint b to
+OUT_DIR/export. The gradients are compared through an optimizer step.
+"""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+from rl.runtime.ranks import discover
+from train_rl import prepare_environment
+
+RANKS = discover()
+prepare_environment(RANKS)
+
+import torch  # noqa: E402
+from megatron_groups import new_grid  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from rl.checkpoint.hf import export_hf  # noqa: E402
+from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve  # noqa: E402
+from rl.data.batch import Batch  # noqa: E402
+from rl.engines.engines import build_policy  # noqa: E402
+from rl.models import architecture, read_hf_config  # noqa: E402
+from rl.refit.refit import check_refit, refit  # noqa: E402
+from rl.rollout.engine import RolloutEngine, Sampling  # noqa: E402
+from rl.rollout.exchange import exchange  # noqa: E402
+from rl.runtime.session import session  # noqa: E402
+from rl.training.packing import plan_minibatch  # noqa: E402
+from rl.training.weights import load_hf  # noqa: E402
+
+TEMPERATURE = 0.7
+EPS = 1e7
+"""Of Adam, and the learning rate: an epsilon so far above the gradients makes its step the gradient."""
+SAMPLING = Sampling(
+    samples_per_prompt=2, temperature=TEMPERATURE, top_p=1.0, top_k=0, min_p=0.0, max_tokens=12, stop=(), stop_token_ids=()
+)
+
+
+def config_of(checkpoint: str, tp: int, pp: int, ep: int, rollout_tp: int, etp: int = 0) -> Config:
+    optimizer = Optimizer(lr=EPS, eps=EPS, clip_grad=0.0)
+    return resolve(
+        Config(
+            model=Model(path=checkpoint, dtype="float32"),
+            data=Data(max_prompt_tokens=64),
+            training=Training(tp=tp, pp=pp, ep=ep, etp=etp, micro_batch_tokens=96, head_chunk_tokens=7, optimizer=optimizer),
+            rollout=Rollout(
+                tp=max(1, rollout_tp), temperature=TEMPERATURE, max_response_tokens=64, max_concurrent_samples=4,
+                cpu_kv_cache_mib=16,
+            ),  # fmt: skip
+        )
+    )
+
+
+def random_batch(vocab_size: int) -> Batch:
+    """Prompts and responses of many lengths, one response empty."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(length):
+        return torch.randint(3, vocab_size, (length,), generator=generator).int().numpy()
+
+    lengths = [(5, 9), (17, 1), (1, 30), (33, 0), (8, 8), (2, 64), (40, 21), (3, 3)]
+    count = len(lengths)
+    return Batch(
+        prompt_ids=[tokens(p) for p, _ in lengths],
+        response_ids=[tokens(r) for _, r in lengths],
+        groups=torch.arange(count),
+        truncated=torch.zeros(count, dtype=torch.bool),
+    )
+
+
+def hf_logprobs(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs, entropy and sum of squared probabilities at the response tokens, one sequence at a time: nothing packed,
+    nothing padded."""
+    logprobs, entropies, squares = [], [], []
+    for prompt, response in zip(batch.prompt_ids, batch.response_ids):
+        ids = torch.tensor([*prompt.tolist(), *response.tolist()])
+        log_p = (model(ids[None]).logits[0].double() / TEMPERATURE).log_softmax(-1)[len(prompt) - 1 : -1]
+        logprobs.append(log_p.gather(1, ids[len(prompt) :, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+        squares.append(log_p.exp().square().sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(squares)
+
+
+def hf_gradient(model, logprobs, directory: Path) -> dict[str, torch.Tensor]:
+    """Of the sum of the log-probs, under the names of a checkpoint: transformers holds all experts in one tensor, and splits
+    them when it saves."""
+    gradients = torch.autograd.grad(logprobs.sum(), list(model.parameters()))
+    named = {name for name, _ in model.named_buffers()}
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), gradients):
+            parameter.copy_(gradient)
+    model.save_pretrained(directory)
+    return {name: tensor for name, tensor in load_file(directory / "model.safetensors").items() if name not in named}
+
+
+def gradient_of(trainer, batch) -> tuple[dict[str, torch.Tensor], float]:
+    """The same of Megatron, from an optimizer step that is gradient descent, and its norm as Megatron has it. Changes the
+    trainer's weights."""
+    before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
+    plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
+
+    def minus_logprobs(micro):
+        loss = -micro.logprobs.sum()
+        return loss, {"loss": loss}
+
+    norm = trainer.update(batch, plan, minus_logprobs, lr=EPS)["grad_norm"]
+    return {name: tensor - before[name] for name, tensor in trainer.full_weights()}, norm
+
+
+def largest_difference(found: dict, expected: dict) -> tuple[float, str]:
+    """|found - expected| / |expected| of the worst tensor; an expert that no token chose has no gradient."""
+    return max((float((found[n] - e).norm() / (e.norm() + 1e-3)), n) for n, e in expected.items())
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).abs().max())
+
+
+def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *layouts: str) -> None:
+    results: dict = {}
+    tp_of_rollout = int(rollout_tp)
+    with session(RANKS) as device:
+        hf = read_hf_config(checkpoint_a)
+        architecture(hf).check(hf)
+        batch = random_batch(hf["vocab_size"])
+        references = [AutoModelForCausalLM.from_pretrained(c, dtype=torch.float32).eval() for c in (checkpoint_a, checkpoint_b)]
+        columns = [hf_logprobs(reference, batch) for reference in references]
+        if RANKS.rank == 0:
+            gradient = hf_gradient(references[1], columns[1][0], Path(out_dir, "gradient"))
+        config = config_of(checkpoint_a, 1, 1, 1, tp_of_rollout)
+        engine = RolloutEngine(checkpoint_a, config.rollout, dtype="float32", max_tokens=128, seed=1, device=device)
+        for layout in layouts:
+            tp, pp, ep, etp = map(int, [*layout.split("x"), 0][:4])
+            config = config_of(checkpoint_a, tp, pp, ep, tp_of_rollout, etp)
+            trainer = build_policy(config, hf, new_grid(tp, pp, ep, config.training.expert_tp), device)
+            for name, checkpoint, reference, expected in zip("ab", (checkpoint_a, checkpoint_b), references, columns):
+                load_hf(checkpoint, trainer.weight_map)
+                halves = ([0, 1, 2, 3], [4, 5, 6, 7])
+                plans = [plan_minibatch(batch, half, dp=trainer.grid.dp, max_tokens=96) for half in halves]
+                found = trainer.forward(batch, plans, ("logprobs", "entropy", "sum_p_squared"))
+                sides = {k: difference(f, e) for k, f, e in zip(("megatron", "entropy", "sum_p_squared"), found, expected)}
+                traffic = refit(trainer, engine)
+                check_refit(trainer, engine)
+                drawn = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(batch))))
+                mine = drawn if engine.rank_in_replica == 0 else []
+                sampled = exchange(batch.prompt_ids, mine, SAMPLING.samples_per_prompt, device)
+                with torch.no_grad():
+                    sides["vllm"] = difference(sampled.rollout_logprobs, hf_logprobs(reference, sampled)[0])
+                sides |= {"sampled_tokens": int(sampled.lengths.sum()), "fallback": traffic.fallback}
+                results[f"{layout} {name}"] = sides
+            if layout == layouts[-1]:
+                export_hf(trainer, checkpoint_b, f"{out_dir}/export")
+            found, norm = gradient_of(trainer, batch)
+            if RANKS.rank == 0:
+                largest, of = largest_difference(found, gradient)
+                whole = float(torch.stack([tensor.norm() for tensor in gradient.values()]).norm())
+                results[f"{layout} b"] |= {"gradient": largest, "worst_gradient": of, "norm": abs(norm / whole - 1)}
+    if RANKS.rank == 0:
+        Path(out_dir, "out.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

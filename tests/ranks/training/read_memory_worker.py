@@ -1,0 +1,44 @@
+"""One rank of test_read_memory.py: how much memory reading a checkpoint at TP 2 takes at its peak.
+
+    read_memory_worker.py CHECKPOINT OUT_DIR
+
+Each rank writes {"held": bytes of its parameters, "peak": growth of its peak resident memory} to OUT_DIR/<rank>.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from rl.runtime.ranks import discover
+from train_rl import prepare_environment
+
+RANKS = discover()
+prepare_environment(RANKS)
+
+from megatron_groups import new_grid  # noqa: E402
+
+from rl.config.schema import Training  # noqa: E402
+from rl.models import read_hf_config  # noqa: E402
+from rl.runtime.session import session  # noqa: E402
+from rl.training.engine import TrainingEngine  # noqa: E402
+
+
+def resident(field: str) -> int:
+    """VmRSS or VmHWM, the peak of VmRSS, in bytes; pages of mapped files count."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) << 10
+
+
+def main(checkpoint: str, out_dir: str) -> None:
+    with session(RANKS) as device:
+        grid, hf = new_grid(2, 1), read_hf_config(checkpoint)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = resident("VmRSS")
+        trainer = TrainingEngine(checkpoint, hf, training=Training(tp=2), dtype="bfloat16", grid=grid, device=device)
+        peak = resident("VmHWM") - before
+        held = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
+        Path(out_dir, f"{RANKS.rank}.json").write_text(json.dumps({"held": held, "peak": peak}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,38 @@
+"""Training models in host memory between their phases: storages are free, results are the same to the bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.spawn import run_ranks
+from tools.make_toy import make_toy
+
+WORKER = Path(__file__).with_name("offload_worker.py")
+DTYPES = ("float32", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict:
+    """Rank 0's of two data parallel ranks."""
+    toy = make_toy(tmp_path_factory.mktemp("toy"), layers=2, intermediate=128)
+    return json.loads(run_ranks(2, WORKER, toy / "model", timeout=240)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["optimizer", "all"])
+def test_metrics_and_weights_are_those_of_a_run_that_never_moved_anything(results, dtype, mode):
+    assert results[f"{dtype} {mode}"][0] == results[f"{dtype} none"][0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_three_hold_no_byte_on_the_device_meanwhile(results, dtype):
+    *away, back = results[f"{dtype} all"][1]
+    assert away == [{"weights": 0, "gradients": 0, "optimizer": 0}] * 3
+    assert back == results[f"{dtype} none"][1][-1] and all(size > 0 for size in back.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_stay_where_only_the_optimizer_moves(results, dtype):
+    *away, back = results[f"{dtype} optimizer"][1]
+    assert away == [{"weights": back["weights"], "gradients": 0, "optimizer": 0}] * 3

@@ -1,0 +1,96 @@
+"""Hugging Face, Megatron in every layout and vLLM after a refit give the same log-probs for the same weights and tokens,
+Megatron's gradients are Hugging Face's, and what is exported is what was read. For every architecture."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpoints import save_tiny
+from tests.spawn import run_ranks
+
+WORKER = Path(__file__).parent / "parity_worker.py"
+DENSE = ["1x1x1", "2x1x1", "1x2x1", "2x2x1"]
+EXPERTS = ["1x1x1", "2x1x1", "1x2x1", "1x1x2", "2x1x2", "1x1x2x2", "2x1x2x2", "1x2x2", "2x2x2"]
+"""TP x PP x EP (x ETP) on four ranks: the experts' own tensor parallel size is TP without EP and 1 with it where it is not
+given, and their data parallel groups are others than the dense weights' in 2x1x2."""
+CASES = {
+    "qwen2": ("Qwen2ForCausalLM", False, DENSE),
+    "qwen2-tied": ("Qwen2ForCausalLM", True, DENSE),
+    "qwen3": ("Qwen3ForCausalLM", False, DENSE),
+    "llama3": ("LlamaForCausalLM", False, DENSE),
+    "llama3-tied": ("LlamaForCausalLM", True, DENSE),
+    "mistral": ("MistralForCausalLM", False, DENSE),
+    "mixtral": ("MixtralForCausalLM", False, EXPERTS),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", False, EXPERTS),
+    "deepseek-v2": ("DeepseekV2ForCausalLM", False, EXPERTS),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", False, EXPERTS),
+}
+"""Name -> (architecture, whether the embedding is the head, training layouts)."""
+ALWAYS = ("qwen2", "llama3-tied", "deepseek-v3")
+"""The others are for `--slow`: what sets them apart is also seen in tests/models and tests/refit."""
+
+
+def run_parity(directory, world_size: int, rollout_tp: int, layouts: list[str], case: str, worker: Path = WORKER) -> dict:
+    architecture, tie, _ = CASES[case]
+    checkpoints = [save_tiny(architecture, directory / name, seed=seed, tie=tie) for seed, name in enumerate("ab")]
+    run_ranks(world_size, worker, *checkpoints, directory, rollout_tp, *layouts, timeout=600)
+    results = json.loads((directory / "out.json").read_text())
+    sides = ("megatron", "entropy", "sum_p_squared", "vllm", "gradient")
+    print(case, {side: max(found.get(side, 0) for found in results.values()) for side in sides})
+    return results
+
+
+def assert_equal_logprobs(results: dict, layouts: list[str], *, fallback: bool = False) -> None:
+    # Weights b come after a: what is compared in the engine was written by a refit over other weights.
+    assert results.keys() == {f"{layout} {weights}" for layout in layouts for weights in "ab"}
+    for case, found in results.items():
+        assert found["sampled_tokens"] > 50 and bool(found["fallback"]) == fallback, case
+        for side in ("megatron", "entropy", "sum_p_squared", "vllm"):
+            assert found[side] < 1e-4, (case, side)
+
+
+def assert_equal_gradients(results: dict, layouts: list[str]) -> None:
+    for layout in layouts:
+        found = results[f"{layout} b"]
+        assert found["gradient"] < 1e-5 and found["norm"] < 1e-6, (layout, found["worst_gradient"], found["norm"])
+
+
+def assert_same_tensors(exported: Path, source: Path) -> None:
+    """The same names, and the same bits under each."""
+    found, expected = (
+        {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        for directory in (exported, source)
+    )
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype
+        assert torch.equal(found[name].view(torch.int32), tensor.view(torch.int32)), name
+
+
+@pytest.mark.parametrize("case", [case if case in ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+def test_any_training_layout_serves_two_replicas_of_tp_2(tmp_path, case):
+    layouts = CASES[case][2]
+    results = run_parity(tmp_path, 4, 2, layouts, case)
+    assert_equal_logprobs(results, layouts)
+    assert_equal_gradients(results, layouts)
+    assert_same_tensors(tmp_path / "export", tmp_path / "b")  # from TP 2 x PP 2, and EP 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen2", "mixtral"])
+def test_one_replica_with_more_ranks_than_key_value_heads(tmp_path, case):
+    assert_equal_logprobs(run_parity(tmp_path, 4, 4, ["2x2x1"], case), ["2x2x1"])
+
+
+def test_a_replica_per_rank(tmp_path):
+    layouts = ["1x1x1", "2x1x1", "1x2x1"]
+    assert_equal_logprobs(run_parity(tmp_path, 2, 1, layouts, "qwen2"), layouts)
+
+
+def test_weights_that_the_engine_has_packed_go_through_its_own_loader(tmp_path):
+    layouts = ["1x1x1", "2x1x1"]
+    results = run_parity(tmp_path, 2, 2, layouts, "qwen2", WORKER.parent / "packed_worker.py")
+    assert_equal_logprobs(results, layouts, fallback=True)

@@ -1,0 +1,105 @@
+"""train_rl.py with a fault: `faulty_train.py KIND PLACE RANK CALL <arguments of train_rl.py>`. The fault comes on one rank, in the
+CALL-th call (from 1) of what PLACE names."""
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import train_rl
+
+PLACES = {
+    "generate": ("rl.rollout.engine", "RolloutEngine.generate"),
+    "score": ("rl.phases.scoring", "Scorer.score"),
+    "log_probs": ("rl.training.engine", "TrainingEngine.forward"),
+    "update": ("rl.training.engine", "TrainingEngine.update"),
+    "refit": ("rl.engines.memory", "refit"),
+    "save": ("rl.checkpoint.store", "CheckpointStore.save"),
+    "draw": ("rl.phases.phases", "Phases.draw_prompts"),
+    "targets": ("rl.phases.phases", "Phases.targets"),
+}
+
+
+def hang_here(*args):
+    threading.Event().wait()
+
+
+def hold_the_interpreter_lock(*args):
+    ctypes.PyDLL(None).sleep(600)  # PyDLL: the lock is held meanwhile
+
+
+def raise_here(*args):
+    raise ValueError("injected: the reactor is on fire")
+
+
+def run_out_of_memory(*args):
+    return bytearray(1 << 60)
+
+
+def kill_this_rank(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def grow(*args):
+    args[0].ballast = bytearray(os.urandom(1 << 20) * 1200)
+
+
+def flip_a_bit(phases, *args):
+    import torch
+
+    weight = dict(phases.engines.policy.model.named_parameters())["decoder.layers.0.mlp.linear_fc2.weight"]
+    weight.data.view(torch.int32).view(-1)[7] ^= 1 << 12
+
+
+def lose_the_lock(phases, *args):
+    path = Path(phases.config.run.dir, "lock.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"token": "another", "host": "node7"}))
+
+
+def read_other_data(phases, *args):
+    phases.sampler.draw(1)
+
+
+KINDS = {
+    function.__name__: function
+    for function in (
+        hang_here, hold_the_interpreter_lock, raise_here, run_out_of_memory, kill_this_rank, grow, flip_a_bit, lose_the_lock,
+        read_other_data,
+    )
+}  # fmt: skip
+
+
+def inject(kind: str, place: str, call: int) -> None:
+    importlib.import_module("rl.training")  # makes Megatron work without CUDA, before anything imports it
+    module, path = PLACES[place]
+    owner = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original, calls = getattr(owner, name), 0
+
+    def faulty(*args, **options):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            KINDS[kind](*args)
+        return original(*args, **options)
+
+    setattr(owner, name, faulty)
+
+
+if __name__ == "__main__":
+    kind, place, rank, call, *sys.argv[1:] = sys.argv[1:]
+    run = train_rl.watched_run
+
+    def faulty_run(config, ranks, device):
+        if ranks.rank == int(rank):
+            inject(kind, place, int(call))
+        run(config, ranks, device)
+
+    train_rl.watched_run = faulty_run
+    train_rl.leave(train_rl.main())

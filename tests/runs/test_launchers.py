@@ -1,0 +1,52 @@
+"""The same command under every launcher: plain python, torchrun and mpirun. srun's variables are tested in tests/unit/runtime/test_ranks.py."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.spawn import ROOT, free_port
+from tools.make_toy import make_toy
+
+PYTHON = Path(sys.executable)
+MPIRUN = shutil.which("mpirun", path=f"{PYTHON.parent}:{os.environ['PATH']}")
+MPI = pytest.mark.skipif(
+    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
+    reason="mpirun or mpi4py is not installed (tools/install_cpu.sh --mpi)",
+)
+LAUNCHERS = {
+    "python": (1, [PYTHON]),
+    "torchrun": (2, [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]),
+    "mpirun": (2, [MPIRUN, "-n", "2", PYTHON]),
+}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy"), layers=2)
+
+
+@pytest.mark.parametrize("launcher", [pytest.param(name, marks=MPI if name == "mpirun" else ()) for name in LAUNCHERS])
+def test_ranks_find_each_other(launcher, toy, tmp_path):
+    world_size, command = LAUNCHERS[launcher]
+    (tmp_path / "config.yaml").write_text(
+        f"""
+        algorithm: sft
+        run: {{max_steps: 2, dir: {tmp_path}/run}}
+        model: {{path: {toy}/model, dtype: float32}}
+        data: {{train: [{toy}/train.parquet], max_prompt_tokens: 16, prompts_per_step: 8}}
+        """
+    )
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    arguments = [ROOT / "train_rl.py", "--config", tmp_path / "config.yaml"]
+    result = subprocess.run([*command, *arguments], env=inherited, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count(f"{world_size} rank") == 1  # one world, and its first rank speaks
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["training/global_step"] for step in steps] == [1, 2]
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["world_size"] == world_size

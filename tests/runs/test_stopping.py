@@ -1,0 +1,103 @@
+"""A run that is told to stop, from its command line: what is on disk, its exit code, and that it goes on as if nothing was."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.spawn import ROOT, RanksFailed, run_ranks
+from tests.records import comparable
+from tools.make_toy import make_toy
+
+TRAIN = ROOT / "train_rl.py"
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy"), layers=2, intermediate=128)
+
+
+@pytest.fixture
+def config(toy, tmp_path) -> Path:
+    """GRPO of four steps on the toy task, a few samples at a time, so that a generation takes a while."""
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"""
+        algorithm: grpo
+        run: {{name: test, dir: {tmp_path}/run, max_steps: 4}}
+        model: {{path: {toy}/model, dtype: float32}}
+        data: {{train: [{toy}/train.parquet], max_prompt_tokens: 16, prompts_per_step: 16}}
+        training: {{micro_batch_tokens: 200, prompts_per_minibatch: 8, optimizer: {{lr: 1.0e-3}}}}
+        rollout:
+          {{samples_per_prompt: 4, max_response_tokens: 48, deterministic: true, cpu_kv_cache_mib: 16, max_concurrent_samples: 4}}
+        reward: {{function: "{tmp_path}/distinct.py:score"}}
+        logging: {{tensorboard: false}}
+        """
+    )
+    (tmp_path / "distinct.py").write_text("def score(prompt, response, ground_truth, **extra):\n    return len(set(response)) / 6\n")
+    return path
+
+
+def status(run: Path) -> dict:
+    return json.loads((run / "status.json").read_text())
+
+
+def touch_after_step(run: Path, step: int, name: str) -> threading.Thread:
+    """Makes run/name as soon as the step is on disk."""
+
+    def watch():
+        while not (run / "status.json").exists() or status(run)["step"] < step:
+            time.sleep(0.01)
+        (run / name).touch()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.slow  # a Slurm job does the same in tests/slurm/test_jobs.py
+def test_a_stop_in_a_generation_leaves_a_checkpoint_from_which_the_run_is_the_same(config, tmp_path):
+    run_ranks(2, TRAIN, "--config", config, f"run.dir={tmp_path}/whole", timeout=240)
+    # By hand: the file.
+    watcher = touch_after_step(tmp_path / "run", 2, "stop")
+    run_ranks(2, TRAIN, "--config", config, timeout=240)
+    watcher.join()
+    stopped = status(tmp_path / "run")
+    assert (stopped["state"], stopped["reason"]) == ("stopped", "the file 'stop'") and stopped["checkpoint_step"] == stopped["step"] < 4
+    # It stays stopped until the file is gone.
+    with pytest.raises(RanksFailed) as refused:
+        run_ranks(2, TRAIN, "--config", config, timeout=240)
+    assert refused.value.returncodes == [2, 2] and "remove it to let the run go on" in refused.value.stderr[0]
+    (tmp_path / "run" / "stop").unlink()
+    # Then by its time: already over when the first step would begin, so nothing is done twice.
+    with pytest.raises(RanksFailed) as late:
+        run_ranks(2, TRAIN, "--config", config, "run.max_time=0:00:01", timeout=240)
+    assert late.value.returncodes == [75, 75] and "run.max_time is over" in late.value.stderr[0]
+    assert status(tmp_path / "run")["checkpoint_step"] == stopped["checkpoint_step"]
+    run_ranks(2, TRAIN, "--config", config, timeout=240)
+    assert status(tmp_path / "run")["state"] == "finished"
+    assert comparable(tmp_path / "run") == comparable(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way, stopped_at", [("redo", 0), ("finish", 1)])
+def test_what_becomes_of_the_generation(config, tmp_path, way, stopped_at):
+    """USR2 while the first step generates, for several seconds: it is dropped, or the step completed."""
+    long = ("rollout.max_response_tokens=200", "data.prompts_per_step=256", "rollout.max_concurrent_samples=64", "run.max_steps=2")
+    overrides = (f"run.on_stop_in_generation={way}", *long, "training.micro_batch_tokens=2000")
+    command = [str(part) for part in (sys.executable, TRAIN, "--config", config, *overrides)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith("ready in"):
+            time.sleep(2.0)  # into the generation
+            process.send_signal(signal.SIGUSR2)
+    assert process.wait(240) == 75, "".join(said)
+    assert f"stopped before step {stopped_at + 1}: SIGUSR2" in "".join(said)
+    assert status(tmp_path / "run")["checkpoint_step"] == stopped_at

@@ -1,0 +1,212 @@
+"""tools/doctor.py: faults put into a node, or into what it would see, are named; real ranks for what lies between nodes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.spawn import ROOT, run_ranks
+from tools import doctor
+from tools.link_checks import judge_pairs, pair_rounds, read_nccl_log
+from tools.node_checks import Finding, bad, check_disks, check_gpus, check_readable, check_versions, judge_disk, ok, read_gpus
+
+FINE = "NVIDIA H100 80GB HBM3, 4, 81559, 0, 1980, 1980, Not Active, Not Active"
+NODES = """
+    import os, socket, sys, time
+
+    rank, faulty = int(os.environ["RANK"]), sys.argv[2] == "faulty"
+    socket.gethostname = lambda: f"node{rank}"
+    socket.gethostbyname = lambda name: "127.0.0.1" if faulty and rank == 1 else f"10.0.0.{rank}"
+    if faulty and rank == 1:
+        real = time.time
+        time.time = lambda: real() - 5
+    if faulty and rank == 2:
+        os.chdir("/")
+    from tools.doctor import main
+
+    print(main(["--json", "--config", sys.argv[1], "--mib", "1", "--min-free-gib", "0", "--slow-share", "0.01"]))
+"""
+"""Every rank a node of its own; with faults a clock that is late, a name that resolves to the node itself, and files that are
+not there. The machine that plays all nodes may be busy: hardly anything counts as slow."""
+
+
+def levels(findings):
+    return [finding.level for finding in findings]
+
+
+class TestGpus:
+    def test_idle_gpus_in_order(self):
+        assert read_gpus(f"{FINE}\n{FINE}\n", expected=2) == [ok("gpus", "2 x NVIDIA H100 80GB HBM3")]
+
+    @pytest.mark.parametrize(
+        "old, new, check",
+        [
+            (", 4, 81559", ", 40123, 81559", "gpu memory"),
+            ("81559, 0,", "81559, 3,", "ecc"),
+            ("Not Active, Not Active", "Active, Not Active", "clocks"),
+            ("Not Active, Not Active", "Not Active, Active", "clocks"),
+        ],
+    )
+    def test_a_fault_of_one_is_named(self, old, new, check):
+        (finding,) = read_gpus(f"{FINE}\n{FINE.replace(old, new)}\n", expected=2)
+        assert (finding.level, finding.check) == ("bad", check) and "GPU 1" in finding.text
+
+    def test_one_too_few(self):
+        assert read_gpus(FINE, expected=8)[0] == bad("gpus", "1 GPUs seen, 8 expected")
+
+    def test_cards_without_ecc_are_fine(self):
+        assert levels(read_gpus(FINE.replace("81559, 0,", "81559, [N/A],"), expected=1)) == ["ok"]
+
+    def test_a_driver_that_fails_is_a_finding(self, tmp_path, monkeypatch):
+        (tmp_path / "nvidia-smi").write_text("#!/bin/bash\necho 'Unable to determine the device handle for GPU0000:3B:00.0'\nexit 255\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        (finding,) = check_gpus(expected=None)
+        assert finding.level == "bad" and "device handle" in finding.text
+
+    def test_gpus_that_were_promised(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert levels(check_gpus(expected=4)) == ["bad"] and levels(check_gpus(expected=0)) == ["ok"]
+
+
+class TestNode:
+    def test_a_disk_that_is_too_full(self, tmp_path):
+        assert levels(check_disks([tmp_path / "not" / "there" / "yet"], min_free_gib=0.0)) == ["ok"]
+        (finding,) = check_disks([tmp_path], min_free_gib=1e9)
+        assert finding.level == "bad" and "less than 1e+09 GiB" in finding.text
+
+    @pytest.mark.parametrize("inodes, free, level", [(0, 0, "ok"), (1000000, 500, "bad"), (1000000, 900000, "ok")])
+    def test_inodes_run_out_where_they_are_counted(self, inodes, free, level):
+        disk = os.statvfs_result((4096, 4096, 1 << 30, 1 << 30, 1 << 30, inodes, free, free, 0, 255))
+        assert judge_disk(Path("/x"), disk, min_free_gib=10.0).level == level
+
+    def test_a_disk_that_takes_no_write(self):
+        (finding,) = check_disks([Path("/proc/sys")], min_free_gib=0.0)
+        assert finding.level == "bad" and "cannot be written to" in finding.text
+
+    def test_every_file_of_a_model_is_opened(self, tmp_path):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "a").write_text("x")
+        (tmp_path / "model" / "gone").symlink_to(tmp_path / "nowhere")
+        (tmp_path / "train").write_text("x")
+        paths = {"model.path": [str(tmp_path / "model")], "data.train": [str(tmp_path / "train")]}
+        assert levels(check_readable(paths)) == ["ok"]  # a link to nowhere is no file, and none that is read
+        (finding,) = check_readable(paths | {"data.val": [str(tmp_path / "val")]})
+        assert finding.level == "bad" and "data.val" in finding.text and "No such file" in finding.text
+
+    def test_another_version_than_the_tested_one(self, monkeypatch):
+        import importlib.metadata
+
+        real = importlib.metadata.version
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "megatron-core" else real(name))
+        (finding,) = check_versions()
+        assert finding.level == "warn" and "megatron-core 9.9 (tested: 0.16.1)" in finding.text
+
+
+class TestPairs:
+    @pytest.mark.parametrize("number", [2, 3, 4, 7, 8])
+    def test_all_rounds_meet_every_pair_once_and_nobody_twice_in_a_round(self, number):
+        rounds = pair_rounds(number, 100)
+        met = [pair for pairs in rounds for pair in pairs]
+        assert sorted(met) == [(a, b) for a in range(number) for b in range(a + 1, number)]
+        assert all(len({node for pair in pairs for node in pair}) == 2 * len(pairs) for pairs in rounds)
+
+    def test_fewer_rounds_are_asked_of_many_nodes(self):
+        rounds = pair_rounds(64, 3)
+        assert len(rounds) == 3 and all(len(pairs) == 32 for pairs in rounds)
+
+    def test_the_node_with_the_slow_link_is_bad_and_not_those_who_met_it(self):
+        names = ["a", "b", "c", "d"]
+        speeds = {(x, y): 3.0 if "c" in (x, y) else 40.0 for i, x in enumerate(names) for y in names[i + 1 :]}
+        found = {host: finding.level for host, (finding,) in judge_pairs(speeds, slow_share=0.5, min_gb_s=0).items()}
+        assert found == {"a": "warn", "b": "warn", "c": "bad", "d": "warn"}
+        assert set(levels(f for (f,) in judge_pairs(speeds, slow_share=0.5, min_gb_s=50).values())) == {"bad"}
+
+    def test_two_equal_nodes_are_fine(self):
+        assert levels(f for (f,) in judge_pairs({("a", "b"): 1.0}, slow_share=0.5, min_gb_s=0).values()) == ["ok", "ok"]
+
+
+class TestTransport:
+    ON_IB = "node1:7:9 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA\n"
+    ON_TCP = "node1:7:9 [0] NCCL INFO NET/IB : No device found.\nnode1:7:9 NCCL INFO Channel 00/0 : 1[0] -> 0[0] [send] via NET/Socket/0\n"
+
+    def test_rdma_in_use(self):
+        (finding,) = read_nccl_log(self.ON_IB, rdma=["mlx5_0"])
+        assert finding.level == "ok" and "NET/IB" in finding.text
+
+    def test_a_silent_fall_back_to_tcp(self):
+        (finding,) = read_nccl_log(self.ON_TCP, rdma=["mlx5_0"])
+        assert finding.level == "bad" and "fell back to TCP" in finding.text and "mlx5_0" in finding.text
+
+    def test_tcp_where_there_is_nothing_else(self):
+        assert levels(read_nccl_log(self.ON_TCP, rdma=[])) == ["ok"]
+
+    def test_a_network_that_is_only_named_once(self):
+        assert levels(read_nccl_log("NCCL INFO Using network Socket\n", rdma=["mlx5_0"])) == ["bad"]
+        assert levels(read_nccl_log("NCCL INFO Using network AWS Libfabric\n", rdma=[])) == ["ok"]
+
+
+class TestReport:
+    SHARED = bad("paths", "model.path: x cannot be read")
+
+    def test_only_nodes_that_are_worse_than_others_are_excluded(self):
+        by_node = {"a": [self.SHARED], "b": [self.SHARED, bad("clock", "+5 s")]}
+        assert doctor.excluded(by_node) == ["b"] and doctor.bad_nodes(by_node) == ["a", "b"]
+        text = doctor.as_text(by_node, verbose=False)
+        assert text.count("model.path") == 1 and "all nodes" in text and text.endswith("--exclude=b")
+
+    def test_what_is_in_order_is_said_on_request(self):
+        by_node = {"a": [ok("gpus", "8"), Finding("warn", "versions", "other")]}
+        assert "gpus" not in doctor.as_text(by_node, verbose=False)
+        assert "gpus" in doctor.as_text(by_node, verbose=True)
+        assert "--exclude" not in doctor.as_text(by_node, verbose=True)
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A config whose files lie below the directory in which the ranks start."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text("{}")
+    (tmp_path / "config.yaml").write_text(
+        f"run: {{dir: {tmp_path}/run}}\nmodel: {{path: model}}\ndata: {{train: [train.jsonl]}}\nreward: {{function: a:b}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "config.yaml"
+
+
+def examined(config, case):
+    out = run_ranks(3, NODES, config, case, timeout=120)
+    *report, code = out[0].strip().splitlines()
+    assert [o.strip().splitlines()[-1] for o in out] == [code] * 3  # every rank leaves with the same code
+    return int(code), json.loads(report[-1])
+
+
+def test_nodes_in_order(config):
+    code, report = examined(config, "fine")
+    assert code == 0 and report["ok"], report
+    assert report["exclude"] == [] and set(report["nodes"]) == {"node0", "node1", "node2"}
+    checks = {finding["check"] for finding in report["nodes"]["node1"]}
+    assert {"clock", "bandwidth", "transport", "paths", "disk", "versions", "/dev/shm"} <= checks
+
+
+def test_faults_of_single_nodes_are_named(config):
+    code, report = examined(config, "faulty")
+    assert code == 2 and report["exclude"] == ["node1", "node2"]
+    found = {node: {f["check"]: f["text"] for f in some if f["level"] == "bad"} for node, some in report["nodes"].items()}
+    assert found["node0"] == {}
+    assert found["node1"].keys() == {"clock", "transport"} and "-5.0" in found["node1"]["clock"]
+    assert found["node2"].keys() == {"paths"} and "train.jsonl" in found["node2"]["paths"]
+
+
+def test_by_hand_on_one_node(config):
+    command = [sys.executable, str(ROOT / "tools" / "doctor.py"), "--config", str(config), "--min-free-gib", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "1 node, 0 with something bad" in done.stdout
+    done = subprocess.run([*command, "--gpus", "64"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--exclude=" in done.stdout
+    done = subprocess.run([*command, "run.nmae=x"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "run.name" in done.stderr

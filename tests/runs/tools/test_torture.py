@@ -1,0 +1,35 @@
+"""The torture tool: ten kills lose nothing; and it sees what it is there to see."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl.checkpoint.shards import DamagedError
+from tests.spawn import ROOT
+from tools.torture import metrics_of, read_checkpoints
+
+
+@pytest.mark.slow
+def test_ten_kills_lose_nothing(tmp_path):
+    command = [sys.executable, ROOT / "tools" / "torture.py", "--kills", "10", "--out", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing lost: 10 kills" in done.stdout
+
+
+def test_metrics_are_compared_without_the_clock(tmp_path):
+    record = {"training/global_step": 1, "time": 5.0, "timing_s/gen": 1.0, "perf/throughput": 3.0, "actor/pg_loss": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert metrics_of(tmp_path) == [{"training/global_step": 1, "actor/pg_loss": 0.5}]
+
+
+def test_a_directory_that_is_called_a_checkpoint_and_is_none_is_found(tmp_path):
+    assert read_checkpoints(tmp_path) == 0
+    Path(tmp_path, "checkpoints", "step_000001.partial").mkdir(parents=True)
+    assert read_checkpoints(tmp_path) == 0
+    Path(tmp_path, "checkpoints", "step_000001").mkdir()
+    with pytest.raises(DamagedError, match="checkpoint.json is missing"):
+        read_checkpoints(tmp_path)

@@ -1,0 +1,153 @@
+"""Real ranks for tests: one process per rank on this host, on their own port, all gone when the call returns.
+
+    from tests.spawn import run_ranks
+
+    def test_ranks_add_up():
+        out = run_ranks(2, '''
+            import sys
+            import torch
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo")
+            total = torch.tensor(int(sys.argv[1]) + dist.get_rank())
+            dist.all_reduce(total)
+            print(int(total))
+            dist.destroy_process_group()
+        ''', 5)
+        assert out == ["11\\n", "11\\n"]
+
+Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so `init_process_group` needs no
+arguments, and one OpenMP thread. A rank costs the seconds of its imports: let one call check several things.
+
+Two ways in which a program that did its work may still fail at its end: the store lives in rank 0, so meet in a collective
+before leaving; and a process group that a global variable keeps alive past `destroy_process_group` may abort the
+interpreter's exit ("terminate called without an active exception"), so make groups within functions.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+GRACE = 2.0
+"""Seconds that other ranks have to end by themselves after one has failed."""
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class RanksFailed(Exception):
+    """A rank failed, or not all ended in time. The message holds what they wrote to stderr, the culprit's first."""
+
+    def __init__(self, reason: str, stdout: list[str], stderr: list[str], returncodes: list[int | None]):
+        self.stdout, self.stderr, self.returncodes = stdout, stderr, returncodes
+        """One per rank; the return code is None for a rank that was still running and was killed."""
+        super().__init__(reason)
+
+
+def run_ranks(
+    world_size: int, program: str | Path, *args: object, timeout: float = 60, env: Mapping[str, str] | None = None,
+    grace: float = GRACE,
+) -> list[str]:  # fmt: skip
+    """Run the program as `world_size` ranks; returns the stdout of each.
+
+    program: Python source (indented as it stands in the test) or the path of a script. args: sys.argv[1:], as str(arg).
+    timeout: seconds until the ranks are killed. env: variables on top of this process's own and of those of a rank.
+    Raises RanksFailed when one rank exits with another code than 0; ranks that do not end within `grace` are then killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        if isinstance(program, str):
+            script = Path(directory, "program.py")  # a file, so that a traceback shows its lines
+            script.write_text(textwrap.dedent(program))
+        else:
+            script = program
+        port = free_port()
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(world_size):
+                environ = _environment(rank, world_size, port) | dict(env or {})
+                ranks.append(_Rank(Path(directory), script, args, environ))
+            culprit = _wait(ranks, time.monotonic() + timeout)
+            if culprit is not None:
+                _wait_for_all(ranks, time.monotonic() + grace)
+            returncodes = [rank.process.poll() for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        stdout, stderr = [r.stdout.read_text() for r in ranks], [r.stderr.read_text() for r in ranks]
+    if all(code == 0 for code in returncodes):
+        return stdout
+    if culprit is None:
+        late = [rank for rank, code in enumerate(returncodes) if code is None]
+        reason = f"rank {', '.join(map(str, late))} of {world_size} did not end within {timeout} s"
+        order = list(range(world_size))
+    else:
+        reason = f"rank {culprit} of {world_size} exited with {returncodes[culprit]}"
+        order = sorted(range(world_size), key=lambda rank: rank != culprit)
+    said = "".join(f"\n--- stderr of rank {rank}\n{stderr[rank]}" for rank in order if stderr[rank])
+    raise RanksFailed(reason + said, stdout, stderr, returncodes)
+
+
+def free_port() -> int:
+    """A port nobody listens on, below the ephemeral range: no outgoing connection takes it before rank 0 binds it."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32000)
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+class _Rank:
+    def __init__(self, directory: Path, script: Path, args: tuple, env: dict[str, str]):
+        # Files, not pipes: nobody needs to read while a rank writes.
+        self.stdout, self.stderr = (directory / f"{name}.{env['RANK']}" for name in ("stdout", "stderr"))
+        with self.stdout.open("w") as out, self.stderr.open("w") as err:
+            command = [sys.executable, str(script), *map(str, args)]
+            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
+
+    def kill(self) -> None:
+        """End the rank and the processes that it started."""
+        with contextlib.suppress(ProcessLookupError):  # it left nothing behind
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return os.environ | dict(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=path,
+    )
+
+
+def _wait_for_all(ranks: list[_Rank], deadline: float) -> None:
+    while time.monotonic() < deadline and any(rank.process.poll() is None for rank in ranks):
+        time.sleep(0.05)
+
+
+def _wait(ranks: list[_Rank], deadline: float) -> int | None:
+    """Until all ranks ended well, the deadline (None), or one failed: which."""
+    while time.monotonic() < deadline:
+        codes = [rank.process.poll() for rank in ranks]
+        if failed := [rank for rank, code in enumerate(codes) if code]:
+            return failed[0]
+        if None not in codes:
+            return None
+        time.sleep(0.05)
+    return None

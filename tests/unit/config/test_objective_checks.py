@@ -1,0 +1,180 @@
+"""Which algorithm, advantage, loss and aggregation go together, and what is said where they do not."""
+
+from typing import get_args, get_type_hints
+
+import pytest
+
+from rl.algorithms import NEEDS, describe, shipped
+from rl.config.schema import Objective, load_config
+from rl.config.checks import check
+from rl.config.objective_checks import ADVANTAGE_NEEDS, CLIPPED, READERS
+from rl.config.options import ConfigError
+
+ADVANTAGES = [name for name in get_args(get_type_hints(Objective)["advantage"]) if name != "none"]
+LOSSES = [name for name in get_args(get_type_hints(Objective)["loss"]) if name != "none"]
+
+
+def config_with(*overrides):
+    return load_config(None, ["model.path=/models/toy", "data.train=train.jsonl", *overrides])
+
+
+def error(*overrides) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config_with(*overrides))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_each_shipped_algorithm_passes_with_its_own_defaults(name):
+    assert check(config_with(f"algorithm={name}")) == []
+    assert set(describe(name).needs) <= set(NEEDS)
+
+
+def test_the_shipped_algorithms_are_those_that_the_readme_promises():
+    assert shipped() == ["dapo", "dpo", "grpo", "ppo", "prime", "reinforce_pp", "remax", "rloo", "sft", "spin", "sppo"]
+
+
+def test_an_algorithm_sets_defaults_that_file_and_overrides_still_win_over(tmp_path):
+    assert config_with("algorithm=dapo").objective.clip_high == 0.28
+    assert config_with("algorithm=dapo", "objective.clip_high=0.4").objective.clip_high == 0.4
+    (tmp_path / "config.yaml").write_text("algorithm: rloo\nobjective: {aggregation: token-mean}\n")
+    config = load_config(tmp_path / "config.yaml")
+    assert (config.objective.advantage, config.objective.aggregation) == ("rloo", "token-mean")
+
+
+def test_an_unknown_algorithm_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match="algorithm is 'grop', but must be dapo, dpo, grpo"):
+        config_with("algorithm=grop")
+
+
+OWN = 'NEEDS = ("samples", "reward")\nDEFAULTS = {"objective.advantage": "reinforce++", "objective.loss": "ppo"}\n'
+
+
+def test_an_algorithm_of_ones_own_is_a_file(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN + "import torch\ndef step(phases, config): ...\n")
+    config = config_with(f"algorithm={tmp_path}/mine.py")
+    assert config.objective.advantage == "reinforce++" and check(config) == []
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def step(phases, config): ...", "must set NEEDS, a tuple, and DEFAULTS"),
+        (OWN, "no function step"),
+        (OWN.replace('"reward"', '"rewards"') + "def step(phases, config): ...", "needs 'rewards', which is none of"),
+        ("def step(", "cannot be read"),
+        ("NEEDS = tuple(range(3))\nDEFAULTS = {}\ndef step(phases, config): ...", "as literals"),
+    ],
+)
+def test_an_unfit_file_is_refused_with_the_reason(tmp_path, text, words):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        config_with(f"algorithm={tmp_path}/mine.py")
+
+
+def test_every_advantage_has_its_needs():
+    assert set(ADVANTAGE_NEEDS) == set(ADVANTAGES)
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_grpo_takes_every_advantage_that_wants_no_model_or_baseline_of_its_own(advantage):
+    if advantage in ("gae", "remax", "prime"):
+        said = error(f"objective.advantage={advantage}")
+        fitting = {"gae": "ppo", "remax": "remax", "prime": "prime"}[advantage]
+        assert "which algorithm=grpo does not make" in said and said.endswith(f"use algorithm={fitting}.")
+    else:
+        assert check(config_with(f"objective.advantage={advantage}")) == []
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
+    clip = ("objective.clip_low=0.01", "objective.clip_high=0.02") if loss in CLIPPED else ()
+    mean = "objective.aggregation=seq-mean-token-mean"
+    assert check(config_with(f"objective.loss={loss}", mean, *clip)) == []
+    if loss == "gmpo":
+        assert "one advantage per sample" in error("algorithm=ppo", f"objective.loss={loss}", mean, *clip)
+        assert "would weigh samples by their length" in error(f"objective.loss={loss}", *clip)
+    else:
+        assert check(config_with("algorithm=ppo", f"objective.loss={loss}", *clip)) == []
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["algorithm=remax", "objective.advantage=reinforce++"], "makes the score of a greedy response to each prompt, which"),
+        (["algorithm=ppo", "objective.advantage=grpo"], "use algorithm=dapo, grpo, reinforce_pp or rloo."),
+        (["algorithm=sft", "objective.loss=ppo"], "algorithm=sft has a loss of its own"),
+        (["algorithm=dpo", "objective.advantage=rloo"], "algorithm=dpo has a loss of its own"),
+        (["objective.loss=none"], "algorithm=grpo is a policy gradient; its own is ppo"),
+        (["critic.warmup_steps=3"], "algorithm=grpo has no use for it; ppo has"),
+        (["preference.beta=0.3"], "dpo, spin and sppo have"),
+        (["dynamic_sampling.max_rounds=3"], "no use for it; dapo has"),
+        (["algorithm=remax", "objective.reward_kl.coef=0.1"], "the greedy baseline has no such term"),
+        (["objective.reward_columns=[a]"], "are for objective.advantage=gdpo"),
+        (["objective.advantage=gdpo", "objective.reward_columns=[a, b]", "objective.reward_weights=[1.0]"], "1 numbers for 2"),
+        (["objective.loss=clip-cov", "objective.cov_low=6"], "cov_low=6.0 is not below objective.cov_high=5.0"),
+        (["objective.reward_kl.controller=adaptive"], "no weight to start from"),
+        (
+            ["objective.reward_kl.controller=adaptive", "objective.reward_kl.coef=0.1", "objective.reward_kl.horizon=100"],
+            "in one step of 512 samples; use more than 103",
+        ),
+        (["rollout_correction.truncate_tokens=2", "rollout_correction.truncate_samples=2"], "both weigh a token"),
+        (["rollout_correction.icepop_high=5", "rollout_correction.icepop_low=2"], "agree, whose ratio is 1"),
+        (["rollout_correction.reject=token-k3"], "which"),
+        (["rollout_correction.bypass=true", "rollout_correction.truncate_tokens=2"], "leaves truncate_tokens nothing to correct"),
+        (["algorithm=sppo", "rollout_correction.bypass=true"], "is for policy gradients"),
+        (["objective.advantage=optimal-token-baseline", "rollout_correction.bypass=true"], "leaves out the forward pass"),
+        (
+            ["objective.loss=gmpo", "objective.aggregation=seq-mean-token-mean", "rollout_correction.truncate_tokens=2"],
+            "objective.loss=gmpo has one loss per sample",
+        ),
+        (["rollout_correction.reject_high=2"], "which is none"),
+        (["objective.advantage=gdpo", "objective.reward_kl.coef=0.1"], "takes objective.reward_columns of the reward function"),
+        (["algorithm=prime", "reward.overlong_buffer_tokens=4"], "takes the outcome (acc) of the reward function"),
+        (["algorithm=prime", "implicit_reward.min_accuracy=0.9"], "no prompt would be left"),
+        (["objective.gamma=0.9"], "has no effect with objective.advantage=grpo; gae, reinforce++ and prime read it"),
+        (["objective.dro_beta=0.3"], "objective.loss=ppo; dro reads it"),
+        (["algorithm=sft", "objective.kl_coef=0.1"], "objective.kl_coef=0.1 has no effect with algorithm=sft"),
+        (["algorithm=sft", "preference.beta=0.3"], "dpo, spin and sppo have"),
+        (["algorithm=sppo", "preference.loss=ipo"], "algorithm=sppo has a loss of its own"),
+        (["algorithm=dpo", "preference.loss=hinge", "preference.label_smoothing=0.1"], "no effect with preference.loss=hinge"),
+        (["algorithm=dpo", "preference.label_smoothing=0.5"], "at least 0 and less than 0.5"),
+        (["data.train_weights=[1.0, 2.0]"], "2 numbers for 1 files"),
+        (["data.val=v.jsonl", "validation.greedy=false"], "nothing to validate with"),
+        (["critic.optimizer.min_lr=1"], "critic.optimizer.min_lr=1.0 is above"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_reason(overrides, words):
+    assert words in error(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["algorithm=rloo", "rollout.samples_per_prompt=1"], "every advantage is 0"),
+        (["objective.loss=reinforce", "training.epochs=2"], "does not know that the policy has moved"),
+        (["objective.loss=gspo"], "its paper takes 0.0003"),
+        (["objective.kl_coef=0.1", "objective.kl_estimator=k1"], "mean gradient of 0"),
+        (["algorithm=ppo", "critic.warmup_steps=100"], "the policy never moves"),
+        (["algorithm=ppo", "critic.optimizer.warmup_steps=100"], "the run ends within the warm-up"),
+    ],
+)
+def test_what_is_unlikely_to_be_meant_is_warned_of(overrides, words):
+    (warning,) = check(config_with(*overrides))
+    assert words in warning
+
+
+def test_one_sample_per_prompt_is_enough_for_reinforce_pp():
+    assert check(config_with("algorithm=reinforce_pp", "rollout.samples_per_prompt=1")) == []
+    assert check(config_with("objective.advantage=reinforce++", "rollout.samples_per_prompt=1")) == []
+
+
+@pytest.mark.parametrize("key", READERS)
+def test_a_key_names_advantages_or_losses_that_there_are(key):
+    chooser, readers = READERS[key]
+    assert set(readers) <= set(ADVANTAGES if chooser == "advantage" else LOSSES) and hasattr(Objective(), key)
+
+
+def test_one_key_turns_token_level_truncation_on():
+    assert check(config_with("rollout_correction.truncate_tokens=2.0")) == []

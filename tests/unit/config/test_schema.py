@@ -1,0 +1,393 @@
+"""The real tree in rl/config/schema.py, its docs and its checks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl.config.schema import Config, load_config, resolve
+from rl.config.checks import RANGES, check, check_layout
+from rl.config.options import ConfigError, flatten, help_text, load, to_yaml, tree_docs
+
+SUPPORTED = ["Qwen3ForCausalLM", "LlamaForCausalLM"]
+HF = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "max_position_embeddings": 4096,
+    "vocab_size": 1000,  # vLLM pads it to 1024
+}
+
+
+def config_with(*overrides):
+    return load_config(None, ["model.path=/models/toy", "data.train=train.jsonl", *overrides])
+
+
+def check_error(*overrides):
+    config = config_with(*overrides)
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def layout_error(world_size, *overrides, **hf):
+    config = config_with(*overrides)
+    check(config)
+    with pytest.raises(ConfigError) as caught:
+        check_layout(config, world_size, HF | hf, SUPPORTED)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# The tree
+
+
+@pytest.mark.parametrize("key", flatten(Config()))
+def test_every_key_has_a_doc_and_is_in_the_help(key):
+    assert tree_docs(Config)[key]
+    assert f"  {key}  (" in help_text(Config, 120)
+
+
+def test_the_help_ends_each_doc_as_a_sentence():
+    assert [key for key in flatten(Config()) if not tree_docs(Config)[key].endswith((".", ")"))] == []
+
+
+def test_the_config_survives_the_round_trip_through_yaml(tmp_path):
+    config = config_with("reward.kwargs={tolerance: 1e-6}", "rollout.stop=['</answer>', 'a: b']", "run.name=1e-6")
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert load(Config, path) == config
+    assert config.training.optimizer.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    "override, nearest",
+    [
+        ("run.learning_rate=1e-6", "training.optimizer.lr"),
+        ("training.lr=1e-6", "training.optimizer.lr"),
+        ("run.steps=3", "run.max_steps"),
+        ("rollout.max_prompt_tokens=3", "data.max_prompt_tokens"),
+        ("rollout.num_samples_per_prompt=3", "rollout.samples_per_prompt"),
+        ("trainer.tp=3", "training.tp"),
+        ("objective.kl_coeff=0.1", "objective.kl_coef"),
+        ("data.seed=1", "run.seed"),
+    ],
+)
+def test_a_mistyped_key_leads_to_the_one_that_was_meant(override, nearest):
+    with pytest.raises(ConfigError) as caught:
+        config_with(override)
+    assert f"; did you mean {nearest}" in str(caught.value)
+
+
+def test_options_and_config_load_neither_torch_nor_vllm_nor_megatron():
+    program = (
+        "import sys\nfrom rl.config.schema import Config\nfrom rl.config.options import parse_command_line\n"
+        "assert not {'torch', 'vllm', 'megatron', 'numpy'} & set(sys.modules)\nparse_command_line(Config, sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--help"], cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=20
+    )
+    assert (done.returncode, done.stderr) == (0, "") and "training.optimizer.lr" in done.stdout
+
+
+# check
+
+
+def test_the_defaults_with_model_and_data_pass_without_a_warning():
+    assert check(config_with()) == []
+
+
+@pytest.mark.parametrize("key, empty", [("model.path", ""), ("data.train", "[]"), ("data.prompt_key", "")])
+def test_a_required_key_that_is_missing_is_named(key, empty):
+    assert check_error(f"{key}={empty}").startswith(f"{key} is empty, but a run needs it: set it to ")
+
+
+def test_every_numeric_key_has_a_range():
+    numeric = {key for key, value in flatten(Config()).items() if type(value) in (int, float)}
+    assert set(RANGES) == numeric
+
+
+@pytest.mark.parametrize("key", [key for key, value in flatten(Config()).items() if type(value) is float])
+def test_nan_is_out_of_every_range(key):
+    assert check_error(f"{key}=.nan").startswith(f"{key} is nan, but must be ")
+
+
+@pytest.mark.parametrize("key", [key for key, value in flatten(Config()).items() if type(value) is int])
+def test_a_count_is_not_negative(key):
+    assert check_error(f"{key}=-1").startswith(f"{key} is -1, but must be ")
+
+
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("run.max_steps", "0", "at least 1"),
+        ("training.tp", "0", "at least 1"),
+        ("data.prompts_per_step", "0", "at least 1"),
+        ("rollout.samples_per_prompt", "0", "at least 1"),
+        ("rollout.temperature", "0.0", "greater than 0 and finite"),
+        ("rollout.top_p", "0.0", "greater than 0 and at most 1"),
+        ("rollout.top_p", "1.1", "greater than 0 and at most 1"),
+        ("rollout.min_p", "1.1", "from 0 to 1"),
+        ("rollout.gpu_memory_utilization", "1.5", "greater than 0 and at most 1"),
+        ("validation.temperature", "0.0", "greater than 0 and finite"),
+        ("objective.clip_low", "1.1", "from 0 to 1"),
+        ("objective.clip_low", "-0.1", "from 0 to 1"),
+        ("objective.clip_high", "-0.1", "0 or more and finite"),
+        ("objective.dual_clip", "0.5", "0 (off) or greater than 1 and finite"),
+        ("objective.dual_clip", "1.0", "0 (off) or greater than 1 and finite"),
+        ("training.optimizer.beta2", "1.0", "at least 0 and less than 1"),
+        ("training.optimizer.eps", "0.0", "greater than 0 and finite"),
+        ("training.optimizer.lr", ".inf", "0 or more and finite"),
+        ("objective.entropy_coef", "-.inf", "finite"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_the_range(key, value, words):
+    assert check_error(f"{key}={value}") == f"{key} is {value.lstrip('.').replace('-.', '-')}, but must be {words}."
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["objective.clip_low=1", "objective.clip_low=0", "objective.dual_clip=0", "training.optimizer.clip_grad=0"]
+    + ["objective.entropy_coef=-0.1", "training.optimizer.lr=0", "validation.every=0", "checkpoint.keep_last=0", "run.seed=0"],
+)
+def test_a_value_at_the_edge_of_its_range_passes(override):
+    assert check(config_with(override)) == []
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "' a'", '"a\\nb"'])
+def test_a_run_name_that_is_no_plain_path_component_is_an_error(name):
+    error = check_error(f"run.name={name}")
+    assert error.startswith("run.name is ") and "use a plain name without '/'" in error
+
+
+@pytest.mark.parametrize("function", ["", "rl.rewards.exact", "a.py:", ":f", "a.py:f()", "a:1f"])
+def test_a_reward_function_needs_a_module_and_a_name(function):
+    error = check_error(f"reward.function='{function}'")
+    assert error == f'reward.function is "{function}", but must be package.module:name or path/to/file.py:name.'
+
+
+@pytest.mark.parametrize("function", ["rl.rewards.exact:score", "my/own.py:f_1", "C:/x.py:f"])
+def test_a_reward_function_in_a_module_or_a_file_passes(function):
+    assert check(config_with(f"reward.function={function}")) == []
+
+
+def test_an_empty_stop_string_is_an_error():
+    assert "rollout.stop holds an empty string" in check_error("rollout.stop=[a, '']")
+
+
+def test_a_negative_stop_token_is_an_error():
+    assert check_error("rollout.stop_token_ids=[5, -1]") == "rollout.stop_token_ids holds -1, but token ids are 0 or more."
+
+
+def test_a_minibatch_larger_than_the_step_is_an_error():
+    assert check_error("data.prompts_per_step=8", "training.prompts_per_minibatch=16") == (
+        "training.prompts_per_minibatch=16 is larger than data.prompts_per_step=8; use at most 8, or 0 for the whole batch."
+    )
+
+
+def test_a_minibatch_that_does_not_divide_the_step_is_an_error_with_its_neighbours():
+    assert check_error("data.prompts_per_step=12", "training.prompts_per_minibatch=5") == (
+        "training.prompts_per_minibatch=5 does not divide data.prompts_per_step=12; use 4 or 6."
+    )
+
+
+@pytest.mark.parametrize("minibatch", [0, 1, 4, 12])
+def test_a_minibatch_that_divides_the_step_passes(minibatch):
+    assert check(config_with("data.prompts_per_step=12", f"training.prompts_per_minibatch={minibatch}")) == []
+
+
+def test_the_best_checkpoints_need_a_metric_and_weights_alone_a_path():
+    assert "checkpoint.keep_best=1 needs checkpoint.best_metric" in check_error("checkpoint.keep_best=1")
+    for resume in ("auto", "never"):
+        words = f"checkpoint.weights_only=true needs a path in checkpoint.resume, not {resume}"
+        assert words in check_error("checkpoint.weights_only=true", f"checkpoint.resume={resume}")
+    assert check(config_with("checkpoint.weights_only=true", "checkpoint.resume=runs/other")) == []
+
+
+def test_checkpoints_between_validations_cannot_be_the_best_and_that_is_said():
+    best = ("checkpoint.keep_best=1", "checkpoint.best_metric=val-core/math/acc/mean@1", "validation.every=10")
+    [warning] = check(config_with(*best, "checkpoint.every=25"))
+    assert warning.startswith("checkpoint.every=25 is no multiple of validation.every=10")
+    assert check(config_with(*best, "checkpoint.every=20")) == []
+
+
+def test_a_decay_that_rises_is_an_error():
+    assert check_error("training.optimizer={lr: 1e-6, min_lr: 1e-5, schedule: linear}") == (
+        "training.optimizer.min_lr=1e-05 is above training.optimizer.lr=1e-06, from which it decays."
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "no group", "2 or more"]),
+        (["run.max_steps=10", "training.optimizer.warmup_steps=10"], ["warmup_steps=10", "run.max_steps=10", "warm-up"]),
+        (["training.optimizer.min_lr=1e-7"], ["min_lr=1e-07 has no effect", "linear or cosine"]),
+        (["data.val=train.jsonl"], ["train.jsonl is in data.train and in data.val"]),
+        (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "truncated"]),
+        (["rollout.top_k=5"], ["top_k=5", "truncated"]),
+        (["rollout.min_p=0.1"], ["min_p=0.1", "truncated"]),
+    ],
+)
+def test_what_is_unlikely_to_be_meant_is_one_warning(overrides, words):
+    (warning,) = check(config_with(*overrides))
+    assert all(word in warning for word in words)
+
+
+def test_sft_is_not_warned_about_sampling():
+    assert check(config_with("algorithm=sft", "rollout.samples_per_prompt=1", "rollout.top_p=0.9")) == []
+
+
+def test_validation_without_held_out_data_passes():
+    assert check(config_with("validation.every=5", "data.val=[]", "validation.samples_per_prompt=4")) == []
+
+
+# resolve
+
+
+def test_resolve_fills_the_run_directory_from_the_name():
+    config = load(Config, None, ["run.name=a"])
+    resolved = resolve(config)
+    assert resolved.run.dir == "runs/a" and config.run.dir == "" and resolve(resolved) == resolved
+    assert load_config(None, ["run.name=a"]).run.dir == "runs/a"
+
+
+def test_resolve_keeps_a_given_run_directory():
+    assert resolve(config_with("run.dir=/scratch/x")).run.dir == "/scratch/x"
+
+
+# check_layout
+
+
+@pytest.mark.parametrize(
+    "world_size, overrides",
+    [
+        (1, []),
+        (8, ["training.tp=4", "training.pp=2", "rollout.tp=8"]),
+        (12, ["training.tp=2", "training.pp=3", "rollout.tp=2"]),
+        (64, ["data.prompts_per_step=8"]),
+        (1, ["data.max_prompt_tokens=1000", "rollout.max_response_tokens=3096"]),
+    ],
+)
+def test_a_layout_that_fits_passes(world_size, overrides):
+    check_layout(config_with(*overrides), world_size, HF, SUPPORTED)
+
+
+def test_more_rollout_ranks_than_key_value_heads_pass_when_they_are_a_multiple():
+    check_layout(config_with("rollout.tp=8"), 8, HF | {"num_key_value_heads": 2}, SUPPORTED)
+
+
+def test_a_vocabulary_that_vllm_cannot_split_after_padding_it_to_64_is_an_error():
+    hf = HF | {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96, "intermediate_size": 96}
+    with pytest.raises(ConfigError, match="rollout.tp=3 does not divide the model's vocabulary, padded to 1024; use 1 or 2"):
+        check_layout(config_with("rollout.tp=3"), 6, hf, SUPPORTED)
+
+
+def test_a_model_without_the_key_for_key_value_heads_has_as_many_as_attention_heads():
+    hf = {key: value for key, value in HF.items() if key != "num_key_value_heads"}
+    check_layout(config_with("training.tp=8"), 8, hf, SUPPORTED)
+
+
+@pytest.mark.parametrize("architectures, shown", [(["MambaForCausalLM"], "MambaForCausalLM"), ([], "(none)"), (None, "(none)")])
+def test_an_unsupported_architecture_is_named_with_those_supported(architectures, shown):
+    assert layout_error(1, architectures=architectures) == (
+        f"The model in /models/toy has the architecture {shown}; supported: LlamaForCausalLM and Qwen3ForCausalLM."
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["num_attention_heads", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"]
+)
+def test_a_size_missing_from_the_model_is_named(name):
+    assert layout_error(1, **{name: None}).startswith(f"The model's config.json has no number '{name}'")
+
+
+def test_a_world_the_training_grid_does_not_divide_is_an_error():
+    assert layout_error(8, "training.tp=2", "training.pp=3") == (
+        "training.tp=2 times training.pp=3 is 6, which does not divide the world of 8 ranks; use a product of 1, 2, 4 or 8."
+    )
+
+
+def test_a_world_the_rollout_does_not_divide_is_an_error():
+    assert layout_error(6, "rollout.tp=4") == "rollout.tp=4 does not divide the world of 6 ranks; use 1, 2, 3 or 6."
+
+
+@pytest.mark.parametrize("key", ["training", "rollout"])
+@pytest.mark.parametrize(
+    "hf, words",
+    [
+        ({"num_attention_heads": 4}, "4 attention heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 12}, "hidden size of 64"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 60, "intermediate_size": 64},
+            "intermediate size of 64",
+        ),
+    ],
+)
+def test_a_size_that_tensor_parallelism_does_not_divide_is_an_error(key, hf, words):
+    assert layout_error(12, f"{key}.tp=3", **hf) == f"{key}.tp=3 does not divide the model's {words}; use 1, 2 or 4."
+
+
+def test_the_advice_leaves_out_what_the_world_does_not_allow():
+    assert layout_error(6, "training.tp=3").endswith("8 attention heads; use 1 or 2.")
+    assert layout_error(6, "training.tp=3", "training.pp=2").endswith("8 attention heads; use 1.")
+
+
+def test_training_needs_key_value_heads_that_it_divides():
+    assert layout_error(8, "training.tp=8") == (
+        "training.tp=8 does not divide the model's 4 key/value heads; use 1, 2 or 4."
+    )
+
+
+def test_rollout_needs_key_value_heads_that_it_divides_or_repeats():
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96, "vocab_size": 190}
+    assert layout_error(12, "rollout.tp=4", **sizes) == (
+        "rollout.tp=4 is neither a divisor nor a multiple of the model's 6 key/value heads; use 1, 2, 3, 6 or 12."
+    )
+
+
+def test_stages_without_a_layer_are_an_error():
+    assert layout_error(8, "training.pp=8") == "training.pp=8 leaves stages without a layer, the model has 6; use 1, 2 or 4."
+
+
+def test_a_minibatch_with_fewer_samples_than_data_parallel_ranks_is_an_error():
+    assert layout_error(64, "training.tp=2", "data.prompts_per_step=4", "rollout.samples_per_prompt=4") == (
+        "A mini-batch of 4 prompts x 4 samples is too small for the data parallel size of 32 (64 ranks / (tp=2 x pp=1)); "
+        "raise data.prompts_per_step to at least 8."
+    )
+
+
+@pytest.mark.parametrize("ranks, advised", [(20, 6), (24, 6), (25, 12), (48, 12)])
+def test_a_small_minibatch_of_a_large_step_is_told_a_divisor(ranks, advised):
+    error = layout_error(ranks, "data.prompts_per_step=12", "training.prompts_per_minibatch=2", "rollout.samples_per_prompt=4")
+    assert error.endswith(f"({ranks} ranks / (tp=1 x pp=1)); set training.prompts_per_minibatch to {advised}.")
+
+
+def test_a_small_minibatch_of_a_small_step_is_told_to_raise_both():
+    error = layout_error(64, "data.prompts_per_step=4", "training.prompts_per_minibatch=2", "rollout.samples_per_prompt=4")
+    assert error.endswith("raise data.prompts_per_step and training.prompts_per_minibatch to at least 16.")
+
+
+def test_sft_counts_one_sample_per_prompt():
+    overrides = ["data.prompts_per_step=4", "rollout.samples_per_prompt=8"]
+    check_layout(config_with(*overrides), 8, HF, SUPPORTED)
+    assert layout_error(8, "algorithm=sft", *overrides).startswith("A mini-batch of 4 prompts x 1 samples is too small")
+
+
+def test_a_run_without_an_engine_is_not_held_to_a_rollout_layout():
+    overrides = ["algorithm=sft", "rollout.tp=3", "rollout.max_response_tokens=9000"]
+    check_layout(config_with(*overrides), 2, HF, SUPPORTED)
+    check_layout(config_with(*overrides, "data.val=val.jsonl", "validation.every=0"), 2, HF, SUPPORTED)
+    assert layout_error(2, *overrides, "data.val=val.jsonl").startswith("rollout.tp=3 does not divide the world of 2 ranks")
+
+
+def test_more_tokens_than_the_model_has_positions_are_an_error():
+    assert layout_error(1, "data.max_prompt_tokens=1024", "rollout.max_response_tokens=4000") == (
+        "data.max_prompt_tokens=1024 and rollout.max_response_tokens=4000 add up to 5024 tokens, but the model has 4096 "
+        "positions (max_position_embeddings); lower them to 4096 together."
+    )

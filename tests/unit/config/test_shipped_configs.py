@@ -1,0 +1,53 @@
+"""The shipped configurations: each reads, passes the checks without a warning, and its layout fits its model and world."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rl.algorithms import shipped
+from rl.config.schema import load_config
+from rl.config.checks import check, check_layout
+from rl.models import SUPPORTED
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+PRODUCTION = {
+    "qwen2.5-0.5b_gsm8k_grpo_1gpu": ("qwen2.5-0.5b", 1),
+    "qwen2.5-7b_gsm8k_grpo_8gpu": ("qwen2.5-7b", 8),
+    "qwen2.5-32b_dapo_aime_16x8": ("qwen2.5-32b", 128),
+    "qwen2.5-7b_gsm8k_sft_8gpu": ("qwen2.5-7b", 8),
+    "qwen3-30b-a3b_math_grpo_4x8": ("qwen3-30b-a3b", 32),
+    "ppo_deepseek671b": ("deepseek-v3", 512),
+    "deepseek-v3_math_grpo_64x8": ("deepseek-v3", 512),
+}
+"""File -> the published shape it is for, and the number of ranks."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "configs")))
+def test_every_shipped_config_passes_its_checks_without_a_warning(path):
+    assert check(load_config(path)) == []
+
+
+@pytest.mark.parametrize("name", PRODUCTION)
+def test_the_layout_of_a_production_config_fits_its_model_and_world(name):
+    model, world_size = PRODUCTION[name]
+    hf = json.loads((ROOT / "configs" / "models" / model / "config.json").read_text())
+    check_layout(load_config(ROOT / "configs" / f"{name}.yaml"), world_size, hf, SUPPORTED)
+
+
+def test_no_production_config_is_left_out():
+    elsewhere = {"quickstart", "quickstart_sft", "gsm8k_toy"}
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == PRODUCTION.keys() | elsewhere
+
+
+def test_every_algorithm_has_a_config_on_the_toy_task():
+    used = {load_config(path).algorithm for path in (ROOT / "configs" / "toy").glob("*.yaml")}
+    assert used | {"sft"} == set(shipped())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "toy").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_toy_config_names_itself_in_its_command_and_run(path):
+    assert f"--config configs/toy/{path.name}" in path.read_text()
+    assert re.fullmatch(f"toy-{path.stem}", load_config(path).run.name)

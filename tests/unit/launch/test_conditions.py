@@ -1,0 +1,62 @@
+"""Conditions of sweep files: what they mean, and that they cannot do anything."""
+
+import pytest
+
+from launch.conditions import holds
+from rl.config.options import ConfigError
+
+VALUES = {"training.tp": 2, "training.pp": 4, "training.optimizer.lr": 1e-6, "algorithm": "grpo", "training.recompute": True, "x": 0}
+
+
+@pytest.mark.parametrize(
+    "condition, expected",
+    [
+        ("training.tp * training.pp > 8", False),
+        ("training.tp * training.pp >= 8", True),
+        ("1 < training.tp <= 2", True),
+        ("algorithm == 'grpo' and training.tp == 2", True),
+        ("algorithm in ['ppo', 'dapo'] or not training.recompute", False),
+        ("training.recompute == true", True),
+        ("training.optimizer.lr < 2e-6", True),
+        ("-training.tp + 3 == training.pp % 3", True),
+        ("x == 0 or 1 / x > 0", True),  # what follows a decided part is not looked at
+        ("x != 0 and 1 / x > 0", False),
+        ("algorithm not in ['grpo']", False),
+    ],
+)
+def test_a_condition_is_read_as_python_reads_it(condition, expected):
+    assert holds(condition, VALUES) is expected
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "__import__('os').system('true')",
+        "().__class__",
+        "training.tp.__class__",
+        "[x for x in [1]]",
+        "(lambda: 1)()",
+        "algorithm[0] == 'g'",
+        "f'{algorithm}'",
+        "{'a': 1}",
+        "b'bytes' == 1",
+        "9 ** 9 ** 9 > 1",
+        "1 if x else 2",
+        "(y := 2) > 1",
+    ],
+)
+def test_anything_that_could_run_is_refused(code):
+    with pytest.raises(ConfigError):
+        holds(code, VALUES)
+
+
+def test_a_key_that_is_not_there_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"did you mean training\.tp\?"):
+        holds("training.tq > 1", VALUES)
+
+
+def test_what_cannot_be_compared_is_said():
+    with pytest.raises(ConfigError, match="cannot be decided"):
+        holds("algorithm > 1", VALUES)
+    with pytest.raises(ConfigError, match="cannot be decided"):
+        holds("1 / x > 0", VALUES)

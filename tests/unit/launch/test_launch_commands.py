@@ -1,0 +1,226 @@
+"""python -m launch from its command line, with Slurm's commands played by scripts: what is written, submitted and shown."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.runs import read_runs
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = """
+algorithm: grpo
+run: {name: test, max_steps: 20}
+model: {path: model}
+data: {train: [train.parquet]}
+training: {optimizer: {lr: 1.0e-3}}
+"""
+SWEEP = """
+name: sw
+config: config.yaml
+at_a_time: 2
+overrides: {validation.every: 0}
+grid:
+  training.optimizer.lr: [1.0e-3, 2.0e-3]
+  rollout.samples_per_prompt: [2, 3, 4]
+job: {gpus_per_node: 0, ranks_per_node: 1, time: "00:20:00", signal_lead_s: 60}
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A directory to launch from, with an sbatch that counts jobs and a squeue that reads a file."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "sweep.yaml").write_text(SWEEP)
+    programs = {
+        "sbatch": 'printf "%s\\n" "$*" >> sbatch.log; mapfile -t all < sbatch.log; echo $((100 + ${#all[@]}))',
+        "squeue": "[ ! -f queue ] || printf '%s\\n' \"$(<queue)\"",
+    }
+    (tmp_path / "bin").mkdir()
+    for name, script in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # and nothing else: this machine may have a Slurm of its own
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def launch(*arguments, code=0):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *arguments], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def write_status(run, state, **facts):
+    run.mkdir(parents=True, exist_ok=True)
+    status = {
+        "state": state, "step": 1, "checkpoint_step": 0, "max_steps": 20, "reason": "", "job": "", "restarts": 0, "host": "h",
+        "pid": 1, "time": time.time(),
+    }  # fmt: skip
+    (run / "status.json").write_text(json.dumps(status | facts))
+
+
+def states(out):
+    return {Path(line.split()[0]).name: line.split()[1] for line in out.splitlines() if "=" in line.split("  ")[0]}
+
+
+class TestSubmit:
+    arguments = ("--config", "config.yaml", "--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "4")
+
+    def test_the_file_is_kept_and_submitted(self, place):
+        out = launch("submit", *self.arguments, "--time", "03:00:00", "--", "run.max_steps=7")
+        file = place / "runs" / "test" / "launch" / "job.sbatch"
+        assert file.read_text() in out and "max_steps: 7" in out and "submitted job 101" in out
+        assert str(file) in (place / "sbatch.log").read_text()
+        (run,) = read_runs([place / "runs" / "test"])
+        assert (run.state, run.job) == ("unstarted", "101")
+        (place / "queue").write_text("101 PENDING\n")
+        (run,) = read_runs([place / "runs" / "test"])
+        assert run.state == "queued"
+
+    def test_a_line_break_in_an_override_does_not_leave_the_comment(self, place):
+        launch("submit", *self.arguments, "--dry-run", "--", 'reward.kwargs={a: "b\nexit 3"}')
+        text = (place / "runs" / "test" / "launch" / "job.sbatch").read_text()
+        assert [line for line in text.splitlines() if line.startswith("exit 3")] == ["exit 3\"}'"]  # within train's quotes
+
+    def test_a_dry_run_submits_nothing(self, place):
+        assert "not submitted" in launch("submit", *self.arguments, "--dry-run")
+        assert not (place / "sbatch.log").exists()
+
+    def test_what_does_not_fit_is_not_submitted_unless_forced(self, place):
+        big = ("--config", "config.yaml", "--nodes", "1", "--", "model.path=qwen2.5-0.5b", "rollout.gpu_memory_utilization=0.01")
+        said = launch("submit", *big, code=2)
+        assert "does not fit" in said and not (place / "sbatch.log").exists()
+        out = launch("submit", "--force", *big)
+        assert "DOES NOT FIT" in out and "GPU-hours of the allocation, at most: 192.0" in out and "submitted job" in out
+
+    def test_a_typo_is_one_sentence(self, place):
+        assert "run.max_steps" in launch("submit", *self.arguments, "--", "run.max_stepz=7", code=2)
+
+    def test_a_machine_without_slurm_says_so(self, place):
+        (place / "bin" / "sbatch").unlink()
+        assert "sbatch is not on this machine" in launch("submit", *self.arguments, code=2)
+
+
+class TestSweep:
+    def test_one_array_with_a_limit_and_a_directory_for_each_point(self, place):
+        out = launch("sweep", "sweep.yaml")
+        assert "submitted array 101 with 6 tasks" in out and "#SBATCH --array=0-5%2" in out
+        points = place / "runs" / "sw" / "launch" / "points"
+        assert len(list(points.iterdir())) == 6
+        lines = (points / "4").read_text().splitlines()
+        assert "run.name=lr=0.002_samples_per_prompt=3" in lines and "validation.every=0" in lines
+        assert f"run.dir={place}/runs/sw/lr=0.002_samples_per_prompt=3" in lines
+
+    def test_only_failed_submits_what_neither_finished_nor_waits(self, place):
+        launch("sweep", "sweep.yaml")
+        sweep = place / "runs" / "sw"
+        names = [f"lr={lr}_samples_per_prompt={n}" for lr in ("0.001", "0.002") for n in (2, 3, 4)]
+        write_status(sweep / names[0], "finished", job="101_0")
+        write_status(sweep / names[1], "failed", job="101_1", reason="OSError: disk")
+        write_status(sweep / names[2], "running", job="101_2")  # killed: Slurm knows nothing of it
+        write_status(sweep / names[3], "stopped", job="101_3")
+        write_status(sweep / names[4], "running", job="101_4")
+        (place / "queue").write_text("101_4 RUNNING\n101_3 PENDING\n999 RUNNING\n")
+        out = launch("status", "runs/sw")
+        assert states(out) == dict(zip(names, ["finished", "failed", "lost", "queued", "running", "unstarted"]))
+        assert "OSError: disk" in out
+        out = launch("sweep", "sweep.yaml", "--only", "failed")
+        assert "#SBATCH --array=1-2,5%2" in out and "submitted array 102 with 3 tasks" in out
+        assert (sweep / "launch" / "job-1.sbatch").exists() and (sweep / "launch" / "job-2.sbatch").exists()
+        (place / "queue").write_text("102_1 PENDING\n102_2 RUNNING\n102_5 PENDING\n")
+        out = launch("sweep", "sweep.yaml", "--only", "failed")
+        assert "#SBATCH --array=3-4%2" in out  # the first array's are gone now, the second's wait
+
+    def test_new_points_are_submitted_alone_and_old_ones_keep_their_numbers(self, place):
+        launch("sweep", "sweep.yaml")
+        (place / "sweep.yaml").write_text(SWEEP.replace("[2, 3, 4]", "[2, 3, 4, 5]").replace("[1.0e-3, 2.0e-3]", "[1.0e-3]"))
+        out = launch("sweep", "sweep.yaml")
+        assert "#SBATCH --array=6%2" in out and "samples_per_prompt=5" in out
+        assert "nothing to submit" in launch("sweep", "sweep.yaml")
+
+    def test_a_point_that_cannot_run_is_named_before_anything_is_submitted(self, place):
+        (place / "sweep.yaml").write_text(SWEEP.replace("[2, 3, 4]", "[2, 0]"))
+        said = launch("sweep", "sweep.yaml", code=2)
+        assert "samples_per_prompt=0" in said and "at least 1" in said and not (place / "sbatch.log").exists()
+
+    @pytest.mark.parametrize("change, words", [("at_a_time: 2", "at_a_tim"), ("name: sw", "name is empty")])
+    def test_a_typo_in_the_file(self, place, change, words):
+        wrong = "at_a_tim: 2" if change.startswith("at") else ""
+        (place / "sweep.yaml").write_text(SWEEP.replace(change, wrong))
+        assert words in launch("sweep", "sweep.yaml", code=2)
+
+
+class TestStatus:
+    def test_the_columns(self, place):
+        run = place / "runs" / "a=1"
+        write_status(run, "running", step=7, restarts=2, job="55")
+        (run / "metrics.jsonl").write_text('{"training/global_step": 7, "critic/score/mean": 0.25, "time": 1}\n{"training/glo')
+        (run / "heartbeat").mkdir()
+        for rank, age in enumerate((5, 400)):
+            (run / "heartbeat" / f"rank_{rank}.json").write_text(json.dumps({"time": time.time() - age}))
+        (place / "queue").write_text("55 RUNNING\n")
+        line = next(line for line in launch("status").splitlines() if "a=1" in line)
+        assert line.split() == ["runs/a=1", "running", "7/20", "0.2500", "6", "min", "3", "55"]
+
+    def test_without_slurm_silence_decides(self, place):
+        (place / "bin" / "squeue").unlink()
+        for name, age in (("a=quiet", 1000), ("b=alive", 10)):
+            write_status(place / "runs" / name, "running", time=time.time() - age)
+        assert states(launch("status")) == {"a=quiet": "lost", "b=alive": "running"}
+
+    def test_a_directory_that_is_not_there(self, place):
+        assert "nowhere" in launch("status", "nowhere", code=2)
+
+
+class TestReport:
+    def test_the_curves_of_a_sweep(self, place):
+        launch("sweep", "sweep.yaml")
+        sweep = place / "runs" / "sw"
+        for number, point in enumerate(json.loads((sweep / "launch" / "sweep.json").read_text())["points"][:3]):
+            run = sweep / point["name"]
+            write_status(run, "finished")
+            records = [{"training/global_step": s, "time": s, "critic/score/mean": 0.1 * number * s, "a/b": 1.0} for s in (1, 2)]
+            (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        out = launch("report", "runs/sw")
+        assert "3 of 6 runs have critic/score/mean" in out
+        assert (sweep / "report.png").read_bytes().startswith(b"\x89PNG")
+        page = (sweep / "report.html").read_text()
+        rows = [row for row in page.split("<tr>")[2:]]
+        assert "samples_per_prompt=4" in rows[0] and "<td>0.4</td>" in rows[0]  # the best last value first
+        assert page.count("<tr>") == 7 and "data:image/png;base64," in page
+        launch("report", "runs/sw", "--metric", "a/b")
+        assert "no run has the metric x" in launch("report", "runs/sw", "--metric", "x", code=2)
+
+    def test_a_sweep_without_records(self, place):
+        launch("sweep", "sweep.yaml")
+        assert "no" in launch("report", "runs/sw", code=2)
+
+
+def test_help_and_an_unknown_command(place):
+    assert "launch sweep" in launch("--help")
+    assert "there is no command sweeep" in launch("sweeep", code=2)
+    for command in ("submit", "sweep", "status", "report"):
+        assert "usage" in launch(command, "--help")
+
+
+def test_submitting_needs_neither_torch_nor_submitit(place):
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'submitit', 'matplotlib', 'transformers'): sys.modules[name] = None\n"
+        "from launch.__main__ import main\n"
+        "assert main(['submit', '--config', 'config.yaml', '--nodes', '1']) == 0\n"
+        "assert main(['sweep', 'sweep.yaml']) == 0\n"
+        "assert main(['status', 'runs']) == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "no memory estimate" in done.stdout

@@ -1,0 +1,411 @@
+"""Which pure function each value of `objective.*` stands for, and that every key reaches it."""
+
+import itertools
+from dataclasses import replace
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+
+from rl.config.schema import Objective, load_config
+from rl.data.batch import Batch
+from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.objectives import advantages as per_sample
+from rl.objectives import covariance, returns, sequence_loss
+from rl.objectives import policy_loss as per_token
+from rl.objectives.aggregate import aggregate
+from rl.objectives.kl import kl
+from rl.phases.phases import Totals
+from rl.training.packing import pack
+
+LOSSES, ADVANTAGES, AGGREGATIONS, ESTIMATORS = (
+    [name for name in get_args(get_type_hints(Objective)[key]) if name != "none"]
+    for key in ("loss", "advantage", "aggregation", "kl_estimator")
+)
+OWN_MODEL = {"gae", "prime"}
+"""Estimators that the files of their algorithms call."""
+TOTALS = Totals(num_tokens=301.0, num_samples=17.0, num_units=17.0)
+"""Of a mini-batch that is larger than the micro-batches here."""
+
+
+def config_of(**objective):
+    config = load_config(None, ["model.path=toy", "data.train=toy.jsonl", "rollout.max_response_tokens=50"])
+    return replace(config, objective=replace(config.objective, **objective))
+
+
+def example(seed=0):
+    """Ten samples of three prompts, empty and one-token responses and masked tokens among them; every column filled."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([5, 0, 12, 1, 8, 3, 9, 4, 16, 2])
+    total = int(lengths.sum())
+
+    def normal(size=total):
+        return torch.randn(size, generator=generator)
+
+    batch = Batch(
+        prompt_ids=[np.ones(1 + i % 3, np.int32) for i in range(10)], response_ids=[np.ones(n, np.int32) for n in lengths],
+        groups=torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2, 2]), truncated=torch.zeros(10, dtype=torch.bool),
+        mask=(torch.rand(total, generator=generator) > 0.25).float(),
+    )  # fmt: skip
+    batch.old_logprobs, batch.ref_logprobs = -2 + normal(), -2 + normal()
+    batch.advantages, batch.token_rewards = normal(), normal()
+    batch.sum_p_squared = torch.rand(total, generator=generator)
+    batch.scores = batch.rewards = torch.randint(4, (10,), generator=generator) / 3
+    details = {name: torch.rand(10, generator=generator) for name in ("acc", "score", "length", "format")}
+    batch.score_details = details | {"failed": torch.zeros(10)}
+    return batch
+
+
+def micro_batch(seed=0, **columns):
+    """All ten samples with log-probs and entropy as a model would give them, [R] leaves."""
+    batch = example(seed)
+    for name, column in columns.items():
+        setattr(batch, name, column)
+    micro = pack(batch, list(range(10)), multiple=1, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed + 100)
+    micro.logprobs = (batch.old_logprobs + 0.5 * torch.randn(len(batch.mask), generator=generator)).requires_grad_()
+    micro.entropy = torch.rand(len(batch.mask), generator=generator).requires_grad_()
+    return micro
+
+
+# Advantages -----------------------------------------------------------------------------------------------------------
+
+
+def expanded(f):
+    return lambda batch, **options: f(batch, **options).repeat_interleave(batch.lengths)
+
+
+def unmasked_lengths(batch):
+    return torch.tensor([int(part.sum()) for part in batch.mask.split(batch.lengths.tolist())])
+
+
+def two_columns(batch):
+    return torch.stack([batch.score_details["length"], batch.score_details["format"]], dim=1)
+
+
+BASELINES = torch.arange(10) / 7
+STD = {"normalize_by_std": True}
+EXPECTED = {
+    "grpo": expanded(lambda b, **options: per_sample.grpo(b.rewards, b.groups, **(STD | options))),
+    "grpo-passk": expanded(lambda b, **options: per_sample.grpo_passk(b.rewards, b.groups, **(STD | options))),
+    "gdpo": expanded(lambda b: per_sample.gdpo(two_columns(b), b.groups, weights=torch.ones(2))),
+    "rloo": expanded(lambda b: per_sample.rloo(b.rewards, b.groups)),
+    "opo": expanded(lambda b: per_sample.opo(b.rewards, b.groups, unmasked_lengths(b))),
+    "gpg": expanded(lambda b: per_sample.gpg(b.rewards, b.groups)),
+    "remax": expanded(lambda b: per_sample.remax(b.rewards, BASELINES)),
+    "reinforce++": lambda b, gamma=1.0: returns.reinforce_pp(b.token_rewards, b.lengths, b.mask, gamma=gamma),
+    "reinforce++-baseline": lambda b: returns.reinforce_pp_baseline(b.rewards, b.groups, b.lengths, b.mask),
+    "optimal-token-baseline": lambda b: returns.optimal_token_baseline(
+        b.token_rewards, b.groups, b.lengths, b.mask,
+        logprobs=b.old_logprobs, sum_p_squared=b.sum_p_squared, weights=b.loss_weights,
+    ),  # fmt: skip
+}
+
+
+def found(batch, name, **objective):
+    return advantages(batch, config_of(advantage=name, **objective), baselines=BASELINES if name == "remax" else None)
+
+
+def test_every_estimator_has_its_expectation_here():
+    assert set(EXPECTED) == set(ADVANTAGES) - OWN_MODEL
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_advantages_are_those_of_the_pure_function(name):
+    batch = example()
+    batch.rewards = batch.rewards + 0.1 * torch.arange(10)  # rewards, not scores, are what advantages are made of
+    result = found(batch, name)
+    assert torch.equal(result, EXPECTED[name](batch))
+    assert result.shape == batch.mask.shape and result.dtype == torch.float32
+    assert result[batch.mask > 0].isfinite().all() and result[batch.mask > 0].unique().numel() > 2
+
+
+def test_no_two_estimators_are_the_same():
+    batch = example()
+    results = {name: found(batch, name)[batch.mask > 0] for name in EXPECTED}
+    for one, other in itertools.combinations(results, 2):
+        assert not torch.allclose(results[one], results[other]), (one, other)
+
+
+@pytest.mark.parametrize(
+    "name, option",
+    [("grpo", {"normalize_by_std": False}), ("grpo-passk", {"normalize_by_std": False}), ("reinforce++", {"gamma": 0.7})],
+)
+def test_keys_of_an_estimator_reach_it(name, option):
+    batch = example()
+    result = found(batch, name, **option)
+    assert torch.equal(result, EXPECTED[name](batch, **option)) and not torch.allclose(result, found(batch, name))
+
+
+def test_opo_weighs_by_the_tokens_that_enter_the_loss():
+    batch = example()
+    masked = found(batch, "opo")
+    # A sample of 12 tokens of which one counts weighs like one of one token.
+    batch.mask[5:17] = torch.eye(12)[3]
+    expected = per_sample.opo(batch.rewards, batch.groups, unmasked_lengths(batch)).repeat_interleave(batch.lengths)
+    assert unmasked_lengths(batch)[2] == 1 and torch.equal(found(batch, "opo"), expected) and not torch.allclose(expected, masked)
+    by_length = per_sample.opo(batch.rewards, batch.groups, batch.lengths).repeat_interleave(batch.lengths)
+    assert not torch.allclose(expected, by_length)
+
+
+def test_the_optimal_token_baseline_takes_the_weights_of_the_loss():
+    batch = example()
+    plain = found(batch, "optimal-token-baseline")
+    batch.loss_weights = torch.rand(len(batch.mask), generator=torch.Generator().manual_seed(9))
+    weighted = found(batch, "optimal-token-baseline")
+    assert torch.equal(weighted, EXPECTED["optimal-token-baseline"](batch)) and not torch.allclose(weighted, plain)
+
+
+def test_gdpo_takes_all_numbers_beside_the_score_by_default():
+    batch = example()
+    assert torch.equal(found(batch, "gdpo"), found(batch, "gdpo", reward_columns=["format", "length"]))
+    # What the score and the accuracy say does not matter, nor which samples failed.
+    for name in ("acc", "score", "failed"):
+        batch.score_details[name] = torch.rand(10)
+    assert torch.equal(found(batch, "gdpo"), EXPECTED["gdpo"](example()))
+
+
+def test_gdpo_takes_the_columns_and_weights_that_are_named():
+    batch = example()
+    columns = torch.stack([batch.score_details["acc"], batch.score_details["length"]], dim=1)
+    expected = per_sample.gdpo(columns, batch.groups, weights=torch.tensor([2.0, 0.5])).repeat_interleave(batch.lengths)
+    assert torch.equal(found(batch, "gdpo", reward_columns=["acc", "length"], reward_weights=[2.0, 0.5]), expected)
+    assert not torch.allclose(found(batch, "gdpo", reward_columns=["acc", "length"], reward_weights=[0.5, 2.0]), expected)
+    unweighted = per_sample.gdpo(columns, batch.groups, weights=torch.ones(2)).repeat_interleave(batch.lengths)
+    assert torch.equal(found(batch, "gdpo", reward_columns=["acc", "length"]), unweighted)
+
+
+def test_gdpo_takes_0_where_a_sample_lacks_a_number():
+    batch, zeroed = example(), example()
+    batch.score_details["format"][[0, 5]] = float("nan")
+    zeroed.score_details["format"][[0, 5]] = 0.0
+    assert torch.equal(found(batch, "gdpo"), EXPECTED["gdpo"](zeroed))
+
+
+def test_gdpo_names_the_column_that_the_reward_function_does_not_give_and_those_it_gives():
+    with pytest.raises(ValueError, match="wants tone, wit beside the score, but .* gives acc, failed, format, length, score"):
+        found(example(), "gdpo", reward_columns=["tone", "format", "wit"])
+
+
+def test_gdpo_without_any_number_beside_the_score_is_refused():
+    batch = example()
+    batch.score_details = {"failed": torch.zeros(10), "acc": torch.ones(10)}
+    with pytest.raises(ValueError, match="reward_columns wants at least one number beside the score, but .* gives acc, failed"):
+        found(batch, "gdpo")
+
+
+# Losses ---------------------------------------------------------------------------------------------------------------
+
+# {loss: (function, {key of the config: (argument of the function, default, another value)})}
+TWO_CLIPS = {"clip_low": ("clip_low", 0.2, 0.05), "clip_high": ("clip_high", 0.2, 0.05)}
+DUAL_CLIP = {"dual_clip": ("dual_clip", 3.0, 1.1)}
+FUNCTIONS = {
+    "ppo": (per_token.ppo, TWO_CLIPS | DUAL_CLIP),
+    "reinforce": (per_token.reinforce, {}),
+    "gpg": (per_token.gpg, {}),
+    "cispo": (per_token.cispo, TWO_CLIPS),
+    "sapo": (per_token.sapo, {"sapo_tau_positive": ("tau_pos", 1.0, 2.0), "sapo_tau_negative": ("tau_neg", 1.05, 3.0)}),
+    "dro": (per_token.dro, {"dro_beta": ("beta", 0.1, 0.7)}),
+    "dppo-tv": (per_token.dppo_tv, TWO_CLIPS),
+    "dppo-kl": (per_token.dppo_kl, TWO_CLIPS),
+    "gspo": (sequence_loss.gspo, TWO_CLIPS),
+    "gmpo": (sequence_loss.gmpo, TWO_CLIPS),
+    "clip-cov": (covariance.clip_cov, TWO_CLIPS | DUAL_CLIP),
+    "kl-cov": (covariance.kl_cov, {"kl_cov_coef": ("kl_cov_coef", 1.0, 0.3)}),
+}
+EXTRA_ARGUMENT = {"gspo": "lengths", "gmpo": "lengths", "clip-cov": "chosen", "kl-cov": "chosen"}
+KEYS = [(loss, key) for loss, (_, keys) in FUNCTIONS.items() for key in keys]
+SAME = {"reinforce", "gpg"}
+
+
+def chosen():
+    return (torch.arange(60) % 3 == 0).float()
+
+
+def token_loss_of(loss, micro, **options):
+    """(token loss, statistics) of the pure function, with the defaults of the config and these options by the config's names."""
+    function, keys = FUNCTIONS[loss]
+    arguments = {argument: options.get(key, default) for key, (argument, default, _) in keys.items()}
+    extra = [getattr(micro, EXTRA_ARGUMENT[loss])] if loss in EXTRA_ARGUMENT else []
+    return function(micro.logprobs, micro.old_logprobs, micro.advantages, micro.mask, *extra, **arguments)
+
+
+def mean(micro, token_loss, mode="token-mean"):
+    denominators = dict(num_tokens=TOTALS.num_tokens, num_samples=TOTALS.num_samples)
+    return aggregate(token_loss, micro.mask, micro.lengths, mode, **denominators, norm=50)
+
+
+def run(micro, **objective):
+    return policy_loss(config_of(**objective))(micro, TOTALS)
+
+
+def same_value_and_gradient(micro, found, expected):
+    """Whether two losses are one function of the log-probs and the entropy."""
+    leaves = (micro.logprobs, micro.entropy)
+    grads = [
+        torch.autograd.grad(x, leaves, retain_graph=True, allow_unused=True, materialize_grads=True) for x in (found, expected)
+    ]
+    same_grads = all(torch.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in zip(*grads))
+    return same_grads and torch.allclose(found, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_every_loss_has_its_function_here():
+    assert set(FUNCTIONS) == set(LOSSES)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_policy_loss_is_the_mean_of_the_pure_function(loss, aggregation):
+    micro = micro_batch(chosen=chosen())
+    value, metrics = run(micro, loss=loss, aggregation=aggregation)
+    token_loss, stats = token_loss_of(loss, micro)
+    assert same_value_and_gradient(micro, value, mean(micro, token_loss, aggregation))
+    assert metrics["actor/pg_loss"] is value or torch.equal(metrics["actor/pg_loss"], value)
+    expected = {f"actor/{name}": float(stat) / TOTALS.num_tokens for name, stat in stats.items()}
+    assert {name: float(metric) for name, metric in metrics.items() if name != "actor/pg_loss"} == pytest.approx(expected)
+
+
+def test_no_two_losses_are_the_same_but_those_of_reinforce_and_gpg():
+    micro = micro_batch(chosen=chosen())
+    values = {loss: run(micro, loss=loss)[0] for loss in LOSSES}
+    for one, other in itertools.combinations(values, 2):
+        assert same_value_and_gradient(micro, values[one], values[other]) == ({one, other} == SAME), (one, other)
+
+
+@pytest.mark.parametrize("loss, key", KEYS, ids=[f"{loss}-{key}" for loss, key in KEYS])
+def test_each_key_of_a_loss_reaches_it(loss, key):
+    micro = micro_batch(chosen=chosen())
+    _, default, another = FUNCTIONS[loss][1][key]
+    value, _ = run(micro, loss=loss, **{key: another})
+    assert same_value_and_gradient(micro, value, mean(micro, token_loss_of(loss, micro, **{key: another})[0]))
+    assert not same_value_and_gradient(micro, value, run(micro, loss=loss)[0])
+    assert getattr(config_of().objective, key) == default
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_loss_weights_multiply_the_loss_of_each_token(loss, aggregation):
+    weights = torch.rand(60, generator=torch.Generator().manual_seed(2)) * 2
+    micro = micro_batch(loss_weights=weights)
+    value, metrics = run(micro, loss=loss, aggregation=aggregation)
+    token_loss, stats = token_loss_of(loss, micro)
+    assert same_value_and_gradient(micro, value, mean(micro, weights * token_loss, aggregation))
+    assert not same_value_and_gradient(micro, value, mean(micro, token_loss, aggregation))
+    # Denominators and statistics stay those of the tokens that count.
+    assert float(metrics["actor/ppo_kl"]) == pytest.approx(float(stats["ppo_kl"]) / TOTALS.num_tokens)
+
+
+def test_loss_weights_leave_kl_and_entropy_alone():
+    weighted, plain = micro_batch(loss_weights=torch.zeros(60)), micro_batch()
+    value, metrics = run(weighted, loss="ppo", kl_coef=0.3, entropy_coef=0.2)
+    divergence = kl(weighted.logprobs, weighted.ref_logprobs, weighted.mask, estimator="k3")
+    assert same_value_and_gradient(weighted, value, 0.3 * mean(weighted, divergence) - 0.2 * mean(weighted, weighted.entropy))
+    assert metrics["actor/pg_loss"] == 0 and run(plain, loss="ppo")[0] != 0
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_kl_term(estimator, aggregation):
+    micro = micro_batch()
+    value, metrics = run(micro, loss="ppo", aggregation=aggregation, kl_coef=0.3, kl_estimator=estimator)
+    divergence = mean(micro, kl(micro.logprobs, micro.ref_logprobs, micro.mask, estimator=estimator), aggregation)
+    pg_loss = mean(micro, token_loss_of("ppo", micro)[0], aggregation)
+    assert same_value_and_gradient(micro, value, pg_loss + 0.3 * divergence)
+    assert metrics["actor/kl_loss"].item() == pytest.approx(divergence.item(), rel=1e-6)
+    assert metrics["actor/pg_loss"].item() == pytest.approx(pg_loss.item(), rel=1e-6)
+
+
+def test_estimators_of_the_kl_term_are_told_apart():
+    micro = micro_batch()
+    values = [run(micro, loss="ppo", kl_coef=0.3, kl_estimator=estimator)[0] for estimator in ESTIMATORS]
+    assert not any(same_value_and_gradient(micro, one, other) for one, other in itertools.combinations(values, 2))
+
+
+def test_without_a_kl_term_no_reference_policy_is_wanted():
+    micro = micro_batch(ref_logprobs=None)
+    value, metrics = run(micro, loss="ppo")
+    assert value.isfinite() and "actor/kl_loss" not in metrics
+    with pytest.raises(AttributeError, match="no ref_logprobs"):
+        run(micro, loss="ppo", kl_coef=0.1)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_entropy_bonus_is_subtracted(aggregation):
+    micro = micro_batch()
+    value, _ = run(micro, loss="ppo", aggregation=aggregation, entropy_coef=0.4)
+    bonus = mean(micro, micro.entropy, aggregation)
+    assert same_value_and_gradient(micro, value, mean(micro, token_loss_of("ppo", micro)[0], aggregation) - 0.4 * bonus)
+    assert bonus > 0
+
+
+def test_the_constant_norm_is_the_longest_response_allowed():
+    micro = micro_batch()
+    value, _ = run(micro, loss="ppo", aggregation="seq-mean-token-sum-norm")
+    total, _ = run(micro, loss="ppo", aggregation="seq-mean-token-sum")
+    assert value.item() == pytest.approx(total.item() / 50)
+
+
+def test_masked_tokens_may_hold_nan_in_every_column_of_the_trainer():
+    nothing = example().mask == 0
+    columns = ("old_logprobs", "ref_logprobs", "advantages")
+    dirty = micro_batch(**{name: getattr(example(), name).masked_fill(nothing, float("nan")) for name in columns})
+    dirty.logprobs = micro_batch().logprobs.detach().requires_grad_()
+    clean = micro_batch()
+    for micro in (dirty, clean):
+        value, _ = run(micro, loss="ppo", kl_coef=0.1)
+        value.backward()
+        micro.values = value
+    assert torch.equal(dirty.values, clean.values) and torch.equal(dirty.logprobs.grad, clean.logprobs.grad)
+
+
+# Tokens that a loss treats apart --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_only_the_covariance_losses_choose_tokens(loss):
+    assert (token_choice(config_of(loss=loss)) is not None) == (loss in ("clip-cov", "kl-cov"))
+
+
+COV = dict(cov_fraction=1.0, cov_low=0.1, cov_high=2.0, clip_low=0.25, clip_high=0.3)
+"""All candidates are chosen, so that each bound shows."""
+
+
+def choice(loss, seed=5, **objective):
+    batch = example()
+    logprobs = micro_batch().logprobs.detach()
+    return token_choice(config_of(loss=loss, **(COV | objective)))(batch, logprobs, seed), batch, logprobs
+
+
+@pytest.mark.parametrize(
+    "key, value", [("cov_fraction", 0.05), ("cov_low", 0.6), ("cov_high", 0.5), ("clip_low", 0.9), ("clip_high", 5.0)]
+)
+def test_clip_cov_chooses_with_the_keys_of_the_config(key, value):
+    result, batch, logprobs = choice("clip-cov", **{key: value})
+    keys = COV | {key: value}
+    expected = covariance.clip_cov_tokens(
+        logprobs, batch.old_logprobs, batch.advantages, batch.mask, fraction=keys.pop("cov_fraction"), **keys, seed=5
+    )
+    assert torch.equal(result, expected) and result.any()
+    assert not torch.equal(result, choice("clip-cov")[0])
+
+
+def test_clip_cov_chooses_by_the_seed():
+    assert len({tuple(choice("clip-cov", seed=seed, cov_fraction=0.05)[0].tolist()) for seed in range(10)}) > 1
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.2])
+def test_kl_cov_chooses_with_the_keys_of_the_config(fraction):
+    result, batch, logprobs = choice("kl-cov", cov_fraction=fraction)
+    assert torch.equal(result, covariance.kl_cov_tokens(logprobs, batch.advantages, batch.mask, fraction=fraction))
+    assert result.sum() == int(fraction * batch.mask.sum()) > 0
+
+
+@pytest.mark.parametrize("loss", ["clip-cov", "kl-cov"])
+def test_the_loss_reads_the_column_of_chosen_tokens(loss):
+    none, some = micro_batch(chosen=torch.zeros(60)), micro_batch(chosen=chosen())
+    expected = float((chosen() * some.mask).sum()) / TOTALS.num_tokens
+    assert float(run(some, loss=loss)[1]["actor/pg_covfrac"]) == pytest.approx(expected)
+    assert run(none, loss=loss)[1]["actor/pg_covfrac"] == 0
+    with pytest.raises(AttributeError, match="no chosen"):
+        run(micro_batch(), loss=loss)

@@ -1,0 +1,161 @@
+import json
+import re
+import time
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from rl.rewards.gsm8k import last_number, score
+
+GSM8K_TEST = Path(__file__).resolve().parents[4] / "shared/data/gsm8k/test.jsonl"
+
+
+def acc(response, ground_truth, method="strict"):
+    result = score("question", response, ground_truth, method=method, data_source="openai/gsm8k", extra_info={})
+    assert result["score"] == result["acc"]
+    return result["acc"]
+
+
+@pytest.mark.parametrize(
+    "response, ground_truth",
+    [
+        ("So 18.\n#### 18", "18"),
+        ("####18", "18"),
+        ("#### 1,234,567", "1234567"),
+        ("#### 1234567", "1,234,567"),
+        ("#### $18", "18"),
+        ("#### $ 18", "18"),
+        ("#### \\$18", "18"),
+        ("#### -18", "-18"),
+        ("#### -$18", "-18"),
+        ("#### $-18", "-18"),
+        ("#### +18", "18"),
+        ("#### 18.", "18"),
+        ("#### 18.00", "18"),
+        ("#### 0.5", ".5"),
+        ("#### .5", "0.5"),
+        ("#### 18 dollars.", 18),
+        ("#### 18%", "18"),
+        ("#### 5\nNo, wait.\n#### 18", "18"),
+        ("#### 18\n####", "18"),
+        ("##### 18", "18"),
+    ],
+)
+def test_strict_finds_the_number_after_the_last_marker(response, ground_truth):
+    assert acc(response, ground_truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    "response, ground_truth",
+    [
+        ("18", "18"),
+        ("", "18"),
+        ("The answer is 18.", "18"),
+        ("### 18", "18"),
+        ("#### eighteen, that is 18", "18"),
+        ("#### 18\n#### 19", "18"),
+        ("#### -18", "18"),
+        ("#### 18", "-18"),
+        ("#### 18.5", "18"),
+        ("#### 181", "18"),
+        ("#### 0.1", "0.10000000000000001"),
+    ],
+)
+def test_strict_gives_nothing_for_another_form_or_another_number(response, ground_truth):
+    assert acc(response, ground_truth) == 0.0
+
+
+@pytest.mark.parametrize(
+    "response, ground_truth",
+    [
+        ("18", "18"),
+        ("First 5, then 13, in all 18.", "18"),
+        ("She pays $1,234.50.", "1234.5"),
+        ("it costs \\boxed{\\$18}", "18"),
+        ("the balance is -$18", "-18"),
+        ("the balance is (-18)", "-18"),
+        ("#### 18", "18"),
+        ("10-5", "5"),
+        ("x=23-5=18.", "18"),
+        ("(3)-5", "5"),
+        ("18, as I said.", "18"),
+    ],
+)
+def test_flexible_finds_the_last_number_anywhere(response, ground_truth):
+    assert acc(response, ground_truth, "flexible") == 1.0
+
+
+@pytest.mark.parametrize(
+    "response, ground_truth", [("", "18"), ("none", "18"), ("18, or 19", "18"), ("...,,,$-", "0"), ("$-18", "18")]
+)
+def test_flexible_gives_nothing_without_the_number_at_the_end(response, ground_truth):
+    assert acc(response, ground_truth, "flexible") == 0.0
+
+
+def test_an_unknown_method_or_a_ground_truth_that_is_no_number_raises():
+    with pytest.raises(ValueError, match="choose strict or flexible"):
+        acc("#### 18", "18", "lenient")
+    for ground_truth in (None, "", "eighteen", "18 dollars"):
+        with pytest.raises(ValueError, match="must be a number"):
+            acc("#### 18", ground_truth)
+
+
+def test_numbers_beyond_the_precision_of_a_float_are_told_apart():
+    assert acc("#### 12345678901234567890123456789012345678901", "12345678901234567890123456789012345678901") == 1.0
+    assert acc("#### -12345678901234567890123456789012345678902", "-12345678901234567890123456789012345678901") == 0.0
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "#",
+        "####",
+        "#### ",
+        "#### -",
+        "#### $",
+        "1",
+        "1,",
+        "1.",
+        "-",
+        "-$",
+        "$",
+        "\\$ ",
+        " ",
+        ".",
+        ",",
+        "-1",
+        "a-1 ",
+        "\t",
+    ],
+)
+def test_a_hundred_thousand_characters_take_less_than_50_ms(unit, strict):
+    body = unit * (100_000 // len(unit))
+    for response in (body, "####" + body, "#### 1" + body, body + "#### 7", "#### " + body + "x"):
+        seconds = []
+        for _ in range(3):
+            start = time.process_time()
+            score("", response, "7", method="strict" if strict else "flexible")
+            seconds.append(time.process_time() - start)
+        assert min(seconds) < 0.05, (unit, strict, seconds)
+
+
+def test_last_number_is_a_decimal_or_none():
+    assert last_number("#### 1,5.250 and 3", strict=True) == Decimal("15.25")
+    assert last_number("#### 1,5.250 and 3", strict=False) == Decimal(3)
+    assert last_number("nothing", strict=False) is None
+
+
+@pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"needs the GSM8K test set at {GSM8K_TEST}")
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+def test_all_reference_solutions_get_1_and_with_another_final_number_0(method):
+    answers = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text(encoding="utf-8").splitlines()]
+    assert len(answers) == 1319
+    for answer in answers:
+        steps, number = answer.rsplit("####", 1)
+        truth = number.strip().replace(",", "")
+        assert acc(answer, truth, method) == 1.0, answer
+        assert re.fullmatch(r"-?[0-9]+", truth), answer
+        for wrong in (int(truth) + 1, -int(truth) or 1, int(truth) * 10 or 10):
+            assert acc(f"{steps}#### {wrong}", truth, method) == 0.0, (answer, wrong)

