@@ -29,9 +29,9 @@ def main() -> int:
 
     expect_signals()  # before any thread, which would be hit by what this one blocks
     # Nothing here imports torch: --help, --print-config and a typo take a fraction of a second.
-    from rl.config.schema import Config, load_config
     from rl.config.checks import check
     from rl.config.options import ConfigError, parse_command_line, to_yaml
+    from rl.config.schema import Config, load_config
     from rl.runtime.ranks import discover
 
     ranks = None
@@ -56,7 +56,9 @@ def main() -> int:
     from rl.runtime.rendezvous import MeetingFailed, meet
 
     try:
-        ranks = meet(ranks)  # before torch is imported, which takes a while at scale: a rank that is missing shall be known
+        ranks = meet(
+            ranks
+        )  # before torch is imported, which takes a while at scale: a rank that is missing shall be known
     except MeetingFailed as error:
         if not error.silent:
             print(f"error (rank {ranks.rank} on {platform.node()}): {error}", file=sys.stderr, flush=True)
@@ -69,12 +71,17 @@ def main() -> int:
         try:
             code = watched_run(config, ranks, device)
             if code:
-                leave(code, together=leave_together(ranks))  # a launcher ends the slower ranks when the first one leaves so
+                leave(
+                    code, together=leave_together(ranks)
+                )  # a launcher ends the slower ranks when the first one leaves so
         except ConfigError as error:
             return _refuse(error, ranks)
         except KeyboardInterrupt:
             if ranks.rank == 0:
-                print(f"interrupted; the same command goes on from the newest checkpoint in {config.run.dir}", file=sys.stderr)
+                print(
+                    f"interrupted; the same command goes on from the newest checkpoint in {config.run.dir}",
+                    file=sys.stderr,
+                )
             leave(130, together=False)
     return 0
 
@@ -84,14 +91,14 @@ def watched_run(config, ranks, device) -> int:
     on every rank alike."""
     import torch.distributed as dist
 
-    from rl.engines.inputs import Inputs
     from rl.config.options import ConfigError
+    from rl.engines.inputs import Inputs
     from rl.faults.agreement import agree_on_config, agree_on_table, fail_together
-    from rl.run_directory.record import code_hashes, make_run_directory
-    from rl.runtime.session import control_group
-    from rl.run_directory.status import note_failure
-    from rl.stopping.requests import refuse_if_stopped_by_hand
     from rl.faults.watchdog import Watch
+    from rl.run_directory.record import code_hashes, make_run_directory
+    from rl.run_directory.status import note_failure
+    from rl.runtime.session import control_group
+    from rl.stopping.requests import refuse_if_stopped_by_hand
 
     agree_on_config(config)
     with fail_together():
@@ -106,13 +113,17 @@ def watched_run(config, ranks, device) -> int:
     try:
         with fail_together():  # a rank that cannot see rank 0's directory fails here
             store = dist.distributed_c10d._get_default_store()
-            watch = Watch(config.watchdog, config.memory, run_dir=config.run.dir, device=device, store=store, lock=lock)
+            watch = Watch(
+                config.watchdog, config.memory, run_dir=config.run.dir, device=device, store=store, lock=lock
+            )
         with fail_together():
             inputs = Inputs(config, ranks.world_size)
         from rl.run.loop import run  # imports Megatron and vLLM: only now
 
         code = run(config, inputs, device, watch)
-        dist.monitored_barrier(control_group())  # or the first to leave would look lost to the watch of the others
+        dist.monitored_barrier(
+            control_group()
+        )  # or the first to leave would look lost to the watch of the others
         return code
     except ConfigError:
         raise
@@ -140,8 +151,12 @@ def prepare_environment(ranks) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM on CPU warns of its NUMA binding on every rank
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder: last collectives, for the watchdog's dump
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # vLLM on CPU warns of its NUMA binding on every rank
+    os.environ.setdefault(
+        "TORCH_FR_BUFFER_SIZE", "2000"
+    )  # the flight recorder: last collectives, for the watchdog's dump
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model is a directory; nobody should wait for a hub
 
@@ -156,7 +171,9 @@ def _refuse(error: Exception, ranks) -> int:
         together = leave_together(ranks)
         if not together and ranks.rank > 0:
             print(f"error (rank {ranks.rank}): {error}", file=sys.stderr, flush=True)
-        leave(2, together=together)  # at once: the launcher would end a slower rank by a signal, and report that
+        leave(
+            2, together=together
+        )  # at once: the launcher would end a slower rank by a signal, and report that
     return 2
 
 
@@ -164,7 +181,9 @@ def leave(code: int, *, together: bool = True) -> None:
     """Exit handlers run, the teardown of the interpreter does not: gloo groups that Megatron and vLLM still hold then have
     running threads, and now and then end a finished run with SIGABRT. `together`: every rank leaves."""
     atexit._run_exitfuncs()
-    mpi = sys.modules.get("mpi4py.MPI")  # its finaliser is none of atexit's, and Open MPI calls a rank without it failed
+    mpi = sys.modules.get(
+        "mpi4py.MPI"
+    )  # its finaliser is none of atexit's, and Open MPI calls a rank without it failed
     if mpi is not None and together and not mpi.Is_finalized():
         mpi.Finalize()
     sys.stdout.flush()

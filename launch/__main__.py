@@ -12,7 +12,12 @@ sentence.
 import importlib
 import sys
 
-COMMANDS = {"submit": "launch.submit", "sweep": "launch.sweep", "status": "launch.status", "report": "launch.sweep_report"}
+COMMANDS = {
+    "submit": "launch.submit",
+    "sweep": "launch.sweep",
+    "status": "launch.status",
+    "report": "launch.sweep_report",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -20,7 +25,9 @@ def main(argv: list[str]) -> int:
         print(__doc__.strip())
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
-        print(f"error: there is no command {argv[0]}; the commands are {', '.join(COMMANDS)}.", file=sys.stderr)
+        print(
+            f"error: there is no command {argv[0]}; the commands are {', '.join(COMMANDS)}.", file=sys.stderr
+        )
         return 2
     try:
         return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])

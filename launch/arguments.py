@@ -13,9 +13,17 @@ def add_resources(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to ask Slurm for")
     group.add_argument("--nodes", metavar="N", type=int, required=True, help="nodes")
     gpus = default.gpus_per_node
-    group.add_argument("--gpus-per-node", metavar="N", type=int, default=gpus, help=f"GPUs, a rank each ({gpus}); 0: CPU nodes")
+    group.add_argument(
+        "--gpus-per-node",
+        metavar="N",
+        type=int,
+        default=gpus,
+        help=f"GPUs, a rank each ({gpus}); 0: CPU nodes",
+    )
     group.add_argument("--ranks-per-node", metavar="N", type=int, default=0, help="ranks of a CPU node")
-    group.add_argument("--cpus-per-task", metavar="N", type=int, default=0, help="cores of a rank (what the site gives)")
+    group.add_argument(
+        "--cpus-per-task", metavar="N", type=int, default=0, help="cores of a rank (what the site gives)"
+    )
     group.add_argument("--time", metavar="T", default=default.time, help=f"time limit ({default.time})")
     group.add_argument("--mem", metavar="SIZE", default="", help="memory of a node (GPU nodes: all)")
     for name in ("account", "partition", "qos"):

@@ -44,16 +44,24 @@ class Resources:
         if self.nodes < 1:
             raise ConfigError(f"nodes is {self.nodes}, but must be at least 1.")
         if min(self.gpus_per_node, self.ranks_per_node, self.cpus_per_task, self.signal_lead_s) < 0:
-            raise ConfigError("GPUs and ranks per node, cores per task and the signal's lead must be 0 or more.")
+            raise ConfigError(
+                "GPUs and ranks per node, cores per task and the signal's lead must be 0 or more."
+            )
         if not self.gpus_per_node and not self.ranks_per_node:
-            raise ConfigError("with 0 GPUs per node the number of ranks of a CPU node is needed, e.g. 2 (ranks per node).")
+            raise ConfigError(
+                "with 0 GPUs per node the number of ranks of a CPU node is needed, e.g. 2 (ranks per node)."
+            )
         if self.gpus_per_node and self.ranks_per_node:
             raise ConfigError("a node has a rank per GPU; give ranks per node only with 0 GPUs per node.")
         if self.signal_lead_s >= seconds(self.time):
-            raise ConfigError(f"the signal {self.signal_lead_s} s before the end comes before the start of a job of {self.time}.")
+            raise ConfigError(
+                f"the signal {self.signal_lead_s} s before the end comes before the start of a job of {self.time}."
+            )
         for option in self.sbatch:
             if not option.startswith("-"):
-                raise ConfigError(f"'{option}' is no option of sbatch; write it as one word, e.g. --constraint=h100.")
+                raise ConfigError(
+                    f"'{option}' is no option of sbatch; write it as one word, e.g. --constraint=h100."
+                )
 
     @property
     def world_size(self) -> int:
@@ -80,14 +88,18 @@ def seconds(time: str) -> int:
     return sum(number * factor for number, factor in zip(reversed(numbers), (1, 60, 3600)))
 
 
-def render(resources: Resources, *, name: str, logs: Path, config: str, overrides: Sequence[str], command: str) -> str:
+def render(
+    resources: Resources, *, name: str, logs: Path, config: str, overrides: Sequence[str], command: str
+) -> str:
     """The batch file of one run. logs: directory of the job's and the ranks' logs. command: what wrote the file, for its
     reader."""
     header = _header(resources, name=name, output=f"{logs}/%x-%j.out", command=command)
     return "\n".join([header, _source(logs), "", _train(config, overrides)]) + "\n"
 
 
-def render_sweep(resources: Resources, *, name: str, logs: Path, config: str, points: Path, command: str, array: str) -> str:
+def render_sweep(
+    resources: Resources, *, name: str, logs: Path, config: str, points: Path, command: str, array: str
+) -> str:
     """The batch file of a job array. points: directory with a file of overrides, one per line, for each task. array: sbatch's
     --array, e.g. 0-5%2."""
     header = _header(resources, name=name, output=f"{logs}/%x-%A_%a.out", command=command, array=array)
@@ -117,7 +129,9 @@ def _header(resources: Resources, *, name: str, output: str, command: str, array
             lines[key] = value
     lines["chdir"] = Path.cwd()
     lines |= {"requeue" if resources.requeue else "no-requeue": None, "open-mode": "append", "output": output}
-    options = [f"--{key}" if value is None else f"--{key}={shlex.quote(str(value))}" for key, value in lines.items()]
+    options = [
+        f"--{key}" if value is None else f"--{key}={shlex.quote(str(value))}" for key, value in lines.items()
+    ]
     return "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -139,4 +153,6 @@ def _train(config: str, overrides: Sequence[str]) -> str:
     """One argument per line where they are many."""
     words = [shlex.quote(word) for word in ("train", config, *overrides)]
     line = " ".join(words)
-    return line if len(line) <= 120 else " ".join(words[:2]) + "".join(f" \\\n    {word}" for word in words[2:])
+    return (
+        line if len(line) <= 120 else " ".join(words[:2]) + "".join(f" \\\n    {word}" for word in words[2:])
+    )

@@ -16,13 +16,23 @@ from typing import Any
 from rl.config.options import ConfigError
 
 BINARY = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 COMPARE = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-    ast.GtE: operator.ge, ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
-}  # fmt: skip
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
 UNARY = {ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos}
 LITERALS = (int, float, str, bool, type(None))
 
@@ -32,7 +42,9 @@ def holds(condition: str, values: Mapping[str, Any]) -> bool:
     try:
         tree = ast.parse(condition, mode="eval")
     except (SyntaxError, ValueError):
-        raise ConfigError(f"'{condition}' is no condition; write e.g. training.tp * training.pp > 8.") from None
+        raise ConfigError(
+            f"'{condition}' is no condition; write e.g. training.tp * training.pp > 8."
+        ) from None
     try:
         return bool(_value(tree.body, values, condition))
     except (TypeError, ArithmeticError) as error:

@@ -57,10 +57,15 @@ def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Poin
         if keys.count(key) > 1:
             raise ConfigError(f"the sweep gives {key} twice; name it in one of grid, zip, random and seeds.")
         if key not in known:
-            raise ConfigError(f"the sweep varies {key}, which is no key of the config; train_rl.py --help lists them.")
+            raise ConfigError(
+                f"the sweep varies {key}, which is no key of the config; train_rl.py --help lists them."
+            )
     if not keys:
         raise ConfigError("the sweep has none of grid, zip, random and seeds, so there is nothing to sweep.")
-    combined = [dict(itertools.chain.from_iterable(part.items() for part in parts)) for parts in itertools.product(*parts)]
+    combined = [
+        dict(itertools.chain.from_iterable(part.items() for part in parts))
+        for parts in itertools.product(*parts)
+    ]
     kept = [values for values in combined if _wanted(sweep, known | values)]
     if not kept:
         raise ConfigError("the conditions of the sweep (skip, only) leave no point.")
@@ -112,7 +117,10 @@ def _random(section: dict) -> list[dict]:
     if section.keys() != {"points", "seed", "keys"}:
         raise ConfigError(f"random of the sweep has {', '.join(section)}; it takes points, seed and keys.")
     return [
-        {key: _draw(key, spec, random.Random(f"{section['seed']}.{number}.{key}")) for key, spec in section["keys"].items()}
+        {
+            key: _draw(key, spec, random.Random(f"{section['seed']}.{number}.{key}"))
+            for key, spec in section["keys"].items()
+        }
         for number in range(section["points"])
     ]
 
@@ -144,8 +152,12 @@ def _rounded(value: float) -> float:
 def _wanted(sweep: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     for section in ("skip", "only"):
         conditions = sweep.get(section) or []
-        if not isinstance(conditions, list) or not all(isinstance(condition, str) for condition in conditions):
-            raise ConfigError(f"{section} of the sweep is {show(conditions)}, but must be a list of conditions in quotes.")
+        if not isinstance(conditions, list) or not all(
+            isinstance(condition, str) for condition in conditions
+        ):
+            raise ConfigError(
+                f"{section} of the sweep is {show(conditions)}, but must be a list of conditions in quotes."
+            )
         if any(holds(condition, values) == (section == "skip") for condition in conditions):
             return False
     return True
@@ -160,7 +172,9 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     for key in keys:
         parts = key.split(".")
         ends = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
-        out[key] = next(end for end in ends if sum(other == end or other.endswith("." + end) for other in keys) == 1)
+        out[key] = next(
+            end for end in ends if sum(other == end or other.endswith("." + end) for other in keys) == 1
+        )
     return out
 
 

@@ -49,7 +49,11 @@ def find_runs(directory: Path) -> list[Path]:
     for place in (directory, *sorted(directory.glob("*/")), *sorted(directory.glob("*/*/"))):
         if (place / DIRECTORY / SWEEP).is_file():
             found |= {place / point["name"]: None for point in read_sweep(place)["points"]}
-        elif (place / "status.json").is_file() or (place / "metrics.jsonl").is_file() or (place / DIRECTORY / JOBS).is_file():
+        elif (
+            (place / "status.json").is_file()
+            or (place / "metrics.jsonl").is_file()
+            or (place / DIRECTORY / JOBS).is_file()
+        ):
             found[place] = None
     return list(found)
 
@@ -106,7 +110,9 @@ def _told(directory: Path) -> RunState:
 
 def _silence(directory: Path, otherwise: float | None) -> float | None:
     """Seconds since the oldest rank's last heartbeat, or since `otherwise` where there are none."""
-    beats = [record["time"] for path in directory.glob("heartbeat/rank_*.json") if (record := _read_json(path))]
+    beats = [
+        record["time"] for path in directory.glob("heartbeat/rank_*.json") if (record := _read_json(path))
+    ]
     oldest = min(beats, default=otherwise)
     return None if oldest is None else max(0.0, time.time() - oldest)
 

@@ -21,7 +21,11 @@ def available() -> bool:
 def run(*command: str) -> str:
     """The output of a Slurm command. SlurmError if it is missing, fails or does not answer."""
     # Variables of a job that this shell is in would become those of the new one.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM_") or name == "SLURM_CONF"
+    }
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     except FileNotFoundError:

@@ -13,7 +13,9 @@ from launch.runs import RunState, find_runs, read_runs
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m launch status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m launch status",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directories", metavar="DIR", type=Path, nargs="*", default=[Path("runs")])
     arguments = parser.parse_args(argv)
@@ -46,7 +48,9 @@ def table(runs: list[RunState]) -> str:
             ]
         )
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )
 
 
 def _cell(value: object) -> str:

@@ -12,19 +12,23 @@ from launch import slurm
 from launch.arguments import add_resources, as_typed, resources_of, warn
 from launch.batch_file import Resources, render
 from launch.runs import DIRECTORY, note_job
-from rl.config.schema import Config, load_config
 from rl.config.checks import check
 from rl.config.options import to_yaml
+from rl.config.schema import Config, load_config
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m launch submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m launch submit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
     parser.add_argument("--dry-run", action="store_true", help="write and print, but submit nothing")
-    parser.add_argument("--force", action="store_true", help="submit although the memory estimate says that it does not fit")
+    parser.add_argument(
+        "--force", action="store_true", help="submit although the memory estimate says that it does not fit"
+    )
     add_resources(parser)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="config overrides, after --")
     arguments = parser.parse_args(argv)
@@ -35,9 +39,13 @@ def main(argv: list[str]) -> int:
     directory = Path(config.run.dir).absolute() / DIRECTORY
     file = directory / "job.sbatch"
     text = render(
-        resources, name=config.run.name, logs=directory, config=str(Path(arguments.config).absolute()),
-        overrides=arguments.overrides, command=as_typed("submit", argv),
-    )  # fmt: skip
+        resources,
+        name=config.run.name,
+        logs=directory,
+        config=str(Path(arguments.config).absolute()),
+        overrides=arguments.overrides,
+        command=as_typed("submit", argv),
+    )
     directory.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     print(f"# {file}\n{text}\n# resolved config\n{to_yaml(config)}")

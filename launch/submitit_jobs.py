@@ -23,8 +23,8 @@ from typing import Any
 
 from launch import slurm
 from launch.batch_file import ROOT
-from rl.config.schema import load_config
 from rl.config.options import ConfigError
+from rl.config.schema import load_config
 
 STOPPED_EXIT = 75
 """Exit code of train_rl.py: stopped in order, to be continued."""
@@ -35,10 +35,19 @@ class RunFailed(RuntimeError):
 
 
 def executor(
-    folder: str, *, nodes: int = 1, ranks_per_node: int = 1, gpus_per_node: int = 0, cpus_per_rank: int = 1, minutes: int = 60,
-    at_a_time: int = 0, signal_lead_s: int = 90, partition: str = "", max_restarts: int = 100,
+    folder: str,
+    *,
+    nodes: int = 1,
+    ranks_per_node: int = 1,
+    gpus_per_node: int = 0,
+    cpus_per_rank: int = 1,
+    minutes: int = 60,
+    at_a_time: int = 0,
+    signal_lead_s: int = 90,
+    partition: str = "",
+    max_restarts: int = 100,
     sbatch: dict[str, Any] | None = None,
-):  # fmt: skip
+):
     """A submitit executor for Slurm.
 
     folder: for submitit's pickles and logs, on a disk that all nodes see. at_a_time: most tasks of an array at once; 0: all.
@@ -49,12 +58,18 @@ def executor(
     try:
         import submitit
     except ImportError:
-        raise ConfigError("submitit is not installed: pip install 'lockstep[slurm]', or use python -m launch submit.") from None
+        raise ConfigError(
+            "submitit is not installed: pip install 'lockstep[slurm]', or use python -m launch submit."
+        ) from None
     if not slurm.available():
         raise ConfigError("there is no Slurm on this machine; submit from a login node of a cluster.")
     made = submitit.SlurmExecutor(folder=folder, max_num_timeout=max_restarts)
     options: dict[str, Any] = dict(
-        nodes=nodes, ntasks_per_node=ranks_per_node, cpus_per_task=cpus_per_rank, time=minutes, signal_delay_s=signal_lead_s
+        nodes=nodes,
+        ntasks_per_node=ranks_per_node,
+        cpus_per_task=cpus_per_rank,
+        time=minutes,
+        signal_delay_s=signal_lead_s,
     )
     if gpus_per_node:
         options["gpus_per_node"] = gpus_per_node
@@ -64,7 +79,9 @@ def executor(
         options["partition"] = partition
     # As slurm/job.sh starts ranks: one that fails ends all, and each sees all GPUs of its node.
     srun = ["--kill-on-bad-exit=1", *(["--gpu-bind=none"] if gpus_per_node else [])]
-    made.update_parameters(**options, srun_args=srun, additional_parameters={"requeue": True, **(sbatch or {})})
+    made.update_parameters(
+        **options, srun_args=srun, additional_parameters={"requeue": True, **(sbatch or {})}
+    )
     return made
 
 
@@ -92,7 +109,9 @@ class Train:
             # It stopped by itself (run.max_time): what submitit does at the end of its time is what is wanted.
             os.kill(os.getpid(), signal.SIGUSR2)
         if code not in (0, STOPPED_EXIT):
-            raise RunFailed(f"train_rl.py --config {config} {' '.join(overrides)} ended with exit code {code}")
+            raise RunFailed(
+                f"train_rl.py --config {config} {' '.join(overrides)} ended with exit code {code}"
+            )
         status = Path(load_config(config, overrides).run.dir, "status.json")
         return json.loads(status.read_text())
 
@@ -101,7 +120,10 @@ class Train:
         from submitit.helpers import DelayedSubmission
 
         if self._process is not None and self._wait(tell=True) not in (0, STOPPED_EXIT):
-            print(f"train_rl.py ended with {self._code} instead of stopping; it goes on from a checkpoint", file=sys.stderr)
+            print(
+                f"train_rl.py ended with {self._code} instead of stopping; it goes on from a checkpoint",
+                file=sys.stderr,
+            )
         return DelayedSubmission(Train(), config, overrides)
 
     def _wait(self, *, tell: bool = False) -> int:

@@ -17,9 +17,9 @@ from launch.batch_file import Resources, render_sweep
 from launch.points import Point, make_points, tasks_text
 from launch.runs import DIRECTORY, SWEEP, UNFINISHED, note_job, noted_jobs, read_runs, read_sweep
 from launch.submit import print_estimate
-from rl.config.schema import Config, load_config
 from rl.config.checks import check
 from rl.config.options import ConfigError, flatten, load
+from rl.config.schema import Config, load_config
 
 
 @dataclass
@@ -54,7 +54,9 @@ class SweepFile:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m launch sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m launch sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="SWEEP.yaml", help="the sweep")
@@ -71,7 +73,9 @@ def main(argv: list[str]) -> int:
     tasks = [task for task in tasks if points[task].name in wanted]
     if not tasks:
         again = "" if arguments.only else "; --only failed submits again those that did not finish"
-        print(f"nothing to submit: none of the {len(found)} points is {'unfinished' if arguments.only else 'new'}{again}")
+        print(
+            f"nothing to submit: none of the {len(found)} points is {'unfinished' if arguments.only else 'new'}{again}"
+        )
         return 0
     file = _write_batch_file(sweep, directory, tasks, command=as_typed("sweep", argv))
     print(f"# {file}\n{file.read_text()}")
@@ -108,7 +112,12 @@ def _overrides(sweep: SweepFile) -> list[str]:
 
 def overrides_of(sweep: SweepFile, directory: Path, point: Point) -> list[str]:
     """All overrides of a point's run."""
-    return [*_overrides(sweep), *point.overrides, f"run.name={point.name}", f"run.dir={directory / point.name}"]
+    return [
+        *_overrides(sweep),
+        *point.overrides,
+        f"run.name={point.name}",
+        f"run.dir={directory / point.name}",
+    ]
 
 
 def check_points(sweep: SweepFile, directory: Path, points: list[Point]) -> Config:
@@ -137,7 +146,9 @@ def write_points(sweep: SweepFile, directory: Path, points: list[Point]) -> list
     for point in points:  # again for those that were there, whose common overrides may be others now
         lines = overrides_of(sweep, directory, point)
         if broken := [line for line in lines if "\n" in line]:
-            raise ConfigError(f"{broken[0]!r} has a line break, which a sweep cannot pass on; put it into the config file.")
+            raise ConfigError(
+                f"{broken[0]!r} has a line break, which a sweep cannot pass on; put it into the config file."
+            )
         (place / "points" / str(tasks[point.name])).write_text("\n".join(lines) + "\n")
     facts = {"name": sweep.name, "config": sweep.config, "points": [vars(point) for point in every]}
     (place / SWEEP).write_text(json.dumps(facts, indent=1) + "\n")
@@ -161,9 +172,14 @@ def _write_batch_file(sweep: SweepFile, directory: Path, tasks: list[int], *, co
     place = directory / DIRECTORY
     limit = f"%{sweep.at_a_time}" if sweep.at_a_time else ""
     text = render_sweep(
-        sweep.job, name=sweep.name, logs=place, config=str(Path(sweep.config).absolute()), points=place / "points",
-        command=command, array=tasks_text(tasks) + limit,
-    )  # fmt: skip
+        sweep.job,
+        name=sweep.name,
+        logs=place,
+        config=str(Path(sweep.config).absolute()),
+        points=place / "points",
+        command=command,
+        array=tasks_text(tasks) + limit,
+    )
     file = place / f"job-{len(noted_jobs(place)) + 1}.sbatch"
     file.write_text(text)
     return file

@@ -17,22 +17,32 @@ from tools.report import REWARD, Point, accuracy_points, draw_curves, metric_poi
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m launch report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m launch report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directories", metavar="SWEEP", type=Path, nargs="+", help="directory of a sweep, or run directories")
+    parser.add_argument(
+        "directories", metavar="SWEEP", type=Path, nargs="+", help="directory of a sweep, or run directories"
+    )
     parser.add_argument("--metric", metavar="NAME", default="", help="a metric's name, e.g. actor/entropy")
     parser.add_argument("--out", metavar="DIR", type=Path, help="where to write (the sweep's directory)")
     arguments = parser.parse_args(argv)
     values = swept_values(arguments.directories)
     runs = read_runs(values)
-    records = {run.directory: read_run(run.directory) for run in runs if (run.directory / "metrics.jsonl").is_file()}
+    records = {
+        run.directory: read_run(run.directory) for run in runs if (run.directory / "metrics.jsonl").is_file()
+    }
     if not records:
         raise ConfigError("none of the runs has written a metric yet.")
     metric, curves = curves_of(records, arguments.metric)
     out = arguments.out or arguments.directories[0]
     draw_curves({path.name: points for path, points in curves.items()}, out / "report.png", label=metric)
-    (out / "report.html").write_text(page(out.absolute().name, metric, runs, values, curves, out / "report.png"))
-    print(f"picture: {out / 'report.png'}\npage: {out / 'report.html'}\n{len(curves)} of {len(runs)} runs have {metric}")
+    (out / "report.html").write_text(
+        page(out.absolute().name, metric, runs, values, curves, out / "report.png")
+    )
+    print(
+        f"picture: {out / 'report.png'}\npage: {out / 'report.html'}\n{len(curves)} of {len(runs)} runs have {metric}"
+    )
     return 0
 
 
@@ -41,7 +51,9 @@ def swept_values(directories: list[Path]) -> dict[Path, dict]:
     values: dict[Path, dict] = {}
     for directory in directories:
         if (directory / DIRECTORY / SWEEP).is_file():
-            values |= {directory / point["name"]: point["values"] for point in read_sweep(directory)["points"]}
+            values |= {
+                directory / point["name"]: point["values"] for point in read_sweep(directory)["points"]
+            }
         else:
             values[directory] = {}
     return values
@@ -64,7 +76,12 @@ def curves_of(records: dict[Path, list[dict]], metric: str) -> tuple[str, dict[P
 
 
 def page(
-    title: str, metric: str, runs: list[RunState], values: dict[Path, dict], curves: dict[Path, list[Point]], picture: Path
+    title: str,
+    metric: str,
+    runs: list[RunState],
+    values: dict[Path, dict],
+    curves: dict[Path, list[Point]],
+    picture: Path,
 ) -> str:
     """The page; the best last value first."""
     keys = list(dict.fromkeys(key for some in values.values() for key in some))
@@ -78,17 +95,24 @@ def page(
         points = [value for _, value in curves.get(run.directory, [])]
         numbers = [f"{value:.4g}" for value in (points[0], max(points), points[-1])] if points else ["-"] * 3
         own = [show(values[run.directory][key]) if key in values[run.directory] else "-" for key in keys]
-        rows.append([run.directory.name, *own, run.state, "-" if run.step is None else str(run.step), *numbers])
+        rows.append(
+            [run.directory.name, *own, run.state, "-" if run.step is None else str(run.step), *numbers]
+        )
     image = base64.b64encode(picture.read_bytes()).decode()
-    return "\n".join(
-        [
-            f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title>",
-            "<style>body{font:14px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:left}img{max-width:100%}</style>",
-            f"<h1>{html.escape(title)}</h1><p>{html.escape(metric)}</p>",
-            f"<img alt='curves' src='data:image/png;base64,{image}'>",
-            "<table>",
-            *("<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-              for tag, row in [("th", head), *(("td", row) for row in rows)]),
-            "</table>",
-        ]
-    ) + "\n"  # fmt: skip
+    return (
+        "\n".join(
+            [
+                f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title>",
+                "<style>body{font:14px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:left}img{max-width:100%}</style>",
+                f"<h1>{html.escape(title)}</h1><p>{html.escape(metric)}</p>",
+                f"<img alt='curves' src='data:image/png;base64,{image}'>",
+                "<table>",
+                *(
+                    "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+                    for tag, row in [("th", head), *(("td", row) for row in rows)]
+                ),
+                "</table>",
+            ]
+        )
+        + "\n"
+    )

@@ -16,4 +16,6 @@ def records(run: Path) -> list[dict]:
 
 def comparable(run: Path) -> list[dict]:
     """What must be the same to the bit in two runs of one seed and layout."""
-    return [{name: value for name, value in record.items() if not MACHINE.match(name)} for record in records(run)]
+    return [
+        {name: value for name, value in record.items() if not MACHINE.match(name)} for record in records(run)
+    ]

@@ -52,9 +52,13 @@ class RanksFailed(Exception):
 
 
 def run_ranks(
-    world_size: int, program: str | Path, *args: object, timeout: float = 60, env: Mapping[str, str] | None = None,
+    world_size: int,
+    program: str | Path,
+    *args: object,
+    timeout: float = 60,
+    env: Mapping[str, str] | None = None,
     grace: float = GRACE,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Run the program as `world_size` ranks; returns the stdout of each.
 
     program: Python source (indented as it stands in the test) or the path of a script. args: sys.argv[1:], as str(arg).

@@ -29,10 +29,17 @@ def make_model(directory: Path, layers: int, hidden: int) -> str:
 
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        architectures=["Qwen2ForCausalLM"], vocab_size=32000, tie_word_embeddings=True, hidden_size=hidden,
-        intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64, max_position_embeddings=256, dtype="bfloat16",
-    )  # fmt: skip
+        architectures=["Qwen2ForCausalLM"],
+        vocab_size=32000,
+        tie_word_embeddings=True,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=256,
+        dtype="bfloat16",
+    )
     transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     return str(directory)
 
@@ -54,14 +61,18 @@ def measure(args: argparse.Namespace, ranks) -> None:
             make_model(out / "model", args.layers, args.hidden)
         dist.barrier()
         config = Config(model=Model(path=str(out / "model"), dtype=args.dtype), training=Training(tp=args.tp))
-        policy = build_policy(config, read_hf_config(config.model.path), build_grid(tp=args.tp, pp=1, seed=0), device)
+        policy = build_policy(
+            config, read_hf_config(config.model.path), build_grid(tp=args.tp, pp=1, seed=0), device
+        )
         for optimizer in optimizers_of(policy):
             optimizer._init_optimizer_states_with_dummy_values()
         say = print if ranks.rank == 0 else (lambda *_: None)
         seconds: dict[bool, list[float]] = {}
         for background in (False, True):
             run = Run(dir=str(out / "run"))
-            store = CheckpointStore(Config(run=run, checkpoint=Checkpoint(background=background, keep_last=1)))
+            store = CheckpointStore(
+                Config(run=run, checkpoint=Checkpoint(background=background, keep_last=1))
+            )
             for step in range(args.saves):
                 dist.barrier()
                 start = time.perf_counter()
@@ -79,7 +90,11 @@ def measure(args: argparse.Namespace, ranks) -> None:
         files = [path for path in (out / "run" / "checkpoints").rglob("*") if path.is_file()]
         say(f"{len(files)} files, {sum(path.stat().st_size for path in files) / 2**30:.3f} GiB")
         foreground, later = statistics.median(seconds[False]), statistics.median(seconds[True][1:])
-        found = {"foreground_s": foreground, "background_first_s": seconds[True][0], "background_later_s": later}
+        found = {
+            "foreground_s": foreground,
+            "background_first_s": seconds[True][0],
+            "background_later_s": later,
+        }
         say(json.dumps(found | {"ratio": later / foreground}))
         dist.barrier()
         if ranks.rank == 0:
@@ -87,13 +102,20 @@ def measure(args: argparse.Namespace, ranks) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True, help="directory to use; must not exist; removed at the end")
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--step-seconds", type=float, default=1.0, help="of a training step, at whose end ranks ask each other")
+    parser.add_argument(
+        "--step-seconds",
+        type=float,
+        default=1.0,
+        help="of a training step, at whose end ranks ask each other",
+    )
     parser.add_argument("--saves", type=int, default=4, help="of each kind; two or more")
     args = parser.parse_args()
     ranks = discover()

@@ -22,18 +22,27 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 SIZES = dict(
-    vocab_size=32000, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
-    num_key_value_heads=4, max_position_embeddings=512,
-)  # fmt: skip
+    vocab_size=32000,
+    hidden_size=768,
+    intermediate_size=3072,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    max_position_embeddings=512,
+)
 CHECKPOINT = "BENCH_REFIT_CHECKPOINT"
 """Where the ranks find the model: this variable tells a rank from the command that starts it."""
 MIB = 1 << 20
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--train", metavar="TPxPP", default="2x2", help="training layout (2x2)")
-    parser.add_argument("--rollout-tp", metavar="TP", type=int, default=2, help="ranks of a generation replica (2)")
+    parser.add_argument(
+        "--rollout-tp", metavar="TP", type=int, default=2, help="ranks of a generation replica (2)"
+    )
     parser.add_argument("--ranks", type=int, default=4, help="processes on this host (4)")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds (5)")
     parser.add_argument("--buffer-mib", type=int, default=512, help="refit.buffer_mib (512)")
@@ -45,7 +54,14 @@ def main(argv: list[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="bench-refit-") as directory:
         save_model(directory, args.layers, args.dtype)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(args.ranks),
+        ]
         environ = {"OMP_NUM_THREADS": "1"} | os.environ | {CHECKPOINT: directory}
         arguments = sys.argv[1:] if argv is None else argv
         sys.exit(subprocess.run([*command, __file__, *arguments], env=environ).returncode)
@@ -92,8 +108,14 @@ def run_rank(args: argparse.Namespace, checkpoint: str) -> None:
                 count.received = 0
                 seconds[name].append(timed(way, device))
                 num_bytes[name] = count.received
-                contents[name] = {key: parameter.detach().clone() for key, parameter in engine.weights().items()}
-        differing = [key for key, tensor in contents["plan"].items() if not torch.equal(tensor, contents["gather"][key])]
+                contents[name] = {
+                    key: parameter.detach().clone() for key, parameter in engine.weights().items()
+                }
+        differing = [
+            key
+            for key, tensor in contents["plan"].items()
+            if not torch.equal(tensor, contents["gather"][key])
+        ]
         check_refit(trainer, engine, buffer_mib=args.buffer_mib)
         print_results(args, trainer, seconds, num_bytes, differing, ranks.rank)
 
@@ -121,8 +143,12 @@ def build(args: argparse.Namespace, checkpoint: str, device):
         grid=build_grid(tp=tp, pp=pp, seed=1),
         device=device,
     )
-    rollout = Rollout(tp=args.rollout_tp, max_response_tokens=64, max_concurrent_samples=4, cpu_kv_cache_mib=16)
-    return trainer, RolloutEngine(checkpoint, rollout, dtype=args.dtype, max_tokens=128, seed=1, device=device)
+    rollout = Rollout(
+        tp=args.rollout_tp, max_response_tokens=64, max_concurrent_samples=4, cpu_kv_cache_mib=16
+    )
+    return trainer, RolloutEngine(
+        checkpoint, rollout, dtype=args.dtype, max_tokens=128, seed=1, device=device
+    )
 
 
 class CountedBytes:
@@ -132,7 +158,11 @@ class CountedBytes:
         import torch.distributed as dist
 
         self.received = 0
-        all_gather, broadcast, send_and_receive = dist.all_gather_into_tensor, dist.broadcast, dist.batch_isend_irecv
+        all_gather, broadcast, send_and_receive = (
+            dist.all_gather_into_tensor,
+            dist.broadcast,
+            dist.batch_isend_irecv,
+        )
 
         def counted_all_gather(output, mine, **options):
             self.received += output.nbytes - mine.nbytes
@@ -144,7 +174,9 @@ class CountedBytes:
             return broadcast(tensor, **options)
 
         def counted_messages(operations):
-            self.received += sum(operation.tensor.nbytes for operation in operations if operation.op is dist.irecv)
+            self.received += sum(
+                operation.tensor.nbytes for operation in operations if operation.op is dist.irecv
+            )
             return send_and_receive(operations)
 
         dist.all_gather_into_tensor, dist.broadcast = counted_all_gather, counted_broadcast
@@ -182,7 +214,9 @@ def print_results(args, trainer, seconds, num_bytes, differing, rank) -> None:
             times = f"{medians[name]:>10.3f}{min(values[1:]):>8.3f}{max(values[1:]):>8.3f}"
             print(f"{name:<10}{totals[name] / MIB:>14.1f}{most / MIB:>16.1f}{times}")
         traffic = f"{totals['gather'] / totals['plan']:.2f}" if totals["plan"] else "all of it"
-        print(f"plan: {traffic} times less traffic, {medians['gather'] / medians['plan']:.1f} times less time")
+        print(
+            f"plan: {traffic} times less traffic, {medians['gather'] / medians['plan']:.1f} times less time"
+        )
         print(f"parameters that differ between the two: {', '.join(wrong) or 'none'}", flush=True)
     if wrong:
         sys.exit(1)

@@ -19,7 +19,9 @@ class LeaveOut(Exception):
     """A record that cannot be used; the message is the reason, alike for all records with that fault."""
 
 
-def verl_row(data_source: str, content: str, ability: str, ground_truth: Any, extra_info: Row, *, style: str = "rule") -> Row:
+def verl_row(
+    data_source: str, content: str, ability: str, ground_truth: Any, extra_info: Row, *, style: str = "rule"
+) -> Row:
     """The columns that training reads, for a prompt of one user message."""
     return {
         "data_source": data_source,
@@ -125,7 +127,9 @@ def competition_problem(record: Mapping[str, Any]) -> tuple[str, str]:
     for key in ("answer", "label", "solution"):
         answer = fields.get(key) if answer is None else answer
     if answer is None or not str(answer).strip():
-        raise ValueError(f"no reward_model.ground_truth, answer, label or solution, only the keys {', '.join(record)}")
+        raise ValueError(
+            f"no reward_model.ground_truth, answer, label or solution, only the keys {', '.join(record)}"
+        )
     return problem.strip().removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX).strip(), str(answer).strip()
 
 
@@ -280,12 +284,16 @@ def _tests(record: Mapping[str, Any]) -> Row:
     if isinstance(tests, str) and tests.strip():
         try:
             tests = json.loads(tests)
-        except ValueError as error:  # not only JSONDecodeError: Python reads no integer of more than 4,300 digits
+        except (
+            ValueError
+        ) as error:  # not only JSONDecodeError: Python reads no integer of more than 4,300 digits
             raise LeaveOut("the tests are not JSON that Python reads") from error
     if not tests:
         raise LeaveOut("there are no tests")
     if not isinstance(tests, dict):
-        raise ValueError(f"input_output must be an object with inputs and outputs, it is a {type(tests).__name__}")
+        raise ValueError(
+            f"input_output must be an object with inputs and outputs, it is a {type(tests).__name__}"
+        )
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
     if not inputs or not outputs:
         raise LeaveOut("there are no tests")
@@ -314,5 +322,7 @@ def _contest_tests(record: Mapping[str, Any]) -> Row:
 def _text(record: Mapping[str, Any], key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        raise ValueError(f"{key} must be text, it is {type(value).__name__}; the keys are {', '.join(record)}")
+        raise ValueError(
+            f"{key} must be text, it is {type(value).__name__}; the keys are {', '.join(record)}"
+        )
     return value

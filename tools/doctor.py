@@ -43,8 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         ranks = discover()
         findings = own_findings(arguments, ranks)
-        by_node = {socket.gethostname(): findings} if ranks.world_size == 1 else findings_of_all(arguments, ranks, findings)
-    except (ValueError, RuntimeError) as error:  # RuntimeError: a rank did not come, which the meeting says in a sentence
+        by_node = (
+            {socket.gethostname(): findings}
+            if ranks.world_size == 1
+            else findings_of_all(arguments, ranks, findings)
+        )
+    except (
+        ValueError,
+        RuntimeError,
+    ) as error:  # RuntimeError: a rank did not come, which the meeting says in a sentence
         print(f"error: {error}", file=sys.stderr)
         return 2
     if ranks.rank == 0:
@@ -53,18 +60,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", metavar="FILE", help="config whose models, data and run directory are looked at")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="config whose models, data and run directory are looked at"
+    )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="config overrides")
-    parser.add_argument("--gpus", metavar="N", type=int, help="GPUs that a node must have (SLURM_GPUS_ON_NODE)")
-    parser.add_argument("--path", metavar="DIR", type=Path, action="append", default=[], help="a directory that is written to")
+    parser.add_argument(
+        "--gpus", metavar="N", type=int, help="GPUs that a node must have (SLURM_GPUS_ON_NODE)"
+    )
+    parser.add_argument(
+        "--path", metavar="DIR", type=Path, action="append", default=[], help="a directory that is written to"
+    )
     parser.add_argument("--min-free-gib", metavar="X", type=float, default=10.0, help="least room there (10)")
-    parser.add_argument("--max-skew", metavar="S", type=float, default=1.0, help="largest difference of clocks in seconds (1)")
+    parser.add_argument(
+        "--max-skew", metavar="S", type=float, default=1.0, help="largest difference of clocks in seconds (1)"
+    )
     parser.add_argument("--mib", metavar="N", type=int, default=64, help="size of the bandwidth test (64)")
-    parser.add_argument("--rounds", metavar="N", type=int, default=7, help="rounds of pairs in it; 0: none (7)")
+    parser.add_argument(
+        "--rounds", metavar="N", type=int, default=7, help="rounds of pairs in it; 0: none (7)"
+    )
     slow_help = "a pair below so much of the median is slow (0.5)"
     parser.add_argument("--slow-share", metavar="X", type=float, default=0.5, help=slow_help)
-    parser.add_argument("--min-gb-s", metavar="X", type=float, default=0.0, help="and one below this, in GB/s (0)")
+    parser.add_argument(
+        "--min-gb-s", metavar="X", type=float, default=0.0, help="and one below this, in GB/s (0)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--verbose", action="store_true", help="print what is in order too")
     return parser.parse_intermixed_args(argv)
@@ -105,7 +126,9 @@ def findings_of_all(arguments: argparse.Namespace, ranks: Ranks, own: list[Findi
             by_node = check_clocks(hosts, max_skew_s=arguments.max_skew)
             if arguments.rounds:
                 speeds = measure_pairs(hosts, device, mib=arguments.mib, rounds=arguments.rounds)
-                for host, findings in judge_pairs(speeds, slow_share=arguments.slow_share, min_gb_s=arguments.min_gb_s).items():
+                for host, findings in judge_pairs(
+                    speeds, slow_share=arguments.slow_share, min_gb_s=arguments.min_gb_s
+                ).items():
                     by_node[host] += findings
             own = own + check_transport(hosts, device, log.read())
             every: list = [None] * ranks.world_size
@@ -131,7 +154,9 @@ def excluded(by_node: ByNode) -> list[str]:
     """Nodes to do without: those with something bad that not all have."""
     shared = everywhere(by_node)
     return [
-        host for host, findings in by_node.items() if any(f.level == "bad" and f not in shared for f in findings)
+        host
+        for host, findings in by_node.items()
+        if any(f.level == "bad" and f not in shared for f in findings)
     ]
 
 
@@ -152,7 +177,14 @@ def as_text(by_node: ByNode, *, verbose: bool) -> str:
 
 def as_json(by_node: ByNode) -> str:
     nodes = {host: [vars(finding) for finding in findings] for host, findings in by_node.items()}
-    return json.dumps({"ok": not bad_nodes(by_node), "bad": bad_nodes(by_node), "exclude": excluded(by_node), "nodes": nodes})
+    return json.dumps(
+        {
+            "ok": not bad_nodes(by_node),
+            "bad": bad_nodes(by_node),
+            "exclude": excluded(by_node),
+            "nodes": nodes,
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from train_rl import leave, prepare_environment  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     parser.add_argument("--out", required=True, help="directory to write; must not exist")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
@@ -43,9 +45,9 @@ def export(ranks, args: argparse.Namespace) -> None:
     from rl.checkpoint.directory import complete
     from rl.checkpoint.hf import export_hf
     from rl.checkpoint.store import CheckpointStore
+    from rl.config.options import load
     from rl.config.schema import Config, Training
     from rl.models import read_hf_config
-    from rl.config.options import load
     from rl.runtime.session import session
     from rl.training.engine import TrainingEngine
     from rl.training.grid import build_grid
@@ -66,7 +68,12 @@ def export(ranks, args: argparse.Namespace) -> None:
         training = Training(tp=args.tp, pp=args.pp)
         grid = build_grid(tp=args.tp, pp=args.pp, seed=config.run.seed)
         policy = TrainingEngine(
-            config.model.path, read_hf_config(config.model.path), training=training, dtype=config.model.dtype, grid=grid, device=device
+            config.model.path,
+            read_hf_config(config.model.path),
+            training=training,
+            dtype=config.model.dtype,
+            grid=grid,
+            device=device,
         )
         store.load_weights(saved, {"policy": policy})
         export_hf(policy, config.model.path, args.out)

@@ -39,7 +39,11 @@ def check_clocks(hosts: Sequence[str], *, max_skew_s: float) -> dict[str, list[F
     for host, offset in zip(dict.fromkeys(hosts), told.tolist()):
         off = offset - middle
         text = f"{off:+.3f} s from the median of {len(told)} nodes"
-        out[host] = [bad("clock", f"{text}, more than {max_skew_s:g} s") if abs(off) > max_skew_s else ok("clock", text)]
+        out[host] = [
+            bad("clock", f"{text}, more than {max_skew_s:g} s")
+            if abs(off) > max_skew_s
+            else ok("clock", text)
+        ]
     return out
 
 
@@ -73,13 +77,19 @@ def pair_rounds(number: int, most: int) -> list[list[tuple[int, int]]]:
     rounds = []
     for _ in range(len(players) - 1):
         half = len(players) // 2
-        pairs = [(a, b) for a, b in zip(players[:half], reversed(players[half:])) if a is not None and b is not None]
+        pairs = [
+            (a, b)
+            for a, b in zip(players[:half], reversed(players[half:]))
+            if a is not None and b is not None
+        ]
         rounds.append([(min(pair), max(pair)) for pair in pairs])
         players = [players[0], players[-1], *players[1:-1]]
     return rounds if len(rounds) <= most else [rounds[len(rounds) * i // most] for i in range(most)]
 
 
-def measure_pairs(hosts: Sequence[str], device: Device, *, mib: int, rounds: int) -> dict[tuple[str, str], float]:
+def measure_pairs(
+    hosts: Sequence[str], device: Device, *, mib: int, rounds: int
+) -> dict[tuple[str, str], float]:
     """GB/s of an all-reduce between the first ranks of pairs of nodes, by the pair's hosts; on every rank alike. With one node
     between its first two ranks."""
     leaders = first_ranks(hosts)
@@ -117,7 +127,9 @@ def _all_reduce_speed(ranks: list[int], device: Device, mib: int) -> float:
     return (mib << 20) / seconds / 1e9
 
 
-def judge_pairs(speeds: dict[tuple[str, str], float], *, slow_share: float, min_gb_s: float) -> dict[str, list[Finding]]:
+def judge_pairs(
+    speeds: dict[tuple[str, str], float], *, slow_share: float, min_gb_s: float
+) -> dict[str, list[Finding]]:
     """Findings by node: a node is bad if most of its pairs are slow: below slow_share of the median, or below min_gb_s."""
     if not speeds:
         return {}
@@ -172,7 +184,10 @@ def read_nccl_log(text: str, *, rdma: list[str]) -> list[Finding]:
     names = sorted(set(used))
     if any(name in ("NET/Socket", "Socket") for name in names) and rdma:
         return [
-            bad("transport", f"NCCL fell back to TCP ({', '.join(names)}) although {', '.join(rdma)} is active; see "
-                "NCCL_DEBUG=INFO, NCCL_IB_HCA, and whether libibverbs is in the container")
-        ]  # fmt: skip
+            bad(
+                "transport",
+                f"NCCL fell back to TCP ({', '.join(names)}) although {', '.join(rdma)} is active; see "
+                "NCCL_DEBUG=INFO, NCCL_IB_HCA, and whether libibverbs is in the container",
+            )
+        ]
     return [ok("transport", f"NCCL over {', '.join(names)}")]

@@ -77,7 +77,9 @@ def build_model(
     Leaves torch's global random state as it was. Raises ValueError for sizes that do not divide.
     """
     if hidden % heads or (hidden // heads) % 2:
-        raise ValueError(f"--hidden {hidden} must be --heads {heads} times an even head size (rotary embedding).")
+        raise ValueError(
+            f"--hidden {hidden} must be --heads {heads} times an even head size (rotary embedding)."
+        )
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}.")
     config = Qwen2Config(
@@ -136,7 +138,14 @@ def write_pairs(path: Path, problems: list[tuple[int, int]], seed: int) -> None:
     for a, b in problems:
         error = int(generator.integers(1, 21)) * int(generator.choice([-1, 1]))
         prompt = [{"role": "user", "content": f"{a}+{b}="}]
-        rows.append({"data_source": "addition", "prompt": prompt, "chosen": str(a + b), "rejected": str(max(a + b + error, 0))})
+        rows.append(
+            {
+                "data_source": "addition",
+                "prompt": prompt,
+                "chosen": str(a + b),
+                "rejected": str(max(a + b + error, 0)),
+            }
+        )
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
@@ -179,7 +188,9 @@ def make_toy(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, default=0, help="decides the held-out problems and the weights")
     parser.add_argument("--hidden", type=int, default=192, help="hidden size")

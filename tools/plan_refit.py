@@ -21,8 +21,8 @@ import numpy as np
 # Run as a script, python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl.config.schema import Config, Rollout, Training  # noqa: E402
 from rl.config.checks import check_rollout_grid, check_training_grid  # noqa: E402
+from rl.config.schema import Config, Rollout, Training  # noqa: E402
 from rl.models import architecture  # noqa: E402
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts  # noqa: E402
 from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT  # noqa: E402
@@ -33,30 +33,49 @@ GIB = 1 << 30
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", metavar="PATH", type=Path, required=True, help="Hugging Face directory or config.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", metavar="PATH", type=Path, required=True, help="Hugging Face directory or config.json"
+    )
     parser.add_argument("--train", metavar="tp=..,pp=..,ep=..", required=True, help="layout of training")
     parser.add_argument("--rollout", metavar="tp=..", required=True, help="layout of a generation replica")
     parser.add_argument("--world-size", metavar="RANKS", type=_positive, required=True)
     parser.add_argument("--ranks-per-node", metavar="RANKS", type=_positive, default=8)
     parser.add_argument("--dtype", choices=ITEMSIZES, default="bfloat16", help="of the weights (bfloat16)")
-    parser.add_argument("--buffer-mib", metavar="MIB", type=_positive, default=512, help="refit.buffer_mib of the run (512)")
+    parser.add_argument(
+        "--buffer-mib", metavar="MIB", type=_positive, default=512, help="refit.buffer_mib of the run (512)"
+    )
     speed = dict(metavar="GBIT", type=float)
-    parser.add_argument("--nvlink-gbps", default=3600.0, help="Gbit/s of a rank, each way, within a node (3600)", **speed)
-    parser.add_argument("--nic-gbps", default=400.0, help="Gbit/s of a rank, each way, between nodes (400)", **speed)
+    parser.add_argument(
+        "--nvlink-gbps", default=3600.0, help="Gbit/s of a rank, each way, within a node (3600)", **speed
+    )
+    parser.add_argument(
+        "--nic-gbps", default=400.0, help="Gbit/s of a rank, each way, between nodes (400)", **speed
+    )
     args = parser.parse_args(argv)
     try:
         survey = survey_of(args)
     except (OSError, ValueError) as error:
         sys.exit(f"plan_refit: {error}")
-    print(report(survey, nvlink_gbps=args.nvlink_gbps, nic_gbps=args.nic_gbps, one_node=args.world_size <= args.ranks_per_node))
+    print(
+        report(
+            survey,
+            nvlink_gbps=args.nvlink_gbps,
+            nic_gbps=args.nic_gbps,
+            one_node=args.world_size <= args.ranks_per_node,
+        )
+    )
 
 
 def survey_of(args: argparse.Namespace) -> Survey:
     """What the command line asks for. Raises ValueError for layouts that a run would refuse, and OSError."""
     hf = json.loads((args.model / "config.json" if args.model.is_dir() else args.model).read_text())
     if not hf.get("architectures") or not hf.get("num_hidden_layers"):
-        raise ValueError(f"{args.model} is no config.json of a language model: it lacks architectures or num_hidden_layers.")
+        raise ValueError(
+            f"{args.model} is no config.json of a language model: it lacks architectures or num_hidden_layers."
+        )
     weights, num_layers, world = architecture(hf).weights(hf), hf["num_hidden_layers"], args.world_size
     train = _layout("--train", args.train, {"tp", "pp", "ep", "etp"})
     rollout = _layout("--rollout", args.rollout, {"tp", "pp"})
@@ -67,21 +86,28 @@ def survey_of(args: argparse.Namespace) -> Survey:
     return survey_refit(
         weights,
         TrainingPlacement(
-            world, training.tp, training.pp, num_layers,
-            ep=training.ep, etp=training.expert_tp if experts else None, num_experts=experts,
+            world,
+            training.tp,
+            training.pp,
+            num_layers,
+            ep=training.ep,
+            etp=training.expert_tp if experts else None,
+            num_experts=experts,
         ),
         RolloutPlacement(world, config.rollout.tp, num_layers, pp=rollout.get("pp", 1)),
         ranks_per_node=args.ranks_per_node,
         itemsize=ITEMSIZES[args.dtype],
         buffer_bytes=args.buffer_mib << 20,
-    )  # fmt: skip
+    )
 
 
 def _layout(option: str, text: str, known: set[str]) -> dict[str, int]:
     given = dict(part.split("=", 1) if "=" in part else (part, "") for part in text.split(","))
     for name, value in given.items():
         if name not in known or not (value.isdigit() and int(value) > 0):
-            raise ValueError(f"{option} {text}: found {name}={value}, but it takes {', '.join(sorted(known))}, e.g. tp=8,pp=2.")
+            raise ValueError(
+                f"{option} {text}: found {name}={value}, but it takes {', '.join(sorted(known))}, e.g. tp=8,pp=2."
+            )
     return {name: int(value) for name, value in given.items()}
 
 
@@ -108,7 +134,9 @@ def report(survey: Survey, *, nvlink_gbps: float, nic_gbps: float, one_node: boo
     lines = [f"{'GiB':<28}{'min':>10}{'mean':>10}{'max':>10}{'all ranks':>12}"]
     for name, values in rows.items():
         total = "" if name == "largest batch" else f"{values.sum() / GIB:.2f}"
-        lines.append(f"{name:<28}{values.min() / GIB:>10.3f}{values.mean() / GIB:>10.3f}{values.max() / GIB:>10.3f}{total:>12}")
+        lines.append(
+            f"{name:<28}{values.min() / GIB:>10.3f}{values.mean() / GIB:>10.3f}{values.max() / GIB:>10.3f}{total:>12}"
+        )
 
     def seconds(load: np.ndarray) -> float:
         """Of the busiest rank; links work both ways and beside each other."""
@@ -123,7 +151,9 @@ def report(survey: Survey, *, nvlink_gbps: float, nic_gbps: float, one_node: boo
         f"seconds, busiest rank       {seconds(whole):.2f}",
         f"seconds, batch by batch     {sum(map(seconds, survey.batches)):.2f}",
         f"seconds, gathering          {slowest:.2f}",
-        f"gathering / received        {survey.gather.sum() / received.sum():.1f}" if received.any() else "nothing crosses ranks",
+        f"gathering / received        {survey.gather.sum() / received.sum():.1f}"
+        if received.any()
+        else "nothing crosses ranks",
     ]
     return "\n".join(lines)
 

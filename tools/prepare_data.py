@@ -95,19 +95,27 @@ def write_gsm8k(records: Records, out: str | Path) -> dict[str, int]:
     def to_row(record: Any, *, split: str, index: int) -> Row:
         return dataset_rows.gsm8k_row(record["question"], record["answer"], split=split, index=index)
 
-    return write_splits({split: build_rows(found, to_row, split, "a GSM8K problem") for split, found in records.items()}, out)
+    return write_splits(
+        {split: build_rows(found, to_row, split, "a GSM8K problem") for split, found in records.items()}, out
+    )
 
 
 def write_math(records: Records, out: str | Path) -> dict[str, int]:
     """Raises ValueError for a record that is no problem of MATH, as the others for theirs; nothing is written then."""
     return write_splits(
-        {split: build_rows(found, dataset_rows.math_row, split, "a MATH problem") for split, found in records.items()}, out
+        {
+            split: build_rows(found, dataset_rows.math_row, split, "a MATH problem")
+            for split, found in records.items()
+        },
+        out,
     )
 
 
 def write_dapo_math(records: Records, out: str | Path) -> dict[str, int]:
     problems = distinct_problems(merge(records), lambda answer: answer, "a DAPO-Math problem")
-    rows = [dataset_rows.dapo_row(*problem, split="train", index=index) for index, problem in enumerate(problems)]
+    rows = [
+        dataset_rows.dapo_row(*problem, split="train", index=index) for index, problem in enumerate(problems)
+    ]
     return write_splits({"train": rows}, out)
 
 
@@ -123,7 +131,11 @@ def write_aime(records: Records, out: str | Path, *, data_source: str = "aime") 
 def write_hh_rlhf(records: Records, out: str | Path) -> dict[str, int]:
     to_row = dataset_rows.hh_rlhf_row
     return write_splits(
-        {split: build_rows(found, to_row, split, "a pair of transcripts") for split, found in records.items()}, out
+        {
+            split: build_rows(found, to_row, split, "a pair of transcripts")
+            for split, found in records.items()
+        },
+        out,
     )
 
 
@@ -131,14 +143,18 @@ def write_code(records: Records, out: str | Path, *, data_source: str = "code") 
     def to_row(record: Any, *, split: str, index: int) -> Row:
         return dataset_rows.code_row(record, split=split, index=index, data_source=data_source)
 
-    rows = {split: build_rows(found, to_row, split, "a problem with tests") for split, found in records.items()}
+    rows = {
+        split: build_rows(found, to_row, split, "a problem with tests") for split, found in records.items()
+    }
     return write_splits(rows, out)
 
 
 def write_countdown(out: str | Path, *, num_train: int, num_test: int, seed: int) -> dict[str, int]:
     """Write problems made from `seed`; no test problem is a training problem. Same arguments, same files."""
     if num_train < 1 or num_test < 1 or seed < 0:
-        raise ValueError(f"--num-train {num_train} and --num-test {num_test} must be 1 or more and --seed {seed} 0 or more.")
+        raise ValueError(
+            f"--num-train {num_train} and --num-test {num_test} must be 1 or more and --seed {seed} 0 or more."
+        )
     problems = dataset_rows.countdown_problems(seed=seed)
     rows = {
         # The test problems first, so that they stay the same when more training problems are asked for.
@@ -154,7 +170,9 @@ def write_countdown(out: str | Path, *, num_train: int, num_test: int, seed: int
 # ---- records to rows to files ----
 
 
-def build_rows(found: Iterator[tuple[str, Any]], to_row: Callable[..., Row], split: str, what: str) -> list[Row]:
+def build_rows(
+    found: Iterator[tuple[str, Any]], to_row: Callable[..., Row], split: str, what: str
+) -> list[Row]:
     """A row for each record, `index` counted over those that are kept; what is left out is logged, with the reason."""
     rows: list[Row] = []
     left_out: Counter[str] = Counter()
@@ -205,7 +223,9 @@ def write_splits(rows: dict[str, list[Row]], out: str | Path) -> dict[str, int]:
     for split, found in rows.items():
         chunks = [found[start : start + ROWS_PER_GROUP] for start in range(0, len(found), ROWS_PER_GROUP)]
         # In pieces: one array of all the tests of a code data set would pass Arrow's 2 GiB.
-        table = pa.concat_tables([pa.Table.from_pylist(chunk) for chunk in chunks], promote_options="permissive")
+        table = pa.concat_tables(
+            [pa.Table.from_pylist(chunk) for chunk in chunks], promote_options="permissive"
+        )
         pq.write_table(table, out / f"{split}.parquet", row_group_size=ROWS_PER_GROUP)
     return {split: len(rows[split]) for split in SPLITS if split in rows}
 
@@ -231,13 +251,18 @@ def find_records(source: str | Path, *, only_split: str | None = None) -> Record
     if not by_split:
         named = "" if only_split else " that are called train or test, or lie in a folder of that name"
         raise ValueError(f"--source {source} holds no files{named}: it must be {', '.join(_SUFFIXES)}.")
-    return {split: (record for path in by_split[split] for record in read_file(path)) for split in sorted(by_split)}
+    return {
+        split: (record for path in by_split[split] for record in read_file(path))
+        for split in sorted(by_split)
+    }
 
 
 def _split_of(parts: tuple[str, ...]) -> str | None:
     """train or test, as the innermost folder or the beginning of the file name says."""
     *folders, name = parts
-    named = [split for split in SPLITS if name.startswith(split)] or [f for f in reversed(folders) if f in SPLITS]
+    named = [split for split in SPLITS if name.startswith(split)] or [
+        f for f in reversed(folders) if f in SPLITS
+    ]
     return named[0] if named else None
 
 
@@ -305,13 +330,18 @@ def from_hub(dataset_id: str, config: str | None = None, *, only_split: str | No
         ) from error
 
     def places(name: str) -> Iterator[tuple[str, Any]]:
-        return ((f"{dataset_id}, split {name}, row {number},", row) for number, row in enumerate(loaded[name], start=1))
+        return (
+            (f"{dataset_id}, split {name}, row {number},", row)
+            for number, row in enumerate(loaded[name], start=1)
+        )
 
     if only_split:
         return {only_split: (record for name in loaded for record in places(name))}
     found = {split: places(split) for split in SPLITS if split in loaded}
     if not found:
-        raise ValueError(f"{dataset_id} has neither a split train nor a split test, only {', '.join(loaded)}.")
+        raise ValueError(
+            f"{dataset_id} has neither a split train nor a split test, only {', '.join(loaded)}."
+        )
     return found
 
 
@@ -322,7 +352,12 @@ def merge(records: Records) -> Iterator[tuple[str, Any]]:
 # ---- the command line ----
 
 DATASETS: dict[str, dict[str, Any]] = {
-    "gsm8k": {"write": write_gsm8k, "hub": "openai/gsm8k", "config": "main", "help": "grade-school word problems"},
+    "gsm8k": {
+        "write": write_gsm8k,
+        "hub": "openai/gsm8k",
+        "config": "main",
+        "help": "grade-school word problems",
+    },
     "math": {"write": write_math, "hub": "DigitalLearningGmbH/MATH-lighteval", "help": "Hendrycks MATH"},
     "dapo-math": {
         "write": write_dapo_math,
@@ -337,7 +372,11 @@ DATASETS: dict[str, dict[str, Any]] = {
         "data_source": "aime",
         "help": "an olympiad's problems",
     },
-    "hh-rlhf": {"write": write_hh_rlhf, "hub": "Anthropic/hh-rlhf", "help": "pairs of responses with a preference"},
+    "hh-rlhf": {
+        "write": write_hh_rlhf,
+        "hub": "Anthropic/hh-rlhf",
+        "help": "pairs of responses with a preference",
+    },
     "code": {
         "write": write_code,
         "hub": "deepmind/code_contests",
@@ -361,23 +400,35 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = parser.add_subparsers(dest="dataset", required=True)
     for name, known in DATASETS.items():
         one = names.add_parser(name, help=known["help"])
         origin = one.add_mutually_exclusive_group(required=True)
-        origin.add_argument("--source", metavar="PATH", help="local files; see the top of tools/prepare_data.py")
         origin.add_argument(
-            "--from-hub", metavar="ID", nargs="?", const=known["hub"], help=f"download instead: {known['hub']}, or ID"
+            "--source", metavar="PATH", help="local files; see the top of tools/prepare_data.py"
+        )
+        origin.add_argument(
+            "--from-hub",
+            metavar="ID",
+            nargs="?",
+            const=known["hub"],
+            help=f"download instead: {known['hub']}, or ID",
         )
         if "data_source" in known:
-            one.add_argument("--data-source", default=known["data_source"], help="column data_source (%(default)s)")
+            one.add_argument(
+                "--data-source", default=known["data_source"], help="column data_source (%(default)s)"
+            )
     countdown = names.add_parser("countdown", help="reach a number with others by arithmetic; made here")
     countdown.add_argument("--num-train", type=int, default=16384, help="training problems (%(default)s)")
     countdown.add_argument("--num-test", type=int, default=512, help="test problems (%(default)s)")
     countdown.add_argument("--seed", type=int, default=0, help="another seed, other problems (%(default)s)")
     for one in names.choices.values():
-        one.add_argument("--out", required=True, metavar="DIR", help="directory to write the parquet files to")
+        one.add_argument(
+            "--out", required=True, metavar="DIR", help="directory to write the parquet files to"
+        )
     return parser
 
 

@@ -23,10 +23,14 @@ Point = tuple[int, float]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run")
     parser.add_argument("--before", metavar="SFT_RUN_DIR", type=Path, help="directory of the run before it")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="where to write the picture (report.png of the first run)")
+    parser.add_argument(
+        "--png", metavar="FILE", type=Path, help="where to write the picture (report.png of the first run)"
+    )
     args = parser.parse_args(argv)
     png = args.png or args.run_dirs[0] / "report.png"
     try:
@@ -47,7 +51,9 @@ def read_run(run_dir: Path) -> list[dict]:
     if not run_dir.is_dir():
         raise ValueError(f"there is no directory {run_dir}.")
     if not path.is_file():
-        raise ValueError(f"{run_dir} holds no {FILE_NAME}; it is not the directory of a run that has taken a step.")
+        raise ValueError(
+            f"{run_dir} holds no {FILE_NAME}; it is not the directory of a run that has taken a step."
+        )
     records = read_records(path)
     if not records:
         raise ValueError(f"{path} holds no record yet.")
@@ -81,7 +87,9 @@ def table(runs: dict[Path, list[dict]]) -> str:
     names += ["mean reward, first", "mean reward, last"]
     rows = [[name] + [cells.get(name, "-") for cells in columns.values()] for name in names]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )
 
 
 def _cells(run_dir: Path, records: list[dict]) -> dict[str, str]:
@@ -128,16 +136,22 @@ def draw(records: list[dict], png: Path) -> None:
     plt = pyplot()
     rewards, by_source = reward_points(records), accuracy_points(records)
     if not rewards and not by_source:
-        raise ValueError(f"the records hold neither {REWARD} nor val-core/*/acc/mean@1, so there is nothing to draw.")
+        raise ValueError(
+            f"the records hold neither {REWARD} nor val-core/*/acc/mean@1, so there is nothing to draw."
+        )
     figure, left = plt.subplots(figsize=(8, 4.5), dpi=150)
     lines = []
     if rewards:
         marker = "." if len(rewards) <= 100 else None  # many would hide the line
         label = "mean reward (training)"
-        lines += left.plot(*zip(*rewards), color="tab:blue", linewidth=1, marker=marker, markersize=4, label=label)
+        lines += left.plot(
+            *zip(*rewards), color="tab:blue", linewidth=1, marker=marker, markersize=4, label=label
+        )
         left.set_ylabel("mean reward (training)")
     right = left.twinx() if rewards and by_source else left
-    for (source, points), color in zip(by_source.items(), ("tab:orange", "tab:green", "tab:red", "tab:purple") * 16):
+    for (source, points), color in zip(
+        by_source.items(), ("tab:orange", "tab:green", "tab:red", "tab:purple") * 16
+    ):
         label = f"held-out accuracy, {source}"
         lines += right.plot(*zip(*points), color=color, linewidth=2, marker="o", markersize=5, label=label)
     if by_source:
@@ -158,7 +172,9 @@ def compare(runs: dict[str, list[dict]], png: Path) -> None:
     curves = {}
     for name, records in runs.items():
         by_source = accuracy_points(records)
-        curves |= {f"{name} {source}" if len(by_source) > 1 else name: points for source, points in by_source.items()}
+        curves |= {
+            f"{name} {source}" if len(by_source) > 1 else name: points for source, points in by_source.items()
+        }
     if not curves:
         raise ValueError("the records hold no val-core/*/acc/mean@1, so there is nothing to compare.")
     draw_curves(curves, png, label="held-out accuracy")

@@ -119,7 +119,9 @@ def _fork_rank(rank: int, num_ranks: int, port: int, arguments: Sequence[str], l
     if pid:
         return pid
     os.setsid()
-    numbers = dict(RANK=rank, WORLD_SIZE=num_ranks, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=num_ranks, MASTER_PORT=port)
+    numbers = dict(
+        RANK=rank, WORLD_SIZE=num_ranks, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=num_ranks, MASTER_PORT=port
+    )
     os.environ.update({"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()})
     sys.argv = ["train_rl.py", *arguments]
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -157,7 +159,9 @@ def read_checkpoints(run_dir: Path) -> int:
 def metrics_of(run_dir: Path) -> list[dict]:
     """The records of a run without what depends on the clock."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if not MACHINE.match(name)} for line in lines]
+    return [
+        {name: value for name, value in json.loads(line).items() if not MACHINE.match(name)} for line in lines
+    ]
 
 
 def torture(arguments: Sequence[str], out: Path, *, num_ranks: int, kills: int, seed: int) -> Tally:
@@ -174,7 +178,9 @@ def torture(arguments: Sequence[str], out: Path, *, num_ranks: int, kills: int, 
     while tally.kills < kills:
         run_dir = out / f"run_{tally.runs}"
         background = f"checkpoint.background={str(tally.runs % 2 == 1).lower()}"
-        _until_it_ends([*arguments, f"run.dir={run_dir}", background], run_dir, num_ranks, kills, usual, numbers, tally)
+        _until_it_ends(
+            [*arguments, f"run.dir={run_dir}", background], run_dir, num_ranks, kills, usual, numbers, tally
+        )
         if metrics_of(run_dir) != expected:
             raise Lost(f"{run_dir}/metrics.jsonl differs from {out}/undisturbed/metrics.jsonl")
         shutil.rmtree(run_dir)
@@ -184,7 +190,13 @@ def torture(arguments: Sequence[str], out: Path, *, num_ranks: int, kills: int, 
 
 
 def _until_it_ends(
-    arguments: Sequence[str], run_dir: Path, num_ranks: int, kills: int, usual: float, numbers: random.Random, tally: Tally
+    arguments: Sequence[str],
+    run_dir: Path,
+    num_ranks: int,
+    kills: int,
+    usual: float,
+    numbers: random.Random,
+    tally: Tally,
 ) -> None:
     log = Path(f"{run_dir}.log")
     while True:
@@ -233,7 +245,9 @@ def _unfinished(run_dir: Path) -> set[tuple[str, int]]:
 
 def toy_config(out: Path) -> Path:
     toy = make_toy(out / "toy", layers=2, intermediate=128)
-    pq.write_table(pq.read_table(toy / "train.parquet").slice(0, 64), toy / "few.parquet")  # thousands take a second to read
+    pq.write_table(
+        pq.read_table(toy / "train.parquet").slice(0, 64), toy / "few.parquet"
+    )  # thousands take a second to read
     (out / "reward.py").write_text(
         "def score(prompt, response, ground_truth, **extra):\n    return {'score': len(set(response)) / 6, 'acc': 0.0}\n"
     )
@@ -255,11 +269,15 @@ def toy_config(out: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100, help="how often a run is killed")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the run")
     parser.add_argument("--seed", type=int, default=0, help="of the instants and the victims")
-    parser.add_argument("--out", required=True, help="directory for the runs and their logs; what is in it is removed")
+    parser.add_argument(
+        "--out", required=True, help="directory for the runs and their logs; what is in it is removed"
+    )
     parser.add_argument("--config", help="YAML file of another run, deterministic and with checkpoints")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the run's configuration")
     args = parser.parse_args(argv)
@@ -270,7 +288,11 @@ def main(argv: list[str] | None = None) -> int:
     _import_everything()
     try:
         tally = torture(
-            ["--config", str(config), *args.overrides], out, num_ranks=args.ranks, kills=args.kills, seed=args.seed
+            ["--config", str(config), *args.overrides],
+            out,
+            num_ranks=args.ranks,
+            kills=args.kills,
+            seed=args.seed,
         )
     except Lost as error:
         print(f"lost: {error}", file=sys.stderr)

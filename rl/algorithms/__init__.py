@@ -57,17 +57,25 @@ def describe(name: str) -> Algorithm:
     """The declarations of an algorithm, by name or path of a .py file. ConfigError if there is no such file or it is unfit."""
     path = Path(name).expanduser() if name.endswith(".py") else Path(__file__).with_name(f"{name}.py")
     if not name.endswith(".py") and name not in shipped():
-        raise ConfigError(f"algorithm is '{name}', but must be {listed(shipped(), 'or')}, or the path of a .py file.")
+        raise ConfigError(
+            f"algorithm is '{name}', but must be {listed(shipped(), 'or')}, or the path of a .py file."
+        )
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise ConfigError(f"algorithm {name} cannot be read: {error}.") from error
-    literals = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
+    literals = {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
     try:
         needs = tuple(ast.literal_eval(literals["NEEDS"]))
         defaults = dict(ast.literal_eval(literals["DEFAULTS"]))
     except (KeyError, ValueError, TypeError) as error:
-        raise ConfigError(f"algorithm {name} must set NEEDS, a tuple, and DEFAULTS, a dict, as literals: {error}.") from error
+        raise ConfigError(
+            f"algorithm {name} must set NEEDS, a tuple, and DEFAULTS, a dict, as literals: {error}."
+        ) from error
     if unknown := [need for need in needs if need not in NEEDS]:
         raise ConfigError(f"algorithm {name} needs '{unknown[0]}', which is none of {listed(NEEDS, 'or')}.")
     if not any(isinstance(node, ast.FunctionDef) and node.name == "step" for node in tree.body):

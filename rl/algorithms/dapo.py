@@ -15,9 +15,9 @@ No KL term. Seeds differ between rounds, so a prompt that comes again is sampled
 
 from rl.config.schema import Config
 from rl.data.batch import Batch, concatenate
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
 from rl.objectives.advantages import grpo
 from rl.phases.phases import Phases
+from rl.phases.policy_gradient import advantages, policy_loss, token_choice
 
 NEEDS = ("samples", "reward", "groups", "dynamic_sampling")
 DEFAULTS = {
@@ -58,5 +58,9 @@ def sample_until_full(phases: Phases, config: Config) -> Batch | None:
             num_kept += len(teaching)
     everything = concatenate(drawn)
     phases.log_generated(everything)
-    phases.metrics |= {"dapo/rounds": rounds, "dapo/drawn_groups": int(everything.groups.max()) + 1, "dapo/kept_groups": num_kept}
+    phases.metrics |= {
+        "dapo/rounds": rounds,
+        "dapo/drawn_groups": int(everything.groups.max()) + 1,
+        "dapo/kept_groups": num_kept,
+    }
     return concatenate(kept) if kept else None

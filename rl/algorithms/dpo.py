@@ -33,4 +33,6 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config):
         ratios, beta=preference.beta, loss=preference.loss, label_smoothing=preference.label_smoothing
     )
     total = value.sum() / totals.num_units
-    return total, {"preference/loss": total} | {f"preference/{name}": stat / totals.num_units for name, stat in stats.items()}
+    return total, {"preference/loss": total} | {
+        f"preference/{name}": stat / totals.num_units for name, stat in stats.items()
+    }

@@ -17,11 +17,11 @@ from functools import partial
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.phases.policy_gradient import policy_loss, token_choice
 from rl.objectives.preference import log_ratios, outcome_loss
 from rl.objectives.returns import prime
 from rl.objectives.segments import segment_mean
 from rl.phases.phases import MicroBatch, Phases, Totals
+from rl.phases.policy_gradient import policy_loss, token_choice
 
 NEEDS = ("samples", "reward", "groups", "implicit_reward")
 DEFAULTS = {"objective.advantage": "prime", "objective.loss": "ppo"}
@@ -40,9 +40,15 @@ def step(phases: Phases, config: Config) -> None:
     with phases.timed("adv"):
         model = config.implicit_reward
         batch.advantages = prime(
-            process_rewards, batch.labels, batch.groups, batch.lengths, batch.mask,
-            process_coef=model.process_coef, outcome_coef=model.outcome_coef, gamma=config.objective.gamma,
-        )  # fmt: skip
+            process_rewards,
+            batch.labels,
+            batch.groups,
+            batch.lengths,
+            batch.mask,
+            process_coef=model.process_coef,
+            outcome_coef=model.outcome_coef,
+            gamma=config.objective.gamma,
+        )
     phases.update(batch, policy_loss(config), choose=token_choice(config))
 
 
@@ -61,4 +67,7 @@ def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config):
     ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)
     value, stats = outcome_loss(ratios, micro.labels, beta=config.implicit_reward.beta)
     total = value.sum() / totals.num_samples
-    return total, {"implicit_reward/loss": total, "implicit_reward/accuracy": stats["accuracy"] / totals.num_samples}
+    return total, {
+        "implicit_reward/loss": total,
+        "implicit_reward/accuracy": stats["accuracy"] / totals.num_samples,
+    }

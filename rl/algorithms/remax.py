@@ -9,8 +9,8 @@ the policy is the one that sampled.
 """
 
 from rl.config.schema import Config
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
 from rl.phases.phases import Phases
+from rl.phases.policy_gradient import advantages, policy_loss, token_choice
 
 NEEDS = ("samples", "reward", "greedy_baseline")
 DEFAULTS = {

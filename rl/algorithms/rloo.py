@@ -12,8 +12,8 @@ over its tokens, as log pi(y) is: `seq-mean-token-sum`; verl averages over token
 """
 
 from rl.config.schema import Config
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
 from rl.phases.phases import Phases
+from rl.phases.policy_gradient import advantages, policy_loss, token_choice
 
 NEEDS = ("samples", "reward", "groups")
 DEFAULTS = {

@@ -21,7 +21,11 @@ def step(phases: Phases, config: Config) -> None:
 def loss(micro: MicroBatch, totals: Totals):
     """Negative log-likelihood of one micro-batch, divided by the mini-batch's tokens."""
     nll = aggregate(
-        -micro.logprobs, micro.mask, micro.lengths, "token-mean",
-        num_tokens=totals.num_tokens, num_samples=totals.num_samples,
-    )  # fmt: skip
+        -micro.logprobs,
+        micro.mask,
+        micro.lengths,
+        "token-mean",
+        num_tokens=totals.num_tokens,
+        num_samples=totals.num_samples,
+    )
     return nll, {"sft/loss": nll}

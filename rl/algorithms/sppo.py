@@ -32,4 +32,7 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config):
     """Mean over the mini-batch's samples."""
     ratios = log_ratios(micro.logprobs, micro.old_logprobs, micro.mask, micro.lengths)
     total = sppo_loss(ratios, micro.labels, eta=1 / config.preference.beta).sum() / totals.num_samples
-    return total, {"preference/loss": total, "preference/log_ratio": ratios.detach().abs().sum() / totals.num_samples}
+    return total, {
+        "preference/loss": total,
+        "preference/log_ratio": ratios.detach().abs().sum() / totals.num_samples,
+    }

@@ -39,7 +39,10 @@ def regions(pieces: Sequence[Piece], shape: tuple[int, ...], start: int, stop: i
         for piece in pieces:
             local = overlap(piece.local_box, block)
             if local is not None:
-                moved = tuple((a - p + h, b - p + h) for (a, b), (p, _), (h, _) in zip(local, piece.local_box, piece.hf_box))
+                moved = tuple(
+                    (a - p + h, b - p + h)
+                    for (a, b), (p, _), (h, _) in zip(local, piece.local_box, piece.hf_box)
+                )
                 inner = tuple((a - origin, b - origin) for (a, b), (origin, _) in zip(local, block))
                 yield Region(piece.hf, moved, done, extent(block), inner)
         done += volume(block)

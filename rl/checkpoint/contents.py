@@ -25,8 +25,16 @@ written where they are not the weights themselves."""
 
 def describe(engine: TrainingEngine) -> dict:
     """Of the whole model, alike on every rank: dtype, the number of optimizer steps, and the shape of every tensor."""
-    shapes = {name: list(shape) for weight in engine.weight_map.weights for name, shape in zip(weight.hf, weight.shapes)}
-    return {"dtype": str(engine.weight_map.dtype).removeprefix("torch."), "optimizer_step": _step(engine), "tensors": shapes}
+    shapes = {
+        name: list(shape)
+        for weight in engine.weight_map.weights
+        for name, shape in zip(weight.hf, weight.shapes)
+    }
+    return {
+        "dtype": str(engine.weight_map.dtype).removeprefix("torch."),
+        "optimizer_step": _step(engine),
+        "tensors": shapes,
+    }
 
 
 def model_shards(name: str, engine: TrainingEngine) -> Iterator[Shard]:
@@ -68,14 +76,18 @@ def load_optimizer(name: str, engine: TrainingEngine, reader: ShardReader, step:
     for optimizer in optimizers:
         optimizer._init_optimizer_states_with_dummy_values()
         for counter in _counters(optimizer):
-            counter["step"] = torch.full_like(counter["step"], step) if isinstance(counter["step"], Tensor) else step
+            counter["step"] = (
+                torch.full_like(counter["step"], step) if isinstance(counter["step"], Tensor) else step
+            )
     for weight, parameter in engine.weight_map.local():
         start, tensors = _optimizer_tensors(optimizers, parameter)
         for part, tensor in tensors.items():
             _fill(f"{name}/{part}", engine, weight, parameter, tensor.detach().view(-1), start, reader)
 
 
-def _shards(prefix: str, engine: TrainingEngine, weight: Weight, parameter: Tensor, run: Tensor, start: int) -> Iterator[Shard]:
+def _shards(
+    prefix: str, engine: TrainingEngine, weight: Weight, parameter: Tensor, run: Tensor, start: int
+) -> Iterator[Shard]:
     """Of the run of elements of a parameter that begins with element `start`."""
     pieces = weight.megatron_pieces(*engine.weight_map.tensor_split(weight))
     for region in regions(pieces, tuple(parameter.shape), start, start + run.numel()):
@@ -84,7 +96,13 @@ def _shards(prefix: str, engine: TrainingEngine, weight: Weight, parameter: Tens
 
 @torch.no_grad()
 def _fill(
-    prefix: str, engine: TrainingEngine, weight: Weight, parameter: Tensor, run: Tensor, start: int, reader: ShardReader
+    prefix: str,
+    engine: TrainingEngine,
+    weight: Weight,
+    parameter: Tensor,
+    run: Tensor,
+    start: int,
+    reader: ShardReader,
 ) -> None:
     run.zero_()  # rows that pad the vocabulary are in no checkpoint
     pieces = weight.megatron_pieces(*engine.weight_map.tensor_split(weight))
@@ -99,7 +117,9 @@ def optimizers_of(engine: TrainingEngine) -> list[DistributedOptimizer]:
     return [part for part in parts if not part.is_stub_optimizer]
 
 
-def _optimizer_tensors(optimizers: list[DistributedOptimizer], parameter: Tensor) -> tuple[int, dict[str, Tensor]]:
+def _optimizer_tensors(
+    optimizers: list[DistributedOptimizer], parameter: Tensor
+) -> tuple[int, dict[str, Tensor]]:
     """The first element of the flattened parameter that this rank's optimizer updates, and its tensors for those from there
     on; none for a buffer, or for a parameter that other ranks update."""
     for optimizer in optimizers:

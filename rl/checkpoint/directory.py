@@ -45,7 +45,9 @@ class Saved:
 def complete(directory: Path) -> list[Saved]:
     """The complete checkpoints, oldest first."""
     names = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in directory.glob("step_*"))
-    return sorted((Saved(int(match[1]), path) for match, path in names if match), key=lambda saved: saved.step)
+    return sorted(
+        (Saved(int(match[1]), path) for match, path in names if match), key=lambda saved: saved.step
+    )
 
 
 def rank_file(rank: int) -> str:
@@ -145,7 +147,9 @@ def kept(found: Sequence[Saved], *, last: int, every: int, best: int, highest: b
     """
     if last == 0:
         return {saved.step for saved in found}
-    ranked = sorted((s for s in found if s.metric is not None), key=lambda s: (s.metric if highest else -s.metric, s.step))
+    ranked = sorted(
+        (s for s in found if s.metric is not None), key=lambda s: (s.metric if highest else -s.metric, s.step)
+    )
     steps = {saved.step for saved in (*found[-last:], *(ranked[-best:] if best else ()))}
     return steps | {saved.step for saved in found if every and saved.step % every == 0}
 

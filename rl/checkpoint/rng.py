@@ -29,7 +29,9 @@ def restore_rng(reader: ShardReader, rank: int) -> None:
     gauss = float(saved("python_gauss"))
     random.setstate((version, tuple(words), None if np.isnan(gauss) else gauss))
     position, has_gauss, gauss = saved("numpy_place").tolist()
-    np.random.set_state(("MT19937", saved("numpy").numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
+    np.random.set_state(
+        ("MT19937", saved("numpy").numpy().astype(np.uint32), int(position), int(has_gauss), gauss)
+    )
     torch.set_rng_state(saved("torch"))
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(saved("cuda"))
@@ -51,7 +53,9 @@ def _states() -> dict[str, Tensor]:
     _, keys, position, has_gauss, gauss = np.random.get_state()
     states = {
         "python": torch.tensor([version, *words]),
-        "python_gauss": torch.tensor([float("nan") if python_gauss is None else python_gauss], dtype=torch.float64),
+        "python_gauss": torch.tensor(
+            [float("nan") if python_gauss is None else python_gauss], dtype=torch.float64
+        ),
         "numpy": torch.from_numpy(keys.astype(np.int64)),
         "numpy_place": torch.tensor([position, has_gauss, gauss], dtype=torch.float64),
         "torch": torch.get_rng_state(),

@@ -72,7 +72,9 @@ def write_shards(path: Path, shards: Sequence[Shard]) -> Written:
     header, at = {}, 0
     for shard in shards:
         size = shard.tensor.nbytes
-        header[shard.key] = dict(dtype=DTYPES[shard.tensor.dtype], shape=list(extent(shard.box)), data_offsets=[at, at + size])
+        header[shard.key] = dict(
+            dtype=DTYPES[shard.tensor.dtype], shape=list(extent(shard.box)), data_offsets=[at, at + size]
+        )
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -107,7 +109,9 @@ def check_file(path: Path, expected: Written, *, contents: bool) -> None:
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing")
     if crc != expected.crc32:
-        raise DamagedError(f"{path} is damaged: its checksum is {crc:08x}, but {expected.crc32:08x} was written")
+        raise DamagedError(
+            f"{path} is damaged: its checksum is {crc:08x}, but {expected.crc32:08x} was written"
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,9 @@ class ShardReader:
                 out[index(_within(common, box))] = values.to(out.device, out.dtype)
                 found += volume(common)
         if found != volume(box):
-            raise ValueError(f"{self.directory} has {found} of the {volume(box)} numbers that this run needs of {name}.")
+            raise ValueError(
+                f"{self.directory} has {found} of the {volume(box)} numbers that this run needs of {name}."
+            )
 
     def whole(self, name: str) -> Tensor:
         """A tensor that was written in one box."""

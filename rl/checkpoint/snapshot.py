@@ -21,14 +21,15 @@ class Snapshot:
             self._make(size)
         copies, at = [], 0
         for shard in shards:
-            part = self._memory[at : at + shard.tensor.nbytes].view(shard.tensor.dtype).view(shard.tensor.shape)
+            part = (
+                self._memory[at : at + shard.tensor.nbytes].view(shard.tensor.dtype).view(shard.tensor.shape)
+            )
             part.copy_(shard.tensor, non_blocking=True)
             copies.append(Shard(shard.name, shard.box, part))
             at += shard.tensor.nbytes
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copies
-
 
     def _make(self, size: int) -> None:
         on_cuda = torch.cuda.is_available()
@@ -38,7 +39,10 @@ class Snapshot:
         self._memory = torch.empty(size, dtype=torch.uint8)
         if on_cuda:
             # Not pin_memory=True: torch's allocator takes the next power of two, up to twice as much.
-            _checked(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0), f"cudaHostRegister of {size} bytes")
+            _checked(
+                torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0),
+                f"cudaHostRegister of {size} bytes",
+            )
 
 
 def _checked(code, call: str) -> None:

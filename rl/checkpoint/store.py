@@ -39,8 +39,8 @@ from rl.checkpoint.shards import (
     write_shards,
 )
 from rl.checkpoint.snapshot import Snapshot
-from rl.config.schema import Config
 from rl.config.options import ConfigError, to_yaml
+from rl.config.schema import Config
 from rl.faults.agreement import fail_together
 from rl.run_directory.record import versions
 from rl.training.engine import TrainingEngine
@@ -74,7 +74,11 @@ class CheckpointStore:
     # Saving -----------------------------------------------------------------------------------------------------------
 
     def save(
-        self, step: int, models: Mapping[str, TrainingEngine], state: Mapping, metrics: Mapping[str, float] | None = None
+        self,
+        step: int,
+        models: Mapping[str, TrainingEngine],
+        state: Mapping,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Write the checkpoint of a step; nothing to do if it has been. `state` is plain data and `metrics` the step's, both
         alike on every rank. With checkpoint.background it returns when everything is copied; `poll` and `finish` then see
@@ -87,11 +91,18 @@ class CheckpointStore:
         if step == self._last_step:
             return
         shards = in_file_order(
-            [*rng_shards(dist.get_rank()), *itertools.chain.from_iterable(model_shards(*item) for item in models.items())]
+            [
+                *rng_shards(dist.get_rank()),
+                *itertools.chain.from_iterable(model_shards(*item) for item in models.items()),
+            ]
         )
-        metrics = {name: value if type(value) is int else float(value) for name, value in (metrics or {}).items()}
+        metrics = {
+            name: value if type(value) is int else float(value) for name, value in (metrics or {}).items()
+        }
         state = {**state, "metrics": metrics}
-        save = _Save(step, self.directory / f"step_{step:06d}.partial", self._manifest(step, models, metrics), state)
+        save = _Save(
+            step, self.directory / f"step_{step:06d}.partial", self._manifest(step, models, metrics), state
+        )
         with fail_together():
             if dist.get_rank() == 0:
                 self._fence()
@@ -168,7 +179,9 @@ class CheckpointStore:
             if dist.get_rank() == 0:
                 self._fence()
                 try:
-                    self._commit(save, {on_disk.rank_file(rank): written for rank, (written, _) in enumerate(everyone)})
+                    self._commit(
+                        save, {on_disk.rank_file(rank): written for rank, (written, _) in enumerate(everyone)}
+                    )
                 except OSError as error:
                     shutil.rmtree(save.partial, ignore_errors=True)
                     raise ConfigError(
@@ -179,21 +192,29 @@ class CheckpointStore:
     def _commit(self, save: "_Save", files: dict[str, Written]) -> None:
         files[on_disk.STATE] = on_disk.write_text(save.partial / on_disk.STATE, json.dumps(save.state) + "\n")
         files[on_disk.CONFIG] = on_disk.write_text(save.partial / on_disk.CONFIG, to_yaml(self.config))
-        save.manifest["files"] = {name: {"bytes": file.bytes, "crc32": file.crc32} for name, file in files.items()}
+        save.manifest["files"] = {
+            name: {"bytes": file.bytes, "crc32": file.crc32} for name, file in files.items()
+        }
         on_disk.commit(save.partial, save.partial.with_suffix(""), save.manifest)
         options = self.config.checkpoint
         found = on_disk.complete(self.directory)
         if options.keep_best:
             found = on_disk.with_metrics(found, options.best_metric)
         keep = on_disk.kept(
-            found, last=options.keep_last, every=options.keep_every, best=options.keep_best, highest=options.best_is == "highest"
+            found,
+            last=options.keep_last,
+            every=options.keep_every,
+            best=options.keep_best,
+            highest=options.best_is == "highest",
         )
         retired = [on_disk.retire(saved.path) for saved in found if saved.step not in keep]
         # Freeing gigabytes takes a file system seconds, for which nobody has to wait.
         self._removal = threading.Thread(target=_remove, args=(retired,), name="removal", daemon=True)
         self._removal.start()
 
-    def _manifest(self, step: int, models: Mapping[str, TrainingEngine], metrics: Mapping[str, float]) -> dict:
+    def _manifest(
+        self, step: int, models: Mapping[str, TrainingEngine], metrics: Mapping[str, float]
+    ) -> dict:
         if dist.get_rank() > 0:
             return {}
         best = self.config.checkpoint.best_metric
@@ -210,7 +231,11 @@ class CheckpointStore:
     def _still_there(self) -> str:
         """What a user has when a save failed, and what to do. Not collective."""
         found = on_disk.complete(self.directory)
-        newest = f"The newest checkpoint, {found[-1].path.name}, is as it was" if found else "There is no older checkpoint"
+        newest = (
+            f"The newest checkpoint, {found[-1].path.name}, is as it was"
+            if found
+            else "There is no older checkpoint"
+        )
         return f"{newest}; make room (checkpoint.keep_last keeps fewer) and start the same command again."
 
     # Finding ----------------------------------------------------------------------------------------------------------
@@ -293,7 +318,10 @@ class CheckpointStore:
             restore_rng(reader, dist.get_rank())
         else:
             changed = ", ".join(f"{key} {then[key]} -> {now[key]}" for key in now if then[key] != now[key])
-            log.info("another layout than the checkpoint's (%s): the states of the random generators are new ones", changed)
+            log.info(
+                "another layout than the checkpoint's (%s): the states of the random generators are new ones",
+                changed,
+            )
             reseed_rng(seed)
         state = _of_first_rank(lambda: json.loads((saved.path / on_disk.STATE).read_text()))
         return state | {"step": manifest["step"]}
@@ -358,14 +386,22 @@ def layout_of(models: Mapping[str, TrainingEngine]) -> dict:
     return {"world_size": dist.get_world_size(), **sizes, "device": engine.device.torch.type}
 
 
-def _check_models(path: Path, manifest: Mapping, models: Mapping[str, TrainingEngine], *, any_dtype: bool = False) -> None:
+def _check_models(
+    path: Path, manifest: Mapping, models: Mapping[str, TrainingEngine], *, any_dtype: bool = False
+) -> None:
     """ConfigError for models that are not those of the checkpoint."""
     for name, model in models.items():
         saved = manifest["models"].get(name)
         if saved is None:
             has = ", ".join(manifest["models"])
-            raise ConfigError(f"{path} has no {name}, only {has}: it was written by another algorithm; use another run.dir.")
-        shapes = {hf: list(shape) for weight in model.weight_map.weights for hf, shape in zip(weight.hf, weight.shapes)}
+            raise ConfigError(
+                f"{path} has no {name}, only {has}: it was written by another algorithm; use another run.dir."
+            )
+        shapes = {
+            hf: list(shape)
+            for weight in model.weight_map.weights
+            for hf, shape in zip(weight.hf, weight.shapes)
+        }
         for hf in sorted(shapes.keys() | saved["tensors"].keys()):
             there, here = saved["tensors"].get(hf, "absent"), shapes.get(hf, "absent")
             if there != here:
@@ -395,7 +431,9 @@ def _reader(path: Path, manifest: Mapping) -> ShardReader:
 
 def _remove(paths: Sequence[Path]) -> None:
     for path in paths:
-        shutil.rmtree(path, ignore_errors=True)  # what stays is for the next save to remove, and to complain of
+        shutil.rmtree(
+            path, ignore_errors=True
+        )  # what stays is for the next save to remove, and to complain of
 
 
 def _of_first_rank(read: Callable[[], T]) -> T:

@@ -9,13 +9,13 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rl.config.schema import Config, algorithm_of, learns_from_samples, needs_engine
 from rl.config.functions import FORM
+from rl.config.limits import PhaseLimits
 from rl.config.objective_checks import check_objective, objective_warnings
 from rl.config.options import ConfigError, flatten, listed, show
+from rl.config.schema import Config, algorithm_of, learns_from_samples, needs_engine
 from rl.rewards.mixture import check_sources
 from rl.stopping.deadline import seconds_of
-from rl.config.limits import PhaseLimits
 
 AT_LEAST_ONE = ("at least 1", lambda v: v >= 1)
 NOT_NEGATIVE = ("0 or more and finite", lambda v: 0 <= v < math.inf)
@@ -153,7 +153,9 @@ def check(config: Config) -> list[str]:
 def check_names(config: Config) -> None:
     name = config.run.name
     if name in ("", ".", "..") or "/" in name or name != name.strip() or not name.isprintable():
-        raise ConfigError(f"run.name is {show(name)}, but names a directory: use a plain name without '/', e.g. grpo-gsm8k.")
+        raise ConfigError(
+            f"run.name is {show(name)}, but names a directory: use a plain name without '/', e.g. grpo-gsm8k."
+        )
     if not re.fullmatch(FORM, config.reward.function):
         raise ConfigError(
             f"reward.function is {show(config.reward.function)}, but must be package.module:name or path/to/file.py:name."
@@ -167,7 +169,9 @@ def check_names(config: Config) -> None:
     if "" in config.rollout.stop:
         raise ConfigError("rollout.stop holds an empty string, which would end every response; remove it.")
     if min(config.rollout.stop_token_ids, default=0) < 0:
-        raise ConfigError(f"rollout.stop_token_ids holds {min(config.rollout.stop_token_ids)}, but token ids are 0 or more.")
+        raise ConfigError(
+            f"rollout.stop_token_ids holds {min(config.rollout.stop_token_ids)}, but token ids are 0 or more."
+        )
 
 
 def check_contradictions(config: Config) -> None:
@@ -185,10 +189,14 @@ def check_contradictions(config: Config) -> None:
         )
     buffer, limit = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer > limit:
-        raise ConfigError(f"reward.overlong_buffer_tokens={buffer} is more than rollout.max_response_tokens={limit}, the end of the buffer.")
+        raise ConfigError(
+            f"reward.overlong_buffer_tokens={buffer} is more than rollout.max_response_tokens={limit}, the end of the buffer."
+        )
     validation = config.validation
     if config.data.val and validation.every and not validation.greedy and not validation.samples_per_prompt:
-        raise ConfigError("validation.greedy=false and validation.samples_per_prompt=0 leave nothing to validate with; set one of them.")
+        raise ConfigError(
+            "validation.greedy=false and validation.samples_per_prompt=0 leave nothing to validate with; set one of them."
+        )
     step, minibatch = config.data.prompts_per_step, config.training.prompts_per_minibatch
     if minibatch > step:
         raise ConfigError(
@@ -206,19 +214,29 @@ def check_contradictions(config: Config) -> None:
 def check_data(config: Config) -> None:
     data, needs = config.data, algorithm_of(config).needs
     if data.train_weights and len(data.train_weights) != len(data.train):
-        raise ConfigError(f"data.train_weights has {len(data.train_weights)} numbers for {len(data.train)} files of data.train; give one for each.")
+        raise ConfigError(
+            f"data.train_weights has {len(data.train_weights)} numbers for {len(data.train)} files of data.train; give one for each."
+        )
     if any(not 0 < weight < math.inf for weight in data.train_weights):
-        raise ConfigError(f"data.train_weights holds {min(data.train_weights)}, but a share must be greater than 0 and finite.")
+        raise ConfigError(
+            f"data.train_weights holds {min(data.train_weights)}, but a share must be greater than 0 and finite."
+        )
     if data.train_weights and data.curriculum:
-        raise ConfigError("data.curriculum orders all prompts, so data.train_weights cannot weigh their files too; set one of them.")
+        raise ConfigError(
+            "data.curriculum orders all prompts, so data.train_weights cannot weigh their files too; set one of them."
+        )
     if "pairs" in needs and (data.curriculum or data.train_weights):
-        raise ConfigError(f"algorithm={config.algorithm} reads pairs, which have neither data.curriculum nor data.train_weights.")
+        raise ConfigError(
+            f"algorithm={config.algorithm} reads pairs, which have neither data.curriculum nor data.train_weights."
+        )
 
 
 def check_checkpoint(config: Config) -> None:
     checkpoint = config.checkpoint
     if checkpoint.keep_best and not checkpoint.best_metric:
-        raise ConfigError(f"checkpoint.keep_best={checkpoint.keep_best} needs checkpoint.best_metric, the name of the metric that is meant.")
+        raise ConfigError(
+            f"checkpoint.keep_best={checkpoint.keep_best} needs checkpoint.best_metric, the name of the metric that is meant."
+        )
     if checkpoint.weights_only and checkpoint.resume in ("auto", "never"):
         raise ConfigError(
             f"checkpoint.weights_only=true needs a path in checkpoint.resume, not {checkpoint.resume}: that of the run, or of its "
@@ -237,7 +255,9 @@ def warnings(config: Config) -> list[str]:
                 f"{section}.warmup_steps={warmup} is not less than run.max_steps={config.run.max_steps}: the run ends within the warm-up."
             )
         if min_lr and values[f"{section}.schedule"] == "constant":
-            found.append(f"{section}.min_lr={min_lr} has no effect with schedule=constant; set linear or cosine.")
+            found.append(
+                f"{section}.min_lr={min_lr} has no effect with schedule=constant; set linear or cosine."
+            )
     if config.critic.warmup_steps >= config.run.max_steps:
         found.append(
             f"critic.warmup_steps={config.critic.warmup_steps} is not less than run.max_steps={config.run.max_steps}: the policy never moves."
@@ -245,7 +265,12 @@ def warnings(config: Config) -> list[str]:
     if shared := [path for path in config.data.val if path in config.data.train]:
         found.append(f"{shared[0]} is in data.train and in data.val: validation measures training prompts.")
     checkpoint, validation = config.checkpoint, config.validation
-    if checkpoint.keep_best and checkpoint.every and checkpoint.best_metric.startswith("val") and checkpoint.every % (validation.every or 1):
+    if (
+        checkpoint.keep_best
+        and checkpoint.every
+        and checkpoint.best_metric.startswith("val")
+        and checkpoint.every % (validation.every or 1)
+    ):
         found.append(
             f"checkpoint.every={checkpoint.every} is no multiple of validation.every={validation.every}: checkpoints of steps "
             f"without {checkpoint.best_metric} can not be among the best."
@@ -262,7 +287,12 @@ def warnings(config: Config) -> list[str]:
 
 
 def check_layout(
-    config: Config, world_size: int, hf: dict[str, Any], supported: Collection[str], *, path: str | None = None
+    config: Config,
+    world_size: int,
+    hf: dict[str, Any],
+    supported: Collection[str],
+    *,
+    path: str | None = None,
 ) -> None:
     """Raise ConfigError for the first thing that does not fit the number of ranks or the model.
 
@@ -280,7 +310,11 @@ def check_layout(
     check_minibatch(config, world_size)
     if needs_engine(config) and path is None:
         check_rollout_grid(config, world_size, hf)
-        check_positions(hf, ("data.max_prompt_tokens", config.data.max_prompt_tokens), ("rollout.max_response_tokens", config.rollout.max_response_tokens))
+        check_positions(
+            hf,
+            ("data.max_prompt_tokens", config.data.max_prompt_tokens),
+            ("rollout.max_response_tokens", config.rollout.max_response_tokens),
+        )
 
 
 def check_judge(config: Config, world_size: int, hf: dict[str, Any]) -> None:
@@ -289,7 +323,9 @@ def check_judge(config: Config, world_size: int, hf: dict[str, Any]) -> None:
     try:
         check_rollout_grid(config, world_size, hf)
         check_positions(
-            hf, ("reward.judge.max_prompt_tokens", judge.max_prompt_tokens), ("reward.judge.max_response_tokens", judge.max_response_tokens)
+            hf,
+            ("reward.judge.max_prompt_tokens", judge.max_prompt_tokens),
+            ("reward.judge.max_response_tokens", judge.max_response_tokens),
         )
     except ConfigError as error:
         raise ConfigError(f"reward.judge.path={judge.path}: {error}") from error
@@ -318,7 +354,9 @@ def check_training_grid(config: Config, world_size: int, hf: dict[str, Any]) -> 
     layers = model_size(hf, "num_hidden_layers")
     if pp > layers:
         fits = [n for n in divisors(world_size // tp) if n <= layers]
-        raise ConfigError(f"training.pp={pp} leaves stages without a layer, the model has {layers}; use {listed(fits, 'or')}.")
+        raise ConfigError(
+            f"training.pp={pp} leaves stages without a layer, the model has {layers}; use {listed(fits, 'or')}."
+        )
     check_expert_grid(config, world_size, hf)
 
 
@@ -327,10 +365,22 @@ def check_expert_grid(config: Config, world_size: int, hf: dict[str, Any]) -> No
     tp, pp, ep, etp = training.tp, training.pp, training.ep, training.expert_tp
     if not experts:
         if ep > 1 or training.etp:
-            raise ConfigError(f"training.ep={ep} and training.etp={training.etp} split experts, but the model has none; leave them out.")
+            raise ConfigError(
+                f"training.ep={ep} and training.etp={training.etp} split experts, but the model has none; leave them out."
+            )
         return
-    check_divides("training.ep", ep, {"{} experts": experts}, [n for n in divisors(world_size // pp) if experts % n == 0])
-    check_divides("training.etp", etp, {"experts' intermediate size of {}": expert_width(hf)}, divisors(expert_width(hf)))
+    check_divides(
+        "training.ep",
+        ep,
+        {"{} experts": experts},
+        [n for n in divisors(world_size // pp) if experts % n == 0],
+    )
+    check_divides(
+        "training.etp",
+        etp,
+        {"experts' intermediate size of {}": expert_width(hf)},
+        divisors(expert_width(hf)),
+    )
     if world_size % (etp * ep * pp):
         raise ConfigError(
             f"The experts' grid of training.ep={ep} x etp={etp} x training.pp={pp} is {etp * ep * pp}, which does not divide the "
@@ -338,10 +388,14 @@ def check_expert_grid(config: Config, world_size: int, hf: dict[str, Any]) -> No
         )
     # megatron-core 0.16.1 then adds up the experts' gradients over data parallel ranks only, not over tensor parallel ones.
     if ep == 1 and etp != tp:
-        raise ConfigError(f"training.etp={etp} differs from training.tp={tp}, which works only with training.ep above 1; leave it out.")
+        raise ConfigError(
+            f"training.etp={etp} differs from training.tp={tp}, which works only with training.ep above 1; leave it out."
+        )
     # Routers choose for whole tokens, which lie on one tensor parallel rank under sequence parallelism only.
     if tp > 1 and not training.sequence_parallel:
-        raise ConfigError(f"training.sequence_parallel=false with training.tp={tp} cannot train a mixture of experts; set it to true.")
+        raise ConfigError(
+            f"training.sequence_parallel=false with training.tp={tp} cannot train a mixture of experts; set it to true."
+        )
 
 
 def check_rollout_grid(config: Config, world_size: int, hf: dict[str, Any]) -> None:
@@ -393,7 +447,9 @@ def check_divides(key: str, value: int, sizes: dict[str, int], fits: list[int]) 
     """`value` must divide each of the model's `sizes` (words with a {} -> size); `fits` are the values that would do."""
     for words, size in sizes.items():
         if size % value:
-            raise ConfigError(f"{key}={value} does not divide the model's {words.format(size)}; use {listed(fits, 'or')}.")
+            raise ConfigError(
+                f"{key}={value} does not divide the model's {words.format(size)}; use {listed(fits, 'or')}."
+            )
 
 
 def split_sizes(hf: dict[str, Any]) -> dict[str, int]:
@@ -407,7 +463,9 @@ def split_sizes(hf: dict[str, Any]) -> dict[str, int]:
 
 def num_experts(hf: dict[str, Any]) -> int:
     """Routed experts of a layer, by the key of each family; 0 for a dense model."""
-    return next((hf[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if hf.get(key)), 0)
+    return next(
+        (hf[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if hf.get(key)), 0
+    )
 
 
 def expert_width(hf: dict[str, Any]) -> int:
@@ -422,7 +480,9 @@ def num_kv_heads(hf: dict[str, Any]) -> int:
 
 def model_size(hf: dict[str, Any], name: str) -> int:
     if not isinstance(hf.get(name), int):
-        raise ConfigError(f"The model's config.json has no number '{name}'; is model.path a Hugging Face checkpoint?")
+        raise ConfigError(
+            f"The model's config.json has no number '{name}'; is model.path a Hugging Face checkpoint?"
+        )
     return hf[name]
 
 

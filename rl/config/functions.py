@@ -24,12 +24,20 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
     if not location or not name:
         raise ValueError(f"{key} {spec!r} must have the form package.module:name or path/to/file.py:name.")
     try:
-        module = import_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
+        module = (
+            import_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
+        )
     except Exception as error:  # an import runs the user's code, which may raise anything
-        raise ValueError(f"{key} {spec!r}: {location} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{key} {spec!r}: {location} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     if name not in vars(module):
-        candidates = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
-        raise ValueError(f"{key} {spec!r}: {location} has no {name!r}, only {', '.join(candidates) or 'no function'}.")
+        candidates = [
+            n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")
+        ]
+        raise ValueError(
+            f"{key} {spec!r}: {location} has no {name!r}, only {', '.join(candidates) or 'no function'}."
+        )
     function = vars(module)[name]
     if not callable(function):
         raise ValueError(f"{key} {spec!r}: {name} is not callable, it is a {type(function).__name__}.")

@@ -3,8 +3,8 @@
 import math
 
 from rl.algorithms import NEEDS, describe, shipped
-from rl.config.schema import Config, Critic, DynamicSampling, ImplicitReward, Preference, algorithm_of
 from rl.config.options import ConfigError, build, flatten, listed, read
+from rl.config.schema import Config, Critic, DynamicSampling, ImplicitReward, Preference, algorithm_of
 
 ADVANTAGE_NEEDS: dict[str, frozenset[str]] = {
     "gae": frozenset({"critic"}),
@@ -102,7 +102,9 @@ def check_advantage(config: Config) -> None:
         return
     for key in ("advantage", "loss"):
         if getattr(config.objective, key) == "none":
-            raise ConfigError(f"objective.{key}=none, but algorithm={algorithm} is a policy gradient; its own is {defaults[f'objective.{key}']}.")
+            raise ConfigError(
+                f"objective.{key}=none, but algorithm={algorithm} is a policy gradient; its own is {defaults[f'objective.{key}']}."
+            )
     missing = ADVANTAGE_NEEDS[advantage] - needs
     if missing:
         fits = [name for name in shipped() if suits(name, advantage)]
@@ -118,13 +120,19 @@ def check_advantage(config: Config) -> None:
         )
     names, weights = config.objective.reward_columns, config.objective.reward_weights
     if (names or weights) and advantage != "gdpo":
-        raise ConfigError(f"objective.reward_columns and reward_weights are for objective.advantage=gdpo, not {advantage}.")
+        raise ConfigError(
+            f"objective.reward_columns and reward_weights are for objective.advantage=gdpo, not {advantage}."
+        )
     if weights and len(weights) != len(names):
-        raise ConfigError(f"objective.reward_weights has {len(weights)} numbers for {len(names)} objective.reward_columns; give one for each.")
+        raise ConfigError(
+            f"objective.reward_weights has {len(weights)} numbers for {len(names)} objective.reward_columns; give one for each."
+        )
     if advantage in ("gdpo", "prime"):
         check_reward_terms(config)
     if advantage == "remax" and config.objective.reward_kl.coef:
-        raise ConfigError("objective.reward_kl.coef cannot go with objective.advantage=remax: the greedy baseline has no such term; use objective.kl_coef.")
+        raise ConfigError(
+            "objective.reward_kl.coef cannot go with objective.advantage=remax: the greedy baseline has no such term; use objective.kl_coef."
+        )
 
 
 def check_reward_terms(config: Config) -> None:
@@ -156,21 +164,35 @@ def check_unread(config: Config) -> None:
                 f"{'reads' if len(readers) == 1 else 'read'} it."
             )
     if goal.loss == "none" and not config.algorithm.endswith(".py"):
-        for key, value in {"kl_coef": goal.kl_coef, "entropy_coef": goal.entropy_coef, "reward_kl.coef": goal.reward_kl.coef}.items():
+        for key, value in {
+            "kl_coef": goal.kl_coef,
+            "entropy_coef": goal.entropy_coef,
+            "reward_kl.coef": goal.reward_kl.coef,
+        }.items():
             if value:
-                raise ConfigError(f"objective.{key}={value} has no effect with algorithm={config.algorithm}, which has a loss of its own.")
+                raise ConfigError(
+                    f"objective.{key}={value} has no effect with algorithm={config.algorithm}, which has a loss of its own."
+                )
     preference = config.preference
     if preference.label_smoothing and preference.loss != "sigmoid":
-        raise ConfigError(f"preference.label_smoothing={preference.label_smoothing} has no effect with preference.loss={preference.loss}.")
+        raise ConfigError(
+            f"preference.label_smoothing={preference.label_smoothing} has no effect with preference.loss={preference.loss}."
+        )
     if config.algorithm == "sppo" and (preference.loss != "sigmoid" or preference.label_smoothing):
-        raise ConfigError("preference.loss and label_smoothing are for pairs; algorithm=sppo has a loss of its own, and reads preference.beta.")
+        raise ConfigError(
+            "preference.loss and label_smoothing are for pairs; algorithm=sppo has a loss of its own, and reads preference.beta."
+        )
 
 
 def suits(algorithm: str, advantage: str) -> bool:
     """Whether a shipped algorithm makes what the estimator needs, and nothing costly that it does not."""
     needs = set(describe(algorithm).needs)
     is_policy_gradient = "objective.advantage" in describe(algorithm).defaults
-    return is_policy_gradient and ADVANTAGE_NEEDS[advantage] <= needs and (needs & COSTLY) <= ADVANTAGE_NEEDS[advantage]
+    return (
+        is_policy_gradient
+        and ADVANTAGE_NEEDS[advantage] <= needs
+        and (needs & COSTLY) <= ADVANTAGE_NEEDS[advantage]
+    )
 
 
 def check_reward_kl(config: Config) -> None:
@@ -182,7 +204,9 @@ def check_reward_kl(config: Config) -> None:
             f"use more than {math.ceil(0.2 * samples)}, such as 10000."
         )
     if penalty.controller == "adaptive" and not penalty.coef:
-        raise ConfigError("objective.reward_kl.controller=adaptive has no weight to start from; set objective.reward_kl.coef, e.g. 0.05.")
+        raise ConfigError(
+            "objective.reward_kl.controller=adaptive has no weight to start from; set objective.reward_kl.coef, e.g. 0.05."
+        )
 
 
 def what(needs: frozenset[str] | set[str]) -> str:
@@ -208,21 +232,35 @@ def check_loss(config: Config) -> None:
                 "use grpo or rloo."
             )
     if goal.loss == "clip-cov" and goal.cov_low >= goal.cov_high:
-        raise ConfigError(f"objective.cov_low={goal.cov_low} is not below objective.cov_high={goal.cov_high}.")
+        raise ConfigError(
+            f"objective.cov_low={goal.cov_low} is not below objective.cov_high={goal.cov_high}."
+        )
 
 
 def check_correction(config: Config) -> None:
     """At most one weight per token, bounds in order, and nothing to correct where the engine's log-probs are the old ones."""
     fix = config.rollout_correction
-    weighs = [name for name, on in (("truncate_tokens", fix.truncate_tokens), ("truncate_samples", fix.truncate_samples), ("icepop_high", fix.icepop_high)) if on]
+    weighs = [
+        name
+        for name, on in (
+            ("truncate_tokens", fix.truncate_tokens),
+            ("truncate_samples", fix.truncate_samples),
+            ("icepop_high", fix.icepop_high),
+        )
+        if on
+    ]
     if len(weighs) > 1:
-        raise ConfigError(f"rollout_correction.{weighs[0]} and {weighs[1]} both weigh a token by its ratio; set one of them.")
+        raise ConfigError(
+            f"rollout_correction.{weighs[0]} and {weighs[1]} both weigh a token by its ratio; set one of them."
+        )
     if (fix.icepop_low or fix.icepop_high) and not fix.icepop_low <= 1 <= fix.icepop_high:
         raise ConfigError(
             f"rollout_correction.icepop_low={fix.icepop_low} and icepop_high={fix.icepop_high} drop tokens on which engine and trainer "
             "agree, whose ratio is 1; use bounds around it, such as 0.5 and 5."
         )
-    if fix.reject != "none" and not (fix.reject_low <= 0 <= fix.reject_high and fix.reject_low < fix.reject_high):
+    if fix.reject != "none" and not (
+        fix.reject_low <= 0 <= fix.reject_high and fix.reject_low < fix.reject_high
+    ):
         raise ConfigError(
             f"rollout_correction.reject={fix.reject} keeps divergences from reject_low={fix.reject_low} to reject_high={fix.reject_high} "
             "nats, but tokens on which engine and trainer agree have 0; use bounds around it, such as 0 and 0.5."
@@ -232,7 +270,9 @@ def check_correction(config: Config) -> None:
             f"rollout_correction.{weighs[0]} weighs single tokens, but objective.loss=gmpo has one loss per sample; use truncate_samples or reject."
         )
     if fix.reject == "none" and (fix.reject_low or fix.reject_high):
-        raise ConfigError("rollout_correction.reject_low and reject_high are bounds for rollout_correction.reject, which is none.")
+        raise ConfigError(
+            "rollout_correction.reject_low and reject_high are bounds for rollout_correction.reject, which is none."
+        )
     if fix.bypass and config.objective.advantage == "optimal-token-baseline":
         raise ConfigError(
             "rollout_correction.bypass=true leaves out the forward pass that objective.advantage=optimal-token-baseline reads; set one of them."
@@ -244,7 +284,9 @@ def check_correction(config: Config) -> None:
             "set one of them."
         )
     if (fix.bypass or weighs or fix.reject != "none") and config.objective.loss == "none":
-        raise ConfigError(f"rollout_correction is for policy gradients, and algorithm={config.algorithm} is none.")
+        raise ConfigError(
+            f"rollout_correction is for policy gradients, and algorithm={config.algorithm} is none."
+        )
 
 
 def objective_warnings(config: Config) -> list[str]:
@@ -252,7 +294,9 @@ def objective_warnings(config: Config) -> list[str]:
     found, goal = [], config.objective
     small = SMALL_CLIP.get(goal.loss)
     if small is not None and goal.clip_low == goal.clip_high == 0.2:
-        found.append(f"objective.clip_low=0.2 and clip_high=0.2 are PPO's; objective.loss={goal.loss} {small}.")
+        found.append(
+            f"objective.clip_low=0.2 and clip_high=0.2 are PPO's; objective.loss={goal.loss} {small}."
+        )
     needs = ADVANTAGE_NEEDS.get(goal.advantage, algorithm_of(config).needs)
     if "groups" in needs and config.rollout.samples_per_prompt == 1:
         found.append(
@@ -261,7 +305,9 @@ def objective_warnings(config: Config) -> list[str]:
     minibatch = config.training.prompts_per_minibatch
     several = config.training.epochs > 1 or (minibatch and minibatch < config.data.prompts_per_step)
     if goal.kl_coef and goal.kl_estimator == "k1":
-        found.append("objective.kl_estimator=k1 in the loss has a mean gradient of 0 and pulls the policy nowhere; use k2, k3 or k1+.")
+        found.append(
+            "objective.kl_estimator=k1 in the loss has a mean gradient of 0 and pulls the policy nowhere; use k2, k3 or k1+."
+        )
     if goal.loss in WITHOUT_RATIO and several:
         found.append(
             f"objective.loss={goal.loss} does not know that the policy has moved since the samples were drawn, and a step has several "

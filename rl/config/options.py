@@ -121,9 +121,13 @@ class Layer:
         elif isinstance(value, dict):
             self.fill(getattr(section, name), value, key)
         elif value is None:
-            raise ConfigError(f"Section '{key}' ({self.source}) is null; give it at least one key or leave it out.")
+            raise ConfigError(
+                f"Section '{key}' ({self.source}) is null; give it at least one key or leave it out."
+            )
         else:
-            raise ConfigError(f"'{key}' ({self.source}) is a section and needs a mapping of its keys; found {found(value)}.")
+            raise ConfigError(
+                f"'{key}' ({self.source}) is a section and needs a mapping of its keys; found {found(value)}."
+            )
 
     def assign(self, config: Any, dotted: str, value: Any, text: str | None = None) -> None:
         """Set one dotted key; below a dict[str, ...] field the rest of the key leads into the dict."""
@@ -138,7 +142,9 @@ class Layer:
                 value = self.dict_with(getattr(section, name), [*parents[depth + 1 :], leaf], value, prefix)
                 return setattr(section, name, convert(value, annotation, key=prefix, source=self.source))
             if not is_dataclass(annotation):
-                raise ConfigError(f"'{prefix}' is {type_name(annotation)}, not a section, so '{dotted}' ({self.source}) does not exist.")
+                raise ConfigError(
+                    f"'{prefix}' is {type_name(annotation)}, not a section, so '{dotted}' ({self.source}) does not exist."
+                )
             section = getattr(section, name)
         self.put(section, leaf, value, prefix, text)
 
@@ -149,7 +155,9 @@ class Layer:
         for name in path[:-1]:
             inner, prefix = inner.setdefault(name, {}), join(prefix, name)
             if not isinstance(inner, dict):
-                raise ConfigError(f"'{prefix}' is {found(inner)}, not a mapping, so {self.source} cannot set a key in it.")
+                raise ConfigError(
+                    f"'{prefix}' is {found(inner)}, not a mapping, so {self.source} cannot set a key in it."
+                )
         inner[path[-1]] = value
         return new
 
@@ -162,7 +170,9 @@ class Layer:
         elif near:
             advice = f"did you mean {listed(near, 'or')}?"
         else:
-            advice = f"the keys there are {listed([last(key) for key in keys if parent(key) == prefix], 'and')}."
+            advice = (
+                f"the keys there are {listed([last(key) for key in keys if parent(key) == prefix], 'and')}."
+            )
         raise ConfigError(f"Unknown key '{name}' {place} ({self.source}); {advice}")
 
 
@@ -175,7 +185,9 @@ def convert(value: Any, annotation: Any, *, key: str, source: str, text: str | N
     """`value` as the type `annotation` or a ConfigError. `text` is the text of an override, None for any other source."""
     kind, optional = without_none(annotation)
     origin = get_origin(kind)
-    assert kind in (int, float, bool, str, Any) or origin in (Literal, list, dict), f"{key}: unsupported type {annotation}"
+    assert kind in (int, float, bool, str, Any) or origin in (Literal, list, dict), (
+        f"{key}: unsupported type {annotation}"
+    )
     if value is None and optional:
         return None
     if origin is list and isinstance(value, list):
@@ -184,15 +196,22 @@ def convert(value: Any, annotation: Any, *, key: str, source: str, text: str | N
     if origin is dict and isinstance(value, dict):
         wrong = [name for name in value if not isinstance(name, str)]
         if wrong:
-            raise ConfigError(f"{key} ({source}): found the key {found(wrong[0])}, expected keys of type str.")
-        return {name: convert(v, get_args(kind)[1], key=join(key, name), source=source) for name, v in value.items()}
+            raise ConfigError(
+                f"{key} ({source}): found the key {found(wrong[0])}, expected keys of type str."
+            )
+        return {
+            name: convert(v, get_args(kind)[1], key=join(key, name), source=source)
+            for name, v in value.items()
+        }
     if origin is list and text is not None and not isinstance(value, dict):
         element = convert_scalar(value, get_args(kind)[0], text)
         converted = MISFIT if element is MISFIT else [element]
     else:
         converted = convert_scalar(value, kind, text)
     if converted is MISFIT:
-        raise ConfigError(f"{key} ({source}): found {found(value)}, expected {type_name(annotation)}{advice_on(value, kind)}")
+        raise ConfigError(
+            f"{key} ({source}): found {found(value)}, expected {type_name(annotation)}{advice_on(value, kind)}"
+        )
     return converted
 
 
@@ -201,7 +220,11 @@ def convert_scalar(value: Any, kind: Any, text: str | None) -> Any:
     if kind is Any:
         return copy.deepcopy(value)
     if get_origin(kind) is Literal:
-        return value if any(type(value) is type(choice) and value == choice for choice in get_args(kind)) else MISFIT
+        return (
+            value
+            if any(type(value) is type(choice) and value == choice for choice in get_args(kind))
+            else MISFIT
+        )
     if kind is float and type(value) is int:
         return float(value)
     if kind is float and isinstance(value, str):
@@ -296,7 +319,9 @@ def nearest_keys(root: type, prefix: str, name: str, leaf: str) -> list[str]:
             scores[key] = max(here, anywhere) if parent(key) == prefix else anywhere
     best = [key for key, score in scores.items() if score == max(scores.values())]
     written = join(prefix, name if name == leaf else f"{name}.{leaf}")
-    closest = [key for key in best if parent(key) == prefix] or [key for key in best if similarity(written, key) >= 0.7]
+    closest = [key for key in best if parent(key) == prefix] or [
+        key for key in best if similarity(written, key) >= 0.7
+    ]
     return (closest or best)[:3]
 
 
@@ -357,7 +382,9 @@ class Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' is there twice", problem_mark=key.start_mark)
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key '{key.value}' is there twice", problem_mark=key.start_mark
+                    )
                 seen.add(key.value)
         return node
 
@@ -434,7 +461,9 @@ class CommandLine:
     """Print the resolved config and leave."""
 
 
-def parse_command_line(cls: type, argv: list[str], *, program: str = "train_rl.py", description: str = "") -> CommandLine:
+def parse_command_line(
+    cls: type, argv: list[str], *, program: str = "train_rl.py", description: str = ""
+) -> CommandLine:
     """Parse `--config FILE [key=value ...] [--print-config]`, in any order.
 
     `--help` among the arguments prints the usage and every key of `cls`, exit code 0. A usage error exits with code 2.
@@ -447,8 +476,12 @@ def parse_command_line(cls: type, argv: list[str], *, program: str = "train_rl.p
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file with any of the keys below")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set one key over the file, e.g. training.tp=2")
+    parser.add_argument(
+        "--config", metavar="FILE", required=True, help="YAML file with any of the keys below"
+    )
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="set one key over the file, e.g. training.tp=2"
+    )
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and leave")
     parser.add_argument("--dry-run", action="store_true", help="say whether it would fit: --dry-run --help")
     parser.add_argument("-h", "--help", action="store_true", help="print this text and leave")

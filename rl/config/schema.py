@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rl.algorithms import Algorithm, describe
-from rl.config.options import build, read
 from rl.config.limits import Agreement, Memory, Watchdog
+from rl.config.options import build, read
 
 
 @dataclass
@@ -295,15 +295,40 @@ class Objective:
     """Policy gradient: which advantage, which loss, which mean. docs/algorithms.md has the formulas."""
 
     advantage: Literal[
-        "none", "gae", "grpo", "grpo-passk", "gdpo", "rloo", "reinforce++", "reinforce++-baseline", "remax", "opo", "gpg",
-        "optimal-token-baseline", "prime",
-    ] = "none"  # fmt: skip
+        "none",
+        "gae",
+        "grpo",
+        "grpo-passk",
+        "gdpo",
+        "rloo",
+        "reinforce++",
+        "reinforce++-baseline",
+        "remax",
+        "opo",
+        "gpg",
+        "optimal-token-baseline",
+        "prime",
+    ] = "none"
     """Advantage estimator. Each algorithm sets its own; none: the algorithm has no policy gradient."""
     loss: Literal[
-        "none", "ppo", "reinforce", "gspo", "gmpo", "sapo", "cispo", "clip-cov", "kl-cov", "gpg", "dppo-tv", "dppo-kl", "dro",
-    ] = "none"  # fmt: skip
+        "none",
+        "ppo",
+        "reinforce",
+        "gspo",
+        "gmpo",
+        "sapo",
+        "cispo",
+        "clip-cov",
+        "kl-cov",
+        "gpg",
+        "dppo-tv",
+        "dppo-kl",
+        "dro",
+    ] = "none"
     """Policy loss per token. Each algorithm sets its own; none: as for `advantage`."""
-    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
     """How token losses become one number; denominators are global over the mini-batch."""
     normalize_by_std: bool = True
     """grpo, grpo-passk: divide by the standard deviation of the group. False gives Dr.GRPO's advantage."""
@@ -359,7 +384,9 @@ class RolloutCorrection:
     """IcePop: a token's loss is weighed by its ratio, and dropped where that is below this (its authors: 0.5)."""
     icepop_high: float = 0.0
     """IcePop: and dropped where the ratio is above this (its authors: 5). 0: off."""
-    reject: Literal["none", "token-k1", "token-k2", "token-k3", "sample-k1", "sample-k2", "sample-k3"] = "none"
+    reject: Literal["none", "token-k1", "token-k2", "token-k3", "sample-k1", "sample-k2", "sample-k3"] = (
+        "none"
+    )
     """Drop tokens, or samples, whose divergence by this estimator (for samples: its mean over tokens) leaves the bounds."""
     reject_low: float = 0.0
     """Lower bound in nats, 0 or less: k1 may be negative, k2 and k3 are not."""

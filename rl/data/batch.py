@@ -12,7 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TOKEN_COLUMNS = ("mask", "old_logprobs", "ref_logprobs", "advantages", "loss_weights", "chosen", "old_values", "returns", "implicit_ref_logprobs")
+TOKEN_COLUMNS = (
+    "mask",
+    "old_logprobs",
+    "ref_logprobs",
+    "advantages",
+    "loss_weights",
+    "chosen",
+    "old_values",
+    "returns",
+    "implicit_ref_logprobs",
+)
 """What losses read: the columns that travel into micro-batches."""
 
 ALL_TOKEN_COLUMNS = (*TOKEN_COLUMNS, "rollout_logprobs", "token_rewards", "sum_p_squared")
@@ -105,9 +115,12 @@ class Batch:
                 columns[name] = value[tokens if name in ALL_TOKEN_COLUMNS else index]
         columns["score_details"] = {name: column[index] for name, column in self.score_details.items()}
         return replace(
-            self, prompt_ids=[self.prompt_ids[i] for i in samples], response_ids=[self.response_ids[i] for i in samples],
-            plans=None, **columns,
-        )  # fmt: skip
+            self,
+            prompt_ids=[self.prompt_ids[i] for i in samples],
+            response_ids=[self.response_ids[i] for i in samples],
+            plans=None,
+            **columns,
+        )
 
     def keep_groups(self, groups: list[int]) -> "Batch":
         """The samples of these groups, which are numbered anew from 0 in the order given."""
@@ -143,12 +156,17 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     names = {name for batch in batches for name in batch.score_details}
     missing = torch.tensor(float("nan"))
     columns["score_details"] = {
-        name: torch.cat([batch.score_details.get(name, missing.expand(len(batch))) for batch in batches]) for name in sorted(names)
+        name: torch.cat([batch.score_details.get(name, missing.expand(len(batch))) for batch in batches])
+        for name in sorted(names)
     }
     return replace(
-        first, prompt_ids=[ids for batch in batches for ids in batch.prompt_ids],
-        response_ids=[ids for batch in batches for ids in batch.response_ids], groups=torch.cat(groups), plans=None, **columns,
-    )  # fmt: skip
+        first,
+        prompt_ids=[ids for batch in batches for ids in batch.prompt_ids],
+        response_ids=[ids for batch in batches for ids in batch.response_ids],
+        groups=torch.cat(groups),
+        plans=None,
+        **columns,
+    )
 
 
 def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
@@ -156,7 +174,13 @@ def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
     and masks."""
     assert len(chosen) == len(rejected), f"{len(chosen)} and {len(rejected)} responses"
     bare = [
-        Batch(prompt_ids=b.prompt_ids, response_ids=b.response_ids, groups=b.groups, truncated=b.truncated, mask=b.mask)
+        Batch(
+            prompt_ids=b.prompt_ids,
+            response_ids=b.response_ids,
+            groups=b.groups,
+            truncated=b.truncated,
+            mask=b.mask,
+        )
         for b in (chosen, rejected)
     ]
     pairs = concatenate(bare).select([i + side * len(chosen) for i in range(len(chosen)) for side in (0, 1)])

@@ -1,11 +1,11 @@
 """An order of the prompts that the user writes: which prompts take part in an epoch, in which order, and how often.
 
-    # order.py: easy problems first, the hard half only from the second epoch on
-    def order(epoch, prompts, rng):
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
-        return by_length[: len(by_length) // 2] if epoch == 0 else rng.permutation(by_length)
+# order.py: easy problems first, the hard half only from the second epoch on
+def order(epoch, prompts, rng):
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
+    return by_length[: len(by_length) // 2] if epoch == 0 else rng.permutation(by_length)
 
-    python train_rl.py ... data.curriculum=order.py:order
+python train_rl.py ... data.curriculum=order.py:order
 """
 
 import inspect
@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from rl.config.functions import load_function
 from rl.data.prompts import Prompt
 from rl.data.reading import describe, first_line
 from rl.data.sampler import EpochWalk, check_seed
-from rl.config.functions import load_function
 
 Order = Callable[[int, list[Prompt], np.random.Generator], Sequence[int]]
 """order(epoch, prompts, rng) -> indices into `prompts` (not `Prompt.index`), at least one, repetition allowed.

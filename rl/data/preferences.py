@@ -79,7 +79,9 @@ def load_preferences(
     required = {chosen_key: "name the column with the preferred response in data.chosen_key"}
     required[rejected_key] = "name the column with the other response in data.rejected_key"
     if prompt_key:
-        required[prompt_key] = 'name the column with the prompt in data.prompt_key ("": it is in the responses only)'
+        required[prompt_key] = (
+            'name the column with the prompt in data.prompt_key ("": it is in the responses only)'
+        )
     rows = read_rows(files, required=required, optional=["data_source"], max_rows=max_pairs)
 
     texts, templated, responses = [], [], {chosen_key: [], rejected_key: []}
@@ -87,7 +89,11 @@ def load_preferences(
         before, answers = _split_responses(row, (chosen_key, rejected_key))
         prompt = _prompt(row, before, column=prompt_key)
         templated.append(not isinstance(prompt, str))
-        texts.append(prompt if isinstance(prompt, str) else render(prompt, tokenizer, row, column=prompt_key or chosen_key))
+        texts.append(
+            prompt
+            if isinstance(prompt, str)
+            else render(prompt, tokenizer, row, column=prompt_key or chosen_key)
+        )
         for column, answer in zip(responses, answers, strict=True):
             responses[column].append(answer)
 
@@ -95,7 +101,12 @@ def load_preferences(
     chosen_ids = tokenize_targets(responses[chosen_key], tokenizer)
     rejected_ids = tokenize_targets(responses[rejected_key], tokenizer)
     kept = _keep(
-        prompt_ids, chosen_ids, rejected_ids, overlong, prompt_limit=max_prompt_tokens, response_limit=max_response_tokens
+        prompt_ids,
+        chosen_ids,
+        rejected_ids,
+        overlong,
+        prompt_limit=max_prompt_tokens,
+        response_limit=max_response_tokens,
     )
     return [
         Preference(
@@ -156,7 +167,8 @@ def _prompt(row: Row, before: Messages | None, *, column: str) -> Messages | str
         return prompt if messages is None else messages
     if messages is None:
         agree = any(
-            message["role"] == "user" and str(message.get("content")).strip() == prompt.strip() for message in before
+            message["role"] == "user" and str(message.get("content")).strip() == prompt.strip()
+            for message in before
         )
     else:
         agree = messages == before

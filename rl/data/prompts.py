@@ -62,7 +62,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # whatever transformers stumbles over, the user needs to know in which directory
+    except (
+        Exception
+    ) as error:  # whatever transformers stumbles over, the user needs to know in which directory
         found = ", ".join(sorted(entry.name for entry in path.iterdir())) or "nothing"
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
@@ -222,7 +224,9 @@ def tokenize(
         encoded = _encode([texts[i] for i in indices], tokenizer, add_special_tokens=add_special_tokens)
         for i, ids in zip(indices, encoded, strict=True):
             if len(ids) == 0:
-                raise ValueError(f"{rows[i].place}: the prompt in column {column!r} is empty: it has no tokens.")
+                raise ValueError(
+                    f"{rows[i].place}: the prompt in column {column!r} is empty: it has no tokens."
+                )
             token_ids[i] = ids
     return token_ids
 
@@ -237,7 +241,9 @@ def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase)
     return [np.concatenate([ids, eos]) for ids in _encode(targets, tokenizer, add_special_tokens=False)]
 
 
-def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[np.ndarray]:
+def _encode(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
+) -> list[np.ndarray]:
     """Token ids of each text, np.int32, in one call of the tokenizer; neither truncated nor padded."""
     if not texts:
         return []

@@ -157,7 +157,9 @@ def _read_arrow(path: Path, wanted: set[str], required: Columns) -> Iterator[tup
     if path.is_dir() and not any(path.glob("*.arrow")):
         return  # an empty data set is saved without a file, which load_from_disk answers with an IndexError
     try:
-        opened = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
+        opened = (
+            datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
+        )
     except Exception as error:  # whatever the library stumbles over, the user needs to know in which file
         raise ValueError(f"data file {path} cannot be read as Arrow: {first_line(error)}") from error
     found = opened.column_names

@@ -87,7 +87,11 @@ class PromptSampler(EpochWalk):
 
         def order_of(epoch: int) -> np.ndarray:
             # Seeding with the pair, not with seed + epoch: else epoch 1 of seed 1 would be epoch 0 of seed 2.
-            return np.random.default_rng([seed, epoch]).permutation(num_prompts) if shuffle else np.arange(num_prompts)
+            return (
+                np.random.default_rng([seed, epoch]).permutation(num_prompts)
+                if shuffle
+                else np.arange(num_prompts)
+            )
 
         super().__init__(order_of, owner="the training data has")
 
@@ -170,7 +174,8 @@ class MixedSampler:
         """The source of draws start .. start + n - 1: int [n]."""
         first, last = start // self._BLOCK, (start + max(n, 1) - 1) // self._BLOCK
         blocks = [
-            np.random.default_rng([self._seed, self._PICKS, block]).random(self._BLOCK) for block in range(first, last + 1)
+            np.random.default_rng([self._seed, self._PICKS, block]).random(self._BLOCK)
+            for block in range(first, last + 1)
         ]
         offset = start - first * self._BLOCK
         return np.searchsorted(self._cumulative, np.concatenate(blocks)[offset : offset + n], side="right")
@@ -196,7 +201,9 @@ def _check_mixture(sources: Sequence[np.ndarray], weights: Sequence[float]) -> N
                 "weight out."
             )
         if not np.isfinite(weight) or weight < 0:
-            raise ValueError(f"data.train_weights[{i}] is {weight}: a weight must be a finite number, 0 or more.")
+            raise ValueError(
+                f"data.train_weights[{i}] is {weight}: a weight must be a finite number, 0 or more."
+            )
     if sum(weights) == 0:
         raise ValueError("data.train_weights are all 0: one of them must be positive.")
 

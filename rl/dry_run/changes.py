@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rl.config.options import ConfigError, flatten
 from rl.config.schema import Config, needs_engine
 from rl.dry_run.estimate import Estimate, changed
-from rl.config.options import ConfigError, flatten
 
 LEAST_SHARE = 0.05
 MORE_RANKS = (2, 4, 8)
@@ -38,7 +38,12 @@ def cheapest_change(before: Estimate) -> Change | None:
     """The change to try first; None if nothing that is tried here fits."""
     world = before.layout.world_size
     steps = list(_single_changes(before.config, world))
-    for ranks, number in [(world, 0), (world, 1), (world, 2), *((more * world, n) for more in MORE_RANKS for n in (0, 1))]:
+    for ranks, number in [
+        (world, 0),
+        (world, 1),
+        (world, 2),
+        *((more * world, n) for more in MORE_RANKS for n in (0, 1)),
+    ]:
         combinations = (dict(chosen) for chosen in itertools.combinations(steps, number))
         fitting = [
             change

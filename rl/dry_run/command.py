@@ -9,8 +9,8 @@ import argparse
 import os
 import sys
 
-from rl.config.schema import load_config
 from rl.config.checks import check
+from rl.config.schema import load_config
 from rl.dry_run import hardware
 from rl.dry_run.changes import cheapest_change
 from rl.dry_run.estimate import estimate
@@ -24,9 +24,13 @@ def main(argv: list[str]) -> int:
         for warning in check(config):
             print(f"warning: {warning}", file=sys.stderr)
         found = estimate(
-            config, arguments.world_size, hardware.from_options(arguments), shape=arguments.model_shape,
-            prompt=arguments.mean_prompt_tokens, response=arguments.mean_response_tokens,
-        )  # fmt: skip
+            config,
+            arguments.world_size,
+            hardware.from_options(arguments),
+            shape=arguments.model_shape,
+            prompt=arguments.mean_prompt_tokens,
+            response=arguments.mean_response_tokens,
+        )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -47,12 +51,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="set one key over the file")
     parser.add_argument("--dry-run", action="store_true", help="(this)")
     ranks = int(os.environ.get("SLURM_NTASKS") or os.environ.get("WORLD_SIZE") or 1)
-    parser.add_argument("--world-size", metavar="N", type=int, default=ranks, help=f"number of ranks, one GPU each ({ranks})")
+    parser.add_argument(
+        "--world-size", metavar="N", type=int, default=ranks, help=f"number of ranks, one GPU each ({ranks})"
+    )
     shape_help = "config.json to take in the place of model.path's (configs/models has some)"
     parser.add_argument("--model-shape", metavar="FILE", default="", help=shape_help)
     for side in ("prompt", "response"):
         parser.add_argument(
-            f"--mean-{side}-tokens", metavar="X", type=float, default=0.0, help=f"mean tokens of a {side} (half of the longest)"
+            f"--mean-{side}-tokens",
+            metavar="X",
+            type=float,
+            default=0.0,
+            help=f"mean tokens of a {side} (half of the longest)",
         )
     hardware.add_options(parser)
     arguments = parser.parse_intermixed_args(argv)

@@ -62,9 +62,15 @@ class Estimate:
 
 
 def estimate(
-    config: Config, world_size: int, hardware: Hardware, *, shape: str = "", prompt: float = 0.0, response: float = 0.0,
+    config: Config,
+    world_size: int,
+    hardware: Hardware,
+    *,
+    shape: str = "",
+    prompt: float = 0.0,
+    response: float = 0.0,
     plan: bool = True,
-) -> Estimate:  # fmt: skip
+) -> Estimate:
     """The estimate for a config that `rl.config.checks.check` accepts.
 
     shape: a config.json in the place of model.path's. prompt, response: mean tokens, 0 for half of the longest. plan: plan
@@ -72,7 +78,9 @@ def estimate(
     """
     models, notes = models_of(config, shape=shape)
     check_layouts(config, world_size, models)
-    return _estimate(config, world_size, hardware, models, notes, assumed_lengths(config, prompt, response), plan)
+    return _estimate(
+        config, world_size, hardware, models, notes, assumed_lengths(config, prompt, response), plan
+    )
 
 
 def changed(before: Estimate, config: Config, world_size: int) -> Estimate:
@@ -107,13 +115,21 @@ def plan_refit(config: Config, layout: Layout, model: Model, hardware: Hardware)
         itemsize=ITEMSIZE[config.model.dtype],
         buffer_bytes=config.refit.buffer_mib << 20,
     )
-    near, far = hardware.nvlink_gb_s * 1e9 * hardware.link_share, hardware.nic_gb_s * 1e9 * hardware.link_share
+    near, far = (
+        hardware.nvlink_gb_s * 1e9 * hardware.link_share,
+        hardware.nic_gb_s * 1e9 * hardware.link_share,
+    )
 
     def seconds(batch) -> float:
         _, near_in, far_in, near_out, far_out = batch
-        return float(max(near_in.max() / near, near_out.max() / near, far_in.max() / far, far_out.max() / far))
+        return float(
+            max(near_in.max() / near, near_out.max() / near, far_in.max() / far, far_out.max() / far)
+        )
 
     received = survey.near_in + survey.far_in
     return Refit(
-        int(received.sum()), int(received.max()), int(survey.peak_buffer.max()), sum(seconds(batch) for batch in survey.batches)
+        int(received.sum()),
+        int(received.max()),
+        int(survey.peak_buffer.max()),
+        sum(seconds(batch) for batch in survey.batches),
     )

@@ -14,18 +14,27 @@ class Hardware:
     ranks_per_node: int = field(default=8, metadata={"help": "ranks (GPUs) of a node"})
     tflops: float = field(default=989.0, metadata={"help": "peak of dense bfloat16 matrix products, TFLOP/s"})
     hbm_gb_s: float = field(default=3350.0, metadata={"help": "bandwidth of a GPU's memory, GB/s"})
-    nvlink_gb_s: float = field(default=450.0, metadata={"help": "a rank's bandwidth within a node, each way, GB/s"})
-    nic_gb_s: float = field(default=50.0, metadata={"help": "a rank's bandwidth between nodes, each way, GB/s"})
+    nvlink_gb_s: float = field(
+        default=450.0, metadata={"help": "a rank's bandwidth within a node, each way, GB/s"}
+    )
+    nic_gb_s: float = field(
+        default=50.0, metadata={"help": "a rank's bandwidth between nodes, each way, GB/s"}
+    )
     pcie_gb_s: float = field(default=50.0, metadata={"help": "a rank's bandwidth to host memory, GB/s"})
-    train_share: float = field(default=0.35, metadata={"help": "share of tflops that training and prefill reach"})
+    train_share: float = field(
+        default=0.35, metadata={"help": "share of tflops that training and prefill reach"}
+    )
     hbm_share: float = field(default=0.6, metadata={"help": "share of hbm_gb_s that decoding reaches"})
     link_share: float = field(default=0.7, metadata={"help": "share of the link speeds that messages reach"})
     reserve_gib: float = field(
         default=4.0,
-        metadata={"help": "GiB of a GPU that no table counts: CUDA context, NCCL, libraries' workspaces, CUDA graphs, fragments"},
+        metadata={
+            "help": "GiB of a GPU that no table counts: CUDA context, NCCL, libraries' workspaces, CUDA graphs, fragments"
+        },
     )
     expert_imbalance: float = field(
-        default=1.5, metadata={"help": "tokens of the busiest rank's experts over the mean; for activations and time"}
+        default=1.5,
+        metadata={"help": "tokens of the busiest rank's experts over the mean; for activations and time"},
     )
 
     @property

@@ -53,7 +53,13 @@ class Layout:
         """Where the model's weights lie in training."""
         etp = self.etp if model.num_experts else None
         return TrainingPlacement(
-            self.world_size, self.tp, self.pp, model.num_layers, ep=self.ep, etp=etp, num_experts=model.num_experts
+            self.world_size,
+            self.tp,
+            self.pp,
+            model.num_layers,
+            ep=self.ep,
+            etp=etp,
+            num_experts=model.num_experts,
         )
 
 
@@ -84,7 +90,6 @@ class StageMemory:
     @property
     def state(self) -> int:
         return sum(state.total for state in self.states.values())
-
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,10 @@ class Memory:
         if self.offload == "none" or self.engine is None:
             return 0
         return max(
-            sum(state.optimizer + (state.weights if self.offload == "all" else 0) for state in stage.states.values())
+            sum(
+                state.optimizer + (state.weights if self.offload == "all" else 0)
+                for state in stage.states.values()
+            )
             for stage in self.stages
         )
 
@@ -147,7 +155,11 @@ class Memory:
 
     def at(self, phase: str, stage: StageMemory) -> float:
         """Bytes on a rank of the stage in a phase."""
-        stays = sum(self.stays(phase, state).total for state in stage.states.values()) + self.judge + self.hardware.reserve
+        stays = (
+            sum(self.stays(phase, state).total for state in stage.states.values())
+            + self.judge
+            + self.hardware.reserve
+        )
         if phase == "training" or self.engine is None:
             return stays + stage.activations + stage.head
         if phase == "refit":
@@ -179,23 +191,36 @@ def _gib(number: float) -> str:
 def layout_of(config: Config, world_size: int) -> Layout:
     training = config.training
     return Layout(
-        world_size, training.tp, training.pp, training.ep, training.expert_tp, config.rollout.tp, training.sequence_parallel
+        world_size,
+        training.tp,
+        training.pp,
+        training.ep,
+        training.expert_tp,
+        config.rollout.tp,
+        training.sequence_parallel,
     )
 
 
-def estimate_memory(config: Config, world_size: int, models: Mapping[str, Model], hardware: Hardware) -> Memory:
+def estimate_memory(
+    config: Config, world_size: int, models: Mapping[str, Model], hardware: Hardware
+) -> Memory:
     """The memory of a run with a layout that is valid."""
     layout, itemsize = layout_of(config, world_size), ITEMSIZE[config.model.dtype]
     on_grid = {name: model for name, model in models.items() if model.trained_layout}
     counts = {name: count_stages(model.parts, layout.placement(model)) for name, model in on_grid.items()}
     stages = []
     for stage in range(layout.pp):
-        states = {name: model_state(counts[name][stage], layout, itemsize, learns=on_grid[name].learns) for name in counts}
+        states = {
+            name: model_state(counts[name][stage], layout, itemsize, learns=on_grid[name].learns)
+            for name in counts
+        }
         learning = [model for model in on_grid.values() if model.learns]
         # One model at a time: the largest counts.
         work = max(_activations(config, layout, model, stage, hardware) for model in learning)
         stages.append(StageMemory(states, *work))
-    references = [counts[name][0 if layout.pp == 1 else 1] for name, model in on_grid.items() if model.keeps_reference]
+    references = [
+        counts[name][0 if layout.pp == 1 else 1] for name, model in on_grid.items() if model.keeps_reference
+    ]
     judge = models["judge"] if "judge" in models else None
     return Memory(
         stages,
@@ -228,7 +253,9 @@ def model_state(count: StageCount, layout: Layout, itemsize: int, *, learns: boo
 
 def longest_row(config: Config) -> int:
     """Most tokens of a micro-batch: a longer sequence forms one of its own."""
-    return max(config.training.micro_batch_tokens, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+    return max(
+        config.training.micro_batch_tokens, config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    )
 
 
 def num_micro_batches(config: Config, layout: Layout, tokens_per_sequence: float) -> int:
@@ -242,10 +269,14 @@ def sequences_per_prompt(config: Config) -> int:
     """Sequences that the algorithm trains on for each prompt: its samples and the data's own responses."""
     needs = algorithm_of(config).needs
     given = {"responses": 1, "pairs": 2}
-    return sum(given.get(need, 0) for need in needs) + ("samples" in needs) * config.rollout.samples_per_prompt
+    return (
+        sum(given.get(need, 0) for need in needs) + ("samples" in needs) * config.rollout.samples_per_prompt
+    )
 
 
-def _activations(config: Config, layout: Layout, model: Model, stage: int, hardware: Hardware) -> tuple[float, float]:
+def _activations(
+    config: Config, layout: Layout, model: Model, stage: int, hardware: Hardware
+) -> tuple[float, float]:
     """Bytes of (activations, head) of one stage in a training pass, the larger of the two ends: the backward pass of a
     layer, and of the head."""
     itemsize, tokens = ITEMSIZE[config.model.dtype], longest_row(config)
@@ -298,7 +329,9 @@ def layer_elements(model: Model, layer: int, layout: Layout, tokens: float, imba
         else:
             shared += columns / cut_in + rows / tp
     query, value = model.heads_width
-    rotated = (query + (model.hf.get("num_key_value_heads") or query) * query // model.hf["num_attention_heads"]) / tp
+    rotated = (
+        query + (model.hf.get("num_key_value_heads") or query) * query // model.hf["num_attention_heads"]
+    ) / tp
     per_rank = tokens / tp if layout.sequence_parallel else tokens
     # Norms keep their inputs: the residual stream before the attention and before the MLP.
     norms = 2 * model.hf["hidden_size"] / cut_in

@@ -86,7 +86,9 @@ def count_stages(parts: Sequence[Part], placement: TrainingPlacement) -> list[St
             else:
                 shared[stage].append(elements)
     return [
-        StageCount(len(layers[stage]), tuple(shared[stage]), tuple(experts[stage]), tied[stage], buffers[stage])
+        StageCount(
+            len(layers[stage]), tuple(shared[stage]), tuple(experts[stage]), tied[stage], buffers[stage]
+        )
         for stage in range(placement.pp)
     ]
 
@@ -107,7 +109,8 @@ def count_engine(parts: Sequence[Part], tp: int) -> tuple[int, int]:
             local = padded_vocab(rows, vocab_multiple(tp)) // tp * math.prod(rest)
         else:
             local = sum(
-                math.prod(stop - start for start, stop in piece.local_box) for piece in weight.vllm_pieces(tp, 0)
+                math.prod(stop - start for start, stop in piece.local_box)
+                for piece in weight.vllm_pieces(tp, 0)
             )
         elements[weight.float32] += local * part.count
     return elements[False], elements[True]

@@ -12,7 +12,9 @@ PHASES = ("training", "refit", "generation")
 
 def report(estimate: Estimate) -> str:
     """Everything but the verdict."""
-    return "\n\n".join(block for block in (_head(estimate), _stages(estimate), _memory(estimate), _work(estimate)) if block)
+    return "\n\n".join(
+        block for block in (_head(estimate), _stages(estimate), _memory(estimate), _work(estimate)) if block
+    )
 
 
 def verdict(estimate: Estimate, change: Change | None) -> str:
@@ -22,9 +24,15 @@ def verdict(estimate: Estimate, change: Change | None) -> str:
         return f"FITS, with {room / GIB:.1f} GiB to spare"
     lines = ["DOES NOT FIT"] + [f"  {problem}" for problem in estimate.problems]
     if change is None:
-        return "\n".join([*lines, "  no change that was tried would fit: more GPUs, or GPUs with more memory"])
-    seconds = change.estimate.step_seconds - (estimate.step_seconds - estimate.seconds.get("update_weights", 0.0))
-    return "\n".join([*lines, f"  cheapest change that fits: {change.words(estimate)}  ({seconds:+.0f} s per step)"])
+        return "\n".join(
+            [*lines, "  no change that was tried would fit: more GPUs, or GPUs with more memory"]
+        )
+    seconds = change.estimate.step_seconds - (
+        estimate.step_seconds - estimate.seconds.get("update_weights", 0.0)
+    )
+    return "\n".join(
+        [*lines, f"  cheapest change that fits: {change.words(estimate)}  ({seconds:+.0f} s per step)"]
+    )
 
 
 def _phases(estimate: Estimate) -> tuple[str, ...]:
@@ -59,7 +67,9 @@ def _count(number: int, word: str) -> str:
 def _stages(estimate: Estimate) -> str:
     """Parameters and the training peak of each pipeline stage; equal neighbours share a line."""
     on_grid = {name: model for name, model in estimate.models.items() if model.trained_layout}
-    counts = {name: count_stages(model.parts, estimate.layout.placement(model)) for name, model in on_grid.items()}
+    counts = {
+        name: count_stages(model.parts, estimate.layout.placement(model)) for name, model in on_grid.items()
+    }
     rows: list[tuple[int, int, tuple[str, ...]]] = []
     for stage, memory in enumerate(estimate.memory.stages):
         cells = (
@@ -73,7 +83,13 @@ def _stages(estimate: Estimate) -> str:
             rows[-1] = (rows[-1][0], stage, cells)
         else:
             rows.append((stage, stage, cells))
-    titles = ["layers", *(f"{name} parameters" for name in counts), "state GiB", "activations GiB", "head GiB"]
+    titles = [
+        "layers",
+        *(f"{name} parameters" for name in counts),
+        "state GiB",
+        "activations GiB",
+        "head GiB",
+    ]
     table = [["stage", *titles]] + [[str(a) if a == b else f"{a}-{b}", *cells] for a, b, cells in rows]
     return "parameters of one rank, and its training memory\n" + _aligned(table)
 
@@ -94,7 +110,12 @@ def _memory(estimate: Estimate) -> str:
     if engine := memory.engine:
         rows.append(["engine: weights", *_gib([0.0, engine.weights, engine.weights])])
         rows.append(["engine: activations", *_gib([0.0, 0.0, engine.workspace])])
-        rows.append(["engine: KV cache", *_gib([0.0, 0.0, max(0.0, engine.budget - engine.weights - engine.workspace)])])
+        rows.append(
+            [
+                "engine: KV cache",
+                *_gib([0.0, 0.0, max(0.0, engine.budget - engine.weights - engine.workspace)]),
+            ]
+        )
         rows.append(["refit buffers", *_gib([0.0, memory.refit_buffers, 0.0])])
     if memory.judge:
         rows.append(["judge", *_gib([memory.judge] * len(phases))])
@@ -105,7 +126,9 @@ def _memory(estimate: Estimate) -> str:
     lines = [_aligned(rows)]
     if engine:
         at_once = engine.cache_tokens // engine.max_tokens
-        lines.append(f"KV cache: {engine.cache_tokens:,} tokens, {at_once:,} sequences of the longest {engine.max_tokens:,}")
+        lines.append(
+            f"KV cache: {engine.cache_tokens:,} tokens, {at_once:,} sequences of the longest {engine.max_tokens:,}"
+        )
     if memory.away or memory.reference:
         per_rank = (memory.away + memory.reference) / GIB
         lines.append(
@@ -123,7 +146,9 @@ def _gib(values: Iterable[float]) -> list[str]:
 def _work(estimate: Estimate) -> str:
     """Tokens, bytes of the refit, seconds by phase, and what these rest on."""
     lengths, hardware = estimate.lengths, estimate.hardware
-    sequences = estimate.max_tokens // (estimate.config.data.max_prompt_tokens + estimate.config.rollout.max_response_tokens)
+    sequences = estimate.max_tokens // (
+        estimate.config.data.max_prompt_tokens + estimate.config.rollout.max_response_tokens
+    )
     lines = [
         f"tokens per step: at most {estimate.max_tokens:,}; about {round(sequences * lengths.total):,} in {sequences:,} "
         f"sequences of {lengths.prompt:g} + {lengths.response:g} tokens"
@@ -147,5 +172,6 @@ def _work(estimate: Estimate) -> str:
 def _aligned(rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]) for row in rows
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
+        for row in rows
     )

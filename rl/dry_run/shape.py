@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.config.schema import Config, algorithm_of, needs_engine, needs_reference, needs_reward
 from rl.config.checks import check_judge, check_layout, num_experts
+from rl.config.options import ConfigError, listed
+from rl.config.schema import Config, algorithm_of, needs_engine, needs_reference, needs_reward
 from rl.dry_run.parameters import Part, count_parameters, group_parts
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
 from rl.models.layout import VOCAB, Weight
-from rl.config.options import ConfigError, listed
 
 SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
 """Published configs, a directory each, for models whose checkpoints are elsewhere."""
@@ -73,7 +73,9 @@ class Model:
         """Channels of all heads' queries (and keys), and of their values."""
         heads = self.hf["num_attention_heads"]
         if self.hf.get("kv_lora_rank"):
-            return heads * (self.hf["qk_nope_head_dim"] + self.hf["qk_rope_head_dim"]), heads * self.hf["v_head_dim"]
+            return heads * (self.hf["qk_nope_head_dim"] + self.hf["qk_rope_head_dim"]), heads * self.hf[
+                "v_head_dim"
+            ]
         dim = self.hf.get("head_dim") or self.hf["hidden_size"] // heads
         return heads * dim, heads * dim
 
@@ -129,15 +131,23 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
         except KeyError as missing:
             raise ConfigError(f"{path}/config.json lacks the key {missing}.") from missing
         models[name] = Model(
-            name, body, tuple(weights), tuple(group_parts(weights)), learns=name != "reward_model", trained_layout=True,
-            path=own_path or None, keeps_reference=name == "implicit_reward" or (name == "policy" and needs_reference(config)),
-        )  # fmt: skip
+            name,
+            body,
+            tuple(weights),
+            tuple(group_parts(weights)),
+            learns=name != "reward_model",
+            trained_layout=True,
+            path=own_path or None,
+            keeps_reference=name == "implicit_reward" or (name == "policy" and needs_reference(config)),
+        )
     judge = config.reward.judge.path
     if judge and needs_reward(config):
         hf = _read(judge, "reward.judge.path", "", notes)
         _check_known(hf, judge)
         weights = architecture(hf).weights(hf)
-        models["judge"] = Model("judge", hf, tuple(weights), tuple(group_parts(weights)), learns=False, trained_layout=False)
+        models["judge"] = Model(
+            "judge", hf, tuple(weights), tuple(group_parts(weights)), learns=False, trained_layout=False
+        )
     return models, notes + _absent(config)
 
 
@@ -146,7 +156,9 @@ def _check_known(hf: dict, path: str) -> None:
     names = hf.get("architectures") or []
     if not set(names) & set(SUPPORTED):
         known = listed(sorted(SUPPORTED), "and")
-        raise ConfigError(f"The model in {path} has the architecture {', '.join(names) or '(none)'}; supported: {known}.")
+        raise ConfigError(
+            f"The model in {path} has the architecture {', '.join(names) or '(none)'}; supported: {known}."
+        )
 
 
 def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:

@@ -33,11 +33,18 @@ class Lengths:
 
 def assumed_lengths(config: Config, prompt: float = 0.0, response: float = 0.0) -> Lengths:
     """The given means, or half of the longest."""
-    return Lengths(prompt or config.data.max_prompt_tokens / 2, response or config.rollout.max_response_tokens / 2)
+    return Lengths(
+        prompt or config.data.max_prompt_tokens / 2, response or config.rollout.max_response_tokens / 2
+    )
 
 
 def estimate_seconds(
-    config: Config, layout: Layout, models: Mapping[str, Model], engine: EngineMemory | None, lengths: Lengths, hardware: Hardware
+    config: Config,
+    layout: Layout,
+    models: Mapping[str, Model],
+    engine: EngineMemory | None,
+    lengths: Lengths,
+    hardware: Hardware,
 ) -> dict[str, float]:
     """Seconds of each phase of a step but the refit, by its name in timing_s/*."""
     needs, policy = algorithm_of(config).needs, models["policy"]
@@ -56,7 +63,9 @@ def estimate_seconds(
             seconds["old_log_prob"] = passes(policy, 2)
     if needs_reference(config):
         # Its weights come from host memory, and the policy's go there and back.
-        swap = 3 * ITEMSIZE[config.model.dtype] * policy.parameters / (layout.tp * layout.pp * max(1, layout.ep))
+        swap = (
+            3 * ITEMSIZE[config.model.dtype] * policy.parameters / (layout.tp * layout.pp * max(1, layout.ep))
+        )
         seconds["ref"] = passes(policy, 2) + swap / (hardware.pcie_gb_s * 1e9)
     if "critic" in models:
         seconds["values"] = passes(models["critic"], 2)
@@ -71,12 +80,20 @@ def estimate_seconds(
 
 
 def _training_pass(
-    config: Config, layout: Layout, model: Model, sequences: float, lengths: Lengths, per_parameter: int, hardware: Hardware
+    config: Config,
+    layout: Layout,
+    model: Model,
+    sequences: float,
+    lengths: Lengths,
+    per_parameter: int,
+    hardware: Hardware,
 ) -> float:
     """All sequences of a step once through a model on the training grid. per_parameter: operations per parameter and token,
     2 for a forward pass; attention costs in proportion."""
     query, value = model.heads_width
-    attention = model.num_layers * (query + value) * lengths.total / 2  # multiplications per token, half of them masked
+    attention = (
+        model.num_layers * (query + value) * lengths.total / 2
+    )  # multiplications per token, half of them masked
     operations = per_parameter * (model.multiplied + attention) * sequences * lengths.total
     busiest = hardware.expert_imbalance if model.num_experts else 1.0
     ideal = busiest * operations / (layout.world_size * hardware.tflops * 1e12 * hardware.train_share)
@@ -99,7 +116,9 @@ def _generation(
     near = tp <= hardware.ranks_per_node
     latency = 0.0 if tp == 1 else 2 * model.num_layers * (NEAR_LATENCY if near else FAR_LATENCY)
     link = (hardware.nvlink_gb_s if near else hardware.nic_gb_s) * 1e9 * hardware.link_share
-    messages = 0.0 if tp == 1 else 2 * model.num_layers * 2 * at_once * model.hf["hidden_size"] * itemsize / link
+    messages = (
+        0.0 if tp == 1 else 2 * model.num_layers * 2 * at_once * model.hf["hidden_size"] * itemsize / link
+    )
     step = (weights + cache) / (hardware.hbm_gb_s * 1e9 * hardware.hbm_share) + latency + messages
     step = max(step, 2 * model.multiplied * at_once / rate)
     return prefill + math.ceil(samples / at_once) * lengths.response * step

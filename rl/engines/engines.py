@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass, replace
 
-from rl.config.schema import Config, algorithm_of, learns_from_samples, needs_engine, needs_reference, needs_reward
+from rl.config.schema import (
+    Config,
+    algorithm_of,
+    learns_from_samples,
+    needs_engine,
+    needs_reference,
+    needs_reward,
+)
 from rl.engines.inputs import Inputs
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.device import Device
@@ -79,18 +86,28 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
     def build(name: str, **options) -> TrainingEngine:
         model = inputs.models[name]
         return TrainingEngine(
-            model.path, model.hf, training=config.training, dtype=config.model.dtype, grid=grid, device=device, **options
+            model.path,
+            model.hf,
+            training=config.training,
+            dtype=config.model.dtype,
+            grid=grid,
+            device=device,
+            **options,
         )
 
     if "critic" in needs:
         engines.critic = build("critic", values=True, optimizer=config.critic.optimizer)
     if "implicit_reward" in needs:
-        engines.implicit_reward = build("implicit_reward", optimizer=config.implicit_reward.optimizer, keep_reference=True)
+        engines.implicit_reward = build(
+            "implicit_reward", optimizer=config.implicit_reward.optimizer, keep_reference=True
+        )
     if generate and config.reward.model.path and needs_reward(config):
         engines.reward_model = build("reward_model", values=True)
     away = offload_of(config, device)
     if away != "none" and generate:
-        engines.offload(weights=away == "all")  # vLLM wants its share of the memory to be free while it is built
+        engines.offload(
+            weights=away == "all"
+        )  # vLLM wants its share of the memory to be free while it is built
     if generate and needs_engine(config):
         engines.rollout = RolloutEngine(
             config.model.path,

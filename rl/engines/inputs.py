@@ -5,16 +5,16 @@ from typing import Literal
 
 import numpy as np
 
-from rl.config.schema import Config, algorithm_of, needs_reward
 from rl.config.checks import check_judge, check_layout
+from rl.config.functions import load_function
+from rl.config.options import ConfigError
+from rl.config.schema import Config, algorithm_of, needs_reward
 from rl.data.curriculum import CurriculumSampler, load_order
 from rl.data.preferences import load_preferences
 from rl.data.prompts import Prompt, load_prompts, load_tokenizer
 from rl.data.sampler import MixedSampler, PromptSampler
-from rl.config.functions import load_function
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
 from rl.models.files import refuse_extra, tensor_files
-from rl.config.options import ConfigError
 from rl.rewards.mixture import Mixture, Plan, make_plan
 
 
@@ -39,25 +39,37 @@ class Inputs:
         self.models = {"policy": self._model("model.path", "", world_size)}
         self.tokenizer = load_tokenizer(config.model.path)
         if "critic" in needs:
-            self.models["critic"] = self._model("critic.path", config.critic.path, world_size, head="optional")
+            self.models["critic"] = self._model(
+                "critic.path", config.critic.path, world_size, head="optional"
+            )
         if "implicit_reward" in needs:
-            self.models["implicit_reward"] = self._model("implicit_reward.path", config.implicit_reward.path, world_size)
+            self.models["implicit_reward"] = self._model(
+                "implicit_reward.path", config.implicit_reward.path, world_size
+            )
         for name in ("critic", "implicit_reward"):
             if name in self.models:
                 self._same_tokens(name)
         if config.reward.model.path and needs_reward(config):
-            self.models["reward_model"] = self._model("reward.model.path", config.reward.model.path, world_size, head="needed")
+            self.models["reward_model"] = self._model(
+                "reward.model.path", config.reward.model.path, world_size, head="needed"
+            )
         self.judge_parser = None
         judge = config.reward.judge
         if judge.path and needs_reward(config):
             check_judge(config, world_size, read_hf_config(judge.path, key="reward.judge.path"))
             check_template(judge.template)
             self.judge_parser = load_function(judge.parser, key="reward.judge.parser")
-        others = {"reward_model": config.reward.model.path, "judge": judge.path} if needs_reward(config) else {}
+        others = (
+            {"reward_model": config.reward.model.path, "judge": judge.path} if needs_reward(config) else {}
+        )
         self.tokenizers = {name: load_tokenizer(path) for name, path in others.items() if path}
-        self.prompts = self._preferences() if "pairs" in needs else self._prompts(
-            config.data.train, response_key=config.data.response_key if "responses" in needs else None
-        )  # fmt: skip
+        self.prompts = (
+            self._preferences()
+            if "pairs" in needs
+            else self._prompts(
+                config.data.train, response_key=config.data.response_key if "responses" in needs else None
+            )
+        )
         self.order = load_order(config.data.curriculum) if config.data.curriculum else None
         self.sampler()  # a curriculum that gives no order is refused here
         self.held_out: list[Prompt] = []
@@ -79,7 +91,9 @@ class Inputs:
             return MixedSampler(sources, data.train_weights, seed=seed, shuffle=data.shuffle)
         return PromptSampler(len(self.prompts), seed=seed, shuffle=data.shuffle)
 
-    def _model(self, key: str, own_path: str, world_size: int, *, head: Literal["", "optional", "needed"] = "") -> ModelFiles:
+    def _model(
+        self, key: str, own_path: str, world_size: int, *, head: Literal["", "optional", "needed"] = ""
+    ) -> ModelFiles:
         """The checkpoint that the config's `key` names, or the policy's: its layout fits and its tensors are there. `head`: it
         is a value model, whose head may be missing or not."""
         path = own_path or self.config.model.path
@@ -104,13 +118,18 @@ class Inputs:
         model, policy = self.models[name], self.models["policy"]
         if model.path == policy.path:
             return
-        if load_tokenizer(model.path).get_vocab() != self.tokenizer.get_vocab() or model.hf["vocab_size"] < policy.hf["vocab_size"]:
+        if (
+            load_tokenizer(model.path).get_vocab() != self.tokenizer.get_vocab()
+            or model.hf["vocab_size"] < policy.hf["vocab_size"]
+        ):
             raise ConfigError(
                 f"{name}.path={model.path} has another vocabulary than model.path={policy.path}, whose token ids it is given; "
                 "use a checkpoint with the same tokenizer."
             )
 
-    def _prompts(self, files: list[str], *, response_key: str | None = None, max_prompts: int = 0) -> list[Prompt]:
+    def _prompts(
+        self, files: list[str], *, response_key: str | None = None, max_prompts: int = 0
+    ) -> list[Prompt]:
         data = self.config.data
         return load_prompts(
             files,

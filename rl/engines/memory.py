@@ -18,7 +18,9 @@ class Turns:
         self._num_refits = 0
         self._engine_has_weights_of = -1
 
-    def to_engine(self, version: int, step: int, refitting: Callable[[], AbstractContextManager]) -> dict[str, float]:
+    def to_engine(
+        self, version: int, step: int, refitting: Callable[[], AbstractContextManager]
+    ) -> dict[str, float]:
         """Wake the engine with the weights of `version`, a number of updates; returns the metrics of the refit, if there was
         one. `refitting` is entered around a refit."""
         policy, engine = self.engines.policy, self.engines.rollout

@@ -67,7 +67,9 @@ def agree_on_table(mine: Mapping[str, str], reason: str) -> None:
     for key in sorted(set().union(*everyone)):
         odd = [rank for rank, theirs in enumerate(everyone) if theirs.get(key) != everyone[0].get(key)]
         if odd:
-            raise ConfigError(f"{key} differs between ranks: rank {', '.join(map(str, odd))} and rank 0 {reason}.")
+            raise ConfigError(
+                f"{key} differs between ranks: rank {', '.join(map(str, odd))} and rank 0 {reason}."
+            )
 
 
 # Before each phase ----------------------------------------------------------------------------------------------------
@@ -157,7 +159,9 @@ def checksum(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(integers[tensor.element_size()]).sum(dtype=torch.int64)
 
 
-def check_replicas(model: str, replicas: Iterable[tuple[dist.ProcessGroup, Mapping[str, Tensor]]], control: dist.ProcessGroup) -> None:
+def check_replicas(
+    model: str, replicas: Iterable[tuple[dist.ProcessGroup, Mapping[str, Tensor]]], control: dist.ProcessGroup
+) -> None:
     """Compare weights that data parallel ranks hold alike: one all-gather of 8 bytes per weight within each group.
 
     model: its name, for the message. replicas: a group and the weights that its ranks hold alike, by name and in one order.

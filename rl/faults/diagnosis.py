@@ -48,14 +48,22 @@ def describe(beat: Beat, now: float, silent_s: float) -> str:
     return f"{who} in {beat.place} for {now - beat.since:.0f} s{at}"
 
 
-def summary(beats: list[Beat | None], verdict: Verdict, now: float, silent_s: float, *, max_shown: int = 4) -> str:
+def summary(
+    beats: list[Beat | None], verdict: Verdict, now: float, silent_s: float, *, max_shown: int = 4
+) -> str:
     """One line: the ranks at fault and where they are, then where how many others wait."""
-    shown = [describe(beat, now, silent_s) for rank in verdict.guilty[:max_shown] if (beat := beats[rank]) is not None]
+    shown = [
+        describe(beat, now, silent_s)
+        for rank in verdict.guilty[:max_shown]
+        if (beat := beats[rank]) is not None
+    ]
     more = len(verdict.guilty) - len(shown)
     text = "; ".join(shown) + (f"; and {more} more ranks" if more > 0 else "")
     others = [beat for beat in beats if beat is not None and beat.rank not in verdict.guilty]
     places = Counter((beat.place, beat.at) for beat in others)
-    waiting = ", ".join(f"{_ranks(others, place)} in {place[0]} at {place[1]}" for place, _ in places.most_common(max_shown))
+    waiting = ", ".join(
+        f"{_ranks(others, place)} in {place[0]} at {place[1]}" for place, _ in places.most_common(max_shown)
+    )
     if not verdict.guilty:
         return f"{verdict.reason}: {waiting}"
     return f"{text} ({verdict.reason})" + (f"; waiting: {waiting}" if waiting else "")
@@ -63,5 +71,7 @@ def summary(beats: list[Beat | None], verdict: Verdict, now: float, silent_s: fl
 
 def _ranks(beats: list[Beat], place: tuple[str, str], max_shown: int = 8) -> str:
     ranks = [beat.rank for beat in beats if (beat.place, beat.at) == place]
-    text = ", ".join(map(str, ranks[:max_shown])) + (f" and {len(ranks) - max_shown} more" if len(ranks) > max_shown else "")
+    text = ", ".join(map(str, ranks[:max_shown])) + (
+        f" and {len(ranks) - max_shown} more" if len(ranks) > max_shown else ""
+    )
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 CONNECTION = re.compile(
-    r"connection (closed|reset|refused|was)|broken pipe|timed out|socket timeout|gloo|nccl|remote process exited|failed to recv", re.I
+    r"connection (closed|reset|refused|was)|broken pipe|timed out|socket timeout|gloo|nccl|remote process exited|failed to recv",
+    re.I,
 )
 """In the message of an error that may be the echo of another rank's end."""
 
@@ -37,7 +38,9 @@ def is_echo(error: BaseException) -> bool:
     """Whether the error may come of another rank's end: a closed connection or a collective that timed out."""
     if isinstance(error, (FailedElsewhere, dist.DistError)):
         return True
-    return isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) and bool(CONNECTION.search(str(error)))
+    return isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) and bool(
+        CONNECTION.search(str(error))
+    )
 
 
 class FaultBoard:

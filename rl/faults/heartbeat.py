@@ -56,9 +56,19 @@ class Heart:
         at, waits = self._where.frame()
         device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         return Beat(
-            self._rank, self._process, self._job, place.phase, place.step, place.number, place.since, time.time(), at, waits,
-            round(resident_bytes() / GIB, 3), round(device / GIB, 3),
-        )  # fmt: skip
+            self._rank,
+            self._process,
+            self._job,
+            place.phase,
+            place.step,
+            place.number,
+            place.since,
+            time.time(),
+            at,
+            waits,
+            round(resident_bytes() / GIB, 3),
+            round(device / GIB, 3),
+        )
 
     def beat(self) -> None:
         """Write the file, in one rename: a reader sees the old one or the new one."""

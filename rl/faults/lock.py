@@ -69,7 +69,9 @@ def check_lock(lock: RunLock | None) -> None:
     if lock is not None and not lock.still_mine():
         owner = _read(lock.path)
         whose = f"is now that of {_words(owner)}" if owner else "has no lock any more"
-        raise LockLost(f"{lock.path.parent} {whose}: this run was taken for dead, and ends before it writes there again.")
+        raise LockLost(
+            f"{lock.path.parent} {whose}: this run was taken for dead, and ends before it writes there again."
+        )
 
 
 def _record(token: str) -> dict[str, Any]:
@@ -106,14 +108,20 @@ def _replace_stale(mine: Path, path: Path, silent_s: float) -> None:
     # Only one of several that come for the same stale lock gets this name, and it finds that lock still there.
     claim = path.with_name(f"{FILE_NAME}.after-{owner.get('token', 'unreadable')}")
     if not _link(mine, claim):
-        raise ValueError(f"another run is taking {path.parent} over just now; if there is none, remove {claim}.")
+        raise ValueError(
+            f"another run is taking {path.parent} over just now; if there is none, remove {claim}."
+        )
     try:
         if (_read(path) or {}).get("token") != owner.get("token"):
             raise ValueError(f"another run has just taken {path.parent} over; set another run.dir.")
         os.replace(mine, path)
     finally:
         claim.unlink()
-    print(f"the lock of {path.parent} was left behind by {_words(owner)} ({reason}); taken over", file=sys.stderr, flush=True)
+    print(
+        f"the lock of {path.parent} was left behind by {_words(owner)} ({reason}); taken over",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _why_stale(owner: dict[str, Any], directory: Path, silent_s: float) -> str | None:
@@ -124,7 +132,11 @@ def _why_stale(owner: dict[str, Any], directory: Path, silent_s: float) -> str |
         return "it cannot be read"
     if gone is not None:
         return "its process has ended" if gone else None
-    if job and job == os.environ.get("SLURM_JOB_ID") and owner["restarts"] < int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+    if (
+        job
+        and job == os.environ.get("SLURM_JOB_ID")
+        and owner["restarts"] < int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    ):
         return "an earlier start of this job"  # Slurm has ended all of it before it starts the job again
     if job and shutil.which("squeue"):
         states = _job_states(job)
@@ -154,7 +166,11 @@ def _silence(directory: Path) -> float:
     probe.write_text("")
     now = probe.stat().st_mtime
     probe.unlink()
-    signs = [path.stat().st_mtime for path in (directory / FILE_NAME, beat_path(str(directory), 0)) if path.exists()]
+    signs = [
+        path.stat().st_mtime
+        for path in (directory / FILE_NAME, beat_path(str(directory), 0))
+        if path.exists()
+    ]
     return now - max(signs, default=0.0)
 
 

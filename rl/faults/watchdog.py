@@ -20,14 +20,14 @@ from typing import NoReturn
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
+from rl.config.limits import Memory, Watchdog
 from rl.faults import diagnosis
-from rl.runtime.device import Device
 from rl.faults.fault_board import Disagreement, Fault, FaultBoard, is_echo
 from rl.faults.heartbeat import Heart, read_beats
-from rl.config.limits import Memory, Watchdog
 from rl.faults.lock import RunLock
 from rl.faults.phase_tracker import Place, Whereabouts
 from rl.faults.process import GIB, resident_bytes
+from rl.runtime.device import Device
 
 POLL_S = 0.5
 """Between two looks of the thread."""
@@ -59,9 +59,22 @@ class Watch:
     """
 
     def __init__(
-        self, watchdog: Watchdog, memory: Memory, *, run_dir: str, device: Device, store: dist.Store, lock: RunLock | None
+        self,
+        watchdog: Watchdog,
+        memory: Memory,
+        *,
+        run_dir: str,
+        device: Device,
+        store: dist.Store,
+        lock: RunLock | None,
     ):
-        self.config, self.memory, self.run_dir, self.device, self.lock = watchdog, memory, run_dir, device, lock
+        self.config, self.memory, self.run_dir, self.device, self.lock = (
+            watchdog,
+            memory,
+            run_dir,
+            device,
+            lock,
+        )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         for name in (STACKS, ERRORS):
             Path(run_dir, name).mkdir(exist_ok=True)
@@ -122,7 +135,9 @@ class Watch:
         try:
             self._heart.beat()
         except OSError as error:  # a full disk must not end a run that does not need it
-            print(f"warning: rank {self.rank} cannot write its heartbeat: {error}", file=sys.stderr, flush=True)
+            print(
+                f"warning: rank {self.rank} cannot write its heartbeat: {error}", file=sys.stderr, flush=True
+            )
 
     def _look(self) -> None:
         fault = self._board.first()
@@ -158,7 +173,11 @@ class Watch:
 
     def _end_for_overrun(self, place: Place) -> None:
         self._dump_stacks()
-        fault = Fault("overrun", self.rank, f"{place.words} took longer than watchdog.limits.{place.phase}={place.limit_s:g} s")
+        fault = Fault(
+            "overrun",
+            self.rank,
+            f"{place.words} took longer than watchdog.limits.{place.phase}={place.limit_s:g} s",
+        )
         first = self._board.claim(fault)
         if first != fault:
             return self._follow(first)
@@ -167,9 +186,13 @@ class Watch:
         beats, now = read_beats(self.run_dir, self.world_size), time.time()
         silent_s = ACK_S + 2  # who can has written one since this overrun was found
         verdict = diagnosis.judge(beats, now, silent_s)
-        self._say(f"{fault.said}: {diagnosis.summary(beats, verdict, now, silent_s)}; stacks in {self._path(STACKS)}")
+        self._say(
+            f"{fault.said}: {diagnosis.summary(beats, verdict, now, silent_s)}; stacks in {self._path(STACKS)}"
+        )
         self._board.close_case()
-        time.sleep(LINGER_S)  # not to wait for anything: the store may end with this process, and others still ask it
+        time.sleep(
+            LINGER_S
+        )  # not to wait for anything: the store may end with this process, and others still ask it
         self._exit()
 
     def _end_for_memory(self) -> None:
@@ -239,7 +262,11 @@ class Watch:
         if first is None:
             mine = Fault("error", self.rank, line)
             if is_echo(error) and (lost := self._wait_for_lost_ranks()):
-                mine = Fault("lost", self.rank, f"{self._lost(lost, read_beats(self.run_dir, self.world_size))} Found by {line}")
+                mine = Fault(
+                    "lost",
+                    self.rank,
+                    f"{self._lost(lost, read_beats(self.run_dir, self.world_size))} Found by {line}",
+                )
             first = self._board.claim(mine)
             if first == mine and mine.kind == "error":
                 print(trace, end="", file=sys.stderr)
@@ -272,7 +299,11 @@ class Watch:
 
     def _lost(self, ranks: list[int], beats: list) -> str:
         now = time.time()
-        last = [f"rank {r} ({b.process.host}), last heartbeat {now - b.time:.0f} s ago in {b.place}" for r in ranks if (b := beats[r])]
+        last = [
+            f"rank {r} ({b.process.host}), last heartbeat {now - b.time:.0f} s ago in {b.place}"
+            for r in ranks
+            if (b := beats[r])
+        ]
         return f"lost {'; '.join(last[:4])}: killed from outside (out of memory, node failure, a signal), or it crashed."
 
     def _say(self, text: str) -> None:

@@ -30,7 +30,17 @@ def value_weights(hf: dict, *, needs_head: bool) -> list[Weight]:
     unless `needs_head`: a critic then begins at 0."""
     body = [weight for weight in architecture(hf).weights(hf) if "lm_head.weight" not in weight.hf]
     shape = (1, hf["hidden_size"])
-    return [*body, Weight(("score.weight",), (shape,), "value_head.weight", "score.weight", REPLICATED, optional=not needs_head)]
+    return [
+        *body,
+        Weight(
+            ("score.weight",),
+            (shape,),
+            "value_head.weight",
+            "score.weight",
+            REPLICATED,
+            optional=not needs_head,
+        ),
+    ]
 
 
 def architecture(hf: dict) -> ModuleType:
@@ -46,7 +56,11 @@ def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
     """config.json of the Hugging Face checkpoint directory that the config's `key` names. ValueError if there is none."""
     path = Path(directory, "config.json")
     if not path.parent.is_dir():
-        raise ValueError(f"{key}={directory} is not a directory; it must be a Hugging Face checkpoint directory.")
+        raise ValueError(
+            f"{key}={directory} is not a directory; it must be a Hugging Face checkpoint directory."
+        )
     if not path.is_file():
-        raise ValueError(f"{key}={directory} has no config.json; it must be a Hugging Face checkpoint directory.")
+        raise ValueError(
+            f"{key}={directory} has no config.json; it must be a Hugging Face checkpoint directory."
+        )
     return json.loads(path.read_text())

@@ -63,7 +63,9 @@ def _rope_fields(hf: dict) -> dict:
     softmax."""
     rope = dense.rope_parameters(hf)
     if rope["rope_type"] != "yarn":
-        return dict(rope_type="rope", rotary_base=rope_theta(hf), rotary_scaling_factor=1.0, mscale_all_dim=0.0)
+        return dict(
+            rope_type="rope", rotary_base=rope_theta(hf), rotary_scaling_factor=1.0, mscale_all_dim=0.0
+        )
     return dict(
         rope_type="yarn",
         rotary_base=rope_theta(hf),
@@ -87,11 +89,19 @@ def check(hf: dict) -> None:
     dense.check_decoder(hf, family, rope_kinds=("default", "yarn"))
     dense.refuse_biases(hf, family, "attention_bias", "mlp_bias")
     rope = dense.rope_parameters(hf)
-    wanted = ("factor", "original_max_position_embeddings", "mscale", "mscale_all_dim") if rope["rope_type"] == "yarn" else ()
+    wanted = (
+        ("factor", "original_max_position_embeddings", "mscale", "mscale_all_dim")
+        if rope["rope_type"] == "yarn"
+        else ()
+    )
     if absent := [key for key in wanted if not rope.get(key)]:
-        raise ValueError(f"{family} with rotary embeddings of type yarn lacks {', '.join(absent)} in its rope_scaling.")
+        raise ValueError(
+            f"{family} with rotary embeddings of type yarn lacks {', '.join(absent)} in its rope_scaling."
+        )
     if not hf.get("rope_interleave", True):
-        raise ValueError(f"{family} with rope_interleave false is not supported: its rotary channels lie in another order.")
+        raise ValueError(
+            f"{family} with rope_interleave false is not supported: its rotary channels lie in another order."
+        )
     if given := [key for key in ("attention_factor", "truncate") if rope.get(key) is not None]:
         raise ValueError(f"{family} with {given[0]} in its rope_scaling is not supported; leave it out.")
     if hf.get("moe_layer_freq", 1) != 1:
@@ -101,9 +111,13 @@ def check(hf: dict) -> None:
     chosen, groups = hf["num_experts_per_tok"], hf.get("topk_group") or 1
     if _is_v3(hf):
         if not hf.get("norm_topk_prob", True):
-            raise ValueError("DeepSeek-V3 with norm_topk_prob false is not supported: Megatron always divides by the sum.")
+            raise ValueError(
+                "DeepSeek-V3 with norm_topk_prob false is not supported: Megatron always divides by the sum."
+            )
         if hf.get("scoring_func", "sigmoid") != "sigmoid" or hf.get("topk_method", "noaux_tc") != "noaux_tc":
-            raise ValueError("DeepSeek-V3 with another scoring_func than sigmoid or topk_method than noaux_tc is not supported.")
+            raise ValueError(
+                "DeepSeek-V3 with another scoring_func than sigmoid or topk_method than noaux_tc is not supported."
+            )
         if (hf.get("n_group") or 1) > 1 and chosen // groups != 2:
             raise ValueError(
                 f"DeepSeek-V3 with num_experts_per_tok {chosen} and topk_group {groups} is not supported: the model ranks a "
@@ -116,7 +130,9 @@ def check(hf: dict) -> None:
             "one, Megatron by the sum of several. DeepSeek-V2-Lite (greedy) is."
         )
     if hf.get("norm_topk_prob") or hf.get("scoring_func", "softmax") != "softmax":
-        raise ValueError("DeepSeek-V2 with norm_topk_prob or another scoring_func than softmax is not supported.")
+        raise ValueError(
+            "DeepSeek-V2 with norm_topk_prob or another scoring_func than softmax is not supported."
+        )
 
 
 def weights(hf: dict) -> list[Weight]:
@@ -143,19 +159,45 @@ def _attention(hf: dict, layer: int) -> list[Weight]:
     ours, theirs = "self_attention.", "self_attn."
     kv_down, kv_down_cut = theirs + "kv_a_proj_with_mqa", REPLICATED
     if q_rank is None:
-        out.append(weight(theirs + "q_proj", (heads * (nope + rope), hidden), ours + "linear_q_proj", theirs + "q_proj", COLUMN))
+        out.append(
+            weight(
+                theirs + "q_proj",
+                (heads * (nope + rope), hidden),
+                ours + "linear_q_proj",
+                theirs + "q_proj",
+                COLUMN,
+            )
+        )
     else:
         kv_down, kv_down_cut = theirs + "fused_qkv_a_proj", rows_from(q_rank)
         q_norm = theirs + "q_a_layernorm"
         out += [
-            weight(theirs + "q_a_proj", (q_rank, hidden), ours + "linear_q_down_proj", theirs + "fused_qkv_a_proj", rows_from(0)),
+            weight(
+                theirs + "q_a_proj",
+                (q_rank, hidden),
+                ours + "linear_q_down_proj",
+                theirs + "fused_qkv_a_proj",
+                rows_from(0),
+            ),
             weight(q_norm, (q_rank,), ours + "q_layernorm", q_norm, REPLICATED),
-            weight(theirs + "q_b_proj", (heads * (nope + rope), q_rank), ours + "linear_q_up_proj", theirs + "q_b_proj", COLUMN),
+            weight(
+                theirs + "q_b_proj",
+                (heads * (nope + rope), q_rank),
+                ours + "linear_q_up_proj",
+                theirs + "q_b_proj",
+                COLUMN,
+            ),
         ]
     kv_norm, kv_up = theirs + "kv_a_layernorm", theirs + "kv_b_proj"
     return [
         *out,
-        weight(theirs + "kv_a_proj_with_mqa", (latent + rope, hidden), ours + "linear_kv_down_proj", kv_down, kv_down_cut),
+        weight(
+            theirs + "kv_a_proj_with_mqa",
+            (latent + rope, hidden),
+            ours + "linear_kv_down_proj",
+            kv_down,
+            kv_down_cut,
+        ),
         weight(kv_norm, (latent,), ours + "kv_layernorm", kv_norm, REPLICATED),
         weight(kv_up, (heads * (nope + v), latent), ours + "linear_kv_up_proj", kv_up, COLUMN),
         weight(theirs + "o_proj", (hidden, heads * v), ours + "linear_proj", theirs + "o_proj", ROW),
@@ -167,9 +209,13 @@ def _mixture(hf: dict, layer: int) -> list[Weight]:
     hidden, shared = hf["hidden_size"], hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or 0)
     num_experts = hf["n_routed_experts"]
     router, *routed = experts.routed(
-        hf, layer, block="mlp", num_experts=num_experts, ffn=hf["moe_intermediate_size"],
+        hf,
+        layer,
+        block="mlp",
+        num_experts=num_experts,
+        ffn=hf["moe_intermediate_size"],
         names=("gate_proj", "up_proj", "down_proj"),
-    )  # fmt: skip
+    )
     out = [router]
     if _is_v3(hf):
         name = "mlp.gate.e_score_correction_bias"
@@ -180,12 +226,20 @@ def _mixture(hf: dict, layer: int) -> list[Weight]:
         block = "mlp.shared_experts."
         out += [
             in_layer(
-                layer, (f"{block}gate_proj.weight", f"{block}up_proj.weight"), ((shared, hidden), (shared, hidden)),
-                f"{block}linear_fc1.weight", f"{block}gate_up_proj.weight", GATE_UP,
+                layer,
+                (f"{block}gate_proj.weight", f"{block}up_proj.weight"),
+                ((shared, hidden), (shared, hidden)),
+                f"{block}linear_fc1.weight",
+                f"{block}gate_up_proj.weight",
+                GATE_UP,
             ),
             in_layer(
-                layer, (f"{block}down_proj.weight",), ((hidden, shared),),
-                f"{block}linear_fc2.weight", f"{block}down_proj.weight", ROW,
+                layer,
+                (f"{block}down_proj.weight",),
+                ((hidden, shared),),
+                f"{block}linear_fc2.weight",
+                f"{block}down_proj.weight",
+                ROW,
             ),
-        ]  # fmt: skip
+        ]
     return out

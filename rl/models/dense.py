@@ -52,9 +52,13 @@ def check_decoder(hf: dict, family: str, *, rope_kinds: tuple[str, ...] = ("defa
         known = "the default ones are" if rope_kinds == ("default",) else f"{' and '.join(rope_kinds)} are"
         raise ValueError(f"{family} with rotary embeddings of type {kind} is not supported; only {known}.")
     if kind == "llama3" and (absent := [name for name in LLAMA3_ROPE if name not in rope]):
-        raise ValueError(f"{family} with rotary embeddings of type llama3 lacks {', '.join(absent)} in its rope_scaling.")
+        raise ValueError(
+            f"{family} with rotary embeddings of type llama3 lacks {', '.join(absent)} in its rope_scaling."
+        )
     if (part := rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise ValueError(f"{family} with partial_rotary_factor {part} is not supported; only 1.0, all channels of a head, is.")
+        raise ValueError(
+            f"{family} with partial_rotary_factor {part} is not supported; only 1.0, all channels of a head, is."
+        )
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{family} with hidden_act {hf['hidden_act']} is not supported; only silu is.")
 
@@ -134,19 +138,37 @@ def weights(hf: dict, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[
 def embedding(hf: dict) -> Weight:
     """The token embedding [V, H]."""
     return Weight(
-        ("model.embed_tokens.weight",), ((hf["vocab_size"], hf["hidden_size"]),),
-        "embedding.word_embeddings.weight", "model.embed_tokens.weight",
-        VOCAB, first_stage=True, tied_to_head=hf.get("tie_word_embeddings", False),
-    )  # fmt: skip
+        ("model.embed_tokens.weight",),
+        ((hf["vocab_size"], hf["hidden_size"]),),
+        "embedding.word_embeddings.weight",
+        "model.embed_tokens.weight",
+        VOCAB,
+        first_stage=True,
+        tied_to_head=hf.get("tie_word_embeddings", False),
+    )
 
 
 def head(hf: dict) -> list[Weight]:
     """The final norm [H], and the head [V, H] unless the embedding is the head."""
     hidden = hf["hidden_size"]
-    out = [Weight(("model.norm.weight",), ((hidden,),), "decoder.final_layernorm.weight", "model.norm.weight", REPLICATED)]
+    out = [
+        Weight(
+            ("model.norm.weight",),
+            ((hidden,),),
+            "decoder.final_layernorm.weight",
+            "model.norm.weight",
+            REPLICATED,
+        )
+    ]
     if not hf.get("tie_word_embeddings", False):
         out.append(
-            Weight(("lm_head.weight",), ((hf["vocab_size"], hidden),), "output_layer.weight", "lm_head.weight", VOCAB)
+            Weight(
+                ("lm_head.weight",),
+                ((hf["vocab_size"], hidden),),
+                "output_layer.weight",
+                "lm_head.weight",
+                VOCAB,
+            )
         )
     return out
 
@@ -159,29 +181,52 @@ def attention(hf: dict, layer: int, *, qkv_bias: bool = False, qk_norm: bool = F
     projections, cut = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), qkv(heads, kv_heads, dim)
     out = [
         in_layer(
-            layer, ("input_layernorm.weight",), ((hidden,),),
-            "input_layernorm.weight", "input_layernorm.weight", REPLICATED,
+            layer,
+            ("input_layernorm.weight",),
+            ((hidden,),),
+            "input_layernorm.weight",
+            "input_layernorm.weight",
+            REPLICATED,
         ),
         in_layer(
-            layer, tuple(f"{p}.weight" for p in projections), ((q, hidden), (kv, hidden), (kv, hidden)),
-            "self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight", cut,
+            layer,
+            tuple(f"{p}.weight" for p in projections),
+            ((q, hidden), (kv, hidden), (kv, hidden)),
+            "self_attention.linear_qkv.weight",
+            "self_attn.qkv_proj.weight",
+            cut,
         ),
-    ]  # fmt: skip
+    ]
     if qkv_bias:
         names = tuple(f"{p}.bias" for p in projections)
         out.append(
-            in_layer(layer, names, ((q,), (kv,), (kv,)), "self_attention.linear_qkv.bias", "self_attn.qkv_proj.bias", cut)
+            in_layer(
+                layer,
+                names,
+                ((q,), (kv,), (kv,)),
+                "self_attention.linear_qkv.bias",
+                "self_attn.qkv_proj.bias",
+                cut,
+            )
         )
     if qk_norm:
         for side in "qk":
             name = f"self_attn.{side}_norm.weight"
-            out.append(in_layer(layer, (name,), ((dim,),), f"self_attention.{side}_layernorm.weight", name, REPLICATED))
+            out.append(
+                in_layer(
+                    layer, (name,), ((dim,),), f"self_attention.{side}_layernorm.weight", name, REPLICATED
+                )
+            )
     out.append(
         in_layer(
-            layer, ("self_attn.o_proj.weight",), ((hidden, q),),
-            "self_attention.linear_proj.weight", "self_attn.o_proj.weight", ROW,
+            layer,
+            ("self_attn.o_proj.weight",),
+            ((hidden, q),),
+            "self_attention.linear_proj.weight",
+            "self_attn.o_proj.weight",
+            ROW,
         )
-    )  # fmt: skip
+    )
     return out
 
 
@@ -190,19 +235,39 @@ def mlp(hf: dict, layer: int) -> list[Weight]:
     hidden, ffn = hf["hidden_size"], hf["intermediate_size"]
     return [
         in_layer(
-            layer, ("post_attention_layernorm.weight",), ((hidden,),),
-            "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", REPLICATED,
+            layer,
+            ("post_attention_layernorm.weight",),
+            ((hidden,),),
+            "pre_mlp_layernorm.weight",
+            "post_attention_layernorm.weight",
+            REPLICATED,
         ),
         in_layer(
-            layer, ("mlp.gate_proj.weight", "mlp.up_proj.weight"), ((ffn, hidden), (ffn, hidden)),
-            "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", GATE_UP,
+            layer,
+            ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            ((ffn, hidden), (ffn, hidden)),
+            "mlp.linear_fc1.weight",
+            "mlp.gate_up_proj.weight",
+            GATE_UP,
         ),
-        in_layer(layer, ("mlp.down_proj.weight",), ((hidden, ffn),), "mlp.linear_fc2.weight", "mlp.down_proj.weight", ROW),
-    ]  # fmt: skip
+        in_layer(
+            layer,
+            ("mlp.down_proj.weight",),
+            ((hidden, ffn),),
+            "mlp.linear_fc2.weight",
+            "mlp.down_proj.weight",
+            ROW,
+        ),
+    ]
 
 
 def in_layer(
-    layer: int, hf_names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], megatron: str, vllm: str, cut: Cut
+    layer: int,
+    hf_names: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    megatron: str,
+    vllm: str,
+    cut: Cut,
 ) -> Weight:
     """A weight of one layer from its names within the layer."""
     prefix = f"model.layers.{layer}."

@@ -10,7 +10,9 @@ from rl.models.dense import in_layer
 from rl.models.layout import REPLICATED, Weight, expert_down, expert_gate_up
 
 
-def megatron_fields(*, num_experts: int, per_token: int, ffn: int, renormalise: bool, moe_layers: list[bool]) -> dict:
+def megatron_fields(
+    *, num_experts: int, per_token: int, ffn: int, renormalise: bool, moe_layers: list[bool]
+) -> dict:
     """Fields of Megatron's TransformerConfig for experts behind a softmax router.
 
     renormalise: the k weights of a token sum to 1, as in Mixtral. A softmax over the k largest logits is the softmax over
@@ -30,7 +32,9 @@ def megatron_fields(*, num_experts: int, per_token: int, ffn: int, renormalise: 
     )
 
 
-def routed(hf: dict, layer: int, *, block: str, num_experts: int, ffn: int, names: tuple[str, str, str]) -> list[Weight]:
+def routed(
+    hf: dict, layer: int, *, block: str, num_experts: int, ffn: int, names: tuple[str, str, str]
+) -> list[Weight]:
     """The router [E, H] and the experts' gate and up [F, H] and down [H, F] of one layer.
 
     block: name of the MoE block in a layer of the checkpoint, e.g. "mlp". names: those of gate, up and down in an expert.
@@ -44,13 +48,21 @@ def routed(hf: dict, layer: int, *, block: str, num_experts: int, ffn: int, name
         local, stacked = "mlp.experts.local_experts.{expert}.", f"{block}.experts.routed_experts."
         both = [
             in_layer(
-                layer, (f"{prefix}{gate}.weight", f"{prefix}{up}.weight"), ((ffn, hidden), (ffn, hidden)),
-                local + "linear_fc1.weight", stacked + "w13_weight", expert_gate_up(expert),
+                layer,
+                (f"{prefix}{gate}.weight", f"{prefix}{up}.weight"),
+                ((ffn, hidden), (ffn, hidden)),
+                local + "linear_fc1.weight",
+                stacked + "w13_weight",
+                expert_gate_up(expert),
             ),
             in_layer(
-                layer, (f"{prefix}{down}.weight",), ((hidden, ffn),),
-                local + "linear_fc2.weight", stacked + "w2_weight", expert_down(expert),
+                layer,
+                (f"{prefix}{down}.weight",),
+                ((hidden, ffn),),
+                local + "linear_fc2.weight",
+                stacked + "w2_weight",
+                expert_down(expert),
             ),
-        ]  # fmt: skip
+        ]
         out += [replace(weight, expert=expert) for weight in both]
     return out

@@ -38,7 +38,9 @@ class TensorReader:
         part = self._opened.get_slice(name)[index(box)]
         # Whole rows: a cut of columns touches every page of them.
         rows = part.shape[0] if part.dim() else 1
-        self._num_bytes += rows * math.prod(self._opened.get_slice(name).get_shape()[1:]) * part.element_size()
+        self._num_bytes += (
+            rows * math.prod(self._opened.get_slice(name).get_shape()[1:]) * part.element_size()
+        )
         return part
 
 
@@ -54,7 +56,9 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():
                     if name in files:
-                        raise ValueError(f"{path} and {files[name]} both hold {name}; remove the file that is not to be read.")
+                        raise ValueError(
+                            f"{path} and {files[name]} both hold {name}; remove the file that is not to be read."
+                        )
                     files[name], shapes[name] = path, tuple(opened.get_slice(name).get_shape())
         except SafetensorError as error:
             raise ValueError(f"{path} is no whole safetensors file: {error}.") from error
@@ -66,8 +70,12 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
     for name, shape in list(wanted.items()):
         if (scale := name + "_scale_inv") in files:
             wanted[scale] = tuple(-(-size // FP8_BLOCK) for size in shape)
-    if odd := [f"{name} has {shapes[name]}, not {shape}" for name, shape in wanted.items() if shapes[name] != shape]:
-        raise ValueError(f"{directory} has {len(odd)} tensors of another shape than config.json says: {_few(odd)}.")
+    if odd := [
+        f"{name} has {shapes[name]}, not {shape}" for name, shape in wanted.items() if shapes[name] != shape
+    ]:
+        raise ValueError(
+            f"{directory} has {len(odd)} tensors of another shape than config.json says: {_few(odd)}."
+        )
     return files
 
 
@@ -76,11 +84,16 @@ def _paths(directory: Path) -> list[Path]:
     second time under other names (Mistral's consolidated.safetensors)."""
     index_file, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index_file.exists():
-        paths = [directory / name for name in sorted(set(json.loads(index_file.read_text())["weight_map"].values()))]
+        paths = [
+            directory / name
+            for name in sorted(set(json.loads(index_file.read_text())["weight_map"].values()))
+        ]
     else:
         paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
     if not paths:
-        raise ValueError(f"model.path={directory} holds no *.safetensors file; Lockstep reads no other format.")
+        raise ValueError(
+            f"model.path={directory} holds no *.safetensors file; Lockstep reads no other format."
+        )
     if absent := [path.name for path in paths if not path.exists()]:
         raise ValueError(f"{directory} lacks {_few(absent)}, which its model.safetensors.index.json names.")
     return paths
@@ -99,10 +112,17 @@ def refuse_extra(directory: str, names: Iterable[str], weights: list[Weight], hf
 
     def is_known(name: str) -> bool:
         base = name.removesuffix("_scale_inv")
-        return base in wanted or name == "lm_head.weight" or name.endswith(".inv_freq") or name.startswith(predicting)
+        return (
+            base in wanted
+            or name == "lm_head.weight"
+            or name.endswith(".inv_freq")
+            or name.startswith(predicting)
+        )
 
     if extra := [name for name in names if not is_known(name)]:
-        raise ValueError(f"{directory} has {len(extra)} tensors that {hf['architectures'][0]} knows nothing of: {_few(extra)}.")
+        raise ValueError(
+            f"{directory} has {len(extra)} tensors that {hf['architectures'][0]} knows nothing of: {_few(extra)}."
+        )
 
 
 def _few(items: list[str]) -> str:

@@ -171,7 +171,9 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
         heads, kv_heads = num_heads // tp, max(1, num_kv_heads // tp)
         first_kv = rank * num_kv_heads // tp
         pieces, at = [], 0
-        for name, shape, first, count in zip(names, shapes, (rank * heads, first_kv, first_kv), (heads, kv_heads, kv_heads)):
+        for name, shape, first, count in zip(
+            names, shapes, (rank * heads, first_kv, first_kv), (heads, kv_heads, kv_heads)
+        ):
             pieces.append(_rows(name, shape, first * head_dim, (first + count) * head_dim, at))
             at += count * head_dim
         return pieces
@@ -193,7 +195,8 @@ def _stacked(pieces: Callable[..., list[Piece]], expert: int) -> Callable[..., l
 
     def of_expert(names, shapes, tp, rank):
         return [
-            Piece(piece.hf, piece.hf_box, ((expert, expert + 1), *piece.local_box)) for piece in pieces(names, shapes, tp, rank)
+            Piece(piece.hf, piece.hf_box, ((expert, expert + 1), *piece.local_box))
+            for piece in pieces(names, shapes, tp, rank)
         ]
 
     return of_expert

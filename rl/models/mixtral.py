@@ -23,7 +23,9 @@ def check(hf: dict) -> None:
     dense.check_decoder(hf, "Mixtral")
     if hf.get("sliding_window"):
         window = hf["sliding_window"]
-        raise ValueError(f"Mixtral with sliding_window {window} is not supported; set it to null if the context is shorter anyway.")
+        raise ValueError(
+            f"Mixtral with sliding_window {window} is not supported; set it to null if the context is shorter anyway."
+        )
 
 
 def weights(hf: dict) -> list[Weight]:
@@ -33,7 +35,11 @@ def weights(hf: dict) -> list[Weight]:
         norm, *_ = dense.mlp(hf, layer)
         out += [*dense.attention(hf, layer), norm]
         out += experts.routed(
-            hf, layer, block="block_sparse_moe", num_experts=hf["num_local_experts"], ffn=hf["intermediate_size"],
+            hf,
+            layer,
+            block="block_sparse_moe",
+            num_experts=hf["num_local_experts"],
+            ffn=hf["intermediate_size"],
             names=("w1", "w3", "w2"),
-        )  # fmt: skip
+        )
     return [*out, *dense.head(hf)]

@@ -59,7 +59,9 @@ class TrainingPlacement:
                 f"choose ep and etp so that their product does (etp defaults to tp)."
             )
         if self.num_experts % self.ep:
-            raise ValueError(f"training: ep {self.ep} does not divide {self.num_experts} routed experts; choose one that does.")
+            raise ValueError(
+                f"training: ep {self.ep} does not divide {self.num_experts} routed experts; choose one that does."
+            )
 
     @property
     def expert_tp(self) -> int:
@@ -153,6 +155,10 @@ def _stages(weight: Weight, ranges: Ranges) -> tuple[int, ...]:
 
 def _check_sizes(side: str, world_size: int, tp: int, pp: int, num_layers: int) -> None:
     if min(world_size, tp, pp) < 1 or world_size % (tp * pp):
-        raise ValueError(f"{side}: tp {tp} x pp {pp} does not divide {world_size} ranks; choose sizes whose product does.")
+        raise ValueError(
+            f"{side}: tp {tp} x pp {pp} does not divide {world_size} ranks; choose sizes whose product does."
+        )
     if pp > num_layers:
-        raise ValueError(f"{side}: pp {pp} leaves stages without a layer, the model has {num_layers}; choose a smaller pp.")
+        raise ValueError(
+            f"{side}: pp {pp} leaves stages without a layer, the model has {num_layers}; choose a smaller pp."
+        )

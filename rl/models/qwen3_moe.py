@@ -36,7 +36,9 @@ def check(hf: dict) -> None:
     dense.refuse_sliding_window(hf, "Qwen3-MoE")
     dense.refuse_biases(hf, "Qwen3-MoE", "attention_bias")
     if not any(moe_layers(hf)):
-        raise ValueError("Qwen3-MoE without a layer of experts is not supported; as a Qwen3ForCausalLM it would be.")
+        raise ValueError(
+            "Qwen3-MoE without a layer of experts is not supported; as a Qwen3ForCausalLM it would be."
+        )
 
 
 def weights(hf: dict) -> list[Weight]:
@@ -47,8 +49,12 @@ def weights(hf: dict) -> list[Weight]:
         out += [*dense.attention(hf, layer, qk_norm=True), norm]
         if is_moe:
             mlp = experts.routed(
-                hf, layer, block="mlp", num_experts=num_experts(hf), ffn=hf["moe_intermediate_size"],
+                hf,
+                layer,
+                block="mlp",
+                num_experts=num_experts(hf),
+                ffn=hf["moe_intermediate_size"],
                 names=("gate_proj", "up_proj", "down_proj"),
-            )  # fmt: skip
+            )
         out += mlp
     return [*out, *dense.head(hf)]

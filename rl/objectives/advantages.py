@@ -89,7 +89,9 @@ def gdpo(columns: Tensor, groups: Tensor, *, weights: Tensor, eps: float = 1e-6)
     assert columns.dim() == 2 and weights.shape == columns.shape[1:] and len(weights) > 0, (
         f"{tuple(columns.shape)} rewards, {tuple(weights.shape)} weights"
     )
-    normalized = [grpo(column, groups, normalize_by_std=True, eps=eps) for column in columns.double().unbind(1)]
+    normalized = [
+        grpo(column, groups, normalize_by_std=True, eps=eps) for column in columns.double().unbind(1)
+    ]
     total = torch.stack(normalized, 1) @ weights.double()
     batch_std = (total.square().sum() / max(len(total) - 1, 1)).sqrt()
     return _divide(total, batch_std + eps).to(columns.dtype)
@@ -159,7 +161,9 @@ def gpg(scores: Tensor, groups: Tensor, *, norm: float = 1.0) -> Tensor:
         ValueError: norm is not positive.
     """
     if not norm > 0:
-        raise ValueError(f"norm of gpg is {norm}; it divides the advantages and must be positive, 1.0 for no change")
+        raise ValueError(
+            f"norm of gpg is {norm}; it divides the advantages and must be positive, 1.0 for no change"
+        )
     order, ascending, sizes = _by_group(scores, groups)
     last = sizes.cumsum(0) - 1
     differ = ascending[last] > ascending[last - sizes + 1]
@@ -178,7 +182,9 @@ def remax(scores: Tensor, baselines: Tensor) -> Tensor:
     Returns:
         [N] advantages of the dtype of `scores`.
     """
-    assert scores.shape == baselines.shape and scores.dim() == 1, f"{tuple(scores.shape)} and {tuple(baselines.shape)}"
+    assert scores.shape == baselines.shape and scores.dim() == 1, (
+        f"{tuple(scores.shape)} and {tuple(baselines.shape)}"
+    )
     return (scores.double() - baselines.double()).to(scores.dtype)
 
 
@@ -187,7 +193,9 @@ def _by_group(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Ascending, so that the sums below do not depend on the order in which samples came, to the last bit.
     """
-    assert scores.shape == groups.shape and scores.dim() == 1, f"{tuple(scores.shape)} and {tuple(groups.shape)}"
+    assert scores.shape == groups.shape and scores.dim() == 1, (
+        f"{tuple(scores.shape)} and {tuple(groups.shape)}"
+    )
     order = torch.argsort(scores, stable=True)
     order = order[torch.argsort(groups[order], stable=True)]
     _, sizes = torch.unique_consecutive(groups[order], return_counts=True)

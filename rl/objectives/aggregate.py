@@ -11,7 +11,9 @@ from torch import Tensor
 
 from rl.objectives.segments import segment_sum
 
-Mode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Mode = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 
 
 def aggregate(
@@ -67,6 +69,8 @@ def aggregate(
         return (segment_sum(token_loss, lengths) / counts.clamp(min=1)).sum() / max(num_samples, 1)
     if mode == "seq-mean-token-sum-norm":
         if norm is None or norm <= 0:
-            raise ValueError(f"seq-mean-token-sum-norm needs norm > 0, such as the maximum response length, not {norm}")
+            raise ValueError(
+                f"seq-mean-token-sum-norm needs norm > 0, such as the maximum response length, not {norm}"
+            )
         return token_loss.sum() / max(num_samples, 1) / norm
     raise ValueError(f"aggregation mode {mode!r} is not one of {', '.join(Mode.__args__)}")

@@ -35,7 +35,9 @@ def _covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 def _quota(mask: Tensor, fraction: float) -> int:
     if not 0 < fraction <= 1:
-        raise ValueError(f"the fraction of tokens to choose is {fraction}; it must be in (0, 1], such as 2e-4")
+        raise ValueError(
+            f"the fraction of tokens to choose is {fraction}; it must be in (0, 1], such as 2e-4"
+        )
     return max(1, int(fraction * int(mask.sum())))
 
 
@@ -80,7 +82,9 @@ def clip_cov_tokens(
     candidates = torch.nonzero(mask & ~cut & (cov >= cov_low) & (cov <= cov_high)).squeeze(1)
     # One draw per position, on the CPU: the choice does not depend on the device, and a token that stops to be a
     # candidate changes nobody else's luck.
-    luck = torch.rand(len(mask), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(mask.device)
+    luck = torch.rand(len(mask), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(
+        mask.device
+    )
     chosen = torch.zeros_like(mask)
     chosen[candidates[torch.argsort(luck[candidates], stable=True)[:quota]]] = True
     return chosen
@@ -146,7 +150,13 @@ def clip_cov(
 
 
 def kl_cov(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor, *, kl_cov_coef: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    chosen: Tensor,
+    *,
+    kl_cov_coef: float,
 ) -> Loss:
     """-r A, and + kl_cov_coef |logprobs - old_logprobs| for the tokens chosen.
 

@@ -63,7 +63,9 @@ class AdaptiveKL:
             ValueError: current_kl is NaN, or the horizon is so short that one step could turn the weight negative.
         """
         if math.isnan(current_kl):
-            raise ValueError("the KL divergence from the reference policy is NaN; look for NaN log-probabilities")
+            raise ValueError(
+                "the KL divergence from the reference policy is NaN; look for NaN log-probabilities"
+            )
         if MAX_ERROR * num_samples >= self.horizon:
             raise ValueError(
                 f"a horizon of {self.horizon} samples is too short for steps of {num_samples}: it must exceed "

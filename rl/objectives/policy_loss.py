@@ -117,7 +117,13 @@ def gpg(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 
 
 def cispo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> Loss:
     """Clipped importance-sampling weight (MiniMax-M1, arXiv:2506.13585, equations 4 and 5).
 
@@ -143,7 +149,13 @@ def cispo(
 
 
 def sapo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, tau_pos: float, tau_neg: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    tau_pos: float,
+    tau_neg: float,
 ) -> Loss:
     """Soft Adaptive Policy Optimization (arXiv:2511.20347): a gate that fades instead of a clip that cuts.
 
@@ -163,7 +175,9 @@ def sapo(
         ValueError: a temperature is not positive.
     """
     if not (tau_pos > 0 and tau_neg > 0):
-        raise ValueError(f"SAPO's temperatures must be positive, not tau_pos = {tau_pos}, tau_neg = {tau_neg}")
+        raise ValueError(
+            f"SAPO's temperatures must be positive, not tau_pos = {tau_pos}, tau_neg = {tau_neg}"
+        )
     mask = mask.bool()
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     advantages = torch.where(mask, advantages, 0.0)
@@ -191,7 +205,9 @@ def dro(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
         ValueError: beta is not positive.
     """
     if not beta > 0:
-        raise ValueError(f"DRO's beta must be positive, not {beta}; without a penalty the loss is that of reinforce")
+        raise ValueError(
+            f"DRO's beta must be positive, not {beta}; without a penalty the loss is that of reinforce"
+        )
     mask = mask.bool()
     token_loss, stats = reinforce(logprobs, old_logprobs, advantages, mask)
     return token_loss + 0.5 * beta * torch.where(mask, logprobs - old_logprobs, 0.0).square(), stats
@@ -265,7 +281,9 @@ def dppo_kl(
     divergence = old.exp() * (old - new) + old_other * torch.log(old_other / other)
     moves_with_advantage = torch.where(advantages > 0, new > old, new < old)
     radius = torch.full_like(divergence, clip_low).masked_fill(advantages > 0, clip_high)
-    return _dppo(logprobs, old_logprobs, advantages, mask, ~moves_with_advantage | (divergence <= radius), max_ratio)
+    return _dppo(
+        logprobs, old_logprobs, advantages, mask, ~moves_with_advantage | (divergence <= radius), max_ratio
+    )
 
 
 def _dppo(

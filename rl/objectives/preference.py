@@ -44,7 +44,9 @@ def pair_loss(
     margin = chosen - rejected
     if loss == "sigmoid":
         # logsigmoid, not log of sigmoid: exact where the margin is far from 0.
-        value = -(1 - label_smoothing) * F.logsigmoid(beta * margin) - label_smoothing * F.logsigmoid(-beta * margin)
+        value = -(1 - label_smoothing) * F.logsigmoid(beta * margin) - label_smoothing * F.logsigmoid(
+            -beta * margin
+        )
     elif loss == "hinge":
         value = torch.relu(1 - beta * margin)
     elif loss == "ipo":

@@ -87,7 +87,9 @@ def gae(
     """
     _require_fraction("gamma", gamma)
     _require_fraction("lam", lam)
-    assert values.shape == token_rewards.shape, f"{tuple(values.shape)} values, {tuple(token_rewards.shape)} rewards"
+    assert values.shape == token_rewards.shape, (
+        f"{tuple(values.shape)} values, {tuple(token_rewards.shape)} rewards"
+    )
     keep, counts = _kept(lengths, mask)
     rewards, values = token_rewards[keep].double(), values[keep].double()
     # roll brings the first value of the next response, where a response ends; `where` discards it, and a NaN with it.
@@ -276,7 +278,9 @@ def prime(
     process = _to_go(torch.where(has_others, rewards - others_mean, 0.0), counts, gamma)
     per_sample = rloo(outcome.double(), groups)
     return _put_back(
-        _whiten(process_coef * process + outcome_coef * expand(per_sample, counts)), keep, process_rewards.dtype
+        _whiten(process_coef * process + outcome_coef * expand(per_sample, counts)),
+        keep,
+        process_rewards.dtype,
     )
 
 

@@ -44,7 +44,9 @@ def token_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
     """
     _check_upper(upper)
     mask = mask.bool()
-    return torch.where(mask, masked_log_ratio(old_logprobs, rollout_logprobs, mask).exp().clamp(max=upper), 0.0)
+    return torch.where(
+        mask, masked_log_ratio(old_logprobs, rollout_logprobs, mask).exp().clamp(max=upper), 0.0
+    )
 
 
 @torch.no_grad()
@@ -66,7 +68,9 @@ def sequence_weights(
 
 
 @torch.no_grad()
-def icepop(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
+def icepop(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float, high: float
+) -> Tensor:
     """IcePop (Ring-1T, arXiv:2510.18855): w where low <= w <= high, else 0; 0 at masked positions too; [T].
 
     A token dropped so keeps its place in the denominators of the loss; `reject` takes that too. The authors use 0.5 and 5.
@@ -75,7 +79,9 @@ def icepop(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low:
         ValueError: 1, the weight of a token on which both agree, is not within the bounds.
     """
     if not 0 <= low <= 1 <= high:
-        raise ValueError(f"IcePop keeps ratios from {low} to {high}; 1 must be among them and low not negative")
+        raise ValueError(
+            f"IcePop keeps ratios from {low} to {high}; 1 must be among them and low not negative"
+        )
     mask = mask.bool()
     weights = masked_log_ratio(old_logprobs, rollout_logprobs, mask).exp()
     return torch.where(mask & (weights >= low) & (weights <= high), weights, 0.0)
@@ -124,7 +130,9 @@ def reject(
     log_ratio = torch.where(kept, old_logprobs - rollout_logprobs, 0.0)
     # An infinite ratio is no outlier to be clamped: one of the two says the token cannot be.
     broken = ~log_ratio.isfinite()
-    divergence = _divergence(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), statistic).masked_fill(broken, float("nan"))
+    divergence = _divergence(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), statistic).masked_fill(
+        broken, float("nan")
+    )
     if level == "sequence":
         counts = segment_sum(kept.to(divergence.dtype), lengths).clamp(min=1)
         divergence = expand(segment_sum(divergence, lengths) / counts, lengths)
@@ -145,11 +153,15 @@ def _divergence(log_ratio: Tensor, statistic: Statistic) -> Tensor:
 
 def _check_upper(upper: float) -> None:
     if not upper > 0:
-        raise ValueError(f"importance weights are truncated to {upper}; the bound must be positive, such as 2")
+        raise ValueError(
+            f"importance weights are truncated to {upper}; the bound must be positive, such as 2"
+        )
 
 
 @torch.no_grad()
-def metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, mask: Tensor) -> dict[str, float]:
+def metrics(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, mask: Tensor
+) -> dict[str, float]:
     """How far engine and trainer are apart, under verl's names with its prefix `rollout_corr/`.
 
     Of tokens, means over all unmasked ones:

@@ -62,5 +62,7 @@ def segment_mean(x: Tensor, lengths: Tensor) -> Tensor:
 
 def expand(per_sample: Tensor, lengths: Tensor) -> Tensor:
     """Give each token its sample's value: per_sample [B] floating, lengths int64 [B] -> [T] of the same dtype."""
-    assert per_sample.shape == lengths.shape, f"{tuple(per_sample.shape)} values for {tuple(lengths.shape)} lengths"
+    assert per_sample.shape == lengths.shape, (
+        f"{tuple(per_sample.shape)} values for {tuple(lengths.shape)} lengths"
+    )
     return _Expand.apply(per_sample, lengths)

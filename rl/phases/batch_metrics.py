@@ -10,7 +10,11 @@ def spread(name: str, values: Tensor) -> dict[str, float]:
     """Mean, largest and smallest of some values [n]; nothing for none."""
     if not len(values):
         return {}
-    return {f"{name}/mean": float(values.mean()), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
 
 
 def token_mean(values: Tensor, mask: Tensor) -> float:
@@ -22,12 +26,18 @@ def token_mean(values: Tensor, mask: Tensor) -> float:
 def length_metrics(batch: Batch) -> dict[str, float]:
     """Lengths of responses and prompts in tokens."""
     clipped = {"response_length/clip_ratio": float(batch.truncated.float().mean())}
-    return spread("response_length", batch.lengths.float()) | spread("prompt_length", batch.prompt_lengths.float()) | clipped
+    return (
+        spread("response_length", batch.lengths.float())
+        | spread("prompt_length", batch.prompt_lengths.float())
+        | clipped
+    )
 
 
 def score_metrics(batch: Batch) -> dict[str, float]:
     """What the reward function gave."""
-    metrics = {"reward/failures": float(batch.score_details["failed"].sum())} | spread("critic/score", batch.scores)
+    metrics = {"reward/failures": float(batch.score_details["failed"].sum())} | spread(
+        "critic/score", batch.scores
+    )
     details = ((name, column) for name, column in batch.score_details.items() if name != "failed")
     return metrics | {f"reward/{name}/mean": float(column.nanmean()) for name, column in details}
 

@@ -16,13 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.phases.batch_metrics import engine_gap, length_metrics, score_metrics, spread, token_mean
 from rl.config.schema import Config, Optimizer, needs_reference
 from rl.data.batch import Batch, fingerprint, pair_up
 from rl.data.preferences import Preference
 from rl.data.prompts import Prompt
 from rl.data.sampler import EpochWalk, MixedSampler
 from rl.engines.engines import Engines
+from rl.engines.memory import Turns
+from rl.faults.agreement import Agreement, check_replicas
+from rl.faults.process import GIB, resident_bytes, return_free_memory
+from rl.faults.watchdog import Watch
 from rl.objectives import rollout_correction
 from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
@@ -30,23 +33,20 @@ from rl.objectives.kl_controller import AdaptiveKL, FixedKL
 from rl.objectives.returns import place_at_end
 from rl.objectives.segments import segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
+from rl.phases.batch_metrics import engine_gap, length_metrics, score_metrics, spread, token_mean
+from rl.phases.scoring import Scorer
 from rl.rewards.length import overlong_penalties
 from rl.rollout.engine import Sampling, seed_of
 from rl.rollout.exchange import exchange
-from rl.faults.agreement import Agreement, check_replicas
+from rl.rollout.sampling import greedy_sampling, train_sampling
+from rl.run_directory.progress import Progress
 from rl.runtime.collectives import any_rank
 from rl.runtime.device import Device
-from rl.faults.process import GIB, resident_bytes, return_free_memory
-from rl.run_directory.progress import Progress
 from rl.runtime.session import control_group
 from rl.stopping.requests import StepAborted, StopRequests
-from rl.faults.watchdog import Watch
-from rl.rollout.sampling import greedy_sampling, train_sampling
-from rl.phases.scoring import Scorer
 from rl.training.engine import TrainingEngine
 from rl.training.packing import MicroBatch, MicroBatches, plan_minibatch
 from rl.training.schedule import learning_rate
-from rl.engines.memory import Turns
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -87,7 +87,13 @@ class Phases:
     ):
         self.config, self.device, self.engines = config, device, engines
         self.watch, self.agreement, self.turns = watch, agreement, Turns(config, device, engines)
-        self.tokenizer, self.prompts, self.sampler, self.scorer, self.progress = tokenizer, prompts, sampler, scorer, progress
+        self.tokenizer, self.prompts, self.sampler, self.scorer, self.progress = (
+            tokenizer,
+            prompts,
+            sampler,
+            scorer,
+            progress,
+        )
         self.stop = stop if config.run.on_stop_in_generation == "redo" else None
         """What may end the generation of a training step."""
         self.sampling = train_sampling(config)
@@ -129,7 +135,9 @@ class Phases:
             with self.timed("agreement"):
                 peak = torch.cuda.max_memory_allocated(self.device.torch) if self.device.is_cuda else 0
                 host, peak = self.agreement.check(place, batch, (resident_bytes(), peak))
-            self.metrics["perf/host_memory_gib"] = max(host / GIB, self.metrics.get("perf/host_memory_gib", 0.0))
+            self.metrics["perf/host_memory_gib"] = max(
+                host / GIB, self.metrics.get("perf/host_memory_gib", 0.0)
+            )
             if self.device.is_cuda:
                 self.metrics["perf/device_memory_peak_gib"] = peak / GIB
             with self.timed(timing):
@@ -151,7 +159,10 @@ class Phases:
         """The next data.prompts_per_step pairs of a chosen and a rejected response, in turn."""
         pairs: list[Preference] = self.draw_prompts()
         prompts = [pair.prompt_ids for pair in pairs]
-        chosen, rejected = (_given(prompts, [getattr(pair, side) for pair in pairs]) for side in ("chosen_ids", "rejected_ids"))
+        chosen, rejected = (
+            _given(prompts, [getattr(pair, side) for pair in pairs])
+            for side in ("chosen_ids", "rejected_ids")
+        )
         batch = pair_up(chosen=chosen, rejected=rejected)
         self.metrics |= length_metrics(batch)
         return batch
@@ -182,7 +193,11 @@ class Phases:
         seeds = [seed_of(self.config.run.seed, purpose, place) for place in range(len(prompts))]
         total = len(prompts) * sampling.samples_per_prompt
         ids = [p.token_ids for p in prompts]
-        interrupt = self.stop.within_generation if self.stop is not None and timing == "gen" and not self._learned else None
+        interrupt = (
+            self.stop.within_generation
+            if self.stop is not None and timing == "gen" and not self._learned
+            else None
+        )
         with self.phase("generate", timing=timing, batch=fingerprint(ids)), self._bar(timing, total) as bar:
             mine = engine.generate(ids, sampling, seeds, progress=bar, interrupt=interrupt)
             if interrupt is not None and any_rank(mine is None):
@@ -209,7 +224,9 @@ class Phases:
         """Log lengths and scores of the samples of this step; of several calls the last one counts."""
         self.metrics |= length_metrics(batch) | score_metrics(batch)
 
-    def judge(self, batch: Batch, prompts: list[Prompt], *, timing: str, predictions: bool = False) -> list[str | None] | None:
+    def judge(
+        self, batch: Batch, prompts: list[Prompt], *, timing: str, predictions: bool = False
+    ) -> list[str | None] | None:
         """Fill scores, rewards and score_details by what the config says a response is worth. With `predictions` also the
         answer that the reward function found in each response, where it says so."""
         assert self.scorer is not None, "this run has no reward"
@@ -282,9 +299,18 @@ class Phases:
         if fix.bypass:
             batch.old_logprobs = batch.rollout_logprobs.clone()
         else:
-            names = ("logprobs", "entropy", *(("sum_p_squared",) if goal.advantage == "optimal-token-baseline" else ()))
-            with self.phase("log_probs", timing="old_log_prob", batch=batch.fingerprint), self._bar("logp", len(batch)) as bar:
-                batch.old_logprobs, entropy, *squares = self.engines.policy.forward(batch, self._plans(batch), names, bar)
+            names = (
+                "logprobs",
+                "entropy",
+                *(("sum_p_squared",) if goal.advantage == "optimal-token-baseline" else ()),
+            )
+            with (
+                self.phase("log_probs", timing="old_log_prob", batch=batch.fingerprint),
+                self._bar("logp", len(batch)) as bar,
+            ):
+                batch.old_logprobs, entropy, *squares = self.engines.policy.forward(
+                    batch, self._plans(batch), names, bar
+                )
             batch.sum_p_squared = squares[0] if squares else None
             self.metrics["actor/entropy"] = token_mean(entropy, batch.mask)
             self.metrics |= engine_gap(batch, batch.old_logprobs)
@@ -296,7 +322,11 @@ class Phases:
         """Fill ref_logprobs: log-probs under the policy that the run started from."""
         self.turns.to_training()
         policy = self.engines.policy
-        with self.phase("log_probs", timing="ref", batch=batch.fingerprint), self._bar("ref", len(batch)) as bar, policy.reference_weights():
+        with (
+            self.phase("log_probs", timing="ref", batch=batch.fingerprint),
+            self._bar("ref", len(batch)) as bar,
+            policy.reference_weights(),
+        ):
             (batch.ref_logprobs,) = policy.forward(batch, self._plans(batch), ("logprobs",), bar)
 
     def _correct_rollout(self, batch: Batch) -> None:
@@ -309,24 +339,36 @@ class Phases:
         if fix.truncate_tokens:
             batch.loss_weights = rollout_correction.token_weights(*pair, mask, upper=fix.truncate_tokens)
         elif fix.truncate_samples:
-            batch.loss_weights = rollout_correction.sequence_weights(*pair, lengths, mask, upper=fix.truncate_samples)
+            batch.loss_weights = rollout_correction.sequence_weights(
+                *pair, lengths, mask, upper=fix.truncate_samples
+            )
         elif fix.icepop_high:
-            batch.loss_weights = rollout_correction.icepop(*pair, mask, low=fix.icepop_low, high=fix.icepop_high)
+            batch.loss_weights = rollout_correction.icepop(
+                *pair, mask, low=fix.icepop_low, high=fix.icepop_high
+            )
         if batch.loss_weights is not None:
             self.metrics["rollout_corr/weight_mean"] = token_mean(batch.loss_weights, mask)
         if fix.reject != "none":
             level, _, statistic = fix.reject.partition("-")
             kept = rollout_correction.reject(
-                *pair, lengths, mask,
-                level="token" if level == "token" else "sequence", statistic=statistic, low=fix.reject_low, high=fix.reject_high,
-            )  # fmt: skip
+                *pair,
+                lengths,
+                mask,
+                level="token" if level == "token" else "sequence",
+                statistic=statistic,
+                low=fix.reject_low,
+                high=fix.reject_high,
+            )
             self.metrics["rollout_corr/rejected_fraction"] = 1.0 - float(kept.sum() / mask.sum().clamp(min=1))
             batch.mask = kept.float()
 
     def values(self, batch: Batch) -> None:
         """Fill old_values, the critic's before this step's updates."""
         self.turns.to_training()
-        with self.phase("log_probs", timing="values", batch=batch.fingerprint), self._bar("values", len(batch)) as bar:
+        with (
+            self.phase("log_probs", timing="values", batch=batch.fingerprint),
+            self._bar("values", len(batch)) as bar,
+        ):
             (batch.old_values,) = self.engines.critic.forward(batch, self._plans(batch), ("values",), bar)
 
     def implicit_rewards(self, batch: Batch) -> Tensor:
@@ -343,7 +385,9 @@ class Phases:
 
     # Updates ----------------------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, loss: Loss, *, choose: Callable[[Batch, Tensor, int], Tensor] | None = None) -> None:
+    def update(
+        self, batch: Batch, loss: Loss, *, choose: Callable[[Batch, Tensor, int], Tensor] | None = None
+    ) -> None:
         """training.epochs passes over the mini-batches, an optimizer step of the policy each.
 
         `choose` picks tokens from a whole mini-batch before its update, by the log-probs under the present weights; the loss
@@ -363,9 +407,15 @@ class Phases:
             self._updates += 1
 
         means = self._learn(
-            policy, batch, loss, self.config.training.optimizer, timing="update_actor",
-            before=before_minibatch, after=after_minibatch, waited=self.config.critic.warmup_steps,
-        )  # fmt: skip
+            policy,
+            batch,
+            loss,
+            self.config.training.optimizer,
+            timing="update_actor",
+            before=before_minibatch,
+            after=after_minibatch,
+            waited=self.config.critic.warmup_steps,
+        )
         self.num_tokens += int(batch.prompt_lengths.sum() + batch.lengths.sum())
         self.metrics |= {name if "/" in name else f"actor/{name}": value for name, value in means.items()}
 
@@ -374,29 +424,56 @@ class Phases:
         clip = self.config.critic.value_clip
 
         def loss(micro: MicroBatch, totals: Totals):
-            token_loss, stats = value_loss(micro.values, micro.old_values, micro.returns, micro.mask, clip=clip)
+            token_loss, stats = value_loss(
+                micro.values, micro.old_values, micro.returns, micro.mask, clip=clip
+            )
             value = aggregate(
-                token_loss, micro.mask, micro.lengths, "token-mean", num_tokens=totals.num_tokens, num_samples=totals.num_samples
+                token_loss,
+                micro.mask,
+                micro.lengths,
+                "token-mean",
+                num_tokens=totals.num_tokens,
+                num_samples=totals.num_samples,
             )
             return value, {"vf_loss": value, "vf_clipfrac": stats["vf_clipfrac"] / totals.num_tokens}
 
-        means = self._learn(self.engines.critic, batch, loss, self.config.critic.optimizer, timing="update_critic")
+        means = self._learn(
+            self.engines.critic, batch, loss, self.config.critic.optimizer, timing="update_critic"
+        )
         self.metrics |= {f"critic/{name}": value for name, value in means.items()}
         counted = batch.mask > 0
-        self.metrics |= spread("critic/values", batch.old_values[counted]) | spread("critic/returns", batch.returns[counted])
-        self.metrics["critic/vf_explained_var"] = explained_variance(batch.old_values, batch.returns, batch.mask)
+        self.metrics |= spread("critic/values", batch.old_values[counted]) | spread(
+            "critic/returns", batch.returns[counted]
+        )
+        self.metrics["critic/vf_explained_var"] = explained_variance(
+            batch.old_values, batch.returns, batch.mask
+        )
 
     def update_implicit_reward(self, batch: Batch, loss: Loss) -> None:
         """The same passes with a loss of the reward model that learns; reads labels and implicit_ref_logprobs."""
         means = self._learn(
-            self.engines.implicit_reward, batch, loss, self.config.implicit_reward.optimizer, timing="update_implicit_reward"
+            self.engines.implicit_reward,
+            batch,
+            loss,
+            self.config.implicit_reward.optimizer,
+            timing="update_implicit_reward",
         )
-        self.metrics |= {name if "/" in name else f"implicit_reward/{name}": value for name, value in means.items()}
+        self.metrics |= {
+            name if "/" in name else f"implicit_reward/{name}": value for name, value in means.items()
+        }
 
     def _learn(
-        self, model: TrainingEngine, batch: Batch, loss: Loss, optimizer: Optimizer, *, timing: str, before=None, after=None,
+        self,
+        model: TrainingEngine,
+        batch: Batch,
+        loss: Loss,
+        optimizer: Optimizer,
+        *,
+        timing: str,
+        before=None,
+        after=None,
         waited: int = 0,
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> dict[str, float]:
         """Updates of one model, whose learning rate starts after `waited` steps; returns the means over them of what the loss
         reports."""
         self.turns.to_training()
@@ -409,13 +486,18 @@ class Phases:
             name = next(name for name, learning in self.engines.learning.items() if learning is model)
             with self.timed("agreement"):
                 check_replicas(name, model.replicas(), control_group())
-        with self.phase("update", timing=timing, batch=batch.fingerprint), self._bar("train", len(batch) * self.config.training.epochs) as bar:
+        with (
+            self.phase("update", timing=timing, batch=batch.fingerprint),
+            self._bar("train", len(batch) * self.config.training.epochs) as bar,
+        ):
             for _ in range(self.config.training.epochs):
                 for plan in plans:
                     if before is not None:
                         before(plan)
                     totals = _totals(batch, plan)
-                    terms = model.update(batch, plan, lambda m, totals=totals: loss(m, totals), lr=lr, progress=bar)
+                    terms = model.update(
+                        batch, plan, lambda m, totals=totals: loss(m, totals), lr=lr, progress=bar
+                    )
                     updates += 1
                     if after is not None:
                         after()
@@ -438,7 +520,9 @@ class Phases:
     # Turns of the engines ---------------------------------------------------------------------------------------------
 
     def _wake_engine(self) -> None:
-        self.metrics |= self.turns.to_engine(self._updates, self.step, lambda: self.phase("refit", timing="update_weights"))
+        self.metrics |= self.turns.to_engine(
+            self._updates, self.step, lambda: self.phase("refit", timing="update_weights")
+        )
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -459,7 +543,9 @@ class Phases:
             minibatch_of = torch.div(batch.groups * num_minibatches, num_groups, rounding_mode="floor")
             dp, max_tokens = self.engines.policy.grid.dp, self.config.training.micro_batch_tokens
             batch.plans = [
-                plan_minibatch(batch, (minibatch_of == k).nonzero().squeeze(1).tolist(), dp=dp, max_tokens=max_tokens)
+                plan_minibatch(
+                    batch, (minibatch_of == k).nonzero().squeeze(1).tolist(), dp=dp, max_tokens=max_tokens
+                )
                 for k in range(num_minibatches)
             ]
         return batch.plans
@@ -488,7 +574,9 @@ def _totals(batch: Batch, plan: list[MicroBatches]) -> Totals:
     tokens = segment_sum(batch.mask, batch.lengths)[samples].sum()
     counted = _counted(batch)[samples].sum()
     return Totals(
-        num_tokens=max(float(tokens), 1.0), num_samples=max(float(counted), 1.0), num_units=max(len(samples) / batch.unit, 1.0)
+        num_tokens=max(float(tokens), 1.0),
+        num_samples=max(float(counted), 1.0),
+        num_units=max(len(samples) / batch.unit, 1.0),
     )
 
 

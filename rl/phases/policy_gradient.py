@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rl.config.options import ConfigError
 from rl.config.schema import Config, Objective
 from rl.data.batch import Batch
 from rl.objectives import advantages as per_sample
@@ -20,7 +21,6 @@ from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.sequence_loss import gmpo, gspo
-from rl.config.options import ConfigError
 from rl.phases.phases import Loss, MicroBatch, Totals
 
 NOT_REWARDS = ("acc", "failed", "judge", "reward_model", "score")
@@ -40,9 +40,14 @@ def advantages(batch: Batch, config: Config, *, baselines: Tensor | None = None)
         return returns.reinforce_pp_baseline(batch.rewards, groups, lengths, mask)
     if goal.advantage == "optimal-token-baseline":
         return returns.optimal_token_baseline(
-            batch.token_rewards, groups, lengths, mask,
-            logprobs=batch.old_logprobs, sum_p_squared=batch.sum_p_squared, weights=batch.loss_weights,
-        )  # fmt: skip
+            batch.token_rewards,
+            groups,
+            lengths,
+            mask,
+            logprobs=batch.old_logprobs,
+            sum_p_squared=batch.sum_p_squared,
+            weights=batch.loss_weights,
+        )
     return expand(_per_sample(batch, goal, baselines), lengths)
 
 
@@ -86,14 +91,21 @@ def policy_loss(config: Config) -> Loss:
 def _policy_loss(micro: MicroBatch, totals: Totals, *, config: Config) -> tuple[Tensor, dict[str, Tensor]]:
     goal = config.objective
     reduce = partial(
-        aggregate, mask=micro.mask, lengths=micro.lengths, mode=goal.aggregation,
-        num_tokens=totals.num_tokens, num_samples=totals.num_samples, norm=config.rollout.max_response_tokens,
-    )  # fmt: skip
+        aggregate,
+        mask=micro.mask,
+        lengths=micro.lengths,
+        mode=goal.aggregation,
+        num_tokens=totals.num_tokens,
+        num_samples=totals.num_samples,
+        norm=config.rollout.max_response_tokens,
+    )
     token_loss, stats = _token_loss(micro, goal)
     if "loss_weights" in micro.columns:
         token_loss = token_loss * micro.loss_weights
     total = pg_loss = reduce(token_loss)
-    metrics = {"actor/pg_loss": pg_loss} | {f"actor/{name}": value / totals.num_tokens for name, value in stats.items()}
+    metrics = {"actor/pg_loss": pg_loss} | {
+        f"actor/{name}": value / totals.num_tokens for name, value in stats.items()
+    }
     if goal.kl_coef:
         kl_loss = reduce(kl(micro.logprobs, micro.ref_logprobs, micro.mask, estimator=goal.kl_estimator))
         total = total + goal.kl_coef * kl_loss
@@ -143,9 +155,19 @@ def token_choice(config: Config) -> Choice | None:
     goal = config.objective
     if goal.loss == "clip-cov":
         return lambda batch, logprobs, seed: covariance.clip_cov_tokens(
-            logprobs, batch.old_logprobs, batch.advantages, batch.mask, clip_low=goal.clip_low, clip_high=goal.clip_high,
-            fraction=goal.cov_fraction, cov_low=goal.cov_low, cov_high=goal.cov_high, seed=seed,
-        )  # fmt: skip
+            logprobs,
+            batch.old_logprobs,
+            batch.advantages,
+            batch.mask,
+            clip_low=goal.clip_low,
+            clip_high=goal.clip_high,
+            fraction=goal.cov_fraction,
+            cov_low=goal.cov_low,
+            cov_high=goal.cov_high,
+            seed=seed,
+        )
     if goal.loss == "kl-cov":
-        return lambda batch, logprobs, seed: covariance.kl_cov_tokens(logprobs, batch.advantages, batch.mask, fraction=goal.cov_fraction)
+        return lambda batch, logprobs, seed: covariance.kl_cov_tokens(
+            logprobs, batch.advantages, batch.mask, fraction=goal.cov_fraction
+        )
     return None

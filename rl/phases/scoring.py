@@ -30,13 +30,19 @@ class Scorer:
     def __init__(self, config: Config, inputs: Inputs, device: Device, engines: Engines, pool: ScoringPool):
         self.config, self.device, self.tokenizer, self.pool = config.reward, device, inputs.tokenizer, pool
         self.micro_batch_tokens, self.seed = config.training.micro_batch_tokens, config.run.seed
-        self.model = None if engines.reward_model is None else (engines.reward_model, inputs.tokenizers["reward_model"])
+        self.model = (
+            None
+            if engines.reward_model is None
+            else (engines.reward_model, inputs.tokenizers["reward_model"])
+        )
         self.judge = None
         if engines.judge is not None:
             assert inputs.judge_parser is not None
             self.judge = (engines.judge, inputs.tokenizers["judge"], inputs.judge_parser)
 
-    def score(self, batch: Batch, prompts: list[Prompt], *, predictions: bool) -> tuple[dict[str, Tensor], list[str | None] | None]:
+    def score(
+        self, batch: Batch, prompts: list[Prompt], *, predictions: bool
+    ) -> tuple[dict[str, Tensor], list[str | None] | None]:
         """Columns float32 [N] of the batch's samples, alike on every rank: `score`, `failed` (0 or 1), and the other numbers of
         the reward function, NaN where a sample lacks one. With `predictions` also the answer found in each response.
 
@@ -64,21 +70,35 @@ class Scorer:
         return columns, answers
 
     def _model_scores(
-        self, model: TrainingEngine, tokenizer: PreTrainedTokenizerBase, batch: Batch, owners: list[Prompt], texts: list[str]
+        self,
+        model: TrainingEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        batch: Batch,
+        owners: list[Prompt],
+        texts: list[str],
     ) -> Tensor:
         """The reward model's number at the last token of each conversation, float32 [N]."""
         ids = gather_by_rank([_conversation(tokenizer, prompt, text) for prompt, text in zip(owners, texts)])
         # A response of one token, of which only the place before it is read.
         end = np.zeros(1, np.int32)
         count = len(batch)
-        conversations = Batch(ids, [end] * count, groups=torch.arange(count), truncated=torch.zeros(count, dtype=torch.bool))
-        plan = plan_minibatch(conversations, list(range(count)), dp=model.grid.dp, max_tokens=self.micro_batch_tokens)
+        conversations = Batch(
+            ids, [end] * count, groups=torch.arange(count), truncated=torch.zeros(count, dtype=torch.bool)
+        )
+        plan = plan_minibatch(
+            conversations, list(range(count)), dp=model.grid.dp, max_tokens=self.micro_batch_tokens
+        )
         return model.forward(conversations, [plan], ("values",))[0]
 
     def _judge_scores(
-        self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, parse: Callable[[str], float],
-        batch: Batch, owners: list[Prompt], texts: list[str],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        parse: Callable[[str], float],
+        batch: Batch,
+        owners: list[Prompt],
+        texts: list[str],
+    ) -> tuple[Tensor, Tensor]:
         """The judge's number for each response and whether it failed, float32 [N] each. Where it failed the number is 0."""
         judge = self.config.judge
         questions = [
@@ -88,9 +108,15 @@ class Scorer:
         ids = gather_by_rank([_question(tokenizer, question) for question in questions])
         asked = [i for i, tokens in enumerate(ids) if len(tokens) <= judge.max_prompt_tokens]
         sampling = Sampling(
-            samples_per_prompt=1, temperature=judge.temperature, top_p=1.0, top_k=0, min_p=0.0,
-            max_tokens=judge.max_response_tokens, stop=(), stop_token_ids=(),
-        )  # fmt: skip
+            samples_per_prompt=1,
+            temperature=judge.temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            max_tokens=judge.max_response_tokens,
+            stop=(),
+            stop_token_ids=(),
+        )
         questions_asked = [ids[i] for i in asked]
         engine.wake_weights()
         engine.wake_cache()
@@ -101,7 +127,9 @@ class Scorer:
         for i, text in zip(asked, tokenizer.batch_decode(answers.response_ids, skip_special_tokens=True)):
             try:
                 values[i], failed[i] = float(parse(text)), 0.0
-            except Exception:  # whatever a parser stumbles over, it is this sample's answer that cannot be read
+            except (
+                Exception
+            ):  # whatever a parser stumbles over, it is this sample's answer that cannot be read
                 continue
         return values, failed
 
@@ -116,7 +144,8 @@ def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
     pool = ScoringPool(
         inputs.rewards,
         failure_score=config.reward.failure_score,
-        workers=config.reward.workers or default_workers(1 if own_cores else int(os.environ["LOCAL_WORLD_SIZE"])),
+        workers=config.reward.workers
+        or default_workers(1 if own_cores else int(os.environ["LOCAL_WORLD_SIZE"])),
         timeout_s=config.reward.timeout_s,
         memory_mib=config.reward.memory_mib,
     )
@@ -136,7 +165,9 @@ def gather_by_rank(mine: list) -> list:
     return [everyone[i % world][i // world] for i in range(sum(map(len, everyone)))]
 
 
-def gather_columns(results: list[dict[str, float]], mine: list[int], total: int, device: Device) -> dict[str, Tensor]:
+def gather_columns(
+    results: list[dict[str, float]], mine: list[int], total: int, device: Device
+) -> dict[str, Tensor]:
     """Every rank's results as columns float32 [total] on every rank; NaN where a sample lacks a number. Collective."""
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sorted({name for result in results for name in result}))
@@ -170,5 +201,7 @@ def _question(tokenizer: PreTrainedTokenizerBase, question: str) -> np.ndarray:
     """Token ids of a question to the judge, as a user's message."""
     if tokenizer.chat_template is None:
         return np.array(tokenizer(question)["input_ids"], np.int32)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+    )
     return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)

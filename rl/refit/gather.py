@@ -42,7 +42,9 @@ def differences(trainer: TrainingEngine, engine: RolloutEngine, weights: Sequenc
     The raw bits are compared, or the values where the engine has another dtype. Collective over the world."""
     held = engine.weights()
     pieces = {
-        piece.hf: (weight.vllm, piece) for weight in weights for piece in weight.vllm_pieces(engine.tp, engine.rank_in_replica)
+        piece.hf: (weight.vllm, piece)
+        for weight in weights
+        for piece in weight.vllm_pieces(engine.tp, engine.rank_in_replica)
     }
     texts = []
     for name, full in gathered(trainer, weights):

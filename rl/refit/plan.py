@@ -212,7 +212,9 @@ class Routing:
         """Every fragment of the weight, by tensor parallel ranks."""
         weight, kind = self.weights[number], self.routes[number].kind
         if kind not in self._fragments:
-            self._fragments[kind] = _intersect(weight, self.training.cut_size(weight), self.rollout.cut_size(weight))
+            self._fragments[kind] = _intersect(
+                weight, self.training.cut_size(weight), self.rollout.cut_size(weight)
+            )
         return self._fragments[kind]
 
     def flows(self, number: int) -> list[Flow]:
@@ -286,7 +288,9 @@ def _intersect(weight: Weight, source_tp: int, destination_tp: int) -> list[Frag
                 if part is not None:
                     found.append(Fragment(tuple(sources), tp_rank, weight.hf.index(hf), part, _volume(part)))
             if sum(fragment.num_elements for fragment in found) != _volume(piece.hf_box):
-                raise ValueError(f"{piece.hf}{list(piece.hf_box)} is not held exactly once over training tp {source_tp}.")
+                raise ValueError(
+                    f"{piece.hf}{list(piece.hf_box)} is not held exactly once over training tp {source_tp}."
+                )
             fragments += found
     return fragments
 
@@ -398,11 +402,15 @@ def _regions(routing: Routing, number: int, rank: int):
         for i in gets[flow.givers[gets] != rank]:
             for fragment in flow.fragments[int(flow.needer_tp_ranks[i])]:
                 hf, box = weight.hf[fragment.hf], fragment.box
-                incoming.append((int(flow.givers[i]), Region(number, hf, box, _local_box(destination, hf, box))))
+                incoming.append(
+                    (int(flow.givers[i]), Region(number, hf, box, _local_box(destination, hf, box)))
+                )
     return copies, outgoing, incoming
 
 
-def _messages(routing: Routing, spans: tuple[Span, ...], regions: dict[int, list[tuple[int, Region]]]) -> tuple[Message, ...]:
+def _messages(
+    routing: Routing, spans: tuple[Span, ...], regions: dict[int, list[tuple[int, Region]]]
+) -> tuple[Message, ...]:
     by_peer: dict[int, list[Region]] = defaultdict(list)
     for span in spans:
         for peer, region in regions[span.weight]:
@@ -414,7 +422,10 @@ def _messages(routing: Routing, spans: tuple[Span, ...], regions: dict[int, list
     for peer in sorted(by_peer):
         # Elements of 4 bytes first: each then lies at a multiple of its size.
         packed = sorted(by_peer[peer], key=lambda region: not routing.weights[region.weight].float32)
-        sizes = (_volume(region.box) * routing.bytes_per_element(routing.weights[region.weight]) for region in packed)
+        sizes = (
+            _volume(region.box) * routing.bytes_per_element(routing.weights[region.weight])
+            for region in packed
+        )
         messages.append(Message(peer, tuple(packed), sum(sizes)))
     return tuple(messages)
 
@@ -449,7 +460,9 @@ def _local_box(pieces: list[Piece], hf: str, box: Box) -> Box:
 
 
 def _overlap(a: Box, b: Box) -> Box | None:
-    box = tuple((max(start, first), min(stop, last)) for (start, stop), (first, last) in zip(a, b, strict=True))
+    box = tuple(
+        (max(start, first), min(stop, last)) for (start, stop), (first, last) in zip(a, b, strict=True)
+    )
     return box if all(start < stop for start, stop in box) else None
 
 

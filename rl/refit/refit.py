@@ -58,7 +58,9 @@ def refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 5
     traffic = transfer(link.plan, sources, destinations, engine.device.torch)
     _clear_padding(engine, link.in_place, destinations)
     if link.fallback:
-        traffic.fallback = sum(_num_bytes(weight, trainer.weight_map.dtype.itemsize) for weight in link.fallback)
+        traffic.fallback = sum(
+            _num_bytes(weight, trainer.weight_map.dtype.itemsize) for weight in link.fallback
+        )
         engine.load_weights(gather.gathered(trainer, link.fallback))
     else:
         engine.weights_changed()
@@ -95,7 +97,9 @@ def traffic_metrics(traffic: Traffic, device: Device) -> dict[str, float]:
     """The bytes of a refit, summed over all ranks: received through the transport, copied within a rank, and, of weights
     that go through the engine's loader, gathered whole. Collective over the world."""
     names = ("received", "local", "fallback")
-    sums = sum_over_world(torch.tensor([asdict(traffic)[name] for name in names], dtype=torch.float64), device.torch)
+    sums = sum_over_world(
+        torch.tensor([asdict(traffic)[name] for name in names], dtype=torch.float64), device.torch
+    )
     return {f"perf/refit_bytes_{name}": value for name, value in zip(names, sums.tolist())}
 
 
@@ -125,7 +129,9 @@ def _make_link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) 
         rank=dist.get_rank(),
     )
     if engine.device.is_cuda:
-        dist.all_reduce(torch.zeros(1, device=engine.device.torch))  # NCCL's first call in a group must be one of all ranks
+        dist.all_reduce(
+            torch.zeros(1, device=engine.device.torch)
+        )  # NCCL's first call in a group must be one of all ranks
     return Link(plan, in_place, [weight_map.weights[number] for number in sorted(left_out)])
 
 
@@ -139,7 +145,11 @@ def _not_writable(weight_map: WeightMap, engine: RolloutEngine) -> set[int]:
     for number, weight in enumerate(weight_map.weights):
         parameter = held.get(weight.vllm)
         dtype = torch.float32 if weight.float32 else weight_map.dtype
-        here = parameter is not None and parameter.dtype == dtype and _fits(parameter, extents.get(weight.vllm), weight)
+        here = (
+            parameter is not None
+            and parameter.dtype == dtype
+            and _fits(parameter, extents.get(weight.vllm), weight)
+        )
         if not here or (weight.hf in local and local[weight.hf].dtype != dtype):
             out.add(number)
     modules = {_module(weight_map.weights[number]) for number in out}
@@ -176,11 +186,15 @@ def _fits(parameter: Tensor, extent: tuple[int, ...] | None, weight: Weight) -> 
     return tuple(parameter.shape) == extent
 
 
-def _parameters(trainer: TrainingEngine, engine: RolloutEngine, link: Link) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+def _parameters(
+    trainer: TrainingEngine, engine: RolloutEngine, link: Link
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """This rank's parameters on both sides, by the plan's numbers."""
     held = engine.weights()
     numbers = {weight.hf: number for number, weight in enumerate(link.in_place)}
-    sources = {numbers[w.hf]: parameter.detach() for w, parameter in trainer.weight_map.local() if w.hf in numbers}
+    sources = {
+        numbers[w.hf]: parameter.detach() for w, parameter in trainer.weight_map.local() if w.hf in numbers
+    }
     return sources, {number: held[weight.vllm].detach() for number, weight in enumerate(link.in_place)}
 
 

@@ -38,12 +38,18 @@ def survey_refit(
     buffer_bytes: int,
 ) -> Survey:
     """The bytes of a refit on every rank. Raises ValueError as the placements and `Routing` do."""
-    routing = Routing(weights, training, rollout, node_of=lambda rank: rank // ranks_per_node, itemsize=itemsize)
+    routing = Routing(
+        weights, training, rollout, node_of=lambda rank: rank // ranks_per_node, itemsize=itemsize
+    )
     total = np.zeros((5, training.world_size), np.int64)
     for number in range(len(weights)):
         total += routing.load(number)
     batches = [load for _, load in cut_into_batches(routing, buffer_bytes)]
-    peak = np.max([load[NEAR_IN:].sum(0) for load in batches], axis=0) if batches else np.zeros(training.world_size, np.int64)
+    peak = (
+        np.max([load[NEAR_IN:].sum(0) for load in batches], axis=0)
+        if batches
+        else np.zeros(training.world_size, np.int64)
+    )
     bound, gather = _bounds(routing)
     rows = (total[row] for row in (STAYS, NEAR_IN, FAR_IN, NEAR_OUT, FAR_OUT))
     return Survey(*rows, bound, gather, peak, batches)

@@ -34,7 +34,9 @@ class Traffic:
 
 
 @torch.no_grad()
-def transfer(plan: Plan, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor], device: torch.device) -> Traffic:
+def transfer(
+    plan: Plan, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor], device: torch.device
+) -> Traffic:
     """Write what the plan brings to this rank into the destinations. Collective over the world.
 
     sources, destinations: this rank's training and engine parameters by the weight's number, of one dtype per weight.
@@ -106,10 +108,15 @@ def compare(
     expected: dict[int, list[Region]] = {}
     for peer, region in _regions(plan, "receives"):
         expected.setdefault(peer, []).append(region)
-    incoming = {peer: torch.empty(len(regions), 2, dtype=torch.int64, device=device) for peer, regions in expected.items()}
+    incoming = {
+        peer: torch.empty(len(regions), 2, dtype=torch.int64, device=device)
+        for peer, regions in expected.items()
+    }
     exchange({peer: torch.stack(sums) for peer, sums in outgoing.items()}, incoming)
     for peer, regions in expected.items():
-        found = torch.stack([checksum(destinations[region.weight][index(region.local)]) for region in regions])
+        found = torch.stack(
+            [checksum(destinations[region.weight][index(region.local)]) for region in regions]
+        )
         different = (found != incoming[peer]).any(1).cpu()
         wrong += [(region.weight, peer) for region, bad in zip(regions, different) if bad]
     return sorted(set(wrong))
@@ -134,10 +141,14 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(BITS[tensor.element_size()])
 
 
-def _ends(copy: Copy, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+def _ends(
+    copy: Copy, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]
+) -> tuple[Tensor, Tensor]:
     source = sources[copy.weight][index(copy.source)]
     destination = destinations[copy.weight][index(copy.destination)]
-    assert source.dtype == destination.dtype, f"{copy.hf}: {source.dtype} in training, {destination.dtype} in the engine"
+    assert source.dtype == destination.dtype, (
+        f"{copy.hf}: {source.dtype} in training, {destination.dtype} in the engine"
+    )
     return source.reshape(destination.shape), destination
 
 
@@ -165,7 +176,9 @@ def _buffers(messages: tuple[Message, ...], space: Tensor, at: int) -> tuple[dic
     return buffers, at
 
 
-def _unpacked(message: Message, buffer: Tensor, parameters: Mapping[int, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _unpacked(
+    message: Message, buffer: Tensor, parameters: Mapping[int, Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """(part of a parameter, the same elements in the message) of each region."""
     at = 0
     for region in message.regions:

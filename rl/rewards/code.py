@@ -199,7 +199,9 @@ def _form(ground_truth: Any) -> str:
 
 def _stdio(given: Any, expected: Any) -> Case:
     """APPS has inputs and outputs that are lists of lines."""
-    given, expected = (text if isinstance(text, str) else "\n".join(map(str, text)) for text in (given, expected))
+    given, expected = (
+        text if isinstance(text, str) else "\n".join(map(str, text)) for text in (given, expected)
+    )
     return Case(stdin=given, expected=expected)
 
 
@@ -219,7 +221,12 @@ def _plain(value: Any) -> Any:
 
 
 def run_case(
-    program: str, case: Case, *, limits: Limits, interpreter: str | None = None, allow_unprotected: bool = False
+    program: str,
+    case: Case,
+    *,
+    limits: Limits,
+    interpreter: str | None = None,
+    allow_unprotected: bool = False,
 ) -> tuple[Outcome, bool]:
     """Run a program on one test: how it ended, and whether it passed. Raises what `sandbox.run_program` raises."""
     how = {"limits": limits, "interpreter": interpreter, "allow_unprotected": allow_unprotected}
@@ -240,7 +247,12 @@ def run_case(
         value = json.loads(outcome.stdout)["value"]
         right = same_value(value, case.expected)
         # APPS puts some values into a list of one.
-        if not right and isinstance(case.expected, list) and len(case.expected) == 1 and not isinstance(value, list):
+        if (
+            not right
+            and isinstance(case.expected, list)
+            and len(case.expected) == 1
+            and not isinstance(value, list)
+        ):
             right = same_value(value, case.expected[0])
     # The program may have written there itself: no JSON, no value, an int beyond float, digits or nesting beyond limit.
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -14,7 +14,15 @@ from rl.rewards.format import last_answer, last_line
 MAX_CHARS = 500
 """A longer answer is no expression: six numbers of three digits with all brackets and blanks take about 60."""
 
-_SIGNS = {"\u00d7": "*", "\u22c5": "*", "\u00f7": "/", "\u2212": "-", "\\times": "*", "\\cdot": "*", "\\div": "/"}
+_SIGNS = {
+    "\u00d7": "*",
+    "\u22c5": "*",
+    "\u00f7": "/",
+    "\u2212": "-",
+    "\\times": "*",
+    "\\cdot": "*",
+    "\\div": "/",
+}
 
 
 def score(

@@ -23,7 +23,9 @@ _FLEXIBLE = re.compile(_NUMBER)
 _STRICT = re.compile(r"####[ \t]*" + _NUMBER)
 
 
-def score(prompt: str, response: str, ground_truth: Any, *, method: str = "strict", **extra: Any) -> dict[str, Any]:
+def score(
+    prompt: str, response: str, ground_truth: Any, *, method: str = "strict", **extra: Any
+) -> dict[str, Any]:
     """`score` and `acc`: 1.0 if the response's number equals `ground_truth`, 0.0 otherwise, also if there is none.
 
     `pred` is that number in canonical form, for majority voting: $1,234.50 is 1234.5; empty if there is none.

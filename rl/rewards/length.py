@@ -15,7 +15,9 @@ def overlong_penalty(length_tokens: int, *, max_tokens: int, buffer_tokens: int,
     Raises:
         ValueError: buffer_tokens is not in 1..max_tokens, or penalty is negative.
     """
-    return float(overlong_penalties(length_tokens, max_tokens=max_tokens, buffer_tokens=buffer_tokens, penalty=penalty))
+    return float(
+        overlong_penalties(length_tokens, max_tokens=max_tokens, buffer_tokens=buffer_tokens, penalty=penalty)
+    )
 
 
 def overlong_penalties(
@@ -28,7 +30,9 @@ def overlong_penalties(
             "For no penalty below the longest length, leave it out: responses that long are cut."
         )
     if not penalty >= 0:
-        raise ValueError(f"overlong penalty: penalty is {penalty}, it is subtracted and must not be negative.")
+        raise ValueError(
+            f"overlong penalty: penalty is {penalty}, it is subtracted and must not be negative."
+        )
     excess = np.asarray(length_tokens, dtype=np.float64) - (max_tokens - buffer_tokens)
     # 0.0 - x, because -x would make -0.0 of those within the length.
     return 0.0 - penalty * np.clip(excess / buffer_tokens, 0.0, 1.0)

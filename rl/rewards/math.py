@@ -158,7 +158,11 @@ def is_costly(expression: str) -> bool:
     """Whether an expression is too long for sympy, or holds what it might compute for minutes: a number of more than
     MAX_DIGITS digits (10^{10^{10}}), a large factorial or binomial coefficient, a sum, product, integral or limit.
     """
-    if len(expression) > MAX_EXPRESSION_CHARS or _UNBOUNDED.search(expression) or _SCIENTIFIC.search(expression):
+    if (
+        len(expression) > MAX_EXPRESSION_CHARS
+        or _UNBOUNDED.search(expression)
+        or _SCIENTIFIC.search(expression)
+    ):
         return True
     numbers = [int(number) for number in _NUMBER.findall(expression)]
     if "!" in expression:
@@ -244,7 +248,10 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise _TookTooLong
 
-    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getitimer(signal.ITIMER_VIRTUAL)[0]
+    ):
         yield
         return
     before = signal.signal(signal.SIGVTALRM, interrupt)

@@ -64,11 +64,15 @@ def check_sources(sources: Mapping[str, Any]) -> dict[str, tuple[Component, ...]
     for source, entries in sources.items():
         key = f"reward.sources.{source}"
         if not isinstance(source, str):
-            raise ValueError(f"{key}: a data source is a string, this is {type(source).__name__} {source!r}; quote it.")
+            raise ValueError(
+                f"{key}: a data source is a string, this is {type(source).__name__} {source!r}; quote it."
+            )
         if isinstance(entries, Mapping):
             entries = [entries]
         if not isinstance(entries, (list, tuple)) or not entries:
-            raise ValueError(f"{key} must be a list of at least one {{function, weight, kwargs}}, it is {entries!r:.80}.")
+            raise ValueError(
+                f"{key} must be a list of at least one {{function, weight, kwargs}}, it is {entries!r:.80}."
+            )
         checked[source] = tuple(_to_component(f"{key}[{i}]", entry) for i, entry in enumerate(entries))
     return checked
 
@@ -79,10 +83,14 @@ def _to_component(key: str, entry: Any) -> Component:
     for unknown in [k for k in entry if k not in COMPONENT_KEYS]:
         raise ValueError(f"{key}.{unknown} is unknown; a component has the keys {', '.join(COMPONENT_KEYS)}.")
     if "function" not in entry:
-        raise ValueError(f"{key}.function is missing; it names a reward function as package.module:name or path/to/file.py:name.")
+        raise ValueError(
+            f"{key}.function is missing; it names a reward function as package.module:name or path/to/file.py:name."
+        )
     function, weight, kwargs = entry["function"], entry.get("weight", 1.0), entry.get("kwargs", {})
     if not isinstance(function, str) or not re.fullmatch(FORM, function):
-        raise ValueError(f"{key}.function is {function!r:.80}, but must be package.module:name or path/to/file.py:name.")
+        raise ValueError(
+            f"{key}.function is {function!r:.80}, but must be package.module:name or path/to/file.py:name."
+        )
     if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight):
         raise ValueError(f"{key}.weight is {weight!r:.80}, but must be a finite number.")
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
@@ -127,7 +135,9 @@ class _Scorer:
 
     def __init__(self, component: Component, name: str):
         self.name, self.weight, self.kwargs = name, component.weight, component.kwargs
-        self.function: Callable[..., Any] = load_reward_function(component.function, kwargs=component.kwargs, key=component.key)
+        self.function: Callable[..., Any] = load_reward_function(
+            component.function, kwargs=component.kwargs, key=component.key
+        )
 
 
 def short_names(components: Sequence[Component]) -> list[str]:
@@ -153,7 +163,9 @@ async def _settle(scorers: Sequence[_Scorer], results: Sequence[Any]) -> Score:
 
     if len(results) == 1:
         return _combine(scorers, [to_score(await results[0])])
-    async with asyncio.TaskGroup() as group:  # unlike gather, it leaves no call running when another has failed
+    async with (
+        asyncio.TaskGroup() as group
+    ):  # unlike gather, it leaves no call running when another has failed
         tasks = [group.create_task(settled(result)) for result in results]
     return _combine(scorers, [to_score(task.result()) for task in tasks])
 

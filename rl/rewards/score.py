@@ -38,7 +38,9 @@ def to_score(result: Any) -> Score:
     if not isinstance(result, Mapping):
         result = {"score": result}
     if "score" not in result:
-        raise RejectedResult(f"the returned dict has no 'score', only {', '.join(map(repr, result)) or 'nothing'}")
+        raise RejectedResult(
+            f"the returned dict has no 'score', only {', '.join(map(repr, result)) or 'nothing'}"
+        )
     score = to_finite(result["score"])
     if score is None:
         found = result["score"]

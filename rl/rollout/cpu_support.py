@@ -45,7 +45,18 @@ def _keep_experts_alive() -> None:
 
 
 def _live_experts(
-    self, *, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, expert_map, apply_router_weight_on_input, **_
+    self,
+    *,
+    output,
+    hidden_states,
+    w1,
+    w2,
+    topk_weights,
+    topk_ids,
+    activation,
+    expert_map,
+    apply_router_weight_on_input,
+    **_,
 ):
     """Sum of each token's experts, one expert after the other. In the place of CPUUnquantizedExperts.apply.
 

@@ -162,19 +162,27 @@ class RolloutEngine:
         """Derive anew what depends on the weights, wait for the writes, and forget what was computed with the old ones."""
         self.derive_weights()
         self.device.synchronize()
-        assert self.llm.reset_prefix_cache(reset_running_requests=True), "the engine kept cache blocks of old weights"
+        assert self.llm.reset_prefix_cache(reset_running_requests=True), (
+            "the engine kept cache blocks of old weights"
+        )
 
     def queue(self, num_items: int) -> Queue:
         """The work of one `generate` call, over all replicas. Made the same number of times on every rank."""
         self._queues_made += 1
         if self.config.deterministic:
             return StaticQueue(num_items, replica=self.replica, num_replicas=self.num_replicas)
-        return SharedQueue(num_items, name=f"{self.name}-queue-{self._queues_made}", replica_group=self._replica_group)
+        return SharedQueue(
+            num_items, name=f"{self.name}-queue-{self._queues_made}", replica_group=self._replica_group
+        )
 
     def generate(
-        self, prompts: list[np.ndarray], sampling: Sampling, seeds: list[int], progress=None,
+        self,
+        prompts: list[np.ndarray],
+        sampling: Sampling,
+        seeds: list[int],
+        progress=None,
         interrupt: Callable[[], bool] | None = None,
-    ) -> list[Sample] | None:  # fmt: skip
+    ) -> list[Sample] | None:
         """The samples of those prompts that this replica drew; None if `interrupt`, asked now and then, was true on a rank of it.
 
         prompts: int32 [P_i] token ids each; seeds: one per prompt; sample j of prompt i is drawn with `seed_of(seeds[i], j)`,
@@ -239,7 +247,9 @@ def _params(sampling: Sampling, seed: int):
         seed=seed,
         logprobs=0,  # the sampled token's only
         flat_logprobs=True,
-        detokenize=bool(sampling.stop),  # stop strings are looked for in text; otherwise the trainer decodes in batches
+        detokenize=bool(
+            sampling.stop
+        ),  # stop strings are looked for in text; otherwise the trainer decodes in batches
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -256,16 +266,22 @@ def _sample(output) -> Sample:
     )
 
 
-def _build_llm(path: str, rollout: Rollout, dtype: str, max_tokens: int, seed: int, device: Device, frozen: bool):
+def _build_llm(
+    path: str, rollout: Rollout, dtype: str, max_tokens: int, seed: int, device: Device, frozen: bool
+):
     from vllm import LLM, ModelRegistry
 
     from rl.models import SUPPORTED, read_hf_config
 
     hf = read_hf_config(path)
-    for name in set(hf["architectures"]) & set(SUPPORTED):  # skips a subprocess of about 10 s that inspects the model's class
+    for name in set(hf["architectures"]) & set(
+        SUPPORTED
+    ):  # skips a subprocess of about 10 s that inspects the model's class
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
     options: dict = {}
-    if not frozen and hf.get("quantization_config"):  # the trainer's weights, which come by refits, are not quantised
+    if not frozen and hf.get(
+        "quantization_config"
+    ):  # the trainer's weights, which come by refits, are not quantised
         options = dict(hf_overrides={"quantization_config": None})
     if device.is_cuda:
         options |= dict(

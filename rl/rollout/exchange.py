@@ -21,7 +21,9 @@ def exchange(prompts: list[np.ndarray], mine: list[Sample], samples_per_prompt: 
     for place, sample in zip(places, mine):
         header[:, place] = torch.tensor([len(sample.token_ids), sample.truncated, 1])
     lengths, truncated, times = sum_over_world(header, device.torch)
-    assert bool((times == 1).all()), f"{int((times != 1).sum())} of {total} samples were not generated exactly once"
+    assert bool((times == 1).all()), (
+        f"{int((times != 1).sum())} of {total} samples were not generated exactly once"
+    )
 
     ends = lengths.cumsum(0)
     tokens = torch.zeros(int(lengths.sum()), dtype=torch.int32)

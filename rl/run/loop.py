@@ -11,26 +11,26 @@ from rl import algorithms
 from rl.checkpoint.hf import export_hf
 from rl.checkpoint.rng import reseed_rng
 from rl.checkpoint.store import CheckpointStore, Saved
+from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_reward
 from rl.engines.engines import build_engines
 from rl.engines.inputs import Inputs
-from rl.config.options import ConfigError
-from rl.phases.phases import SAMPLES_FILE, Phases
-from rl.rollout.engine import seed_of
 from rl.faults.agreement import Agreement, fail_together
-from rl.runtime.device import Device
-from rl.runtime.groups import limit_collectives, warm_up
 from rl.faults.lock import check_lock
+from rl.faults.watchdog import Watch
+from rl.phases.phases import SAMPLES_FILE, Phases
+from rl.phases.scoring import Scorer, start_pool
+from rl.rollout.engine import seed_of
+from rl.run.validation import validate
 from rl.run_directory.metric_log import MetricLog, keep_lines_up_to, step_line
 from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes, record_run
-from rl.runtime.session import control_group
 from rl.run_directory.status import Status
+from rl.runtime.device import Device
+from rl.runtime.groups import limit_collectives, warm_up
+from rl.runtime.session import control_group
 from rl.stopping.requests import STOPPED_EXIT, Asked, StepAborted, StopRequests
-from rl.faults.watchdog import Watch
-from rl.phases.scoring import Scorer, start_pool
 from rl.training.grid import build_grid
-from rl.run.validation import validate
 
 
 def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
@@ -50,7 +50,9 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
     store = CheckpointStore(config, fence=lambda: check_lock(watch.lock))
     newest, named = _find_checkpoint(config, store)
-    finished = newest is not None and config.checkpoint.resume != "never" and newest.step >= config.run.max_steps
+    finished = (
+        newest is not None and config.checkpoint.resume != "never" and newest.step >= config.run.max_steps
+    )
     if finished:
         progress.line(f"already at step {newest.step} of {config.run.max_steps}: nothing to train")
         if not config.checkpoint.export_hf:
@@ -63,7 +65,9 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
             pool = start_pool(config, inputs)
     training = config.training
     agreement = Agreement(config, json.dumps(code_hashes(config)), control_group())
-    grid = build_grid(tp=training.tp, pp=training.pp, ep=training.ep, etp=training.expert_tp, seed=config.run.seed)
+    grid = build_grid(
+        tp=training.tp, pp=training.pp, ep=training.ep, etp=training.expert_tp, seed=config.run.seed
+    )
     warm_up(device)
     engines = build_engines(config, inputs, grid, device, generate=not finished)
     limit_collectives(config.watchdog.limits)
@@ -87,14 +91,18 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
     if leads and not finished:
         resume_step = last_step or None
         log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=resume_step)
-        if newest is not None and last_step > log.last_step:  # killed between the checkpoint and the record of its step
+        if (
+            newest is not None and last_step > log.last_step
+        ):  # killed between the checkpoint and the record of its step
             log.write(last_step, phases.metrics)
         if config.logging.samples:
             keep_lines_up_to(Path(config.run.dir, SAMPLES_FILE), resume_step)
         record_run(config, last_step)
     if not finished:
         resumed = f", resuming after step {last_step}" if last_step else ""
-        progress.line(f"ready in {time.perf_counter() - started:.1f} s, run directory {config.run.dir}{resumed}")
+        progress.line(
+            f"ready in {time.perf_counter() - started:.1f} s, run directory {config.run.dir}{resumed}"
+        )
         saves = Saves(store, phases, status)
         asked = _train(config, algorithm, inputs, phases, saves, log, stop, last_step)
         saves.close()
@@ -102,7 +110,9 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
         target = str(Path(config.run.dir, "hf"))
         with phases.saving():
             export_hf(engines.policy, config.model.path, target)
-        progress.line(f"wrote {target}, a Hugging Face checkpoint of step {max(last_step, config.run.max_steps)}")
+        progress.line(
+            f"wrote {target}, a Hugging Face checkpoint of step {max(last_step, config.run.max_steps)}"
+        )
     if log is not None:
         log.close()
     if pool is not None:
@@ -125,7 +135,9 @@ def _find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | No
             "set checkpoint.resume=auto to continue it, or another run.dir."
         )
     is_path = resume not in ("auto", "never")
-    return newest, store.named(resume) if is_path and (newest is None or config.checkpoint.weights_only) else None
+    return newest, store.named(resume) if is_path and (
+        newest is None or config.checkpoint.weights_only
+    ) else None
 
 
 def _resume(
@@ -142,13 +154,17 @@ def _resume(
         named = None
     saved = named if newest is None else newest
     if saved is None or config.checkpoint.resume == "never":
-        reseed_rng(seed_of(config.run.seed, "start"))  # a reward function, say, may draw from a generator nobody has seeded
+        reseed_rng(
+            seed_of(config.run.seed, "start")
+        )  # a reward function, say, may draw from a generator nobody has seeded
         return 0, {}
     state = store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))
     try:
         phases.kl_controller.load_state_dict(state["kl_controller"])
     except ValueError as error:
-        raise ConfigError(f"{saved.path} was written with another objective.reward_kl.controller: {error}") from error
+        raise ConfigError(
+            f"{saved.path} was written with another objective.reward_kl.controller: {error}"
+        ) from error
     try:
         phases.sampler.load_state_dict(state["sampler"])
     except ValueError as error:
@@ -164,7 +180,10 @@ class Saves:
 
     def state(self) -> dict:
         """What a checkpoint holds beside the models: where the run stands in its data, and what adapts. Not collective."""
-        return {"sampler": self._phases.sampler.state_dict(), "kl_controller": self._phases.kl_controller.state_dict()}
+        return {
+            "sampler": self._phases.sampler.state_dict(),
+            "kl_controller": self._phases.kl_controller.state_dict(),
+        }
 
     def save(self, step: int, state: dict, metrics: dict[str, float]) -> None:
         """Write the checkpoint of a step, or begin to; nothing to do if it was written. The models are as they were at its end,
@@ -191,9 +210,15 @@ class Saves:
 
 
 def _train(
-    config: Config, algorithm: ModuleType, inputs: Inputs, phases: Phases, saves: Saves, log: MetricLog | None, stop: StopRequests,
+    config: Config,
+    algorithm: ModuleType,
+    inputs: Inputs,
+    phases: Phases,
+    saves: Saves,
+    log: MetricLog | None,
+    stop: StopRequests,
     last_step: int,
-) -> Asked | None:  # fmt: skip
+) -> Asked | None:
     """The steps after last_step. Returns what ended them before run.max_steps, if something did; there is a checkpoint then."""
     max_steps, world, every = config.run.max_steps, dist.get_world_size(), config.checkpoint.every
 
@@ -223,7 +248,9 @@ def _train(
         if asked.reason:
             if step > 1:
                 saves.save(step - 1, state, metrics)
-            phases.progress.line(f"stopped before step {step}: {asked.reason}; the same command goes on from there")
+            phases.progress.line(
+                f"stopped before step {step}: {asked.reason}; the same command goes on from there"
+            )
             return asked
         seconds, tokens = phases.metrics["timing_s/step"], phases.num_tokens
         phases.metrics["perf/total_num_tokens"] = tokens
@@ -235,7 +262,11 @@ def _train(
         finish_step(step)
         saving = phases.metrics.get("timing_s/save_checkpoint", 0.0)
         whole = time.perf_counter() - began - saving
-        generating = phases.metrics["timing_s/gen"] if phases.stop is not None and "timing_s/gen" in phases.metrics else 0.0
+        generating = (
+            phases.metrics["timing_s/gen"]
+            if phases.stop is not None and "timing_s/gen" in phases.metrics
+            else 0.0
+        )
         if warning := stop.measured(whole, saving, unstoppable=whole - generating):
             phases.progress.line(warning)
     return None

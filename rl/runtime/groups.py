@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from rl.runtime.device import Device
 from rl.config.limits import PhaseLimits
+from rl.runtime.device import Device
 
 MARGIN_S = 120.0
 """A collective times out so much later than the longest phase: the watchdog is first, and says more than a time-out does."""
@@ -32,7 +32,9 @@ def warm_up(device: Device) -> int:
             if kind.type in ("cpu", device.torch.type):
                 one = torch.ones(1, device=device.torch if kind.type == device.torch.type else kind)
                 dist.all_reduce(one, group=group)
-                assert int(one) == group.size(), f"a sum over a group of {group.size()} ranks gave {float(one)}"
+                assert int(one) == group.size(), (
+                    f"a sum over a group of {group.size()} ranks gave {float(one)}"
+                )
                 warmed += 1
     return warmed
 

@@ -67,7 +67,9 @@ def discover(environ: Mapping[str, str] | None = None) -> Ranks:
 def _from_torchrun(env: Mapping[str, str]) -> Ranks:
     missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
-        raise ValueError(f"RANK and WORLD_SIZE are set but {', '.join(missing)} is not; torchrun sets all of them.")
+        raise ValueError(
+            f"RANK and WORLD_SIZE are set but {', '.join(missing)} is not; torchrun sets all of them."
+        )
     rank, world_size, local_rank = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"])
     if not 0 <= rank < world_size:
         raise ValueError(f"RANK={rank} is not in a world of WORLD_SIZE={world_size}; ranks count from 0.")

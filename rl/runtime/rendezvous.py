@@ -53,7 +53,9 @@ def meet(ranks: Ranks, environ: Mapping[str, str] | None = None, *, timeout: flo
     if ranks.master_port or ranks.listener:
         return ranks
     if ranks.launcher == "slurm":
-        return _meet_in_step(ranks, env, timeout if timeout is not None else float(env.get(JOIN_TIMEOUT, JOIN_S)))
+        return _meet_in_step(
+            ranks, env, timeout if timeout is not None else float(env.get(JOIN_TIMEOUT, JOIN_S))
+        )
     if ranks.launcher == "mpi":
         from mpi4py import MPI
 
@@ -92,7 +94,9 @@ def listen(ports: list[int], backlog: int) -> socket.socket | None:
     family = socket.AF_INET6 if both else socket.AF_INET
     for port in ports:
         with contextlib.suppress(OSError):
-            return socket.create_server(("", port), family=family, backlog=max(backlog, 128), dualstack_ipv6=both)
+            return socket.create_server(
+                ("", port), family=family, backlog=max(backlog, 128), dualstack_ipv6=both
+            )
     return None
 
 
@@ -129,7 +133,9 @@ def _meet_in_step(ranks: Ranks, env: Mapping[str, str], timeout: float) -> Ranks
 def _tasks_of_nodes(env: Mapping[str, str]) -> dict[str, int]:
     """Node -> ranks it should have."""
     nodes = expand_hostlist(env.get("SLURM_STEP_NODELIST") or env["SLURM_NODELIST"])
-    return dict(zip(nodes, expand_tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"])))
+    return dict(
+        zip(nodes, expand_tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"]))
+    )
 
 
 def _require_address(host: str) -> None:
@@ -142,7 +148,9 @@ def _require_address(host: str) -> None:
         ) from error
 
 
-def _receive_all(listener: socket.socket, token: str, world_size: int, tasks: Mapping[str, int], timeout: float) -> None:
+def _receive_all(
+    listener: socket.socket, token: str, world_size: int, tasks: Mapping[str, int], timeout: float
+) -> None:
     """Wait for a word of every other rank, then let all go on. Raises MeetingFailed, here and on all who came."""
     came: dict[int, tuple[socket.socket, str]] = {}
     deadline = time.monotonic() + timeout
@@ -163,13 +171,17 @@ def _receive_all(listener: socket.socket, token: str, world_size: int, tasks: Ma
         raise MeetingFailed(missing)
 
 
-def _missing(world_size: int, came: Mapping[int, tuple[socket.socket, str]], tasks: Mapping[str, int], timeout: float) -> str:
+def _missing(
+    world_size: int, came: Mapping[int, tuple[socket.socket, str]], tasks: Mapping[str, int], timeout: float
+) -> str:
     """Which ranks have not come, and on which nodes there are too few; '' if all came."""
     absent = [rank for rank in range(1, world_size) if rank not in came]
     if not absent:
         return ""
     here = [node for _, node in came.values()] + [next(iter(tasks))]  # the first rank is on the first node
-    short = {node: f"{here.count(node)} of {number}" for node, number in tasks.items() if here.count(node) < number}
+    short = {
+        node: f"{here.count(node)} of {number}" for node, number in tasks.items() if here.count(node) < number
+    }
     nodes = ", ".join(f"{node} ({count} came)" for node, count in list(short.items())[:16])
     some = ", ".join(map(str, absent[:16])) + (f" and {len(absent) - 16} more" if len(absent) > 16 else "")
     return (
@@ -178,7 +190,9 @@ def _missing(world_size: int, came: Mapping[int, tuple[socket.socket, str]], tas
     )
 
 
-def _callers(listener: socket.socket, token: str, deadline: float) -> Iterator[tuple[socket.socket, int, str]]:
+def _callers(
+    listener: socket.socket, token: str, deadline: float
+) -> Iterator[tuple[socket.socket, int, str]]:
     """(connection, rank, node) of each rank of this step that calls, until the deadline. A caller of another step is sent on,
     and one that says nothing keeps nobody waiting."""
     listener.setblocking(False)
@@ -225,7 +239,9 @@ def _hear(connection: socket.socket, said: bytearray) -> bool:
     return bool(piece) and not said.endswith(b"\n") and len(said) < 512
 
 
-def _find_first_rank(ranks: Ranks, env: Mapping[str, str], ports: list[int], token: str, timeout: float) -> int:
+def _find_first_rank(
+    ranks: Ranks, env: Mapping[str, str], ports: list[int], token: str, timeout: float
+) -> int:
     """The port at which the first rank listens, when all have come."""
     node = env.get("SLURMD_NODENAME", socket.gethostname())
     word = f"{token}\t{json.dumps([ranks.rank, node])}\n".encode()
@@ -242,7 +258,9 @@ def _find_first_rank(ranks: Ranks, env: Mapping[str, str], ports: list[int], tok
                     end = answers.readline()
                     if end == "go\n":
                         return port
-                    raise MeetingFailed("the first rank says which ranks are missing.", silent=end == "stop\n")
+                    raise MeetingFailed(
+                        "the first rank says which ranks are missing.", silent=end == "stop\n"
+                    )
         time.sleep(RETRY_S)  # between two looks for a rank that is still starting
     raise MeetingFailed(
         f"rank 0 of {ranks.world_size}, expected on {ranks.master_addr}, did not open one of the ports "

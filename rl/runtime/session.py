@@ -47,7 +47,9 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
     # Notes of libraries to their own developers; ours come through logging and as errors.
     for module in (r"megatron\..*", r"torch\.distributed\..*", r"vllm\..*"):
         warnings.filterwarnings("ignore", module=module)
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU host has no Triton and needs none
+    logging.getLogger("torch._library.triton").setLevel(
+        logging.ERROR
+    )  # a CPU host has no Triton and needs none
     for seed in (random.seed, np.random.seed, torch.manual_seed):  # their states are part of a checkpoint
         seed(0)
     _join(ranks, device.backend, timeout)
@@ -85,11 +87,18 @@ def _join(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None:
     if ranks.launcher == "torchrun":
         dist.init_process_group(backend, init_method="env://", **options)
         return
-    met = meet(ranks, timeout=LEAVING.total_seconds())  # already, but for a rank that leaves before it came to that
+    met = meet(
+        ranks, timeout=LEAVING.total_seconds()
+    )  # already, but for a rank that leaves before it came to that
     listener = None if met.listener is None else met.listener.detach()
     host = met.master_addr if met.rank > 0 else "127.0.0.1"  # a host's own name need not resolve on it
     store = dist.TCPStore(
-        host, met.master_port, met.world_size, is_master=met.rank == 0, timeout=timeout,
-        wait_for_workers=False, master_listen_fd=listener,
-    )  # fmt: skip
+        host,
+        met.master_port,
+        met.world_size,
+        is_master=met.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
     dist.init_process_group(backend, store=store, **options)

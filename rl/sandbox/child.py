@@ -35,9 +35,14 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 # Numbers of system calls on x86_64 and aarch64; from 424 on all architectures share them.
 _CHECKED = {
-    "clone": (56, 220), "kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261), "socketpair": (53, 199),
-    "fcntl": (72, 25), "ioctl": (16, 29),
-}  # fmt: skip
+    "clone": (56, 220),
+    "kill": (62, 129),
+    "tgkill": (234, 131),
+    "prlimit64": (302, 261),
+    "socketpair": (53, 199),
+    "fcntl": (72, 25),
+    "ioctl": (16, 29),
+}
 _PIVOT_ROOT = (155, 41)
 _CAPSET = (126, 91)
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT, _MOUNT_SETATTR = 444, 445, 446, 442
@@ -47,9 +52,20 @@ _COLUMN = {"x86_64": 0, "aarch64": 1}
 
 _CLONE_THREAD = 0x00010000
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
-_CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET, _CLONE_NEWCGROUP = 0x10000000, 0x20000000, 0x40000000, 0x02000000
+_CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET, _CLONE_NEWCGROUP = (
+    0x10000000,
+    0x20000000,
+    0x40000000,
+    0x02000000,
+)
 _CLONE_NEW = (
-    _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWCGROUP
+    _CLONE_NEWNS
+    | _CLONE_NEWUTS
+    | _CLONE_NEWIPC
+    | _CLONE_NEWUSER
+    | _CLONE_NEWPID
+    | _CLONE_NEWNET
+    | _CLONE_NEWCGROUP
 )
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 22, 24
@@ -93,7 +109,9 @@ def _load_arg(index: int) -> bytes:
     return _op(_LOAD, 16 + 8 * index)
 
 
-def _only(index: int, allowed: list[int], *, verdict: int = _ALLOW, otherwise: int = _FAIL | errno.EPERM) -> list[bytes]:
+def _only(
+    index: int, allowed: list[int], *, verdict: int = _ALLOW, otherwise: int = _FAIL | errno.EPERM
+) -> list[bytes]:
     """`verdict` if the argument is one of `allowed`."""
     tests = [op for value in allowed for op in (_op(_EQUAL, value, 0, 1), _op(_RETURN, verdict))]
     return [_load_arg(index), *tests, _op(_RETURN, otherwise)]
@@ -107,10 +125,12 @@ def seccomp_filter(machine: str, pid: int, denied_calls: list[int], missing_call
     column, denied = _COLUMN[machine], _FAIL | errno.EPERM
     clone = [
         _load_arg(0),
-        _op(_BITS, _CLONE_NEW, 0, 1), _op(_RETURN, denied),
-        _op(_BITS, _CLONE_THREAD, 0, 1), _op(_RETURN, _ALLOW),
+        _op(_BITS, _CLONE_NEW, 0, 1),
         _op(_RETURN, denied),
-    ]  # fmt: skip
+        _op(_BITS, _CLONE_THREAD, 0, 1),
+        _op(_RETURN, _ALLOW),
+        _op(_RETURN, denied),
+    ]
     bodies = {
         "clone": clone,
         "kill": _only(0, [pid, 0]),  # 0 is its own group, in which it is alone
@@ -167,7 +187,9 @@ def apply_landlock(readable: list[str], devices: list[str], writable: str) -> No
     def allow(path: str, rights: int) -> None:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         if not stat.S_ISDIR(os.fstat(fd).st_mode):
-            rights &= _EXECUTE | _WRITE | _READ | _TRUNCATE  # the kernel refuses rights of directories on a file
+            rights &= (
+                _EXECUTE | _WRITE | _READ | _TRUNCATE
+            )  # the kernel refuses rights of directories on a file
         rule = struct.pack("=Qi", rights, fd)
         syscall(_LANDLOCK_ADD, f"Landlock rule for {path}", ruleset, 1, ctypes.c_char_p(rule), 0)
         os.close(fd)
@@ -216,7 +238,9 @@ def apply_namespaces(readable: list[str], devices: list[str], writable: str, roo
     _set_read_only(root, 0)
     os.chdir(root)
     # pivot_root(2), "pivot_root(".", ".")": the old root ends up on top of the new one, and is taken off.
-    syscall(_PIVOT_ROOT[_COLUMN[platform.machine()]], "pivot_root", ctypes.c_char_p(b"."), ctypes.c_char_p(b"."))
+    syscall(
+        _PIVOT_ROOT[_COLUMN[platform.machine()]], "pivot_root", ctypes.c_char_p(b"."), ctypes.c_char_p(b".")
+    )
     check(LIBC.umount2(b".", 2), "umount")
 
 
@@ -228,7 +252,9 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int) -> Non
 def _set_read_only(target: str, flags: int) -> None:
     attributes = struct.pack("QQQQ", 1 | 2, 0, 0, 0)  # read-only, nosuid
     path = ctypes.c_char_p(os.fsencode(target))
-    syscall(_MOUNT_SETATTR, f"read-only {target}", -100, path, flags, ctypes.c_char_p(attributes), len(attributes))
+    syscall(
+        _MOUNT_SETATTR, f"read-only {target}", -100, path, flags, ctypes.c_char_p(attributes), len(attributes)
+    )
 
 
 # ---- the program ----
@@ -263,7 +289,9 @@ def limit_resources(limits: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
 
 
-def become_program(job: dict[str, Any], box: str, root: str, fds: tuple[int, int, int], failed: int, watcher: int) -> None:
+def become_program(
+    job: dict[str, Any], box: str, root: str, fds: tuple[int, int, int], failed: int, watcher: int
+) -> None:
     """Confine this process, the watcher's fork, and execve the program. Returns only by raising."""
     os.setsid()
     namespaces = "namespaces" in job["layers"]
@@ -274,7 +302,11 @@ def become_program(job: dict[str, Any], box: str, root: str, fds: tuple[int, int
         os.dup2(fd, target)
     os.closerange(3, failed)
     os.closerange(failed + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # Python's own settings would survive execve
+    for number in (
+        signal.SIGPIPE,
+        signal.SIGXFSZ,
+        signal.SIGINT,
+    ):  # Python's own settings would survive execve
         signal.signal(number, signal.SIG_DFL)
     os.umask(0o077)
     if namespaces:
@@ -459,7 +491,13 @@ def watch(job: dict[str, Any], started: tuple[int, str, int, int], lifeline: int
     if end == "exit" and any(len(data) > limits["output_bytes"] for data in output.values()):
         end = "output"
     texts = [bytes(output[fd][: limits["output_bytes"]]).decode("utf-8", "replace") for fd in (out, err)]
-    return {"end": end, "code": code, "stdout": texts[0], "stderr": texts[1], "seconds": time.monotonic() - begin}
+    return {
+        "end": end,
+        "code": code,
+        "stdout": texts[0],
+        "stderr": texts[1],
+        "seconds": time.monotonic() - begin,
+    }
 
 
 def _collect(fd: int, data: bytearray, limit: int) -> bool:
@@ -478,7 +516,11 @@ def _collect(fd: int, data: bytearray, limit: int) -> bool:
 def main() -> None:
     lifeline = int(sys.argv[1])
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # Slurm's, to every process of a step: the program's verdict
+    for number in (
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):  # Slurm's, to every process of a step: the program's verdict
         signal.signal(number, signal.SIG_IGN)  # must not depend on them, and it inherits this
     prctl(_PR_SET_CHILD_SUBREAPER, "subreaper", 1)
     job = json.loads(sys.stdin.buffer.readline())

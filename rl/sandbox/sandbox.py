@@ -33,53 +33,139 @@ _DENIED = {
     # connect and the rest have nothing to work on. socketpair stays (AF_UNIX only), asyncio needs it.
     "socket": (41, 198),
     # Processes: one, with threads (clone is checked by its flags). So a program has no descendants that could stay.
-    "fork": (57, None), "vfork": (58, None), "unshare": (272, 97), "setns": (308, 268),
+    "fork": (57, None),
+    "vfork": (58, None),
+    "unshare": (272, 97),
+    "setns": (308, 268),
     # Signals to others (kill and tgkill are checked), and their priority and processors.
-    "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
-    "sched_setaffinity": (203, 122), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
-    "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+    "sched_setaffinity": (203, 122),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
     # The inside of other processes.
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "process_mrelease": (448, 448),
-    "migrate_pages": (256, 238), "move_pages": (279, 239), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
     # Mounts.
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
-    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
-    "mount_setattr": (442, 442), "open_tree_attr": (467, 467),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467),
     # The kernel and the machine.
-    "bpf": (321, 280), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
-    "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224),
-    "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60), "quotactl_fd": (443, 443), "syslog": (103, 116),
-    "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
-    "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58), "iopl": (172, None),
-    "ioperm": (173, None), "modify_ldt": (154, None), "personality": (135, 92),
+    "bpf": (321, 280),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "syslog": (103, 116),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "vhangup": (153, 58),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "personality": (135, 92),
     # The session's keys: Kerberos tickets and credentials of file systems.
-    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
     # Files by another way than their path, and memory that no limit counts.
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "fanotify_init": (300, 262),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
     # What outlives the process, and what other processes of the user keep there.
-    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
-    "semtimedop": (220, 192), "semctl": (66, 191), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
-    "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
     # Metadata of files: under Landlock a program could change that of every file of the user, wherever it is.
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
-    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469), "utime": (132, None),
-    "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
-}  # fmt: skip
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "setxattrat": (463, 463),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+}
 # ENOSYS sends a caller to the older call. io_uring opens sockets that no filter sees, and the flags of clone3 are behind a
 # pointer, where no filter can look.
 _MISSING = {
-    "clone3": (435, 435), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-}  # fmt: skip
+    "clone3": (435, 435),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+}
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _SYSTEM = (
-    "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo",
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/usr/share/zoneinfo",
     "/etc/ssl/openssl.cnf",
-)  # fmt: skip
+)
 
 _DESCRIBE_INTERPRETER = """
 import importlib, json, sys
@@ -193,16 +279,28 @@ def run_program(
         if not (found.network and found.files) and not allow_unprotected:
             raise ValueError(_refusal(found))
         layers = found.layers
-    job = _job(source, stdin, limits or Limits(), os.path.realpath(interpreter or sys.executable), interpreter, layers)
+    job = _job(
+        source,
+        stdin,
+        limits or Limits(),
+        os.path.realpath(interpreter or sys.executable),
+        interpreter,
+        layers,
+    )
     own = _describe(os.path.realpath(sys.executable))
     environment = {**_environment(own), "TMPDIR": os.environ.get("TMPDIR", "")}
     reading, lifeline = os.pipe()
     try:
         watcher = subprocess.Popen(
             [os.path.realpath(sys.executable), "-I", "-S", str(_CHILD), str(reading)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment, cwd="/", pass_fds=(reading,), start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            cwd="/",
+            pass_fds=(reading,),
+            start_new_session=True,
+        )
     except OSError:
         os.close(lifeline)
         raise
@@ -213,7 +311,9 @@ def run_program(
         answer, errors = watcher.communicate(line, timeout=job["limits"]["wall_s"] + _GRACE_S)
     except subprocess.TimeoutExpired:
         watcher.kill()  # the program dies with it, see PR_SET_PDEATHSIG in prctl(2)
-        raise OSError("the process that watches over the program does not answer; it has been killed") from None
+        raise OSError(
+            "the process that watches over the program does not answer; it has been killed"
+        ) from None
     finally:
         # If this call was interrupted, the watcher sees one of these closed, ends the program and itself. It must not be
         # waited for before: it may be reading its job or writing its answer.
@@ -226,7 +326,9 @@ def run_program(
 
 def _outcome(answer: bytes, errors: bytes) -> Outcome:
     if not answer:
-        raise OSError(f"the process that watches over the program failed: {errors.decode(errors='replace')[-2000:]}")
+        raise OSError(
+            f"the process that watches over the program failed: {errors.decode(errors='replace')[-2000:]}"
+        )
     result = json.loads(answer)
     if "setup_error" in result:
         raise OSError(f"the program could not be confined and was not run: {result['setup_error']}")
@@ -253,7 +355,9 @@ def protections() -> Protections:
         if outcome.ok:
             working[layer] = json.loads(outcome.stdout)
         else:
-            reasons[layer] = f"a program under it ends with {outcome.end} {outcome.code}: {outcome.stderr[-500:]}"
+            reasons[layer] = (
+                f"a program under it ends with {outcome.end} {outcome.code}: {outcome.stderr[-500:]}"
+            )
     return Protections(
         layers=tuple(working),
         network=any(found["network"] for found in working.values()),
@@ -263,7 +367,11 @@ def protections() -> Protections:
 
 
 def _refusal(found: Protections) -> str:
-    missing = [name for name, there in (("the network", found.network), ("the user's files", found.files)) if not there]
+    missing = [
+        name
+        for name, there in (("the network", found.network), ("the user's files", found.files))
+        if not there
+    ]
     return (
         f"programs are not run: nothing on this machine keeps them from {' and '.join(missing)}. "
         f"({'; '.join(f'{layer}: {reason}' for layer, reason in found.reasons.items())}.) "
@@ -297,7 +405,11 @@ def _job(
         "layers": list(layers),
         "readable": _readable(path, described),
         "devices": [device for device in _DEVICES if os.path.exists(device)],
-        "denied_calls": [numbers[column] for numbers in _DENIED.values() if column is not None and numbers[column] is not None],
+        "denied_calls": [
+            numbers[column]
+            for numbers in _DENIED.values()
+            if column is not None and numbers[column] is not None
+        ],
         "missing_calls": [numbers[column] for numbers in _MISSING.values() if column is not None],
     }
 
@@ -306,7 +418,9 @@ def _job(
 def _describe(interpreter: str) -> dict[str, list[str]]:
     """Where an interpreter and the shared libraries it loads are installed. OSError if it does not run."""
     # Interpreters of a cluster's modules may need the variable to start at all.
-    environment = {"LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"]} if "LD_LIBRARY_PATH" in os.environ else {}
+    environment = (
+        {"LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"]} if "LD_LIBRARY_PATH" in os.environ else {}
+    )
     command = [interpreter, "-I", "-c", _DESCRIBE_INTERPRETER]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     if done.returncode:
@@ -318,14 +432,26 @@ def _environment(described: dict[str, list[str]]) -> dict[str, str]:
     """The few variables a program has. LD_LIBRARY_PATH only for an interpreter with libraries outside the system's places."""
     directories = {os.path.dirname(library) for library in described["libraries"]}
     prefixes = tuple(f"{place}/" for place in ("/lib", "/lib64", "/usr/lib", "/usr/lib64"))
-    extra = sorted(d for d in directories if not f"{d}/".startswith(prefixes) and not d.endswith("lib-dynload"))
-    variables = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    extra = sorted(
+        d for d in directories if not f"{d}/".startswith(prefixes) and not d.endswith("lib-dynload")
+    )
+    variables = {
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     return {**variables, "LD_LIBRARY_PATH": ":".join(extra)} if extra else variables
 
 
 def _readable(interpreter: str, described: dict[str, list[str]]) -> list[str]:
     """Paths that a program may read and execute, none inside another, parents first."""
-    wanted = [*_SYSTEM, os.path.realpath(interpreter), interpreter, *map(os.path.realpath, described["libraries"])]
+    wanted = [
+        *_SYSTEM,
+        os.path.realpath(interpreter),
+        interpreter,
+        *map(os.path.realpath, described["libraries"]),
+    ]
     for prefix in described["prefixes"]:
         wanted += [f"{prefix}/lib", f"{prefix}/lib64", f"{prefix}/pyvenv.cfg"]
     chosen: list[str] = []

@@ -16,7 +16,9 @@ def seconds_of(text: str) -> int:
     days-hours:minutes or days-hours:minutes:seconds. ValueError for anything else, and for 0."""
     match = FORM.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no duration; write hours:minutes:seconds as in 3:50:00, or another form of sbatch's --time.")
+        raise ValueError(
+            f"{text!r} is no duration; write hours:minutes:seconds as in 3:50:00, or another form of sbatch's --time."
+        )
     parts = [int(part) for part in match.groups()[1:] if part is not None]
     if match["days"] is None and len(parts) < 3:
         parts = [0, *parts]  # minutes, or minutes:seconds

@@ -36,7 +36,9 @@ def install() -> None:
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if _PACKAGE in sys.modules:
-        raise ImportError("rl.training.cpu_support.install() must run before the first import of megatron.core")
+        raise ImportError(
+            "rl.training.cpu_support.install() must run before the first import of megatron.core"
+        )
     # Installed without a driver, transformer_engine raises OSError (libcuda.so.1), which Megatron does not catch.
     sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
     sys.meta_path.insert(0, _Finder())
@@ -65,7 +67,9 @@ def _cuda_namespace() -> types.ModuleType:
         return None
 
     def type_name(tensor):
-        kind = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}.get(tensor.dtype, "")
+        kind = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}.get(
+            tensor.dtype, ""
+        )
         return f"torch.cuda.{kind}Tensor"
 
     stream = _Stream()
@@ -89,7 +93,10 @@ def _cuda_namespace() -> types.ModuleType:
         type_of=type_name,
     )
     names |= dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), nothing)
-    names |= {n: getattr(torch, n) for n in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor", "LongTensor", "ByteTensor")}
+    names |= {
+        n: getattr(torch, n)
+        for n in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor", "LongTensor", "ByteTensor")
+    }
     namespace.__dict__.update(names)
     return namespace
 
@@ -102,7 +109,9 @@ class Adam(torch.optim.Optimizer):
     checkpoint of the distributed optimizer (KeyError: 'step'), nor share checkpoints with runs on CUDA.
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, **_):
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, **_
+    ):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.adam_w_mode = adam_w_mode
 
@@ -143,7 +152,12 @@ class _Rewrite(ast.NodeTransformer):
         called = node.func
         if isinstance(called, ast.Attribute) and called.attr in ("cuda", "pin_memory"):
             return called.value
-        if isinstance(called, ast.Attribute) and called.attr == "type" and not node.args and not node.keywords:
+        if (
+            isinstance(called, ast.Attribute)
+            and called.attr == "type"
+            and not node.args
+            and not node.keywords
+        ):
             type_of = ast.Attribute(ast.Name("__cuda__", ast.Load()), "type_of", ast.Load())
             return ast.copy_location(ast.Call(type_of, [called.value], []), node)
         return node
@@ -169,7 +183,9 @@ def _cpu_rng_states(random):
     """The CUDA RNG tracker reaches into torch._C; here it tracks the CPU generator, about which it would warn each time."""
     random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    logging.getLogger(random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
 
 
 def _adam_of_optimizer(optimizer):

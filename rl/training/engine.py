@@ -10,7 +10,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -82,7 +86,9 @@ class TrainingEngine:
         self._weights_away, self._learning_state_away = HostStay(), HostStay()
 
     @torch.no_grad()
-    def forward(self, batch: Batch, plans: list[list[MicroBatches]], names: tuple[str, ...], progress=None) -> tuple[Tensor, ...]:
+    def forward(
+        self, batch: Batch, plans: list[list[MicroBatches]], names: tuple[str, ...], progress=None
+    ) -> tuple[Tensor, ...]:
         """The named outputs of the model at every response token under the current weights, float32 [T] each, on every rank:
         logprobs, entropy and sum_p_squared of a policy, values of a value model.
 
@@ -113,7 +119,9 @@ class TrainingEngine:
         finally:
             self._set_weights(own)
 
-    def update(self, batch: Batch, plan: list[MicroBatches], loss: Loss, *, lr: float, progress=None) -> dict[str, float]:
+    def update(
+        self, batch: Batch, plan: list[MicroBatches], loss: Loss, *, lr: float, progress=None
+    ) -> dict[str, float]:
         """One optimizer step on the samples of the plan. Returns the sums that `loss` reported, over all micro-batches
         and data parallel ranks, and `grad_norm` before clipping.
 
@@ -128,7 +136,9 @@ class TrainingEngine:
         def accumulate(micro: MicroBatch):
             value, terms = loss(micro)
             for name, term in terms.items():
-                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + term.detach().double().cpu()
+                sums[name] = (
+                    sums.get(name, torch.zeros((), dtype=torch.float64)) + term.detach().double().cpu()
+                )
             return value, {}
 
         self._run(batch, plan, accumulate, forward_only=False, progress=progress)
@@ -149,6 +159,7 @@ class TrainingEngine:
             self.optimizer.reload_model_params()
         if self.reference is not None:
             self.reference = self._copy_of_weights()
+
     # Memory -----------------------------------------------------------------------------------------------------------
 
     def offload(self, *, weights: bool) -> None:
@@ -157,10 +168,16 @@ class TrainingEngine:
         own = list(self.model.parameters())
         if isinstance(self.wrapped, DistributedDataParallel):
             buffers = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
-            self._learning_state_away.send([buffer.grad_data for buffer in buffers], contents=False)  # `update` starts from 0
+            self._learning_state_away.send(
+                [buffer.grad_data for buffer in buffers], contents=False
+            )  # `update` starts from 0
             # Main weights of a float32 model lie in the weights themselves, which are not for this stay.
             kept = {weight.untyped_storage()._cdata for weight in own}
-            state = [tensor for tensor in optimizer_tensors(self.optimizer) if tensor.untyped_storage()._cdata not in kept]
+            state = [
+                tensor
+                for tensor in optimizer_tensors(self.optimizer)
+                if tensor.untyped_storage()._cdata not in kept
+            ]
             self._learning_state_away.send(state, contents=True)
         if weights:
             self._weights_away.send(own, contents=True)

@@ -35,7 +35,9 @@ def block_spec(config):
     # float32 ends in a NameError, and MLA accepts no other class for its projections down to the latents.
     moe_utils.te_general_gemm = None
     multi_latent_attention.TELinear = DuplicatedLinear
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization
+    )
     return without_te(spec)
 
 
@@ -76,7 +78,9 @@ class Norm:
 
     def __new__(cls, config, hidden_size, eps=1e-5, **_):
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)  # the engine moves the whole model to its device
+        norm = kind(
+            hidden_size, eps=eps, dtype=config.params_dtype
+        )  # the engine moves the whole model to its device
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel
         return norm
@@ -93,7 +97,9 @@ class DuplicatedLinear(torch.nn.Module):
     def __init__(self, input_size, output_size, *, parallel_mode, config, init_method, bias=False, **_):
         super().__init__()
         assert parallel_mode == "duplicated" and not bias
-        self.weight = torch.nn.Parameter(init_method(torch.empty(output_size, input_size, dtype=config.params_dtype)))
+        self.weight = torch.nn.Parameter(
+            init_method(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        )
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x):
@@ -102,7 +108,9 @@ class DuplicatedLinear(torch.nn.Module):
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """The weight as one that all tensor parallel ranks hold."""
-        return make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, None, sharded_offsets)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, None, sharded_offsets
+        )
 
 
 class CoreAttention(MegatronModule):
@@ -113,16 +121,35 @@ class CoreAttention(MegatronModule):
     """
 
     def __init__(
-        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None,
-        cp_comm_type=None, pg_collection=None, **_,
-    ):  # fmt: skip
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+        **_,
+    ):
         super().__init__(config=config)
-        assert config.softmax_type == "vanilla" and config.window_size is None and config.context_parallel_size == 1
+        assert (
+            config.softmax_type == "vanilla"
+            and config.window_size is None
+            and config.context_parallel_size == 1
+        )
         assert (config.attention_dropout if attention_dropout is None else attention_dropout) == 0.0
         self.scale = softmax_scale
 
     def forward(
-        self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+        self,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
     ):
         """query [T, heads/tp, d], key [T, kv_heads/tp, d] and value [T, kv_heads/tp, v], packed -> [T, heads/tp * v]."""
         if query.is_cuda and query.dtype is not torch.float32:  # flash attention knows 16 bits only
@@ -154,9 +181,17 @@ class CoreAttention(MegatronModule):
         width = value.shape[-1]
         value = F.pad(value, (0, query.shape[-1] - width))  # MLA: flash attention has one width for all three
         out = varlen_attn(
-            query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
-            scale=self.scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            packed.cu_seqlens_q,
+            packed.cu_seqlens_kv,
+            packed.max_seqlen_q,
+            packed.max_seqlen_kv,
+            scale=self.scale,
+            window_size=(-1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
         return out[..., :width]
 
 

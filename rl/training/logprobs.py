@@ -30,17 +30,28 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, first_row, real_rows, group, chunk):
         local_targets, is_local = _localise(targets, first_row, real_rows)
         rows = weight[:real_rows]
-        logprobs, entropy, squares, lse = (torch.empty(len(targets), dtype=torch.float32, device=hidden.device) for _ in range(4))
+        logprobs, entropy, squares, lse = (
+            torch.empty(len(targets), dtype=torch.float32, device=hidden.device) for _ in range(4)
+        )
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], rows, temperature)
             largest = logits.amax(-1) if real_rows else logits.new_full((len(logits),), float("-inf"))
             if group.size() > 1:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            logits.sub_(largest[:, None])  # all that follows is relative to the largest logit: no digits are lost to an offset
+            logits.sub_(
+                largest[:, None]
+            )  # all that follows is relative to the largest logit: no digits are lost to an offset
             weights = logits.exp()
             target_logits = _pick(logits, local_targets[part], is_local[part])
-            sums = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, weights), weights.mul_(logits).sum(-1), target_logits])
+            sums = torch.stack(
+                [
+                    weights.sum(-1),
+                    torch.linalg.vecdot(weights, weights),
+                    weights.mul_(logits).sum(-1),
+                    target_logits,
+                ]
+            )
             if group.size() > 1:
                 dist.all_reduce(sums, group=group)
             total, squared, weighted, target_logits = sums
@@ -61,7 +72,9 @@ class _LinearLogprobs(torch.autograd.Function):
         one_chunk = len(hidden) <= ctx.chunk
         grad_hidden = torch.empty_like(hidden)
         # Several chunks are summed in float32, whatever the weight's type.
-        grad_weight = torch.zeros(weight.shape, dtype=weight.dtype if one_chunk else torch.float32, device=weight.device)
+        grad_weight = torch.zeros(
+            weight.shape, dtype=weight.dtype if one_chunk else torch.float32, device=weight.device
+        )
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             log_p = _logits(hidden[part], rows, ctx.temperature).sub_(lse[part, None])

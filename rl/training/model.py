@@ -67,7 +67,9 @@ class Policy(Packed):
         if not self.post_process:
             return hidden_states
         group = self.pg_collection.tp
-        if self.config.sequence_parallel:  # both sum the hidden states' gradient over the tensor parallel ranks
+        if (
+            self.config.sequence_parallel
+        ):  # both sum the hidden states' gradient over the tensor parallel ranks
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
             hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
@@ -82,6 +84,7 @@ class Policy(Packed):
             chunk=self.head_chunk_tokens,
         )
 
+
 class ValueModel(Packed):
     """A language model with one number per token in the place of the vocabulary; here read where the token before a
     response token stands, so that a critic's value is that of the state in which the token was chosen."""
@@ -92,7 +95,9 @@ class ValueModel(Packed):
         super().__init__(*args, **kwargs)
         if self.post_process:
             self.output_layer = None  # GPTModel always makes one
-            self.value_head = torch.nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype)
+            self.value_head = torch.nn.Linear(
+                self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype
+            )
 
     def _postprocess(self, hidden_states, *, labels: HeadRequest, **_):
         """hidden_states [T, 1, H], [T/tp, 1, H] under sequence parallelism; other stages hand it on."""
@@ -122,7 +127,9 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> Tran
         moe_grouped_gemm="num_moe_experts" in of_model and use_te(dtype),
         tensor_model_parallel_size=training.tp,
         pipeline_model_parallel_size=training.pp,
-        pipeline_model_parallel_layout=_pipeline_layout(of_model["num_layers"], training.pp) if training.pp > 1 else None,
+        pipeline_model_parallel_layout=_pipeline_layout(of_model["num_layers"], training.pp)
+        if training.pp > 1
+        else None,
         sequence_parallel=training.sequence_parallel and training.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -32,7 +32,9 @@ def plan_micro_batches(
         assert len(units) * unit == len(indices), "a mini-batch holds whole units"
         totals = [sum(lengths[k * unit : (k + 1) * unit]) for k in range(len(lengths) // unit)]
         plan = plan_micro_batches(totals, indices=units, dp=dp, max_tokens=max_tokens)
-        return [[[i for k in micro for i in range(k * unit, (k + 1) * unit)] for micro in rank] for rank in plan]
+        return [
+            [[i for k in micro for i in range(k * unit, (k + 1) * unit)] for micro in rank] for rank in plan
+        ]
     longest_first = sorted(indices, key=lambda i: (-lengths[i], i))
     ranks = _spread(longest_first, lengths, dp)
     count = max(len(_first_fit(samples, lengths, max_tokens)) for samples in ranks)
@@ -120,7 +122,9 @@ class MicroBatch:
         columns = self.__dict__.get("columns", {})
         if name in columns:
             return columns[name]
-        raise AttributeError(f"this micro-batch has no {name}; its columns are {', '.join(columns) or 'none'}")
+        raise AttributeError(
+            f"this micro-batch has no {name}; its columns are {', '.join(columns) or 'none'}"
+        )
 
 
 def pack(batch: Batch, samples: list[int], *, multiple: int, device: torch.device) -> MicroBatch:
@@ -132,7 +136,11 @@ def pack(batch: Batch, samples: list[int], *, multiple: int, device: torch.devic
     if padding:
         sequences.append(np.zeros(padding, np.int32))
     ends = np.cumsum([0] + [len(sequence) for sequence in sequences])
-    predict_at, targets, column_index = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    predict_at, targets, column_index = (
+        [np.zeros(0, np.int64)],
+        [np.zeros(0, np.int64)],
+        [np.zeros(0, np.int64)],
+    )
     for i, start in zip(samples, ends):
         prompt, response = len(batch.prompt_ids[i]), len(batch.response_ids[i])
         predict_at.append(start + prompt - 1 + np.arange(response))

@@ -24,14 +24,21 @@ class WeightMap:
         self.grid = grid
         self.weights = weights
         self.placement = TrainingPlacement(
-            grid.tp * grid.pp * grid.dp, grid.tp, grid.pp, hf["num_hidden_layers"],
-            ep=grid.ep, etp=grid.etp, num_experts=count_experts(weights),
-        )  # fmt: skip
+            grid.tp * grid.pp * grid.dp,
+            grid.tp,
+            grid.pp,
+            hf["num_hidden_layers"],
+            ep=grid.ep,
+            etp=grid.etp,
+            num_experts=count_experts(weights),
+        )
         parameters = dict(model.named_parameters())
         self.parameters = parameters | dict(model.named_buffers())
         held = {self.local_name(weight, grid.pp_rank) for weight in self.weights if self.holds(weight)}
         unmapped, absent = parameters.keys() - held, held - self.parameters.keys()
-        assert not unmapped and not absent, f"layout of {hf['architectures'][0]}: unmapped {unmapped}, absent {absent}"
+        assert not unmapped and not absent, (
+            f"layout of {hf['architectures'][0]}: unmapped {unmapped}, absent {absent}"
+        )
         self.parameters = {name: self.parameters[name] for name in held}
         """Parameters that this rank holds, and buffers that are weights (a router's bias), by Megatron's name."""
         self.dtype = next(tensor.dtype for tensor in parameters.values())
@@ -55,7 +62,11 @@ class WeightMap:
         """Name of the weight's parameter on a rank of that stage that holds it."""
         if weight.layer is not None:
             layer = weight.layer - training_ranges(self.placement.num_layers, self.grid.pp)[stage][0]
-            expert = None if weight.expert is None else weight.expert % (self.placement.num_experts // self.grid.ep)
+            expert = (
+                None
+                if weight.expert is None
+                else weight.expert % (self.placement.num_experts // self.grid.ep)
+            )
             name = weight.megatron.format(layer=layer, expert=expert)
         else:
             name = weight.megatron if stage == self.place(weight).stages[0] else "output_layer.weight"
@@ -86,8 +97,12 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
             if values.dtype is torch.float8_e4m3fn:
                 scale = piece.hf + "_scale_inv"
                 if scale not in files:
-                    raise ValueError(f"{directory} has {piece.hf} in FP8, but no {scale}; Lockstep reads FP8 by blocks only.")
-                values = dequantised(values, reader.read(scale, blocks_of(piece.hf_box)).float(), piece.hf_box)
+                    raise ValueError(
+                        f"{directory} has {piece.hf} in FP8, but no {scale}; Lockstep reads FP8 by blocks only."
+                    )
+                values = dequantised(
+                    values, reader.read(scale, blocks_of(piece.hf_box)).float(), piece.hf_box
+                )
             parameter[index(piece.local_box)] = values.to(parameter)
 
 

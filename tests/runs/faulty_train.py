@@ -70,7 +70,7 @@ KINDS = {
         hang_here, hold_the_interpreter_lock, raise_here, run_out_of_memory, kill_this_rank, grow, flip_a_bit, lose_the_lock,
         read_other_data,
     )
-}  # fmt: skip
+}
 
 
 def inject(kind: str, place: str, call: int) -> None:

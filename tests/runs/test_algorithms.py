@@ -57,7 +57,7 @@ def test_ppo_lets_its_critic_learn_first_and_adapts_the_weight_of_the_divergence
     steps = train(
         toy, tmp_path, "algorithm=ppo", "run.max_steps=3", "critic.warmup_steps=1", "critic.optimizer.lr=1e-3",
         "rollout.samples_per_prompt=4", *kl, "training.tp=2", world_size=2,
-    )  # fmt: skip
+    )
     assert "actor/pg_loss" not in steps[0] and "actor/pg_loss" in steps[1]
     # A value head that starts at 0.
     assert steps[0]["critic/values/max"] == steps[0]["critic/values/min"] == 0 and steps[1]["critic/values/max"] != 0
@@ -104,7 +104,7 @@ def _name(overrides) -> str:
          "rollout_correction.reject_high=0.1"),
     ]],
     ids=_name,
-)  # fmt: skip
+)
 def test_two_steps_of_a_policy_gradient(toy, tmp_path, overrides):
     first, second = train(toy, tmp_path, *overrides)
     for step in (first, second):
@@ -221,7 +221,7 @@ def test_a_reward_model_and_a_judge_add_to_the_score(toy, tmp_path):
         f"reward.model.path={classifier}", "reward.model.coef=0.5", f"reward.judge.path={judge}", "reward.judge.coef=10.0",
         f"reward.judge.parser={tmp_path}/parse.py:parse", "reward.judge.max_prompt_tokens=256", "reward.judge.max_response_tokens=16",
         "reward.failure_score=-5", "rollout.deterministic=false", "reward.judge.template='{prompt} {response} {ground_truth}?'",
-    )  # fmt: skip
+    )
     for step in train(toy, tmp_path / "run", *models, world_size=2):
         assert step["reward/judge/mean"] == 2.0 and step["reward/reward_model/mean"] != 0
         assert step["critic/score/max"] > 18 and step["training/rollout_probs_diff_max"] < 1e-4

@@ -17,7 +17,7 @@ ALGORITHMS = {
         "objective.reward_kl.coef=0.1", "objective.reward_kl.horizon=100",
     ),
     "dapo": ("algorithm=dapo", "dynamic_sampling.prompts_per_round=6", "reward.overlong_buffer_tokens=3"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -24,17 +24,31 @@ class Cluster:
 
     def __init__(self, lab: Path, port: int):
         self.lab = lab
-        outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "RANK", "WORLD_SIZE", "MASTER_"))}
+        outside = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("SLURM", "SBATCH", "RANK", "WORLD_SIZE", "MASTER_"))
+        }
         python = Path(sys.executable).parent
         self.env = outside | dict(
-            LAB=str(lab), PORT=str(port), SLURM_CONF=f"{lab}/etc/slurm.conf", LOCKSTEP_ROOT=str(ROOT), PYTHONPATH=str(ROOT),
-            PATH=f"{python}:{os.environ['PATH']}:/usr/sbin:/sbin", OMP_NUM_THREADS="1",
+            LAB=str(lab),
+            PORT=str(port),
+            SLURM_CONF=f"{lab}/etc/slurm.conf",
+            LOCKSTEP_ROOT=str(ROOT),
+            PYTHONPATH=str(ROOT),
+            PATH=f"{python}:{os.environ['PATH']}:/usr/sbin:/sbin",
+            OMP_NUM_THREADS="1",
             GLOO_SOCKET_IFNAME="lo",  # all nodes are addresses of it
-        )  # fmt: skip
+        )
 
     def run(self, *command: object, cwd: Path | None = None, **env: str) -> str:
         done = subprocess.run(
-            list(map(str, command)), env=self.env | env, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S
+            list(map(str, command)),
+            env=self.env | env,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout

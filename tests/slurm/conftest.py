@@ -8,17 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.spawn import ROOT
 from tests.records import comparable
 from tests.slurm.cluster import PROGRAMS, TWO_NODES, Cluster, write_config
+from tests.spawn import ROOT
 from tools.make_toy import make_toy
 
 
 @pytest.fixture(scope="session")
 def cluster():
-    missing = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
+    missing = [
+        name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None
+    ]
     if missing:
-        pytest.skip(f"no {', '.join(missing)} on this machine; tools/test.sh installs Slurm, as root on Debian and Ubuntu")
+        pytest.skip(
+            f"no {', '.join(missing)} on this machine; tools/test.sh installs Slurm, as root on Debian and Ubuntu"
+        )
     if os.geteuid() != 0:
         pytest.skip("a cluster of several nodes on one machine takes root, for their namespaces")
     # Not pytest's tmp_path: its path is too long for the UNIX sockets of slurmd.
@@ -49,6 +53,8 @@ def config(toy, tmp_path) -> Path:
 def undisturbed(cluster, toy, tmp_path_factory) -> list[dict]:
     """The metrics of that run on two nodes, from one job that nothing happens to."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    job = cluster.submit(*TWO_NODES, ROOT / "slurm" / "train.sbatch", write_config(directory, toy), cwd=directory)
+    job = cluster.submit(
+        *TWO_NODES, ROOT / "slurm" / "train.sbatch", write_config(directory, toy), cwd=directory
+    )
     assert cluster.wait(job)["JobState"] == "COMPLETED", (directory / f"train-{job}.out").read_text()
     return comparable(directory / "run")

@@ -15,7 +15,12 @@ from rl.run_directory.status import Status
 from tests.spawn import ROOT
 
 BATCH = sorted((ROOT / "slurm").glob("*.sbatch"))
-SHELL = [path for part in ("slurm", "tools", "tests", ".ci") for path in (ROOT / part).rglob("*") if path.suffix in (".sh", ".sbatch")]
+SHELL = [
+    path
+    for part in ("slurm", "tools", "tests", ".ci")
+    for path in (ROOT / part).rglob("*")
+    if path.suffix in (".sh", ".sbatch")
+]
 
 SRUN = """#!/bin/bash
 printf '%s\\0' "$@" >"$FAKE/srun.$(ls "$FAKE" | grep -c srun)"
@@ -46,25 +51,43 @@ def site(tmp_path):
 class Job:
     """A batch file run by bash with what slurmd sets: an allocation of 2 nodes of 8 GPUs and 64 CPUs."""
 
-    def __init__(self, site: Path, file: str, *arguments: str, exit_code: int = 0, at_step: str = "", **env: str):
+    def __init__(
+        self, site: Path, file: str, *arguments: str, exit_code: int = 0, at_step: str = "", **env: str
+    ):
         self.fake, self.work = site / "fake", site / "work"
         for old in self.fake.iterdir():
             old.unlink()
         outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "LOCKSTEP", "SBATCH"))}
         slurm = dict(
-            SLURM_JOB_ID="4711", SLURM_JOB_NAME=file, SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n[1-2]",
-            SLURM_CPUS_ON_NODE="64", SLURM_GPUS_ON_NODE="8", SLURM_SUBMIT_DIR=str(site / "root"), SLURM_NTASKS="1",
-        )  # fmt: skip
-        fake = dict(FAKE=str(self.fake), SRUN_EXIT=str(exit_code), AT_STEP=at_step, FAKE_END="2030-01-01T00:00:00", TZ="UTC")
+            SLURM_JOB_ID="4711",
+            SLURM_JOB_NAME=file,
+            SLURM_JOB_NUM_NODES="2",
+            SLURM_JOB_NODELIST="n[1-2]",
+            SLURM_CPUS_ON_NODE="64",
+            SLURM_GPUS_ON_NODE="8",
+            SLURM_SUBMIT_DIR=str(site / "root"),
+            SLURM_NTASKS="1",
+        )
+        fake = dict(
+            FAKE=str(self.fake),
+            SRUN_EXIT=str(exit_code),
+            AT_STEP=at_step,
+            FAKE_END="2030-01-01T00:00:00",
+            TZ="UTC",
+        )
         wanted = {k: v for k, v in (outside | slurm | fake | env).items() if v is not None}
         wanted["PATH"] = f"{site}/bin:{wanted['PATH']}"
         command = ["bash", str(site / "root" / "slurm" / f"{file}.sbatch"), *arguments]
         log = self.work / "job.out"
         with open(log, "a") as out:
-            self.code = subprocess.run(command, env=wanted, cwd=self.work, stdout=out, stderr=out, timeout=60).returncode
+            self.code = subprocess.run(
+                command, env=wanted, cwd=self.work, stdout=out, stderr=out, timeout=60
+            ).returncode
         self.said = log.read_text()
         self.calls = [path.read_text().split("\0")[:-1] for path in sorted(self.fake.glob("srun.*"))]
-        self.requeued = (self.fake / "scontrol").read_text().split() if (self.fake / "scontrol").exists() else []
+        self.requeued = (
+            (self.fake / "scontrol").read_text().split() if (self.fake / "scontrol").exists() else []
+        )
 
     @property
     def options(self) -> list[str]:
@@ -78,7 +101,9 @@ class Job:
 
     @property
     def env(self) -> dict[str, str]:
-        return dict(line.split("=", 1) for line in (self.fake / "env").read_text().splitlines() if "=" in line)
+        return dict(
+            line.split("=", 1) for line in (self.fake / "env").read_text().splitlines() if "=" in line
+        )
 
 
 # What they are ------------------------------------------------------------------------------------------------------------
@@ -98,7 +123,9 @@ def test_a_batch_file_asks_for_what_its_run_needs(path):
     header = re.findall(r"^#SBATCH (\S+)", text, re.MULTILINE)
     assert f"--job-name={path.stem}" in header and "--open-mode=append" in header
     assert ("--requeue" in header) != (path.stem == "chain")
-    assert any(re.fullmatch(r"--signal=USR2@\d+", option) for option in header), "to the ranks, hence without B:"
+    assert any(re.fullmatch(r"--signal=USR2@\d+", option) for option in header), (
+        "to the ranks, hence without B:"
+    )
     assert any(option.startswith("--time=") for option in header)
     assert not re.search(r"--(account|partition|qos|constraint|reservation)", text), "a site's constant"
     for config in re.findall(r"configs/(\S+?\.yaml)\b", text):
@@ -108,7 +135,9 @@ def test_a_batch_file_asks_for_what_its_run_needs(path):
 
 def test_the_nodes_of_a_batch_file_are_those_its_config_is_named_for():
     for path in BATCH:
-        for config, nodes in re.findall(r'^train "\$LOCKSTEP_ROOT/configs/(\S*?_(\d+)x8\.yaml)', path.read_text(), re.MULTILINE):
+        for config, nodes in re.findall(
+            r'^train "\$LOCKSTEP_ROOT/configs/(\S*?_(\d+)x8\.yaml)', path.read_text(), re.MULTILINE
+        ):
             assert f"#SBATCH --nodes={nodes}\n" in path.read_text(), config
 
 
@@ -119,15 +148,28 @@ def test_a_rank_per_gpu_each_of_which_sees_all(site):
     job = Job(site, "ppo_deepseek671b", "run.max_steps=3", "training.ep=16")
     assert job.code == 0
     for option in (
-        "--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--gpus-per-node=8", "--gpu-bind=none", "--cpus-per-task=8",
-        "--kill-on-bad-exit=1", "--open-mode=append", "--mpi=none", "--export=ALL",
-    ):  # fmt: skip
+        "--nodes=2",
+        "--ntasks=16",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--gpu-bind=none",
+        "--cpus-per-task=8",
+        "--kill-on-bad-exit=1",
+        "--open-mode=append",
+        "--mpi=none",
+        "--export=ALL",
+    ):
         assert option in job.options
     assert f"--output={site}/work/ppo_deepseek671b-4711.ranks/rank-%t.log" in job.options
     root = site / "root"
     assert job.command == [
-        "python", f"{root}/train_rl.py", "--config", f"{root}/configs/ppo_deepseek671b.yaml", "run.max_steps=3", "training.ep=16",
-    ]  # fmt: skip
+        "python",
+        f"{root}/train_rl.py",
+        "--config",
+        f"{root}/configs/ppo_deepseek671b.yaml",
+        "run.max_steps=3",
+        "training.ep=16",
+    ]
 
 
 @pytest.mark.parametrize("nodes, gpus", [(64, 8), (128, 4), (1, 1)])
@@ -138,7 +180,9 @@ def test_the_world_is_what_slurm_gave(site, nodes, gpus):
 
 
 def test_on_cpu_nodes_ranks_are_as_many_as_tasks_were_asked_for(site):
-    job = Job(site, "train", "my.yaml", SLURM_GPUS_ON_NODE=None, SLURM_NTASKS_PER_NODE="2", SLURM_CPUS_PER_TASK="3")
+    job = Job(
+        site, "train", "my.yaml", SLURM_GPUS_ON_NODE=None, SLURM_NTASKS_PER_NODE="2", SLURM_CPUS_PER_TASK="3"
+    )
     assert "--ntasks=4" in job.options and "--cpus-per-task=3" in job.options
     assert not [option for option in job.options if "gpu" in option]
     assert job.env["SRUN_CPUS_PER_TASK"] == "3"
@@ -173,8 +217,13 @@ def test_site_sh_is_read_first(site):
 
 
 def test_pyxis_gets_the_image_as_an_option_of_srun(site):
-    job = Job(site, "train", "my.yaml", CONTAINER="pyxis:/images/lockstep.sqsh", CONTAINER_MOUNTS="/data:/data")
-    assert "--container-image=/images/lockstep.sqsh" in job.options and "--container-mounts=/data:/data" in job.options
+    job = Job(
+        site, "train", "my.yaml", CONTAINER="pyxis:/images/lockstep.sqsh", CONTAINER_MOUNTS="/data:/data"
+    )
+    assert (
+        "--container-image=/images/lockstep.sqsh" in job.options
+        and "--container-mounts=/data:/data" in job.options
+    )
     assert f"--container-workdir={site}/work" in job.options and job.command[0] == "python"
 
 
@@ -257,7 +306,10 @@ def test_it_gives_up_after_starts_without_a_newer_checkpoint(site):
 
     assert start("2").requeued and start("2").requeued and start("2").requeued
     job = start("2")  # the third start that found step 2 and left it
-    assert (job.code, job.requeued) == (1, []) and "gives up: 3 starts brought no checkpoint after step 2" in job.said
+    assert (job.code, job.requeued) == (
+        1,
+        [],
+    ) and "gives up: 3 starts brought no checkpoint after step 2" in job.said
 
 
 def test_progress_renews_its_attempts(site):
@@ -280,14 +332,19 @@ def test_the_ranks_that_fell_silent_first_are_shown(site):
     logs.mkdir()
     now = time.time()
     texts = {
-        5: (-60, "an error of the attempt before\n"), 3: (60, "RuntimeError: culprit\n"), 1: (61, "peer error\n"), 2: (62, "all is well\n"),
-    }  # fmt: skip
+        5: (-60, "an error of the attempt before\n"),
+        3: (60, "RuntimeError: culprit\n"),
+        1: (61, "peer error\n"),
+        2: (62, "all is well\n"),
+    }
     for rank, (age, text) in texts.items():
         (logs / f"rank-{rank}.log").write_text(text)
         os.utime(logs / f"rank-{rank}.log", (now + age, now + age))
     said = Job(site, "train", "my.yaml", exit_code=1).said
     assert said.index("srun: error: n2: task 3: Exited") < said.index("rank-3.log")
-    assert said.index("rank-3.log") < said.index("culprit") < said.index("rank-1.log") < said.index("peer error")
+    assert (
+        said.index("rank-3.log") < said.index("culprit") < said.index("rank-1.log") < said.index("peer error")
+    )
     assert "all is well" not in said and "the attempt before" not in said
 
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from tests.spawn import ROOT
 from tests.records import comparable, records
 from tests.slurm.cluster import TWO_NODES, status, wait_for
+from tests.spawn import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -85,8 +85,9 @@ def test_a_node_that_loses_power(cluster, start, undisturbed, tmp_path):
 def test_a_chain_of_jobs_for_sites_that_forbid_requeue(cluster, config, tmp_path):
     """Three links of one run: the first is stopped, the second finishes, the third finds nothing to do."""
     links = [
-        cluster.submit(*TWO_NODES, "--job-name=link", ROOT / "slurm" / "chain.sbatch", config, cwd=tmp_path) for _ in range(3)
-    ]  # fmt: skip
+        cluster.submit(*TWO_NODES, "--job-name=link", ROOT / "slurm" / "chain.sbatch", config, cwd=tmp_path)
+        for _ in range(3)
+    ]
     at_step(tmp_path / "run", 2)
     assert {cluster.job(link)["JobState"] for link in links[1:]} == {"PENDING"}
     cluster.run("scancel", "--signal=USR2", links[0])

@@ -7,14 +7,9 @@ import textwrap
 
 import pytest
 
-from tests.spawn import ROOT
 from tests.records import comparable, records
-from tests.slurm.cluster import (
-    PATIENCE_S,
-    TWO_NODES,
-    status,
-    wait_for,
-)
+from tests.slurm.cluster import PATIENCE_S, TWO_NODES, status, wait_for
+from tests.spawn import ROOT
 
 
 def log_of(directory, name):
@@ -26,10 +21,17 @@ def test_the_quickstart_trains_on_two_nodes_beside_another_job_on_one_of_them(cl
     (tmp_path / "runs" / "quickstart-sft").mkdir(parents=True)
     (tmp_path / "runs" / "toy").symlink_to(toy)
     shutil.copytree(toy / "model", tmp_path / "runs" / "quickstart-sft" / "hf")
-    small = ("run.max_steps=6", "data.prompts_per_step=8", "training.prompts_per_minibatch=4", "validation.max_prompts=16")
+    small = (
+        "run.max_steps=6",
+        "data.prompts_per_step=8",
+        "training.prompts_per_minibatch=4",
+        "validation.max_prompts=16",
+    )
     file = ROOT / "slurm" / "quickstart.sbatch"
     job = cluster.submit("--nodes=2", "--nodelist=node1,node2", file, *small, cwd=tmp_path)
-    beside = cluster.submit("--ntasks-per-node=1", "--nodelist=node1", file, *small, "run.name=beside", cwd=tmp_path)
+    beside = cluster.submit(
+        "--ntasks-per-node=1", "--nodelist=node1", file, *small, "run.name=beside", cwd=tmp_path
+    )
     log = f"quickstart-{job}.out"
     for each in (job, beside):
         assert cluster.wait(each)["ExitCode"] == "0:0", log_of(tmp_path, f"quickstart-{each}.out")
@@ -38,33 +40,61 @@ def test_the_quickstart_trains_on_two_nodes_beside_another_job_on_one_of_them(cl
     assert "beside: grpo, 1 rank," in log_of(tmp_path, f"quickstart-{beside}.out")
     run = tmp_path / "runs" / "quickstart"
     assert [record["training/global_step"] for record in records(run)] == list(range(7))
-    for part in ("config.yaml", "environment.json", "code/rl/loop.py", "checkpoints", "hf/config.json", "samples.jsonl"):
+    for part in (
+        "config.yaml",
+        "environment.json",
+        "code/rl/loop.py",
+        "checkpoints",
+        "hf/config.json",
+        "samples.jsonl",
+    ):
         assert (run / part).exists(), part
     assert status(run)["state"] == "finished" and status(run)["job"] == job
     logs = (tmp_path / f"quickstart-{job}.ranks").glob("rank-*")
     assert sorted(path.name for path in logs) == [f"rank-{i}.log" for i in range(4)]
-    done = [line for line in (cluster.lab / "log" / "jobcomp.txt").read_text().splitlines() if f"JobId={job} " in line]
+    done = [
+        line
+        for line in (cluster.lab / "log" / "jobcomp.txt").read_text().splitlines()
+        if f"JobId={job} " in line
+    ]
     assert len(done) == 1 and "JobState=COMPLETED" in done[0]
 
 
-def test_one_task_of_an_array_is_signalled_and_alone_goes_on_as_if_nothing_had_been(cluster, config, tmp_path):
+def test_one_task_of_an_array_is_signalled_and_alone_goes_on_as_if_nothing_had_been(
+    cluster, config, tmp_path
+):
     """Two tasks with one seed: the other one shows what the metrics would have been. Ranks by (fake) GPUs."""
     names = ("signalled", "undisturbed")
-    (tmp_path / "points.txt").write_text("".join(f"run.name={name} run.dir={tmp_path}/{name}\n" for name in names))
-    job = cluster.submit("--array=0-1", "--gpus-per-node=2", ROOT / "slurm" / "sweep.sbatch", "points.txt", config, cwd=tmp_path)
+    (tmp_path / "points.txt").write_text(
+        "".join(f"run.name={name} run.dir={tmp_path}/{name}\n" for name in names)
+    )
+    job = cluster.submit(
+        "--array=0-1",
+        "--gpus-per-node=2",
+        ROOT / "slurm" / "sweep.sbatch",
+        "points.txt",
+        config,
+        cwd=tmp_path,
+    )
     wait_for(lambda: status(tmp_path / "signalled")["step"] >= 2, "step 2")
     cluster.run("scancel", "--signal=USR2", f"{job}_0")
     log = f"sweep-{job}_0.out"
     wait_for(lambda: "requeue, to go on" in log_of(tmp_path, log), "the requeue")
     stopped = status(tmp_path / "signalled")
-    assert stopped["state"] == "stopped" and stopped["reason"] == "SIGUSR2" and 2 <= stopped["checkpoint_step"] < 6
+    assert (
+        stopped["state"] == "stopped"
+        and stopped["reason"] == "SIGUSR2"
+        and 2 <= stopped["checkpoint_step"] < 6
+    )
     for task, restarts in ((f"{job}_0", "1"), (f"{job}_1", "0")):
         facts = cluster.wait(task)
         assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", restarts), log_of(tmp_path, log)
     assert comparable(tmp_path / "signalled") == comparable(tmp_path / "undisturbed")
     assert len(records(tmp_path / "signalled")) == 6
     assert f"resuming after step {stopped['checkpoint_step']}" in log_of(tmp_path, log)
-    assert f"sweep-{job}_0.ranks/rank-1.log" in {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*.ranks/*")}
+    assert f"sweep-{job}_0.ranks/rank-1.log" in {
+        str(path.relative_to(tmp_path)) for path in tmp_path.glob("*.ranks/*")
+    }
 
 
 ALGORITHM = """
@@ -82,15 +112,17 @@ ALGORITHM = """
 """
 FAILURES = {
     "raises": (
-        "node1,node2", "raise RuntimeError('the misdeed of rank 1')",
+        "node1,node2",
+        "raise RuntimeError('the misdeed of rank 1')",
         "error: rank 1 (node2) failed in other of step 2: RuntimeError: the misdeed of rank 1; see",
     ),
     "killed": ("node3,node4", "os.kill(os.getpid(), signal.SIGKILL)", "node4: task 1: Killed"),
     "absent": (
-        "node1,node2", "pass",
+        "node1,node2",
+        "pass",
         "rank 1 of 2 did not come within 8 s of the first rank's start; ranks are missing on node2 (0 of 1 came)",
     ),
-}  # fmt: skip
+}
 """Kind -> nodes, what the second rank does in the second step, and what the log says at its end."""
 
 
@@ -101,13 +133,25 @@ def test_a_rank_that_raises_is_killed_or_never_comes_ends_its_job_within_a_minut
         env = {"LOCKSTEP_JOIN_TIMEOUT": "8"}
         if name == "absent":  # an interpreter that never comes to its program on the second node
             env["PYTHON"] = str(tmp_path / "hanging")
-            (tmp_path / "hanging").write_text('#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || exec sleep 1000\nexec python "$@"\n')
+            (tmp_path / "hanging").write_text(
+                '#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || exec sleep 1000\nexec python "$@"\n'
+            )
             (tmp_path / "hanging").chmod(0o755)
-        overrides = (f"algorithm={tmp_path}/{name}.py", f"run.dir={tmp_path}/{name}", "training.prompts_per_minibatch=0")
+        overrides = (
+            f"algorithm={tmp_path}/{name}.py",
+            f"run.dir={tmp_path}/{name}",
+            "training.prompts_per_minibatch=0",
+        )
         jobs[name] = cluster.submit(
-            *TWO_NODES, f"--nodelist={nodes}", f"--job-name={name}", ROOT / "slurm" / "train.sbatch", config, *overrides,
-            cwd=tmp_path, **env,
-        )  # fmt: skip
+            *TWO_NODES,
+            f"--nodelist={nodes}",
+            f"--job-name={name}",
+            ROOT / "slurm" / "train.sbatch",
+            config,
+            *overrides,
+            cwd=tmp_path,
+            **env,
+        )
     for name, (_, _, words) in FAILURES.items():
         facts = cluster.wait(jobs[name])
         log = log_of(tmp_path, f"{name}-{jobs[name]}.out")
@@ -154,16 +198,30 @@ def test_twenty_tasks_of_an_array_at_once_do_not_collide(cluster, tmp_path):
 def test_srun_with_pmi2_trains_two_steps(cluster, config, tmp_path):
     step = ("srun", "--mpi=pmi2", "--nodes=2", "--ntasks=4", "--mem-per-cpu=2G")
     command = (*step, "python", ROOT / "train_rl.py", "--config", config)
-    cluster.run(*command, "algorithm=sft", "run.max_steps=2", "training.prompts_per_minibatch=0", cwd=tmp_path)
+    cluster.run(
+        *command, "algorithm=sft", "run.max_steps=2", "training.prompts_per_minibatch=0", cwd=tmp_path
+    )
     assert len(records(tmp_path / "run")) == 2
 
 
 @pytest.mark.slow
 def test_mpirun_of_four_trains_two_steps(config, tmp_path):
-    mpirun = shutil.which("mpirun", path=f"{os.path.dirname(shutil.which('python') or '')}:{os.environ['PATH']}")
+    mpirun = shutil.which(
+        "mpirun", path=f"{os.path.dirname(shutil.which('python') or '')}:{os.environ['PATH']}"
+    )
     if mpirun is None:
         pytest.skip("there is no mpirun (tools/install_cpu.sh --mpi)")
-    command = (mpirun, "-n", "4", "python", ROOT / "train_rl.py", "--config", config, "algorithm=sft", "run.max_steps=2")
+    command = (
+        mpirun,
+        "-n",
+        "4",
+        "python",
+        ROOT / "train_rl.py",
+        "--config",
+        config,
+        "algorithm=sft",
+        "run.max_steps=2",
+    )
     command = [*map(str, command), "training.prompts_per_minibatch=0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from tests.spawn import ROOT
 from tests.records import records
 from tests.slurm.cluster import PATIENCE_S, status, wait_for
+from tests.spawn import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,11 @@ def sweep(config, tmp_path):
 
 def states(out):
     """Point -> state, from the table of `launch status`."""
-    return {line.split()[0].rsplit("/")[-1]: line.split()[1] for line in out.splitlines() if "samples_per_prompt=" in line}
+    return {
+        line.split()[0].rsplit("/")[-1]: line.split()[1]
+        for line in out.splitlines()
+        if "samples_per_prompt=" in line
+    }
 
 
 def test_a_sweep_runs_two_at_a_time_and_only_the_failed_point_again(cluster, launch, sweep, tmp_path):
@@ -75,7 +79,9 @@ def test_a_sweep_runs_two_at_a_time_and_only_the_failed_point_again(cluster, lau
     points = [point["name"] for point in json.loads((runs / "launch" / "sweep.json").read_text())["points"]]
     job = json.loads((runs / "launch" / "jobs.jsonl").read_text())["job"]
     victim = points[2]
-    wait_for(lambda: status(runs / victim)["state"] == "running", "the run to be killed", timeout=2 * PATIENCE_S)
+    wait_for(
+        lambda: status(runs / victim)["state"] == "running", "the run to be killed", timeout=2 * PATIENCE_S
+    )
     assert len(cluster.run("squeue", "-h", "-r", "-t", "RUNNING", "-o", "%i").split()) <= 2
     cluster.run("scancel", f"{job}_2")
     for task in range(6):
@@ -90,9 +96,13 @@ def test_a_sweep_runs_two_at_a_time_and_only_the_failed_point_again(cluster, lau
     assert states(launch("status", runs)) == dict.fromkeys(points, "finished")
     assert "nothing to submit" in launch("sweep", sweep, "--only", "failed")
 
-    assert all([record["training/global_step"] for record in records(runs / point)] == [1, 2] for point in points)
+    assert all(
+        [record["training/global_step"] for record in records(runs / point)] == [1, 2] for point in points
+    )
     assert "6 of 6 runs" in launch("report", runs)
-    assert (runs / "report.png").read_bytes().startswith(b"\x89PNG") and (runs / "report.html").read_text().count("<tr>") == 7
+    assert (runs / "report.png").read_bytes().startswith(b"\x89PNG") and (
+        runs / "report.html"
+    ).read_text().count("<tr>") == 7
 
 
 def test_submit_writes_a_file_that_runs(cluster, launch, config, tmp_path):
@@ -139,6 +149,8 @@ def test_the_doctor_names_the_node_that_does_not_see_the_data(cluster, config, t
     srun = ("srun", "--nodes=4", "--ntasks-per-node=1", "bash", "-c")
     assert "4 nodes, 0 with something bad" in cluster.run(*srun, examine, cwd=tmp_path)
     blind = f"if [ $(hostname) = node3 ]; then cd /; fi; {examine}"
-    done = subprocess.run([*srun, blind], env=cluster.env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        [*srun, blind], env=cluster.env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 2 and "bad   node3: paths: data.train: train.jsonl" in done.stdout
     assert done.stdout.rstrip().endswith("--exclude=node3")

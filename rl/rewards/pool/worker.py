@@ -53,7 +53,9 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     work, life = (socket.socket(fileno=options[name]) for name in ("work", "life"))
     for ours in (work, life):
-        ours.set_inheritable(False)  # inheritable to get here, but no program of a reward function should have them
+        ours.set_inheritable(
+            False
+        )  # inheritable to get here, but no program of a reward function should have them
     with contextlib.suppress(OSError):  # the job's CPUs have changed since; then those of the parent will do
         os.sched_setaffinity(0, options["cpus"])
     supervisor = Supervisor(life, parent=options["parent"])
@@ -173,7 +175,11 @@ class Supervisor:
             found = below(os.getpid(), processes)
             # A group dies at one blow, so that one that forks on and on does not get away. No group has members elsewhere:
             # it belongs to one session, and all sessions but ours began below us.
-            for group in {processes[pid].group for pid in found} - {os.getpgid(0), 0, 1}:  # kill(-1) would mean everyone
+            for group in {processes[pid].group for pid in found} - {
+                os.getpgid(0),
+                0,
+                1,
+            }:  # kill(-1) would mean everyone
                 _kill(-group)
             for pid in found:
                 _kill(pid)
@@ -189,7 +195,9 @@ def confine(*, memory_mib: int, supervisor: int) -> None:
         os._exit(1)
     os.setsid()  # kill(0, ...) reaches no supervisor
     os.nice(5)
-    with contextlib.suppress(OSError):  # no writable /proc; then the kernel chooses whom to kill when memory is out
+    with contextlib.suppress(
+        OSError
+    ):  # no writable /proc; then the kernel chooses whom to kill when memory is out
         Path("/proc/self/oom_score_adj").write_text("1000")
     lower_limit(resource.RLIMIT_CORE, 0)  # a core dump per crash would fill the disk
     if memory_mib:
@@ -220,7 +228,9 @@ class Scorer:
             mixture = Mixture(plan)
         except BaseException as error:  # an import runs foreign code, which may call exit()
             sentence = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            return self._send({"unloadable": encodable(sentence[:MAX_ERROR_CHARS]), "traceback": explain(error)})
+            return self._send(
+                {"unloadable": encodable(sentence[:MAX_ERROR_CHARS]), "traceback": explain(error)}
+            )
         self._send({"ready": mixture.is_async})
         while True:
             try:
@@ -232,7 +242,9 @@ class Scorer:
                 self._await(waiting)
                 self._tidy()
 
-    def _call(self, mixture: Mixture, chunk: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, Awaitable[Score]]]:
+    def _call(
+        self, mixture: Mixture, chunk: Sequence[tuple[int, Mapping[str, Any]]]
+    ) -> list[tuple[int, Awaitable[Score]]]:
         """Score one sample after the other; returns those that must be awaited."""
         waiting = []
         for index, sample in chunk:
@@ -273,7 +285,9 @@ class Scorer:
     def _answer(self, index: int, score: Score) -> None:
         message = {"i": index, "values": score.values, "prediction": score.prediction}
         if sum(map(len, score.values)) > MAX_LINE_BYTES // 32:  # each name may take 12 bytes a character
-            return self._fail(index, RejectedResult(f"{len(score.values)} values are too many for one sample"))
+            return self._fail(
+                index, RejectedResult(f"{len(score.values)} values are too many for one sample")
+            )
         self._send(message)
 
     def _fail(self, index: int, error: BaseException) -> None:
@@ -301,7 +315,9 @@ class Scorer:
 
 def explain(error: BaseException) -> str:
     """Its traceback, of which a very long one loses its middle."""
-    traceback.clear_frames(error.__traceback__)  # what filled the memory hangs on them, and formatting needs some
+    traceback.clear_frames(
+        error.__traceback__
+    )  # what filled the memory hangs on them, and formatting needs some
     try:
         text = "".join(traceback.format_exception(error)).rstrip()
     except MemoryError:
@@ -334,7 +350,10 @@ def all_processes() -> dict[int, Process]:
     """By pid, from /proc/*/stat; /proc/<pid>/task/*/children would be quicker, but not every kernel has it."""
     processes = {}
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # it may be gone in the meantime
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/{pid}/stat", "rb") as file,
+        ):  # it may be gone in the meantime
             # pid (name) state parent group ...; the name may hold spaces and parentheses
             fields = file.read().rpartition(b")")[2].split()
             processes[int(pid)] = Process(int(fields[1]), int(fields[2]))
@@ -356,7 +375,9 @@ def kill_marked(mark: str) -> None:
     """Kill the processes of this user whose environment has MARK=mark, until there are none or KILLING_S are over."""
     wanted = f"{MARK}={mark}".encode()
     deadline = time.monotonic() + KILLING_S
-    while found := [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if wanted in _environment(pid)]:
+    while found := [
+        pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if wanted in _environment(pid)
+    ]:
         for pid in found:
             _kill(pid)
         if time.monotonic() > deadline:

@@ -163,7 +163,11 @@ class WorkerProcess:
             if isinstance(message.get("ready"), bool):
                 self.is_ready, self.is_async, self.deadline = True, message["ready"], math.inf
                 return message
-            return message if all(isinstance(message.get(key), str) for key in ("unloadable", "traceback")) else None
+            return (
+                message
+                if all(isinstance(message.get(key), str) for key in ("unloadable", "traceback"))
+                else None
+            )
         index = message.get("i")
         if type(index) is not int or index not in self.chunk:
             return None
@@ -172,7 +176,11 @@ class WorkerProcess:
         if message.get("waiting") is True:
             return message if index not in self.awaited else None
         values, prediction = message.get("values"), message.get("prediction")
-        if not isinstance(values, dict) or "score" not in values or not (prediction is None or isinstance(prediction, str)):
+        if (
+            not isinstance(values, dict)
+            or "score" not in values
+            or not (prediction is None or isinstance(prediction, str))
+        ):
             return None
         finite = all(type(value) is float and math.isfinite(value) for value in values.values())
         return message if finite and all(map(str.isprintable, values)) else None
@@ -209,7 +217,9 @@ def _environment(mark: str) -> dict[str, str]:
     address space for each of its threads, and would hit the limit on a host with many cores."""
     root = str(Path(__file__).resolve().parents[3])
     python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+    threads = dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
+    )
     return {**os.environ, **threads, "PYTHONPATH": python_path, MARK: mark}
 
 

@@ -28,11 +28,11 @@ import rl.checkpoint.store as store_module  # noqa: E402
 from rl.checkpoint.directory import CONFIG, LATEST, MANIFEST, complete, rank_file  # noqa: E402
 from rl.checkpoint.shards import write_shards  # noqa: E402
 from rl.checkpoint.store import CheckpointStore  # noqa: E402
+from rl.config.options import ConfigError  # noqa: E402
 from rl.config.schema import Checkpoint, Config, Model, Optimizer, Run, Training  # noqa: E402
 from rl.data.batch import Batch  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
-from rl.config.options import ConfigError  # noqa: E402
 from rl.runtime.device import Device  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.packing import plan_minibatch  # noqa: E402
@@ -107,7 +107,9 @@ def layouts(device: Device, model: str, directory: str) -> dict:
                 "logprobs": float((scored - expected[1]).abs().max() / expected[1].abs().max()),
                 **{name: abs(metrics[name] / expected[2][name] - 1) for name in ("loss", "grad_norm")},
                 "next weights": furthest(moved, expected[3]),
-                "step": float((expected[3]["model.norm.weight"] - expected[0]["model.norm.weight"]).abs().max()),
+                "step": float(
+                    (expected[3]["model.norm.weight"] - expected[0]["model.norm.weight"]).abs().max()
+                ),
             }
     return found
 
@@ -176,11 +178,15 @@ def faults(device: Device, model: str, other_model: str, directory: str, small_d
     found["set aside"] = sorted(path.name for path in Path(directory, "truncated", "checkpoints").iterdir())
 
     try:
-        store_of(f"{directory}/whole").load(whole.newest(), {"policy": trainer_of(other_model, "1x1", device, "float32")}, seed=0)
+        store_of(f"{directory}/whole").load(
+            whole.newest(), {"policy": trainer_of(other_model, "1x1", device, "float32")}, seed=0
+        )
     except ConfigError as error:
         found["other model"] = str(error)
     try:
-        store_of(f"{directory}/whole").load(whole.newest(), {"policy": trainer_of(model, "1x1", device, "bfloat16")}, seed=0)
+        store_of(f"{directory}/whole").load(
+            whole.newest(), {"policy": trainer_of(model, "1x1", device, "bfloat16")}, seed=0
+        )
     except ConfigError as error:
         found["other dtype"] = str(error)
 
@@ -218,7 +224,9 @@ def full_disk(disk: Path, store_of, models, outcome) -> dict:
     for name, background in (("full while writing", False), ("full in the background", True)):
         store = store_of(disk, background=background)
         store.newest()
-        store._check_space = lambda save, mine: write_zeros(fill, free - 3 * mine // 2)  # other people's files come between
+        store._check_space = lambda save, mine: write_zeros(
+            fill, free - 3 * mine // 2
+        )  # other people's files come between
         try:
             store.save(5, models, {})
             store.finish()
@@ -243,7 +251,13 @@ def write_zeros(path: Path, size: int) -> None:
 
 def draw() -> list:
     """The next numbers of every generator."""
-    return [random.random(), random.gauss(), float(np.random.rand()), float(np.random.randn()), float(torch.rand(1))]
+    return [
+        random.random(),
+        random.gauss(),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        float(torch.rand(1)),
+    ]
 
 
 def cut(path: Path) -> None:

@@ -38,7 +38,9 @@ def test_a_whole_checkpoint_is_taken_with_its_random_states(found):
     assert found["whole"] == 3 and found["random states return"]
 
 
-@pytest.mark.parametrize("fault", ["truncated", "flipped bit", "missing file", "missing manifest", "flipped manifest"])
+@pytest.mark.parametrize(
+    "fault", ["truncated", "flipped bit", "missing file", "missing manifest", "flipped manifest"]
+)
 def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before(found, fault):
     assert found[fault] == 2
 
@@ -52,7 +54,10 @@ def test_two_damaged_ones_are_passed_over(found):
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_zero(found):
-    assert "no checkpoint in" in found["all damaged"] and "rank_00001.safetensors is damaged" in found["all damaged"]
+    assert (
+        "no checkpoint in" in found["all damaged"]
+        and "rank_00001.safetensors is damaged" in found["all damaged"]
+    )
 
 
 def test_latest_is_not_needed(found):
@@ -68,8 +73,9 @@ def test_a_damaged_checkpoint_is_set_aside_when_its_step_is_saved_again(found):
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_tensor_that_differs(found):
-    assert "is a checkpoint of another policy: model.layers.0.mlp.down_proj.weight is [128, 96] there and [128, 128] here" in (
-        found["other model"]
+    assert (
+        "is a checkpoint of another policy: model.layers.0.mlp.down_proj.weight is [128, 96] there and [128, 128] here"
+        in (found["other model"])
     )
     assert "model.dtype=float32, not bfloat16" in found["other dtype"]
 
@@ -78,7 +84,10 @@ def test_a_full_disk_ends_the_save_and_leaves_the_older_checkpoint(found):
     if "full before" not in found:
         pytest.skip("no file system of its own can be mounted here")
     for fault in ("full while writing", "full in the background"):
-        assert "the checkpoint of step 5 could not be written by rank" in found[fault] and "is full" in found[fault]
+        assert (
+            "the checkpoint of step 5 could not be written by rank" in found[fault]
+            and "is full" in found[fault]
+        )
         assert "The newest checkpoint, step_000003, is as it was; make room" in found[fault]
         assert found[f"{fault}: left"] == ["latest", "step_000003"]
     assert "the checkpoint of step 5 needs 0." in found["full before"] and "GiB free" in found["full before"]

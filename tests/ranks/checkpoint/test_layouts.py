@@ -37,4 +37,6 @@ def test_in_bfloat16_the_weights_are_the_same_and_the_loss_is_to_its_precision(f
 def test_in_its_own_layout_it_continues_bit_for_bit_and_so_with_its_master_weights(found):
     for dtype in ("float32", "bfloat16"):
         differences = found[f"{dtype} 2x1"]
-        assert all(differences[name] == 0 for name in ("weights", "logprobs", "loss", "grad_norm", "next weights"))
+        assert all(
+            differences[name] == 0 for name in ("weights", "logprobs", "loss", "grad_norm", "next weights")
+        )

@@ -36,7 +36,9 @@ def config(tmp_path_factory) -> Path:
 
 
 def train(world_size: int, config: Path, directory: Path, *overrides: str) -> dict[int, dict]:
-    run_ranks(world_size, ROOT / "train_rl.py", "--config", config, f"run.dir={directory}", *overrides, timeout=120)
+    run_ranks(
+        world_size, ROOT / "train_rl.py", "--config", config, f"run.dir={directory}", *overrides, timeout=120
+    )
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return {record["training/global_step"]: record for record in map(json.loads, lines)}
 
@@ -48,14 +50,23 @@ def checkpoints(directory: Path) -> list[str]:
 @pytest.mark.slow  # weights and optimizer alone: test_layouts.py
 def test_a_run_continues_on_another_world_and_layout(config, tmp_path):
     straight = train(2, config, tmp_path / "straight")
-    layouts = {"one_rank": (1,), "pp2": (2, "training.pp=2"), "tp2": (2, "training.tp=2"), "tp2_pp2": (4, "training.tp=2", "training.pp=2")}
+    layouts = {
+        "one_rank": (1,),
+        "pp2": (2, "training.pp=2"),
+        "tp2": (2, "training.tp=2"),
+        "tp2_pp2": (4, "training.tp=2", "training.pp=2"),
+    }
     for name, (world_size, *layout) in layouts.items():
         train(2, config, tmp_path / name, "run.max_steps=2")
         resumed = train(world_size, config, tmp_path / name, *layout)
         assert resumed.keys() == {1, 2, 3, 4}
         for step in (3, 4):
             for metric in ("sft/loss", "actor/grad_norm"):
-                assert resumed[step][metric] == pytest.approx(straight[step][metric], rel=1e-5), (name, step, metric)
+                assert resumed[step][metric] == pytest.approx(straight[step][metric], rel=1e-5), (
+                    name,
+                    step,
+                    metric,
+                )
         environments = {path.name for path in (tmp_path / name).glob("environment*.json")}
         assert environments == {"environment.json", "environment-after-step-2.json"}
 
@@ -71,7 +82,9 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_not_taken(config, tmp_path):
 
 def test_retention_keeps_every_so_many_steps_and_the_best(config, tmp_path):
     best = ("checkpoint.keep_best=1", "checkpoint.best_metric=sft/loss", "checkpoint.best_is=highest")
-    records = train(1, config, tmp_path, "run.max_steps=6", "checkpoint.keep_last=1", "checkpoint.keep_every=2", *best)
+    records = train(
+        1, config, tmp_path, "run.max_steps=6", "checkpoint.keep_last=1", "checkpoint.keep_every=2", *best
+    )
     worst = max(records, key=lambda step: records[step]["sft/loss"])
     assert checkpoints(tmp_path) == [f"step_{step:06d}" for step in sorted({2, 4, 6, worst})]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_000006\n"
@@ -83,7 +96,9 @@ def test_a_run_begins_with_another_runs_checkpoint_or_with_its_weights_alone(con
     assert train(2, config, tmp_path / "second", *longer, f"checkpoint.resume={tmp_path}/first").keys() == {5}
     # Once it has a checkpoint of its own that one counts.
     (tmp_path / "first").rename(tmp_path / "gone")
-    assert train(2, config, tmp_path / "second", "run.max_steps=6", f"checkpoint.resume={tmp_path}/first").keys() == {5, 6}
+    assert train(
+        2, config, tmp_path / "second", "run.max_steps=6", f"checkpoint.resume={tmp_path}/first"
+    ).keys() == {5, 6}
     one = f"checkpoint.resume={tmp_path}/gone/checkpoints/step_000003"
     alone = (one, "checkpoint.weights_only=true", "model.dtype=bfloat16")
     weights = train(1, config, tmp_path / "third", "run.max_steps=1", *alone)

@@ -14,6 +14,8 @@ def test_a_run_with_expert_parallelism_continues_in_its_own_and_in_another_layou
     checkpoint = save_tiny("DeepseekV3ForCausalLM", tmp_path / "model", seed=0)
     layouts = ("1x1x2", "2x1x2", "1x1x1", "1x2x1")
     run_ranks(2, WORKER, checkpoint, tmp_path, "1x1x2", *layouts, timeout=400)
-    for layout, ((loaded, where), (continued, after)) in json.loads((tmp_path / "out.json").read_text()).items():
+    for layout, ((loaded, where), (continued, after)) in json.loads(
+        (tmp_path / "out.json").read_text()
+    ).items():
         assert loaded == 0.0, (layout, where)
         assert continued < 1e-4, (layout, after)

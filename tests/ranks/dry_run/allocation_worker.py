@@ -22,15 +22,22 @@ def allocated(checkpoint: str, dtype: str, tp: int, pp: int, ep: int, device) ->
     training = Training(tp=tp, pp=pp, ep=ep)
     grid = new_grid(tp, pp, ep, training.expert_tp)
     engine = TrainingEngine(
-        checkpoint, read_hf_config(checkpoint), training=training, dtype=dtype, grid=grid, device=device,
+        checkpoint,
+        read_hf_config(checkpoint),
+        training=training,
+        dtype=dtype,
+        grid=grid,
+        device=device,
         optimizer=Optimizer(lr=1e-3),
-    )  # fmt: skip
+    )
     engine.wrapped.zero_grad_buffer()
     engine.optimizer.step()  # Adam's moments are made in the first step
     buffers = [*engine.wrapped.buffers, *engine.wrapped.expert_parallel_buffers]
     parameters = list(engine.model.parameters())
     weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in parameters}
-    state = {t.untyped_storage()._cdata: t.numel() * t.element_size() for t in optimizer_tensors(engine.optimizer)}
+    state = {
+        t.untyped_storage()._cdata: t.numel() * t.element_size() for t in optimizer_tensors(engine.optimizer)
+    }
     return dict(
         stage=grid.pp_rank,
         parameters=sum(p.numel() for p in parameters),

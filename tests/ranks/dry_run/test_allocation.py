@@ -15,24 +15,45 @@ from tests.spawn import run_ranks
 WORKER = Path(__file__).parent / "allocation_worker.py"
 WORLD = 4
 CASES = {
-    "dense, untied": (lambda at: save_tiny("Qwen2ForCausalLM", at, seed=0), "bfloat16", ["2x2x1", "1x2x1", "2x1x1"]),
-    "dense, tied": (lambda at: save_tiny("Qwen3ForCausalLM", at, seed=0, tie=True), "float32", ["2x2x1", "1x1x1"]),
-    "experts": (lambda at: save_tiny("Qwen3MoeForCausalLM", at, seed=0), "bfloat16", ["1x2x2", "2x1x2", "2x2x1"]),
-    "latent attention": (lambda at: save_tiny("DeepseekV3ForCausalLM", at, seed=0), "bfloat16", ["2x2x2", "1x1x4"]),
+    "dense, untied": (
+        lambda at: save_tiny("Qwen2ForCausalLM", at, seed=0),
+        "bfloat16",
+        ["2x2x1", "1x2x1", "2x1x1"],
+    ),
+    "dense, tied": (
+        lambda at: save_tiny("Qwen3ForCausalLM", at, seed=0, tie=True),
+        "float32",
+        ["2x2x1", "1x1x1"],
+    ),
+    "experts": (
+        lambda at: save_tiny("Qwen3MoeForCausalLM", at, seed=0),
+        "bfloat16",
+        ["1x2x2", "2x1x2", "2x2x1"],
+    ),
+    "latent attention": (
+        lambda at: save_tiny("DeepseekV3ForCausalLM", at, seed=0),
+        "bfloat16",
+        ["2x2x2", "1x1x4"],
+    ),
 }
 
 
 DEFAULT = ("dense, tied", "experts")
 
 
-@pytest.mark.parametrize("case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
 def test_counted_bytes_are_allocated_bytes(tmp_path, case):
     save, dtype, layouts = CASES[case]
     checkpoint = save(tmp_path / "model")
     hf = read_hf_config(checkpoint)
     weights = architecture(hf).weights(hf)
     model = Model("policy", hf, tuple(weights), tuple(group_parts(weights)), learns=True, trained_layout=True)
-    by_rank = [json.loads(out.strip().splitlines()[-1]) for out in run_ranks(WORLD, WORKER, checkpoint, dtype, *layouts, timeout=300)]
+    by_rank = [
+        json.loads(out.strip().splitlines()[-1])
+        for out in run_ranks(WORLD, WORKER, checkpoint, dtype, *layouts, timeout=300)
+    ]
     itemsize, per_parameter = (2, 12) if dtype == "bfloat16" else (4, 8)
     for number, text in enumerate(layouts):
         tp, pp, ep = map(int, text.split("x"))
@@ -52,4 +73,6 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
         for stage in range(pp):
             shared = sum(counts[stage].shared) + counts[stage].tied
             held = shared * layout.tp + sum(counts[stage].experts) * layout.etp * layout.ep
-            assert sum(real["optimizer"] for real in found if real["stage"] == stage) == per_parameter * held, text
+            assert (
+                sum(real["optimizer"] for real in found if real["stage"] == stage) == per_parameter * held
+            ), text

@@ -10,7 +10,9 @@ def bytes_held(model) -> int:
 
     tensors = [*model.model.parameters()]
     if model.optimizer is not None:
-        tensors += [buffer.grad_data for buffer in (*model.wrapped.buffers, *model.wrapped.expert_parallel_buffers)]
+        tensors += [
+            buffer.grad_data for buffer in (*model.wrapped.buffers, *model.wrapped.expert_parallel_buffers)
+        ]
         tensors += optimizer_tensors(model.optimizer)
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 

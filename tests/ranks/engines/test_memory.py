@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.spawn import run_ranks
 from tests.records import comparable
+from tests.spawn import run_ranks
 from tools.make_toy import make_toy
 
 WORKER = Path(__file__).with_name("memory_worker.py")
@@ -35,7 +35,9 @@ def ppo_run(toy: Path, directory: Path, offload: str) -> tuple[list[list[int]], 
 
 
 @pytest.mark.slow
-def test_models_hold_no_byte_while_the_engine_generates_and_metrics_and_weights_are_the_same_to_the_bit(tmp_path):
+def test_models_hold_no_byte_while_the_engine_generates_and_metrics_and_weights_are_the_same_to_the_bit(
+    tmp_path,
+):
     toy = make_toy(tmp_path / "toy", layers=2, intermediate=128)
     held, metrics = {}, {}
     for offload in ("none", "optimizer", "all"):

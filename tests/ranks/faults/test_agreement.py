@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from rl.data.batch import fingerprint
 from rl.config.options import ConfigError
+from rl.data.batch import fingerprint
 from tests.spawn import run_ranks
 
 PROGRAM = """
@@ -65,7 +65,9 @@ def test_ranks_go_on_if_none_fails(said):
 
 @pytest.mark.parametrize(("case", "culprit"), [("first", 0), ("second", 1)])
 def test_every_rank_fails_if_one_does_and_the_error_names_it(said, case, culprit):
-    assert [rank[case] for rank in said] == [f"ConfigError: no file on host {culprit} (on rank {culprit})"] * 2
+    assert [rank[case] for rank in said] == [
+        f"ConfigError: no file on host {culprit} (on rank {culprit})"
+    ] * 2
 
 
 def test_an_error_of_all_ranks_is_said_once_and_names_none(said):
@@ -78,7 +80,12 @@ def test_equal_configs_agree_also_after_others_did_not(said):
 
 @pytest.mark.parametrize(
     ("case", "key"),
-    [("seed", "run.seed"), ("nested", "training.optimizer.lr"), ("list", "data.train"), ("type", "training.tp")],
+    [
+        ("seed", "run.seed"),
+        ("nested", "training.optimizer.lr"),
+        ("list", "data.train"),
+        ("type", "training.tp"),
+    ],
 )
 def test_a_config_that_differs_is_named_by_key_and_rank_on_every_rank(said, case, key):
     expected = f"ConfigError: {key} differs between ranks: rank 1 and rank 0 were started differently."
@@ -162,7 +169,13 @@ def test_ranks_that_agree_learn_the_largest_memory(found):
 
 @pytest.mark.parametrize(
     ("case", "field", "rank"),
-    [("batch", "batch ids", 2), ("code", "code", 0), ("phase", "phase", 2), ("step", "step", 1), ("config", "configuration", 1)],
+    [
+        ("batch", "batch ids", 2),
+        ("code", "code", 0),
+        ("phase", "phase", 2),
+        ("step", "step", 1),
+        ("config", "configuration", 1),
+    ],
 )
 def test_every_rank_says_which_field_differs_and_on_which_rank(found, case, field, rank):
     for said in (theirs[case] for theirs in found):
@@ -177,7 +190,9 @@ def test_ranks_of_different_phases_meet_and_the_phases_are_named(found):
 @pytest.mark.parametrize("case", ["table", "lacking"])
 def test_a_program_file_that_differs_or_is_lacking_is_named(found, case):
     for rank in found:
-        assert rank[case].startswith("rl/x.py differs between ranks: rank 1") and rank[case].endswith("rank 0 run different programs.")
+        assert rank[case].startswith("rl/x.py differs between ranks: rank 1") and rank[case].endswith(
+            "rank 0 run different programs."
+        )
 
 
 @pytest.mark.parametrize("name", ["linear.weight", "norm.weight"])
@@ -195,4 +210,16 @@ def test_a_batch_has_another_fingerprint_if_a_token_or_a_boundary_is_another():
         return fingerprint([np.array(array, np.int32) for array in arrays])
 
     assert of([1, 2], [3]) == of([1, 2], [3])
-    assert len({of([1, 2], [3]), of([1], [2, 3]), of([1, 2], [4]), of([3], [1, 2]), of([1, 2, 3]), of([1, 2], [3], [])}) == 6
+    assert (
+        len(
+            {
+                of([1, 2], [3]),
+                of([1], [2, 3]),
+                of([1, 2], [4]),
+                of([3], [1, 2]),
+                of([1, 2, 3]),
+                of([1, 2], [3], []),
+            }
+        )
+        == 6
+    )

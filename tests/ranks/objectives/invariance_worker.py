@@ -29,16 +29,16 @@ from rl.algorithms import load, prime
 from rl.config.schema import Config, load_config
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
-from rl.phases.policy_gradient import policy_loss, token_choice
+from rl.faults.agreement import Agreement
+from rl.faults.phase_tracker import Whereabouts
 from rl.objectives.rollout_correction import sequence_weights, token_weights
 from rl.phases.phases import Phases
+from rl.phases.policy_gradient import policy_loss, token_choice
 from rl.rollout.engine import Sample
 from rl.rollout.exchange import exchange
-from rl.faults.agreement import Agreement
+from rl.run_directory.progress import Progress
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
-from rl.faults.phase_tracker import Whereabouts
-from rl.run_directory.progress import Progress
 from rl.training.packing import MicroBatch, pack
 from tests.records import MACHINE
 
@@ -120,18 +120,29 @@ class ToyEngine:
                 gradient[name] = parameter.grad.clone()
             dist.all_reduce(gradient[name])
         self.gradients.append(gradient)
-        return dict(zip(sums, sum_over_world(torch.tensor(list(sums.values()), dtype=torch.float64), CPU.torch).tolist()))
+        return dict(
+            zip(
+                sums,
+                sum_over_world(torch.tensor(list(sums.values()), dtype=torch.float64), CPU.torch).tolist(),
+            )
+        )
 
 
 def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
     config.agreement.weights_every = 0  # of weights that a toy has not
     engine, nowhere = ToyEngine(), open(os.devnull, "w")
     phases = kind(
-        config, device=CPU, engines=Engines(engine, critic=engine, implicit_reward=engine), tokenizer=None, prompts=[],
-        sampler=None, scorer=None, progress=Progress(enabled=False),
+        config,
+        device=CPU,
+        engines=Engines(engine, critic=engine, implicit_reward=engine),
+        tokenizer=None,
+        prompts=[],
+        sampler=None,
+        scorer=None,
+        progress=Progress(enabled=False),
         watch=SimpleNamespace(where=Whereabouts(config.watchdog.limits, nowhere)),
         agreement=Agreement(config, "", dist.group.WORLD),
-    )  # fmt: skip
+    )
     phases.begin_step(1)
     return phases
 
@@ -155,7 +166,9 @@ def mini_batches(config: Config) -> Batch:
     batch = Batch(
         prompt_ids=[tokens(1 + i % 5) for i in range(count)],
         response_ids=[tokens(length) for length in lengths],
-        groups=torch.arange(count // 2).repeat_interleave(2) if pairs else torch.arange(len(sizes)).repeat_interleave(sizes),
+        groups=torch.arange(count // 2).repeat_interleave(2)
+        if pairs
+        else torch.arange(len(sizes)).repeat_interleave(sizes),
         truncated=torch.zeros(count, dtype=torch.bool),
         mask=(torch.rand(int(lengths.sum()), generator=generator) > 0.2).float(),
         unit=2 if pairs else 1,
@@ -171,7 +184,11 @@ def fill_columns(batch: Batch, config: Config, generator: torch.Generator) -> No
     """Log-probs and values near those of the toy model, and the rest at random."""
 
     def noise(scale):
-        return torch.randn(len(batch.mask), generator=generator).mul(scale).masked_fill(batch.mask == 0, float("nan"))
+        return (
+            torch.randn(len(batch.mask), generator=generator)
+            .mul(scale)
+            .masked_fill(batch.mask == 0, float("nan"))
+        )
 
     model = Tables(seed=1)
     micro = pack(batch, list(range(len(batch))), multiple=1, device=CPU.torch)
@@ -180,7 +197,11 @@ def fill_columns(batch: Batch, config: Config, generator: torch.Generator) -> No
     batch.old_logprobs = (micro.logprobs + noise(0.3)).clamp(max=-1e-3)
     batch.ref_logprobs = (micro.logprobs + noise(0.3)).clamp(max=-1e-3)
     batch.implicit_ref_logprobs = (micro.logprobs + noise(0.3)).clamp(max=-1e-3)
-    batch.advantages, batch.old_values, batch.returns = noise(1.0), micro.values + noise(0.3), micro.values + noise(1.0)
+    batch.advantages, batch.old_values, batch.returns = (
+        noise(1.0),
+        micro.values + noise(0.3),
+        micro.values + noise(1.0),
+    )
     pair = batch.old_logprobs, batch.old_logprobs + noise(0.3)
     if upper := config.rollout_correction.truncate_tokens:
         batch.loss_weights = token_weights(*pair, batch.mask, upper=upper)
@@ -258,13 +279,17 @@ class SampledRun(Phases):
 
     def generate(self, prompts, *, round=0):
         prompt_ids = [np.arange(1 + p % 4, dtype=np.int32) for p in prompts]
-        samples = [sample_of(prompts, i, number) for i in range(len(prompts)) for number in range(NUM_SAMPLES)]
+        samples = [
+            sample_of(prompts, i, number) for i in range(len(prompts)) for number in range(NUM_SAMPLES)
+        ]
         if self.direct:
             batch = Batch(
-                prompt_ids=[prompt_ids[s.prompt] for s in samples], response_ids=[s.token_ids for s in samples],
-                groups=torch.tensor([s.prompt for s in samples]), truncated=torch.tensor([s.truncated for s in samples]),
+                prompt_ids=[prompt_ids[s.prompt] for s in samples],
+                response_ids=[s.token_ids for s in samples],
+                groups=torch.tensor([s.prompt for s in samples]),
+                truncated=torch.tensor([s.truncated for s in samples]),
                 rollout_logprobs=torch.from_numpy(np.concatenate([s.logprobs for s in samples])),
-            )  # fmt: skip
+            )
         else:
             # Any rank may hold any sample, in any order; the last of four holds none.
             rng = random.Random(f"owners {round}")
@@ -299,7 +324,9 @@ def sample_of(prompts: list[int], i: int, number: int) -> Sample:
     rng = np.random.default_rng((prompts[i], number))
     length = 0 if (prompts[i] * NUM_SAMPLES + number) % 11 == 5 else int(rng.integers(1, 25))
     logprobs = -rng.gamma(2.0, 1.0, length).astype(np.float32)
-    return Sample(i, number, rng.integers(VOCAB, size=length).astype(np.int32), logprobs, truncated=length > 20)
+    return Sample(
+        i, number, rng.integers(VOCAB, size=length).astype(np.int32), logprobs, truncated=length > 20
+    )
 
 
 def trained_batch(config: Config, *, direct: bool) -> dict:
@@ -322,19 +349,27 @@ def trained_batch(config: Config, *, direct: bool) -> dict:
 def main(cases: str, out_dir: str, *world_sizes: str) -> None:
     rank, toy = int(os.environ["RANK"]), ["model.path=toy", "data.train=toy.jsonl"]
     losses, advantages = (
-        {name: load_config(None, toy + keys) for name, keys in json.loads(Path(cases).read_text())[part].items()}
+        {
+            name: load_config(None, toy + keys)
+            for name, keys in json.loads(Path(cases).read_text())[part].items()
+        }
         for part in ("losses", "advantages")
     )
     for world_size in map(int, world_sizes):
         if rank >= world_size:
             continue
         # A file for a store: rank 0 leaves one world for the next while others may still be about to leave.
-        dist.init_process_group("gloo", init_method=f"file://{out_dir}/store.{world_size}", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{out_dir}/store.{world_size}", rank=rank, world_size=world_size
+        )
         ways = [True, False] if world_size == 1 else [False]
         results = {
             "losses": {name: gradients(name, config) for name, config in losses.items()},
             "advantages": {
-                name: {("direct" if direct else "exchanged"): trained_batch(config, direct=direct) for direct in ways}
+                name: {
+                    ("direct" if direct else "exchanged"): trained_batch(config, direct=direct)
+                    for direct in ways
+                }
                 for name, config in advantages.items()
             },
         }

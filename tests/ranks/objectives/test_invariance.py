@@ -11,10 +11,10 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-from rl.config.schema import Objective, load_config
 from rl.config.checks import check
 from rl.config.objective_checks import check_loss
 from rl.config.options import ConfigError
+from rl.config.schema import Objective, load_config
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "invariance_worker.py"
@@ -31,7 +31,12 @@ OPTIONS = {
     "ppo": ["objective.dual_clip=1.3"],
     "gspo": ["objective.clip_low=0.02", "objective.clip_high=0.03"],
     "gmpo": ["objective.clip_low=0.3", "objective.clip_high=0.4"],
-    "clip-cov": ["objective.cov_fraction=0.1", "objective.cov_low=0.2", "objective.cov_high=3.0", "objective.dual_clip=1.3"],
+    "clip-cov": [
+        "objective.cov_fraction=0.1",
+        "objective.cov_low=0.2",
+        "objective.cov_high=3.0",
+        "objective.dual_clip=1.3",
+    ],
     "kl-cov": ["objective.cov_fraction=0.1", "objective.kl_cov_coef=0.7"],
     "dppo-tv": ["objective.clip_low=0.01", "objective.clip_high=0.02"],
     "dppo-kl": ["objective.clip_low=0.005", "objective.clip_high=0.01"],
@@ -88,7 +93,8 @@ CASES = {
 
 BY_ALGORITHM = {"reinforce++": "reinforce_pp", "gae": "ppo", "remax": "remax", "prime": "prime"}
 ADVANTAGE_CASES = {
-    name: [f"algorithm={BY_ALGORITHM.get(name, 'grpo')}", f"objective.advantage={name}"] for name in ADVANTAGES
+    name: [f"algorithm={BY_ALGORITHM.get(name, 'grpo')}", f"objective.advantage={name}"]
+    for name in ADVANTAGES
 }
 # What changes rewards, values and weights before the advantages are taken.
 for advantage, keys in {
@@ -127,7 +133,9 @@ def test_gradient_does_not_depend_on_ranks_or_micro_batches(results, case, world
             assert any(gradient.any() for gradient in b.values())
             for name in b:  # one by one: a small table must not hide behind a large one
                 difference, norm = (a[name].double() - b[name].double()).norm(), b[name].double().norm()
-                assert difference <= TOLERANCE * norm, f"{how}, update {update}, {name}: {difference / norm:.1e}"
+                assert difference <= TOLERANCE * norm, (
+                    f"{how}, update {update}, {name}: {difference / norm:.1e}"
+                )
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -151,7 +159,9 @@ def test_what_sets_the_losses_apart_takes_part_in_the_comparison(results):
     shares = {"pg_clipfrac", "pg_covfrac", "vf_clipfrac", "accuracy"}
     for case, found in metrics.items():
         for name in found:
-            assert name.rpartition("/")[2] not in shares or 0.02 < found[name] < 0.98, f"{case}: {name} {found[name]}"
+            assert name.rpartition("/")[2] not in shares or 0.02 < found[name] < 0.98, (
+                f"{case}: {name} {found[name]}"
+            )
     assert metrics["ppo-token-mean"]["actor/pg_clipfrac_lower"] > 0.02
     # So the check above has seen them.
     assert {"actor/pg_covfrac", "actor/pg_clipfrac"} < metrics["clip-cov-token-mean"].keys()

@@ -49,7 +49,9 @@ class PlainEngine:
                 shapes[weight.vllm] = tuple(map(max, stops, shapes.get(weight.vllm, stops)))
         self.parameters = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
         self.pieces = {
-            piece.hf: (weight.vllm, piece) for weight in weights for piece in weight.vllm_pieces(tp, self.rank_in_replica)
+            piece.hf: (weight.vllm, piece)
+            for weight in weights
+            for piece in weight.vllm_pieces(tp, self.rank_in_replica)
         }
         self.padded = {weight.vllm: weight.shapes[0][0] for weight in weights if weight.cut is VOCAB}
 
@@ -81,7 +83,11 @@ class NewMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        known = {t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        known = {
+            t.untyped_storage().data_ptr()
+            for t in torch.utils._pytree.tree_leaves((args, kwargs))
+            if torch.is_tensor(t)
+        }
         if torch.is_tensor(out) and out.untyped_storage().data_ptr() not in known:
             self.num_bytes += out.untyped_storage().nbytes()
         return out
@@ -116,7 +122,9 @@ def lower_bound(trainer, engine, *, without: str = "") -> int:
     for weight in trainer.weight_map.weights:
         if weight.vllm == without:
             continue
-        missing = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in zip(weight.hf, weight.shapes)}
+        missing = {
+            name: torch.zeros(shape, dtype=torch.bool) for name, shape in zip(weight.hf, weight.shapes)
+        }
         for piece in weight.vllm_pieces(engine.tp, engine.rank_in_replica):
             missing[piece.hf][index(piece.hf_box)] = True
         if weight.hf in local:
@@ -137,7 +145,9 @@ def contents(engine) -> dict:
 
 def differing(engine, expected: dict) -> list[str]:
     bits = transfer.bits
-    return [name for name, found in engine.weights().items() if not torch.equal(bits(found), bits(expected[name]))]
+    return [
+        name for name, found in engine.weights().items() if not torch.equal(bits(found), bits(expected[name]))
+    ]
 
 
 def largest_slice(engine) -> int:
@@ -234,18 +244,26 @@ def main(checkpoint: str, out: str, engine_kind: str, *layouts: str) -> None:
             tp, pp, *expert = map(int, layout.split("x"))
             training = Training(tp=tp, pp=pp, **dict(zip(("ep", "etp"), expert)))
             grid = new_grid(tp, pp, *expert)
-            trainer = TrainingEngine(checkpoint, hf, training=training, dtype="float32", grid=grid, device=device)
+            trainer = TrainingEngine(
+                checkpoint, hf, training=training, dtype="float32", grid=grid, device=device
+            )
             for rollout_tp in map(int, tps.split(",")):
                 if kind == "plain":
                     engine = PlainEngine(trainer.weight_map.weights, rollout_tp, device)
                 elif engine is None:
                     rollout = rollout_config(checkpoint, rollout_tp)
-                    engine = RolloutEngine(checkpoint, rollout, dtype="float32", max_tokens=128, seed=1, device=device)
+                    engine = RolloutEngine(
+                        checkpoint, rollout, dtype="float32", max_tokens=128, seed=1, device=device
+                    )
                 results.append(dict(layout=layout, rollout_tp=rollout_tp) | examine(trainer, engine))
             if kind == "plain" and layout == "2x1":
-                results[-1]["replicas"] = examine_replicas(trainer, PlainEngine(trainer.weight_map.weights, 1, device))
+                results[-1]["replicas"] = examine_replicas(
+                    trainer, PlainEngine(trainer.weight_map.weights, 1, device)
+                )
         if kind == "plain" and not expert:
-            results[-1]["fallback"] = examine_fallback(trainer, PlainEngine(trainer.weight_map.weights, 2, device))
+            results[-1]["fallback"] = examine_fallback(
+                trainer, PlainEngine(trainer.weight_map.weights, 2, device)
+            )
         with open(f"{out}.{RANKS.rank}", "w") as file:
             json.dump(results, file)
         dist.barrier()

@@ -40,20 +40,28 @@ def check_corruptions(results: list[list[dict]], weight: str) -> None:
         for rank, case in enumerate(cases):
             for change in ("element", "exchange"):
                 said = case["changed"][change]
-                assert f"{weight}[0, {column}] on rank 3: engine " in said and "on rank 0" not in said, (rank, change, said)
+                assert f"{weight}[0, {column}] on rank 3: engine " in said and "on rank 0" not in said, (
+                    rank,
+                    change,
+                    said,
+                )
             assert "(1 of" in case["changed"]["element"] and "(2 of" in case["changed"]["exchange"]
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
 def dense(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
-    sizes = dict(num_key_value_heads=4, intermediate_size=2048)  # training at tp 4 wants 4 KV heads; larger than the buffer
+    sizes = dict(
+        num_key_value_heads=4, intermediate_size=2048
+    )  # training at tp 4 wants 4 KV heads; larger than the buffer
     checkpoint = save_qwen2(directory / "model", seed=1, tie=request.param == "tied", **sizes)
     return run_layouts(directory, checkpoint, "plain:1,2,4", DENSE)
 
 
 def test_each_rank_receives_what_it_lacks_and_gets_what_the_loader_gives(dense):
-    assert [(case["layout"], case["rollout_tp"]) for case in dense[0]] == [(a, b) for a in DENSE for b in (1, 2, 4)]
+    assert [(case["layout"], case["rollout_tp"]) for case in dense[0]] == [
+        (a, b) for a in DENSE for b in (1, 2, 4)
+    ]
     check_results(dense)
 
 
@@ -69,7 +77,9 @@ def test_the_same_layout_moves_nothing(dense):
 def test_a_parameter_of_another_dtype_goes_through_the_loader_alone(dense):
     for cases in dense:
         found = cases[-1]["fallback"]
-        assert found["differing"] == [] and found["bfloat16_says"] == 1  # float32 values that bfloat16 cannot hold
+        assert (
+            found["differing"] == [] and found["bfloat16_says"] == 1
+        )  # float32 values that bfloat16 cannot hold
         assert found["fallback"] == 128 * 128 * 4
         assert found["received"] == found["lower_bound"]
 

@@ -65,6 +65,7 @@ def forge():
 def many_values():
     return {"score": 1.0} | {f"value {i}": 1.0 for i in range(100_000)}
 
+
 DEEDS = {
     "raises": raises,
     "interrupts": interrupt,
@@ -141,10 +142,19 @@ def length(response, **extra):
 
 
 def whereabouts(response, **extra):
-    return {"score": float(response), "pid": os.getpid(), "parent": os.getppid(), "threads": int(os.environ["OMP_NUM_THREADS"]),
-            "stdin": len(sys.stdin.read()), "group": os.getpgid(os.getppid())}
+    return {
+        "score": float(response),
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "threads": int(os.environ["OMP_NUM_THREADS"]),
+        "stdin": len(sys.stdin.read()),
+        "group": os.getpgid(os.getppid()),
+    }
 
-DAEMON = "import os, sys, time; os.setsid(); open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(1000)"
+
+DAEMON = (
+    "import os, sys, time; os.setsid(); open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(1000)"
+)
 
 
 def start_daemon(extra_info):
@@ -186,7 +196,8 @@ SERVER = []
 def keeps_a_server(response, **extra):
     if not SERVER:
         SERVER.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-    SERVER[0].stdin.write(b"a\n"); SERVER[0].stdin.flush()
+    SERVER[0].stdin.write(b"a\n")
+    SERVER[0].stdin.flush()
     assert SERVER[0].stdout.readline() == b"a\n"
     return {"score": float(response), "server": SERVER[0].pid}
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from rl.rewards.mixture import Component, Plan, make_plan
 from rl.rewards.pool import pool as pool_module
 from rl.rewards.pool import worker_process
-from rl.rewards.mixture import Component, Plan, make_plan
 from rl.rewards.pool.pool import ScoringPool, default_workers
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,7 +29,13 @@ def make_pool(path, name, **options):
 
 def samples_of(responses, **extra_info):
     return [
-        {"prompt": "a", "response": str(r), "ground_truth": "2", "data_source": "toy", "extra_info": dict(extra_info)}
+        {
+            "prompt": "a",
+            "response": str(r),
+            "ground_truth": "2",
+            "data_source": "toy",
+            "extra_info": dict(extra_info),
+        }
         for r in responses
     ]
 
@@ -86,7 +92,9 @@ def test_scores_details_and_predictions_come_back_in_order():
     with make_pool(REWARDS, "plain", workers=3) as pool:
         for num_samples in (0, 1, 300):
             scores = pool.score(samples_of(range(num_samples)))
-            assert [s.values for s in scores] == [{"score": float(i), "acc": 1.0, "failed": 0.0} for i in range(num_samples)]
+            assert [s.values for s in scores] == [
+                {"score": float(i), "acc": 1.0, "failed": 0.0} for i in range(num_samples)
+            ]
             assert [s.prediction for s in scores] == [f"<{i}>" for i in range(num_samples)]
 
 
@@ -115,7 +123,9 @@ def test_one_sample_starts_one_worker():
 
 def test_samples_larger_than_any_buffer():
     with make_pool(REWARDS, "length", workers=2) as pool:
-        assert numbers_of(pool.score(samples_of("x" * (3_000_000 + i) for i in range(8)))) == [3_000_000.0 + i for i in range(8)]
+        assert numbers_of(pool.score(samples_of("x" * (3_000_000 + i) for i in range(8)))) == [
+            3_000_000.0 + i for i in range(8)
+        ]
 
 
 def test_each_data_source_has_its_functions():
@@ -139,9 +149,15 @@ def test_paths_and_modules_are_found_as_in_the_process_that_made_the_pool(tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     sys.path.remove(str(tmp_path))
     sys.path.append(str(tmp_path))
-    by_module = ScoringPool(make_plan("own:score", {}, {}), failure_score=0.0, workers=1, timeout_s=20, memory_mib=2048)
+    by_module = ScoringPool(
+        make_plan("own:score", {}, {}), failure_score=0.0, workers=1, timeout_s=20, memory_mib=2048
+    )
     with by_path, by_module:
-        assert numbers_of(by_path.score(samples_of([1]))) == numbers_of(by_module.score(samples_of([1]))) == [0.5]
+        assert (
+            numbers_of(by_path.score(samples_of([1])))
+            == numbers_of(by_module.score(samples_of([1])))
+            == [0.5]
+        )
 
 
 def test_a_function_may_keep_a_process_from_call_to_call():
@@ -157,8 +173,7 @@ def test_ten_thousand_rule_scores_take_seconds():
     """Measured on two cores of a shared machine: 20,000 to 35,000 a second."""
     reasoning = "First 12 * 3 = 36 dollars, then 36 + 4 = 40 dollars. " * 6
     samples = [
-        {**samples_of([f"{reasoning}#### {i}"], index=i)[0], "ground_truth": str(i)}
-        for i in range(10_000)
+        {**samples_of([f"{reasoning}#### {i}"], index=i)[0], "ground_truth": str(i)} for i in range(10_000)
     ]
     plan = make_plan("rl.rewards.gsm8k:score", {}, {})
     with ScoringPool(plan, failure_score=0.0, workers=2, timeout_s=20, memory_mib=2048) as pool:
@@ -174,10 +189,26 @@ def test_ten_thousand_rule_scores_take_seconds():
 
 
 AT_ONCE = [
-    "raises", "interrupts", "recurses", "allocates", "exits", "exits at once", "crashes", "kills itself", "kills its group",
-    "kills its parent", "kills its parent's group", "stops its parent", "closes all", "writes rubbish", "writes without end",
-    "forges", "returns nan", "returns text", "returns too much",
-]  # fmt: skip
+    "raises",
+    "interrupts",
+    "recurses",
+    "allocates",
+    "exits",
+    "exits at once",
+    "crashes",
+    "kills itself",
+    "kills its group",
+    "kills its parent",
+    "kills its parent's group",
+    "stops its parent",
+    "closes all",
+    "writes rubbish",
+    "writes without end",
+    "forges",
+    "returns nan",
+    "returns text",
+    "returns too much",
+]
 LATE = ["sleeps", "spins", "stops itself"]
 
 
@@ -289,7 +320,9 @@ def test_async_calls_that_never_await_share_no_limit():
 
 
 def test_a_slow_import_does_not_count_as_a_call(tmp_path):
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1.5)\ndef score(response, **extra):\n    return float(response)\n")
+    (tmp_path / "slow.py").write_text(
+        "import time\ntime.sleep(1.5)\ndef score(response, **extra):\n    return float(response)\n"
+    )
     with make_pool(tmp_path / "slow.py", "score", timeout_s=0.7) as pool:
         assert numbers_of(pool.score(samples_of(range(10)))) == [float(i) for i in range(10)]
 
@@ -381,7 +414,9 @@ def test_workers_die_with_the_process_that_started_them(tmp_path):
         pool.score([dict(sample, response="1")])
         time.sleep(1000)
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     scorer, supervisor, fork = map(int, process.stdout.readline().split())
     try:
         assert is_alive(scorer) and is_alive(supervisor)
@@ -413,7 +448,14 @@ def test_nothing_is_logged_when_nothing_fails(caplog):
 
 
 @pytest.mark.parametrize(
-    "options", [{"workers": 0}, {"timeout_s": 0}, {"timeout_s": float("inf")}, {"memory_mib": -1}, {"startup_s": float("nan")}]
+    "options",
+    [
+        {"workers": 0},
+        {"timeout_s": 0},
+        {"timeout_s": float("inf")},
+        {"memory_mib": -1},
+        {"startup_s": float("nan")},
+    ],
 )
 def test_numbers_out_of_range_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options)).rpartition("_")[0] or "worker"):

@@ -1,6 +1,6 @@
 """One rank of test_engine.py: each check is a function; prints the names of those that passed.
 
-    engine_worker.py CHECKPOINT        two ranks, one replica of tp 2 and then nothing else in the process
+engine_worker.py CHECKPOINT        two ranks, one replica of tp 2 and then nothing else in the process
 """
 
 import sys
@@ -26,7 +26,14 @@ from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
 
 PLAIN = Sampling(
-    samples_per_prompt=3, temperature=0.9, top_p=1.0, top_k=0, min_p=0.0, max_tokens=10, stop=(), stop_token_ids=()
+    samples_per_prompt=3,
+    temperature=0.9,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    max_tokens=10,
+    stop=(),
+    stop_token_ids=(),
 )
 PROMPTS = [np.arange(10, 10 + n, dtype=np.int32) for n in (3, 20, 7, 1)]
 
@@ -44,7 +51,9 @@ class Checks:
         hf = read_hf_config(checkpoint)
         self.reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self.trainer = build_policy(self.config, hf, build_grid(tp=1, pp=1, seed=1), device)
-        self.engine = RolloutEngine(checkpoint, self.config.rollout, dtype="float32", max_tokens=128, seed=1, device=device)
+        self.engine = RolloutEngine(
+            checkpoint, self.config.rollout, dtype="float32", max_tokens=128, seed=1, device=device
+        )
         refit(self.trainer, self.engine)
 
     def samples(self, sampling: Sampling, seed: int = 0) -> dict:
@@ -62,7 +71,9 @@ class Checks:
         samples = self.samples(PLAIN)
         assert samples.keys() == {(p, n) for p in range(4) for n in range(3)}
         assert len({tuple(s.token_ids) for s in samples.values()}) > 8
-        assert all(1 <= len(s.token_ids) <= 10 and len(s.logprobs) == len(s.token_ids) for s in samples.values())
+        assert all(
+            1 <= len(s.token_ids) <= 10 and len(s.logprobs) == len(s.token_ids) for s in samples.values()
+        )
 
     def check_samples_do_not_depend_on_global_random_state_or_sleep(self):
         first = self.samples(PLAIN)
@@ -78,7 +89,12 @@ class Checks:
         assert any(not np.array_equal(first[k].token_ids, other[k].token_ids) for k in first)
 
     def check_logprobs_are_those_of_the_sampling_distribution(self):
-        for sampling in (PLAIN, replace(PLAIN, top_k=5), replace(PLAIN, top_p=0.6), replace(PLAIN, min_p=0.1)):
+        for sampling in (
+            PLAIN,
+            replace(PLAIN, top_k=5),
+            replace(PLAIN, top_p=0.6),
+            replace(PLAIN, min_p=0.1),
+        ):
             for sample in self.samples(sampling).values():
                 logits = self.logits(sample) / sampling.temperature
                 probs = logits.softmax(-1)
@@ -104,7 +120,9 @@ class Checks:
         assert long.truncated == (len(long.token_ids) == 10 and long.token_ids[-1] != 1)
         third = int(long.token_ids[2])
         first_at = long.token_ids.tolist().index(third)
-        stopped = self.samples(replace(PLAIN, temperature=0.0, samples_per_prompt=1, stop_token_ids=(third,)))[0, 0]
+        stopped = self.samples(
+            replace(PLAIN, temperature=0.0, samples_per_prompt=1, stop_token_ids=(third,))
+        )[0, 0]
         assert stopped.token_ids.tolist() == long.token_ids[: first_at + 1].tolist() and not stopped.truncated
         tokenizer = self.engine.llm.get_tokenizer()
         text = tokenizer.decode([third])

@@ -66,7 +66,9 @@ def drain(queue):
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
 @pytest.mark.parametrize("num_items", [0, 1, 7, 24])
 def test_static_replicas_cover_all_items_once(num_items, num_replicas):
-    shares = [drain(StaticQueue(num_items, replica=r, num_replicas=num_replicas)) for r in range(num_replicas)]
+    shares = [
+        drain(StaticQueue(num_items, replica=r, num_replicas=num_replicas)) for r in range(num_replicas)
+    ]
     assert sorted(item for share in shares for item in share) == list(range(num_items))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 

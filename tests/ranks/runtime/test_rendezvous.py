@@ -11,7 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rl.runtime import rendezvous
 from rl.runtime.ranks import discover
-from rl.runtime.rendezvous import FIRST_PORT, NUM_PORTS, candidate_ports, listen, listen_anywhere, outside_ephemeral_range
+from rl.runtime.rendezvous import (
+    FIRST_PORT,
+    NUM_PORTS,
+    candidate_ports,
+    listen,
+    listen_anywhere,
+    outside_ephemeral_range,
+)
 from tests.spawn import ROOT
 
 PROGRAM = """
@@ -31,16 +38,30 @@ def step(job, rank, *, world=4, nodes="node[1-2]", tasks="2(x2)", **more):
     """Variables of a rank of two nodes with two tasks each, all of which are this host."""
     node = rank // 2
     return {
-        "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(world), "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(node), "SLURM_STEP_NODELIST": nodes,
-        "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURMD_NODENAME": f"node{node + 1}", "MASTER_ADDR": "127.0.0.1", **more,
-    }  # fmt: skip
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(world),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % 2),
+        "SLURM_NODEID": str(node),
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURMD_NODENAME": f"node{node + 1}",
+        "MASTER_ADDR": "127.0.0.1",
+        **more,
+    }
 
 
 def start(env):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER", "RANK", "WORLD"))}
     command = [sys.executable, "-c", PROGRAM]
-    return subprocess.Popen(command, env=clean | {"PYTHONPATH": str(ROOT)} | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        env=clean | {"PYTHONPATH": str(ROOT)} | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def answers(processes):
@@ -74,7 +95,12 @@ def test_jobs_with_one_first_candidate_have_other_ones():
 
 
 def test_candidates_lie_between_the_privileged_and_the_ephemeral_ports_and_are_no_default_of_torch():
-    candidates = {port for job in (1, 3142, 99_999_999, 2**31 - 2) for step_id in (0, 1, 999) for port in ports(job, step_id)}
+    candidates = {
+        port
+        for job in (1, 3142, 99_999_999, 2**31 - 2)
+        for step_id in (0, 1, 999)
+        for port in ports(job, step_id)
+    }
     assert min(candidates) >= FIRST_PORT > 1024 and max(candidates) < FIRST_PORT + NUM_PORTS <= 32768
 
 
@@ -112,7 +138,9 @@ def test_a_rank_that_does_not_come_is_named_with_its_node():
     said = answers(meeting(77, ranks=[0, 1, 2], LOCKSTEP_JOIN_TIMEOUT="3"))
     assert time.monotonic() - started < 30
     sentence, silent = said[0]
-    assert not silent and re.search(r"rank 3 of 4 did not come within 3 s .* missing on node2 \(1 of 2 came\)", sentence), sentence
+    assert not silent and re.search(
+        r"rank 3 of 4 did not come within 3 s .* missing on node2 \(1 of 2 came\)", sentence
+    ), sentence
     assert all(silent for _, silent in said[1:])  # the first rank has said it
 
 
@@ -159,12 +187,16 @@ def test_sixty_four_ranks_meet():
     first = start(env)
     with ThreadPoolExecutor(63) as threads:
         others = [discover(env | {"SLURM_PROCID": str(rank)}) for rank in range(1, 64)]
-        met = list(threads.map(lambda ranks: rendezvous.meet(ranks, env | {"SLURM_PROCID": str(ranks.rank)}), others))
+        met = list(
+            threads.map(lambda ranks: rendezvous.meet(ranks, env | {"SLURM_PROCID": str(ranks.rank)}), others)
+        )
     assert {ranks.master_port for ranks in met} == {ports(82)[0]} == {answers([first])[0][1]}
 
 
 def test_without_a_launcher_the_port_is_any_free_one():
-    alone = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RANK", "WORLD"))}
+    alone = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RANK", "WORLD"))
+    }
     ranks = rendezvous.meet(discover(alone), alone)
     with ranks.listener:
         assert ranks.listener.getsockname()[1] == ranks.master_port >= FIRST_PORT

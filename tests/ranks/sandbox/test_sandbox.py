@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rl.sandbox import sandbox
-from rl.sandbox.sandbox import LAYERS, Limits, Protections, protections, run_program
 from rl.sandbox.child import seccomp_filter
+from rl.sandbox.sandbox import LAYERS, Limits, Protections, protections, run_program
 from tests.spawn import ROOT
 
 # The layers in use here, and what is used where seccomp or Landlock is missing.
@@ -40,11 +40,15 @@ def layers(request):
 
 def try_each(*attempts: str) -> str:
     """A program that prints how each attempt, a statement, ended: `done`, or the name of the exception."""
-    return "import os, json, socket\nends = []\n" + "".join(
-        f"try:\n    {attempt}\n    ends.append('done')\nexcept BaseException as error:\n"
-        "    ends.append(type(error).__name__)\n"
-        for attempt in attempts
-    ) + "print(json.dumps(ends))\n"
+    return (
+        "import os, json, socket\nends = []\n"
+        + "".join(
+            f"try:\n    {attempt}\n    ends.append('done')\nexcept BaseException as error:\n"
+            "    ends.append(type(error).__name__)\n"
+            for attempt in attempts
+        )
+        + "print(json.dumps(ends))\n"
+    )
 
 
 def ends(*attempts, layers=None, limits=None):
@@ -75,7 +79,9 @@ def processes_with(text):
 def test_a_program_gets_its_input_and_gives_output_errors_and_status(layers):
     before = leftovers()
     outcome = run_program(
-        "import sys\nprint(int(input()) + 1)\nprint('h\\u00e4', file=sys.stderr)\nsys.exit(3)", stdin="41\n", layers=layers
+        "import sys\nprint(int(input()) + 1)\nprint('h\\u00e4', file=sys.stderr)\nsys.exit(3)",
+        stdin="41\n",
+        layers=layers,
     )
     assert (outcome.end, outcome.code, outcome.stdout, outcome.stderr) == ("exit", 3, "42\n", "h\u00e4\n")
     assert not outcome.ok and 0 < outcome.seconds < 5
@@ -113,7 +119,9 @@ open("/dev/null", "w").write("a")
 
 def test_the_environment_and_the_packages_of_this_process_are_not_there(monkeypatch):
     monkeypatch.setenv("API_KEY", "secret")
-    outcome = run_program("import os, sys\nprint(dict(os.environ), sys.path, sys.flags.isolated, os.listdir())")
+    outcome = run_program(
+        "import os, sys\nprint(dict(os.environ), sys.path, sys.flags.isolated, os.listdir())"
+    )
     assert "secret" not in outcome.stdout and str(ROOT) not in outcome.stdout
     assert outcome.stdout.endswith("1 ['program.py']\n")
 
@@ -139,7 +147,14 @@ def test_files_outside_cannot_be_read_listed_or_run(layers, tmp_path):
     secret.write_text("secret")
     secret.chmod(0o644)
     home = os.path.expanduser("~")
-    paths = [str(secret), "/etc/passwd", "/etc/shadow", "/proc/self/environ", f"/proc/{os.getpid()}/environ", __file__]
+    paths = [
+        str(secret),
+        "/etc/passwd",
+        "/etc/shadow",
+        "/proc/self/environ",
+        f"/proc/{os.getpid()}/environ",
+        __file__,
+    ]
     reads = ends(*[f"open({path!r}).read()" for path in paths], layers=layers)
     lists = ends(*[f"os.listdir({path!r})" for path in (home, "/tmp", "/proc", str(tmp_path))], layers=layers)
     denied = {"PermissionError", "FileNotFoundError"}
@@ -149,7 +164,11 @@ def test_files_outside_cannot_be_read_listed_or_run(layers, tmp_path):
     if layers:
         source = f"import os\nprint(os.listdir('/tmp'), os.path.exists({home!r}) and os.listdir({home!r}))"
         listed = run_program(source, layers=layers)
-        assert "secret" not in listed.stdout and ".ssh" not in listed.stdout and tmp_path.parts[2] not in listed.stdout
+        assert (
+            "secret" not in listed.stdout
+            and ".ssh" not in listed.stdout
+            and tmp_path.parts[2] not in listed.stdout
+        )
     assert ends("os.execv('/bin/cat', ['cat', '/etc/passwd'])", layers=layers)[0] in denied
     links = [f"os.symlink({str(secret)!r}, 'link'); open('link').read()", f"os.link({str(secret)!r}, 'hard')"]
     assert set(ends(*links, layers=layers)) <= denied | {"OSError"}
@@ -162,17 +181,30 @@ def test_nothing_outside_its_directory_can_be_written_or_changed(layers, tmp_pat
     os.utime(victim, (1, 1))
     name, library = str(victim), os.path.realpath(json.__file__)
     before = {path: (os.stat(path).st_mode, os.stat(path).st_size) for path in (name, library)}
-    attempts = [f"open({str(tmp_path / 'new')!r}, 'w')", "open('/etc/new-file', 'w')", "open('/dev/shm/lockstep-new', 'w')"]
+    attempts = [
+        f"open({str(tmp_path / 'new')!r}, 'w')",
+        "open('/etc/new-file', 'w')",
+        "open('/dev/shm/lockstep-new', 'w')",
+    ]
     for path in (name, library):
         attempts += [
-            f"open({path!r}, 'a')", f"os.truncate({path!r}, 0)", f"os.open({path!r}, os.O_RDONLY | os.O_TRUNC)",
-            f"os.unlink({path!r})", f"os.rename({path!r}, 'mine')", f"os.chmod({path!r}, 0)", f"os.utime({path!r}, (5, 5))",
-        ]  # fmt: skip
+            f"open({path!r}, 'a')",
+            f"os.truncate({path!r}, 0)",
+            f"os.open({path!r}, os.O_RDONLY | os.O_TRUNC)",
+            f"os.unlink({path!r})",
+            f"os.rename({path!r}, 'mine')",
+            f"os.chmod({path!r}, 0)",
+            f"os.utime({path!r}, (5, 5))",
+        ]
     result = ends(*attempts, layers=layers)
     refused = {"PermissionError", "FileNotFoundError", "OSError"}
     assert set(result) <= refused, dict(zip(attempts, result, strict=True))
     assert {path: (os.stat(path).st_mode, os.stat(path).st_size) for path in (name, library)} == before
-    assert os.stat(name).st_mtime == 1 and not (tmp_path / "new").exists() and not os.path.exists("/etc/new-file")
+    assert (
+        os.stat(name).st_mtime == 1
+        and not (tmp_path / "new").exists()
+        and not os.path.exists("/etc/new-file")
+    )
 
 
 def test_the_directory_is_removed_however_deep_and_odd_it_is(tmp_path, monkeypatch):
@@ -339,7 +371,9 @@ def test_an_endless_loop_ends_by_processor_time_and_a_sleeper_by_wall_time():
     assert busy.end == "time" and busy.seconds < 15
     stubborn = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     assert run_program(stubborn, limits=Limits(cpu_s=1, wall_s=20)).code == -signal.SIGKILL
-    asleep = run_program("print('before', flush=True)\nimport time\ntime.sleep(60)", limits=Limits(wall_s=0.5))
+    asleep = run_program(
+        "print('before', flush=True)\nimport time\ntime.sleep(60)", limits=Limits(wall_s=0.5)
+    )
     assert asleep.end == "time" and asleep.stdout == "before\n" and asleep.seconds < 5
 
 
@@ -361,7 +395,9 @@ def test_endless_output_is_cut_and_ends_the_program():
 
 def test_output_that_is_not_utf8_and_input_larger_than_a_pipe():
     assert run_program("import sys\nsys.stdout.buffer.write(b'\\xff')").stdout == "\ufffd"
-    assert run_program("import sys\nprint(len(sys.stdin.read()))", stdin="a" * 3_000_000).stdout == "3000000\n"
+    assert (
+        run_program("import sys\nprint(len(sys.stdin.read()))", stdin="a" * 3_000_000).stdout == "3000000\n"
+    )
 
 
 # ---- the caller ----
@@ -369,7 +405,9 @@ def test_output_that_is_not_utf8_and_input_larger_than_a_pipe():
 
 def test_a_killed_caller_leaves_neither_process_nor_directory(tmp_path):
     code = "from rl.sandbox.sandbox import run_program\nrun_program('import time\\ntime.sleep(100)')"
-    caller = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)})
+    caller = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
     try:
         deadline = time.monotonic() + 20
         while not processes_with(f"{tmp_path}/lockstep-code-"):

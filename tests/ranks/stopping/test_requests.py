@@ -70,10 +70,21 @@ out["hand"] = [seen(stop), stop.agree().reason, stop.agree().by_hand]
 """,
         tmp_path,
     )
-    assert both[0] == both[1] == {
-        "nothing": "", "save": [True, False], "long": "", "short": "run.max_time is over", "unmeasured": "", "fits": "",
-        "in a generation": False, "near": "the job's end is near", "hand": [True, "the file 'stop'", True],
-    }  # fmt: skip
+    assert (
+        both[0]
+        == both[1]
+        == {
+            "nothing": "",
+            "save": [True, False],
+            "long": "",
+            "short": "run.max_time is over",
+            "unmeasured": "",
+            "fits": "",
+            "in a generation": False,
+            "near": "the job's end is near",
+            "hand": [True, "the file 'stop'", True],
+        }
+    )
     assert not (tmp_path / "save").exists() and (tmp_path / "stop").exists()
 
 
@@ -99,9 +110,18 @@ out["terminate"] = requests().agree().reason
         tmp_path,
         SLURM_JOB_ID="5",
     )
-    assert both[0] == both[1] == {
-        "before": ["", "None"], "in a generation": True, "agreed": "SIGUSR2", "child": None, "terminated": -15, "terminate": "SIGTERM",
-    }  # fmt: skip
+    assert (
+        both[0]
+        == both[1]
+        == {
+            "before": ["", "None"],
+            "in a generation": True,
+            "agreed": "SIGUSR2",
+            "child": None,
+            "terminated": -15,
+            "terminate": "SIGTERM",
+        }
+    )
 
 
 def test_a_lead_that_is_too_short_is_said_once(tmp_path):
@@ -115,4 +135,8 @@ out["unknown"] = requests(LOCKSTEP_SIGNAL_LEAD="").measured(500.0, 500.0, unstop
     )
     fine, warning, again = first["said"]
     assert fine == again == first["unknown"] == ""
-    assert "comes 120 s early" in warning and "a step (80 s) and a checkpoint (41 s)" in warning and "USR2@302" in warning
+    assert (
+        "comes 120 s early" in warning
+        and "a step (80 s) and a checkpoint (41 s)" in warning
+        and "USR2@302" in warning
+    )

@@ -26,8 +26,8 @@ from rl.config.schema import Config, Data, Model, Objective, Optimizer, Rollout,
 from rl.data.batch import Batch  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
-from rl.phases.policy_gradient import policy_loss  # noqa: E402
 from rl.phases.phases import Totals  # noqa: E402
+from rl.phases.policy_gradient import policy_loss  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.packing import MicroBatch, plan_minibatch  # noqa: E402
 
@@ -40,10 +40,18 @@ def config_of(checkpoint: str, tp: int, pp: int, micro_batch_tokens: int) -> Con
         Config(
             model=Model(path=checkpoint, dtype="float32"),
             data=Data(prompts_per_step=4),
-            training=Training(tp=tp, pp=pp, micro_batch_tokens=micro_batch_tokens, head_chunk_tokens=11, optimizer=optimizer),
+            training=Training(
+                tp=tp, pp=pp, micro_batch_tokens=micro_batch_tokens, head_chunk_tokens=11, optimizer=optimizer
+            ),
             rollout=Rollout(temperature=0.8, samples_per_prompt=2),
             objective=Objective(
-                advantage="grpo", loss="ppo", aggregation="seq-mean-token-mean", entropy_coef=0.05, kl_coef=0.1, clip_low=0.1, clip_high=0.1
+                advantage="grpo",
+                loss="ppo",
+                aggregation="seq-mean-token-mean",
+                entropy_coef=0.05,
+                kl_coef=0.1,
+                clip_low=0.1,
+                clip_high=0.1,
             ),
         )
     )
@@ -72,7 +80,9 @@ def fixed_batch(vocab_size: int) -> Batch:
 
 
 def totals_of(batch: Batch) -> Totals:
-    return Totals(num_tokens=float(batch.mask.sum()), num_samples=float(len(batch)), num_units=float(len(batch)))
+    return Totals(
+        num_tokens=float(batch.mask.sum()), num_samples=float(len(batch)), num_units=float(len(batch))
+    )
 
 
 def megatron(config: Config, device, tp: int, pp: int) -> dict:
@@ -81,7 +91,9 @@ def megatron(config: Config, device, tp: int, pp: int) -> dict:
     batch = fixed_batch(hf["vocab_size"])
     before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
     loss = partial(policy_loss(config), totals=totals_of(batch))
-    plan = plan_minibatch(batch, list(range(8)), dp=trainer.grid.dp, max_tokens=config.training.micro_batch_tokens)
+    plan = plan_minibatch(
+        batch, list(range(8)), dp=trainer.grid.dp, max_tokens=config.training.micro_batch_tokens
+    )
     terms = trainer.update(batch, plan, loss, lr=EPS)
     gradient = {name: before[name] - tensor for name, tensor in trainer.full_weights()}
     return {"gradient": gradient, "terms": terms}
@@ -107,19 +119,32 @@ def hugging_face(config: Config) -> dict:
     logprobs, entropies = [], []
     for prompt, response in zip(batch.prompt_ids, batch.response_ids):
         ids = torch.tensor([*prompt.tolist(), *response.tolist()])
-        log_p = (model(ids[None]).logits[0] / config.rollout.temperature).log_softmax(-1)[len(prompt) - 1 : -1]
+        log_p = (model(ids[None]).logits[0] / config.rollout.temperature).log_softmax(-1)[
+            len(prompt) - 1 : -1
+        ]
         logprobs.append(log_p.gather(1, ids[len(prompt) :, None])[:, 0])
         entropies.append(-(log_p.exp() * log_p).sum(-1))
     micro = MicroBatch(
-        samples=list(range(8)), tokens=None, position_ids=None, cu_seqlens=None, max_seqlen=0, predict_at=None, targets=None,
-        lengths=batch.lengths, column_index=None, columns={k: v.double() for k, v in batch.token_columns().items()},
-    )  # fmt: skip
+        samples=list(range(8)),
+        tokens=None,
+        position_ids=None,
+        cu_seqlens=None,
+        max_seqlen=0,
+        predict_at=None,
+        targets=None,
+        lengths=batch.lengths,
+        column_index=None,
+        columns={k: v.double() for k, v in batch.token_columns().items()},
+    )
     micro.logprobs, micro.entropy = torch.cat(logprobs), torch.cat(entropies)
     value, terms = policy_loss(config)(micro, totals_of(batch))
     value.backward()
     gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
     norm = torch.stack([g.norm() for g in gradient.values()]).norm()
-    return {"gradient": gradient, "terms": {k: float(v) for k, v in terms.items()} | {"grad_norm": float(norm)}}
+    return {
+        "gradient": gradient,
+        "terms": {k: float(v) for k, v in terms.items()} | {"grad_norm": float(norm)},
+    }
 
 
 def main(checkpoint: str, out_dir: str, *cases: str) -> None:

@@ -67,7 +67,10 @@ def main(checkpoint: str, directory: str, first: str, *layouts: str) -> None:
             after_one = weights_of(trainer)
             update(trainer, batch)
             after_two = weights_of(trainer)
-            results[layout] = [largest_difference(after_one, expected_one), largest_difference(after_two, expected_two)]
+            results[layout] = [
+                largest_difference(after_one, expected_one),
+                largest_difference(after_two, expected_two),
+            ]
         if RANKS.rank == 0:
             Path(directory, "out.json").write_text(json.dumps(results))
 

@@ -29,7 +29,11 @@ def storages(model: TrainingEngine) -> dict[str, int]:
         return sum(held.values())
 
     weights = {weight.untyped_storage()._cdata for weight in model.model.parameters()}
-    state = [tensor for tensor in optimizer_tensors(model.optimizer) if tensor.untyped_storage()._cdata not in weights]
+    state = [
+        tensor
+        for tensor in optimizer_tensors(model.optimizer)
+        if tensor.untyped_storage()._cdata not in weights
+    ]
     return {
         "weights": size(model.model.parameters()),
         "gradients": size(buffer.grad_data for buffer in buffers),
@@ -40,7 +44,13 @@ def storages(model: TrainingEngine) -> dict[str, int]:
 def train(path: str, device, grid, dtype: str, mode: str) -> tuple[list, list]:
     training = replace(Config().training, micro_batch_tokens=64)
     model = TrainingEngine(
-        path, read_hf_config(path), training=training, dtype=dtype, grid=grid, device=device, optimizer=Optimizer(lr=1e-3)
+        path,
+        read_hf_config(path),
+        training=training,
+        dtype=dtype,
+        grid=grid,
+        device=device,
+        optimizer=Optimizer(lr=1e-3),
     )
     rng, seen, sizes = np.random.default_rng(0), [], []
     for _ in range(3):
@@ -54,7 +64,9 @@ def train(path: str, device, grid, dtype: str, mode: str) -> tuple[list, list]:
         batch = Batch(ids, ids, groups=torch.arange(8), truncated=torch.zeros(8, dtype=torch.bool))
         plan = plan_minibatch(batch, list(range(8)), dp=grid.dp, max_tokens=64)
         (logprobs,) = model.forward(batch, [plan], ("logprobs",))
-        report = model.update(batch, plan, lambda micro: ((loss := -micro.logprobs.sum() / 48), {"loss": loss}), lr=1e-3)
+        report = model.update(
+            batch, plan, lambda micro: ((loss := -micro.logprobs.sum() / 48), {"loss": loss}), lr=1e-3
+        )
         seen.append([report["grad_norm"], logprobs.double().sum().item()])
     sizes.append(storages(model))
     seen.append([weight.double().sum().item() for weight in model.model.parameters()])

@@ -38,7 +38,14 @@ TEMPERATURE = 0.7
 EPS = 1e7
 """Of Adam, and the learning rate: an epsilon so far above the gradients makes its step the gradient."""
 SAMPLING = Sampling(
-    samples_per_prompt=2, temperature=TEMPERATURE, top_p=1.0, top_k=0, min_p=0.0, max_tokens=12, stop=(), stop_token_ids=()
+    samples_per_prompt=2,
+    temperature=TEMPERATURE,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    max_tokens=12,
+    stop=(),
+    stop_token_ids=(),
 )
 
 
@@ -48,11 +55,16 @@ def config_of(checkpoint: str, tp: int, pp: int, ep: int, rollout_tp: int, etp: 
         Config(
             model=Model(path=checkpoint, dtype="float32"),
             data=Data(max_prompt_tokens=64),
-            training=Training(tp=tp, pp=pp, ep=ep, etp=etp, micro_batch_tokens=96, head_chunk_tokens=7, optimizer=optimizer),
+            training=Training(
+                tp=tp, pp=pp, ep=ep, etp=etp, micro_batch_tokens=96, head_chunk_tokens=7, optimizer=optimizer
+            ),
             rollout=Rollout(
-                tp=max(1, rollout_tp), temperature=TEMPERATURE, max_response_tokens=64, max_concurrent_samples=4,
+                tp=max(1, rollout_tp),
+                temperature=TEMPERATURE,
+                max_response_tokens=64,
+                max_concurrent_samples=4,
                 cpu_kv_cache_mib=16,
-            ),  # fmt: skip
+            ),
         )
     )
 
@@ -97,7 +109,11 @@ def hf_gradient(model, logprobs, directory: Path) -> dict[str, torch.Tensor]:
         for parameter, gradient in zip(model.parameters(), gradients):
             parameter.copy_(gradient)
     model.save_pretrained(directory)
-    return {name: tensor for name, tensor in load_file(directory / "model.safetensors").items() if name not in named}
+    return {
+        name: tensor
+        for name, tensor in load_file(directory / "model.safetensors").items()
+        if name not in named
+    }
 
 
 def gradient_of(trainer, batch) -> tuple[dict[str, torch.Tensor], float]:
@@ -130,22 +146,32 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
         hf = read_hf_config(checkpoint_a)
         architecture(hf).check(hf)
         batch = random_batch(hf["vocab_size"])
-        references = [AutoModelForCausalLM.from_pretrained(c, dtype=torch.float32).eval() for c in (checkpoint_a, checkpoint_b)]
+        references = [
+            AutoModelForCausalLM.from_pretrained(c, dtype=torch.float32).eval()
+            for c in (checkpoint_a, checkpoint_b)
+        ]
         columns = [hf_logprobs(reference, batch) for reference in references]
         if RANKS.rank == 0:
             gradient = hf_gradient(references[1], columns[1][0], Path(out_dir, "gradient"))
         config = config_of(checkpoint_a, 1, 1, 1, tp_of_rollout)
-        engine = RolloutEngine(checkpoint_a, config.rollout, dtype="float32", max_tokens=128, seed=1, device=device)
+        engine = RolloutEngine(
+            checkpoint_a, config.rollout, dtype="float32", max_tokens=128, seed=1, device=device
+        )
         for layout in layouts:
             tp, pp, ep, etp = map(int, [*layout.split("x"), 0][:4])
             config = config_of(checkpoint_a, tp, pp, ep, tp_of_rollout, etp)
             trainer = build_policy(config, hf, new_grid(tp, pp, ep, config.training.expert_tp), device)
-            for name, checkpoint, reference, expected in zip("ab", (checkpoint_a, checkpoint_b), references, columns):
+            for name, checkpoint, reference, expected in zip(
+                "ab", (checkpoint_a, checkpoint_b), references, columns
+            ):
                 load_hf(checkpoint, trainer.weight_map)
                 halves = ([0, 1, 2, 3], [4, 5, 6, 7])
                 plans = [plan_minibatch(batch, half, dp=trainer.grid.dp, max_tokens=96) for half in halves]
                 found = trainer.forward(batch, plans, ("logprobs", "entropy", "sum_p_squared"))
-                sides = {k: difference(f, e) for k, f, e in zip(("megatron", "entropy", "sum_p_squared"), found, expected)}
+                sides = {
+                    k: difference(f, e)
+                    for k, f, e in zip(("megatron", "entropy", "sum_p_squared"), found, expected)
+                }
                 traffic = refit(trainer, engine)
                 check_refit(trainer, engine)
                 drawn = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(batch))))
@@ -161,7 +187,11 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
             if RANKS.rank == 0:
                 largest, of = largest_difference(found, gradient)
                 whole = float(torch.stack([tensor.norm() for tensor in gradient.values()]).norm())
-                results[f"{layout} b"] |= {"gradient": largest, "worst_gradient": of, "norm": abs(norm / whole - 1)}
+                results[f"{layout} b"] |= {
+                    "gradient": largest,
+                    "worst_gradient": of,
+                    "norm": abs(norm / whole - 1),
+                }
     if RANKS.rank == 0:
         Path(out_dir, "out.json").write_text(json.dumps(results))
 

@@ -34,7 +34,9 @@ def main(checkpoint: str, out_dir: str) -> None:
         grid, hf = new_grid(2, 1), read_hf_config(checkpoint)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = resident("VmRSS")
-        trainer = TrainingEngine(checkpoint, hf, training=Training(tp=2), dtype="bfloat16", grid=grid, device=device)
+        trainer = TrainingEngine(
+            checkpoint, hf, training=Training(tp=2), dtype="bfloat16", grid=grid, device=device
+        )
         peak = resident("VmHWM") - before
         held = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
         Path(out_dir, f"{RANKS.rank}.json").write_text(json.dumps({"held": held, "peak": peak}))

@@ -31,13 +31,17 @@ def relative_difference(result, reference) -> float:
     """|a - b| / |b| over all weights together."""
     a, b = result["gradient"], reference["gradient"]
     assert a.keys() == b.keys()
-    squares = [((a[name].double() - b[name].double()).square().sum(), b[name].double().square().sum()) for name in b]
+    squares = [
+        ((a[name].double() - b[name].double()).square().sum(), b[name].double().square().sum()) for name in b
+    ]
     return float((sum(s for s, _ in squares) / sum(s for _, s in squares)).sqrt())
 
 
 def test_gradient_of_one_packed_row_is_that_of_transformers(results):
     assert relative_difference(results["one_pack"], results["hf"]) < 1e-5
-    for name, expected in results["hf"]["gradient"].items():  # a small weight must not hide behind a large one
+    for name, expected in results["hf"][
+        "gradient"
+    ].items():  # a small weight must not hide behind a large one
         found = results["one_pack"]["gradient"][name].double()
         assert (found - expected).norm() <= 1e-4 * expected.norm() + 1e-7, name
 

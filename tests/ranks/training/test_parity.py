@@ -33,9 +33,13 @@ ALWAYS = ("qwen2", "llama3-tied", "deepseek-v3")
 """The others are for `--slow`: what sets them apart is also seen in tests/models and tests/refit."""
 
 
-def run_parity(directory, world_size: int, rollout_tp: int, layouts: list[str], case: str, worker: Path = WORKER) -> dict:
+def run_parity(
+    directory, world_size: int, rollout_tp: int, layouts: list[str], case: str, worker: Path = WORKER
+) -> dict:
     architecture, tie, _ = CASES[case]
-    checkpoints = [save_tiny(architecture, directory / name, seed=seed, tie=tie) for seed, name in enumerate("ab")]
+    checkpoints = [
+        save_tiny(architecture, directory / name, seed=seed, tie=tie) for seed, name in enumerate("ab")
+    ]
     run_ranks(world_size, worker, *checkpoints, directory, rollout_tp, *layouts, timeout=600)
     results = json.loads((directory / "out.json").read_text())
     sides = ("megatron", "entropy", "sum_p_squared", "vllm", "gradient")
@@ -55,7 +59,11 @@ def assert_equal_logprobs(results: dict, layouts: list[str], *, fallback: bool =
 def assert_equal_gradients(results: dict, layouts: list[str]) -> None:
     for layout in layouts:
         found = results[f"{layout} b"]
-        assert found["gradient"] < 1e-5 and found["norm"] < 1e-6, (layout, found["worst_gradient"], found["norm"])
+        assert found["gradient"] < 1e-5 and found["norm"] < 1e-6, (
+            layout,
+            found["worst_gradient"],
+            found["norm"],
+        )
 
 
 def assert_same_tensors(exported: Path, source: Path) -> None:
@@ -70,7 +78,9 @@ def assert_same_tensors(exported: Path, source: Path) -> None:
         assert torch.equal(found[name].view(torch.int32), tensor.view(torch.int32)), name
 
 
-@pytest.mark.parametrize("case", [case if case in ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [case if case in ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_any_training_layout_serves_two_replicas_of_tp_2(tmp_path, case):
     layouts = CASES[case][2]
     results = run_parity(tmp_path, 4, 2, layouts, case)

@@ -14,9 +14,14 @@ from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "read_memory_worker.py"
 SIZES = dict(
-    hidden_size=2048, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=16,
-    vocab_size=64000, tie_word_embeddings=False,
-)  # fmt: skip
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    vocab_size=64000,
+    tie_word_embeddings=False,
+)
 LAYERS_PER_FILE = 14
 
 
@@ -27,7 +32,9 @@ def save_large(directory: Path) -> int:
     files: dict[int, dict[str, torch.Tensor]] = {}
     for weight in architecture(hf).weights(hf):
         for name, shape in zip(weight.hf, weight.shapes):
-            files.setdefault((weight.layer or 0) // LAYERS_PER_FILE, {})[name] = torch.full(shape, 0.5, dtype=torch.bfloat16)
+            files.setdefault((weight.layer or 0) // LAYERS_PER_FILE, {})[name] = torch.full(
+                shape, 0.5, dtype=torch.bfloat16
+            )
     for number in sorted(files):
         save_file(files.pop(number), directory / f"model-{number}.safetensors")
     return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
@@ -40,6 +47,8 @@ def test_a_rank_reads_its_half_of_four_gigabytes_and_holds_little_more(tmp_path)
     run_ranks(2, WORKER, tmp_path, tmp_path, timeout=300)
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
-        print(f"rank {rank}: holds {found['held'] / 2**20:.0f} MiB, peak {found['peak'] / 2**20:.0f} MiB of {total / 2**20:.0f} MiB")
+        print(
+            f"rank {rank}: holds {found['held'] / 2**20:.0f} MiB, peak {found['peak'] / 2**20:.0f} MiB of {total / 2**20:.0f} MiB"
+        )
         assert found["held"] == pytest.approx(total / 2, rel=0.01)
         assert found["peak"] - found["held"] < MAPPED_BYTES + (256 << 20)  # the largest tensor, twice

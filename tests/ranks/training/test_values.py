@@ -51,7 +51,14 @@ def test_a_classifier_with_one_label_is_a_value_model_and_others_are_not():
 
 
 def test_a_language_model_lends_all_but_its_head():
-    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=9)
+    sizes = dict(
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=9,
+    )
     weights = value_weights(value_model({"architectures": ["Qwen2ForCausalLM"]} | sizes), needs_head=False)
     names = [name for weight in weights for name in weight.hf]
     assert "lm_head.weight" not in names and names[-1] == "score.weight" and weights[-1].optional

@@ -39,9 +39,15 @@ def megatron(checkpoint: str, device, tp: int, pp: int, tokens: int) -> dict:
     hf = read_hf_config(checkpoint)
     training = Training(tp=tp, pp=pp, micro_batch_tokens=tokens)
     critic = TrainingEngine(
-        checkpoint, hf, training=training, dtype="float32", grid=new_grid(tp, pp), device=device, values=True,
+        checkpoint,
+        hf,
+        training=training,
+        dtype="float32",
+        grid=new_grid(tp, pp),
+        device=device,
+        values=True,
         optimizer=Optimizer(lr=EPS, eps=EPS, clip_grad=0.0),
-    )  # fmt: skip
+    )
     batch = columns_of_a_critic(fixed_batch(hf["vocab_size"]))
     plan = plan_minibatch(batch, list(range(len(batch))), dp=critic.grid.dp, max_tokens=tokens)
     (values,) = critic.forward(batch, [plan], ("values",))
@@ -66,12 +72,18 @@ def hugging_face(checkpoint: str) -> dict:
         hidden = model.model(torch.tensor([[*prompt.tolist(), *response.tolist()]])).last_hidden_state[0]
         values.append(model.score(hidden)[len(prompt) - 1 : -1, 0])
     values = torch.cat(values)
-    token_loss, _ = value_loss(values, batch.old_values.double(), batch.returns.double(), batch.mask, clip=CLIP)
+    token_loss, _ = value_loss(
+        values, batch.old_values.double(), batch.returns.double(), batch.mask, clip=CLIP
+    )
     loss = token_loss.sum() / totals_of(batch).num_tokens
     loss.backward()
     gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
     norm = torch.stack([g.norm() for g in gradient.values()]).norm()
-    return {"values": values.detach(), "gradient": gradient, "terms": {"loss": float(loss), "grad_norm": float(norm)}}
+    return {
+        "values": values.detach(),
+        "gradient": gradient,
+        "terms": {"loss": float(loss), "grad_norm": float(norm)},
+    }
 
 
 def main(checkpoint: str, out_dir: str, *cases: str) -> None:

@@ -14,7 +14,9 @@ def test_blocks_are_the_elements_of_a_run_in_their_order(shape):
     numbers = torch.arange(volume(tuple((0, size) for size in shape))).view(shape)
     for start, stop in itertools.combinations(range(numbers.numel() + 1), 2):
         found = blocks(start, stop, shape)
-        assert torch.cat([numbers[index(box)].reshape(-1) for box in found]).tolist() == list(range(start, stop))
+        assert torch.cat([numbers[index(box)].reshape(-1) for box in found]).tolist() == list(
+            range(start, stop)
+        )
         assert len(found) <= 2 * len(shape) - 1
     assert blocks(3, 3, shape) == []
 

@@ -53,7 +53,10 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
     make(tmp_path, 3, metrics={"a": 1.0})
     assert read_manifest(make(tmp_path, 3, metrics={"a": 2.0}))["metrics"] == {"a": 2.0}
     on_disk.clear_leftovers(tmp_path)
-    assert steps(tmp_path) == [3] and sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000003"]
+    assert steps(tmp_path) == [3] and sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step_000003",
+    ]
 
 
 def test_a_manifest_that_was_changed_or_cut_is_damaged_whatever_byte_it_is(tmp_path):
@@ -62,11 +65,14 @@ def test_a_manifest_that_was_changed_or_cut_is_damaged_whatever_byte_it_is(tmp_p
     numbers = random.Random(0)
     body = len(whole) - 1  # the newline at the end says nothing
     for changed in [whole[:place] for place in range(0, body, 7)] + [
-        whole[:place] + bytes([whole[place] ^ (1 << numbers.randrange(7))]) + whole[place + 1 :] for place in range(body)
+        whole[:place] + bytes([whole[place] ^ (1 << numbers.randrange(7))]) + whole[place + 1 :]
+        for place in range(body)
     ]:
         file.write_bytes(changed)
         with contextlib.suppress(DamagedError):
-            assert read_manifest(file.parent)["step"] == 3 and json.loads(changed) == json.loads(whole)  # white space
+            assert read_manifest(file.parent)["step"] == 3 and json.loads(changed) == json.loads(
+                whole
+            )  # white space
 
 
 def test_a_newer_format_says_which_code_reads_it(tmp_path):

@@ -19,7 +19,10 @@ from rl.checkpoint.shards import (
 
 def halves(name: str, tensor: torch.Tensor, at: int) -> list[Shard]:
     columns = tensor.shape[1]
-    return [Shard(name, ((0, at), (0, columns)), tensor[:at]), Shard(name, ((at, len(tensor)), (0, columns)), tensor[at:])]
+    return [
+        Shard(name, ((0, at), (0, columns)), tensor[:at]),
+        Shard(name, ((at, len(tensor)), (0, columns)), tensor[at:]),
+    ]
 
 
 @pytest.fixture
@@ -50,7 +53,9 @@ def test_a_view_that_is_not_contiguous_is_written_as_what_it_shows(tmp_path):
 
 def test_a_box_is_put_together_from_what_several_ranks_wrote(tensors, tmp_path):
     for rank in range(2):
-        write_shards(tmp_path / f"{rank}", in_file_order(halves(name, t, 2)[rank] for name, t in tensors.items()))
+        write_shards(
+            tmp_path / f"{rank}", in_file_order(halves(name, t, 2)[rank] for name, t in tensors.items())
+        )
     reader = ShardReader(tmp_path, read_index(tmp_path, ["0", "1"]))
     for name, tensor in tensors.items():
         out = torch.zeros_like(tensor[1:4, 1:2])

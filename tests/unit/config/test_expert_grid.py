@@ -2,20 +2,32 @@
 
 import pytest
 
-from rl.config.schema import Training, load_config
 from rl.config.checks import check, check_layout
 from rl.config.options import ConfigError
+from rl.config.schema import Training, load_config
 
 MOE = dict(
-    architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=4, hidden_size=64, intermediate_size=96, vocab_size=128,
-    num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096, num_experts=6, moe_intermediate_size=24,
-)  # fmt: skip
+    architectures=["Qwen3MoeForCausalLM"],
+    num_hidden_layers=4,
+    hidden_size=64,
+    intermediate_size=96,
+    vocab_size=128,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=4096,
+    num_experts=6,
+    moe_intermediate_size=24,
+)
 
 
 def accept(world_size, *overrides, **hf):
-    config = load_config(None, ["model.path=/models/toy", "data.train=train.jsonl", "data.prompts_per_step=64", *overrides])
+    config = load_config(
+        None, ["model.path=/models/toy", "data.train=train.jsonl", "data.prompts_per_step=64", *overrides]
+    )
     check(config)
-    check_layout(config, world_size, {k: v for k, v in (MOE | hf).items() if v is not None}, ["Qwen3MoeForCausalLM"])
+    check_layout(
+        config, world_size, {k: v for k, v in (MOE | hf).items() if v is not None}, ["Qwen3MoeForCausalLM"]
+    )
 
 
 def refuse(world_size, *overrides, **hf):
@@ -41,7 +53,9 @@ def test_layouts_whose_experts_fit_are_accepted(world_size, overrides):
 
 
 def test_a_number_of_experts_that_does_not_split_is_refused_with_those_that_would():
-    assert refuse(4, "training.ep=4").startswith("training.ep=4 does not divide the model's 6 experts; use 1 or 2.")
+    assert refuse(4, "training.ep=4").startswith(
+        "training.ep=4 does not divide the model's 6 experts; use 1 or 2."
+    )
 
 
 def test_an_expert_grid_that_does_not_fill_the_world_is_refused():
@@ -58,14 +72,23 @@ def test_experts_whole_on_every_tensor_parallel_rank_are_refused_without_expert_
 
 
 def test_tensor_parallel_experts_need_sequence_parallelism():
-    assert "training.sequence_parallel=false" in refuse(2, "training.tp=2", "training.sequence_parallel=false")
+    assert "training.sequence_parallel=false" in refuse(
+        2, "training.tp=2", "training.sequence_parallel=false"
+    )
     accept(2, "training.ep=2", "training.sequence_parallel=false")
 
 
 def test_experts_narrower_than_either_tensor_parallel_size_are_refused():
-    assert "experts' intermediate size of 24" in refuse(16, "training.tp=4", "training.ep=2", "training.etp=16")
+    assert "experts' intermediate size of 24" in refuse(
+        16, "training.tp=4", "training.ep=2", "training.etp=16"
+    )
     assert "rollout.tp=16" in refuse(16, "rollout.tp=16", num_attention_heads=16)
 
 
 def test_the_size_of_the_experts_tensor_parallelism_where_none_is_given():
-    assert [Training(tp=4, ep=ep, etp=etp).expert_tp for ep, etp in ((1, 0), (2, 0), (2, 2), (1, 4))] == [4, 1, 2, 4]
+    assert [Training(tp=4, ep=ep, etp=etp).expert_tp for ep, etp in ((1, 0), (2, 0), (2, 2), (1, 4))] == [
+        4,
+        1,
+        2,
+        4,
+    ]

@@ -5,10 +5,10 @@ from typing import get_args, get_type_hints
 import pytest
 
 from rl.algorithms import NEEDS, describe, shipped
-from rl.config.schema import Objective, load_config
 from rl.config.checks import check
 from rl.config.objective_checks import ADVANTAGE_NEEDS, CLIPPED, READERS
 from rl.config.options import ConfigError
+from rl.config.schema import Objective, load_config
 
 ADVANTAGES = [name for name in get_args(get_type_hints(Objective)["advantage"]) if name != "none"]
 LOSSES = [name for name in get_args(get_type_hints(Objective)["loss"]) if name != "none"]
@@ -32,7 +32,19 @@ def test_each_shipped_algorithm_passes_with_its_own_defaults(name):
 
 
 def test_the_shipped_algorithms_are_those_that_the_readme_promises():
-    assert shipped() == ["dapo", "dpo", "grpo", "ppo", "prime", "reinforce_pp", "remax", "rloo", "sft", "spin", "sppo"]
+    assert shipped() == [
+        "dapo",
+        "dpo",
+        "grpo",
+        "ppo",
+        "prime",
+        "reinforce_pp",
+        "remax",
+        "rloo",
+        "sft",
+        "spin",
+        "sppo",
+    ]
 
 
 def test_an_algorithm_sets_defaults_that_file_and_overrides_still_win_over(tmp_path):
@@ -62,7 +74,10 @@ def test_an_algorithm_of_ones_own_is_a_file(tmp_path):
     [
         ("def step(phases, config): ...", "must set NEEDS, a tuple, and DEFAULTS"),
         (OWN, "no function step"),
-        (OWN.replace('"reward"', '"rewards"') + "def step(phases, config): ...", "needs 'rewards', which is none of"),
+        (
+            OWN.replace('"reward"', '"rewards"') + "def step(phases, config): ...",
+            "needs 'rewards', which is none of",
+        ),
         ("def step(", "cannot be read"),
         ("NEEDS = tuple(range(3))\nDEFAULTS = {}\ndef step(phases, config): ...", "as literals"),
     ],
@@ -102,7 +117,10 @@ def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["algorithm=remax", "objective.advantage=reinforce++"], "makes the score of a greedy response to each prompt, which"),
+        (
+            ["algorithm=remax", "objective.advantage=reinforce++"],
+            "makes the score of a greedy response to each prompt, which",
+        ),
         (["algorithm=ppo", "objective.advantage=grpo"], "use algorithm=dapo, grpo, reinforce_pp or rloo."),
         (["algorithm=sft", "objective.loss=ppo"], "algorithm=sft has a loss of its own"),
         (["algorithm=dpo", "objective.advantage=rloo"], "algorithm=dpo has a loss of its own"),
@@ -112,33 +130,71 @@ def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
         (["dynamic_sampling.max_rounds=3"], "no use for it; dapo has"),
         (["algorithm=remax", "objective.reward_kl.coef=0.1"], "the greedy baseline has no such term"),
         (["objective.reward_columns=[a]"], "are for objective.advantage=gdpo"),
-        (["objective.advantage=gdpo", "objective.reward_columns=[a, b]", "objective.reward_weights=[1.0]"], "1 numbers for 2"),
-        (["objective.loss=clip-cov", "objective.cov_low=6"], "cov_low=6.0 is not below objective.cov_high=5.0"),
+        (
+            ["objective.advantage=gdpo", "objective.reward_columns=[a, b]", "objective.reward_weights=[1.0]"],
+            "1 numbers for 2",
+        ),
+        (
+            ["objective.loss=clip-cov", "objective.cov_low=6"],
+            "cov_low=6.0 is not below objective.cov_high=5.0",
+        ),
         (["objective.reward_kl.controller=adaptive"], "no weight to start from"),
         (
-            ["objective.reward_kl.controller=adaptive", "objective.reward_kl.coef=0.1", "objective.reward_kl.horizon=100"],
+            [
+                "objective.reward_kl.controller=adaptive",
+                "objective.reward_kl.coef=0.1",
+                "objective.reward_kl.horizon=100",
+            ],
             "in one step of 512 samples; use more than 103",
         ),
-        (["rollout_correction.truncate_tokens=2", "rollout_correction.truncate_samples=2"], "both weigh a token"),
+        (
+            ["rollout_correction.truncate_tokens=2", "rollout_correction.truncate_samples=2"],
+            "both weigh a token",
+        ),
         (["rollout_correction.icepop_high=5", "rollout_correction.icepop_low=2"], "agree, whose ratio is 1"),
         (["rollout_correction.reject=token-k3"], "which"),
-        (["rollout_correction.bypass=true", "rollout_correction.truncate_tokens=2"], "leaves truncate_tokens nothing to correct"),
-        (["algorithm=sppo", "rollout_correction.bypass=true"], "is for policy gradients"),
-        (["objective.advantage=optimal-token-baseline", "rollout_correction.bypass=true"], "leaves out the forward pass"),
         (
-            ["objective.loss=gmpo", "objective.aggregation=seq-mean-token-mean", "rollout_correction.truncate_tokens=2"],
+            ["rollout_correction.bypass=true", "rollout_correction.truncate_tokens=2"],
+            "leaves truncate_tokens nothing to correct",
+        ),
+        (["algorithm=sppo", "rollout_correction.bypass=true"], "is for policy gradients"),
+        (
+            ["objective.advantage=optimal-token-baseline", "rollout_correction.bypass=true"],
+            "leaves out the forward pass",
+        ),
+        (
+            [
+                "objective.loss=gmpo",
+                "objective.aggregation=seq-mean-token-mean",
+                "rollout_correction.truncate_tokens=2",
+            ],
             "objective.loss=gmpo has one loss per sample",
         ),
         (["rollout_correction.reject_high=2"], "which is none"),
-        (["objective.advantage=gdpo", "objective.reward_kl.coef=0.1"], "takes objective.reward_columns of the reward function"),
-        (["algorithm=prime", "reward.overlong_buffer_tokens=4"], "takes the outcome (acc) of the reward function"),
+        (
+            ["objective.advantage=gdpo", "objective.reward_kl.coef=0.1"],
+            "takes objective.reward_columns of the reward function",
+        ),
+        (
+            ["algorithm=prime", "reward.overlong_buffer_tokens=4"],
+            "takes the outcome (acc) of the reward function",
+        ),
         (["algorithm=prime", "implicit_reward.min_accuracy=0.9"], "no prompt would be left"),
-        (["objective.gamma=0.9"], "has no effect with objective.advantage=grpo; gae, reinforce++ and prime read it"),
+        (
+            ["objective.gamma=0.9"],
+            "has no effect with objective.advantage=grpo; gae, reinforce++ and prime read it",
+        ),
         (["objective.dro_beta=0.3"], "objective.loss=ppo; dro reads it"),
-        (["algorithm=sft", "objective.kl_coef=0.1"], "objective.kl_coef=0.1 has no effect with algorithm=sft"),
+        (
+            ["algorithm=sft", "objective.kl_coef=0.1"],
+            "objective.kl_coef=0.1 has no effect with algorithm=sft",
+        ),
         (["algorithm=sft", "preference.beta=0.3"], "dpo, spin and sppo have"),
         (["algorithm=sppo", "preference.loss=ipo"], "algorithm=sppo has a loss of its own"),
-        (["algorithm=dpo", "preference.loss=hinge", "preference.label_smoothing=0.1"], "no effect with preference.loss=hinge"),
+        (
+            ["algorithm=dpo", "preference.loss=hinge", "preference.label_smoothing=0.1"],
+            "no effect with preference.loss=hinge",
+        ),
         (["algorithm=dpo", "preference.label_smoothing=0.5"], "at least 0 and less than 0.5"),
         (["data.train_weights=[1.0, 2.0]"], "2 numbers for 1 files"),
         (["data.val=v.jsonl", "validation.greedy=false"], "nothing to validate with"),

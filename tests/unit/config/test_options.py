@@ -3,7 +3,7 @@
 import math
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional
+from typing import Any, Literal
 
 import pytest
 
@@ -45,7 +45,7 @@ class Roll:
     """By name."""
     limit: int | None = None
     """Most of it."""
-    label: Optional[str] = None
+    label: str | None = None
     """A label."""
     anything: Any = 0
     """Whatever."""
@@ -254,7 +254,9 @@ def test_an_override_that_is_not_yaml_is_an_error():
 
 
 def test_an_override_may_set_lists_dicts_and_whole_sections():
-    config = from_overrides("roll.ids=[1, 2]", "roll.kwargs={a: {b: 1e-6}}", "train={tp: 2, adam: {lr: 5}}", "train.adam.eps=1")
+    config = from_overrides(
+        "roll.ids=[1, 2]", "roll.kwargs={a: {b: 1e-6}}", "train={tp: 2, adam: {lr: 5}}", "train.adam.eps=1"
+    )
     assert config.roll.ids == [1, 2] and config.roll.kwargs == {"a": {"b": 1e-6}}
     assert config.train == Train(tp=2, adam=Adam(lr=5.0, eps=1.0))
 
@@ -277,20 +279,31 @@ def test_null_for_a_section_is_an_error(yaml_file):
     assert "Section 'train.adam'" in override_error("train.adam=null")
 
 
-@pytest.mark.parametrize("text, value", [("42", "42"), ("1e-6", "1e-6"), ("true", "true"), ("", ""), ("'42'", "42"), ("a b", "a b")])
+@pytest.mark.parametrize(
+    "text, value",
+    [("42", "42"), ("1e-6", "1e-6"), ("true", "true"), ("", ""), ("'42'", "42"), ("a b", "a b")],
+)
 def test_a_str_takes_the_text_of_an_override(text, value):
     assert from_overrides(f"name={text}").name == value
 
 
 @pytest.mark.parametrize(
     "override, value",
-    [("roll.stop=END", ["END"]), ("roll.stop=7", ["7"]), ("roll.stop=[]", []), ("roll.stop=[a, b]", ["a", "b"])],
+    [
+        ("roll.stop=END", ["END"]),
+        ("roll.stop=7", ["7"]),
+        ("roll.stop=[]", []),
+        ("roll.stop=[a, b]", ["a", "b"]),
+    ],
 )
 def test_a_scalar_of_the_element_type_stands_for_a_list_of_one(override, value):
     assert from_overrides(override).roll.stop == value
 
 
-@pytest.mark.parametrize("value, shown", [("abc", '"abc" (str)'), ("1.5", "1.5 (float)"), ("true", "true (bool)"), ("{a: 1}", '{"a": 1} (dict)')])
+@pytest.mark.parametrize(
+    "value, shown",
+    [("abc", '"abc" (str)'), ("1.5", "1.5 (float)"), ("true", "true (bool)"), ("{a: 1}", '{"a": 1} (dict)')],
+)
 def test_any_other_scalar_for_a_list_is_an_error(value, shown):
     assert f"found {shown}, expected list[int]" in override_error(f"roll.ids={value}")
 
@@ -313,16 +326,37 @@ def test_an_override_reaches_into_a_dict(yaml_file):
 
 @pytest.mark.parametrize(
     "text, value",
-    [("1", 1.0), ("1e-6", 1e-6), ("'1e-6'", 1e-6), ("1E+2", 100.0), (".5", 0.5), ("-2.", -2.0), ("1_0.5", 10.5), (".inf", math.inf)],
+    [
+        ("1", 1.0),
+        ("1e-6", 1e-6),
+        ("'1e-6'", 1e-6),
+        ("1E+2", 100.0),
+        (".5", 0.5),
+        ("-2.", -2.0),
+        ("1_0.5", 10.5),
+        (".inf", math.inf),
+    ],
 )
 def test_a_float_takes_numbers_and_strings_that_are_numbers(yaml_file, text, value):
-    for config in (load(Tree, yaml_file(f"train: {{adam: {{lr: {text}}}}}\n")), from_overrides(f"train.adam.lr={text}")):
+    for config in (
+        load(Tree, yaml_file(f"train: {{adam: {{lr: {text}}}}}\n")),
+        from_overrides(f"train.adam.lr={text}"),
+    ):
         assert config.train.adam.lr == value and type(config.train.adam.lr) is float
 
 
 def test_a_number_in_an_untyped_dict_is_a_number(yaml_file):
-    config = load(Tree, yaml_file("roll: {kwargs: {tolerance: 1e-6, flag: off, day: 2024-01-31, time: '1:30', t: 1:30}}\n"))
-    assert config.roll.kwargs == {"tolerance": 1e-6, "flag": "off", "day": "2024-01-31", "time": "1:30", "t": "1:30"}
+    config = load(
+        Tree,
+        yaml_file("roll: {kwargs: {tolerance: 1e-6, flag: off, day: 2024-01-31, time: '1:30', t: 1:30}}\n"),
+    )
+    assert config.roll.kwargs == {
+        "tolerance": 1e-6,
+        "flag": "off",
+        "day": "2024-01-31",
+        "time": "1:30",
+        "t": "1:30",
+    }
 
 
 @pytest.mark.parametrize(
@@ -342,11 +376,19 @@ def test_a_number_in_an_untyped_dict_is_a_number(yaml_file):
         ("name: 42", "name", "found 42 (int), expected str; put it in quotes."),
         ("roll: {eager: 1}", "roll.eager", "found 1 (int), expected bool (true or false)."),
         ("roll: {eager: yes}", "roll.eager", 'found "yes" (str), expected bool (true or false).'),
-        ("algorithm: gpro", "algorithm", 'found "gpro" (str), expected one of "grpo", "sft"; did you mean "grpo"?'),
+        (
+            "algorithm: gpro",
+            "algorithm",
+            'found "gpro" (str), expected one of "grpo", "sft"; did you mean "grpo"?',
+        ),
         ("algorithm: dqn", "algorithm", 'found "dqn" (str), expected one of "grpo", "sft".'),
         ("algorithm: 1", "algorithm", 'found 1 (int), expected one of "grpo", "sft".'),
         ("roll: {stop: [a, 1]}", "roll.stop[1]", "found 1 (int), expected str; put it in quotes."),
-        ("roll: {ids: [1, null]}", "roll.ids[1]", "found null, expected int; leave the key out to get its default."),
+        (
+            "roll: {ids: [1, null]}",
+            "roll.ids[1]",
+            "found null, expected int; leave the key out to get its default.",
+        ),
         ("roll: {kwargs: [1]}", "roll.kwargs", "found [1] (list), expected dict[str, Any]."),
         ("roll: {kwargs: {1: a}}", "roll.kwargs", "found the key 1 (int), expected keys of type str."),
         ("roll: {weights: {a: b}}", "roll.weights.a", 'found "b" (str), expected float.'),
@@ -381,11 +423,37 @@ def test_a_long_value_is_cut_in_a_message():
 
 def test_flatten_lists_the_leaves_by_dotted_key_in_order():
     flat = flatten(from_overrides("roll.kwargs={a: 1}"))
-    assert list(flat)[:6] == ["algorithm", "name", "train.tp", "train.mode", "train.adam.lr", "train.adam.eps"]
+    assert list(flat)[:6] == [
+        "algorithm",
+        "name",
+        "train.tp",
+        "train.mode",
+        "train.adam.lr",
+        "train.adam.eps",
+    ]
     assert flat["roll.kwargs"] == {"a": 1} and "train" not in flat
 
 
-AWKWARD = ["", "1e-6", "yes", "off", "010", "1_000", "2024-01-31", "1:30", "null", "~", "true", "a: b", "# x", " x ", "a\nb\t", "\u03bb", "<<", "="]
+AWKWARD = [
+    "",
+    "1e-6",
+    "yes",
+    "off",
+    "010",
+    "1_000",
+    "2024-01-31",
+    "1:30",
+    "null",
+    "~",
+    "true",
+    "a: b",
+    "# x",
+    " x ",
+    "a\nb\t",
+    "\u03bb",
+    "<<",
+    "=",
+]
 
 
 @pytest.mark.parametrize("text", AWKWARD)
@@ -396,7 +464,9 @@ def test_a_string_survives_the_round_trip_through_yaml(yaml_file, text):
 
 @pytest.mark.parametrize("value", [1e-6, 1e-8, 0.0, -1.5, 1e22, 0.1, math.inf, 3.0])
 def test_a_number_survives_the_round_trip_through_yaml(yaml_file, value):
-    config = Tree(train=Train(adam=Adam(lr=value)), roll=Roll(kwargs={"x": value, "n": 3, "b": False, "none": None}))
+    config = Tree(
+        train=Train(adam=Adam(lr=value)), roll=Roll(kwargs={"x": value, "n": 3, "b": False, "none": None})
+    )
     again = load(Tree, yaml_file(to_yaml(config)))
     assert again == config and type(again.roll.kwargs["x"]) is float
 
@@ -448,7 +518,10 @@ def test_the_command_line_takes_overrides_in_any_place():
         (["train.tp=2"], "required: --config"),
         (["--config"], "expected one argument"),
         (["--config", "x", "train.tp"], "argument 'train.tp' is not of the form key=value"),
-        (["--config", "x", "--train.tp=2"], "unknown argument --train.tp=2; to set a key write train.tp=2 without dashes"),
+        (
+            ["--config", "x", "--train.tp=2"],
+            "unknown argument --train.tp=2; to set a key write train.tp=2 without dashes",
+        ),
         (["--config", "x", "--fast"], "unknown argument --fast\n"),
         (["--conf", "x"], "required: --config"),
     ],
@@ -460,10 +533,23 @@ def test_a_usage_error_exits_with_code_2(capsys, argv, complaint):
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--config", "absent.yaml", "no.such=1", "--help"], ["--help", "--what"], ["--config", "--help"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["-h"],
+        ["--config", "absent.yaml", "no.such=1", "--help"],
+        ["--help", "--what"],
+        ["--config", "--help"],
+    ],
+)
 def test_help_prints_usage_and_keys_and_exits_with_code_0(capsys, argv):
     with pytest.raises(SystemExit) as caught:
         parse_command_line(Tree, argv, program="train_rl.py", description="Trains.")
     out = capsys.readouterr().out
     assert caught.value.code == 0
-    assert out.startswith("usage: train_rl.py --config FILE [key=value ...]") and "Trains." in out and "train.adam.lr" in out
+    assert (
+        out.startswith("usage: train_rl.py --config FILE [key=value ...]")
+        and "Trains." in out
+        and "train.adam.lr" in out
+    )

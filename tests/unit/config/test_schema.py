@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rl.config.schema import Config, load_config, resolve
 from rl.config.checks import RANGES, check, check_layout
 from rl.config.options import ConfigError, flatten, help_text, load, to_yaml, tree_docs
+from rl.config.schema import Config, load_config, resolve
 
 SUPPORTED = ["Qwen3ForCausalLM", "LlamaForCausalLM"]
 HF = {
@@ -58,7 +58,9 @@ def test_the_help_ends_each_doc_as_a_sentence():
 
 
 def test_the_config_survives_the_round_trip_through_yaml(tmp_path):
-    config = config_with("reward.kwargs={tolerance: 1e-6}", "rollout.stop=['</answer>', 'a: b']", "run.name=1e-6")
+    config = config_with(
+        "reward.kwargs={tolerance: 1e-6}", "rollout.stop=['</answer>', 'a: b']", "run.name=1e-6"
+    )
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config))
     assert load(Config, path) == config
@@ -90,7 +92,11 @@ def test_options_and_config_load_neither_torch_nor_vllm_nor_megatron():
         "assert not {'torch', 'vllm', 'megatron', 'numpy'} & set(sys.modules)\nparse_command_line(Config, sys.argv[1:])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, "--help"], cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=20
+        [sys.executable, "-c", program, "--help"],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=20,
     )
     assert (done.returncode, done.stderr) == (0, "") and "training.optimizer.lr" in done.stdout
 
@@ -147,13 +153,27 @@ def test_a_count_is_not_negative(key):
     ],
 )
 def test_a_value_out_of_range_is_named_with_the_range(key, value, words):
-    assert check_error(f"{key}={value}") == f"{key} is {value.lstrip('.').replace('-.', '-')}, but must be {words}."
+    assert (
+        check_error(f"{key}={value}")
+        == f"{key} is {value.lstrip('.').replace('-.', '-')}, but must be {words}."
+    )
 
 
 @pytest.mark.parametrize(
     "override",
-    ["objective.clip_low=1", "objective.clip_low=0", "objective.dual_clip=0", "training.optimizer.clip_grad=0"]
-    + ["objective.entropy_coef=-0.1", "training.optimizer.lr=0", "validation.every=0", "checkpoint.keep_last=0", "run.seed=0"],
+    [
+        "objective.clip_low=1",
+        "objective.clip_low=0",
+        "objective.dual_clip=0",
+        "training.optimizer.clip_grad=0",
+    ]
+    + [
+        "objective.entropy_coef=-0.1",
+        "training.optimizer.lr=0",
+        "validation.every=0",
+        "checkpoint.keep_last=0",
+        "run.seed=0",
+    ],
 )
 def test_a_value_at_the_edge_of_its_range_passes(override):
     assert check(config_with(override)) == []
@@ -168,7 +188,9 @@ def test_a_run_name_that_is_no_plain_path_component_is_an_error(name):
 @pytest.mark.parametrize("function", ["", "rl.rewards.exact", "a.py:", ":f", "a.py:f()", "a:1f"])
 def test_a_reward_function_needs_a_module_and_a_name(function):
     error = check_error(f"reward.function='{function}'")
-    assert error == f'reward.function is "{function}", but must be package.module:name or path/to/file.py:name.'
+    assert (
+        error == f'reward.function is "{function}", but must be package.module:name or path/to/file.py:name.'
+    )
 
 
 @pytest.mark.parametrize("function", ["rl.rewards.exact:score", "my/own.py:f_1", "C:/x.py:f"])
@@ -181,7 +203,10 @@ def test_an_empty_stop_string_is_an_error():
 
 
 def test_a_negative_stop_token_is_an_error():
-    assert check_error("rollout.stop_token_ids=[5, -1]") == "rollout.stop_token_ids holds -1, but token ids are 0 or more."
+    assert (
+        check_error("rollout.stop_token_ids=[5, -1]")
+        == "rollout.stop_token_ids holds -1, but token ids are 0 or more."
+    )
 
 
 def test_a_minibatch_larger_than_the_step_is_an_error():
@@ -210,7 +235,11 @@ def test_the_best_checkpoints_need_a_metric_and_weights_alone_a_path():
 
 
 def test_checkpoints_between_validations_cannot_be_the_best_and_that_is_said():
-    best = ("checkpoint.keep_best=1", "checkpoint.best_metric=val-core/math/acc/mean@1", "validation.every=10")
+    best = (
+        "checkpoint.keep_best=1",
+        "checkpoint.best_metric=val-core/math/acc/mean@1",
+        "validation.every=10",
+    )
     [warning] = check(config_with(*best, "checkpoint.every=25"))
     assert warning.startswith("checkpoint.every=25 is no multiple of validation.every=10")
     assert check(config_with(*best, "checkpoint.every=20")) == []
@@ -226,7 +255,10 @@ def test_a_decay_that_rises_is_an_error():
     "overrides, words",
     [
         (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "no group", "2 or more"]),
-        (["run.max_steps=10", "training.optimizer.warmup_steps=10"], ["warmup_steps=10", "run.max_steps=10", "warm-up"]),
+        (
+            ["run.max_steps=10", "training.optimizer.warmup_steps=10"],
+            ["warmup_steps=10", "run.max_steps=10", "warm-up"],
+        ),
         (["training.optimizer.min_lr=1e-7"], ["min_lr=1e-07 has no effect", "linear or cosine"]),
         (["data.val=train.jsonl"], ["train.jsonl is in data.train and in data.val"]),
         (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "truncated"]),
@@ -284,7 +316,9 @@ def test_more_rollout_ranks_than_key_value_heads_pass_when_they_are_a_multiple()
 
 def test_a_vocabulary_that_vllm_cannot_split_after_padding_it_to_64_is_an_error():
     hf = HF | {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96, "intermediate_size": 96}
-    with pytest.raises(ConfigError, match="rollout.tp=3 does not divide the model's vocabulary, padded to 1024; use 1 or 2"):
+    with pytest.raises(
+        ConfigError, match="rollout.tp=3 does not divide the model's vocabulary, padded to 1024; use 1 or 2"
+    ):
         check_layout(config_with("rollout.tp=3"), 6, hf, SUPPORTED)
 
 
@@ -293,7 +327,9 @@ def test_a_model_without_the_key_for_key_value_heads_has_as_many_as_attention_he
     check_layout(config_with("training.tp=8"), 8, hf, SUPPORTED)
 
 
-@pytest.mark.parametrize("architectures, shown", [(["MambaForCausalLM"], "MambaForCausalLM"), ([], "(none)"), (None, "(none)")])
+@pytest.mark.parametrize(
+    "architectures, shown", [(["MambaForCausalLM"], "MambaForCausalLM"), ([], "(none)"), (None, "(none)")]
+)
 def test_an_unsupported_architecture_is_named_with_those_supported(architectures, shown):
     assert layout_error(1, architectures=architectures) == (
         f"The model in /models/toy has the architecture {shown}; supported: LlamaForCausalLM and Qwen3ForCausalLM."
@@ -301,7 +337,14 @@ def test_an_unsupported_architecture_is_named_with_those_supported(architectures
 
 
 @pytest.mark.parametrize(
-    "name", ["num_attention_heads", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"]
+    "name",
+    [
+        "num_attention_heads",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "max_position_embeddings",
+    ],
 )
 def test_a_size_missing_from_the_model_is_named(name):
     assert layout_error(1, **{name: None}).startswith(f"The model's config.json has no number '{name}'")
@@ -314,7 +357,10 @@ def test_a_world_the_training_grid_does_not_divide_is_an_error():
 
 
 def test_a_world_the_rollout_does_not_divide_is_an_error():
-    assert layout_error(6, "rollout.tp=4") == "rollout.tp=4 does not divide the world of 6 ranks; use 1, 2, 3 or 6."
+    assert (
+        layout_error(6, "rollout.tp=4")
+        == "rollout.tp=4 does not divide the world of 6 ranks; use 1, 2, 3 or 6."
+    )
 
 
 @pytest.mark.parametrize("key", ["training", "rollout"])
@@ -324,13 +370,21 @@ def test_a_world_the_rollout_does_not_divide_is_an_error():
         ({"num_attention_heads": 4}, "4 attention heads"),
         ({"num_attention_heads": 12, "num_key_value_heads": 12}, "hidden size of 64"),
         (
-            {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 60, "intermediate_size": 64},
+            {
+                "num_attention_heads": 12,
+                "num_key_value_heads": 12,
+                "hidden_size": 60,
+                "intermediate_size": 64,
+            },
             "intermediate size of 64",
         ),
     ],
 )
 def test_a_size_that_tensor_parallelism_does_not_divide_is_an_error(key, hf, words):
-    assert layout_error(12, f"{key}.tp=3", **hf) == f"{key}.tp=3 does not divide the model's {words}; use 1, 2 or 4."
+    assert (
+        layout_error(12, f"{key}.tp=3", **hf)
+        == f"{key}.tp=3 does not divide the model's {words}; use 1, 2 or 4."
+    )
 
 
 def test_the_advice_leaves_out_what_the_world_does_not_allow():
@@ -352,7 +406,10 @@ def test_rollout_needs_key_value_heads_that_it_divides_or_repeats():
 
 
 def test_stages_without_a_layer_are_an_error():
-    assert layout_error(8, "training.pp=8") == "training.pp=8 leaves stages without a layer, the model has 6; use 1, 2 or 4."
+    assert (
+        layout_error(8, "training.pp=8")
+        == "training.pp=8 leaves stages without a layer, the model has 6; use 1, 2 or 4."
+    )
 
 
 def test_a_minibatch_with_fewer_samples_than_data_parallel_ranks_is_an_error():
@@ -364,26 +421,36 @@ def test_a_minibatch_with_fewer_samples_than_data_parallel_ranks_is_an_error():
 
 @pytest.mark.parametrize("ranks, advised", [(20, 6), (24, 6), (25, 12), (48, 12)])
 def test_a_small_minibatch_of_a_large_step_is_told_a_divisor(ranks, advised):
-    error = layout_error(ranks, "data.prompts_per_step=12", "training.prompts_per_minibatch=2", "rollout.samples_per_prompt=4")
-    assert error.endswith(f"({ranks} ranks / (tp=1 x pp=1)); set training.prompts_per_minibatch to {advised}.")
+    error = layout_error(
+        ranks, "data.prompts_per_step=12", "training.prompts_per_minibatch=2", "rollout.samples_per_prompt=4"
+    )
+    assert error.endswith(
+        f"({ranks} ranks / (tp=1 x pp=1)); set training.prompts_per_minibatch to {advised}."
+    )
 
 
 def test_a_small_minibatch_of_a_small_step_is_told_to_raise_both():
-    error = layout_error(64, "data.prompts_per_step=4", "training.prompts_per_minibatch=2", "rollout.samples_per_prompt=4")
+    error = layout_error(
+        64, "data.prompts_per_step=4", "training.prompts_per_minibatch=2", "rollout.samples_per_prompt=4"
+    )
     assert error.endswith("raise data.prompts_per_step and training.prompts_per_minibatch to at least 16.")
 
 
 def test_sft_counts_one_sample_per_prompt():
     overrides = ["data.prompts_per_step=4", "rollout.samples_per_prompt=8"]
     check_layout(config_with(*overrides), 8, HF, SUPPORTED)
-    assert layout_error(8, "algorithm=sft", *overrides).startswith("A mini-batch of 4 prompts x 1 samples is too small")
+    assert layout_error(8, "algorithm=sft", *overrides).startswith(
+        "A mini-batch of 4 prompts x 1 samples is too small"
+    )
 
 
 def test_a_run_without_an_engine_is_not_held_to_a_rollout_layout():
     overrides = ["algorithm=sft", "rollout.tp=3", "rollout.max_response_tokens=9000"]
     check_layout(config_with(*overrides), 2, HF, SUPPORTED)
     check_layout(config_with(*overrides, "data.val=val.jsonl", "validation.every=0"), 2, HF, SUPPORTED)
-    assert layout_error(2, *overrides, "data.val=val.jsonl").startswith("rollout.tp=3 does not divide the world of 2 ranks")
+    assert layout_error(2, *overrides, "data.val=val.jsonl").startswith(
+        "rollout.tp=3 does not divide the world of 2 ranks"
+    )
 
 
 def test_more_tokens_than_the_model_has_positions_are_an_error():

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rl.algorithms import shipped
-from rl.config.schema import load_config
 from rl.config.checks import check, check_layout
+from rl.config.schema import load_config
 from rl.models import SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,7 +47,9 @@ def test_every_algorithm_has_a_config_on_the_toy_task():
     assert used | {"sft"} == set(shipped())
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "toy").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "toy").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_a_toy_config_names_itself_in_its_command_and_run(path):
     assert f"--config configs/toy/{path.name}" in path.read_text()
     assert re.fullmatch(f"toy-{path.stem}", load_config(path).run.name)

@@ -25,12 +25,18 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
 
     total = int(lengths.sum())
     batch = Batch(
-        prompt_ids=[ids(n) for n in rng.integers(1, 6, count)], response_ids=[ids(n) for n in lengths],
+        prompt_ids=[ids(n) for n in rng.integers(1, 6, count)],
+        response_ids=[ids(n) for n in lengths],
         groups=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)),
         truncated=torch.from_numpy(rng.random(count) < 0.5),
-        labels=column(count), scores=column(count), rewards=column(count), unit=unit, plans=[[[[0]]]],
-        score_details={name: column(count) for name in details}, **{name: column(total) for name in ALL_TOKEN_COLUMNS},
-    )  # fmt: skip
+        labels=column(count),
+        scores=column(count),
+        rewards=column(count),
+        unit=unit,
+        plans=[[[[0]]]],
+        score_details={name: column(count) for name in details},
+        **{name: column(total) for name in ALL_TOKEN_COLUMNS},
+    )
     assert all(getattr(batch, field.name) is not None for field in fields(Batch))
     return batch
 
@@ -41,11 +47,17 @@ def samples_of(batch, *, groups=True):
     columns = {name: column for name in ALL_TOKEN_COLUMNS if (column := getattr(batch, name)) is not None}
     for i, (end, length) in enumerate(zip(ends, batch.lengths.tolist())):
         tokens = {name: column[end - length : end].tolist() for name, column in columns.items()}
-        per_sample = {name: getattr(batch, name)[i].item() for name in SAMPLE_COLUMNS if getattr(batch, name) is not None}
+        per_sample = {
+            name: getattr(batch, name)[i].item()
+            for name in SAMPLE_COLUMNS
+            if getattr(batch, name) is not None
+        }
         if not groups:
             del per_sample["groups"]
         details = {name: column[i].item() for name, column in batch.score_details.items()}
-        out.append((batch.prompt_ids[i].tolist(), batch.response_ids[i].tolist(), tokens, per_sample, details))
+        out.append(
+            (batch.prompt_ids[i].tolist(), batch.response_ids[i].tolist(), tokens, per_sample, details)
+        )
     return out
 
 
@@ -68,7 +80,11 @@ def test_lengths_offsets_and_the_mask_by_default():
     responses = [np.zeros(n, np.int32) for n in (2, 0, 3)]
     batch = Batch([np.zeros(2, np.int32)] * 3, responses, torch.arange(3), torch.zeros(3, dtype=torch.bool))
     assert len(batch) == 3
-    assert (batch.lengths.tolist(), batch.prompt_lengths.tolist(), batch.offsets.tolist()) == ([2, 0, 3], [2, 2, 2], [0, 2, 2, 5])
+    assert (batch.lengths.tolist(), batch.prompt_lengths.tolist(), batch.offsets.tolist()) == (
+        [2, 0, 3],
+        [2, 2, 2],
+        [0, 2, 2, 5],
+    )
     assert batch.lengths.dtype == batch.offsets.dtype == torch.int64
     assert batch.mask.tolist() == [1.0] * 5 and batch.mask.dtype == torch.float32
     assert list(batch.token_columns()) == ["mask"]
@@ -89,7 +105,14 @@ def test_token_columns_are_those_that_losses_read_and_are_filled():
 def test_select_takes_all_that_belongs_to_the_samples_in_the_order_given(seed):
     batch = full_batch(seed)
     before = samples_of(batch)
-    for chosen in ([], [9, 0, 4], list(range(10)), [5], [2, 2, 7], np.random.default_rng(seed).permutation(10).tolist()):
+    for chosen in (
+        [],
+        [9, 0, 4],
+        list(range(10)),
+        [5],
+        [2, 2, 7],
+        np.random.default_rng(seed).permutation(10).tolist(),
+    ):
         found = batch.select(chosen)
         assert samples_of(found) == [before[i] for i in chosen]
         assert len(found) == len(chosen) and found.mask.shape == (int(found.lengths.sum()),)
@@ -122,7 +145,9 @@ def test_keep_groups_keeps_whole_groups_and_numbers_them_in_the_order_given(seed
     found = batch.keep_groups(kept)
     samples = samples_of(batch, groups=False)
     starts = np.cumsum([0, *sizes])
-    assert samples_of(found, groups=False) == [samples[i] for k in kept for i in range(starts[k], starts[k + 1])]
+    assert samples_of(found, groups=False) == [
+        samples[i] for k in kept for i in range(starts[k], starts[k + 1])
+    ]
     assert found.groups.tolist() == [new for new, k in enumerate(kept) for _ in range(sizes[k])]
     assert found.plans is None
     same_types(found, batch)
@@ -141,7 +166,9 @@ def test_keep_groups_finds_samples_of_a_group_that_do_not_lie_together():
 def test_concatenate_keeps_order_and_all_columns_and_numbers_groups_on():
     batches = [full_batch(1), full_batch(2, sizes=(2,)), full_batch(3, sizes=(1, 5))]
     found = concatenate(batches)
-    assert samples_of(found, groups=False) == [sample for batch in batches for sample in samples_of(batch, groups=False)]
+    assert samples_of(found, groups=False) == [
+        sample for batch in batches for sample in samples_of(batch, groups=False)
+    ]
     assert found.groups.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 4, 4, 5, 6, 6, 6, 6, 6]
     assert found.plans is None
     same_types(found, batches[0])
@@ -160,12 +187,19 @@ def test_concatenate_undoes_a_split():
 
 
 def test_concatenate_has_nan_where_a_batch_lacks_a_number_of_the_score():
-    first, second = full_batch(1, sizes=(2,), details=("failed", "acc")), full_batch(2, sizes=(3,), details=("failed", "format"))
+    first, second = (
+        full_batch(1, sizes=(2,), details=("failed", "acc")),
+        full_batch(2, sizes=(3,), details=("failed", "format")),
+    )
     found = concatenate([first, second]).score_details
     assert sorted(found) == ["acc", "failed", "format"]
-    assert torch.equal(found["failed"], torch.cat([first.score_details["failed"], second.score_details["failed"]]))
+    assert torch.equal(
+        found["failed"], torch.cat([first.score_details["failed"], second.score_details["failed"]])
+    )
     assert torch.equal(found["acc"][:2], first.score_details["acc"]) and found["acc"][2:].isnan().all()
-    assert found["format"][:2].isnan().all() and torch.equal(found["format"][2:], second.score_details["format"])
+    assert found["format"][:2].isnan().all() and torch.equal(
+        found["format"][2:], second.score_details["format"]
+    )
     assert all(column.shape == (5,) and column.dtype == torch.float32 for column in found.values())
 
 
@@ -188,11 +222,17 @@ def test_pair_up_interleaves_chosen_and_rejected_in_units_of_two():
 
 def test_pair_up_keeps_the_mask_of_each_response():
     chosen, rejected = full_batch(3), full_batch(4)
-    chosen.mask, rejected.mask = torch.arange(len(chosen.mask)).float(), -torch.arange(len(rejected.mask)).float()
+    chosen.mask, rejected.mask = (
+        torch.arange(len(chosen.mask)).float(),
+        -torch.arange(len(rejected.mask)).float(),
+    )
     pairs = pair_up(chosen=chosen, rejected=rejected)
     for i in range(20):
         side = (chosen, rejected)[i % 2]
-        here, there = slice(*pairs.offsets[i : i + 2].tolist()), slice(*side.offsets[i // 2 : i // 2 + 2].tolist())
+        here, there = (
+            slice(*pairs.offsets[i : i + 2].tolist()),
+            slice(*side.offsets[i // 2 : i // 2 + 2].tolist()),
+        )
         assert torch.equal(pairs.mask[here], side.mask[there])
 
 
@@ -251,4 +291,7 @@ def test_a_selection_has_a_fingerprint_of_its_own_also_if_that_of_its_batch_was_
     before = batch.fingerprint
     everything = list(range(len(batch)))
     assert batch.select(everything).fingerprint == before == batch.fingerprint
-    assert len({before, batch.select(everything[::-1]).fingerprint, batch.select(everything[:-1]).fingerprint}) == 3
+    assert (
+        len({before, batch.select(everything[::-1]).fingerprint, batch.select(everything[:-1]).fingerprint})
+        == 3
+    )

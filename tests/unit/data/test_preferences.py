@@ -69,7 +69,9 @@ def test_all_forms_of_a_pair_give_the_same_tokens(load, tokenizer, row):
     assert tokenizer.convert_ids_to_tokens(pair.prompt_ids.tolist()) == ["<user>", *"1+1=", "<assistant>"]
     assert tokenizer.convert_ids_to_tokens(pair.chosen_ids.tolist()) == ["2", "<eos>"]
     assert tokenizer.convert_ids_to_tokens(pair.rejected_ids.tolist()) == [*"three", "<eos>"]
-    assert {ids.dtype for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)} == {np.dtype(np.int32)}
+    assert {ids.dtype for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)} == {
+        np.dtype(np.int32)
+    }
 
 
 def test_without_a_prompt_column_the_conversations_hold_it(load):
@@ -86,11 +88,7 @@ def test_a_prompt_of_several_turns_is_the_same_with_and_without_repetition(load)
 
 
 def test_keys_that_parquet_fills_up_make_no_difference_between_prompt_and_repetition(tmp_path, tokenizer):
-    row = {
-        "prompt": [USER],
-        "chosen": [USER, {**GOOD, "name": "x"}],
-        "rejected": [USER, BAD],
-    }
+    row = {"prompt": [USER], "chosen": [USER, {**GOOD, "name": "x"}], "rejected": [USER, BAD]}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "pairs.parquet")
     (pair,) = load_preferences([tmp_path / "pairs.parquet"], tokenizer, **DEFAULTS)
     assert pair.text == "<user>1+1=<assistant>"
@@ -108,10 +106,19 @@ def test_other_columns_files_and_max_pairs(load):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "2+2="}, BAD]}, "differ between column 'chosen' and column"),
-        ({"chosen": [USER, GOOD], "rejected": "three"}, "differ between column 'chosen' and column 'rejected'"),
+        (
+            {"chosen": [USER, GOOD], "rejected": [{**USER, "content": "2+2="}, BAD]},
+            "differ between column 'chosen' and column",
+        ),
+        (
+            {"chosen": [USER, GOOD], "rejected": "three"},
+            "differ between column 'chosen' and column 'rejected'",
+        ),
         ({"chosen": [GOOD, USER], "rejected": "three"}, "'chosen' must end with a message of the assistant"),
-        ({"chosen": "2", "rejected": []}, "column 'rejected' must be the response, or messages .* it is list"),
+        (
+            {"chosen": "2", "rejected": []},
+            "column 'rejected' must be the response, or messages .* it is list",
+        ),
         ({"chosen": None, "rejected": "three"}, "column 'chosen' must be the response, .* it is missing"),
         ({"chosen": "2", "rejected": 3}, "column 'rejected' must be the response, .* it is int 3"),
         (
@@ -123,7 +130,10 @@ def test_other_columns_files_and_max_pairs(load):
             {"prompt": [{**USER, "content": "2+2="}], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
             "are not the prompt in column 'prompt'.*set data.prompt_key to \"\"",
         ),
-        ({"prompt": "2+2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "are not the prompt in column 'prompt'"),
+        (
+            {"prompt": "2+2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "are not the prompt in column 'prompt'",
+        ),
         ({"prompt": 5, "chosen": "2", "rejected": "3"}, "column 'prompt' must be a string or a list"),
         ({"prompt": "", "chosen": "2", "rejected": "3"}, "the prompt in column 'prompt' is empty"),
     ],
@@ -164,10 +174,13 @@ LONG = [
 
 
 def test_overlong_pairs_under_error_name_what_is_too_long(load):
-    with pytest.raises(ValueError, match="1 of 4 prompts have more than data.max_prompt_tokens = 3 tokens, the longest 4"):
+    with pytest.raises(
+        ValueError, match="1 of 4 prompts have more than data.max_prompt_tokens = 3 tokens, the longest 4"
+    ):
         load(*LONG, max_prompt_tokens=3)
     with pytest.raises(
-        ValueError, match="1 of 4 rejected responses have more than rollout.max_response_tokens = 5 tokens.*first tokens"
+        ValueError,
+        match="1 of 4 rejected responses have more than rollout.max_response_tokens = 5 tokens.*first tokens",
     ):
         load(*LONG, max_response_tokens=5)
 
@@ -189,7 +202,12 @@ def test_truncation_keeps_the_end_of_the_prompt_and_the_beginning_of_a_response(
     row = {"prompt": "01234", "chosen": "abcde", "rejected": "abc"}
     (pair,) = load(row, max_prompt_tokens=3, max_response_tokens=4, overlong="truncate_left")
     assert tokenizer.convert_ids_to_tokens(pair.prompt_ids.tolist()) == ["2", "3", "4"]
-    assert tokenizer.convert_ids_to_tokens(pair.chosen_ids.tolist()) == ["a", "b", "c", "d"]  # cut off: no <eos>
+    assert tokenizer.convert_ids_to_tokens(pair.chosen_ids.tolist()) == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]  # cut off: no <eos>
     assert tokenizer.convert_ids_to_tokens(pair.rejected_ids.tolist()) == ["a", "b", "c", "<eos>"]
     assert pair.text == "01234"
 

@@ -73,7 +73,9 @@ def test_a_string_prompt_gets_the_tokenizers_bos_exactly_once(tmp_path, tokenize
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = load_tokenizer(tokenizer_dir)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 2)]
+    )
     rows = [{"prompt": "1+1="}, {"prompt": "<bos>1+1="}, {"prompt": [{"role": "user", "content": "1"}]}]
     tokens = [
         tokenizer.convert_ids_to_tokens(p.token_ids.tolist())
@@ -112,11 +114,14 @@ def test_jsonl_values_keep_their_own_type_in_each_row(tmp_path, tokenizer):
 
 def test_keys_that_parquet_fills_up_with_null_do_not_reach_the_template(tmp_path, tokenizer_dir):
     tokenizer = load_tokenizer(tokenizer_dir)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] }}{% if m['name'] is defined %}({{ m['name'] }}){% endif %};{% endfor %}"
-    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}{% if m['name'] is defined %}({{ m['name'] }}){% endif %};{% endfor %}"
     rows = [
-        {"prompt": [{"role": "user", "content": "a", "name": "Ann"}, {"role": "tool", "content": "b", "name": None}]}
+        {
+            "prompt": [
+                {"role": "user", "content": "a", "name": "Ann"},
+                {"role": "tool", "content": "b", "name": None},
+            ]
+        }
     ]
     assert load([write_parquet(tmp_path / "a.parquet", rows)], tokenizer)[0].text == "user(Ann);tool;"
 
@@ -145,7 +150,11 @@ def test_the_messages_are_kept_without_the_keys_that_parquet_fills_up(tmp_path, 
 
 @pytest.mark.parametrize("last", ["user", "tool", "system"])
 def test_a_conversation_may_end_with_whatever_the_assistant_answers_to(tmp_path, tokenizer, last):
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": last, "content": "c"}]
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": last, "content": "c"},
+    ]
     (prompt,) = load([write_jsonl(tmp_path / "a.jsonl", [{"prompt": chat}])], tokenizer)
     assert prompt.text == "<user>a<assistant>b<eos><user>c<assistant>"
     assert prompt.messages == chat
@@ -153,7 +162,9 @@ def test_a_conversation_may_end_with_whatever_the_assistant_answers_to(tmp_path,
 
 def test_a_conversation_that_ends_with_the_assistant_is_refused_with_a_way_out(tmp_path, tokenizer):
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(ValueError, match="row 1: column 'prompt' ends with a message of the assistant.*data.response_key"):
+    with pytest.raises(
+        ValueError, match="row 1: column 'prompt' ends with a message of the assistant.*data.response_key"
+    ):
         load([write_jsonl(tmp_path / "a.jsonl", [{"prompt": chat}])], tokenizer)
 
 
@@ -166,7 +177,9 @@ def test_a_message_that_calls_tools_needs_no_content(tmp_path, tokenizer_dir):
 
 
 def test_each_prompt_knows_the_file_it_came_from(tmp_path, tokenizer):
-    files = [write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}, {"prompt": "x" * 20}]) for name in "ab"]
+    files = [
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}, {"prompt": "x" * 20}]) for name in "ab"
+    ]
     prompts = load([*files, files[0]], tokenizer, max_prompt_tokens=10, overlong="drop")
     assert [(p.source, p.index, p.text) for p in prompts] == [(0, 0, "a"), (1, 2, "b"), (2, 4, "a")]
 
@@ -189,7 +202,8 @@ def test_the_sft_target_is_tokenized_and_ends_with_eos(tmp_path, tokenizer, resp
 def test_a_missing_sft_target_names_the_row_and_the_key(tmp_path, tokenizer):
     file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": "a"}])
     with pytest.raises(
-        ValueError, match=r"a.jsonl, row 2: answer must be the text to learn, it is missing: .*data.response_key"
+        ValueError,
+        match=r"a.jsonl, row 2: answer must be the text to learn, it is missing: .*data.response_key",
     ):
         load([file], tokenizer, response_key="answer")
 
@@ -209,7 +223,9 @@ def lengths_3_to_12(tmp_path):
     return write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * (n - 1) + "="} for n in range(3, 13)])
 
 
-def test_overlong_prompts_under_error_name_the_count_the_longest_the_limit_and_the_choices(lengths_3_to_12, tokenizer):
+def test_overlong_prompts_under_error_name_the_count_the_longest_the_limit_and_the_choices(
+    lengths_3_to_12, tokenizer
+):
     with pytest.raises(ValueError) as raised:
         load([lengths_3_to_12], tokenizer, max_prompt_tokens=10)
     message = str(raised.value)
@@ -217,9 +233,13 @@ def test_overlong_prompts_under_error_name_the_count_the_longest_the_limit_and_t
     assert all(word in message for word in ("data.overlong_prompts", "error", "drop", "truncate_left"))
 
 
-def test_drop_leaves_overlong_prompts_out_and_keeps_the_row_numbers_of_the_others(lengths_3_to_12, tokenizer, caplog):
+def test_drop_leaves_overlong_prompts_out_and_keeps_the_row_numbers_of_the_others(
+    lengths_3_to_12, tokenizer, caplog
+):
     with caplog.at_level(logging.INFO):
-        prompts = load([lengths_3_to_12], tokenizer, max_prompt_tokens=5, overlong="drop", response_key="prompt")
+        prompts = load(
+            [lengths_3_to_12], tokenizer, max_prompt_tokens=5, overlong="drop", response_key="prompt"
+        )
     assert [(p.index, len(p.token_ids)) for p in prompts] == [(0, 3), (1, 4), (2, 5)]
     assert [len(p.response_ids) for p in prompts] == [4, 5, 6]
     assert "7 of 10 prompts" in caplog.text
@@ -262,7 +282,9 @@ def test_a_file_of_another_kind_is_refused(tmp_path, tokenizer):
 @pytest.mark.parametrize("write, name", [(write_parquet, "a.parquet"), (write_jsonl, "a.jsonl")])
 def test_a_missing_prompt_column_names_the_columns_found_and_the_key(tmp_path, tokenizer, write, name):
     file = write(tmp_path / name, [{"question": "a", "answer": "b"}])
-    with pytest.raises(ValueError, match=rf"{name}.* no column 'prompt', only question, answer: .*data.prompt_key"):
+    with pytest.raises(
+        ValueError, match=rf"{name}.* no column 'prompt', only question, answer: .*data.prompt_key"
+    ):
         load([file], tokenizer)
     assert load([file], tokenizer, prompt_key="question")[0].text == "a"
 
@@ -316,7 +338,8 @@ def test_messages_need_a_chat_template_and_strings_do_not(tmp_path, tokenizer_di
     tokenizer = load_tokenizer(tokenizer_dir)
     tokenizer.chat_template = None
     with pytest.raises(
-        ValueError, match="row 1: column 'prompt' holds messages, but the tokenizer of .* has no chat template"
+        ValueError,
+        match="row 1: column 'prompt' holds messages, but the tokenizer of .* has no chat template",
     ):
         load([write_jsonl(tmp_path / "a.jsonl", [ADDITION])], tokenizer)
     assert len(load([write_jsonl(tmp_path / "b.jsonl", [{"prompt": "a"}])], tokenizer)) == 1
@@ -325,7 +348,9 @@ def test_messages_need_a_chat_template_and_strings_do_not(tmp_path, tokenizer_di
 def test_messages_that_the_template_rejects_are_named(tmp_path, tokenizer_dir):
     tokenizer = load_tokenizer(tokenizer_dir)
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(ValueError, match="row 1: the chat template of .* rejects .*: System role not supported"):
+    with pytest.raises(
+        ValueError, match="row 1: the chat template of .* rejects .*: System role not supported"
+    ):
         load([write_jsonl(tmp_path / "a.jsonl", [ADDITION])], tokenizer)
 
 
@@ -357,7 +382,8 @@ def test_a_directory_without_a_tokenizer_says_what_it_has(tmp_path):
 
 def test_7473_prompts_of_the_size_of_gsm8k_load_in_seconds(tmp_path, tokenizer):
     question = (
-        "Natalia sold 48 clips to her friends in April, and then half as many in May. " * 3 + " How many in all?" * 4
+        "Natalia sold 48 clips to her friends in April, and then half as many in May. " * 3
+        + " How many in all?" * 4
     )
     row = {**ADDITION, "prompt": [{"role": "user", "content": question}]}
     file = write_parquet(tmp_path / "a.parquet", [row] * 7473)

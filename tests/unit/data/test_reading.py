@@ -66,7 +66,10 @@ def test_prompts_are_the_same_from_all_forms(tmp_path, write, name):
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     options = {"prompt_key": "prompt", "max_prompt_tokens": 9, "overlong": "error", "max_prompts": 2}
     prompts = load_prompts([write(tmp_path / name)], tokenizer, **options)
-    assert [(p.text, p.ground_truth) for p in prompts] == [("<user>a<assistant>", "1"), ("<user>b<assistant>", "2")]
+    assert [(p.text, p.ground_truth) for p in prompts] == [
+        ("<user>a<assistant>", "1"),
+        ("<user>b<assistant>", "2"),
+    ]
     assert prompts[0].data_source == ("a.b" if name == "a.b" else "a")
 
 
@@ -83,7 +86,9 @@ def test_a_selection_that_was_saved_has_its_own_rows_in_its_own_order(tmp_path):
 
 
 def test_a_saved_tensor_format_does_not_reach_the_rows(tmp_path):
-    datasets.Dataset.from_list([{"prompt": "a", "n": [1, 2]}]).with_format("numpy").save_to_disk(tmp_path / "a")
+    datasets.Dataset.from_list([{"prompt": "a", "n": [1, 2]}]).with_format("numpy").save_to_disk(
+        tmp_path / "a"
+    )
     (row,) = read_rows([tmp_path / "a"], required=WAY_OUT, optional=["n"])
     assert row.values == {"prompt": "a", "n": [1, 2]} and not isinstance(row.values["n"], np.ndarray)
 
@@ -98,14 +103,18 @@ def test_several_arrow_files_of_one_directory_are_read_in_order(tmp_path):
 
 @pytest.mark.parametrize("write, name", FORMS)
 def test_a_missing_column_says_what_there_is_and_the_way_out(tmp_path, write, name):
-    with pytest.raises(ValueError, match=rf"{name}.* no column 'question', only prompt, .*: name it in data.x"):
+    with pytest.raises(
+        ValueError, match=rf"{name}.* no column 'question', only prompt, .*: name it in data.x"
+    ):
         read_rows([write(tmp_path / name)], required={"prompt": "no", "question": "name it in data.x"})
 
 
 def test_a_dataset_dict_names_its_splits(tmp_path):
     split = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "both")
-    with pytest.raises(ValueError, match=r"both is a DatasetDict with the splits train, test: .*both/train\."):
+    with pytest.raises(
+        ValueError, match=r"both is a DatasetDict with the splits train, test: .*both/train\."
+    ):
         read_rows([tmp_path / "both"], required=WAY_OUT)
     assert len(read_rows([tmp_path / "both/test"], required=WAY_OUT)) == 3
 

@@ -33,7 +33,12 @@ def test_the_order_does_not_depend_on_how_it_is_cut_into_draws():
 
 def test_a_draw_may_exceed_the_number_of_prompts():
     drawn = sampler(4).draw(11)
-    assert np.bincount(drawn, minlength=4).tolist() in ([3, 3, 3, 2], [3, 3, 2, 3], [3, 2, 3, 3], [2, 3, 3, 3])
+    assert np.bincount(drawn, minlength=4).tolist() in (
+        [3, 3, 3, 2],
+        [3, 3, 2, 3],
+        [3, 2, 3, 3],
+        [2, 3, 3, 3],
+    )
 
 
 def test_the_same_seed_gives_the_same_order_and_another_seed_another():
@@ -69,7 +74,9 @@ def test_the_state_is_the_epoch_and_the_position_in_it():
 
 
 def test_a_cursor_beyond_the_data_is_refused():
-    with pytest.raises(ValueError, match="stands at prompt 10 of epoch 0, but the training data has 10 prompts"):
+    with pytest.raises(
+        ValueError, match="stands at prompt 10 of epoch 0, but the training data has 10 prompts"
+    ):
         sampler().load_state_dict({"epoch": 0, "position": 10})
 
 
@@ -196,7 +203,9 @@ def test_a_mixture_refuses_the_cursor_of_other_data():
     with pytest.raises(ValueError, match="stands in 3 sources, but the training data has 2"):
         mixed((1, 1), sources=SOURCES[:2]).load_state_dict(state)
     state["sources"][1]["position"] = 7
-    with pytest.raises(ValueError, match="stands at prompt 7 of epoch 0, but the training data has 7 prompts"):
+    with pytest.raises(
+        ValueError, match="stands at prompt 7 of epoch 0, but the training data has 7 prompts"
+    ):
         mixed().load_state_dict(state)
 
 
@@ -222,7 +231,9 @@ def test_a_curriculum_decides_order_subset_and_repetition():
 
 def test_a_curriculum_is_told_the_epoch_and_given_the_prompts_and_chance():
     drawn = curriculum(growing).draw(2 + 3 + 4)
-    assert sorted(drawn[:2]) == [3, 4] and sorted(drawn[2:5]) == [2, 3, 4] and sorted(drawn[5:]) == [1, 2, 3, 4]
+    assert (
+        sorted(drawn[:2]) == [3, 4] and sorted(drawn[2:5]) == [2, 3, 4] and sorted(drawn[5:]) == [1, 2, 3, 4]
+    )
     assert np.array_equal(drawn, curriculum(growing).draw(9))
     assert any(not np.array_equal(drawn, curriculum(growing, seed=seed).draw(9)) for seed in range(4))
 
@@ -239,7 +250,9 @@ def test_a_curriculum_with_restored_state_continues_where_the_saved_one_stood(nu
 
 
 def test_a_cursor_beyond_the_epoch_of_a_curriculum_is_refused():
-    with pytest.raises(ValueError, match="stands at prompt 3 of epoch 1, but data.curriculum gives it 3 prompts"):
+    with pytest.raises(
+        ValueError, match="stands at prompt 3 of epoch 1, but data.curriculum gives it 3 prompts"
+    ):
         curriculum(growing).load_state_dict({"epoch": 1, "position": 3})
 
 
@@ -289,12 +302,16 @@ def test_a_curriculum_needs_prompts_and_a_seed():
 
 
 def test_an_order_function_is_found_in_a_file_and_in_a_module(tmp_path, monkeypatch):
-    (tmp_path / "lesson_order.py").write_text("def order(epoch, prompts, rng):\n    return [epoch]\n\nnumber = 5\n")
+    (tmp_path / "lesson_order.py").write_text(
+        "def order(epoch, prompts, rng):\n    return [epoch]\n\nnumber = 5\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     for spec in (f"{tmp_path}/lesson_order.py:order", "lesson_order.py:order", "lesson_order:order"):
         assert curriculum(load_order(spec)).draw(3).tolist() == [0, 1, 2]
-    with pytest.raises(ValueError, match="data.curriculum 'lesson_order:missing': lesson_order has no 'missing', only order"):
+    with pytest.raises(
+        ValueError, match="data.curriculum 'lesson_order:missing': lesson_order has no 'missing', only order"
+    ):
         load_order("lesson_order:missing")
     with pytest.raises(ValueError, match="data.curriculum 'lesson_order:number': number is not callable"):
         load_order("lesson_order:number")

@@ -24,11 +24,24 @@ from rl.models import architecture
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
 PUBLISHED = {  # billions, as the model cards say; DeepSeek-V3 without its layer for multi-token prediction
-    "deepseek-v3": 671.03, "llama-3.1-70b": 70.55, "llama-3.1-8b": 8.03, "mixtral-8x7b": 46.70, "qwen2.5-0.5b": 0.494,
-    "qwen2.5-32b": 32.76, "qwen2.5-7b": 7.616, "qwen3-30b-a3b": 30.53, "qwen3-8b": 8.19,
-}  # fmt: skip
-PRODUCTION = {path: int(nodes) * int(gpus) for path in CONFIGS.glob("*.yaml") for nodes, gpus in re.findall(r"_(\d+)x(\d+)", path.stem)}
-PRODUCTION |= {path: int(gpus) for path in CONFIGS.glob("*.yaml") for gpus in re.findall(r"_(\d+)gpu$", path.stem)}
+    "deepseek-v3": 671.03,
+    "llama-3.1-70b": 70.55,
+    "llama-3.1-8b": 8.03,
+    "mixtral-8x7b": 46.70,
+    "qwen2.5-0.5b": 0.494,
+    "qwen2.5-32b": 32.76,
+    "qwen2.5-7b": 7.616,
+    "qwen3-30b-a3b": 30.53,
+    "qwen3-8b": 8.19,
+}
+PRODUCTION = {
+    path: int(nodes) * int(gpus)
+    for path in CONFIGS.glob("*.yaml")
+    for nodes, gpus in re.findall(r"_(\d+)x(\d+)", path.stem)
+}
+PRODUCTION |= {
+    path: int(gpus) for path in CONFIGS.glob("*.yaml") for gpus in re.findall(r"_(\d+)gpu$", path.stem)
+}
 PRODUCTION |= {CONFIGS / "ppo_deepseek671b.yaml": 512}
 """Config -> ranks, which its name says."""
 
@@ -39,7 +52,9 @@ def parts_of(model):
 
 
 def found(name, world_size, *overrides, plan=False, **machine):
-    return estimate(load_config(str(CONFIGS / f"{name}.yaml"), overrides), world_size, Hardware(**machine), plan=plan)
+    return estimate(
+        load_config(str(CONFIGS / f"{name}.yaml"), overrides), world_size, Hardware(**machine), plan=plan
+    )
 
 
 @pytest.mark.parametrize("model", sorted(path.name for path in (CONFIGS / "models").iterdir()))
@@ -48,7 +63,9 @@ def test_parameters_are_the_published_ones(model):
     assert billions == pytest.approx(PUBLISHED[model], rel=1e-3)
 
 
-@pytest.mark.parametrize("model, tp", [("qwen2.5-7b", 4), ("qwen3-30b-a3b", 8), ("mixtral-8x7b", 2), ("deepseek-v3", 32)])
+@pytest.mark.parametrize(
+    "model, tp", [("qwen2.5-7b", 4), ("qwen3-30b-a3b", 8), ("mixtral-8x7b", 2), ("deepseek-v3", 32)]
+)
 def test_an_engine_holds_its_share_and_what_every_rank_repeats(model, tp):
     parts = parts_of(model)
     whole, (held, in_float32) = count_parameters(parts), count_engine(parts, tp)
@@ -85,16 +102,22 @@ class TestMemory:
         ppo = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "algorithm=ppo").memory.stages[0]
         head = 152064 * 3584 / 2 - 3584  # a value head in the place of the vocabulary's rows
         assert grpo.states["policy"].total == ppo.states["policy"].total
-        assert ppo.states["critic"].weights == pytest.approx(grpo.states["policy"].weights - 2 * head, rel=1e-5)
+        assert ppo.states["critic"].weights == pytest.approx(
+            grpo.states["policy"].weights - 2 * head, rel=1e-5
+        )
 
     def test_recompute_keeps_the_input_of_each_layer_alone(self):
         kept = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8).memory.stages[0].activations
-        everything = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "training.recompute=false").memory.stages[0].activations
+        everything = (
+            found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "training.recompute=false").memory.stages[0].activations
+        )
         assert everything > 5 * kept
 
     def test_earlier_stages_keep_more_micro_batches(self):
         stages = found("ppo_deepseek671b", 512).memory.stages
-        inputs = 4 * 7168 * 10240 / 8 * 2  # of four layers: hidden, tokens of the longest row on a rank, bytes
+        inputs = (
+            4 * 7168 * 10240 / 8 * 2
+        )  # of four layers: hidden, tokens of the longest row on a rank, bytes
         for stage in range(1, 13):
             assert stages[stage].activations - stages[stage + 1].activations == pytest.approx(inputs)
 
@@ -105,7 +128,9 @@ class TestMemory:
     def test_the_cache_takes_what_the_share_leaves(self):
         engine = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "rollout.gpu_memory_utilization=0.5").memory.engine
         assert engine.cache == engine.budget - engine.weights - engine.workspace and engine.budget == 40 * GIB
-        assert engine.bytes_per_token == 28 * 2 * 2 * 128 * 2  # layers, keys and values, heads of a rank, channels, bytes
+        assert (
+            engine.bytes_per_token == 28 * 2 * 2 * 128 * 2
+        )  # layers, keys and values, heads of a rank, channels, bytes
         assert engine.cache_tokens == engine.cache // engine.bytes_per_token
 
     def test_latent_attention_caches_the_latent_on_every_rank_and_keeps_a_second_form_of_its_projection(self):
@@ -132,14 +157,18 @@ class TestMemory:
 
 class TestChanges:
     def test_the_share_of_the_engine_is_changed_first(self):
-        before = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "training.offload=none", "rollout.gpu_memory_utilization=0.7")
+        before = found(
+            "qwen2.5-7b_gsm8k_grpo_8gpu", 8, "training.offload=none", "rollout.gpu_memory_utilization=0.7"
+        )
         change = cheapest_change(before)
         assert list(change.values) == ["rollout.gpu_memory_utilization"] and change.estimate.problems == []
         assert "generation needs" in before.problems[0]
         assert change.words(before) in verdict(before, change)
 
     def test_recompute_is_found_for_activations_that_do_not_fit(self):
-        before = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "training.recompute=false", "training.micro_batch_tokens=131072")
+        before = found(
+            "qwen2.5-7b_gsm8k_grpo_8gpu", 8, "training.recompute=false", "training.micro_batch_tokens=131072"
+        )
         assert "training needs" in before.problems[0]
         change = cheapest_change(before)
         assert change.world_size == 8 and change.estimate.problems == [] and len(change.values) == 1
@@ -161,7 +190,10 @@ class TestChanges:
 
 
 def before_and(before, change):
-    keep = ["training.recompute=false", f"training.micro_batch_tokens={before.config.training.micro_batch_tokens}"]
+    keep = [
+        "training.recompute=false",
+        f"training.micro_batch_tokens={before.config.training.micro_batch_tokens}",
+    ]
     return [*keep, *(f"{key}={json.dumps(value)}" for key, value in change.values.items())]
 
 
@@ -173,7 +205,14 @@ class TestCommand:
         assert self.run("--world-size", "8") == 0
         out = capsys.readouterr().out
         assert out.rstrip().splitlines()[-1].startswith("FITS")
-        for word in ("policy: gradients", "engine: KV cache", "refit:", "seconds per step", "GPU-hours", "3,807,910,400"):
+        for word in (
+            "policy: gradients",
+            "engine: KV cache",
+            "refit:",
+            "seconds per step",
+            "GPU-hours",
+            "3,807,910,400",
+        ):
             assert word in out
 
     def test_it_does_not_fit(self, capsys):
@@ -183,14 +222,25 @@ class TestCommand:
 
     def test_a_layout_that_cannot_be_is_one_sentence(self, capsys):
         assert self.run("--world-size", "7") == 2
-        assert capsys.readouterr().err.startswith("error: training.tp=2 times training.pp=1 is 2, which does not divide")
+        assert capsys.readouterr().err.startswith(
+            "error: training.tp=2 times training.pp=1 is 2, which does not divide"
+        )
 
     def test_a_model_that_is_not_here_and_has_no_published_shape(self, capsys):
         assert self.run("--world-size", "8", "model.path=models/unknown") == 2
         assert "--model-shape" in capsys.readouterr().err
 
     def test_a_shape_that_is_given(self, capsys):
-        assert self.run("--world-size", "8", "--model-shape", str(CONFIGS / "models" / "qwen3-8b"), "model.path=models/unknown") == 0
+        assert (
+            self.run(
+                "--world-size",
+                "8",
+                "--model-shape",
+                str(CONFIGS / "models" / "qwen3-8b"),
+                "model.path=models/unknown",
+            )
+            == 0
+        )
         assert "8.19 B parameters" in capsys.readouterr().out
 
     def test_a_machine_that_cannot_be(self, capsys):
@@ -199,11 +249,22 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_the_largest_model_takes_little_of_a_login_node(self):
-        command = ["train_rl.py", "--config", "configs/ppo_deepseek671b.yaml", "--dry-run", "--world-size", "512"]
+        command = [
+            "train_rl.py",
+            "--config",
+            "configs/ppo_deepseek671b.yaml",
+            "--dry-run",
+            "--world-size",
+            "512",
+        ]
         core = {min(os.sched_getaffinity(0))}
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(0, core)
+            [sys.executable, *command],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, core),
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert done.returncode == 0 and "671.03 B parameters" in done.stdout, done.stderr

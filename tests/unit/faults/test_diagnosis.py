@@ -8,9 +8,19 @@ from rl.faults.process import this_process
 
 NOW = 1000.0
 WAITS = Beat(
-    rank=0, process=this_process(), job="", phase="score", step=3, number=40, since=NOW - 600, time=NOW - 1,
-    at="rl/phases/scoring.py:51 score", waits=True, host_memory_gib=1.0, device_memory_gib=0.0,
-)  # fmt: skip
+    rank=0,
+    process=this_process(),
+    job="",
+    phase="score",
+    step=3,
+    number=40,
+    since=NOW - 600,
+    time=NOW - 1,
+    at="rl/phases/scoring.py:51 score",
+    waits=True,
+    host_memory_gib=1.0,
+    device_memory_gib=0.0,
+)
 
 
 def ranks(*changes: dict) -> list[Beat | None]:
@@ -22,7 +32,9 @@ def test_the_rank_that_does_not_wait_is_guilty():
     verdict = judge(beats, NOW, 30)
     assert verdict.guilty == (2,)
     said = summary(beats, verdict, NOW, 30)
-    assert said.startswith(f"rank 2 ({WAITS.process.host}) in score of step 3 for 600 s at reward.py:7 score (not waiting")
+    assert said.startswith(
+        f"rank 2 ({WAITS.process.host}) in score of step 3 for 600 s at reward.py:7 score (not waiting"
+    )
     assert said.endswith("waiting: ranks 0, 1, 3 in score of step 3 at rl/phases/scoring.py:51 score")
 
 
@@ -34,7 +46,9 @@ def test_a_rank_without_a_heartbeat_comes_before_all_others():
     beats = ranks({"number": 38}, {"time": NOW - 90}, {"waits": False})
     verdict = judge(beats, NOW, 30)
     assert verdict.guilty == (1,)
-    assert f"rank 1 ({WAITS.process.host}), last heartbeat 90 s ago in score of step 3 (ended" in summary(beats, verdict, NOW, 30)
+    assert f"rank 1 ({WAITS.process.host}), last heartbeat 90 s ago in score of step 3 (ended" in summary(
+        beats, verdict, NOW, 30
+    )
 
 
 def test_a_process_that_has_ended_is_lost_however_fresh_its_heartbeat():
@@ -50,7 +64,9 @@ def test_a_rank_that_never_came_is_not_called_lost():
 def test_nobody_is_accused_if_all_are_at_one_place(waits):
     beats = ranks({"waits": waits}, {"waits": waits})
     verdict = judge(beats, NOW, 30)
-    assert verdict.guilty == () and summary(beats, verdict, NOW, 30).startswith("all are at the same place: ranks 0, 1 in score")
+    assert verdict.guilty == () and summary(beats, verdict, NOW, 30).startswith(
+        "all are at the same place: ranks 0, 1 in score"
+    )
 
 
 def test_a_summary_of_a_thousand_ranks_is_one_readable_line():

@@ -15,7 +15,10 @@ def boards():
 
 def test_the_first_claim_is_the_fault_of_the_run_on_every_rank(boards):
     assert [board.first() for board in boards] == [None] * 3
-    mine, late = Fault("error", 1, "rank 1 failed: 'x' is \"no\"\n"), Fault("error", 2, "rank 2 lost its connection")
+    mine, late = (
+        Fault("error", 1, "rank 1 failed: 'x' is \"no\"\n"),
+        Fault("error", 2, "rank 2 lost its connection"),
+    )
     assert boards[1].claim(mine) == mine
     assert boards[2].claim(late) == mine and [board.first() for board in boards] == [mine] * 3
 

@@ -22,7 +22,9 @@ def take(directory: Path) -> RunLock:
 
 def leave_behind(directory: Path, **changes) -> None:
     """A lock of somebody else."""
-    (directory / FILE_NAME).write_text(json.dumps(this_process().as_dict() | {"job": "", "restarts": 0, "token": "old"} | changes))
+    (directory / FILE_NAME).write_text(
+        json.dumps(this_process().as_dict() | {"job": "", "restarts": 0, "token": "old"} | changes)
+    )
 
 
 @pytest.fixture
@@ -44,7 +46,10 @@ def test_a_free_directory_is_locked_with_host_pid_and_job_and_released(tmp_path,
 def test_a_directory_in_use_is_refused_with_host_pid_and_job(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     lock = take(tmp_path)
-    with pytest.raises(ValueError, match=rf"in use by a live run, process {os.getpid()} on .+, Slurm job 4711; .*another run.dir"):
+    with pytest.raises(
+        ValueError,
+        match=rf"in use by a live run, process {os.getpid()} on .+, Slurm job 4711; .*another run.dir",
+    ):
         take(tmp_path)
     assert lock.still_mine() and [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
@@ -117,7 +122,10 @@ def test_of_many_that_come_for_one_stale_lock_one_gets_it(tmp_path, dead_pid):
         "sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", program, tmp_path, str(time.time() + 4)]
-    takers = [subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    takers = [
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(6)
+    ]
     answers = [taker.stdout.readline().strip() for taker in takers]
     for taker in takers:
         taker.communicate()
@@ -161,7 +169,9 @@ class TestRunDirectory:
         (tmp_path / "precious").mkdir()
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "precious")
-        with pytest.raises(ValueError, match="checkpoints is a symbolic link to .*precious.*make run.dir itself the link"):
+        with pytest.raises(
+            ValueError, match="checkpoints is a symbolic link to .*precious.*make run.dir itself the link"
+        ):
             make_run_directory(config)
 
     def test_links_within_it_are_no_harm(self, config, tmp_path):

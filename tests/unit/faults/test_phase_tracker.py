@@ -24,7 +24,12 @@ def test_a_phase_is_entered_and_left_and_its_limit_goes_with_it(where):
     where.begin_step(3)
     before = where.place
     with where.phase("score", 3) as place:
-        assert place is where.place and place.words == "score of step 3" and place.limit_s == 7.0 and place.seconds < 5
+        assert (
+            place is where.place
+            and place.words == "score of step 3"
+            and place.limit_s == 7.0
+            and place.seconds < 5
+        )
     after = where.place
     assert (after.phase, after.step) == (before.phase, before.step) == ("other", 3)
     assert before.number < place.number < after.number
@@ -43,4 +48,8 @@ def test_another_thread_sees_the_frame_of_the_main_flow(where):
     thread.start()
     thread.join()
     [(at, waits)] = seen
-    assert "test_place.py" in at and at.endswith("test_another_thread_sees_the_frame_of_the_main_flow") and not waits
+    assert (
+        "test_place.py" in at
+        and at.endswith("test_another_thread_sees_the_frame_of_the_main_flow")
+        and not waits
+    )

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from rl.faults.heartbeat import Heart, beat_path, read_beat, read_beats
 from rl.config.limits import PhaseLimits
+from rl.faults.heartbeat import Heart, beat_path, read_beat, read_beats
 from rl.faults.phase_tracker import Whereabouts
 from rl.faults.process import process_from, resident_bytes, this_process
 
@@ -52,7 +52,12 @@ def heart(tmp_path):
 def test_a_heartbeat_is_read_as_it_was_written(heart, tmp_path):
     heart.beat()
     beat = read_beat(str(tmp_path), 3)
-    assert (beat.rank, beat.phase, beat.step, beat.process) == (3, "other", 5, this_process()) and beat.host_memory_gib > 0
+    assert (beat.rank, beat.phase, beat.step, beat.process) == (
+        3,
+        "other",
+        5,
+        this_process(),
+    ) and beat.host_memory_gib > 0
     assert [path.name for path in (tmp_path / "heartbeat").iterdir()] == ["rank_3.json"]
 
 

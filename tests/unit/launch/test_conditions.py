@@ -5,7 +5,14 @@ import pytest
 from launch.conditions import holds
 from rl.config.options import ConfigError
 
-VALUES = {"training.tp": 2, "training.pp": 4, "training.optimizer.lr": 1e-6, "algorithm": "grpo", "training.recompute": True, "x": 0}
+VALUES = {
+    "training.tp": 2,
+    "training.pp": 4,
+    "training.optimizer.lr": 1e-6,
+    "algorithm": "grpo",
+    "training.recompute": True,
+    "x": 0,
+}
 
 
 @pytest.mark.parametrize(

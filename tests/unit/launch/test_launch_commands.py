@@ -44,7 +44,9 @@ def place(tmp_path, monkeypatch):
     for name, script in programs.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # and nothing else: this machine may have a Slurm of its own
+    monkeypatch.setenv(
+        "PATH", str(tmp_path / "bin")
+    )  # and nothing else: this machine may have a Slurm of its own
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -52,7 +54,11 @@ def place(tmp_path, monkeypatch):
 def launch(*arguments, code=0):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "launch", *arguments], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-m", "launch", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -62,14 +68,24 @@ def launch(*arguments, code=0):
 def write_status(run, state, **facts):
     run.mkdir(parents=True, exist_ok=True)
     status = {
-        "state": state, "step": 1, "checkpoint_step": 0, "max_steps": 20, "reason": "", "job": "", "restarts": 0, "host": "h",
-        "pid": 1, "time": time.time(),
-    }  # fmt: skip
+        "state": state,
+        "step": 1,
+        "checkpoint_step": 0,
+        "max_steps": 20,
+        "reason": "",
+        "job": "",
+        "restarts": 0,
+        "host": "h",
+        "pid": 1,
+        "time": time.time(),
+    }
     (run / "status.json").write_text(json.dumps(status | facts))
 
 
 def states(out):
-    return {Path(line.split()[0]).name: line.split()[1] for line in out.splitlines() if "=" in line.split("  ")[0]}
+    return {
+        Path(line.split()[0]).name: line.split()[1] for line in out.splitlines() if "=" in line.split("  ")[0]
+    }
 
 
 class TestSubmit:
@@ -89,18 +105,32 @@ class TestSubmit:
     def test_a_line_break_in_an_override_does_not_leave_the_comment(self, place):
         launch("submit", *self.arguments, "--dry-run", "--", 'reward.kwargs={a: "b\nexit 3"}')
         text = (place / "runs" / "test" / "launch" / "job.sbatch").read_text()
-        assert [line for line in text.splitlines() if line.startswith("exit 3")] == ["exit 3\"}'"]  # within train's quotes
+        assert [line for line in text.splitlines() if line.startswith("exit 3")] == [
+            "exit 3\"}'"
+        ]  # within train's quotes
 
     def test_a_dry_run_submits_nothing(self, place):
         assert "not submitted" in launch("submit", *self.arguments, "--dry-run")
         assert not (place / "sbatch.log").exists()
 
     def test_what_does_not_fit_is_not_submitted_unless_forced(self, place):
-        big = ("--config", "config.yaml", "--nodes", "1", "--", "model.path=qwen2.5-0.5b", "rollout.gpu_memory_utilization=0.01")
+        big = (
+            "--config",
+            "config.yaml",
+            "--nodes",
+            "1",
+            "--",
+            "model.path=qwen2.5-0.5b",
+            "rollout.gpu_memory_utilization=0.01",
+        )
         said = launch("submit", *big, code=2)
         assert "does not fit" in said and not (place / "sbatch.log").exists()
         out = launch("submit", "--force", *big)
-        assert "DOES NOT FIT" in out and "GPU-hours of the allocation, at most: 192.0" in out and "submitted job" in out
+        assert (
+            "DOES NOT FIT" in out
+            and "GPU-hours of the allocation, at most: 192.0" in out
+            and "submitted job" in out
+        )
 
     def test_a_typo_is_one_sentence(self, place):
         assert "run.max_steps" in launch("submit", *self.arguments, "--", "run.max_stepz=7", code=2)
@@ -131,7 +161,9 @@ class TestSweep:
         write_status(sweep / names[4], "running", job="101_4")
         (place / "queue").write_text("101_4 RUNNING\n101_3 PENDING\n999 RUNNING\n")
         out = launch("status", "runs/sw")
-        assert states(out) == dict(zip(names, ["finished", "failed", "lost", "queued", "running", "unstarted"]))
+        assert states(out) == dict(
+            zip(names, ["finished", "failed", "lost", "queued", "running", "unstarted"])
+        )
         assert "OSError: disk" in out
         out = launch("sweep", "sweep.yaml", "--only", "failed")
         assert "#SBATCH --array=1-2,5%2" in out and "submitted array 102 with 3 tasks" in out
@@ -142,7 +174,9 @@ class TestSweep:
 
     def test_new_points_are_submitted_alone_and_old_ones_keep_their_numbers(self, place):
         launch("sweep", "sweep.yaml")
-        (place / "sweep.yaml").write_text(SWEEP.replace("[2, 3, 4]", "[2, 3, 4, 5]").replace("[1.0e-3, 2.0e-3]", "[1.0e-3]"))
+        (place / "sweep.yaml").write_text(
+            SWEEP.replace("[2, 3, 4]", "[2, 3, 4, 5]").replace("[1.0e-3, 2.0e-3]", "[1.0e-3]")
+        )
         out = launch("sweep", "sweep.yaml")
         assert "#SBATCH --array=6%2" in out and "samples_per_prompt=5" in out
         assert "nothing to submit" in launch("sweep", "sweep.yaml")
@@ -163,7 +197,9 @@ class TestStatus:
     def test_the_columns(self, place):
         run = place / "runs" / "a=1"
         write_status(run, "running", step=7, restarts=2, job="55")
-        (run / "metrics.jsonl").write_text('{"training/global_step": 7, "critic/score/mean": 0.25, "time": 1}\n{"training/glo')
+        (run / "metrics.jsonl").write_text(
+            '{"training/global_step": 7, "critic/score/mean": 0.25, "time": 1}\n{"training/glo'
+        )
         (run / "heartbeat").mkdir()
         for rank, age in enumerate((5, 400)):
             (run / "heartbeat" / f"rank_{rank}.json").write_text(json.dumps({"time": time.time() - age}))
@@ -185,10 +221,15 @@ class TestReport:
     def test_the_curves_of_a_sweep(self, place):
         launch("sweep", "sweep.yaml")
         sweep = place / "runs" / "sw"
-        for number, point in enumerate(json.loads((sweep / "launch" / "sweep.json").read_text())["points"][:3]):
+        for number, point in enumerate(
+            json.loads((sweep / "launch" / "sweep.json").read_text())["points"][:3]
+        ):
             run = sweep / point["name"]
             write_status(run, "finished")
-            records = [{"training/global_step": s, "time": s, "critic/score/mean": 0.1 * number * s, "a/b": 1.0} for s in (1, 2)]
+            records = [
+                {"training/global_step": s, "time": s, "critic/score/mean": 0.1 * number * s, "a/b": 1.0}
+                for s in (1, 2)
+            ]
             (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         out = launch("report", "runs/sw")
         assert "3 of 6 runs have critic/score/mean" in out
@@ -221,6 +262,12 @@ def test_submitting_needs_neither_torch_nor_submitit(place):
         "assert main(['sweep', 'sweep.yaml']) == 0\n"
         "assert main(['status', 'runs']) == 0\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert "no memory estimate" in done.stdout

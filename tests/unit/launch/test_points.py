@@ -6,9 +6,22 @@ from launch.points import Point, make_points, name_of, short_names, tasks_text
 from rl.config.options import ConfigError
 
 LR, SAMPLES, TP, PP, CLIP = (
-    "training.optimizer.lr", "rollout.samples_per_prompt", "training.tp", "training.pp", "objective.clip_high",
-)  # fmt: skip
-KNOWN = {LR: 1e-6, SAMPLES: 8, TP: 1, PP: 1, CLIP: 0.2, "critic.optimizer.lr": 1e-5, "run.seed": 1, "reward.function": "a:b"}
+    "training.optimizer.lr",
+    "rollout.samples_per_prompt",
+    "training.tp",
+    "training.pp",
+    "objective.clip_high",
+)
+KNOWN = {
+    LR: 1e-6,
+    SAMPLES: 8,
+    TP: 1,
+    PP: 1,
+    CLIP: 0.2,
+    "critic.optimizer.lr": 1e-5,
+    "run.seed": 1,
+    "reward.function": "a:b",
+}
 
 
 def values(**sweep):
@@ -17,23 +30,37 @@ def values(**sweep):
 
 def test_a_grid_is_every_combination_the_last_key_fastest():
     assert values(grid={LR: [1e-6, 2e-6], SAMPLES: [4, 8]}) == [
-        {LR: 1e-6, SAMPLES: 4}, {LR: 1e-6, SAMPLES: 8}, {LR: 2e-6, SAMPLES: 4}, {LR: 2e-6, SAMPLES: 8},
-    ]  # fmt: skip
+        {LR: 1e-6, SAMPLES: 4},
+        {LR: 1e-6, SAMPLES: 8},
+        {LR: 2e-6, SAMPLES: 4},
+        {LR: 2e-6, SAMPLES: 8},
+    ]
 
 
 def test_zip_goes_side_by_side_and_multiplies_with_the_rest():
     assert values(zip={TP: [1, 2], PP: [2, 1]}, seeds=2) == [
-        {TP: 1, PP: 2, "run.seed": 1}, {TP: 1, PP: 2, "run.seed": 2}, {TP: 2, PP: 1, "run.seed": 1}, {TP: 2, PP: 1, "run.seed": 2},
-    ]  # fmt: skip
+        {TP: 1, PP: 2, "run.seed": 1},
+        {TP: 1, PP: 2, "run.seed": 2},
+        {TP: 2, PP: 1, "run.seed": 1},
+        {TP: 2, PP: 1, "run.seed": 2},
+    ]
 
 
 def test_random_draws_stay_when_more_are_asked_for():
-    spec = {LR: {"log_uniform": [1e-7, 1e-5]}, CLIP: {"uniform": [0.2, 0.3]}, SAMPLES: {"choice": [4, 8]}, TP: {"integer": [1, 4]}}
+    spec = {
+        LR: {"log_uniform": [1e-7, 1e-5]},
+        CLIP: {"uniform": [0.2, 0.3]},
+        SAMPLES: {"choice": [4, 8]},
+        TP: {"integer": [1, 4]},
+    }
     few = values(random={"points": 3, "seed": 7, "keys": spec})
     more = values(random={"points": 20, "seed": 7, "keys": spec})
     other = values(random={"points": 3, "seed": 8, "keys": spec})
     assert more[:3] == few and other != few
-    assert all(1e-7 <= v[LR] <= 1e-5 and 0.2 <= v[CLIP] <= 0.3 and v[SAMPLES] in (4, 8) and 1 <= v[TP] <= 4 for v in more)
+    assert all(
+        1e-7 <= v[LR] <= 1e-5 and 0.2 <= v[CLIP] <= 0.3 and v[SAMPLES] in (4, 8) and 1 <= v[TP] <= 4
+        for v in more
+    )
     assert sum(v[LR] < 1e-6 for v in more) >= 5  # half of them, on a log scale
 
 
@@ -46,8 +73,13 @@ def test_conditions_leave_points_out():
 
 
 def test_a_name_follows_from_the_points_own_values():
-    before = {point.name: point.values for point in make_points({"grid": {LR: [1e-6, 2e-6]}, "seeds": 2}, KNOWN)}
-    after = {point.name: point.values for point in make_points({"grid": {LR: [5e-7, 1e-6, 2e-6]}, "seeds": [3, 2, 1]}, KNOWN)}
+    before = {
+        point.name: point.values for point in make_points({"grid": {LR: [1e-6, 2e-6]}, "seeds": 2}, KNOWN)
+    }
+    after = {
+        point.name: point.values
+        for point in make_points({"grid": {LR: [5e-7, 1e-6, 2e-6]}, "seeds": [3, 2, 1]}, KNOWN)
+    }
     assert before.keys() == {"lr=1e-06_seed=1", "lr=1e-06_seed=2", "lr=2e-06_seed=1", "lr=2e-06_seed=2"}
     assert before.items() <= after.items()
 
@@ -55,15 +87,20 @@ def test_a_name_follows_from_the_points_own_values():
 def test_names_tell_equal_ends_apart_and_are_fit_for_directories():
     assert short_names([LR, SAMPLES]) == {LR: "lr", SAMPLES: "samples_per_prompt"}
     assert short_names([LR, "critic.optimizer.lr"]) == {LR: LR, "critic.optimizer.lr": "critic.optimizer.lr"}
-    assert name_of({"reward.function": "my dir/f.py:score"}, {"reward.function": "function"}) == "function=my-dir-f.py-score"
+    assert (
+        name_of({"reward.function": "my dir/f.py:score"}, {"reward.function": "function"})
+        == "function=my-dir-f.py-score"
+    )
     long = name_of({"reward.function": "x" * 300}, {"reward.function": "function"})
-    assert len(long) <= 120 and long != name_of({"reward.function": "x" * 301}, {"reward.function": "function"})
+    assert len(long) <= 120 and long != name_of(
+        {"reward.function": "x" * 301}, {"reward.function": "function"}
+    )
 
 
 def test_overrides_are_what_the_program_takes():
-    assert Point("", {LR: 1e-6, "a": True, "b": [1, 2], "c": "x:y", "d": None, "e": 0.30000000000000004}).overrides == [
-        f"{LR}=1e-06", "a=true", "b=[1, 2]", "c=x:y", "d=null", "e=0.30000000000000004",
-    ]  # fmt: skip
+    assert Point(
+        "", {LR: 1e-6, "a": True, "b": [1, 2], "c": "x:y", "d": None, "e": 0.30000000000000004}
+    ).overrides == [f"{LR}=1e-06", "a=true", "b=[1, 2]", "c=x:y", "d=null", "e=0.30000000000000004"]
 
 
 @pytest.mark.parametrize(

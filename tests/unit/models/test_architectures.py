@@ -12,7 +12,12 @@ from rl.models import SUPPORTED, architecture, dense, llama, mistral, qwen2, qwe
 from rl.models.layout import VOCAB, index
 from tests.checkpoints import PARTICULAR, tiny_config
 
-FILES = {"Qwen2ForCausalLM": qwen2, "Qwen3ForCausalLM": qwen3, "LlamaForCausalLM": llama, "MistralForCausalLM": mistral}
+FILES = {
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+}
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "models"
 TIED = pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
 EACH = pytest.mark.parametrize("name", FILES)
@@ -34,8 +39,16 @@ def test_every_dense_architecture_has_a_file_and_a_tiny_model():
 def test_weights_are_those_of_transformers_model(name, tie):
     with torch.device("meta"):
         model = getattr(transformers, name)(tiny_config(name, tie=tie))
-    expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items() if not tie or key != "lm_head.weight"}
-    mine = [pair for weight in FILES[name].weights(config(name, tie=tie)) for pair in zip(weight.hf, weight.shapes)]
+    expected = {
+        key: tuple(tensor.shape)
+        for key, tensor in model.state_dict().items()
+        if not tie or key != "lm_head.weight"
+    }
+    mine = [
+        pair
+        for weight in FILES[name].weights(config(name, tie=tie))
+        for pair in zip(weight.hf, weight.shapes)
+    ]
     assert len(mine) == len(dict(mine))
     assert dict(mine) == expected
 
@@ -69,11 +82,17 @@ def test_names_on_each_side_belong_to_one_weight_and_layers_say_where_they_are(n
     assert len({weight.vllm for weight in weights}) == len(weights)
     assert len({(weight.megatron, weight.layer) for weight in weights}) == len(weights)
     for weight in weights:
-        assert ("{layer}" in weight.megatron) == (weight.layer is not None) == weight.hf[0].startswith("model.layers.")
+        assert (
+            ("{layer}" in weight.megatron)
+            == (weight.layer is not None)
+            == weight.hf[0].startswith("model.layers.")
+        )
 
 
 def test_qwen3_normalises_queries_and_keys_per_head_on_every_rank():
-    norms = {weight.megatron: weight for weight in qwen3.weights(config("Qwen3ForCausalLM")) if weight.layer == 1}
+    norms = {
+        weight.megatron: weight for weight in qwen3.weights(config("Qwen3ForCausalLM")) if weight.layer == 1
+    }
     for side in "qk":
         weight = norms[f"decoder.layers.{{layer}}.self_attention.{side}_layernorm.weight"]
         assert weight.hf == (weight.vllm,) == (f"model.layers.1.self_attn.{side}_norm.weight",)
@@ -81,8 +100,14 @@ def test_qwen3_normalises_queries_and_keys_per_head_on_every_rank():
 
 
 def test_only_qwen2_has_biases_and_only_qwen3_norms_of_queries():
-    with_bias = {name for name, file in FILES.items() if any(w.hf[0].endswith(".bias") for w in file.weights(config(name)))}
-    assert with_bias == {name for name, file in FILES.items() if file.megatron_config(config(name))["add_qkv_bias"]}
+    with_bias = {
+        name
+        for name, file in FILES.items()
+        if any(w.hf[0].endswith(".bias") for w in file.weights(config(name)))
+    }
+    assert with_bias == {
+        name for name, file in FILES.items() if file.megatron_config(config(name))["add_qkv_bias"]
+    }
     assert with_bias == {"Qwen2ForCausalLM"}
     normed = {name for name, file in FILES.items() if file.megatron_config(config(name)).get("qk_layernorm")}
     assert normed == {"Qwen3ForCausalLM"}
@@ -113,7 +138,9 @@ def test_shipped_config_has_as_many_parameters_as_the_published_model(model):
     hf = json.loads((CONFIGS / model / "config.json").read_text())
     file = architecture(hf)
     file.check(hf)
-    assert sum(math.prod(shape) for weight in file.weights(hf) for shape in weight.shapes) == PARAMETERS[model]
+    assert (
+        sum(math.prod(shape) for weight in file.weights(hf) for shape in weight.shapes) == PARAMETERS[model]
+    )
 
 
 # Rotary embeddings ----------------------------------------------------------------------------------------------------
@@ -128,7 +155,11 @@ def transformers_frequencies(hf: dict) -> torch.Tensor:
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b", "tiny"])
 def test_scaled_frequencies_are_those_of_transformers(model):
-    hf = config("LlamaForCausalLM") if model == "tiny" else json.loads((CONFIGS / model / "config.json").read_text())
+    hf = (
+        config("LlamaForCausalLM")
+        if model == "tiny"
+        else json.loads((CONFIGS / model / "config.json").read_text())
+    )
     found = dense.scaled_frequencies(hf)
     torch.testing.assert_close(found, transformers_frequencies(hf), rtol=1e-6, atol=0)
     plain = 1 / dense.rope_theta(hf) ** (torch.arange(0, 2 * len(found), 2) / (2 * len(found)))
@@ -142,7 +173,11 @@ def test_scaling_by_hand():
     for turns, expected in ((0.5, 1 / 8), (1.0, 1 / 8), (2.5, 0.5 + 0.5 / 8), (4.0, 1.0), (100.0, 1.0)):
         context = turns * 2 * math.pi
         scaling = dict(
-            rope_type="llama3", factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=context
+            rope_type="llama3",
+            factor=8,
+            low_freq_factor=1,
+            high_freq_factor=4,
+            original_max_position_embeddings=context,
         )
         found = dense.scaled_frequencies(dict(head_dim=4, rope_theta=1.0, rope_scaling=scaling))
         assert found.tolist() == pytest.approx([expected, expected])
@@ -202,5 +237,7 @@ def test_a_mistral_that_does_not_say_has_transformers_window():
 
 def test_llama3_scaling_without_its_numbers_is_refused_by_what_it_lacks():
     scaling = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
-    with pytest.raises(ValueError, match="lacks low_freq_factor, original_max_position_embeddings in its rope_scaling"):
+    with pytest.raises(
+        ValueError, match="lacks low_freq_factor, original_max_position_embeddings in its rope_scaling"
+    ):
         llama.check(config("LlamaForCausalLM") | {"rope_scaling": scaling})

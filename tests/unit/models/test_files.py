@@ -42,9 +42,17 @@ def test_a_directory_without_safetensors_and_a_torn_file_are_named(tmp_path):
 
 def test_tensors_without_a_place_in_the_architecture_are_listed():
     hf = dict(architectures=["QwenForCausalLM"], num_hidden_layers=2, num_nextn_predict_layers=1)
-    harmless = ["a", "a_scale_inv", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.2.enorm.weight"]
+    harmless = [
+        "a",
+        "a_scale_inv",
+        "lm_head.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.2.enorm.weight",
+    ]
     refuse_extra("model", harmless, weights("a"), hf)
-    with pytest.raises(ValueError, match="has 2 tensors that QwenForCausalLM knows nothing of: b_scale_inv, model.layers.3.w"):
+    with pytest.raises(
+        ValueError, match="has 2 tensors that QwenForCausalLM knows nothing of: b_scale_inv, model.layers.3.w"
+    ):
         refuse_extra("model", [*harmless, "b_scale_inv", "model.layers.3.w"], weights("a"), hf)
 
 
@@ -68,7 +76,9 @@ def test_an_index_says_which_files_are_read_and_two_copies_of_a_tensor_are_refus
     index.write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     assert tensor_files(str(tmp_path), weights("a"))["a"].name == "model-1.safetensors"
     index.write_text('{"weight_map": {"a": "model-2.safetensors"}}')
-    with pytest.raises(ValueError, match="lacks model-2.safetensors, which its model.safetensors.index.json names"):
+    with pytest.raises(
+        ValueError, match="lacks model-2.safetensors, which its model.safetensors.index.json names"
+    ):
         tensor_files(str(tmp_path), weights("a"))
 
 

@@ -66,7 +66,9 @@ def local_counts(shape, pieces):
     """How many pieces lie on each element of the local parameter. Boxes must lie within it."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for piece in pieces:
-        assert all(0 <= start < stop <= size for (start, stop), size in zip(piece.local_box, shape, strict=True))
+        assert all(
+            0 <= start < stop <= size for (start, stop), size in zip(piece.local_box, shape, strict=True)
+        )
         counts[index(piece.local_box)] += 1
     return counts
 
@@ -79,7 +81,9 @@ def assert_boxes_match(weight, pieces):
     for piece in pieces:
         hf_shape = weight.shapes[weight.hf.index(piece.hf)]
         assert box_shape(piece.hf_box) == box_shape(piece.local_box)
-        assert all(0 <= start < stop <= size for (start, stop), size in zip(piece.hf_box, hf_shape, strict=True))
+        assert all(
+            0 <= start < stop <= size for (start, stop), size in zip(piece.hf_box, hf_shape, strict=True)
+        )
 
 
 # Coverage -------------------------------------------------------------------------------------------------------------
@@ -229,9 +233,23 @@ def test_example_of_two_groups_with_two_queries_each():
     q, k, v = numbered_qkv(heads=4, kv_heads=2, dim=2, columns=0)  # q 0..7, k 8..11, v 12..15
     cut, tensors, shapes = qkv(4, 2, 2), dict(q=q, k=k, v=v), ((8,), (4,), (4,))
     assert fill(cut.megatron("qkv", shapes, 1, 0), tensors, (16,)).tolist() == [
-        0, 1, 2, 3, 8, 9, 12, 13,
-        4, 5, 6, 7, 10, 11, 14, 15,
-    ]  # fmt: skip
+        0,
+        1,
+        2,
+        3,
+        8,
+        9,
+        12,
+        13,
+        4,
+        5,
+        6,
+        7,
+        10,
+        11,
+        14,
+        15,
+    ]
     assert fill(cut.vllm("qkv", shapes, 1, 0), tensors, (16,)).tolist() == list(range(16))
     assert fill(cut.megatron("qkv", shapes, 2, 1), tensors, (8,)).tolist() == [4, 5, 6, 7, 10, 11, 14, 15]
     assert fill(cut.vllm("qkv", shapes, 2, 1), tensors, (8,)).tolist() == [4, 5, 6, 7, 10, 11, 14, 15]
@@ -274,7 +292,8 @@ def test_assembling_the_shards_of_all_ranks_gives_back_the_tensors_bit_for_bit(d
     for tp, hf in random_configs(on_vllm=False, trials=4):
         for weight in qwen2.weights(hf):
             tensors = {
-                name: torch.randn(shape, generator=generator).to(dtype) for name, shape in zip(weight.hf, weight.shapes)
+                name: torch.randn(shape, generator=generator).to(dtype)
+                for name, shape in zip(weight.hf, weight.shapes)
             }
             shards = [megatron_shard_by_torch(weight, tensors, hf, tp, rank) for rank in range(tp)]
             for shard in shards:
@@ -321,7 +340,8 @@ def test_shape_of_a_vocabulary_counts_padding_on_ranks_that_hold_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "multiple", "padded"), [(1, 64, 64), (64, 64, 64), (65, 64, 128), (151936, 64, 151936), (100, 7, 105)]
+    ("vocab_size", "multiple", "padded"),
+    [(1, 64, 64), (64, 64, 64), (65, 64, 128), (151936, 64, 151936), (100, 7, 105)],
 )
 def test_vocabulary_is_padded_up_to_a_multiple(vocab_size, multiple, padded):
     assert padded_vocab(vocab_size, multiple) == padded
@@ -341,7 +361,9 @@ def test_every_hugging_face_tensor_of_the_model_belongs_to_one_weight():
         with torch.device("meta"):
             model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**hf))
         expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        mine = [(name, shape) for weight in qwen2.weights(hf) for name, shape in zip(weight.hf, weight.shapes)]
+        mine = [
+            (name, shape) for weight in qwen2.weights(hf) for name, shape in zip(weight.hf, weight.shapes)
+        ]
         assert len(mine) == len(dict(mine))
         assert dict(mine) == expected
 
@@ -414,7 +436,10 @@ def test_an_ordinary_config_passes_the_check():
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
         (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+            },
             "yarn",
         ),
     ],
@@ -425,7 +450,8 @@ def test_scaled_rotary_embeddings_are_refused_by_their_kind(changes, kind):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"), [({"use_sliding_window": True}, "use_sliding_window"), ({"hidden_act": "gelu"}, "hidden_act gelu")]
+    ("changes", "said"),
+    [({"use_sliding_window": True}, "use_sliding_window"), ({"hidden_act": "gelu"}, "hidden_act gelu")],
 )
 def test_variants_that_are_not_built_are_refused(changes, said):
     with pytest.raises(ValueError, match=f"{said}.* not supported"):
@@ -439,7 +465,9 @@ def test_qwen2_is_found_by_its_architecture():
 
 
 def test_an_unknown_architecture_is_named_with_those_that_are_supported():
-    with pytest.raises(ValueError, match=r"architecture MambaForCausalLM is not supported; supported are Qwen2ForCausalLM"):
+    with pytest.raises(
+        ValueError, match=r"architecture MambaForCausalLM is not supported; supported are Qwen2ForCausalLM"
+    ):
         architecture({"architectures": ["MambaForCausalLM"]})
 
 
@@ -464,7 +492,14 @@ def test_a_directory_without_config_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("num_layers", "pp", "expected"),
-    [(6, 3, [2, 2, 2]), (3, 2, [2, 1]), (6, 4, [1, 2, 2, 1]), (61, 16, [3, *[4] * 13, 3, 3]), (5, 5, [1] * 5), (7, 1, [7])],
+    [
+        (6, 3, [2, 2, 2]),
+        (3, 2, [2, 1]),
+        (6, 4, [1, 2, 2, 1]),
+        (61, 16, [3, *[4] * 13, 3, 3]),
+        (5, 5, [1] * 5),
+        (7, 1, [7]),
+    ],
 )
 def test_stages_with_the_embedding_or_the_head_have_fewer_layers(num_layers, pp, expected):
     assert stage_layers(num_layers, pp) == expected and sum(expected) == num_layers

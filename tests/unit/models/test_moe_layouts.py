@@ -58,7 +58,11 @@ def test_every_hugging_face_tensor_belongs_to_one_weight(name, tmp_path):
     with safe_open(tmp_path / "model.safetensors", framework="pt") as opened:
         expected = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}
     hf = config(name, hidden_size=64, kv_lora_rank=32)
-    mine = [(tensor, shape) for weight in architecture(hf).weights(hf) for tensor, shape in zip(weight.hf, weight.shapes)]
+    mine = [
+        (tensor, shape)
+        for weight in architecture(hf).weights(hf)
+        for tensor, shape in zip(weight.hf, weight.shapes)
+    ]
     assert len(mine) == len(dict(mine))
     assert dict(mine) == expected
 
@@ -68,17 +72,22 @@ def test_experts_lie_in_vllms_parameters_as_its_own_loader_puts_them():
     hf = config("Qwen3MoeForCausalLM")
     experts, ffn, tp, rank = hf["num_local_experts"], hf["moe_intermediate_size"], 2, 1
     found: dict[str, torch.Tensor] = {
-        "w13_weight": torch.zeros(experts, 2 * ffn // tp, 128), "w2_weight": torch.zeros(experts, 128, ffn // tp)
-    }  # fmt: skip
+        "w13_weight": torch.zeros(experts, 2 * ffn // tp, 128),
+        "w2_weight": torch.zeros(experts, 128, ffn // tp),
+    }
     tensors = {}
     for weight in architecture(hf).weights(hf):
         if weight.expert is None:
             continue
         tensors |= {name: torch.randn(shape) for name, shape in zip(weight.hf, weight.shapes)}
         for piece in weight.vllm_pieces(tp, rank):
-            found[weight.vllm.rpartition(".")[2]][index(piece.local_box)] = tensors[piece.hf][index(piece.hf_box)]
+            found[weight.vllm.rpartition(".")[2]][index(piece.local_box)] = tensors[piece.hf][
+                index(piece.hf_box)
+            ]
     for expert in range(experts):
-        gate, up, down = (tensors[f"model.layers.1.mlp.experts.{expert}.{p}_proj.weight"] for p in ("gate", "up", "down"))
+        gate, up, down = (
+            tensors[f"model.layers.1.mlp.experts.{expert}.{p}_proj.weight"] for p in ("gate", "up", "down")
+        )
         half = slice(ffn // 2, ffn)
         assert torch.equal(found["w13_weight"][expert], torch.cat([gate[half], up[half]]))
         assert torch.equal(found["w2_weight"][expert], down[:, half])
@@ -98,7 +107,9 @@ def test_both_projections_to_latents_are_rows_of_one_parameter_of_vllm():
 def test_the_routers_bias_is_a_float32_weight_of_every_mixture_and_of_no_dense_layer():
     hf = config("DeepseekV3ForCausalLM", num_hidden_layers=4, first_k_dense_replace=2)
     assert [w.layer for w in architecture(hf).weights(hf) if w.float32] == [2, 3]
-    assert [w.hf[0].rpartition(".")[2] for w in architecture(hf).weights(hf) if w.float32] == ["e_score_correction_bias"] * 2
+    assert [w.hf[0].rpartition(".")[2] for w in architecture(hf).weights(hf) if w.float32] == [
+        "e_score_correction_bias"
+    ] * 2
 
 
 def test_which_layers_of_qwen3_moe_are_mixtures():

@@ -9,7 +9,12 @@ from rl.objectives.aggregate import aggregate
 
 
 def assert_any_split_gives_the_same(
-    loss: Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]], leaf: Tensor, lengths: Tensor, mask: Tensor, mode: str, seed: int
+    loss: Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]],
+    leaf: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+    mode: str,
+    seed: int,
 ) -> None:
     """Cut the samples at random into five micro-batches, of which the last is empty.
 

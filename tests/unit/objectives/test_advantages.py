@@ -126,7 +126,10 @@ def test_random_unequal_scattered_groups_against_the_reference(name, seed, few_v
 
 @every_estimator
 def test_sample_without_companions_gets_exactly_zero(name):
-    columns, groups = torch.tensor([[5.0, 2.0, 3.0], [1.0, 0.0, 1.0], [2.0, 4.0, 1.0]]), torch.tensor([0, 1, 1])
+    columns, groups = (
+        torch.tensor([[5.0, 2.0, 3.0], [1.0, 0.0, 1.0], [2.0, 4.0, 1.0]]),
+        torch.tensor([0, 1, 1]),
+    )
     advantages = ESTIMATORS[name][0](columns, groups, torch.tensor([4, 2, 7]))
     assert advantages[0] == 0 and (advantages[1:] != 0).any()
     alone = ESTIMATORS[name][0](columns[:1], groups[:1], torch.tensor([4]))
@@ -139,7 +142,9 @@ def test_sample_without_companions_gets_exactly_zero(name):
 def test_equal_scores_give_exactly_zero(name, size, dtype):
     # 0.1 is no binary fraction: its mean is off by a rounding error, which the small std would blow up.
     lengths = torch.arange(size) * 7
-    assert not ESTIMATORS[name][0](torch.full((size, 3), 0.1, dtype=dtype), torch.zeros(size).long(), lengths).any()
+    assert not ESTIMATORS[name][0](
+        torch.full((size, 3), 0.1, dtype=dtype), torch.zeros(size).long(), lengths
+    ).any()
 
 
 def test_equal_scores_give_zero_also_without_eps():
@@ -177,7 +182,9 @@ def test_empty_batch(name):
 
 def test_grpo_hand_numbers_with_std():
     # Scores 1, 0, 0, 1: mean 1/2, unbiased variance 4 * (1/4) / 3 = 1/3.
-    advantages = grpo(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([7, 7, 7, 7]), normalize_by_std=True, eps=0.0)
+    advantages = grpo(
+        torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([7, 7, 7, 7]), normalize_by_std=True, eps=0.0
+    )
     torch.testing.assert_close(advantages, torch.tensor([1.0, -1.0, -1.0, 1.0]) * math.sqrt(3) / 2)
 
 
@@ -221,7 +228,9 @@ def test_gdpo_weights_the_normalised_rewards_not_the_rewards():
         gdpo(columns, groups, weights=weights), gdpo(scaled, groups, weights=weights), rtol=1e-4, atol=1e-5
     )
     only_first = gdpo(columns, groups, weights=torch.tensor([1.0, 0.0]))
-    assert (only_first * columns[:, 0]).sum() > 0 and not torch.allclose(only_first, gdpo(columns, groups, weights=weights))
+    assert (only_first * columns[:, 0]).sum() > 0 and not torch.allclose(
+        only_first, gdpo(columns, groups, weights=weights)
+    )
 
 
 def test_rloo_hand_numbers():
@@ -232,7 +241,9 @@ def test_rloo_hand_numbers():
 
 def test_opo_weights_the_baseline_by_length():
     # (3 * 1 + 1 * 0) / 4 = 0.75; a group without tokens falls back to its mean.
-    advantages = opo(torch.tensor([1.0, 0.0, 2.0, 4.0]), torch.tensor([0, 0, 1, 1]), torch.tensor([3, 1, 0, 0]))
+    advantages = opo(
+        torch.tensor([1.0, 0.0, 2.0, 4.0]), torch.tensor([0, 0, 1, 1]), torch.tensor([3, 1, 0, 0])
+    )
     assert advantages.tolist() == [0.25, -0.75, -1.0, 1.0]
 
 

@@ -77,7 +77,8 @@ def test_value_and_gradient_against_the_reference(seed, mode):
 def test_gradient_against_finite_differences(mode):
     token_loss, mask, lengths = batch(9, num_samples=9)
     assert torch.autograd.gradcheck(
-        lambda x: aggregate(x, mask, lengths, mode, **denominators(mask, lengths)), (token_loss.requires_grad_(),)
+        lambda x: aggregate(x, mask, lengths, mode, **denominators(mask, lengths)),
+        (token_loss.requires_grad_(),),
     )
 
 

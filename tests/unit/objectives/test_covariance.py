@@ -31,7 +31,8 @@ def covariances(logprobs, advantages, mask):
     mean_logprob = math.fsum(logprobs[t] for t in kept) / len(kept)
     mean_advantage = math.fsum(advantages[t] for t in kept) / len(kept)
     return [
-        (logprobs[t] - mean_logprob) * (advantages[t] - mean_advantage) if mask[t] else math.nan for t in range(len(mask))
+        (logprobs[t] - mean_logprob) * (advantages[t] - mean_advantage) if mask[t] else math.nan
+        for t in range(len(mask))
     ]
 
 
@@ -76,7 +77,10 @@ def test_clip_cov_choice_repeats_with_its_seed_and_is_uniform_over_seeds():
 
 def test_clip_cov_hand_numbers():
     # Means -2 and 0, so cov = -3, 3, 0, -1, 1; the second is cut by PPO's clip, the last stands on its bound.
-    logprobs, advantages = torch.tensor([-3.0, -1.0, -2.0, -1.0, -3.0]), torch.tensor([3.0, 3.0, -4.0, -1.0, -1.0])
+    logprobs, advantages = (
+        torch.tensor([-3.0, -1.0, -2.0, -1.0, -3.0]),
+        torch.tensor([3.0, 3.0, -4.0, -1.0, -1.0]),
+    )
     old = logprobs.clone()
     options = CLIPS | dict(cov_low=1.0, cov_high=5.0, fraction=1.0, seed=0)
     assert chosen_set(clip_cov_tokens(logprobs, old, advantages, torch.ones(5), **options)) == {1, 4}
@@ -167,7 +171,9 @@ def test_loss_value_gradient_and_statistics_against_the_reference(seed, loss):
     np.testing.assert_allclose(token_loss.detach(), expected[:, 0], rtol=1e-12)
     np.testing.assert_allclose(grad, expected[:, 1], rtol=1e-12)
     assert stats["pg_covfrac"].item() == (chosen & mask).sum()
-    assert stats["ppo_kl"].item() == pytest.approx((old - logprobs).clamp(-20, 20)[mask].sum().item(), rel=1e-12)
+    assert stats["ppo_kl"].item() == pytest.approx(
+        (old - logprobs).clamp(-20, 20)[mask].sum().item(), rel=1e-12
+    )
     assert not any(value.requires_grad or value.dim() for value in stats.values())
 
 
@@ -190,7 +196,9 @@ def test_kl_cov_hand_numbers():
 @both
 def test_gradient_against_finite_differences(loss):
     logprobs, *arguments = (x[2:] for x in batch(3, size=50))
-    assert torch.autograd.gradcheck(lambda leaf: loss(leaf, *arguments, **OPTIONS[loss])[0], (logprobs.requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        lambda leaf: loss(leaf, *arguments, **OPTIONS[loss])[0], (logprobs.requires_grad_(),)
+    )
 
 
 @both

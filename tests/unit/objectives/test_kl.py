@@ -43,7 +43,10 @@ def near_zero(size, seed):
 )
 def test_hand_numbers(estimator, expected):
     # The policy gives twice, half and equally the reference's probability.
-    logprobs, ref_logprobs = torch.log(torch.tensor([0.5, 0.25, 0.5])), torch.log(torch.tensor([0.25, 0.5, 0.5]))
+    logprobs, ref_logprobs = (
+        torch.log(torch.tensor([0.5, 0.25, 0.5])),
+        torch.log(torch.tensor([0.25, 0.5, 0.5])),
+    )
     values = kl(logprobs, ref_logprobs, torch.ones(3), estimator=estimator)
     torch.testing.assert_close(values, torch.tensor(expected, dtype=torch.float32))
 
@@ -63,9 +66,13 @@ def test_value_and_gradient_against_the_reference(estimator):
     np.testing.assert_allclose(grad, expected[:, 1], rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])  # k1+ and k3+ are not the slope of their value
+@pytest.mark.parametrize(
+    "estimator", ["k1", "abs", "k2", "k3"]
+)  # k1+ and k3+ are not the slope of their value
 def test_gradient_against_finite_differences(estimator):
-    leaves = [torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    leaves = [
+        torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2)
+    ]
     mask = torch.arange(20) % 3 != 1
     assert torch.autograd.gradcheck(
         lambda *x: kl(*x, mask, estimator=estimator), [leaf.requires_grad_() for leaf in leaves]
@@ -76,7 +83,9 @@ def test_k1_and_k3_average_to_the_divergence_of_two_distributions():
     p, q = (torch.softmax(near_zero(50, seed), 0) for seed in range(2))
     divergence = (p * (p / q).log()).sum()
     for estimator in ("k1", "k3", "k1+", "k3+"):
-        torch.testing.assert_close((p * kl(p.log(), q.log(), torch.ones(50), estimator=estimator)).sum(), divergence)
+        torch.testing.assert_close(
+            (p * kl(p.log(), q.log(), torch.ones(50), estimator=estimator)).sum(), divergence
+        )
 
 
 def test_mean_gradients_are_the_ones_the_docstring_states():
@@ -85,7 +94,13 @@ def test_mean_gradients_are_the_ones_the_docstring_states():
     p = torch.softmax(logits, 0)
     (forward,) = torch.autograd.grad((p * (p / q).log()).sum(), logits, retain_graph=True)
     (reverse,) = torch.autograd.grad((q * (q / p).log()).sum(), logits, retain_graph=True)
-    expectations = [("k1", torch.zeros(30).double()), ("k2", forward), ("k3", reverse), ("k1+", forward), ("k3+", forward)]
+    expectations = [
+        ("k1", torch.zeros(30).double()),
+        ("k2", forward),
+        ("k3", reverse),
+        ("k1+", forward),
+        ("k3+", forward),
+    ]
     for estimator, expected in expectations:
         loss = (p.detach() * kl(p.log(), q.log(), torch.ones(30), estimator=estimator)).sum()
         (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
@@ -94,7 +109,9 @@ def test_mean_gradients_are_the_ones_the_docstring_states():
 
 def test_k3_is_cut_at_ten_as_in_verl():
     d = torch.tensor([-2.5, -2.7, -30.0, 12.0])
-    assert kl(d, torch.zeros(4), torch.ones(4), estimator="k3").tolist() == pytest.approx([8.6825, 10, 10, 10], rel=1e-4)
+    assert kl(d, torch.zeros(4), torch.ones(4), estimator="k3").tolist() == pytest.approx(
+        [8.6825, 10, 10, 10], rel=1e-4
+    )
 
 
 def test_k3_of_an_absurd_log_ratio_has_a_finite_gradient():
@@ -158,7 +175,9 @@ def test_any_split_into_micro_batches_gives_the_same_term_and_gradient(estimator
 
     def share(tokens, samples):
         values = kl(leaf[tokens], ref[tokens], mask[tokens], estimator=estimator)
-        return aggregate(values, mask[tokens], lengths[samples], mode, num_tokens=int(mask.sum()), num_samples=6, norm=7.0)
+        return aggregate(
+            values, mask[tokens], lengths[samples], mode, num_tokens=int(mask.sum()), num_samples=6, norm=7.0
+        )
 
     value = share(slice(None), slice(None))
     for seed in range(4):

@@ -63,7 +63,8 @@ def test_checkpoint_of_a_fixed_weight_is_refused():
 
 
 @pytest.mark.parametrize(
-    "arguments", [(0.0, 6.0, 1000), (0.1, 0.0, 1000), (0.1, 6.0, 0), (math.nan, 6.0, 1000), (0.1, math.inf, 1000)]
+    "arguments",
+    [(0.0, 6.0, 1000), (0.1, 0.0, 1000), (0.1, 6.0, 0), (math.nan, 6.0, 1000), (0.1, math.inf, 1000)],
 )
 def test_settings_that_cannot_steer_are_refused(arguments):
     with pytest.raises(ValueError, match="positive"):

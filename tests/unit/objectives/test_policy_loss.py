@@ -88,7 +88,9 @@ def test_value_gradient_and_statistics_against_the_reference(seed, clips):
     assert stats.keys() == expected_stats.keys()
     for name, value in stats.items():
         assert value.item() == pytest.approx(expected_stats[name], rel=1e-12) and not value.requires_grad
-    assert expected_stats["pg_clipfrac"] > 0 and (not clips["dual_clip"] or expected_stats["pg_clipfrac_lower"] > 0)
+    assert expected_stats["pg_clipfrac"] > 0 and (
+        not clips["dual_clip"] or expected_stats["pg_clipfrac_lower"] > 0
+    )
 
 
 @pytest.mark.parametrize("clips", CLIPS)
@@ -189,7 +191,9 @@ def reference_dppo(logprob, old, advantage, outside, max_ratio):
 
 def reference_dppo_tv(logprob, old, advantage, clip_low, clip_high, max_ratio):
     rise = math.exp(logprob) - math.exp(old)
-    return reference_dppo(logprob, old, advantage, rise > clip_high if advantage > 0 else -rise > clip_low, max_ratio)
+    return reference_dppo(
+        logprob, old, advantage, rise > clip_high if advantage > 0 else -rise > clip_low, max_ratio
+    )
 
 
 def reference_dppo_kl(logprob, old, advantage, clip_low, clip_high, max_ratio):
@@ -232,10 +236,16 @@ def test_other_losses_against_their_references(seed, name):
     token_loss, stats = loss(leaf, *tensors(old, advantages, mask), **options)
     (grad,) = torch.autograd.grad(token_loss.sum(), leaf)
 
-    expected = [reference(*x, **options) if m else (0.0, 0.0, {}) for *x, m in zip(logprobs, old, advantages, mask)]
-    np.testing.assert_allclose(token_loss.detach(), [value for value, _, _ in expected], rtol=1e-9, atol=1e-15)
+    expected = [
+        reference(*x, **options) if m else (0.0, 0.0, {}) for *x, m in zip(logprobs, old, advantages, mask)
+    ]
+    np.testing.assert_allclose(
+        token_loss.detach(), [value for value, _, _ in expected], rtol=1e-9, atol=1e-15
+    )
     np.testing.assert_allclose(grad, [slope for _, slope, _ in expected], rtol=1e-9, atol=1e-15)
-    counts = {key: sum(counted.get(key, 0) for *_, counted in expected) for key in expected[np.argmax(mask)][2]}
+    counts = {
+        key: sum(counted.get(key, 0) for *_, counted in expected) for key in expected[np.argmax(mask)][2]
+    }
     assert stats.keys() == {"ppo_kl"} | counts.keys()
     assert stats["ppo_kl"].item() == pytest.approx(np.clip(old - logprobs, -20, 20)[mask].sum(), rel=1e-12)
     for key, count in counts.items():
@@ -259,14 +269,23 @@ def test_other_losses_against_their_references(seed, name):
         ("dppo-tv", 4.0, 0.01, 1.0, -1.8 * math.log(0.04), -1.8),  # truncated
         ("dppo-kl", 0.5, 0.8, -1.0, 0.0, 0.0),  # KL of (0.8, 0.2) from (0.4, 0.6) is 0.33
         ("dppo-kl", 0.5, 0.8, 1.0, -0.5 * math.log(0.4), -0.5),
-        ("dppo-kl", 0.99, 1.0, -1.0, 0.99 * math.log(0.99), 0.99),  # no other token had a probability; KL 0.01
+        (
+            "dppo-kl",
+            0.99,
+            1.0,
+            -1.0,
+            0.99 * math.log(0.99),
+            0.99,
+        ),  # no other token had a probability; KL 0.01
     ],
 )
 def test_other_losses_hand_numbers(name, ratio, old_probability, advantage, loss, slope):
     function, options, _ = LOSSES[name]
     leaf = torch.tensor([math.log(ratio * old_probability)], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([math.log(old_probability)], dtype=torch.float64)
-    token_loss, _ = function(leaf, old, torch.tensor([advantage], dtype=torch.float64), torch.ones(1), **options)
+    token_loss, _ = function(
+        leaf, old, torch.tensor([advantage], dtype=torch.float64), torch.ones(1), **options
+    )
     assert token_loss.item() == pytest.approx(loss, rel=1e-12)
     assert torch.autograd.grad(token_loss.sum(), leaf)[0].item() == pytest.approx(slope, rel=1e-12)
 

@@ -8,7 +8,9 @@ from rl.objectives.preference import log_ratios, outcome_loss, pair_loss, sppo_l
 
 NAN = float("nan")
 PAIR_LOSSES = [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)]
-pair_losses = pytest.mark.parametrize("loss, smoothing", PAIR_LOSSES, ids=["sigmoid", "smoothed", "hinge", "ipo"])
+pair_losses = pytest.mark.parametrize(
+    "loss, smoothing", PAIR_LOSSES, ids=["sigmoid", "smoothed", "hinge", "ipo"]
+)
 
 
 # ------------------------------------------------------------------- second implementation: one at a time, python's floats
@@ -77,7 +79,9 @@ def test_log_ratios_and_their_gradient_against_the_loop(seed):
     logprobs, ref, mask, lengths = batch(seed)
     leaf = torch.tensor(logprobs, requires_grad=True)
     ratios = log_ratios(leaf, torch.tensor(ref), torch.tensor(mask), torch.tensor(lengths))
-    np.testing.assert_allclose(ratios.detach(), ref_log_ratios(logprobs, ref, mask, lengths), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        ratios.detach(), ref_log_ratios(logprobs, ref, mask, lengths), rtol=1e-12, atol=1e-12
+    )
     weights = torch.arange(1.0, len(lengths) + 1, dtype=torch.float64)
     (grad,) = torch.autograd.grad(ratios @ weights, leaf)
     np.testing.assert_array_equal(grad, mask * np.repeat(weights.numpy(), lengths))
@@ -89,7 +93,9 @@ def test_masked_positions_never_reach_value_or_gradient(bad, as_float):
     logprobs, ref, mask, lengths = (torch.tensor(x) for x in batch(4))
     clean = log_ratios(logprobs, ref, mask, lengths)
     for dirty in ((True, False), (False, True), (True, True)):
-        new, old = (x.masked_fill(mask == 0, bad) if dirt else x.clone() for x, dirt in zip((logprobs, ref), dirty))
+        new, old = (
+            x.masked_fill(mask == 0, bad) if dirt else x.clone() for x, dirt in zip((logprobs, ref), dirty)
+        )
         ratios = log_ratios(new.requires_grad_(), old, mask if as_float else mask.bool(), lengths)
         assert torch.equal(ratios, clean)
         (grad,) = torch.autograd.grad(pair_loss(ratios, beta=0.3, loss="ipo")[0].sum(), new)
@@ -110,7 +116,13 @@ def test_empty_and_wholly_masked_responses_have_log_ratio_0():
     [
         ("sigmoid", 0.0, 0.0, math.log(2), -0.25),
         ("sigmoid", 0.0, math.log(9), math.log(4 / 3), -0.125),  # sigmoid(0.5 log 9) = 3/4
-        ("sigmoid", 0.25, math.log(9), 0.75 * math.log(4 / 3) + 0.25 * math.log(4), 0.0),  # as sure as it may be
+        (
+            "sigmoid",
+            0.25,
+            math.log(9),
+            0.75 * math.log(4 / 3) + 0.25 * math.log(4),
+            0.0,
+        ),  # as sure as it may be
         ("hinge", 0.0, 1.0, 0.5, -0.5),
         ("hinge", 0.0, 3.0, 0.0, 0.0),
         ("ipo", 0.0, 1.0, 0.0, 0.0),  # 1 / (2 beta) is wanted
@@ -123,7 +135,12 @@ def test_pair_losses_by_hand(loss, smoothing, margin, value, slope):
     (grad,) = torch.autograd.grad(result.sum(), ratios)
     assert result.tolist() == pytest.approx([value]) and grad.tolist() == pytest.approx([slope, -slope])
     assert {name: float(stat) for name, stat in stats.items()} == pytest.approx(
-        {"accuracy": float(margin > 0), "margin": 0.5 * margin, "chosen_reward": 0.5 * margin + 0.125, "rejected_reward": 0.125}
+        {
+            "accuracy": float(margin > 0),
+            "margin": 0.5 * margin,
+            "chosen_reward": 0.5 * margin + 0.125,
+            "rejected_reward": 0.125,
+        }
     )
 
 
@@ -136,7 +153,9 @@ def test_pair_losses_gradients_and_statistics_against_the_loop(loss, smoothing, 
     (grad,) = torch.autograd.grad(value.sum(), leaf)
     expected = [ref_pair_loss(c, r, beta, loss, smoothing) for c, r in ratios.reshape(-1, 2)]
     np.testing.assert_allclose(value.detach(), [v for v, _ in expected], rtol=1e-12)
-    np.testing.assert_allclose(grad, [sign * slope for _, slope in expected for sign in (1, -1)], rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(
+        grad, [sign * slope for _, slope in expected for sign in (1, -1)], rtol=1e-12, atol=1e-15
+    )
     chosen, rejected = ratios[::2], ratios[1::2]
     assert {name: stat.item() for name, stat in stats.items()} == pytest.approx(
         {
@@ -154,7 +173,9 @@ def test_gradient_from_tokens_against_finite_differences(loss, smoothing):
     logprobs, ref, mask, lengths = (torch.tensor(x) for x in batch(2, num_samples=8))
 
     def of(leaf):
-        return pair_loss(log_ratios(leaf, ref, mask, lengths), beta=0.1, loss=loss, label_smoothing=smoothing)[0]
+        return pair_loss(
+            log_ratios(leaf, ref, mask, lengths), beta=0.1, loss=loss, label_smoothing=smoothing
+        )[0]
 
     assert torch.autograd.gradcheck(of, (logprobs.requires_grad_(),))
 
@@ -238,7 +259,10 @@ def test_win_rates_by_hand():
 @pytest.mark.parametrize("seed", range(5))
 def test_win_rates_against_brute_force_with_ties_and_groups_in_any_order(seed, dtype):
     rng = np.random.default_rng(seed)
-    scores, groups = rng.integers(0, 4, 50) / 3, rng.choice([7, -2, 3, 100, 11, 5], 50, p=[0.4, 0.3, 0.15, 0.1, 0.03, 0.02])
+    scores, groups = (
+        rng.integers(0, 4, 50) / 3,
+        rng.choice([7, -2, 3, 100, 11, 5], 50, p=[0.4, 0.3, 0.15, 0.1, 0.03, 0.02]),
+    )
     rates = win_rates(torch.tensor(scores, dtype=dtype), torch.tensor(groups))
     assert rates.dtype == dtype
     np.testing.assert_allclose(rates, ref_win_rates(scores, groups), rtol=1e-6)
@@ -285,13 +309,18 @@ def test_outcome_loss_by_hand(ratio, label, value, slope):
 
 def test_outcome_loss_against_the_loop_and_finite_differences():
     rng = np.random.default_rng(3)
-    ratios, labels = rng.normal(0, 20, 40), np.where(rng.random(40) < 0.5, rng.integers(0, 2, 40), rng.random(40))
+    ratios, labels = (
+        rng.normal(0, 20, 40),
+        np.where(rng.random(40) < 0.5, rng.integers(0, 2, 40), rng.random(40)),
+    )
     leaf, aims = torch.tensor(ratios, requires_grad=True), torch.tensor(labels)
     loss, stats = outcome_loss(leaf, aims, beta=0.05)
     expected = [y * log1pexp(-0.05 * r) + (1 - y) * log1pexp(0.05 * r) for r, y in zip(ratios, labels)]
     np.testing.assert_allclose(loss.detach(), expected, rtol=1e-12)
     (grad,) = torch.autograd.grad(loss.sum(), leaf)
-    np.testing.assert_allclose(grad, [0.05 * (sigmoid(0.05 * r) - y) for r, y in zip(ratios, labels)], rtol=1e-12)
+    np.testing.assert_allclose(
+        grad, [0.05 * (sigmoid(0.05 * r) - y) for r, y in zip(ratios, labels)], rtol=1e-12
+    )
     assert stats["accuracy"].item() == sum((r > 0) == (y > 0.5) for r, y in zip(ratios, labels))
     assert 0 < stats["accuracy"] < 40 and not stats["accuracy"].requires_grad
     assert torch.autograd.gradcheck(lambda leaf: outcome_loss(leaf, aims, beta=0.05)[0], (leaf,))
@@ -305,7 +334,10 @@ def test_outcome_loss_of_an_extreme_log_ratio_is_finite(ratio, label):
     loss.sum().backward()
     right = (ratio > 0) == (label == 1)
     assert loss.item() == pytest.approx(0.0 if right else 1e4)
-    assert leaf.grad.item() == pytest.approx(0.0 if right else math.copysign(1, ratio)) and stats["accuracy"] == right
+    assert (
+        leaf.grad.item() == pytest.approx(0.0 if right else math.copysign(1, ratio))
+        and stats["accuracy"] == right
+    )
 
 
 def test_outcome_loss_of_no_sample_keeps_its_graph():

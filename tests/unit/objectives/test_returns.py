@@ -40,7 +40,9 @@ def ref_whiten(b, x, shift_mean=True, eps=1e-8):
     kept = x[b["mask"] > 0]
     out = np.zeros(len(x))
     if len(kept) > 1:
-        out[b["mask"] > 0] = (kept - kept.mean()) / math.sqrt(kept.var(ddof=1) + eps) + (0 if shift_mean else kept.mean())
+        out[b["mask"] > 0] = (kept - kept.mean()) / math.sqrt(kept.var(ddof=1) + eps) + (
+            0 if shift_mean else kept.mean()
+        )
     return out
 
 
@@ -80,7 +82,10 @@ def ref_otb(b, weighted=False, zero_tail=True):
     to_go = [ref_to_go(rewards, 1.0) for rewards in split(b, "rewards")]
     energies = []
     for logprobs, squares, weights in zip(split(b, "logprobs"), split(b, "squares"), split(b, "weights")):
-        w = [(1 - 2 * math.exp(lp) + sq) * (rho**2 if weighted else 1) for lp, sq, rho in zip(logprobs, squares, weights)]
+        w = [
+            (1 - 2 * math.exp(lp) + sq) * (rho**2 if weighted else 1)
+            for lp, sq, rho in zip(logprobs, squares, weights)
+        ]
         energies.append([sum(w[: t + 1]) for t in range(len(w))])
     advantages = []
     for i, own in enumerate(to_go):
@@ -117,7 +122,10 @@ def cols(b, *names):
 ESTIMATORS = {
     "place_at_end": (lambda b: place_at_end(*cols(b, "scores", *SEGMENTS)), ref_place_at_end),
     "returns": (lambda b: returns(*cols(b, "rewards", *SEGMENTS), gamma=0.9), lambda b: ref_returns(b, 0.9)),
-    "returns_undiscounted": (lambda b: returns(*cols(b, "rewards", *SEGMENTS), gamma=1.0), lambda b: ref_returns(b, 1.0)),
+    "returns_undiscounted": (
+        lambda b: returns(*cols(b, "rewards", *SEGMENTS), gamma=1.0),
+        lambda b: ref_returns(b, 1.0),
+    ),
     "gae_advantages": (
         lambda b: gae(*cols(b, "rewards", "values", *SEGMENTS), gamma=0.95, lam=0.8)[0],
         lambda b: ref_gae(b, 0.95, 0.8)[0],
@@ -193,7 +201,9 @@ def batch(seed, mask_dtype=np.float64):
 
 def tensors(b, dtype=torch.float64):
     converted = {name: torch.tensor(array) for name, array in b.items()}
-    return {name: x.to(dtype) if name not in ("groups", "lengths", "mask") else x for name, x in converted.items()}
+    return {
+        name: x.to(dtype) if name not in ("groups", "lengths", "mask") else x for name, x in converted.items()
+    }
 
 
 def permuted(b, order):
@@ -223,7 +233,9 @@ def test_order_of_samples_does_not_matter(name):
     b = batch(7)
     shuffled, tokens = permuted(b, np.random.default_rng(0).permutation(len(b["lengths"])))
     estimate = ESTIMATORS[name][0]
-    torch.testing.assert_close(estimate(tensors(b))[tokens], estimate(tensors(shuffled)), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        estimate(tensors(b))[tokens], estimate(tensors(shuffled)), rtol=1e-11, atol=1e-12
+    )
 
 
 @every_estimator
@@ -365,7 +377,9 @@ def test_reinforce_pp_whitens_rewards_to_go():
     # Rewards to go 2, 2, 4 and 0: mean 2, unbiased variance 8 / 3.
     rewards, lengths = torch.tensor([0.0, -2.0, 4.0, 0.0]), torch.tensor([3, 1])
     advantages = reinforce_pp(rewards, lengths, torch.ones(4), gamma=1.0)
-    assert advantages.tolist() == pytest.approx([0.0, 0.0, 2 / math.sqrt(8 / 3), -2 / math.sqrt(8 / 3)], abs=1e-6)
+    assert advantages.tolist() == pytest.approx(
+        [0.0, 0.0, 2 / math.sqrt(8 / 3), -2 / math.sqrt(8 / 3)], abs=1e-6
+    )
 
 
 def test_reinforce_pp_baseline_treats_a_group_of_one_as_a_group_of_equal_scores():
@@ -388,7 +402,9 @@ def test_optimal_token_baseline_hand_numbers():
     by_formula = optimal_token_baseline(rewards, groups, lengths, torch.ones(3), **columns, zero_tail=False)
     assert by_formula.tolist() == pytest.approx([0.75, 0.0, -0.25])
     # Weights enter squared: baseline 4 * 0.5 / (4 * 0.5 + 1.5) = 4/7.
-    weighted = optimal_token_baseline(rewards, groups, lengths, torch.ones(3), **columns, weights=torch.tensor([2.0, 1, 1]))
+    weighted = optimal_token_baseline(
+        rewards, groups, lengths, torch.ones(3), **columns, weights=torch.tensor([2.0, 1, 1])
+    )
     assert weighted.tolist() == pytest.approx([3 / 7, 1.0, -4 / 7])
     alone = optimal_token_baseline(rewards, torch.tensor([3, 4]), lengths, torch.ones(3), **columns)
     assert alone.tolist() == [0.0, 0.0, 0.0]
@@ -403,9 +419,14 @@ def test_optimal_token_baseline_of_certain_tokens_is_the_plain_mean():
 
 def test_optimal_token_baseline_takes_a_negative_rounding_error_of_an_energy_for_zero():
     # Energies 2e-7 and -1e-7: as weights of either sign they would put the baseline at 2, outside the rewards 1 and 0.
-    nearly_certain = {"logprobs": torch.zeros(2), "sum_p_squared": torch.tensor([1 + 2e-7, 1 - 1e-7], dtype=torch.float64)}
+    nearly_certain = {
+        "logprobs": torch.zeros(2),
+        "sum_p_squared": torch.tensor([1 + 2e-7, 1 - 1e-7], dtype=torch.float64),
+    }
     rewards, lengths = torch.tensor([1.0, 0.0]), torch.tensor([1, 1])
-    advantages = optimal_token_baseline(rewards, torch.tensor([0, 0]), lengths, torch.ones(2), **nearly_certain)
+    advantages = optimal_token_baseline(
+        rewards, torch.tensor([0, 0]), lengths, torch.ones(2), **nearly_certain
+    )
     assert advantages.tolist() == [0.0, -1.0]
 
 
@@ -427,16 +448,24 @@ def test_prime_hand_numbers_before_whitening():
     process, outcome = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([1.0, 0.0])
     lengths, groups = torch.tensor([2, 1]), torch.tensor([0, 0])
     raw = torch.tensor([-6.0 + 2.0, -2.0 + 2.0, 3.0 - 2.0])  # outcome 1 - 0 and 0 - 1, times 2
-    advantages = prime(process, outcome, groups, lengths, torch.ones(3), process_coef=1.0, outcome_coef=2.0, gamma=1.0)
+    advantages = prime(
+        process, outcome, groups, lengths, torch.ones(3), process_coef=1.0, outcome_coef=2.0, gamma=1.0
+    )
     torch.testing.assert_close(advantages, whiten(raw, torch.ones(3)))
     # gamma discounts the process term only: -4 + -2 / 2 for the first token.
     raw = torch.tensor([-5.0 + 2.0, -2.0 + 2.0, 3.0 - 2.0])
-    advantages = prime(process, outcome, groups, lengths, torch.ones(3), process_coef=1.0, outcome_coef=2.0, gamma=0.5)
+    advantages = prime(
+        process, outcome, groups, lengths, torch.ones(3), process_coef=1.0, outcome_coef=2.0, gamma=0.5
+    )
     torch.testing.assert_close(advantages, whiten(raw, torch.ones(3)))
 
 
 def test_prime_without_process_term_is_leave_one_out_of_outcomes():
-    outcome, groups, lengths = torch.tensor([1.0, 0.0, 0.0, 7.0]), torch.tensor([0, 0, 0, 1]), torch.tensor([1, 2, 1, 1])
+    outcome, groups, lengths = (
+        torch.tensor([1.0, 0.0, 0.0, 7.0]),
+        torch.tensor([0, 0, 0, 1]),
+        torch.tensor([1, 2, 1, 1]),
+    )
     expected = whiten(torch.tensor([1.0, -0.5, -0.5, -0.5, 0.0]), torch.ones(5))
     process = torch.randn(5, generator=torch.Generator().manual_seed(0))
     options = {"process_coef": 0.0, "outcome_coef": 5.0, "gamma": 1.0}

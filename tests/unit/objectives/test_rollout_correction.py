@@ -45,11 +45,15 @@ def test_hand_numbers():
     rollout = torch.log(torch.tensor([0.25, 0.5, 0.25, 0.1]))
     lengths, mask = torch.tensor([2, 0, 2]), torch.tensor([1.0, 1.0, 1.0, 0.0])
     assert token_weights(old, rollout, mask, upper=2.5).tolist() == pytest.approx([2.0, 0.5, 2.5, 0.0])
-    assert sequence_weights(old, rollout, lengths, mask, upper=2.5).tolist() == pytest.approx([1.0, 1.0, 2.5, 0.0])
+    assert sequence_weights(old, rollout, lengths, mask, upper=2.5).tolist() == pytest.approx(
+        [1.0, 1.0, 2.5, 0.0]
+    )
     assert icepop(old, rollout, mask, low=0.6, high=2.1).tolist() == pytest.approx([2.0, 0.0, 0.0, 0.0])
 
     def kept(level, statistic, low, high):
-        return reject(old, rollout, lengths, mask, level=level, statistic=statistic, low=low, high=high).tolist()
+        return reject(
+            old, rollout, lengths, mask, level=level, statistic=statistic, low=low, high=high
+        ).tolist()
 
     assert kept("token", "k1", -0.7, 1.0) == [1.0, 1.0, 0.0, 0.0]  # k1: -0.69, 0.69, -1.10
     assert kept("token", "k1", -2.0, 0.6) == [1.0, 0.0, 1.0, 0.0]
@@ -72,7 +76,9 @@ def test_weights_against_the_reference(seed, upper):
             per_token[t], popped[t] = min(weight, upper), weight if 0.8 <= weight <= 1.1 else 0.0
             per_sample[t] = min(math.exp(clamped(sum(x[t] for t in tokens))), upper)
     np.testing.assert_allclose(token_weights(old, rollout, mask, upper=upper), per_token, rtol=1e-12)
-    np.testing.assert_allclose(sequence_weights(old, rollout, lengths, mask, upper=upper), per_sample, rtol=1e-9)
+    np.testing.assert_allclose(
+        sequence_weights(old, rollout, lengths, mask, upper=upper), per_sample, rtol=1e-9
+    )
     np.testing.assert_allclose(icepop(old, rollout, mask, low=0.8, high=1.1), popped, rtol=1e-12)
     assert 0 < (popped > 0).sum() < mask.sum()
 
@@ -148,13 +154,20 @@ def test_results_are_constants_of_the_input_dtype():
 
 @pytest.mark.parametrize("lengths, size", [([], 0), ([0, 0], 0), ([2, 1], 3)])
 def test_batches_without_an_unmasked_token(lengths, size):
-    nothing, lengths, mask = torch.full((size,), float("nan")), torch.tensor(lengths, dtype=torch.int64), torch.zeros(size)
+    nothing, lengths, mask = (
+        torch.full((size,), float("nan")),
+        torch.tensor(lengths, dtype=torch.int64),
+        torch.zeros(size),
+    )
     zeros = [0.0] * size
     assert token_weights(nothing, nothing, mask, upper=2.0).tolist() == zeros
     assert sequence_weights(nothing, nothing, lengths, mask, upper=2.0).tolist() == zeros
     assert icepop(nothing, nothing, mask, low=0.5, high=2.0).tolist() == zeros
     for level in LEVELS:
-        assert reject(nothing, nothing, lengths, mask, level=level, statistic="k1", low=-1, high=1).tolist() == zeros
+        assert (
+            reject(nothing, nothing, lengths, mask, level=level, statistic="k1", low=-1, high=1).tolist()
+            == zeros
+        )
     assert metrics(nothing, nothing, lengths, mask) == {}
 
 
@@ -189,7 +202,9 @@ def test_metrics_against_the_reference(seed):
         "chi2_seq": (product**2).mean() - 1,
     }
     values = metrics(old, rollout, lengths, mask)
-    assert values == pytest.approx({f"rollout_corr/{name}": value for name, value in expected.items()}, rel=1e-9)
+    assert values == pytest.approx(
+        {f"rollout_corr/{name}": value for name, value in expected.items()}, rel=1e-9
+    )
     assert all(type(value) is float for value in values.values())
 
 

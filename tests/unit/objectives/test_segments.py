@@ -7,7 +7,9 @@ LENGTHS = torch.tensor([2, 0, 3, 1, 0])
 
 
 def double(*shape):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
 
 
 def test_sum_and_mean_of_hand_numbers_with_empty_segments():
@@ -48,7 +50,9 @@ def test_nan_stays_in_its_sample_in_value_and_gradient():
 
 def test_long_float32_segment_keeps_its_digits():
     x = torch.full((200_001,), 0.1)
-    assert segment_sum(x, torch.tensor([200_000, 1]))[0] == pytest.approx(x[:-1].double().sum().item(), rel=1e-7)
+    assert segment_sum(x, torch.tensor([200_000, 1]))[0] == pytest.approx(
+        x[:-1].double().sum().item(), rel=1e-7
+    )
 
 
 def test_lengths_that_do_not_sum_to_the_tokens_are_refused():

@@ -86,7 +86,9 @@ def test_value_gradient_and_statistics_against_the_reference(seed, per_token, lo
     logprobs, old, advantages, mask, lengths = batch(seed)
     if per_token:
         advantages = advantages + np.random.default_rng(seed).normal(0, 0.5, len(advantages))
-    expected_loss, expected_grad, cut = REFERENCES[loss](logprobs, old, advantages, mask, lengths, **CLIPS[loss])
+    expected_loss, expected_grad, cut = REFERENCES[loss](
+        logprobs, old, advantages, mask, lengths, **CLIPS[loss]
+    )
     leaf = torch.tensor(logprobs, requires_grad=True)
     token_loss, stats = loss(leaf, *tensors(old, advantages, mask, lengths), **CLIPS[loss])
     (grad,) = torch.autograd.grad(token_loss.sum(), leaf)
@@ -102,7 +104,9 @@ def test_gspo_hand_numbers():
     # Sample 1: ratios 4 and 1, geometric mean 2, cut at 1.5 for the positive advantage only. Sample 2: ratio 1/2, kept.
     leaf = torch.tensor([math.log(4.0), 0.0, math.log(0.5)], requires_grad=True)
     advantages, lengths = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([2, 1])
-    token_loss, stats = gspo(leaf, torch.zeros(3), advantages, torch.ones(3), lengths, clip_low=0.5, clip_high=0.5)
+    token_loss, stats = gspo(
+        leaf, torch.zeros(3), advantages, torch.ones(3), lengths, clip_low=0.5, clip_high=0.5
+    )
     assert token_loss.tolist() == pytest.approx([-1.5, 2.0, -1.5])
     assert torch.autograd.grad(token_loss.sum(), leaf)[0].tolist() == pytest.approx([0.0, 2.0, -1.5])
     assert stats["pg_clipfrac"].item() == 1 and stats["ppo_kl"].item() == pytest.approx(-math.log(2))
@@ -112,7 +116,9 @@ def test_gmpo_hand_numbers():
     # Sample 1: log-ratios 1 (cut to 0.5) and -1.5 (kept as the advantage is positive); mean -0.5. Sample 2: -2, cut to -0.5.
     leaf = torch.tensor([1.0, -1.5, -2.0], requires_grad=True)
     advantages, lengths = torch.tensor([2.0, 2.0, -1.0]), torch.tensor([2, 1])
-    token_loss, stats = gmpo(leaf, torch.zeros(3), advantages, torch.ones(3), lengths, clip_low=0.5, clip_high=0.5)
+    token_loss, stats = gmpo(
+        leaf, torch.zeros(3), advantages, torch.ones(3), lengths, clip_low=0.5, clip_high=0.5
+    )
     expected = -2 * math.exp(-0.5)
     assert token_loss.tolist() == pytest.approx([expected, expected, math.exp(-0.5)])
     assert torch.autograd.grad(token_loss.sum(), leaf)[0].tolist() == pytest.approx([0.0, expected, 0.0])
@@ -131,7 +137,9 @@ def test_gspo_with_one_advantage_per_sample_has_value_and_gradient_of_the_sequen
         if tokens:
             mean = (leaf[tokens] - old[tokens]).mean()
             ratio, advantage = torch.exp(mean.clamp(-20, 20)), advantages[tokens[0]]
-            objective = objective - torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.08) * advantage) / len(lengths)
+            objective = objective - torch.minimum(
+                ratio * advantage, ratio.clamp(0.95, 1.08) * advantage
+            ) / len(lengths)
     torch.testing.assert_close(token_form, objective)
     inside = (leaf - old).abs() < 20  # beyond, only the sequence form has its gradient cut by the clamp
     grads = [torch.autograd.grad(value, leaf)[0][inside] for value in (token_form, objective)]
@@ -150,7 +158,9 @@ def test_gmpo_under_its_aggregation_against_finite_differences():
 
 def test_gmpo_loss_bounds_the_unclipped_one_whatever_the_signs_of_its_tokens():
     logprobs, old, advantages, mask, lengths = tensors(*batch(6))
-    advantages = advantages + torch.randn(len(advantages), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    advantages = advantages + torch.randn(
+        len(advantages), dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     clipped, _ = gmpo(logprobs, old, advantages, mask, lengths, **CLIPS[gmpo])
     free, _ = gmpo(logprobs, old, advantages, mask, lengths, clip_low=1e9, clip_high=1e9)
     assert (clipped >= free).all() and (clipped > free).any()

@@ -30,7 +30,10 @@ def batch(seed, size=200):
     """values, old_values, returns, mask as tensors, float64 and bool."""
     rng = np.random.default_rng(seed)
     old = rng.normal(size=size)
-    return [torch.tensor(x) for x in (old + rng.normal(0, 0.5, size), old, rng.normal(size=size), rng.random(size) > 0.2)]
+    return [
+        torch.tensor(x)
+        for x in (old + rng.normal(0, 0.5, size), old, rng.normal(size=size), rng.random(size) > 0.2)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,9 @@ def test_value_gradient_and_statistics_against_the_reference(seed, clip):
 @pytest.mark.parametrize("clip", CLIP_RANGES)
 def test_gradient_against_finite_differences(clip):
     values, *arguments = batch(3, size=40)
-    assert torch.autograd.gradcheck(lambda x: value_loss(x, *arguments, clip=clip)[0], (values.requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        lambda x: value_loss(x, *arguments, clip=clip)[0], (values.requires_grad_(),)
+    )
 
 
 def test_values_inside_of_the_clip_are_not_counted_as_cut_in_float32():
@@ -93,9 +98,9 @@ def test_masked_positions_never_reach_value_gradient_or_statistics(bad, as_float
     token_loss, grad, stats = outcome(bad, mask.double() if as_float else mask)
     assert torch.equal(token_loss, clean_loss) and torch.equal(grad, clean_grad) and stats == clean_stats
     assert not token_loss[~mask].any() and not grad[~mask].any() and grad.any()
-    assert explained_variance(torch.where(mask, columns[0], bad), torch.where(mask, columns[2], bad), mask) == (
-        explained_variance(columns[0], columns[2], mask)
-    )
+    assert explained_variance(
+        torch.where(mask, columns[0], bad), torch.where(mask, columns[2], bad), mask
+    ) == (explained_variance(columns[0], columns[2], mask))
 
 
 def test_empty_micro_batch_gives_nothing():
@@ -147,7 +152,9 @@ def test_explained_variance_against_numpy_and_far_from_zero_in_float32():
     assert explained_variance(*shifted, mask) == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("returns, mask", [([], []), ([1.0, 2.0], [0.0, 0.0]), ([3.0], [1.0]), ([0.1] * 7, [1.0] * 7)])
+@pytest.mark.parametrize(
+    "returns, mask", [([], []), ([1.0, 2.0], [0.0, 0.0]), ([3.0], [1.0]), ([0.1] * 7, [1.0] * 7)]
+)
 def test_explained_variance_of_returns_without_variance_is_nan(returns, mask):
     returns = torch.tensor(returns)
     assert math.isnan(explained_variance(torch.zeros(len(returns)), returns, torch.tensor(mask)))

@@ -10,13 +10,13 @@ import torch
 
 from rl.config.schema import Objective, load_config
 from rl.data.batch import Batch
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
 from rl.objectives import advantages as per_sample
 from rl.objectives import covariance, returns, sequence_loss
 from rl.objectives import policy_loss as per_token
 from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
 from rl.phases.phases import Totals
+from rl.phases.policy_gradient import advantages, policy_loss, token_choice
 from rl.training.packing import pack
 
 LOSSES, ADVANTAGES, AGGREGATIONS, ESTIMATORS = (
@@ -44,10 +44,12 @@ def example(seed=0):
         return torch.randn(size, generator=generator)
 
     batch = Batch(
-        prompt_ids=[np.ones(1 + i % 3, np.int32) for i in range(10)], response_ids=[np.ones(n, np.int32) for n in lengths],
-        groups=torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2, 2]), truncated=torch.zeros(10, dtype=torch.bool),
+        prompt_ids=[np.ones(1 + i % 3, np.int32) for i in range(10)],
+        response_ids=[np.ones(n, np.int32) for n in lengths],
+        groups=torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2, 2]),
+        truncated=torch.zeros(10, dtype=torch.bool),
         mask=(torch.rand(total, generator=generator) > 0.25).float(),
-    )  # fmt: skip
+    )
     batch.old_logprobs, batch.ref_logprobs = -2 + normal(), -2 + normal()
     batch.advantages, batch.token_rewards = normal(), normal()
     batch.sum_p_squared = torch.rand(total, generator=generator)
@@ -64,7 +66,9 @@ def micro_batch(seed=0, **columns):
         setattr(batch, name, column)
     micro = pack(batch, list(range(10)), multiple=1, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed + 100)
-    micro.logprobs = (batch.old_logprobs + 0.5 * torch.randn(len(batch.mask), generator=generator)).requires_grad_()
+    micro.logprobs = (
+        batch.old_logprobs + 0.5 * torch.randn(len(batch.mask), generator=generator)
+    ).requires_grad_()
     micro.entropy = torch.rand(len(batch.mask), generator=generator).requires_grad_()
     return micro
 
@@ -88,7 +92,9 @@ BASELINES = torch.arange(10) / 7
 STD = {"normalize_by_std": True}
 EXPECTED = {
     "grpo": expanded(lambda b, **options: per_sample.grpo(b.rewards, b.groups, **(STD | options))),
-    "grpo-passk": expanded(lambda b, **options: per_sample.grpo_passk(b.rewards, b.groups, **(STD | options))),
+    "grpo-passk": expanded(
+        lambda b, **options: per_sample.grpo_passk(b.rewards, b.groups, **(STD | options))
+    ),
     "gdpo": expanded(lambda b: per_sample.gdpo(two_columns(b), b.groups, weights=torch.ones(2))),
     "rloo": expanded(lambda b: per_sample.rloo(b.rewards, b.groups)),
     "opo": expanded(lambda b: per_sample.opo(b.rewards, b.groups, unmasked_lengths(b))),
@@ -97,14 +103,21 @@ EXPECTED = {
     "reinforce++": lambda b, gamma=1.0: returns.reinforce_pp(b.token_rewards, b.lengths, b.mask, gamma=gamma),
     "reinforce++-baseline": lambda b: returns.reinforce_pp_baseline(b.rewards, b.groups, b.lengths, b.mask),
     "optimal-token-baseline": lambda b: returns.optimal_token_baseline(
-        b.token_rewards, b.groups, b.lengths, b.mask,
-        logprobs=b.old_logprobs, sum_p_squared=b.sum_p_squared, weights=b.loss_weights,
-    ),  # fmt: skip
+        b.token_rewards,
+        b.groups,
+        b.lengths,
+        b.mask,
+        logprobs=b.old_logprobs,
+        sum_p_squared=b.sum_p_squared,
+        weights=b.loss_weights,
+    ),
 }
 
 
 def found(batch, name, **objective):
-    return advantages(batch, config_of(advantage=name, **objective), baselines=BASELINES if name == "remax" else None)
+    return advantages(
+        batch, config_of(advantage=name, **objective), baselines=BASELINES if name == "remax" else None
+    )
 
 
 def test_every_estimator_has_its_expectation_here():
@@ -114,7 +127,9 @@ def test_every_estimator_has_its_expectation_here():
 @pytest.mark.parametrize("name", EXPECTED)
 def test_advantages_are_those_of_the_pure_function(name):
     batch = example()
-    batch.rewards = batch.rewards + 0.1 * torch.arange(10)  # rewards, not scores, are what advantages are made of
+    batch.rewards = batch.rewards + 0.1 * torch.arange(
+        10
+    )  # rewards, not scores, are what advantages are made of
     result = found(batch, name)
     assert torch.equal(result, EXPECTED[name](batch))
     assert result.shape == batch.mask.shape and result.dtype == torch.float32
@@ -130,12 +145,18 @@ def test_no_two_estimators_are_the_same():
 
 @pytest.mark.parametrize(
     "name, option",
-    [("grpo", {"normalize_by_std": False}), ("grpo-passk", {"normalize_by_std": False}), ("reinforce++", {"gamma": 0.7})],
+    [
+        ("grpo", {"normalize_by_std": False}),
+        ("grpo-passk", {"normalize_by_std": False}),
+        ("reinforce++", {"gamma": 0.7}),
+    ],
 )
 def test_keys_of_an_estimator_reach_it(name, option):
     batch = example()
     result = found(batch, name, **option)
-    assert torch.equal(result, EXPECTED[name](batch, **option)) and not torch.allclose(result, found(batch, name))
+    assert torch.equal(result, EXPECTED[name](batch, **option)) and not torch.allclose(
+        result, found(batch, name)
+    )
 
 
 def test_opo_weighs_by_the_tokens_that_enter_the_loss():
@@ -143,8 +164,14 @@ def test_opo_weighs_by_the_tokens_that_enter_the_loss():
     masked = found(batch, "opo")
     # A sample of 12 tokens of which one counts weighs like one of one token.
     batch.mask[5:17] = torch.eye(12)[3]
-    expected = per_sample.opo(batch.rewards, batch.groups, unmasked_lengths(batch)).repeat_interleave(batch.lengths)
-    assert unmasked_lengths(batch)[2] == 1 and torch.equal(found(batch, "opo"), expected) and not torch.allclose(expected, masked)
+    expected = per_sample.opo(batch.rewards, batch.groups, unmasked_lengths(batch)).repeat_interleave(
+        batch.lengths
+    )
+    assert (
+        unmasked_lengths(batch)[2] == 1
+        and torch.equal(found(batch, "opo"), expected)
+        and not torch.allclose(expected, masked)
+    )
     by_length = per_sample.opo(batch.rewards, batch.groups, batch.lengths).repeat_interleave(batch.lengths)
     assert not torch.allclose(expected, by_length)
 
@@ -154,7 +181,9 @@ def test_the_optimal_token_baseline_takes_the_weights_of_the_loss():
     plain = found(batch, "optimal-token-baseline")
     batch.loss_weights = torch.rand(len(batch.mask), generator=torch.Generator().manual_seed(9))
     weighted = found(batch, "optimal-token-baseline")
-    assert torch.equal(weighted, EXPECTED["optimal-token-baseline"](batch)) and not torch.allclose(weighted, plain)
+    assert torch.equal(weighted, EXPECTED["optimal-token-baseline"](batch)) and not torch.allclose(
+        weighted, plain
+    )
 
 
 def test_gdpo_takes_all_numbers_beside_the_score_by_default():
@@ -169,10 +198,18 @@ def test_gdpo_takes_all_numbers_beside_the_score_by_default():
 def test_gdpo_takes_the_columns_and_weights_that_are_named():
     batch = example()
     columns = torch.stack([batch.score_details["acc"], batch.score_details["length"]], dim=1)
-    expected = per_sample.gdpo(columns, batch.groups, weights=torch.tensor([2.0, 0.5])).repeat_interleave(batch.lengths)
-    assert torch.equal(found(batch, "gdpo", reward_columns=["acc", "length"], reward_weights=[2.0, 0.5]), expected)
-    assert not torch.allclose(found(batch, "gdpo", reward_columns=["acc", "length"], reward_weights=[0.5, 2.0]), expected)
-    unweighted = per_sample.gdpo(columns, batch.groups, weights=torch.ones(2)).repeat_interleave(batch.lengths)
+    expected = per_sample.gdpo(columns, batch.groups, weights=torch.tensor([2.0, 0.5])).repeat_interleave(
+        batch.lengths
+    )
+    assert torch.equal(
+        found(batch, "gdpo", reward_columns=["acc", "length"], reward_weights=[2.0, 0.5]), expected
+    )
+    assert not torch.allclose(
+        found(batch, "gdpo", reward_columns=["acc", "length"], reward_weights=[0.5, 2.0]), expected
+    )
+    unweighted = per_sample.gdpo(columns, batch.groups, weights=torch.ones(2)).repeat_interleave(
+        batch.lengths
+    )
     assert torch.equal(found(batch, "gdpo", reward_columns=["acc", "length"]), unweighted)
 
 
@@ -184,14 +221,19 @@ def test_gdpo_takes_0_where_a_sample_lacks_a_number():
 
 
 def test_gdpo_names_the_column_that_the_reward_function_does_not_give_and_those_it_gives():
-    with pytest.raises(ValueError, match="wants tone, wit beside the score, but .* gives acc, failed, format, length, score"):
+    with pytest.raises(
+        ValueError, match="wants tone, wit beside the score, but .* gives acc, failed, format, length, score"
+    ):
         found(example(), "gdpo", reward_columns=["tone", "format", "wit"])
 
 
 def test_gdpo_without_any_number_beside_the_score_is_refused():
     batch = example()
     batch.score_details = {"failed": torch.zeros(10), "acc": torch.ones(10)}
-    with pytest.raises(ValueError, match="reward_columns wants at least one number beside the score, but .* gives acc, failed"):
+    with pytest.raises(
+        ValueError,
+        match="reward_columns wants at least one number beside the score, but .* gives acc, failed",
+    ):
         found(batch, "gdpo")
 
 
@@ -205,7 +247,10 @@ FUNCTIONS = {
     "reinforce": (per_token.reinforce, {}),
     "gpg": (per_token.gpg, {}),
     "cispo": (per_token.cispo, TWO_CLIPS),
-    "sapo": (per_token.sapo, {"sapo_tau_positive": ("tau_pos", 1.0, 2.0), "sapo_tau_negative": ("tau_neg", 1.05, 3.0)}),
+    "sapo": (
+        per_token.sapo,
+        {"sapo_tau_positive": ("tau_pos", 1.0, 2.0), "sapo_tau_negative": ("tau_neg", 1.05, 3.0)},
+    ),
     "dro": (per_token.dro, {"dro_beta": ("beta", 0.1, 0.7)}),
     "dppo-tv": (per_token.dppo_tv, TWO_CLIPS),
     "dppo-kl": (per_token.dppo_kl, TWO_CLIPS),
@@ -244,7 +289,8 @@ def same_value_and_gradient(micro, found, expected):
     """Whether two losses are one function of the log-probs and the entropy."""
     leaves = (micro.logprobs, micro.entropy)
     grads = [
-        torch.autograd.grad(x, leaves, retain_graph=True, allow_unused=True, materialize_grads=True) for x in (found, expected)
+        torch.autograd.grad(x, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
+        for x in (found, expected)
     ]
     same_grads = all(torch.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in zip(*grads))
     return same_grads and torch.allclose(found, expected, rtol=1e-6, atol=1e-8)
@@ -263,14 +309,19 @@ def test_policy_loss_is_the_mean_of_the_pure_function(loss, aggregation):
     assert same_value_and_gradient(micro, value, mean(micro, token_loss, aggregation))
     assert metrics["actor/pg_loss"] is value or torch.equal(metrics["actor/pg_loss"], value)
     expected = {f"actor/{name}": float(stat) / TOTALS.num_tokens for name, stat in stats.items()}
-    assert {name: float(metric) for name, metric in metrics.items() if name != "actor/pg_loss"} == pytest.approx(expected)
+    assert {
+        name: float(metric) for name, metric in metrics.items() if name != "actor/pg_loss"
+    } == pytest.approx(expected)
 
 
 def test_no_two_losses_are_the_same_but_those_of_reinforce_and_gpg():
     micro = micro_batch(chosen=chosen())
     values = {loss: run(micro, loss=loss)[0] for loss in LOSSES}
     for one, other in itertools.combinations(values, 2):
-        assert same_value_and_gradient(micro, values[one], values[other]) == ({one, other} == SAME), (one, other)
+        assert same_value_and_gradient(micro, values[one], values[other]) == ({one, other} == SAME), (
+            one,
+            other,
+        )
 
 
 @pytest.mark.parametrize("loss, key", KEYS, ids=[f"{loss}-{key}" for loss, key in KEYS])
@@ -300,7 +351,9 @@ def test_loss_weights_leave_kl_and_entropy_alone():
     weighted, plain = micro_batch(loss_weights=torch.zeros(60)), micro_batch()
     value, metrics = run(weighted, loss="ppo", kl_coef=0.3, entropy_coef=0.2)
     divergence = kl(weighted.logprobs, weighted.ref_logprobs, weighted.mask, estimator="k3")
-    assert same_value_and_gradient(weighted, value, 0.3 * mean(weighted, divergence) - 0.2 * mean(weighted, weighted.entropy))
+    assert same_value_and_gradient(
+        weighted, value, 0.3 * mean(weighted, divergence) - 0.2 * mean(weighted, weighted.entropy)
+    )
     assert metrics["actor/pg_loss"] == 0 and run(plain, loss="ppo")[0] != 0
 
 
@@ -309,7 +362,9 @@ def test_loss_weights_leave_kl_and_entropy_alone():
 def test_the_kl_term(estimator, aggregation):
     micro = micro_batch()
     value, metrics = run(micro, loss="ppo", aggregation=aggregation, kl_coef=0.3, kl_estimator=estimator)
-    divergence = mean(micro, kl(micro.logprobs, micro.ref_logprobs, micro.mask, estimator=estimator), aggregation)
+    divergence = mean(
+        micro, kl(micro.logprobs, micro.ref_logprobs, micro.mask, estimator=estimator), aggregation
+    )
     pg_loss = mean(micro, token_loss_of("ppo", micro)[0], aggregation)
     assert same_value_and_gradient(micro, value, pg_loss + 0.3 * divergence)
     assert metrics["actor/kl_loss"].item() == pytest.approx(divergence.item(), rel=1e-6)
@@ -319,7 +374,9 @@ def test_the_kl_term(estimator, aggregation):
 def test_estimators_of_the_kl_term_are_told_apart():
     micro = micro_batch()
     values = [run(micro, loss="ppo", kl_coef=0.3, kl_estimator=estimator)[0] for estimator in ESTIMATORS]
-    assert not any(same_value_and_gradient(micro, one, other) for one, other in itertools.combinations(values, 2))
+    assert not any(
+        same_value_and_gradient(micro, one, other) for one, other in itertools.combinations(values, 2)
+    )
 
 
 def test_without_a_kl_term_no_reference_policy_is_wanted():
@@ -335,7 +392,9 @@ def test_the_entropy_bonus_is_subtracted(aggregation):
     micro = micro_batch()
     value, _ = run(micro, loss="ppo", aggregation=aggregation, entropy_coef=0.4)
     bonus = mean(micro, micro.entropy, aggregation)
-    assert same_value_and_gradient(micro, value, mean(micro, token_loss_of("ppo", micro)[0], aggregation) - 0.4 * bonus)
+    assert same_value_and_gradient(
+        micro, value, mean(micro, token_loss_of("ppo", micro)[0], aggregation) - 0.4 * bonus
+    )
     assert bonus > 0
 
 
@@ -349,7 +408,9 @@ def test_the_constant_norm_is_the_longest_response_allowed():
 def test_masked_tokens_may_hold_nan_in_every_column_of_the_trainer():
     nothing = example().mask == 0
     columns = ("old_logprobs", "ref_logprobs", "advantages")
-    dirty = micro_batch(**{name: getattr(example(), name).masked_fill(nothing, float("nan")) for name in columns})
+    dirty = micro_batch(
+        **{name: getattr(example(), name).masked_fill(nothing, float("nan")) for name in columns}
+    )
     dirty.logprobs = micro_batch().logprobs.detach().requires_grad_()
     clean = micro_batch()
     for micro in (dirty, clean):
@@ -378,26 +439,37 @@ def choice(loss, seed=5, **objective):
 
 
 @pytest.mark.parametrize(
-    "key, value", [("cov_fraction", 0.05), ("cov_low", 0.6), ("cov_high", 0.5), ("clip_low", 0.9), ("clip_high", 5.0)]
+    "key, value",
+    [("cov_fraction", 0.05), ("cov_low", 0.6), ("cov_high", 0.5), ("clip_low", 0.9), ("clip_high", 5.0)],
 )
 def test_clip_cov_chooses_with_the_keys_of_the_config(key, value):
     result, batch, logprobs = choice("clip-cov", **{key: value})
     keys = COV | {key: value}
     expected = covariance.clip_cov_tokens(
-        logprobs, batch.old_logprobs, batch.advantages, batch.mask, fraction=keys.pop("cov_fraction"), **keys, seed=5
+        logprobs,
+        batch.old_logprobs,
+        batch.advantages,
+        batch.mask,
+        fraction=keys.pop("cov_fraction"),
+        **keys,
+        seed=5,
     )
     assert torch.equal(result, expected) and result.any()
     assert not torch.equal(result, choice("clip-cov")[0])
 
 
 def test_clip_cov_chooses_by_the_seed():
-    assert len({tuple(choice("clip-cov", seed=seed, cov_fraction=0.05)[0].tolist()) for seed in range(10)}) > 1
+    assert (
+        len({tuple(choice("clip-cov", seed=seed, cov_fraction=0.05)[0].tolist()) for seed in range(10)}) > 1
+    )
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.2])
 def test_kl_cov_chooses_with_the_keys_of_the_config(fraction):
     result, batch, logprobs = choice("kl-cov", cov_fraction=fraction)
-    assert torch.equal(result, covariance.kl_cov_tokens(logprobs, batch.advantages, batch.mask, fraction=fraction))
+    assert torch.equal(
+        result, covariance.kl_cov_tokens(logprobs, batch.advantages, batch.mask, fraction=fraction)
+    )
     assert result.sum() == int(fraction * batch.mask.sum()) > 0
 
 

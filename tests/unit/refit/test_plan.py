@@ -18,10 +18,16 @@ ITEMSIZE = 2
 def qwen(*, layers=4, tied=False, heads=4, kv_heads=4, hidden=8, ffn=12, vocab=100):
     return qwen2.weights(
         dict(
-            num_hidden_layers=layers, hidden_size=hidden, intermediate_size=ffn, vocab_size=vocab, num_attention_heads=heads,
-            num_key_value_heads=kv_heads, head_dim=4, tie_word_embeddings=tied,
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            vocab_size=vocab,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=4,
+            tie_word_embeddings=tied,
         )
-    )  # fmt: skip
+    )
 
 
 def mixture(*, layers=4, experts=4, hidden=8, ffn=16):
@@ -31,7 +37,9 @@ def mixture(*, layers=4, experts=4, hidden=8, ffn=16):
 
         def weight(name, shapes, cut, layer=layer, **options):
             names = tuple(f"layers.{layer}.{part}" for part in name.split("+"))
-            return Weight(names, shapes, name, f"layers.{layer}.{options.pop('into', name)}", cut, layer, **options)
+            return Weight(
+                names, shapes, name, f"layers.{layer}.{options.pop('into', name)}", cut, layer, **options
+            )
 
         out += [
             weight("o.weight", ((hidden, 8),), ROW),
@@ -97,7 +105,10 @@ def pieces_on(placement, weight, rank, side):
         return []
     if weight.expert is None:
         return weight.megatron_pieces(placement.tp, rank % placement.tp)
-    if rank % per_stage // placement.expert_tp % placement.ep != weight.expert * placement.ep // placement.num_experts:
+    if (
+        rank % per_stage // placement.expert_tp % placement.ep
+        != weight.expert * placement.ep // placement.num_experts
+    ):
         return []
     return weight.megatron_pieces(placement.expert_tp, rank % placement.expert_tp)
 
@@ -156,13 +167,18 @@ def test_carried_out_the_plans_fill_every_element_of_every_engine_once(case, buf
 
     for plan in plans:
         for copy in plan.copies:
-            write(plan.rank, copy.weight, copy.destination, trained[plan.rank][copy.weight][index(copy.source)])
+            write(
+                plan.rank, copy.weight, copy.destination, trained[plan.rank][copy.weight][index(copy.source)]
+            )
     for batches in zip(*(plan.batches for plan in plans), strict=True):
         on_the_way = {}
         for rank, batch in enumerate(batches):
             for message in batch.sends:
                 values = [trained[rank][region.weight][index(region.local)] for region in message.regions]
-                on_the_way[rank, message.peer] = np.concatenate([v.reshape(-1) for v in values]), message.num_bytes
+                on_the_way[rank, message.peer] = (
+                    np.concatenate([v.reshape(-1) for v in values]),
+                    message.num_bytes,
+                )
         for rank, batch in enumerate(batches):
             for message in batch.receives:
                 values, num_bytes = on_the_way.pop((message.peer, rank))
@@ -178,7 +194,10 @@ def test_carried_out_the_plans_fill_every_element_of_every_engine_once(case, buf
         for number, weight in enumerate(weights):
             for piece in pieces_on(rollout, weight, rank, "vllm"):
                 found = engines[rank][number][index(piece.local_box)]
-                assert (found.reshape(-1) == full[piece.hf][index(piece.hf_box)].reshape(-1)).all(), (rank, piece)
+                assert (found.reshape(-1) == full[piece.hf][index(piece.hf_box)].reshape(-1)).all(), (
+                    rank,
+                    piece,
+                )
 
 
 @pytest.mark.parametrize("buffer_bytes", [1 << 20, 700], ids=["one batch", "cut"])
@@ -187,9 +206,12 @@ def test_a_rank_receives_exactly_what_it_needs_and_does_not_hold(case, buffer_by
     sizes = {name: 4 if weight.float32 else ITEMSIZE for weight in weights for name in weight.hf}
     for plan in plans_of(case, buffer_bytes):
         held, needed = (
-            masks(*args, plan.rank, side) for *args, side in ((training, weights, "megatron"), (rollout, weights, "vllm"))
+            masks(*args, plan.rank, side)
+            for *args, side in ((training, weights, "megatron"), (rollout, weights, "vllm"))
         )
-        assert plan.bytes_received == sum(int((needed[name] & ~held[name]).sum()) * sizes[name] for name in needed)
+        assert plan.bytes_received == sum(
+            int((needed[name] & ~held[name]).sum()) * sizes[name] for name in needed
+        )
 
 
 @pytest.mark.parametrize("buffer_bytes", [1 << 20, 4000, 700])
@@ -207,10 +229,19 @@ def test_batches_have_the_same_spans_on_every_rank_and_fit_the_buffer(case, buff
 
 def test_a_weight_larger_than_the_buffer_travels_in_runs_of_rows():
     weights = [Weight(("model.big.weight",), ((1000, 6),), "big", "big", REPLICATED)]
-    case = weights, TrainingPlacement(2, 1, 2, 2), RolloutPlacement(2, 1, 2)  # stage 1 has it, rank 0 needs it
+    case = (
+        weights,
+        TrainingPlacement(2, 1, 2, 2),
+        RolloutPlacement(2, 1, 2),
+    )  # stage 1 has it, rank 0 needs it
     plans = plans_of(case, 1200)
     assert max(plan.peak_bytes for plan in plans) <= 1200
-    rows = [region.box[0] for batch in plans[0].batches for message in batch.receives for region in message.regions]
+    rows = [
+        region.box[0]
+        for batch in plans[0].batches
+        for message in batch.receives
+        for region in message.regions
+    ]
     assert rows[0][0] == 0 and rows[-1][1] == 1000 and len(rows) >= 10
     assert all(before[1] == after[0] for before, after in zip(rows, rows[1:]))
     assert plans[1].bytes_sent == 1000 * 6 * ITEMSIZE and plans[1].bytes_received == 0
@@ -233,7 +264,11 @@ def test_a_source_is_the_rank_itself_else_of_its_node_else_anywhere():
             for message in batch.receives:
                 for region in message.regions:
                     assert not held[region.hf][index(region.box)].any()
-                    holders = [r for r in range(16) if masks_of(training, weights, r)[region.hf][index(region.box)].all()]
+                    holders = [
+                        r
+                        for r in range(16)
+                        if masks_of(training, weights, r)[region.hf][index(region.box)].all()
+                    ]
                     near = [r for r in holders if r // 4 == plan.rank // 4]
                     kinds[bool(near)] += 1
                     assert message.peer in (near or holders)
@@ -279,9 +314,9 @@ def test_pipeline_stages_send_at_the_same_time():
 def test_plans_are_alike_whoever_makes_them(case):
     weights, training, rollout = case
     options = dict(node_of=lambda rank: rank // 4, itemsize=ITEMSIZE, buffer_bytes=2000)
-    assert [plan_refit(weights, training, rollout, rank=rank, **options) for rank in range(training.world_size)] == plans_of(
-        case, 2000
-    )
+    assert [
+        plan_refit(weights, training, rollout, rank=rank, **options) for rank in range(training.world_size)
+    ] == plans_of(case, 2000)
 
 
 def test_loads_of_batches_are_those_of_the_plans(case):
@@ -289,10 +324,15 @@ def test_loads_of_batches_are_those_of_the_plans(case):
     batches = cut_into_batches(routing, 1 << 20)  # nothing is cut
     total = sum((load for _, load in batches), np.zeros((5, routing.world_size)))
     for plan in plans_of(case):
-        assert plan.bytes_sent == total[3:, plan.rank].sum() and plan.bytes_received == total[1:3, plan.rank].sum()
+        assert (
+            plan.bytes_sent == total[3:, plan.rank].sum()
+            and plan.bytes_received == total[1:3, plan.rank].sum()
+        )
 
 
-@pytest.mark.parametrize("tp, pp, ep, etp", [(2, 2, 1, None), (2, 2, 4, 1), (1, 2, 2, 2), (4, 1, 2, 2), (2, 1, 8, 1)])
+@pytest.mark.parametrize(
+    "tp, pp, ep, etp", [(2, 2, 1, None), (2, 2, 4, 1), (1, 2, 2, 2), (4, 1, 2, 2), (2, 1, 8, 1)]
+)
 def test_ranks_are_in_megatrons_order(tp, pp, ep, etp):
     from megatron.core.parallel_state import RankGenerator
 
@@ -308,7 +348,9 @@ def test_ranks_are_in_megatrons_order(tp, pp, ep, etp):
             expected = set()
             stage = layer * pp // 4
             for group in generator.get_ranks("tp"):
-                in_stage = all(rank in [ranks[stage] for ranks in generator.get_ranks("pp")] for rank in group)
+                in_stage = all(
+                    rank in [ranks[stage] for ranks in generator.get_ranks("pp")] for rank in group
+                )
                 ep_group = next(ranks for ranks in generator.get_ranks("ep") if group[0] in ranks)
                 if in_stage and (expert is None or ep_group.index(group[0]) == expert * ep // 8):
                     expected |= {(rank, tp_rank) for tp_rank, rank in enumerate(group)}
@@ -327,10 +369,18 @@ def test_stages_of_the_engine_are_vllms(layers, pp):
     [
         (lambda: TrainingPlacement(8, 3, 1, 4), "tp 3 x pp 1 does not divide 8"),
         (lambda: TrainingPlacement(8, 1, 8, 4), "pp 8 leaves stages without a layer"),
-        (lambda: TrainingPlacement(8, 2, 2, 4, ep=4, num_experts=8), "ep 4 x etp 2 do not divide a stage of 4"),
+        (
+            lambda: TrainingPlacement(8, 2, 2, 4, ep=4, num_experts=8),
+            "ep 4 x etp 2 do not divide a stage of 4",
+        ),
         (lambda: TrainingPlacement(8, 1, 1, 4, ep=8, num_experts=12), "ep 8 does not divide 12"),
         (lambda: RolloutPlacement(8, 16, 4), "tp 16 x pp 1 does not divide 8"),
-        (lambda: Routing([], TrainingPlacement(8, 1, 1, 4), RolloutPlacement(4, 1, 4), node_of=int, itemsize=2), "8 ranks"),
+        (
+            lambda: Routing(
+                [], TrainingPlacement(8, 1, 1, 4), RolloutPlacement(4, 1, 4), node_of=int, itemsize=2
+            ),
+            "8 ranks",
+        ),
     ],
 )
 def test_impossible_layouts_are_refused(make, says):

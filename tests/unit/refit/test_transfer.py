@@ -25,7 +25,9 @@ def calls(monkeypatch):
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
         monkeypatch.setattr(dist, "get_world_size", lambda: WORLD)
         monkeypatch.setattr(dist, "P2POp", Operation)
-        monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: posted.append([(op.sends, op.peer) for op in ops]) or [])
+        monkeypatch.setattr(
+            dist, "batch_isend_irecv", lambda ops: posted.append([(op.sends, op.peer) for op in ops]) or []
+        )
         buffers = {peer: torch.zeros(1) for peer in range(WORLD) if peer != rank}
         transfer.exchange(buffers, buffers)
         return posted
@@ -43,5 +45,7 @@ def test_both_ends_of_a_message_lie_in_calls_that_wait_for_nothing_else(calls):
     assert len({len(of_rank) for of_rank in calls}) == 1
     for round_of_calls in zip(*calls):
         sent = {(rank, peer) for rank, call in enumerate(round_of_calls) for sends, peer in call if sends}
-        received = {(peer, rank) for rank, call in enumerate(round_of_calls) for sends, peer in call if not sends}
+        received = {
+            (peer, rank) for rank, call in enumerate(round_of_calls) for sends, peer in call if not sends
+        }
         assert sent == received and sent

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from rl.rewards import code as code_reward
-from rl.sandbox import sandbox
 from rl.rewards.code import extract_program, read_cases, same_output, same_value, score
+from rl.sandbox import sandbox
 from rl.sandbox.sandbox import Outcome, Protections, protections
 
 DOUBLE = {"inputs": ["1\n", "2\n", "5\n"], "outputs": ["2\n", "4\n", "10\n"]}
@@ -23,7 +23,9 @@ def confined():
 
 
 def reward(response, ground_truth, **kwargs):
-    return score(prompt="", response=response, ground_truth=ground_truth, data_source="code", extra_info={}, **kwargs)
+    return score(
+        prompt="", response=response, ground_truth=ground_truth, data_source="code", extra_info={}, **kwargs
+    )
 
 
 # ---- the program ----
@@ -49,7 +51,9 @@ def test_the_last_python_block_is_the_program(response, program):
     assert extract_program(response) == program
 
 
-@pytest.mark.parametrize("unit", ["```", "```python\n", "```\n", "`", "\n", " ", "a\n", "```python\na\n```\n"])
+@pytest.mark.parametrize(
+    "unit", ["```", "```python\n", "```\n", "`", "\n", " ", "a\n", "```python\na\n```\n"]
+)
 def test_a_hundred_thousand_characters_take_less_than_50_ms(unit):
     body = unit * (100_000 // len(unit))
     seconds = []
@@ -68,8 +72,13 @@ def test_each_form_of_ground_truth_also_as_json():
     for form in (lambda tests: tests, json.dumps):
         assert [case.stdin for case in read_cases(form(DOUBLE))] == DOUBLE["inputs"]
         assert [case.arguments for case in read_cases(form(ADD))] == [(1, 2), (0.1, 0.2), ([1], [2])]
-        assert [case.test for case in read_cases(form({"asserts": ["assert a", "assert b"]}))] == ["assert a", "assert b"]
-        assert [case.test for case in read_cases(form({"asserts": "assert a\nassert b"}))] == ["assert a\nassert b"]
+        assert [case.test for case in read_cases(form({"asserts": ["assert a", "assert b"]}))] == [
+            "assert a",
+            "assert b",
+        ]
+        assert [case.test for case in read_cases(form({"asserts": "assert a\nassert b"}))] == [
+            "assert a\nassert b"
+        ]
     assert [case.test for case in read_cases("assert add(1, 2) == 3")] == ["assert add(1, 2) == 3"]
     # LiveCodeBench: one argument per line of text. APPS: lists of lines.
     (case,) = read_cases({"fn_name": "f", "inputs": ['[1, 2]\n"a"'], "outputs": ["[3]"]})
@@ -151,7 +160,15 @@ def test_another_output(output, expected):
 
 def test_values():
     assert same_value([1, {"a": 0.1 + 0.2}, None, "x"], [1, {"a": 0.3}, None, "x"])
-    different = [(1, True), (1, "1"), ([1], [1, 1]), ({"a": 1}, {"b": 1}), (None, 0), (0.31, 0.3), (float("nan"), 0.3)]
+    different = [
+        (1, True),
+        (1, "1"),
+        ([1], [1, 1]),
+        ({"a": 1}, {"b": 1}),
+        (None, 0),
+        (0.31, 0.3),
+        (float("nan"), 0.3),
+    ]
     for value, expected in different:
         assert not same_value(value, expected)
 
@@ -165,16 +182,31 @@ def test_programs_with_input_and_output(confined):
     assert (all_or_nothing["score"], all_or_nothing["acc"], all_or_nothing["passed"]) == (0.0, 0.0, 2 / 3)
     assert reward(WRONG_ABOVE_4, DOUBLE, partial=True)["score"] == 2 / 3
     assert reward(WRONG_ABOVE_4, DOUBLE, max_cases=2)["score"] == 1.0
-    assert reward("```python\nif __name__ == '__main__':\n    print(2 * int(input()))\n```", DOUBLE)["score"] == 1.0
+    assert (
+        reward("```python\nif __name__ == '__main__':\n    print(2 * int(input()))\n```", DOUBLE)["score"]
+        == 1.0
+    )
     with pytest.raises(ValueError, match="max_cases is 0"):
         reward(RIGHT, DOUBLE, max_cases=0)
 
 
 @pytest.mark.parametrize(
-    "response", ["", "I do not know.", "```python\nprint(2 * int(input())\n```", "```python\n1 / 0\n```", "```python\n```"]
+    "response",
+    [
+        "",
+        "I do not know.",
+        "```python\nprint(2 * int(input())\n```",
+        "```python\n1 / 0\n```",
+        "```python\n```",
+    ],
 )
 def test_no_program_or_a_broken_one_earns_nothing(confined, response):
-    assert reward(response, DOUBLE, partial=True) == {"score": 0.0, "acc": 0.0, "passed": 0.0, "timed_out": 0.0}
+    assert reward(response, DOUBLE, partial=True) == {
+        "score": 0.0,
+        "acc": 0.0,
+        "passed": 0.0,
+        "timed_out": 0.0,
+    }
 
 
 def test_the_right_output_with_a_failing_status_is_not_passed(confined):
@@ -184,7 +216,12 @@ def test_the_right_output_with_a_failing_status_is_not_passed(confined):
 def test_functions_by_call(confined):
     assert reward("```python\ndef add(a, b):\n    print('noise')\n    return a + b\n```", ADD)["score"] == 1.0
     assert reward("class Solution:\n    def add(self, a, b):\n        return a + b", ADD)["score"] == 1.0
-    assert reward("def add(a, b):\n    return tuple(a) + tuple(b) if isinstance(a, list) else a + b", ADD)["score"] == 1.0
+    assert (
+        reward("def add(a, b):\n    return tuple(a) + tuple(b) if isinstance(a, list) else a + b", ADD)[
+            "score"
+        ]
+        == 1.0
+    )
     assert reward("def add(a, b):\n    return a - b", ADD, partial=True)["score"] == 0.0
     assert reward("def plus(a, b):\n    return a + b", ADD)["score"] == 0.0
     # Types of signatures without an import, as LeetCode has them; a dataclass looks its module up.
@@ -213,8 +250,13 @@ def test_values_that_are_none_of_json_or_odd_earn_nothing(confined, body):
 
 
 def test_a_value_in_a_list_of_one_as_apps_has_it(confined):
-    assert reward("def f():\n    return 5", {"fn_name": "f", "inputs": [[]], "outputs": [[5]]})["score"] == 1.0
-    assert reward("def f():\n    return [[5]]", {"fn_name": "f", "inputs": [[]], "outputs": [[5]]})["score"] == 0.0
+    assert (
+        reward("def f():\n    return 5", {"fn_name": "f", "inputs": [[]], "outputs": [[5]]})["score"] == 1.0
+    )
+    assert (
+        reward("def f():\n    return [[5]]", {"fn_name": "f", "inputs": [[]], "outputs": [[5]]})["score"]
+        == 0.0
+    )
 
 
 def test_asserts(confined):
@@ -226,14 +268,17 @@ def test_asserts(confined):
     assert reward("def add(a, b):\n    return a", whole)["score"] == 0.0
 
 
-@pytest.mark.parametrize("leave", ["import sys; sys.exit(0)", "import os; os._exit(0)", "print('token'); exit()", "quit()"])
+@pytest.mark.parametrize(
+    "leave", ["import sys; sys.exit(0)", "import os; os._exit(0)", "print('token'); exit()", "quit()"]
+)
 def test_leaving_before_the_asserts_does_not_pass_them(confined, leave):
     assert reward(f"{leave}\ndef add(a, b):\n    return 0", "assert add(1, 2) == 3")["score"] == 0.0
     assert reward(f"def add(a, b):\n    {leave}", "assert add(1, 2) == 3")["score"] == 0.0
 
 
 @pytest.mark.parametrize(
-    "ground_truth", [{"inputs": ["1"], "outputs": ["271828"]}, {"fn_name": "f", "inputs": [[1]], "outputs": [271828]}]
+    "ground_truth",
+    [{"inputs": ["1"], "outputs": ["271828"]}, {"fn_name": "f", "inputs": [[1]], "outputs": [271828]}],
 )
 def test_expected_values_do_not_go_to_the_process_of_the_program(monkeypatch, ground_truth):
     seen = []
@@ -262,7 +307,9 @@ def test_limits_of_time_and_memory(confined):
 def test_without_protection_nothing_is_run_unless_told_to(monkeypatch):
     found = Protections(layers=(), network=False, files=True, reasons={"seccomp": "refused"})
     monkeypatch.setattr(sandbox, "protections", lambda: found)
-    with pytest.raises(ValueError, match="nothing on this machine keeps them from the network.*allow_unprotected=true"):
+    with pytest.raises(
+        ValueError, match="nothing on this machine keeps them from the network.*allow_unprotected=true"
+    ):
         reward(RIGHT, DOUBLE)
     assert reward(RIGHT, DOUBLE, allow_unprotected=True)["score"] == 1.0
 
@@ -275,7 +322,16 @@ def test_options_reach_the_sandbox(monkeypatch):
         return Outcome(end="exit", code=0, stdout="2", stderr="", seconds=0.1)
 
     monkeypatch.setattr(code_reward, "run_program", run_program)
-    reward(RIGHT, DOUBLE, max_cases=1, wall_s=3, cpu_s=1.5, memory_mib=77, interpreter="/bin/python", allow_unprotected=True)
+    reward(
+        RIGHT,
+        DOUBLE,
+        max_cases=1,
+        wall_s=3,
+        cpu_s=1.5,
+        memory_mib=77,
+        interpreter="/bin/python",
+        allow_unprotected=True,
+    )
     ((source, options),) = seen
     assert source == "print(2 * int(input()))\n" and options["stdin"] == "1\n"
     assert options["interpreter"] == "/bin/python" and options["allow_unprotected"] is True

@@ -11,7 +11,9 @@ TASK = {"target": 24, "numbers": [1, 5, 6, 8]}
 
 
 def reward(response, task=TASK, **kwargs):
-    return score(prompt="", response=response, ground_truth=task, data_source="countdown", extra_info={}, **kwargs)
+    return score(
+        prompt="", response=response, ground_truth=task, data_source="countdown", extra_info={}, **kwargs
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,13 +94,17 @@ def test_values_are_exact():
     assert evaluate(f"{big} + 1", [big, 1]) == big + 1
 
 
-@pytest.mark.parametrize("task", [None, "", "24", "[1, 2]", {"target": 24}, {"numbers": [1]}, {"target": "x", "numbers": [1]}, 7])
+@pytest.mark.parametrize(
+    "task", [None, "", "24", "[1, 2]", {"target": 24}, {"numbers": [1]}, {"target": "x", "numbers": [1]}, 7]
+)
 def test_a_task_of_another_form_is_an_error(task):
     with pytest.raises(ValueError, match="countdown needs reward_model.ground_truth of the form"):
         reward("<answer>1</answer>", task)
 
 
-@pytest.mark.parametrize("unit", ["(", "1+", "-", "<answer>", "</answer>", "=", "\n", " ", "1", "<answer>1</answer>"])
+@pytest.mark.parametrize(
+    "unit", ["(", "1+", "-", "<answer>", "</answer>", "=", "\n", " ", "1", "<answer>1</answer>"]
+)
 def test_a_hundred_thousand_characters_take_less_than_50_ms(unit):
     body = unit * (100_000 // len(unit))
     for response in (body, f"<answer>{body}</answer>", body + "<answer>1</answer>"):

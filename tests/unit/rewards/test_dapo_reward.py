@@ -1,4 +1,3 @@
-
 import pytest
 
 from rl.rewards.dapo import normalize, score
@@ -6,7 +5,9 @@ from tests.timing import cpu_seconds
 
 
 def reward(response, ground_truth="42", **kwargs):
-    return score(prompt="", response=response, ground_truth=ground_truth, data_source="aime", extra_info={}, **kwargs)
+    return score(
+        prompt="", response=response, ground_truth=ground_truth, data_source="aime", extra_info={}, **kwargs
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,14 @@ def test_only_the_last_300_characters_are_looked_at():
 def test_the_strict_form_is_a_box_to_the_letter():
     assert reward("so \\boxed{42}", strict_box=True) == {"score": 1.0, "acc": 1.0, "pred": "42"}
     assert reward("\\boxed{41} \\boxed{\\frac{1}{2}}", "\\frac{1}{2}", strict_box=True)["acc"] == 1.0
-    wrong = ["Answer: 42", "\\boxed{42", "\\boxed{ 42}", "\\boxed{42}" + "x" * 91, "\\boxed{42} \\boxed{43}", "\\boxed{{42}"]
+    wrong = [
+        "Answer: 42",
+        "\\boxed{42",
+        "\\boxed{ 42}",
+        "\\boxed{42}" + "x" * 91,
+        "\\boxed{42} \\boxed{43}",
+        "\\boxed{{42}",
+    ]
     for response in wrong:
         assert reward(response, strict_box=True)["score"] == -1.0, response
     assert reward("", strict_box=True)["pred"] == "[INVALID]"
@@ -102,7 +110,9 @@ def test_a_prompt_without_ground_truth_is_an_error():
         reward("Answer: 42", None)
 
 
-@pytest.mark.parametrize("unit", ["Answer:", "Answer", " ", "$", "\\boxed{", "{", "\\text{", "frac", "Answer:\n", "\\text{a}"])
+@pytest.mark.parametrize(
+    "unit", ["Answer:", "Answer", " ", "$", "\\boxed{", "{", "\\text{", "frac", "Answer:\n", "\\text{a}"]
+)
 @pytest.mark.parametrize("strict_box", [True, False])
 def test_a_hundred_thousand_characters_take_less_than_50_ms(unit, strict_box):
     body = unit * (100_000 // len(unit))

@@ -12,7 +12,9 @@ GSM8K_TEST = Path(__file__).resolve().parents[4] / "shared/data/gsm8k/test.jsonl
 
 
 def acc(response, ground_truth, method="strict"):
-    result = score("question", response, ground_truth, method=method, data_source="openai/gsm8k", extra_info={})
+    result = score(
+        "question", response, ground_truth, method=method, data_source="openai/gsm8k", extra_info={}
+    )
     assert result["score"] == result["acc"]
     return result["acc"]
 
@@ -87,7 +89,8 @@ def test_flexible_finds_the_last_number_anywhere(response, ground_truth):
 
 
 @pytest.mark.parametrize(
-    "response, ground_truth", [("", "18"), ("none", "18"), ("18, or 19", "18"), ("...,,,$-", "0"), ("$-18", "18")]
+    "response, ground_truth",
+    [("", "18"), ("none", "18"), ("18, or 19", "18"), ("...,,,$-", "0"), ("$-18", "18")],
 )
 def test_flexible_gives_nothing_without_the_number_at_the_end(response, ground_truth):
     assert acc(response, ground_truth, "flexible") == 0.0
@@ -102,8 +105,14 @@ def test_an_unknown_method_or_a_ground_truth_that_is_no_number_raises():
 
 
 def test_numbers_beyond_the_precision_of_a_float_are_told_apart():
-    assert acc("#### 12345678901234567890123456789012345678901", "12345678901234567890123456789012345678901") == 1.0
-    assert acc("#### -12345678901234567890123456789012345678902", "-12345678901234567890123456789012345678901") == 0.0
+    assert (
+        acc("#### 12345678901234567890123456789012345678901", "12345678901234567890123456789012345678901")
+        == 1.0
+    )
+    assert (
+        acc("#### -12345678901234567890123456789012345678902", "-12345678901234567890123456789012345678901")
+        == 0.0
+    )
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -18,7 +18,9 @@ def solutions():
 
 
 def reward(response, truth, method):
-    return score(prompt="", response=response, ground_truth=truth, data_source="gsm8k", extra_info={}, method=method)
+    return score(
+        prompt="", response=response, ground_truth=truth, data_source="gsm8k", extra_info={}, method=method
+    )
 
 
 @pytest.mark.parametrize("method", ["strict", "flexible"])

@@ -8,7 +8,16 @@ DAPO = {"max_tokens": 20480, "buffer_tokens": 4096, "penalty": 1.0}
 
 @pytest.mark.parametrize(
     "length, expected",
-    [(0, 0.0), (16384, 0.0), (16385, -1 / 4096), (17408, -0.25), (18432, -0.5), (20480, -1.0), (20481, -1.0), (10**9, -1.0)],
+    [
+        (0, 0.0),
+        (16384, 0.0),
+        (16385, -1 / 4096),
+        (17408, -0.25),
+        (18432, -0.5),
+        (20480, -1.0),
+        (20481, -1.0),
+        (10**9, -1.0),
+    ],
 )
 def test_equation_13_of_dapo(length, expected):
     assert overlong_penalty(length, **DAPO) == expected
@@ -27,7 +36,9 @@ def test_arrays_are_the_same_one_by_one():
     assert [[overlong_penalty(int(n), **DAPO) for n in row] for row in lengths] == penalties.tolist()
 
 
-@pytest.mark.parametrize("wrong", [{"buffer_tokens": 0}, {"buffer_tokens": 20481}, {"buffer_tokens": -1}, {"penalty": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"buffer_tokens": 0}, {"buffer_tokens": 20481}, {"buffer_tokens": -1}, {"penalty": -1.0}]
+)
 def test_what_makes_no_sense_is_refused(wrong):
     with pytest.raises(ValueError, match="overlong penalty"):
         overlong_penalty(1, **{**DAPO, **wrong})

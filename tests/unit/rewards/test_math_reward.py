@@ -16,7 +16,9 @@ needs_math_verify = pytest.mark.skipif(
 
 
 def reward(response, ground_truth, **kwargs):
-    return score(prompt="", response=response, ground_truth=ground_truth, data_source="math", extra_info={}, **kwargs)
+    return score(
+        prompt="", response=response, ground_truth=ground_truth, data_source="math", extra_info={}, **kwargs
+    )
 
 
 # ---- the box ----
@@ -199,7 +201,17 @@ def test_what_could_take_sympy_long_is_not_given_to_it(expression, monkeypatch):
 
 @pytest.mark.parametrize(
     "expression",
-    ["2^{2024}", "2^{2024} - 1", "10^{100}", "e^{-x^2/2}", "x^{100}", "7!", "\\binom{10}{3}", "\\limits", "1" * 40],
+    [
+        "2^{2024}",
+        "2^{2024} - 1",
+        "10^{100}",
+        "e^{-x^2/2}",
+        "x^{100}",
+        "7!",
+        "\\binom{10}{3}",
+        "\\limits",
+        "1" * 40,
+    ],
 )
 def test_what_answers_look_like_is(expression):
     assert not is_costly(expression)
@@ -259,7 +271,22 @@ def test_without_math_verify_strings_are_compared_and_it_is_said_once(monkeypatc
 # ---- time ----
 
 
-UNITS = ["\\boxed{", "\\boxed", "{", "}", "\\", "\\{", "$", " ", "\\frac", "\\sqrt ", "^", "\\boxed{1}", "\\boxed ", "=."]
+UNITS = [
+    "\\boxed{",
+    "\\boxed",
+    "{",
+    "}",
+    "\\",
+    "\\{",
+    "$",
+    " ",
+    "\\frac",
+    "\\sqrt ",
+    "^",
+    "\\boxed{1}",
+    "\\boxed ",
+    "=.",
+]
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -10,7 +10,7 @@ from rl.rewards.score import RejectedResult, Score
 
 SAMPLE = {"prompt": "p", "response": "2", "ground_truth": "2", "data_source": "toy", "extra_info": {}}
 
-FUNCTIONS = '''
+FUNCTIONS = """
 import asyncio
 
 def number(response, *, offset=0, **extra):
@@ -35,7 +35,7 @@ async def later(response, **extra):
 async def broken_later(**extra):
     await asyncio.sleep(0.01)
     raise RuntimeError("broken later")
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +79,22 @@ def test_one_mapping_stands_for_a_list_of_one():
         ([{"function": "a:f"}, {"weight": 1}], r"reward\.sources\.math\[1\]\.function is missing"),
         ([{"function": "a"}], r"reward\.sources\.math\[0\]\.function is 'a', but must be package"),
         ([{"function": None}], r"reward\.sources\.math\[0\]\.function is None"),
-        ([{"function": "a:f", "wieght": 1}], r"reward\.sources\.math\[0\]\.wieght is unknown; .* function, weight, kwargs"),
-        ([{"function": "a:f", "weight": "1"}], r"reward\.sources\.math\[0\]\.weight is '1', but must be a finite number"),
+        (
+            [{"function": "a:f", "wieght": 1}],
+            r"reward\.sources\.math\[0\]\.wieght is unknown; .* function, weight, kwargs",
+        ),
+        (
+            [{"function": "a:f", "weight": "1"}],
+            r"reward\.sources\.math\[0\]\.weight is '1', but must be a finite number",
+        ),
         ([{"function": "a:f", "weight": True}], r"\.weight is True"),
         ([{"function": "a:f", "weight": float("nan")}], r"\.weight is nan"),
         ([{"function": "a:f", "kwargs": [1]}], r"reward\.sources\.math\[0\]\.kwargs is \[1\], but must map"),
         ([{"function": "a:f", "kwargs": {1: 2}}], r"\.kwargs is .* must map keyword names"),
-        ([{"function": "a:f", "kwargs": {"prompt": 2}}], r"reward\.sources\.math\[0\]\.kwargs\.prompt must not be set"),
+        (
+            [{"function": "a:f", "kwargs": {"prompt": 2}}],
+            r"reward\.sources\.math\[0\]\.kwargs\.prompt must not be set",
+        ),
     ],
 )
 def test_a_malformed_entry_is_refused_by_its_key(entries, message):
@@ -101,14 +110,24 @@ def test_sources_that_are_no_mapping_or_no_strings_are_refused():
 
 
 def test_functions_are_imported_when_the_mixture_is_made_and_named_by_their_key(file):
-    plan = make_plan("rl.rewards.exact:score", {}, {"math": [{"function": f"{file}:number"}, {"function": f"{file}:absent"}]})
+    plan = make_plan(
+        "rl.rewards.exact:score",
+        {},
+        {"math": [{"function": f"{file}:number"}, {"function": f"{file}:absent"}]},
+    )
     with pytest.raises(ValueError, match=r"^reward\.sources\.math\[1\]\.function .* has no 'absent'"):
         Mixture(plan)
 
 
 def test_short_names_are_stems_made_unique():
     functions = ["a.b.math:f", "x/y/math.py:g", "math:h", "a.math_2:f", "length.py:f"]
-    assert short_names([Component(f) for f in functions]) == ["math", "math_2", "math_3", "math_2_2", "length"]
+    assert short_names([Component(f) for f in functions]) == [
+        "math",
+        "math_2",
+        "math_3",
+        "math_2_2",
+        "length",
+    ]
 
 
 # ---- scores ----
@@ -118,7 +137,9 @@ def test_the_data_source_chooses_and_the_default_takes_the_rest(file):
     mix = mixture(file, {"function": "number", "kwargs": {"offset": 5}})
     assert mix.score(SAMPLE) == Score({"score": 7.0})
     assert mix.score({**SAMPLE, "data_source": "other"}).values["score"] == 1.0  # exact match
-    assert Mixture(Plan((Component(f"{file}:number", kwargs={"offset": 1}),))).score(SAMPLE) == Score({"score": 3.0})
+    assert Mixture(Plan((Component(f"{file}:number", kwargs={"offset": 1}),))).score(SAMPLE) == Score(
+        {"score": 3.0}
+    )
 
 
 def test_the_values_of_a_single_function_keep_their_names(file):
@@ -137,9 +158,12 @@ def test_the_score_is_the_weighted_sum_and_each_function_keeps_its_values(file):
         "score": -0.5 * 2.0 + 2 * 1.0,
         "acc": 1.0,
         "rules/score": 2.0,
-        "rules_2/score": 1.0, "rules_2/acc": 1.0, "rules_2/steps": 3.0,
-        "rules_3/score": 1.0, "rules_3/acc": 0.5,
-    }  # fmt: skip
+        "rules_2/score": 1.0,
+        "rules_2/acc": 1.0,
+        "rules_2/steps": 3.0,
+        "rules_3/score": 1.0,
+        "rules_3/acc": 0.5,
+    }
     assert score.prediction == "2"  # of the first that has one
 
 

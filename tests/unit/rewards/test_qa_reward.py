@@ -1,4 +1,3 @@
-
 import numpy as np
 import pytest
 
@@ -7,7 +6,9 @@ from tests.timing import cpu_seconds
 
 
 def reward(response, ground_truth, **kwargs):
-    return score(prompt="", response=response, ground_truth=ground_truth, data_source="nq", extra_info={}, **kwargs)
+    return score(
+        prompt="", response=response, ground_truth=ground_truth, data_source="nq", extra_info={}, **kwargs
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,8 @@ def test_an_accepted_answer_is_right(response, ground_truth):
 
 
 @pytest.mark.parametrize(
-    "response", ["", "<answer></answer>", "<answer>the</answer>", "Paris\nRome", "<answer>Rome</answer> Paris"]
+    "response",
+    ["", "<answer></answer>", "<answer>the</answer>", "Paris\nRome", "<answer>Rome</answer> Paris"],
 )
 def test_another_answer_or_none_is_wrong(response):
     result = reward(response, "Paris")
@@ -39,7 +41,9 @@ def test_another_answer_or_none_is_wrong(response):
 
 
 def test_f1_counts_shared_words_and_the_best_accepted_answer_counts():
-    assert token_f1("a b b c".replace("a", "x"), "b b d") == pytest.approx(2 * (2 / 4) * (2 / 3) / (2 / 4 + 2 / 3))
+    assert token_f1("a b b c".replace("a", "x"), "b b d") == pytest.approx(
+        2 * (2 / 4) * (2 / 3) / (2 / 4 + 2 / 3)
+    )
     result = reward("<answer>the Eiffel tower in Paris</answer>", ["Louvre", "Eiffel Tower"], metric="f1")
     assert result["score"] == result["f1"] == pytest.approx(2 * 0.5 * 1 / 1.5)
     assert result["acc"] == 0.0 and result["pred"] == "eiffel tower in paris"

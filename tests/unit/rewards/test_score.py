@@ -12,7 +12,13 @@ from rl.rewards.loading import load_reward_function
 from rl.rewards.score import PREDICTION_CHARS, RejectedResult, Score, to_score
 
 ROOT = Path(__file__).resolve().parents[3]
-SAMPLE = {"prompt": "1+1=", "response": "2", "ground_truth": "2", "data_source": "addition", "extra_info": {"index": 0}}
+SAMPLE = {
+    "prompt": "1+1=",
+    "response": "2",
+    "ground_truth": "2",
+    "data_source": "addition",
+    "extra_info": {"index": 0},
+}
 
 
 # ---- loading ----
@@ -23,7 +29,9 @@ def test_a_function_is_found_by_module_and_name():
 
 
 def test_a_function_is_found_in_a_file(tmp_path, monkeypatch):
-    (tmp_path / "my_reward.py").write_text("def half(prompt, response, ground_truth, **extra):\n    return 0.5\n")
+    (tmp_path / "my_reward.py").write_text(
+        "def half(prompt, response, ground_truth, **extra):\n    return 0.5\n"
+    )
     assert load_reward_function(f"{tmp_path}/my_reward.py:half", kwargs={})(**SAMPLE) == 0.5
     monkeypatch.chdir(tmp_path)
     assert load_reward_function("my_reward.py:half", kwargs={"scale": 2})(**SAMPLE) == 0.5
@@ -69,7 +77,9 @@ def test_a_module_that_fails_to_import_says_why_and_which_key_names_it(tmp_path)
     for key in ("reward", "reward.sources.math[1]"):
         with pytest.raises(ValueError) as caught:
             load_reward_function(f"{tmp_path}/broken.py:score", kwargs={}, key=key)
-        assert str(caught.value).startswith(f"{key}.function") and "cannot be imported: ZeroDivisionError" in str(caught.value)
+        assert str(caught.value).startswith(
+            f"{key}.function"
+        ) and "cannot be imported: ZeroDivisionError" in str(caught.value)
 
 
 def test_something_that_cannot_be_called_is_refused():
@@ -88,7 +98,9 @@ def test_a_signature_that_no_call_would_fit_is_refused_before_the_first_sample(t
 # ---- scores ----
 
 
-@pytest.mark.parametrize("result", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), Fraction(1), {"score": 1}])
+@pytest.mark.parametrize(
+    "result", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), Fraction(1), {"score": 1}]
+)
 def test_numbers_and_dicts_of_numbers_are_scores(result):
     score = to_score(result)
     assert score == Score({"score": 1.0})
@@ -97,16 +109,26 @@ def test_numbers_and_dicts_of_numbers_are_scores(result):
 
 def test_other_numbers_of_a_dict_are_kept_and_everything_else_is_left_out():
     result = {
-        "score": 0.5, "acc": True, "length": 7,
-        "text": "a", "bad": math.nan, "list": [1], "none": None, 3: 4, "a\nb": 5, "\ud800": 6,
-    }  # fmt: skip
+        "score": 0.5,
+        "acc": True,
+        "length": 7,
+        "text": "a",
+        "bad": math.nan,
+        "list": [1],
+        "none": None,
+        3: 4,
+        "a\nb": 5,
+        "\ud800": 6,
+    }
     assert to_score(result) == Score({"score": 0.5, "acc": 1.0, "length": 7.0})
 
 
 def test_the_string_under_pred_is_the_prediction():
     assert to_score({"score": 1, "pred": "18"}) == Score({"score": 1.0}, "18")
     assert to_score({"score": 1, "pred": ""}).prediction == ""
-    assert to_score({"score": 1, "pred": 18}) == Score({"score": 1.0, "pred": 18.0})  # a number like any other
+    assert to_score({"score": 1, "pred": 18}) == Score(
+        {"score": 1.0, "pred": 18.0}
+    )  # a number like any other
     assert to_score({"score": 1, "pred": None}).prediction is None
     assert len(to_score({"score": 1, "pred": "x" * 10**6}).prediction) == PREDICTION_CHARS
     assert to_score({"score": 1, "pred": "a\ud800"}).prediction == "a?"  # can be written to a file
@@ -114,7 +136,20 @@ def test_the_string_under_pred_is_the_prediction():
 
 @pytest.mark.parametrize(
     "result",
-    [None, "1.0", math.nan, math.inf, [1.0], 10**400, 1j, ValueError(), {}, {"acc": 1.0}, {"score": None}, {"score": math.nan}],
+    [
+        None,
+        "1.0",
+        math.nan,
+        math.inf,
+        [1.0],
+        10**400,
+        1j,
+        ValueError(),
+        {},
+        {"acc": 1.0},
+        {"score": None},
+        {"score": math.nan},
+    ],
 )
 def test_a_result_without_a_finite_score_is_rejected(result):
     with pytest.raises(RejectedResult, match="the score must be a finite number|has no 'score'"):
@@ -125,7 +160,9 @@ def test_a_worker_imports_nothing_large():
     """Its start must be cheap: many start, on every rank, and a new one after every call that is killed."""
     large = {"numpy", "torch", "transformers", "asyncio", "multiprocessing"}
     program = f"import sys, rl.rewards.pool.worker; print(*({large} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout.split() == []
 
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from rl.sandbox.sandbox import Limits, protections, run_program
 from rl.rewards.pool.worker import all_processes, below
+from rl.sandbox.sandbox import Limits, protections, run_program
 
 
 @pytest.mark.skipif(not protections().files, reason="this machine confines nothing")

@@ -12,7 +12,12 @@ def test_seeds_are_the_same_in_every_process_whatever_its_hash_seed():
     program = "from rl.rollout.engine import seed_of; print(seed_of(1, 'train.3', 17), seed_of(seed_of(1, 'train.3', 17), 2))"
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={"PATH": "", "PYTHONPATH": ":".join([str(ROOT), *sys.path]), "PYTHONHASHSEED": "4711", "OMP_NUM_THREADS": "1"},
+        env={
+            "PATH": "",
+            "PYTHONPATH": ":".join([str(ROOT), *sys.path]),
+            "PYTHONHASHSEED": "4711",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=120,
@@ -49,7 +54,15 @@ def test_no_seed_is_drawn_twice_in_a_run():
 
 
 @pytest.mark.parametrize(
-    "parts", [(2, "train.3", 17), (1, "train.4", 17), (1, "train.3", 18), (1, "train.3"), (17, "train.3", 1), (1, "train.31", 7)]
+    "parts",
+    [
+        (2, "train.3", 17),
+        (1, "train.4", 17),
+        (1, "train.3", 18),
+        (1, "train.3"),
+        (17, "train.3", 1),
+        (1, "train.31", 7),
+    ],
 )
 def test_every_part_and_its_place_count(parts):
     assert seed_of(*parts) != seed_of(1, "train.3", 17)

@@ -43,7 +43,9 @@ def test_best_of_zeros_and_ones_is_the_unbiased_pass_at_n(k, n):
         values = np.zeros((1, k))
         values[0, :num_correct] = 1
         expected = 1 - comb(k - num_correct, n) / comb(k, n)
-        assert best_at(np.random.default_rng(0).permuted(values, axis=1), n)[0] == pytest.approx(expected, abs=1e-12)
+        assert best_at(np.random.default_rng(0).permuted(values, axis=1), n)[0] == pytest.approx(
+            expected, abs=1e-12
+        )
 
 
 def test_best_of_a_thousand_samples_neither_overflows_nor_leaves_the_range_of_the_values():
@@ -79,7 +81,9 @@ def test_hand_numbers_of_the_majority():
     right = np.array([[1.0, 1.0, 0.0, 0.0, 0.0]])
     assert majority_at(right, [["4", "4", "5", "6", None]], 5)[0] == 1.0
     assert majority_at(right, [["4", "4", "5", "5", "5"]], 5)[0] == 0.0
-    assert majority_at(right, [["4", "4", "5", "5", None]], 5)[0] == 0.5  # a tie: no order of the samples decides it
+    assert (
+        majority_at(right, [["4", "4", "5", "5", None]], 5)[0] == 0.5
+    )  # a tie: no order of the samples decides it
     assert majority_at(right, [[None] * 5], 5)[0] == 0.4
     assert majority_at(np.zeros((1, 2)), [[None, None]], 2)[0] == 0.0
 
@@ -102,7 +106,9 @@ def test_random_subsets_are_reproducible_and_close_to_all_of_them():
             for v, a in zip(values[:3], answers[:3])
         ]
     )
-    drawn = majority_at(values[:3], answers[:3], 4).mean()  # comb(14, 4) = 1001 subsets: one too many for all of them
+    drawn = majority_at(
+        values[:3], answers[:3], 4
+    ).mean()  # comb(14, 4) = 1001 subsets: one too many for all of them
     assert drawn != exact and abs(drawn - exact) < 0.03
     assert np.array_equal(majority_at(values, answers, 4), majority_at(values, answers, 4))
     assert not np.array_equal(majority_at(values, answers, 4), majority_at(values, answers, 4, seed=1))
@@ -138,8 +144,16 @@ def test_one_sample_per_prompt_has_a_mean_and_nothing_else():
 
 def test_sizes_are_powers_of_two_and_the_number_of_samples():
     names = validation_metrics({"a": {"acc": list(random_values(3, 12, binary=True))}})
-    assert {name.split("/")[3] for name in names if "best" in name} == {"best@2", "best@4", "best@8", "best@12"}
-    assert [name for name in names if name.startswith("val-core")] == ["val-core/a/acc/mean@12", "val-core/a/acc/best@12/mean"]
+    assert {name.split("/")[3] for name in names if "best" in name} == {
+        "best@2",
+        "best@4",
+        "best@8",
+        "best@12",
+    }
+    assert [name for name in names if name.startswith("val-core")] == [
+        "val-core/a/acc/mean@12",
+        "val-core/a/acc/best@12/mean",
+    ]
 
 
 def test_without_acc_the_score_is_the_core_variable():
@@ -163,7 +177,11 @@ def test_a_variable_that_some_samples_lack_has_the_mean_over_those_that_have_it(
 
 
 def test_sources_may_have_different_numbers_of_samples_and_predictions():
-    values = {"a": {"acc": [np.array([1.0, 0.0])]}, "b": {"acc": [np.array([1.0])]}, "c": {"acc": [np.array([1.0, 1.0])]}}
+    values = {
+        "a": {"acc": [np.array([1.0, 0.0])]},
+        "b": {"acc": [np.array([1.0])]},
+        "c": {"acc": [np.array([1.0, 1.0])]},
+    }
     names = validation_metrics(values, {"a": [["x", "y"]], "c": [[None, None]]})
     assert "val-core/a/acc/maj@2/mean" in names and "val-core/b/acc/mean@1" in names
     assert not any(name.startswith("val-core/c/acc/maj") for name in names)

@@ -47,7 +47,9 @@ def test_not_finite_is_null_and_said_once_per_metric(tmp_path, caplog):
             metrics.write(step, {"a": float("nan"), "b": -float("inf"), "c": 1.0})
     text = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
-    assert all((r["a"], r["b"], r["c"]) == (None, None, 1.0) for r in read_records(tmp_path / "metrics.jsonl"))
+    assert all(
+        (r["a"], r["b"], r["c"]) == (None, None, 1.0) for r in read_records(tmp_path / "metrics.jsonl")
+    )
     assert [message.split()[:5] for message in caplog.messages] == [
         ["a", "is", "nan", "at", "step"],
         ["b", "is", "-inf", "at", "step"],
@@ -71,7 +73,9 @@ def test_resume_drops_later_steps_and_the_line_cut_short_and_appends(tmp_path):
 
 
 def test_resume_survives_a_broken_line_and_says_so(tmp_path, caplog):
-    (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 1}\n\0\0\0\n{"training/global_step": 2}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"training/global_step": 1}\n\0\0\0\n{"training/global_step": 2}\n'
+    )
     MetricLog(tmp_path, tensorboard=False, resume_step=5)
     assert steps(tmp_path) == [1, 2]
     assert "line 2" in caplog.text
@@ -122,7 +126,10 @@ def test_tensorboard_gets_the_finite_values_and_hides_steps_taken_again(tmp_path
     metrics.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["critic/score/mean"]
-    assert [(event.step, event.value) for event in events.Scalars("critic/score/mean")] == [(1, 1.0), (2, 20.0)]
+    assert [(event.step, event.value) for event in events.Scalars("critic/score/mean")] == [
+        (1, 1.0),
+        (2, 20.0),
+    ]
 
 
 def test_tensorboard_is_not_imported_when_not_wanted(tmp_path):
@@ -137,7 +144,11 @@ def test_tensorboard_is_not_imported_when_not_wanted(tmp_path):
 
 
 def test_accuracies_by_data_source():
-    metrics = {"val-core/gsm8k/acc/mean@1": 0.5, "val-core/a/b/acc/mean@4": 0.2, "val-aux/gsm8k/acc/best@4": 0.7}
+    metrics = {
+        "val-core/gsm8k/acc/mean@1": 0.5,
+        "val-core/a/b/acc/mean@4": 0.2,
+        "val-aux/gsm8k/acc/best@4": 0.7,
+    }
     assert accuracies(metrics) == {"a/b": 0.2, "gsm8k": 0.5}
 
 
@@ -151,23 +162,34 @@ def test_step_line_shows_every_headline_number():
 
 def test_step_line_leaves_out_what_is_absent():
     assert step_line(0, 50, {"val-core/x/acc/mean@1": 0.25}) == "step  0/50 | acc 0.250"
-    assert step_line(3, 50, {"sft/loss": 2.345678, "timing_s/step": 1.5}) == "step  3/50 | loss     2.35 |   1.5 s"
+    assert (
+        step_line(3, 50, {"sft/loss": 2.345678, "timing_s/step": 1.5})
+        == "step  3/50 | loss     2.35 |   1.5 s"
+    )
     assert step_line(3, 50, {}) == "step  3/50"
 
 
 def test_step_lines_of_a_run_stand_in_columns():
     quiet = step_line(9, 100, FULL)
-    loud = step_line(10, 100, {name: value * 7.7 for name, value in FULL.items()} | {"val-core/x/acc/mean@1": 0.5})
-    words = [[(i, line[i:].split()[0]) for i in range(len(line)) if line[i].isalpha() and line[i - 1] == " "]
-             for line in (quiet, loud)]  # fmt: skip
+    loud = step_line(
+        10, 100, {name: value * 7.7 for name, value in FULL.items()} | {"val-core/x/acc/mean@1": 0.5}
+    )
+    words = [
+        [(i, line[i:].split()[0]) for i in range(len(line)) if line[i].isalpha() and line[i - 1] == " "]
+        for line in (quiet, loud)
+    ]
     assert words[1][: len(words[0])] == words[0] and words[1][len(words[0]) :] == [(len(quiet) + 3, "acc")]
-    assert [i for i, c in enumerate(quiet) if c in "/|:"] == [i for i, c in enumerate(loud[: len(quiet)]) if c in "/|:"]
+    assert [i for i, c in enumerate(quiet) if c in "/|:"] == [
+        i for i, c in enumerate(loud[: len(quiet)]) if c in "/|:"
+    ]
 
 
 def test_a_validation_step_shows_the_same_phases_as_the_others():
     phases = FULL | {f"timing_s/{name}": 1.0 for name in "abcdefgh"}
     quiet = step_line(9, 100, phases)
-    assert step_line(9, 100, phases | {"val-core/x/acc/mean@1": 0.5, "timing_s/testing": 9.5}).startswith(quiet)
+    assert step_line(9, 100, phases | {"val-core/x/acc/mean@1": 0.5, "timing_s/testing": 9.5}).startswith(
+        quiet
+    )
 
 
 def test_step_line_names_the_data_sources_when_there_are_several():

@@ -173,7 +173,10 @@ def test_the_meeting_point_may_be_given_in_the_batch_script():
 
 
 def test_a_batch_script_without_a_step_is_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"batch script for 4 tasks, not a step: start the program with `srun python train_rl\.py"):
+    with pytest.raises(
+        ValueError,
+        match=r"batch script for 4 tasks, not a step: start the program with `srun python train_rl\.py",
+    ):
         discover(slurm_batch())
 
 
@@ -208,10 +211,16 @@ def test_mpi4py_is_not_imported_without_mpirun(env, no_mpi):
     assert discover(env).launcher != "mpi"  # no_mpi: the import would raise
 
 
-@pytest.mark.parametrize("variables", [{"OMPI_COMM_WORLD_SIZE": "2"}, {"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2"}])
-@pytest.mark.parametrize("around", [{}, slurm_batch(), slurm_step(0, 0, 0)], ids=["alone", "in a batch script", "in a step"])
+@pytest.mark.parametrize(
+    "variables", [{"OMPI_COMM_WORLD_SIZE": "2"}, {"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2"}]
+)
+@pytest.mark.parametrize(
+    "around", [{}, slurm_batch(), slurm_step(0, 0, 0)], ids=["alone", "in a batch script", "in a step"]
+)
 def test_mpirun_without_mpi4py_says_what_is_missing(variables, around, no_mpi):
-    with pytest.raises(ValueError, match="mpirun started this program but mpi4py cannot be imported.*install the `mpi` extra"):
+    with pytest.raises(
+        ValueError, match="mpirun started this program but mpi4py cannot be imported.*install the `mpi` extra"
+    ):
         discover(around | variables)
 
 
@@ -239,7 +248,9 @@ def test_mpi_on_one_host_meets_at_the_loopback_address(monkeypatch):
     assert discover({"OMPI_COMM_WORLD_SIZE": "4"}).master_addr == "127.0.0.1"
 
 
-@pytest.mark.parametrize("variables", [{"OMPI_COMM_WORLD_SIZE": "4"}, {"MPI_LOCALNRANKS": "4", "PMI_SIZE": "4"}])
+@pytest.mark.parametrize(
+    "variables", [{"OMPI_COMM_WORLD_SIZE": "4"}, {"MPI_LOCALNRANKS": "4", "PMI_SIZE": "4"}]
+)
 def test_mpirun_of_another_mpi_than_that_of_mpi4py_is_refused(monkeypatch, variables):
     """Each process is then alone in its MPI_COMM_WORLD, and no error comes from MPI."""
     fake_mpi(monkeypatch, size=1, local_size=1)
@@ -302,7 +313,9 @@ RACKS = ["rack1node1", "rack1node2", "rack2node1", "rack2node2"]
 
 def test_several_brackets_in_a_name_are_expanded_where_scontrol_is(tmp_path, monkeypatch):
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\n[ "$*" = "show hostnames rack[1-2]node[1-2]" ] || exit 1\nprintf "%s\\n" {" ".join(RACKS)}\n')
+    scontrol.write_text(
+        f'#!/bin/sh\n[ "$*" = "show hostnames rack[1-2]node[1-2]" ] || exit 1\nprintf "%s\\n" {" ".join(RACKS)}\n'
+    )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert expand_hostlist("login,rack[1-2]node[1-2],gpu[1-2]") == ["login", *RACKS, "gpu1", "gpu2"]
@@ -315,7 +328,13 @@ def test_several_brackets_in_a_name_are_expanded_without_scontrol(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "counts"),
-    [("4", [4]), ("2(x2)", [2, 2]), ("3,1", [3, 1]), ("2(x3),1", [2, 2, 2, 1]), ("8(x2),4,2(x3)", [8, 8, 4, 2, 2, 2])],
+    [
+        ("4", [4]),
+        ("2(x2)", [2, 2]),
+        ("3,1", [3, 1]),
+        ("2(x3),1", [2, 2, 2, 1]),
+        ("8(x2),4,2(x3)", [8, 8, 4, 2, 2, 2]),
+    ],
 )
 def test_tasks_per_node_are_expanded(text, counts):
     assert expand_tasks_per_node(text) == counts

@@ -8,10 +8,16 @@ from rl.stopping.deadline import job_end, seconds_of
 @pytest.mark.parametrize(
     "text, seconds",
     [
-        ("3:50:00", 13800), ("90", 5400), ("90:30", 5430), ("1-0", 86400), ("1-02:03", 93780), ("2-00:00:01", 172801), ("0:00:05", 5),
+        ("3:50:00", 13800),
+        ("90", 5400),
+        ("90:30", 5430),
+        ("1-0", 86400),
+        ("1-02:03", 93780),
+        ("2-00:00:01", 172801),
+        ("0:00:05", 5),
         ("100:00:00", 360000),
     ],
-)  # fmt: skip
+)
 def test_every_form_of_sbatch_is_read(text, seconds):
     assert seconds_of(text) == seconds
 

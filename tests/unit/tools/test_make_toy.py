@@ -83,7 +83,8 @@ def test_special_tokens_are_single_tokens_and_skipped_on_request(tokenizer):
 def test_the_chat_template_puts_the_problem_between_user_and_assistant(tokenizer):
     messages = [{"role": "user", "content": "37+58="}]
     assert (
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "<user>37+58=<assistant>"
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        == "<user>37+58=<assistant>"
     )
     messages.append({"role": "assistant", "content": "95"})
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<user>37+58=<assistant>95<eos>"
@@ -99,7 +100,11 @@ def test_the_model_is_a_float32_qwen2_of_the_size_of_the_tokenizer(toy, tokenize
         2,
         False,
     )
-    assert json.loads((toy / "model/generation_config.json").read_text())["eos_token_id"] == config["eos_token_id"] == 1
+    assert (
+        json.loads((toy / "model/generation_config.json").read_text())["eos_token_id"]
+        == config["eos_token_id"]
+        == 1
+    )
     weights = load_file(toy / "model/model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     assert weights["lm_head.weight"].shape == (102, 192)
@@ -136,7 +141,8 @@ def test_sizes_and_tying_follow_the_arguments(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "sizes, message", [({"hidden": 130}, "--hidden 130"), ({"heads": 4, "kv_heads": 3}, "multiple of --kv-heads 3")]
+    "sizes, message",
+    [({"hidden": 130}, "--hidden 130"), ({"heads": 4, "kv_heads": 3}, "multiple of --kv-heads 3")],
 )
 def test_sizes_that_do_not_divide_are_refused_before_anything_is_written(tmp_path, sizes, message):
     with pytest.raises(ValueError, match=message):
@@ -164,7 +170,12 @@ def test_it_runs_from_the_command_line(tmp_path):
         [sys.executable, "tools/make_toy.py", *arguments], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "pairs.parquet", "test.parquet", "train.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model",
+        "pairs.parquet",
+        "test.parquet",
+        "train.parquet",
+    ]
     assert json.loads((tmp_path / "model/config.json").read_text())["hidden_size"] == 32
 
 

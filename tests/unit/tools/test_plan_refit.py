@@ -28,9 +28,16 @@ sys.modules[spec.name] = plan_refit
 spec.loader.exec_module(plan_refit)
 
 DENSE = dict(
-    architectures=["Qwen2ForCausalLM"], num_hidden_layers=4, hidden_size=16, intermediate_size=24, vocab_size=200,
-    num_attention_heads=8, num_key_value_heads=4, head_dim=4, tie_word_embeddings=True,
-)  # fmt: skip
+    architectures=["Qwen2ForCausalLM"],
+    num_hidden_layers=4,
+    hidden_size=16,
+    intermediate_size=24,
+    vocab_size=200,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=4,
+    tie_word_embeddings=True,
+)
 
 
 def mixture(layers=4, num_experts=8, hidden=16, ffn=8):
@@ -39,7 +46,9 @@ def mixture(layers=4, num_experts=8, hidden=16, ffn=8):
         name = f"layers.{layer}.q.weight"
         out.append(Weight((name,), ((32, hidden),), "q", name, COLUMN, layer))
         names = ("gate", "up", "down")
-        out += experts.routed(dict(hidden_size=hidden), layer, block="mlp", num_experts=num_experts, ffn=ffn, names=names)
+        out += experts.routed(
+            dict(hidden_size=hidden), layer, block="mlp", num_experts=num_experts, ffn=ffn, names=names
+        )
     return [*out, Weight(("norm.weight",), ((hidden,),), "norm", "norm", REPLICATED)]
 
 
@@ -67,27 +76,51 @@ def test_the_survey_is_what_counting_elements_gives(model, world, train, rollout
     weights = qwen2.weights(DENSE) if model == "dense" else mixture()
     training = TrainingPlacement(world, num_layers=4, num_experts=8, **train)
     survey = plan_refit.survey_refit(
-        weights, training, RolloutPlacement(world, rollout, 4), ranks_per_node=4, itemsize=2, buffer_bytes=1 << 20
+        weights,
+        training,
+        RolloutPlacement(world, rollout, 4),
+        ranks_per_node=4,
+        itemsize=2,
+        buffer_bytes=1 << 20,
     )
     per_stage, etp, ep = world // train["pp"], train.get("etp", 1), train.get("ep", 1)
 
     def trained(rank):
         def pieces(weight):
             stage, local = divmod(rank, per_stage)
-            stages = {0, train["pp"] - 1} if weight.tied_to_head else {0} if weight.first_stage else {train["pp"] - 1}
+            stages = (
+                {0, train["pp"] - 1}
+                if weight.tied_to_head
+                else {0}
+                if weight.first_stage
+                else {train["pp"] - 1}
+            )
             if stage not in (stages if weight.layer is None else {weight.layer * train["pp"] // 4}):
                 return []
             if weight.expert is None:
                 return weight.megatron_pieces(train["tp"], local % train["tp"])
-            return weight.megatron_pieces(etp, local % etp) if local // etp % ep == weight.expert // (8 // ep) else []
+            return (
+                weight.megatron_pieces(etp, local % etp)
+                if local // etp % ep == weight.expert // (8 // ep)
+                else []
+            )
 
         return held(weights, pieces)
 
     have = [trained(rank) for rank in range(world)]
-    on_node = [np.any([have[other] for other in range(world) if other // 4 == rank // 4], axis=0) for rank in range(world)]
+    on_node = [
+        np.any([have[other] for other in range(world) if other // 4 == rank // 4], axis=0)
+        for rank in range(world)
+    ]
     for rank in range(world):
         need = held(weights, lambda weight, rank=rank: weight.vllm_pieces(rollout, rank % rollout))
-        counts = [need & have[rank], need & ~have[rank] & on_node[rank], need & ~on_node[rank], need & ~have[rank], ~have[rank]]
+        counts = [
+            need & have[rank],
+            need & ~have[rank] & on_node[rank],
+            need & ~on_node[rank],
+            need & ~have[rank],
+            ~have[rank],
+        ]
         found = [survey.stays, survey.near_in, survey.far_in, survey.lower_bound, survey.gather]
         assert [int(values[rank]) for values in found] == [2 * int(mask.sum()) for mask in counts], rank
     assert survey.near_out.sum() == survey.near_in.sum() and survey.far_out.sum() == survey.far_in.sum()
@@ -96,12 +129,18 @@ def test_the_survey_is_what_counting_elements_gives(model, world, train, rollout
 
 def test_the_table_of_a_published_model(capsys):
     plan_refit.main(
-        ["--model", str(ROOT / "configs/models/qwen2.5-32b"), *"--train tp=8,pp=2 --rollout tp=4 --world-size 64".split()]
+        [
+            "--model",
+            str(ROOT / "configs/models/qwen2.5-32b"),
+            *"--train tp=8,pp=2 --rollout tp=4 --world-size 64".split(),
+        ]
     )
     rows = {line[:28].strip(): line[28:].split() for line in capsys.readouterr().out.splitlines() if line}
     assert rows["received"] == rows["least possible"]
     parameters = 32.76e9
-    assert float(rows["gathering every weight"][1]) == pytest.approx(parameters * 2 * 15 / 16 / 2**30, rel=0.001)
+    assert float(rows["gathering every weight"][1]) == pytest.approx(
+        parameters * 2 * 15 / 16 / 2**30, rel=0.001
+    )
     # Each of 16 replicas of the engine is filled, by what stays and what comes.
     filled = float(rows["received"][3]) + float(rows["stays on the rank"][3])
     assert filled == pytest.approx(16 * parameters * 2 / 2**30, rel=0.001)
@@ -115,22 +154,34 @@ def test_deepseek_on_a_thousand_ranks_takes_less_than_a_minute_and_4_gb():
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime  # of CPU time: other tests share the cores
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, SCRIPT, "--model", ROOT / "configs/models/deepseek-v3", *options],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 60
     assert int(done.stderr.split()[-1]) < 4 << 20  # KiB
-    rows = {line[:28].strip(): [float(word) for word in line[28:].split()] for line in done.stdout.splitlines()[1:10]}
+    rows = {
+        line[:28].strip(): [float(word) for word in line[28:].split()]
+        for line in done.stdout.splitlines()[1:10]
+    }
     assert rows["received"] == rows["least possible"]
     assert 671.0e9 * 2 / 2**30 == pytest.approx(rows["gathering every weight"][2], rel=0.01)
-    assert rows["received"][0] > 671.0e9 * 2 / 32 / 2**30 * 0.97  # a rank's part of an engine, of which it trains next to nothing
-    assert rows["sent to other nodes"][2] < 1.5 * rows["sent to other nodes"][1] and rows["largest batch"][2] <= 0.5
+    assert (
+        rows["received"][0] > 671.0e9 * 2 / 32 / 2**30 * 0.97
+    )  # a rank's part of an engine, of which it trains next to nothing
+    assert (
+        rows["sent to other nodes"][2] < 1.5 * rows["sent to other nodes"][1]
+        and rows["largest batch"][2] <= 0.5
+    )
 
 
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ("--train tp=3 --rollout tp=1 --world-size 8", "training.tp=3 times training.pp=1 is 3, which does not divide the world"),
+        (
+            "--train tp=3 --rollout tp=1 --world-size 8",
+            "training.tp=3 times training.pp=1 is 3, which does not divide the world",
+        ),
         ("--train tp=2 --rollout tp=16 --world-size 8", "rollout.tp=16 does not divide the world of 8 ranks"),
         ("--train tp=2 --rollout tp=3 --world-size 6", "rollout.tp=3 does not divide the model's"),
         ("--train tp=8 --rollout tp=1 --world-size 8", "training.tp=8 does not divide the model's"),
@@ -148,6 +199,10 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path, arguments, says, capsys):
 
 def test_it_runs_as_a_script_with_uneven_stages(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
-    options = "--train tp=2,pp=3 --rollout tp=2,pp=2 --world-size 12 --ranks-per-node 2 --dtype float32".split()
-    done = subprocess.run([sys.executable, SCRIPT, "--model", tmp_path, *options], capture_output=True, text=True)
+    options = (
+        "--train tp=2,pp=3 --rollout tp=2,pp=2 --world-size 12 --ranks-per-node 2 --dtype float32".split()
+    )
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--model", tmp_path, *options], capture_output=True, text=True
+    )
     assert done.returncode == 0 and "least possible" in done.stdout, done.stderr

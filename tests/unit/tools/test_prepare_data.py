@@ -148,10 +148,30 @@ def test_the_answer_of_a_solution_is_in_its_last_box(solution, answer):
 
 def test_math_reads_the_folders_of_hendrycks(tmp_path, caplog):
     for name, problem in {
-        "train/algebra/2.json": {"problem": "P2", "solution": r"$\boxed{2}$", "level": "Level 5", "type": "Algebra"},
-        "train/geometry/1.json": {"problem": "P1", "solution": r"$\boxed{\pi}$", "level": "Level 1", "type": "Geometry"},
-        "train/geometry/3.json": {"problem": "P3", "solution": "nothing", "level": "Level 1", "type": "Geometry"},
-        "test/algebra/9.json": {"problem": "P9", "solution": r"\boxed{9}", "level": "Level 2", "type": "Algebra"},
+        "train/algebra/2.json": {
+            "problem": "P2",
+            "solution": r"$\boxed{2}$",
+            "level": "Level 5",
+            "type": "Algebra",
+        },
+        "train/geometry/1.json": {
+            "problem": "P1",
+            "solution": r"$\boxed{\pi}$",
+            "level": "Level 1",
+            "type": "Geometry",
+        },
+        "train/geometry/3.json": {
+            "problem": "P3",
+            "solution": "nothing",
+            "level": "Level 1",
+            "type": "Geometry",
+        },
+        "test/algebra/9.json": {
+            "problem": "P9",
+            "solution": r"\boxed{9}",
+            "level": "Level 2",
+            "type": "Algebra",
+        },
     }.items():
         (tmp_path / "MATH" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "MATH" / name).write_text(json.dumps(problem))
@@ -183,7 +203,9 @@ def test_math_reads_the_folders_of_hendrycks(tmp_path, caplog):
 
 
 def test_math_reads_jsonl_and_a_train_split_alone(tmp_path):
-    file = write_jsonl(tmp_path / "train_all.jsonl", [{"problem": "P", "solution": r"\boxed{1}", "level": 3, "type": "A"}])
+    file = write_jsonl(
+        tmp_path / "train_all.jsonl", [{"problem": "P", "solution": r"\boxed{1}", "level": 3, "type": "A"}]
+    )
     rows = prepare(tmp_path, "math", "--source", file)
     assert list(rows) == ["train"] and rows["train"][0]["extra_info"]["level"] == "3"
 
@@ -208,31 +230,44 @@ def dapo_record(problem, answer):
 
 
 def test_dapo_problems_are_written_once_and_contradictory_ones_not_at_all(tmp_path, caplog):
-    records = [dapo_record("A?", "34"), dapo_record("B?", "1"), dapo_record("A?", "34"), dapo_record("C?", "5")]
+    records = [
+        dapo_record("A?", "34"),
+        dapo_record("B?", "1"),
+        dapo_record("A?", "34"),
+        dapo_record("C?", "5"),
+    ]
     records += [dapo_record("B?", "2")]
     source = tmp_path / "dapo.parquet"
     pq.write_table(pa.Table.from_pylist(records), source)
     with caplog.at_level("INFO"):
         rows = prepare(tmp_path, "dapo-math", "--source", source)
     assert list(rows) == ["train"]
-    assert [(row["extra_info"]["question"], row["reward_model"]["ground_truth"]) for row in rows["train"]] == [
-        ("A?", "34"),
-        ("C?", "5"),
-    ]
+    assert [
+        (row["extra_info"]["question"], row["reward_model"]["ground_truth"]) for row in rows["train"]
+    ] == [("A?", "34"), ("C?", "5")]
     assert rows["train"][0]["prompt"] == [{"role": "user", "content": DAPO_TEXT.format("A?")}]
     assert rows["train"][0]["data_source"] == "math_dapo"
-    assert "5 rows are 3 different problems" in caplog.text and "left out 1: its copies have different" in caplog.text
+    assert (
+        "5 rows are 3 different problems" in caplog.text
+        and "left out 1: its copies have different" in caplog.text
+    )
 
 
 def test_dapo_problems_without_the_published_request_get_it(tmp_path):
-    file = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "A?", "solution": "34"}, {"prompt": [{"content": "B?"}], "label": 5}])
+    file = write_jsonl(
+        tmp_path / "x.jsonl",
+        [{"prompt": "A?", "solution": "34"}, {"prompt": [{"content": "B?"}], "label": 5}],
+    )
     rows = prepare(tmp_path, "dapo-math", "--source", file)["train"]
     assert [row["prompt"][0]["content"] for row in rows] == [DAPO_TEXT.format("A?"), DAPO_TEXT.format("B?")]
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["34", "5"]
 
 
 def test_aime_gives_plain_integers_and_a_data_source(tmp_path):
-    records = [{"ID": "I-1", "Problem": "A?", "Solution": "long", "Answer": 204}, {"problem": "B?", "answer": "033"}]
+    records = [
+        {"ID": "I-1", "Problem": "A?", "Solution": "long", "Answer": 204},
+        {"problem": "B?", "answer": "033"},
+    ]
     records += [{"question": "C?", "answer": r"336^\circ"}, {"problem": "D?", "answer": "000"}]
     file = write_jsonl(tmp_path / "aime.jsonl", records)
     rows = prepare(tmp_path, "aime", "--source", file, "--data-source", "aime_2024")
@@ -244,8 +279,12 @@ def test_aime_gives_plain_integers_and_a_data_source(tmp_path):
 
 @pytest.mark.parametrize("answer", ["1000", "-3", "x", "3.5"])
 def test_what_is_no_answer_of_aime_is_named(tmp_path, capsys, answer):
-    file = write_jsonl(tmp_path / "aime.jsonl", [{"problem": "A?", "answer": "1"}, {"problem": "B?", "answer": answer}])
-    assert "aime.jsonl, line 2, is not an AIME problem" in refusal(capsys, "aime", "--source", file).replace("\n", " ")
+    file = write_jsonl(
+        tmp_path / "aime.jsonl", [{"problem": "A?", "answer": "1"}, {"problem": "B?", "answer": answer}]
+    )
+    assert "aime.jsonl, line 2, is not an AIME problem" in refusal(capsys, "aime", "--source", file).replace(
+        "\n", " "
+    )
 
 
 # ---- countdown ----
@@ -274,10 +313,16 @@ def test_countdown_problems_are_solvable_different_and_reproducible(tmp_path):
     assert len({(*sorted(problem["numbers"]), problem["target"]) for problem in problems}) == 40
     assert {len(problem["numbers"]) for problem in problems} == {3, 4}
     content = rows["train"][0]["prompt"][0]["content"]
-    assert f"{problems[0]['numbers']}" in content and f"equals {problems[0]['target']}." in content and "<answer>" in content
+    assert (
+        f"{problems[0]['numbers']}" in content
+        and f"equals {problems[0]['target']}." in content
+        and "<answer>" in content
+    )
     again = prepare(tmp_path / "b", "countdown", "--num-train", "31", "--num-test", "10")
     assert again["test"] == rows["test"] and again["train"][:30] == rows["train"]
-    assert prepare(tmp_path / "c", "countdown", "--num-train", "30", "--num-test", "10", "--seed", "1") != rows
+    assert (
+        prepare(tmp_path / "c", "countdown", "--num-train", "30", "--num-test", "10", "--seed", "1") != rows
+    )
 
 
 def test_countdown_needs_problems(capsys):
@@ -293,11 +338,17 @@ def transcript(*turns):
 
 def test_hh_rlhf_reads_gz_and_splits_off_the_last_turn(tmp_path, caplog):
     pairs = [
-        {"chosen": transcript("Hi", "Hello", "How?", "So."), "rejected": transcript("Hi", "Hello", "How?", "No\n\nidea.")},
+        {
+            "chosen": transcript("Hi", "Hello", "How?", "So."),
+            "rejected": transcript("Hi", "Hello", "How?", "No\n\nidea."),
+        },
         {"chosen": transcript("Hi", "A"), "rejected": transcript("Ho", "B")},
         {"chosen": transcript("Hi", "A"), "rejected": transcript("Hi", "")},
         {"chosen": transcript("Hi", "A"), "rejected": transcript("Hi", "A")},
-        {"chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c", "rejected": "\n\nHuman: a\n\nHuman: b\n\nAssistant: d"},
+        {
+            "chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c",
+            "rejected": "\n\nHuman: a\n\nHuman: b\n\nAssistant: d",
+        },
         {"chosen": transcript("", "A"), "rejected": transcript("", "B")},
     ]
     write_jsonl(tmp_path / "hh/helpful-base/train.jsonl.gz", pairs, compress=True)
@@ -325,7 +376,9 @@ def test_hh_rlhf_reads_gz_and_splits_off_the_last_turn(tmp_path, caplog):
 
 
 def test_a_broken_gz_file_is_named(tmp_path, capsys):
-    file = write_jsonl(tmp_path / "train.jsonl.gz", [{"chosen": transcript("Hi", "A"), "rejected": ""}], compress=True)
+    file = write_jsonl(
+        tmp_path / "train.jsonl.gz", [{"chosen": transcript("Hi", "A"), "rejected": ""}], compress=True
+    )
     whole = file.read_bytes()
     for broken in (whole[:-9], whole[:12] + b"\xff" * 20 + whole[32:], b"no gzip"):
         file.write_bytes(broken)
@@ -358,7 +411,10 @@ def test_code_problems_of_apps_and_code_contests(tmp_path, caplog):
         ],
     )
     contest = {"description": "Echo.", "public_tests": {"input": ["a"], "output": ["a"]}, "difficulty": 7}
-    contest |= {"private_tests": {"input": [], "output": []}, "generated_tests": {"input": ["b"], "output": ["b"]}}
+    contest |= {
+        "private_tests": {"input": [], "output": []},
+        "generated_tests": {"input": ["b"], "output": ["b"]},
+    }
     newer = {"description": "Echo 2.", "public_tests": [{"input": "a", "output": "a"}]}
     write_jsonl(tmp_path / "apps/test.jsonl", [contest, newer])
     with caplog.at_level("INFO"):
@@ -375,14 +431,23 @@ def test_code_problems_of_apps_and_code_contests(tmp_path, caplog):
     assert plain.startswith("Add.\n\n") and "standard input" in plain and "```python" in plain
     assert "def add(a, b):" in function and "`add`" in function and "standard input" not in function
     assert {row["data_source"] for row in rows["train"] + rows["test"]} == {"apps"}
-    assert "left out 3: there are no tests" in caplog.text and "left out 1: the tests are not JSON" in caplog.text
+    assert (
+        "left out 3: there are no tests" in caplog.text
+        and "left out 1: the tests are not JSON" in caplog.text
+    )
     assert "left out 1: inputs and outputs of the tests do not match" in caplog.text
 
 
 def test_more_rows_than_a_row_group_keep_the_type_of_columns_that_are_empty_at_first(tmp_path):
-    records = [{"question": f"Q{i}", "input_output": {"inputs": ["x"], "outputs": ["y"]}} for i in range(2500)]
+    records = [
+        {"question": f"Q{i}", "input_output": {"inputs": ["x"], "outputs": ["y"]}} for i in range(2500)
+    ]
     rows = prepare(tmp_path, "code", "--source", write_jsonl(tmp_path / "train.jsonl", records))["train"]
-    assert len(rows) == 2500 and rows[2499]["extra_info"] == {"split": "train", "index": 2499, "difficulty": ""}
+    assert len(rows) == 2500 and rows[2499]["extra_info"] == {
+        "split": "train",
+        "index": 2499,
+        "difficulty": "",
+    }
     assert pq.ParquetFile(tmp_path / "out/train.parquet").num_row_groups == 3
 
 
@@ -411,7 +476,9 @@ def test_from_hub_offline_is_refused_in_one_sentence(tmp_path, name):
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=offline)
     assert done.returncode == 2
     error = done.stderr.strip().split("error: ")[1]
-    assert "cannot be loaded from the Hugging Face hub" in error and error.endswith("name its files with --source.")
+    assert "cannot be loaded from the Hugging Face hub" in error and error.endswith(
+        "name its files with --source."
+    )
     assert "\n" not in error and "Traceback" not in done.stderr and not (tmp_path / "out").exists()
 
 
@@ -422,7 +489,9 @@ def test_from_hub_takes_the_splits_of_the_data_set(tmp_path, monkeypatch):
     def load_dataset(name, config):
         asked.append((name, config))
         kinds = {"question": "Q", "answer": "#### 3"} if "gsm8k" in name else {**problem, "answer": "1"}
-        return datasets.DatasetDict({split: datasets.Dataset.from_list([kinds]) for split in ("train", "test", "valid")})
+        return datasets.DatasetDict(
+            {split: datasets.Dataset.from_list([kinds]) for split in ("train", "test", "valid")}
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert set(prepare(tmp_path / "a", "gsm8k", "--from-hub")) == {"train", "test"}

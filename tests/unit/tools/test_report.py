@@ -18,7 +18,10 @@ REWARD = "critic/score/mean"
 
 def write_run(directory, records):
     directory.mkdir(parents=True)
-    lines = [json.dumps({"training/global_step": step, "time": 1000.0 + 10 * step} | rest) for step, rest in records]
+    lines = [
+        json.dumps({"training/global_step": step, "time": 1000.0 + 10 * step} | rest)
+        for step, rest in records
+    ]
     (directory / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
     return directory
 
@@ -80,9 +83,15 @@ def test_run_that_has_only_validated_once_has_no_after(tmp_path, capsys):
 
 def test_several_data_sources_and_rewards_outside_0_1(tmp_path, capsys):
     other = "val-core/mul/acc/mean@1"
-    records = [(0, {ACCURACY: 0.1, other: 0.2}), (1, {REWARD: -3.0}), (4000, {REWARD: 5.0, ACCURACY: 0.3, other: 0.4})]
+    records = [
+        (0, {ACCURACY: 0.1, other: 0.2}),
+        (1, {REWARD: -3.0}),
+        (4000, {REWARD: 5.0, ACCURACY: 0.3, other: 0.4}),
+    ]
     table = rows(run([write_run(tmp_path / "run", records)], capsys))
-    assert table["accuracy before, mul"] == ["0.2000 (step 0)"] and table["accuracy after, add"] == ["0.3000 (step 4000)"]
+    assert table["accuracy before, mul"] == ["0.2000 (step 0)"] and table["accuracy after, add"] == [
+        "0.3000 (step 4000)"
+    ]
     assert table["wall time, first to last record"] == ["11 h 06 min"]
 
 
@@ -103,18 +112,23 @@ def test_picture_has_both_curves_labelled_axes_and_a_legend(grpo, monkeypatch):
     plt.close(figure)
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda path: None, "there is no directory"),
-    (lambda path: path.mkdir(), "holds no metrics.jsonl"),
-    (lambda path: write_run(path, []), "holds no record yet"),
-    (lambda path: write_run(path, [(1, {"x": 1})]), "nothing to draw"),
-    (lambda path: (write_run(path, []) / "metrics.jsonl").write_text("x\n"), "line 1 is not"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda path: None, "there is no directory"),
+        (lambda path: path.mkdir(), "holds no metrics.jsonl"),
+        (lambda path: write_run(path, []), "holds no record yet"),
+        (lambda path: write_run(path, [(1, {"x": 1})]), "nothing to draw"),
+        (lambda path: (write_run(path, []) / "metrics.jsonl").write_text("x\n"), "line 1 is not"),
+    ],
+)
 def test_error_is_one_sentence(tmp_path, make, message):
     make(tmp_path / "run")
     with pytest.raises(SystemExit) as stopped:
         report.main([str(tmp_path / "run")])
-    assert message in stopped.value.code and stopped.value.code.endswith(".") and "\n" not in stopped.value.code
+    assert (
+        message in stopped.value.code and stopped.value.code.endswith(".") and "\n" not in stopped.value.code
+    )
 
 
 def test_table_is_printed_where_matplotlib_is_missing(grpo, monkeypatch, capsys):
@@ -125,9 +139,13 @@ def test_table_is_printed_where_matplotlib_is_missing(grpo, monkeypatch, capsys)
 
 
 def test_runs_as_a_script_from_any_directory(grpo, tmp_path):
-    done = subprocess.run([sys.executable, SCRIPT, grpo], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, grpo], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert "accuracy after, add" in done.stdout and done.stderr == ""
-    missing = subprocess.run([sys.executable, SCRIPT, "nowhere"], cwd=tmp_path, capture_output=True, text=True)
+    missing = subprocess.run(
+        [sys.executable, SCRIPT, "nowhere"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert missing.returncode == 1 and missing.stderr == "report: there is no directory nowhere.\n"
 
 

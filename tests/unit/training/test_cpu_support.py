@@ -245,7 +245,10 @@ def test_two_copies_of_a_module_name_their_own_file_in_tracebacks(tmp_path, cach
 def trajectories(make_optimizers, *, steps=8, dtype=torch.float64):
     """Parameters after each step of several optimizers that get the same gradients; the second one skips step 3."""
     generator = torch.Generator().manual_seed(1)
-    start = [torch.randn(4, 3, generator=generator, dtype=dtype), torch.randn(5, generator=generator, dtype=dtype)]
+    start = [
+        torch.randn(4, 3, generator=generator, dtype=dtype),
+        torch.randn(5, generator=generator, dtype=dtype),
+    ]
     gradients = [[torch.randn_like(p) for p in start] for _ in range(steps)]
     out = []
     for make in make_optimizers:
@@ -263,7 +266,9 @@ def trajectories(make_optimizers, *, steps=8, dtype=torch.float64):
 def assert_same_path(mine, theirs):
     for step, (ours, other) in enumerate(zip(mine, theirs, strict=True)):
         for a, b in zip(ours, other, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-6, msg=lambda m, step=step: f"step {step + 1}: {m}")
+            torch.testing.assert_close(
+                a, b, rtol=0, atol=1e-6, msg=lambda m, step=step: f"step {step + 1}: {m}"
+            )
 
 
 SETTINGS = [
@@ -277,7 +282,8 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=["defaults", "decay", "all"])
 def test_adam_takes_the_steps_of_torchs_adamw(settings, dtype):
     ours, torchs = trajectories(
-        [lambda p: Adam(p, **settings), lambda p: torch.optim.AdamW(p, **{"weight_decay": 0.0, **settings})], dtype=dtype
+        [lambda p: Adam(p, **settings), lambda p: torch.optim.AdamW(p, **{"weight_decay": 0.0, **settings})],
+        dtype=dtype,
     )
     assert_same_path(ours, torchs)
 

@@ -23,17 +23,27 @@ def quantised(rows: int, columns: int):
     return values, scales, values.float() * scales[row, column]
 
 
-BOXES = [((0, 300), (0, 200)), ((0, 128), (0, 128)), ((5, 6), (199, 200)), ((100, 290), (127, 129)), ((256, 300), (128, 200))]
+BOXES = [
+    ((0, 300), (0, 200)),
+    ((0, 128), (0, 128)),
+    ((5, 6), (199, 200)),
+    ((100, 290), (127, 129)),
+    ((256, 300), (128, 200)),
+]
 
 
 @pytest.mark.parametrize("box", BOXES, ids=str)
 def test_any_box_of_a_matrix_takes_the_factors_of_its_blocks(box):
     values, scales, expected = quantised(300, 200)
-    assert torch.equal(dequantised(values[index(box)], scales[index(blocks_of(box))], box), expected[index(box)])
+    assert torch.equal(
+        dequantised(values[index(box)], scales[index(blocks_of(box))], box), expected[index(box)]
+    )
 
 
 def weight_map(weights, parameters, tp, rank):
-    return SimpleNamespace(weights=weights, local=lambda: zip(weights, parameters), tensor_split=lambda weight: (tp, rank))
+    return SimpleNamespace(
+        weights=weights, local=lambda: zip(weights, parameters), tensor_split=lambda weight: (tp, rank)
+    )
 
 
 @pytest.mark.parametrize(("cut", "tp", "rank"), [(COLUMN, 1, 0), (COLUMN, 2, 1), (ROW, 2, 1), (ROW, 4, 2)])

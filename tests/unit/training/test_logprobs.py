@@ -48,8 +48,12 @@ def chunked(hidden, weight, targets, upstream, *, temperature, vocab_size, group
 
 
 def assert_alike(found, expected, *, rtol=1e-5, atol=2e-5):
-    for name, mine, theirs in zip(("logprobs", "entropy", "grad hidden", "grad weight"), found, expected, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+    for name, mine, theirs in zip(
+        ("logprobs", "entropy", "grad hidden", "grad weight"), found, expected, strict=True
+    ):
+        torch.testing.assert_close(
+            mine.double(), theirs, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 # One rank -------------------------------------------------------------------------------------------------------------
@@ -123,8 +127,12 @@ def test_bfloat16_is_as_near_as_its_rounding(group, chunk):
 def test_logits_of_bfloat16_are_scaled_and_normalised_in_float32(group):
     hidden, weight, targets, _ = inputs(dtype=torch.bfloat16)
     expected = torch.log_softmax((hidden @ weight.T).float() / 0.7, -1)
-    logprobs, entropy, _ = linear_logprobs(hidden, weight, targets, temperature=0.7, vocab_size=V, group=group, chunk=T)
-    torch.testing.assert_close(logprobs, expected.gather(1, targets[:, None]).squeeze(1), rtol=1e-5, atol=1e-5)
+    logprobs, entropy, _ = linear_logprobs(
+        hidden, weight, targets, temperature=0.7, vocab_size=V, group=group, chunk=T
+    )
+    torch.testing.assert_close(
+        logprobs, expected.gather(1, targets[:, None]).squeeze(1), rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), rtol=1e-5, atol=1e-5)
 
 
@@ -132,7 +140,10 @@ def test_many_chunks_of_bfloat16_are_summed_in_float32(group):
     """4096 tokens of equal gradient: a bfloat16 sum would stop growing at 256 of them."""
     hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16)
-    targets, upstream = torch.zeros(4096, dtype=torch.int64), torch.stack([torch.ones(4096), torch.zeros(4096)])
+    targets, upstream = (
+        torch.zeros(4096, dtype=torch.int64),
+        torch.stack([torch.ones(4096), torch.zeros(4096)]),
+    )
     found = chunked(hidden, weight, targets, upstream, temperature=1.0, vocab_size=2, group=group, chunk=8)
     assert found[3].flatten().tolist() == [2048.0, -2048.0]
 
@@ -158,7 +169,9 @@ def test_uniform_logits_give_the_entropy_of_the_vocabulary(group):
 
 
 def test_the_same_call_gives_the_same_bits(group):
-    first, second = (chunked(*inputs(), temperature=0.9, vocab_size=V, group=group, chunk=4) for _ in range(2))
+    first, second = (
+        chunked(*inputs(), temperature=0.9, vocab_size=V, group=group, chunk=4) for _ in range(2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
@@ -183,7 +196,9 @@ class LargestOutput(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_exist_for_one_chunk_at_a_time_in_both_passes(group, dtype):
     tokens, vocab_size, chunk = 512, 50_000, 64
-    hidden, weight, targets, upstream = inputs(rows=vocab_size, tokens=tokens, vocab_size=vocab_size, dtype=dtype)
+    hidden, weight, targets, upstream = inputs(
+        rows=vocab_size, tokens=tokens, vocab_size=vocab_size, dtype=dtype
+    )
     hidden.requires_grad_(), weight.requires_grad_()
     with LargestOutput() as forward:
         outputs = linear_logprobs(
@@ -202,7 +217,9 @@ def test_nothing_of_the_size_of_the_logits_is_kept_between_the_passes(group):
     hidden.requires_grad_(), weight.requires_grad_()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
-        linear_logprobs(hidden, weight, targets, temperature=1.0, vocab_size=vocab_size, group=group, chunk=tokens)
+        linear_logprobs(
+            hidden, weight, targets, temperature=1.0, vocab_size=vocab_size, group=group, chunk=tokens
+        )
     assert sorted(kept) == sorted([hidden.numel(), weight.numel(), *[tokens] * 4])
 
 
@@ -246,5 +263,7 @@ def test_two_ranks_with_half_of_the_vocabulary_each_equal_one(tmp_path):
         data = inputs(rows=64, vocab_size=vocab_size)
         found = (*first[2:5], torch.cat([first[5], second[5]]))
         assert_alike(found, reference(*data, temperature=0.8, vocab_size=vocab_size))
-        for mine, alone in zip(found, chunked(*data, temperature=0.8, vocab_size=vocab_size, group=one, chunk=chunk)):
+        for mine, alone in zip(
+            found, chunked(*data, temperature=0.8, vocab_size=vocab_size, group=one, chunk=chunk)
+        ):
             torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-5)

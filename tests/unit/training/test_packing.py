@@ -157,7 +157,14 @@ def test_columns_follow_their_tokens():
 
 def test_types_are_those_that_megatron_takes():
     micro = pack(example_batch(), [0, 2], multiple=8, device=CPU)
-    for tensor in (micro.tokens, micro.position_ids, micro.predict_at, micro.targets, micro.column_index, micro.lengths):
+    for tensor in (
+        micro.tokens,
+        micro.position_ids,
+        micro.predict_at,
+        micro.targets,
+        micro.column_index,
+        micro.lengths,
+    ):
         assert tensor.dtype == torch.int64
     assert micro.cu_seqlens.dtype == torch.int32
     assert type(micro.max_seqlen) is int
@@ -219,7 +226,9 @@ def test_every_response_token_of_a_planned_batch_is_packed_once():
 
 def test_a_column_that_is_not_filled_is_named_with_those_that_are():
     micro = pack(example_batch(), [0], multiple=1, device=CPU)
-    with pytest.raises(AttributeError, match="this micro-batch has no ref_logprobs; its columns are mask, advantages"):
+    with pytest.raises(
+        AttributeError, match="this micro-batch has no ref_logprobs; its columns are mask, advantages"
+    ):
         micro.ref_logprobs  # noqa: B018
     assert not hasattr(micro, "old_logprobs")
 

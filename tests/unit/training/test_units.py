@@ -44,7 +44,9 @@ def test_every_unit_is_whole_and_in_order_in_exactly_one_micro_batch(unit):
             assert len(micro) % unit == 0, arguments
             for start in range(0, len(micro), unit):
                 first = micro[start]
-                assert first % unit == 0 and micro[start : start + unit] == list(range(first, first + unit)), arguments
+                assert first % unit == 0 and micro[start : start + unit] == list(
+                    range(first, first + unit)
+                ), arguments
                 found.append(first)
         assert sorted(found) == sorted(indices[::unit]), arguments
 
