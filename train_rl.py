@@ -94,8 +94,9 @@ def watched_run(config, ranks, device) -> int:
     from rl.config.options import ConfigError
     from rl.engines.inputs import Inputs
     from rl.faults.agreement import agree_on_config, agree_on_table, fail_together
+    from rl.faults.lock import make_run_directory
     from rl.faults.watchdog import Watch
-    from rl.run_directory.record import code_hashes, make_run_directory
+    from rl.run_directory.record import code_hashes
     from rl.run_directory.status import note_failure
     from rl.runtime.session import control_group
     from rl.stopping.requests import refuse_if_stopped_by_hand

@@ -9,13 +9,13 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
+from rl.config.durations import seconds_of
 from rl.config.functions import FORM
 from rl.config.limits import PhaseLimits
 from rl.config.objective_checks import check_objective, objective_warnings
 from rl.config.options import ConfigError, flatten, listed, show
+from rl.config.reward_sources import check_sources
 from rl.config.schema import Config, algorithm_of, learns_from_samples, needs_engine
-from rl.rewards.mixture import check_sources
-from rl.stopping.deadline import seconds_of
 
 AT_LEAST_ONE = ("at least 1", lambda v: v >= 1)
 NOT_NEGATIVE = ("0 or more and finite", lambda v: 0 <= v < math.inf)

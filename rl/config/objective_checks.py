@@ -2,7 +2,7 @@
 
 import math
 
-from rl.algorithms import NEEDS, describe, shipped
+from rl.config.declarations import NEEDS, describe, shipped
 from rl.config.options import ConfigError, build, flatten, listed, read
 from rl.config.schema import Config, Critic, DynamicSampling, ImplicitReward, Preference, algorithm_of
 

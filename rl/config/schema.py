@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rl.algorithms import Algorithm, describe
+from rl.config.declarations import Algorithm, describe
 from rl.config.limits import Agreement, Memory, Watchdog
 from rl.config.options import build, read
 

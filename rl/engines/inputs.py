@@ -8,6 +8,7 @@ import numpy as np
 from rl.config.checks import check_judge, check_layout
 from rl.config.functions import load_function
 from rl.config.options import ConfigError
+from rl.config.reward_sources import RewardPlan, make_plan
 from rl.config.schema import Config, algorithm_of, needs_reward
 from rl.data.curriculum import CurriculumSampler, load_order
 from rl.data.preferences import load_preferences
@@ -15,7 +16,7 @@ from rl.data.prompts import Prompt, load_prompts, load_tokenizer
 from rl.data.sampler import MixedSampler, PromptSampler
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
 from rl.models.files import refuse_extra, tensor_files
-from rl.rewards.mixture import Mixture, Plan, make_plan
+from rl.rewards.mixture import Mixture
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Inputs:
         self.held_out: list[Prompt] = []
         if config.data.val and config.validation.every:
             self.held_out = self._prompts(config.data.val, max_prompts=config.validation.max_prompts)
-        self.rewards: Plan | None = None
+        self.rewards: RewardPlan | None = None
         if needs_reward(config):
             self.rewards = make_plan(config.reward.function, config.reward.kwargs, config.reward.sources)
             Mixture(self.rewards)  # a function that is missing or cannot be called is refused here

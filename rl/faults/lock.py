@@ -10,12 +10,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.config.schema import Config
+from rl.faults import heartbeat
 from rl.faults.heartbeat import beat_path
 from rl.faults.process import process_from, this_process
 
@@ -190,3 +193,30 @@ def _words(owner: dict[str, Any]) -> str:
         return "an unknown run"
     job = f", Slurm job {owner['job']}" if owner.get("job") else ""
     return f"process {owner.get('pid')} on {owner['host']}{job}"
+
+
+def make_run_directory(config: Config) -> RunLock:
+    """Make run.dir with the user's umask, see that it can be written to and that nobody else does, before anything is built.
+
+    run.dir itself may be a symbolic link, to scratch for example; what is in it may not lead out of it.
+    Raises OSError if it cannot be written to, ValueError if another run is using it or something in it leads elsewhere.
+    """
+    directory = Path(config.run.dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    refuse_links(directory)
+    with tempfile.TemporaryFile(dir=directory):
+        pass
+    lock = RunLock.take(directory, silent_s=config.watchdog.lost_s)
+    shutil.rmtree(directory / heartbeat.DIRECTORY, ignore_errors=True)  # of ranks that are no more
+    return lock
+
+
+def refuse_links(directory: Path) -> None:
+    """ValueError if an entry of the directory is a symbolic link out of it: a run would write and remove files there."""
+    inside = directory.resolve()
+    for entry in directory.iterdir():
+        if entry.is_symlink() and not entry.resolve().is_relative_to(inside):
+            raise ValueError(
+                f"{entry} is a symbolic link to {entry.resolve()}, outside of the run directory, where a run would write and remove "
+                "files; remove the link, or make run.dir itself the link."
+            )

@@ -5,9 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl.config.functions import load_function
-
-SAMPLE_KEYS = ("prompt", "response", "ground_truth", "data_source", "extra_info")
-"""Keywords of every call of a reward function; its `kwargs` in the config come on top."""
+from rl.config.reward_sources import SAMPLE_KEYS
 
 
 def load_reward_function(spec: str, *, kwargs: Mapping[str, Any], key: str = "reward") -> Callable[..., Any]:

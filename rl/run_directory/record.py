@@ -8,16 +8,13 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch.distributed as dist
 
 from rl.config.options import to_yaml
+from rl.config.reward_sources import check_sources
 from rl.config.schema import Config
-from rl.faults import heartbeat
-from rl.faults.lock import RunLock
-from rl.rewards.mixture import check_sources
 
 PACKAGES = (
     "torch",
@@ -30,33 +27,6 @@ PACKAGES = (
     "numpy",
 )
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def make_run_directory(config: Config) -> RunLock:
-    """Make run.dir with the user's umask, see that it can be written to and that nobody else does, before anything is built.
-
-    run.dir itself may be a symbolic link, to scratch for example; what is in it may not lead out of it.
-    Raises OSError if it cannot be written to, ValueError if another run is using it or something in it leads elsewhere.
-    """
-    directory = Path(config.run.dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    refuse_links(directory)
-    with tempfile.TemporaryFile(dir=directory):
-        pass
-    lock = RunLock.take(directory, silent_s=config.watchdog.lost_s)
-    shutil.rmtree(directory / heartbeat.DIRECTORY, ignore_errors=True)  # of ranks that are no more
-    return lock
-
-
-def refuse_links(directory: Path) -> None:
-    """ValueError if an entry of the directory is a symbolic link out of it: a run would write and remove files there."""
-    inside = directory.resolve()
-    for entry in directory.iterdir():
-        if entry.is_symlink() and not entry.resolve().is_relative_to(inside):
-            raise ValueError(
-                f"{entry} is a symbolic link to {entry.resolve()}, outside of the run directory, where a run would write and remove "
-                "files; remove the link, or make run.dir itself the link."
-            )
 
 
 def code_hashes(config: Config) -> dict[str, str]:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rl.config.durations import seconds_of
 from rl.stopping import deadline
 from rl.stopping.signals import asked_by_signal
 
@@ -64,7 +65,7 @@ class StopRequests:
         env = os.environ if environ is None else environ
         self._leads = dist.get_rank() == 0
         self._directory = Path(run_dir)
-        self._deadline = deadline.STARTED + deadline.seconds_of(max_time) if max_time else None
+        self._deadline = deadline.STARTED + seconds_of(max_time) if max_time else None
         self._job_end = deadline.job_end(env)
         lead = env.get("LOCKSTEP_SIGNAL_LEAD", "")
         self._lead = float(lead) if lead.isdigit() else None

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.rewards.mixture import Plan
+from rl.config.reward_sources import RewardPlan
 from rl.rewards.pool.worker_process import WorkerProcess
 from rl.rewards.score import Score
 
@@ -53,7 +53,7 @@ class ScoringPool:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RewardPlan,
         *,
         failure_score: float,
         workers: int,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.rewards.mixture import Component, Plan, make_plan
+from rl.config.reward_sources import Component, RewardPlan, make_plan
 from rl.rewards.pool import pool as pool_module
 from rl.rewards.pool import worker_process
 from rl.rewards.pool.pool import ScoringPool, default_workers
@@ -401,7 +401,7 @@ def test_workers_die_with_the_process_that_started_them(tmp_path):
     """Even while one of its forks lives on, which holds copies of its sockets."""
     program = f"""
         import os, time
-        from rl.rewards.mixture import make_plan
+        from rl.config.reward_sources import make_plan
         from rl.rewards.pool.pool import ScoringPool
         sample = dict(prompt="", ground_truth="", data_source="", extra_info={{}})
         plan = make_plan("{REWARDS}:whereabouts", {{}}, {{}})
@@ -469,5 +469,5 @@ def test_ranks_of_a_host_share_its_cores():
 
 
 def test_a_plan_is_plain_data():
-    plan = Plan((Component("a:b"),))
+    plan = RewardPlan((Component("a:b"),))
     assert json.dumps([plan.default[0].function, plan.default[0].kwargs]) == '["a:b", {}]'

@@ -4,8 +4,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from rl.algorithms import NEEDS, describe, shipped
 from rl.config.checks import check
+from rl.config.declarations import NEEDS, describe, shipped
 from rl.config.objective_checks import ADVANTAGE_NEEDS, CLIPPED, READERS
 from rl.config.options import ConfigError
 from rl.config.schema import Objective, load_config

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.algorithms import shipped
 from rl.config.checks import check, check_layout
+from rl.config.declarations import shipped
 from rl.config.schema import load_config
 from rl.models import SUPPORTED
 

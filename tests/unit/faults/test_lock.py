@@ -10,9 +10,8 @@ import pytest
 
 from rl.config.schema import Config
 from rl.faults.heartbeat import beat_path
-from rl.faults.lock import FILE_NAME, LockLost, RunLock, check_lock
+from rl.faults.lock import FILE_NAME, LockLost, RunLock, check_lock, make_run_directory
 from rl.faults.process import this_process
-from rl.run_directory.record import make_run_directory
 from tests.spawn import ROOT
 
 

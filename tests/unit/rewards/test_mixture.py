@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from rl.rewards.mixture import Component, Mixture, Plan, check_sources, make_plan, short_names
+from rl.config.reward_sources import Component, RewardPlan, check_sources, make_plan
+from rl.rewards.mixture import Mixture, short_names
 from rl.rewards.score import RejectedResult, Score
 
 SAMPLE = {"prompt": "p", "response": "2", "ground_truth": "2", "data_source": "toy", "extra_info": {}}
@@ -137,7 +138,7 @@ def test_the_data_source_chooses_and_the_default_takes_the_rest(file):
     mix = mixture(file, {"function": "number", "kwargs": {"offset": 5}})
     assert mix.score(SAMPLE) == Score({"score": 7.0})
     assert mix.score({**SAMPLE, "data_source": "other"}).values["score"] == 1.0  # exact match
-    assert Mixture(Plan((Component(f"{file}:number", kwargs={"offset": 1}),))).score(SAMPLE) == Score(
+    assert Mixture(RewardPlan((Component(f"{file}:number", kwargs={"offset": 1}),))).score(SAMPLE) == Score(
         {"score": 3.0}
     )
 

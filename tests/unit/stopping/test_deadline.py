@@ -2,7 +2,8 @@
 
 import pytest
 
-from rl.stopping.deadline import job_end, seconds_of
+from rl.config.durations import seconds_of
+from rl.stopping.deadline import job_end
 
 
 @pytest.mark.parametrize(
