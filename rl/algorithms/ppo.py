@@ -27,19 +27,23 @@ DEFAULTS = {
 }
 
 
-def step(phases: Phases, config: Config) -> None:
-    goal = config.objective
+def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    phases.score(batch, prompts)
+    phases.score_samples(batch, prompts)
+    return batch
+
+
+def learn(phases: Phases, batch: Batch) -> None:
+    config, goal = phases.config, phases.config.objective
     phases.log_probs(batch)
     phases.values(batch)
-    phases.reward_tokens(batch)
+    phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
         advantages, batch.returns = gae(
             batch.token_rewards, batch.old_values, batch.lengths, batch.mask, gamma=goal.gamma, lam=goal.lam
         )
         batch.advantages = whiten(advantages, batch.mask) if goal.whiten else advantages
     phases.update_critic(batch)
-    if phases.step > config.critic.warmup_steps:
-        phases.update(batch, policy_loss(config), choose=token_choice(config))
+    if phases.step.number > config.critic.warmup_steps:
+        phases.update(batch, policy_loss(config), select_tokens=token_selection(config))

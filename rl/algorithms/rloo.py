@@ -24,12 +24,16 @@ DEFAULTS = {
 }
 
 
-def step(phases: Phases, config: Config) -> None:
+def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    phases.score(batch, prompts)
+    phases.score_samples(batch, prompts)
+    return batch
+
+
+def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
-    phases.reward_tokens(batch)  # minus the divergence from the reference policy
+    phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
-        batch.advantages = advantages(batch, config)
-    phases.update(batch, policy_loss(config), choose=token_choice(config))
+        batch.advantages = advantages(batch, phases.config)
+    phases.update(batch, policy_loss(phases.config), select_tokens=token_selection(phases.config))

@@ -20,7 +20,7 @@ from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watch
 from rl.phases.phases import SAMPLES_FILE, Phases
 from rl.phases.scoring import Scorer, start_pool
-from rl.rollout.engine import seed_of
+from rl.rollout.sampling import seed_of
 from rl.run.validation import validate
 from rl.run_directory.metric_log import MetricLog, keep_lines_up_to, step_line
 from rl.run_directory.progress import Progress

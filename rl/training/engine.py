@@ -71,6 +71,8 @@ class TrainingEngine:
         self.weight_map = WeightMap(hf, weights, grid, model)
         load_hf(path, self.weight_map)
         self.reference = self._copy_of_weights() if keep_reference else None
+        self.version = 0
+        """Number of optimizer updates applied since the run began."""
         self.optimizer = None
         self.wrapped: torch.nn.Module = model
         if optimizer is not None:
@@ -151,6 +153,7 @@ class TrainingEngine:
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}; the update was not applied.")
         self.optimizer.step()
+        self.version += 1
         return self._sum_over_replicas(sums) | {"grad_norm": norm}
 
     def start_from_present_weights(self) -> None:

@@ -34,7 +34,7 @@ from rl.faults.phase_tracker import Whereabouts
 from rl.objectives.rollout_correction import sequence_weights, token_weights
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import policy_loss, token_choice
-from rl.rollout.engine import Sample
+from rl.rollout.response import Sample
 from rl.rollout.exchange import exchange
 from rl.run_directory.progress import Progress
 from rl.runtime.collectives import sum_over_world

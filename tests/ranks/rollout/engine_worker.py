@@ -21,7 +21,8 @@ from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # 
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
-from rl.rollout.engine import RolloutEngine, Sampling, seed_of  # noqa: E402
+from rl.rollout.engine import RolloutEngine  # noqa: E402
+from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
 
