@@ -27,6 +27,7 @@ from rl.objectives import rollout_correction
 from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
 from rl.objectives.kl_controller import AdaptiveKL, FixedKL
+from rl.objectives.preference import counted
 from rl.objectives.returns import place_at_end
 from rl.objectives.segments import segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
@@ -60,7 +61,7 @@ class Totals:
     num_samples: float
     """Samples with at least one such token."""
     num_units: float
-    """Units of `Batch.unit` samples, such as pairs."""
+    """Units of `Batch.unit` samples, such as pairs, every sample of which has such a token."""
 
 
 Loss = Callable[[MicroBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
@@ -248,7 +249,7 @@ class Phases:
         penalty = self.config.objective.reward_kl
         if penalty.coef:
             divergence = kl(batch.old_logprobs, batch.ref_logprobs, batch.mask, estimator=penalty.estimator)
-            num_samples = int(_counted(batch).sum())
+            num_samples = int(counted(batch.mask, batch.lengths).sum())
             per_sample = float(divergence.double().sum()) / max(num_samples, 1)
             self.metrics["actor/reward_kl_penalty"] = per_sample
             self.metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.coef
@@ -382,8 +383,8 @@ class Phases:
 
         means = self._learn(self.engines.critic, batch, loss, self.config.critic.optimizer, timing="update_critic")
         self.metrics |= {f"critic/{name}": value for name, value in means.items()}
-        counted = batch.mask > 0
-        self.metrics |= spread("critic/values", batch.old_values[counted]) | spread("critic/returns", batch.returns[counted])
+        kept = batch.mask > 0
+        self.metrics |= spread("critic/values", batch.old_values[kept]) | spread("critic/returns", batch.returns[kept])
         self.metrics["critic/vf_explained_var"] = explained_variance(batch.old_values, batch.returns, batch.mask)
 
     def update_implicit_reward(self, batch: Batch, loss: Loss) -> None:
@@ -486,12 +487,8 @@ def _samples(plan: list[MicroBatches]) -> list[int]:
 def _totals(batch: Batch, plan: list[MicroBatches]) -> Totals:
     samples = _samples(plan)
     tokens = segment_sum(batch.mask, batch.lengths)[samples].sum()
-    counted = _counted(batch)[samples].sum()
+    num_samples = counted(batch.mask, batch.lengths)[samples].sum()
+    num_units = counted(batch.mask, batch.lengths, unit=batch.unit)[samples].sum() / batch.unit
     return Totals(
-        num_tokens=max(float(tokens), 1.0), num_samples=max(float(counted), 1.0), num_units=max(len(samples) / batch.unit, 1.0)
+        num_tokens=max(float(tokens), 1.0), num_samples=max(float(num_samples), 1.0), num_units=max(float(num_units), 1.0)
     )
-
-
-def _counted(batch: Batch) -> Tensor:
-    """Whether a sample has a token that counts, bool [N]."""
-    return segment_sum(batch.mask, batch.lengths) > 0
