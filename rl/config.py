@@ -323,19 +323,22 @@ class Objective:
     clip_high: float = 0.2
     """The probability ratio is clipped from above at 1 + clip_high."""
     dual_clip: float = 3.0
-    """ppo, clip-cov: bound of the loss for negative advantages, as a factor of the advantage. 0 turns it off."""
+    """ppo: bound of the loss for negative advantages, as a factor of the advantage. 0 turns it off."""
+    dppo_max_ratio: float = 20.0
+    """dppo-tv, dppo-kl: largest weight of a token by its probability ratio; verl's `clip_ratio_c`."""
     sapo_tau_positive: float = 1.0
     """sapo: temperature of the gate where the advantage is positive."""
     sapo_tau_negative: float = 1.05
     """sapo: temperature of the gate where it is negative."""
     cov_fraction: float = 0.0002
-    """clip-cov, kl-cov: share of the mini-batch's tokens that are picked (the papers: 2e-4 and 2e-3 to 2e-2)."""
+    """clip-cov, kl-cov: share of the mini-batch's tokens that are picked. The paper's runs take 2e-4 for
+    clip-cov, and for kl-cov 2e-3 with a model of 7B parameters and 2e-4 with one of 32B."""
     cov_low: float = 1.0
     """clip-cov: tokens are picked among those with a covariance of at least this."""
     cov_high: float = 5.0
     """clip-cov: and of at most this."""
     kl_cov_coef: float = 1.0
-    """kl-cov: weight of the divergence on the tokens picked."""
+    """kl-cov: weight of the divergence on the tokens picked. The paper's runs take 1; verl's default: 0.1."""
     dro_beta: float = 0.1
     """dro: weight of the squared log ratio."""
     kl_coef: float = 0.0

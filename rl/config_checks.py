@@ -30,6 +30,11 @@ ZERO_OR_ABOVE_ONE = ("0 (off) or greater than 1 and finite", lambda v: v == 0 or
 OPTIMIZER = {
     "lr": NOT_NEGATIVE,
     "min_lr": NOT_NEGATIVE,
+FINITE_OR_LIST = (
+    "a finite number, or a list of finite numbers",
+    lambda v: all(map(is_finite, v)) if isinstance(v, list) else is_finite(v),
+)
+ONE_OR_MORE = ("1 or more and finite", lambda v: 1 <= v < math.inf)
     "warmup_steps": NOT_NEGATIVE,
     "beta1": BELOW_ONE,
     "beta2": BELOW_ONE,
@@ -88,6 +93,7 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "objective.reward_kl.target": POSITIVE,
     "objective.reward_kl.horizon": AT_LEAST_ONE,
     "rollout_correction.truncate_tokens": NOT_NEGATIVE,
+    "objective.dppo_max_ratio": ONE_OR_MORE,
     "rollout_correction.truncate_samples": NOT_NEGATIVE,
     "rollout_correction.icepop_low": NOT_NEGATIVE,
     "rollout_correction.icepop_high": NOT_NEGATIVE,

@@ -39,7 +39,8 @@ READERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "normalize_by_std": ("advantage", ("grpo", "grpo-passk")),
     "clip_low": ("loss", CLIPPED),
     "clip_high": ("loss", CLIPPED),
-    "dual_clip": ("loss", ("ppo", "clip-cov")),
+    "dual_clip": ("loss", ("ppo",)),
+    "dppo_max_ratio": ("loss", ("dppo-tv", "dppo-kl")),
     "sapo_tau_positive": ("loss", ("sapo",)),
     "sapo_tau_negative": ("loss", ("sapo",)),
     "cov_fraction": ("loss", ("clip-cov", "kl-cov")),
@@ -56,6 +57,9 @@ SMALL_CLIP = {
     "dppo-kl": "bounds a divergence in nats, and its paper takes 0.05",
 }
 """Losses to which the default clip range means something else, and what."""
+
+SAMPLE_MEANS = ("gspo", "sapo")
+"""Losses whose papers, and verl whatever its loss_agg_mode, average over the tokens of each sample first."""
 
 SECTION_OF_NEED = {
     "critic": Critic(),
@@ -256,6 +260,17 @@ def objective_warnings(config: Config) -> list[str]:
     needs = ADVANTAGE_NEEDS.get(goal.advantage, algorithm_of(config).needs)
     if "groups" in needs and config.rollout.samples_per_prompt == 1:
         found.append(
+    if goal.loss in SAMPLE_MEANS and goal.aggregation != "seq-mean-token-mean":
+        found.append(
+            f"objective.aggregation={goal.aggregation} is not the mean of objective.loss={goal.loss}, whose "
+            "paper and verl average over the tokens of each sample first; set "
+            "objective.aggregation=seq-mean-token-mean."
+        )
+    if goal.reward_kl.controller == "adaptive" and goal.reward_kl.target >= 1:
+        found.append(
+            f"objective.reward_kl.target={goal.reward_kl.target:g} is in nats per token, and so much hardly "
+            "bounds the policy; use 0.1 or so, or divide a target per sample by the mean response length."
+        )
             f"rollout.samples_per_prompt=1 leaves algorithm={config.algorithm} no group to compare with, and every advantage is 0; use 2 or more."
         )
     minibatch = config.training.prompts_per_minibatch

@@ -202,16 +202,17 @@ TWO_CLIPS = {"clip_low": ("clip_low", 0.2, 0.05), "clip_high": ("clip_high", 0.2
 DUAL_CLIP = {"dual_clip": ("dual_clip", 3.0, 1.1)}
 FUNCTIONS = {
     "ppo": (per_token.ppo, TWO_CLIPS | DUAL_CLIP),
+DPPO = {"dppo_max_ratio": ("max_ratio", 20.0, 1.01)}
     "reinforce": (per_token.reinforce, {}),
     "gpg": (per_token.gpg, {}),
     "cispo": (per_token.cispo, TWO_CLIPS),
     "sapo": (per_token.sapo, {"sapo_tau_positive": ("tau_pos", 1.0, 2.0), "sapo_tau_negative": ("tau_neg", 1.05, 3.0)}),
     "dro": (per_token.dro, {"dro_beta": ("beta", 0.1, 0.7)}),
-    "dppo-tv": (per_token.dppo_tv, TWO_CLIPS),
-    "dppo-kl": (per_token.dppo_kl, TWO_CLIPS),
+    "dppo-tv": (per_token.dppo_tv, TWO_CLIPS | DPPO),
+    "dppo-kl": (per_token.dppo_kl, TWO_CLIPS | DPPO),
     "gspo": (sequence_loss.gspo, TWO_CLIPS),
     "gmpo": (sequence_loss.gmpo, TWO_CLIPS),
-    "clip-cov": (covariance.clip_cov, TWO_CLIPS | DUAL_CLIP),
+    "clip-cov": (covariance.clip_cov, TWO_CLIPS),
     "kl-cov": (covariance.kl_cov, {"kl_cov_coef": ("kl_cov_coef", 1.0, 0.3)}),
 }
 EXTRA_ARGUMENT = {"gspo": "lengths", "gmpo": "lengths", "clip-cov": "chosen", "kl-cov": "chosen"}

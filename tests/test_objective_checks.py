@@ -96,7 +96,10 @@ def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
         assert "one advantage per sample" in error("algorithm=ppo", f"objective.loss={loss}", mean, *clip)
         assert "would weigh samples by their length" in error(f"objective.loss={loss}", *clip)
     else:
-        assert check(config_with("algorithm=ppo", f"objective.loss={loss}", *clip)) == []
+        warnings = check(config_with("algorithm=ppo", f"objective.loss={loss}", *clip))
+        assert len(warnings) == (loss in ("gspo", "sapo"))
+        assert all("average over the tokens of each sample first" in warning for warning in warnings)
+        assert check(config_with("algorithm=ppo", f"objective.loss={loss}", mean, *clip)) == []
 
 
 @pytest.mark.parametrize(
@@ -147,6 +150,8 @@ def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(overrides, words):
     assert words in error(*overrides)
+        (["objective.loss=clip-cov", "objective.dual_clip=10"], "with objective.loss=clip-cov; ppo reads it"),
+        (["objective.dppo_max_ratio=5"], "dppo-tv and dppo-kl read it"),
 
 
 @pytest.mark.parametrize(
@@ -154,7 +159,12 @@ def test_what_makes_no_sense_is_refused_with_the_reason(overrides, words):
     [
         (["algorithm=rloo", "rollout.samples_per_prompt=1"], "every advantage is 0"),
         (["objective.loss=reinforce", "training.epochs=2"], "does not know that the policy has moved"),
-        (["objective.loss=gspo"], "its paper takes 0.0003"),
+        (["objective.loss=gspo", "objective.aggregation=seq-mean-token-mean"], "its paper takes 0.0003"),
+        (["objective.loss=sapo"], "set objective.aggregation=seq-mean-token-mean"),
+        (
+            ["algorithm=ppo", "objective.reward_kl.controller=adaptive", "objective.reward_kl.target=6"],
+            "target=6 is in nats per token",
+        ),
         (["objective.kl_coef=0.1", "objective.kl_estimator=k1"], "mean gradient of 0"),
         (["algorithm=ppo", "critic.warmup_steps=100"], "the policy never moves"),
         (["algorithm=ppo", "critic.optimizer.warmup_steps=100"], "the run ends within the warm-up"),
