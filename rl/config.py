@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rl.algorithms import Algorithm, describe
-from rl.options import build, read
+from rl.options import ConfigError, build, read
 from rl.runtime.limits import Agreement, Memory, Watchdog
 
 
@@ -283,9 +283,10 @@ class RewardKl:
     estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Estimator of the divergence of a token."""
     controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: after each step the weight is moved so that the divergence of a sample approaches `target`."""
-    target: float = 6.0
-    """adaptive: wanted divergence of a sample, in nats."""
+    """adaptive: each step moves the weight so that the mean divergence of a token approaches `target`."""
+    target: float = 0.1
+    """adaptive: target of `actor/reward_kl_penalty`, in nats per token; verl's default. The 6 nats per sample
+    of arXiv:1909.08593 are 6 / (mean response length) here."""
     horizon: int = 10000
     """adaptive: samples over which the weight may change by about a fifth."""
 
@@ -350,6 +351,30 @@ class Objective:
     reward_kl: RewardKl = field(default_factory=RewardKl)
 
 
+REJECTIONS = ("token-k1", "token-k2", "token-k3", "sample-k1", "sample-k2", "sample-k3")
+"""Names of the criteria of `rollout_correction.reject`."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """One criterion of `rollout_correction.reject`."""
+
+    name: str
+    """One of REJECTIONS."""
+    low: float
+    """Lower bound in nats."""
+    high: float
+    """Upper bound in nats."""
+
+    @property
+    def level(self) -> Literal["token", "sequence"]:
+        return "token" if self.name.startswith("token") else "sequence"
+
+    @property
+    def statistic(self) -> Literal["k1", "k2", "k3"]:
+        return self.name.partition("-")[2]
+
+
 @dataclass
 class RolloutCorrection:
     """The engine's probabilities of the tokens it sampled are not exactly the trainer's, even at the same weights."""
@@ -362,15 +387,47 @@ class RolloutCorrection:
     """IcePop: a token's loss is weighed by its ratio, and dropped where that is below this (its authors: 0.5)."""
     icepop_high: float = 0.0
     """IcePop: and dropped where the ratio is above this (its authors: 5). 0: off."""
-    reject: Literal["none", "token-k1", "token-k2", "token-k3", "sample-k1", "sample-k2", "sample-k3"] = "none"
-    """Drop tokens, or samples, whose divergence by this estimator (for samples: its mean over tokens) leaves the bounds."""
-    reject_low: float = 0.0
-    """Lower bound in nats, 0 or less: k1 may be negative, k2 and k3 are not."""
-    reject_high: float = 0.0
-    """Upper bound in nats."""
+    reject: str = "none"
+    """Drop tokens, or samples, whose divergence by this estimator (for samples: its mean over tokens) leaves
+    the bounds. One of token-k1, token-k2, token-k3, sample-k1, sample-k2, sample-k3, or several with commas
+    between them: a token then has to pass each one."""
+    reject_low: Any = 0.0
+    """Lower bound in nats, 0 or less: k1 may be negative, k2 and k3 are not. With several criteria one number
+    for all of them, or a list with one for each."""
+    reject_high: Any = 0.0
+    """Upper bound in nats, as reject_low."""
     bypass: bool = False
     """Take the engine's log-probs for those of the old policy: no forward pass for them, and ratios start from what was
     sampled from. The other keys then have nothing to correct."""
+
+    @property
+    def rejections(self) -> list[Rejection]:
+        """The criteria of `reject` with their bounds, in its order; none for "none".
+
+        Raises ConfigError for an unknown or repeated criterion, and for a list of bounds of another length.
+        """
+        names = [name.strip() for name in self.reject.split(",")]
+        if names == ["none"]:
+            return []
+        unknown = [name for name in names if name not in REJECTIONS]
+        if unknown:
+            raise ConfigError(
+                f"rollout_correction.reject={self.reject} holds '{unknown[0]}', but must be none, or one or "
+                f"more of {', '.join(REJECTIONS)} with commas between them."
+            )
+        if len(set(names)) < len(names):
+            raise ConfigError(f"rollout_correction.reject={self.reject} repeats a criterion; name each once.")
+        bounds = {}
+        for key in ("reject_low", "reject_high"):
+            value = getattr(self, key)
+            bounds[key] = value if isinstance(value, list) else [value] * len(names)
+            if len(bounds[key]) != len(names):
+                raise ConfigError(
+                    f"rollout_correction.{key} has {len(value)} numbers for {len(names)} criteria in "
+                    f"rollout_correction.reject={self.reject}; give one number, or one for each."
+                )
+        criteria = zip(names, bounds["reject_low"], bounds["reject_high"], strict=True)
+        return [Rejection(*criterion) for criterion in criteria]
 
 
 @dataclass

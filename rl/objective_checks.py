@@ -226,28 +226,31 @@ def check_correction(config: Config) -> None:
             f"rollout_correction.icepop_low={fix.icepop_low} and icepop_high={fix.icepop_high} drop tokens on which engine and trainer "
             "agree, whose ratio is 1; use bounds around it, such as 0.5 and 5."
         )
-    if fix.reject != "none" and not (fix.reject_low <= 0 <= fix.reject_high and fix.reject_low < fix.reject_high):
-        raise ConfigError(
-            f"rollout_correction.reject={fix.reject} keeps divergences from reject_low={fix.reject_low} to reject_high={fix.reject_high} "
-            "nats, but tokens on which engine and trainer agree have 0; use bounds around it, such as 0 and 0.5."
-        )
+    rejections = fix.rejections
+    for rejection in rejections:
+        if not (rejection.low <= 0 <= rejection.high and rejection.low < rejection.high):
+            raise ConfigError(
+                f"rollout_correction.reject={rejection.name} keeps divergences from "
+                f"reject_low={rejection.low} to reject_high={rejection.high} nats, but tokens on which "
+                "engine and trainer agree have 0; use bounds around it, such as 0 and 0.5."
+            )
     if config.objective.loss == "gmpo" and (fix.truncate_tokens or fix.icepop_high):
         raise ConfigError(
             f"rollout_correction.{weighs[0]} weighs single tokens, but objective.loss=gmpo has one loss per sample; use truncate_samples or reject."
         )
-    if fix.reject == "none" and (fix.reject_low or fix.reject_high):
+    if not rejections and (fix.reject_low or fix.reject_high):
         raise ConfigError("rollout_correction.reject_low and reject_high are bounds for rollout_correction.reject, which is none.")
     if fix.bypass and config.objective.advantage == "optimal-token-baseline":
         raise ConfigError(
             "rollout_correction.bypass=true leaves out the forward pass that objective.advantage=optimal-token-baseline reads; set one of them."
         )
-    if fix.bypass and (weighs or fix.reject != "none"):
-        keys = [*weighs, *(["reject"] if fix.reject != "none" else [])]
+    if fix.bypass and (weighs or rejections):
+        keys = [*weighs, *(["reject"] if rejections else [])]
         raise ConfigError(
             f"rollout_correction.bypass=true takes the engine's log-probs for the old policy's, which leaves {keys[0]} nothing to correct; "
             "set one of them."
         )
-    if (fix.bypass or weighs or fix.reject != "none") and config.objective.loss == "none":
+    if (fix.bypass or weighs or rejections) and config.objective.loss == "none":
         raise ConfigError(f"rollout_correction is for policy gradients, and algorithm={config.algorithm} is none.")
 
 
@@ -257,9 +260,6 @@ def objective_warnings(config: Config) -> list[str]:
     small = SMALL_CLIP.get(goal.loss)
     if small is not None and goal.clip_low == goal.clip_high == 0.2:
         found.append(f"objective.clip_low=0.2 and clip_high=0.2 are PPO's; objective.loss={goal.loss} {small}.")
-    needs = ADVANTAGE_NEEDS.get(goal.advantage, algorithm_of(config).needs)
-    if "groups" in needs and config.rollout.samples_per_prompt == 1:
-        found.append(
     if goal.loss in SAMPLE_MEANS and goal.aggregation != "seq-mean-token-mean":
         found.append(
             f"objective.aggregation={goal.aggregation} is not the mean of objective.loss={goal.loss}, whose "
@@ -271,6 +271,9 @@ def objective_warnings(config: Config) -> list[str]:
             f"objective.reward_kl.target={goal.reward_kl.target:g} is in nats per token, and so much hardly "
             "bounds the policy; use 0.1 or so, or divide a target per sample by the mean response length."
         )
+    needs = ADVANTAGE_NEEDS.get(goal.advantage, algorithm_of(config).needs)
+    if "groups" in needs and config.rollout.samples_per_prompt == 1:
+        found.append(
             f"rollout.samples_per_prompt=1 leaves algorithm={config.algorithm} no group to compare with, and every advantage is 0; use 2 or more."
         )
     minibatch = config.training.prompts_per_minibatch

@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.batch_metrics import engine_gap, length_metrics, score_metrics, spread, token_mean
+from rl.batch_metrics import (
+    balance_metrics,
+    engine_gap,
+    length_metrics,
+    sample_means,
+    score_metrics,
+    spread,
+    token_mean,
+)
 from rl.config import Config, Optimizer, needs_reference
 from rl.data.batch import Batch, fingerprint, pair_up
 from rl.data.preferences import Preference
@@ -154,13 +162,13 @@ class Phases:
         prompts = [pair.prompt_ids for pair in pairs]
         chosen, rejected = (_given(prompts, [getattr(pair, side) for pair in pairs]) for side in ("chosen_ids", "rejected_ids"))
         batch = pair_up(chosen=chosen, rejected=rejected)
-        self.metrics |= length_metrics(batch)
+        self.metrics |= self._length_metrics(batch)
         return batch
 
     def targets(self, prompts: list[Prompt]) -> Batch:
         """The data's own responses in the place of generated ones."""
         batch = _given([p.token_ids for p in prompts], [p.response_ids for p in prompts])
-        self.metrics |= length_metrics(batch)
+        self.metrics |= self._length_metrics(batch)
         return batch
 
     # Generation -------------------------------------------------------------------------------------------------------
@@ -170,7 +178,7 @@ class Phases:
         of several calls in a step."""
         purpose = f"train.{self.step}.{round}" if round else f"train.{self.step}"
         batch = self.sample(prompts, self.sampling, purpose=purpose, timing="gen")
-        self.metrics |= length_metrics(batch)
+        self.metrics |= self._length_metrics(batch)
         return batch
 
     def sample(self, prompts: list[Prompt], sampling: Sampling, *, purpose: str, timing: str) -> Batch:
@@ -208,7 +216,7 @@ class Phases:
 
     def log_generated(self, batch: Batch) -> None:
         """Log lengths and scores of the samples of this step; of several calls the last one counts."""
-        self.metrics |= length_metrics(batch) | score_metrics(batch)
+        self.metrics |= self._length_metrics(batch) | score_metrics(batch)
 
     def judge(self, batch: Batch, prompts: list[Prompt], *, timing: str, predictions: bool = False) -> list[str | None] | None:
         """Fill scores, rewards and score_details by what the config says a response is worth. With `predictions` also the
@@ -249,14 +257,14 @@ class Phases:
         penalty = self.config.objective.reward_kl
         if penalty.coef:
             divergence = kl(batch.old_logprobs, batch.ref_logprobs, batch.mask, estimator=penalty.estimator)
-            num_samples = int(counted(batch.mask, batch.lengths).sum())
-            per_sample = float(divergence.double().sum()) / max(num_samples, 1)
-            self.metrics["actor/reward_kl_penalty"] = per_sample
+            per_token = sample_means(divergence, batch.mask, batch.lengths)
+            mean_kl = float(per_token.mean()) if len(per_token) else 0.0
+            self.metrics["actor/reward_kl_penalty"] = mean_kl
             self.metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.coef
             batch.token_rewards = batch.token_rewards - self.kl_controller.coef * divergence
             batch.rewards = batch.rewards - self.kl_controller.coef * segment_sum(divergence, batch.lengths)
             if self.step > self.config.critic.warmup_steps:  # before, the policy cannot move
-                self.kl_controller.update(per_sample, num_samples)
+                self.kl_controller.update(mean_kl, len(per_token))
         self.metrics |= spread("critic/rewards", batch.rewards)
 
     def _write_samples(self, batch: Batch, prompts: list[Prompt]) -> None:
@@ -306,7 +314,10 @@ class Phases:
         if batch.rollout_logprobs is None:
             return
         pair, mask, lengths = (batch.old_logprobs, batch.rollout_logprobs), batch.mask, batch.lengths
-        self.metrics |= rollout_correction.metrics(*pair, lengths, mask)
+        level = "sequence" if fix.truncate_samples else "token"
+        bound = fix.truncate_tokens or fix.truncate_samples or fix.icepop_high
+        upper = bound or rollout_correction.USUAL_UPPER
+        self.metrics |= rollout_correction.metrics(*pair, lengths, mask, level=level, upper=upper)
         if fix.truncate_tokens:
             batch.loss_weights = rollout_correction.token_weights(*pair, mask, upper=fix.truncate_tokens)
         elif fix.truncate_samples:
@@ -315,12 +326,15 @@ class Phases:
             batch.loss_weights = rollout_correction.icepop(*pair, mask, low=fix.icepop_low, high=fix.icepop_high)
         if batch.loss_weights is not None:
             self.metrics["rollout_corr/weight_mean"] = token_mean(batch.loss_weights, mask)
-        if fix.reject != "none":
-            level, _, statistic = fix.reject.partition("-")
-            kept = rollout_correction.reject(
-                *pair, lengths, mask,
-                level="token" if level == "token" else "sequence", statistic=statistic, low=fix.reject_low, high=fix.reject_high,
-            )  # fmt: skip
+        kept = mask
+        for criterion in fix.rejections:  # each judges the tokens that counted before any rejection
+            options = dict(level=criterion.level, statistic=criterion.statistic)
+            options |= dict(low=criterion.low, high=criterion.high)
+            passed = rollout_correction.reject(*pair, lengths, mask, **options)
+            self.metrics |= rollout_correction.criterion_metrics(*pair, lengths, mask, passed, **options)
+            kept = kept * passed
+        if fix.rejections:
+            self.metrics |= rollout_correction.rejection_metrics(lengths, mask, kept)
             self.metrics["rollout_corr/rejected_fraction"] = 1.0 - float(kept.sum() / mask.sum().clamp(min=1))
             batch.mask = kept.float()
 
@@ -384,7 +398,8 @@ class Phases:
         means = self._learn(self.engines.critic, batch, loss, self.config.critic.optimizer, timing="update_critic")
         self.metrics |= {f"critic/{name}": value for name, value in means.items()}
         kept = batch.mask > 0
-        self.metrics |= spread("critic/values", batch.old_values[kept]) | spread("critic/returns", batch.returns[kept])
+        self.metrics |= spread("critic/values", batch.old_values[kept])
+        self.metrics |= spread("critic/returns", batch.returns[kept])
         self.metrics["critic/vf_explained_var"] = explained_variance(batch.old_values, batch.returns, batch.mask)
 
     def update_implicit_reward(self, batch: Batch, loss: Loss) -> None:
@@ -463,7 +478,13 @@ class Phases:
                 plan_minibatch(batch, (minibatch_of == k).nonzero().squeeze(1).tolist(), dp=dp, max_tokens=max_tokens)
                 for k in range(num_minibatches)
             ]
+            # Of the whole step, over all its mini-batches.
+            ranks = [[i for plan in batch.plans for micro in plan[rank] for i in micro] for rank in range(dp)]
+            self.metrics |= balance_metrics((batch.prompt_lengths + batch.lengths).tolist(), ranks)
         return batch.plans
+
+    def _length_metrics(self, batch: Batch) -> dict[str, float]:
+        return length_metrics(batch, max_prompt_tokens=self.config.data.max_prompt_tokens)
 
     def _bar(self, name: str, total: int):
         return self.progress.phase(f"step {self.step} {name}", total, "samples")
@@ -490,5 +511,7 @@ def _totals(batch: Batch, plan: list[MicroBatches]) -> Totals:
     num_samples = counted(batch.mask, batch.lengths)[samples].sum()
     num_units = counted(batch.mask, batch.lengths, unit=batch.unit)[samples].sum() / batch.unit
     return Totals(
-        num_tokens=max(float(tokens), 1.0), num_samples=max(float(num_samples), 1.0), num_units=max(float(num_units), 1.0)
+        num_tokens=max(float(tokens), 1.0),
+        num_samples=max(float(num_samples), 1.0),
+        num_units=max(float(num_units), 1.0),
     )

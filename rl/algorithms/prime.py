@@ -57,7 +57,7 @@ def of_medium_difficulty(phases: Phases, batch: Batch, config: Config) -> Batch 
 
 
 def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Cross-entropy of the implicit reward model, mean over the mini-batch's samples of which a token counts."""
+    """Cross-entropy of the reward model, mean over the mini-batch's samples of which a token counts."""
     enters = counted(micro.mask, micro.lengths)
     ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)[enters]
     value, stats = outcome_loss(ratios, micro.labels[enters], beta=config.implicit_reward.beta)

@@ -5,10 +5,11 @@ at, and the strings are compared after the normalisation of Minerva (Lewkowycz e
 What that normalisation does is kept to the letter, odd as some of it is ("a " vanishes inside words too): scores must be
 comparable with published ones.
 
-The published code (verl's math_dapo.compute_score) has two modes, and so has this function. The default mode reads only the
-last `Answer:` line: a right \\boxed{42} without `Answer:` scores -1 there and here, since DAPO's prompt asks for that line.
-A box on the `Answer:` line is unwrapped. The other mode, `strict_box` (there `strict_box_verify`), reads only the last box.
-For prompts that ask for a box, set `reward.kwargs.strict_box=true`, or take `rl.rewards.math:score`, which scores 1 or 0.
+The published code (verl's math_dapo.compute_score) has two modes, and so has this function. The default mode
+reads only the last `Answer:` line, which DAPO's prompt asks for: a right \\boxed{42} without `Answer:` scores
+-1, there and here. A box on the `Answer:` line is unwrapped. The other mode, `strict_box` (there
+`strict_box_verify`), reads only the last box. For prompts that ask for a box set
+`reward.kwargs.strict_box=true`, or use `rl.rewards.math:score`, which scores 1 or 0.
 """
 
 import re
@@ -42,11 +43,12 @@ _REMOVED = (
 def score(
     prompt: str, response: str, ground_truth: Any, *, strict_box: bool = False, **extra: Any
 ) -> dict[str, float | str]:
-    """Return `score` 1.0 for a right answer and -1.0 for a wrong or missing one, `acc` 1.0 or 0.0, and the answer as `pred`.
+    """Return `score` 1.0 for a right answer, else -1.0; `acc` 1.0 or 0.0; and the answer as `pred`.
 
-    The answer is what follows the last `Answer:` in the last 300 characters, up to the end of the line, normalised like
-    the ground truth; a box elsewhere is not read. With `strict_box` the answer is the content of the last \\boxed{} in
-    the last 100 characters, compared without normalisation, and `Answer:` is not read.
+    The answer is what follows the last `Answer:` in the last 300 characters, up to the end of the line,
+    normalised like the ground truth; a box elsewhere is not read. With `strict_box` the answer is the content
+    of the last \\boxed{} in the last 100 characters, compared without normalisation, and `Answer:` is not
+    read.
 
     Raises ValueError for a prompt without ground truth.
     """
