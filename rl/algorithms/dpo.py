@@ -12,7 +12,7 @@ micro-batch. Online variants: `spin` (the data's response against one's own) and
 from functools import partial
 
 from rl.config.schema import Config
-from rl.objectives.preference import log_ratios, pair_loss
+from rl.objectives.preference import counted, log_ratios, pair_loss
 from rl.phases.phases import MicroBatch, Phases, Totals
 
 NEEDS = ("pairs", "reference", "preference")
@@ -26,9 +26,10 @@ def step(phases: Phases, config: Config) -> None:
 
 
 def loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Mean over the mini-batch's pairs."""
+    """Mean over the mini-batch's pairs, except those with a response of which no token counts."""
     preference = config.preference
     ratios = log_ratios(micro.logprobs, micro.ref_logprobs, micro.mask, micro.lengths)
+    ratios = ratios[counted(micro.mask, micro.lengths, unit=2)]
     value, stats = pair_loss(
         ratios, beta=preference.beta, loss=preference.loss, label_smoothing=preference.label_smoothing
     )

@@ -17,7 +17,7 @@ from functools import partial
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.objectives.preference import log_ratios, outcome_loss
+from rl.objectives.preference import counted, log_ratios, outcome_loss
 from rl.objectives.returns import prime
 from rl.objectives.segments import segment_mean
 from rl.phases.phases import MicroBatch, Phases, Totals
@@ -63,9 +63,10 @@ def of_medium_difficulty(phases: Phases, batch: Batch, config: Config) -> Batch 
 
 
 def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Cross-entropy of the implicit reward model, mean over the mini-batch's samples."""
-    ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)
-    value, stats = outcome_loss(ratios, micro.labels, beta=config.implicit_reward.beta)
+    """Cross-entropy of the reward model, mean over the mini-batch's samples of which a token counts."""
+    enters = counted(micro.mask, micro.lengths)
+    ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)[enters]
+    value, stats = outcome_loss(ratios, micro.labels[enters], beta=config.implicit_reward.beta)
     total = value.sum() / totals.num_samples
     return total, {
         "implicit_reward/loss": total,

@@ -12,7 +12,7 @@ The paper asks a preference model for P; here the reward function decides who wi
 from functools import partial
 
 from rl.config.schema import Config
-from rl.objectives.preference import log_ratios, sppo_loss, win_rates
+from rl.objectives.preference import counted, log_ratios, sppo_loss, win_rates
 from rl.phases.phases import MicroBatch, Phases, Totals
 
 NEEDS = ("samples", "reward", "groups", "preference")
@@ -29,9 +29,10 @@ def step(phases: Phases, config: Config) -> None:
 
 
 def loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Mean over the mini-batch's samples."""
-    ratios = log_ratios(micro.logprobs, micro.old_logprobs, micro.mask, micro.lengths)
-    total = sppo_loss(ratios, micro.labels, eta=1 / config.preference.beta).sum() / totals.num_samples
+    """Mean over the mini-batch's samples of which a token counts."""
+    enters = counted(micro.mask, micro.lengths)
+    ratios = log_ratios(micro.logprobs, micro.old_logprobs, micro.mask, micro.lengths)[enters]
+    total = sppo_loss(ratios, micro.labels[enters], eta=1 / config.preference.beta).sum() / totals.num_samples
     return total, {
         "preference/loss": total,
         "preference/log_ratio": ratios.detach().abs().sum() / totals.num_samples,

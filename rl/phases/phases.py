@@ -30,10 +30,19 @@ from rl.objectives import rollout_correction
 from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
 from rl.objectives.kl_controller import AdaptiveKL, FixedKL
+from rl.objectives.preference import counted
 from rl.objectives.returns import place_at_end
 from rl.objectives.segments import segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
-from rl.phases.batch_metrics import engine_gap, length_metrics, score_metrics, spread, token_mean
+from rl.phases.batch_metrics import (
+    balance_metrics,
+    engine_gap,
+    length_metrics,
+    sample_means,
+    score_metrics,
+    spread,
+    token_mean,
+)
 from rl.phases.scoring import Scorer
 from rl.rewards.length import overlong_penalties
 from rl.rollout.engine import Sampling, seed_of
@@ -60,7 +69,7 @@ class Totals:
     num_samples: float
     """Samples with at least one such token."""
     num_units: float
-    """Units of `Batch.unit` samples, such as pairs."""
+    """Units of `Batch.unit` samples, such as pairs, every sample of which has such a token."""
 
 
 Loss = Callable[[MicroBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
@@ -164,13 +173,13 @@ class Phases:
             for side in ("chosen_ids", "rejected_ids")
         )
         batch = pair_up(chosen=chosen, rejected=rejected)
-        self.metrics |= length_metrics(batch)
+        self.metrics |= self._length_metrics(batch)
         return batch
 
     def targets(self, prompts: list[Prompt]) -> Batch:
         """The data's own responses in the place of generated ones."""
         batch = _given([p.token_ids for p in prompts], [p.response_ids for p in prompts])
-        self.metrics |= length_metrics(batch)
+        self.metrics |= self._length_metrics(batch)
         return batch
 
     # Generation -------------------------------------------------------------------------------------------------------
@@ -180,7 +189,7 @@ class Phases:
         of several calls in a step."""
         purpose = f"train.{self.step}.{round}" if round else f"train.{self.step}"
         batch = self.sample(prompts, self.sampling, purpose=purpose, timing="gen")
-        self.metrics |= length_metrics(batch)
+        self.metrics |= self._length_metrics(batch)
         return batch
 
     def sample(self, prompts: list[Prompt], sampling: Sampling, *, purpose: str, timing: str) -> Batch:
@@ -222,7 +231,7 @@ class Phases:
 
     def log_generated(self, batch: Batch) -> None:
         """Log lengths and scores of the samples of this step; of several calls the last one counts."""
-        self.metrics |= length_metrics(batch) | score_metrics(batch)
+        self.metrics |= self._length_metrics(batch) | score_metrics(batch)
 
     def judge(
         self, batch: Batch, prompts: list[Prompt], *, timing: str, predictions: bool = False
@@ -265,14 +274,14 @@ class Phases:
         penalty = self.config.objective.reward_kl
         if penalty.coef:
             divergence = kl(batch.old_logprobs, batch.ref_logprobs, batch.mask, estimator=penalty.estimator)
-            num_samples = int(_counted(batch).sum())
-            per_sample = float(divergence.double().sum()) / max(num_samples, 1)
-            self.metrics["actor/reward_kl_penalty"] = per_sample
+            per_token = sample_means(divergence, batch.mask, batch.lengths)
+            mean_kl = float(per_token.mean()) if len(per_token) else 0.0
+            self.metrics["actor/reward_kl_penalty"] = mean_kl
             self.metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.coef
             batch.token_rewards = batch.token_rewards - self.kl_controller.coef * divergence
             batch.rewards = batch.rewards - self.kl_controller.coef * segment_sum(divergence, batch.lengths)
             if self.step > self.config.critic.warmup_steps:  # before, the policy cannot move
-                self.kl_controller.update(per_sample, num_samples)
+                self.kl_controller.update(mean_kl, len(per_token))
         self.metrics |= spread("critic/rewards", batch.rewards)
 
     def _write_samples(self, batch: Batch, prompts: list[Prompt]) -> None:
@@ -335,7 +344,10 @@ class Phases:
         if batch.rollout_logprobs is None:
             return
         pair, mask, lengths = (batch.old_logprobs, batch.rollout_logprobs), batch.mask, batch.lengths
-        self.metrics |= rollout_correction.metrics(*pair, lengths, mask)
+        level = "sequence" if fix.truncate_samples else "token"
+        bound = fix.truncate_tokens or fix.truncate_samples or fix.icepop_high
+        upper = bound or rollout_correction.USUAL_UPPER
+        self.metrics |= rollout_correction.metrics(*pair, lengths, mask, level=level, upper=upper)
         if fix.truncate_tokens:
             batch.loss_weights = rollout_correction.token_weights(*pair, mask, upper=fix.truncate_tokens)
         elif fix.truncate_samples:
@@ -348,17 +360,15 @@ class Phases:
             )
         if batch.loss_weights is not None:
             self.metrics["rollout_corr/weight_mean"] = token_mean(batch.loss_weights, mask)
-        if fix.reject != "none":
-            level, _, statistic = fix.reject.partition("-")
-            kept = rollout_correction.reject(
-                *pair,
-                lengths,
-                mask,
-                level="token" if level == "token" else "sequence",
-                statistic=statistic,
-                low=fix.reject_low,
-                high=fix.reject_high,
-            )
+        kept = mask
+        for criterion in fix.rejections:  # each judges the tokens that counted before any rejection
+            options = dict(level=criterion.level, statistic=criterion.statistic)
+            options |= dict(low=criterion.low, high=criterion.high)
+            passed = rollout_correction.reject(*pair, lengths, mask, **options)
+            self.metrics |= rollout_correction.criterion_metrics(*pair, lengths, mask, passed, **options)
+            kept = kept * passed
+        if fix.rejections:
+            self.metrics |= rollout_correction.rejection_metrics(lengths, mask, kept)
             self.metrics["rollout_corr/rejected_fraction"] = 1.0 - float(kept.sum() / mask.sum().clamp(min=1))
             batch.mask = kept.float()
 
@@ -441,10 +451,9 @@ class Phases:
             self.engines.critic, batch, loss, self.config.critic.optimizer, timing="update_critic"
         )
         self.metrics |= {f"critic/{name}": value for name, value in means.items()}
-        counted = batch.mask > 0
-        self.metrics |= spread("critic/values", batch.old_values[counted]) | spread(
-            "critic/returns", batch.returns[counted]
-        )
+        kept = batch.mask > 0
+        self.metrics |= spread("critic/values", batch.old_values[kept])
+        self.metrics |= spread("critic/returns", batch.returns[kept])
         self.metrics["critic/vf_explained_var"] = explained_variance(
             batch.old_values, batch.returns, batch.mask
         )
@@ -548,7 +557,13 @@ class Phases:
                 )
                 for k in range(num_minibatches)
             ]
+            # Of the whole step, over all its mini-batches.
+            ranks = [[i for plan in batch.plans for micro in plan[rank] for i in micro] for rank in range(dp)]
+            self.metrics |= balance_metrics((batch.prompt_lengths + batch.lengths).tolist(), ranks)
         return batch.plans
+
+    def _length_metrics(self, batch: Batch) -> dict[str, float]:
+        return length_metrics(batch, max_prompt_tokens=self.config.data.max_prompt_tokens)
 
     def _bar(self, name: str, total: int):
         return self.progress.phase(f"step {self.step} {name}", total, "samples")
@@ -572,14 +587,10 @@ def _samples(plan: list[MicroBatches]) -> list[int]:
 def _totals(batch: Batch, plan: list[MicroBatches]) -> Totals:
     samples = _samples(plan)
     tokens = segment_sum(batch.mask, batch.lengths)[samples].sum()
-    counted = _counted(batch)[samples].sum()
+    num_samples = counted(batch.mask, batch.lengths)[samples].sum()
+    num_units = counted(batch.mask, batch.lengths, unit=batch.unit)[samples].sum() / batch.unit
     return Totals(
         num_tokens=max(float(tokens), 1.0),
-        num_samples=max(float(counted), 1.0),
-        num_units=max(len(samples) / batch.unit, 1.0),
+        num_samples=max(float(num_samples), 1.0),
+        num_units=max(float(num_units), 1.0),
     )
-
-
-def _counted(batch: Batch) -> Tensor:
-    """Whether a sample has a token that counts, bool [N]."""
-    return segment_sum(batch.mask, batch.lengths) > 0

@@ -132,15 +132,15 @@ def _token_loss(micro: MicroBatch, goal: Objective) -> tuple[Tensor, dict[str, T
         case "dro":
             return per_token.dro(*inputs, beta=goal.dro_beta)
         case "dppo-tv":
-            return per_token.dppo_tv(*inputs, **clip)
+            return per_token.dppo_tv(*inputs, **clip, max_ratio=goal.dppo_max_ratio)
         case "dppo-kl":
-            return per_token.dppo_kl(*inputs, **clip)
+            return per_token.dppo_kl(*inputs, **clip, max_ratio=goal.dppo_max_ratio)
         case "gspo":
             return gspo(*inputs, micro.lengths, **clip)
         case "gmpo":
             return gmpo(*inputs, micro.lengths, **clip)
         case "clip-cov":
-            return covariance.clip_cov(*inputs, micro.chosen, **clip, dual_clip=goal.dual_clip)
+            return covariance.clip_cov(*inputs, micro.chosen, **clip)
         case "kl-cov":
             return covariance.kl_cov(*inputs, micro.chosen, kl_cov_coef=goal.kl_cov_coef)
     raise AssertionError(goal.loss)

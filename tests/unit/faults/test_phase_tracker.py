@@ -49,7 +49,7 @@ def test_another_thread_sees_the_frame_of_the_main_flow(where):
     thread.join()
     [(at, waits)] = seen
     assert (
-        "test_place.py" in at
+        "test_phase_tracker.py" in at
         and at.endswith("test_another_thread_sees_the_frame_of_the_main_flow")
         and not waits
     )
