@@ -12,23 +12,30 @@ micro-batch. Online variants: `spin` (the data's response against one's own) and
 from functools import partial
 
 from rl.config.schema import Config
-from rl.objectives.preference import log_ratios, pair_loss
-from rl.phases.phases import MicroBatch, Phases, Totals
+from rl.data.batch import Batch
+from rl.objectives.preference import counted, log_ratios, pair_loss
+from rl.phases.phases import Phases
+from rl.training.loss import Totals
+from rl.training.packing import MicroBatch
 
 NEEDS = ("pairs", "reference", "preference")
 DEFAULTS = {}
 
 
-def step(phases: Phases, config: Config) -> None:
-    batch = phases.draw_pairs()
+def collect(phases: Phases) -> Batch:
+    return phases.draw_pairs()
+
+
+def learn(phases: Phases, batch: Batch) -> None:
     phases.reference(batch)
-    phases.update(batch, partial(loss, config=config))
+    phases.update(batch, partial(loss, config=phases.config))
 
 
 def loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Mean over the mini-batch's pairs."""
+    """Mean over the mini-batch's pairs, except those with a response of which no token counts."""
     preference = config.preference
     ratios = log_ratios(micro.logprobs, micro.ref_logprobs, micro.mask, micro.lengths)
+    ratios = ratios[counted(micro.mask, micro.lengths, unit=2)]
     value, stats = pair_loss(
         ratios, beta=preference.beta, loss=preference.loss, label_smoothing=preference.label_smoothing
     )

@@ -14,9 +14,10 @@ the divergence (arXiv:1909.08593). Critic losses are averaged over tokens, whate
 """
 
 from rl.config.schema import Config
+from rl.data.batch import Batch
 from rl.objectives.returns import gae, whiten
 from rl.phases.phases import Phases
-from rl.phases.policy_gradient import policy_loss, token_choice
+from rl.phases.policy_gradient import policy_loss, token_selection
 
 NEEDS = ("samples", "reward", "critic")
 DEFAULTS = {

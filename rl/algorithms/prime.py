@@ -17,55 +17,59 @@ from functools import partial
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.objectives.preference import log_ratios, outcome_loss
+from rl.objectives.preference import counted, log_ratios, outcome_loss
 from rl.objectives.returns import prime
 from rl.objectives.segments import segment_mean
-from rl.phases.phases import MicroBatch, Phases, Totals
-from rl.phases.policy_gradient import policy_loss, token_choice
+from rl.phases.phases import Phases
+from rl.training.loss import Totals
+from rl.training.packing import MicroBatch
+from rl.phases.policy_gradient import policy_loss, token_selection
 
 NEEDS = ("samples", "reward", "groups", "implicit_reward")
 DEFAULTS = {"objective.advantage": "prime", "objective.loss": "ppo"}
 
 
-def step(phases: Phases, config: Config) -> None:
+def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    phases.score(batch, prompts)
-    batch = of_medium_difficulty(phases, batch, config)
-    if batch is None:
-        return
+    phases.score_samples(batch, prompts)
+    return of_medium_difficulty(phases, batch)
+
+
+def learn(phases: Phases, batch: Batch) -> None:
+    config = phases.config
     phases.log_probs(batch)
     process_rewards = phases.implicit_rewards(batch)
     phases.update_implicit_reward(batch, partial(reward_loss, config=config))
     with phases.timed("adv"):
-        model = config.implicit_reward
         batch.advantages = prime(
             process_rewards,
             batch.labels,
             batch.groups,
             batch.lengths,
             batch.mask,
-            process_coef=model.process_coef,
-            outcome_coef=model.outcome_coef,
+            process_coef=config.implicit_reward.process_coef,
+            outcome_coef=config.implicit_reward.outcome_coef,
             gamma=config.objective.gamma,
         )
-    phases.update(batch, policy_loss(config), choose=token_choice(config))
+    phases.update(batch, policy_loss(config), select_tokens=token_selection(config))
 
 
-def of_medium_difficulty(phases: Phases, batch: Batch, config: Config) -> Batch | None:
-    """The groups whose mean outcome is within bounds, with outcomes as labels; None if there is none."""
+def of_medium_difficulty(phases: Phases, batch: Batch) -> Batch:
+    """Return the groups whose mean outcome is within bounds, possibly none, with outcomes as labels."""
     batch.labels = batch.outcomes.clamp(0, 1)
     means = segment_mean(batch.labels, batch.groups.bincount())
-    bounds = config.implicit_reward
+    bounds = phases.config.implicit_reward
     kept = ((means >= bounds.min_accuracy) & (means <= bounds.max_accuracy)).nonzero().squeeze(1).tolist()
     phases.metrics["prime/kept_groups"] = len(kept)
-    return batch.keep_groups(kept) if kept else None
+    return batch.keep_groups(kept)
 
 
 def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Cross-entropy of the implicit reward model, mean over the mini-batch's samples."""
-    ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)
-    value, stats = outcome_loss(ratios, micro.labels, beta=config.implicit_reward.beta)
+    """Cross-entropy of the reward model, mean over the mini-batch's samples of which a token counts."""
+    enters = counted(micro.mask, micro.lengths)
+    ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)[enters]
+    value, stats = outcome_loss(ratios, micro.labels[enters], beta=config.implicit_reward.beta)
     total = value.sum() / totals.num_samples
     return total, {
         "implicit_reward/loss": total,

@@ -13,8 +13,9 @@ loss (`objective.kl_coef`, `objective.kl_estimator=k2`).
 """
 
 from rl.config.schema import Config
+from rl.data.batch import Batch
 from rl.phases.phases import Phases
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.phases.policy_gradient import advantages, policy_loss, token_selection
 
 NEEDS = ("samples", "reward", "groups")
 DEFAULTS = {"objective.advantage": "reinforce++", "objective.loss": "ppo", "objective.reward_kl.coef": 0.01}

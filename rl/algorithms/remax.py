@@ -9,8 +9,9 @@ the policy is the one that sampled.
 """
 
 from rl.config.schema import Config
+from rl.data.batch import Batch
 from rl.phases.phases import Phases
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.phases.policy_gradient import advantages, policy_loss, token_selection
 
 NEEDS = ("samples", "reward", "greedy_baseline")
 DEFAULTS = {
@@ -21,13 +22,17 @@ DEFAULTS = {
 }
 
 
-def step(phases: Phases, config: Config) -> None:
+def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    baselines = phases.greedy_rewards(prompts)  # one per prompt
-    phases.score(batch, prompts)
+    batch.baselines = phases.greedy_rewards(prompts)[batch.groups]
+    phases.score_samples(batch, prompts)
+    return batch
+
+
+def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
-    phases.reward_tokens(batch)
+    phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
-        batch.advantages = advantages(batch, config, baselines=baselines[batch.groups])
-    phases.update(batch, policy_loss(config), choose=token_choice(config))
+        batch.advantages = advantages(batch, phases.config)
+    phases.update(batch, policy_loss(phases.config), select_tokens=token_selection(phases.config))

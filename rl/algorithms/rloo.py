@@ -12,8 +12,9 @@ over its tokens, as log pi(y) is: `seq-mean-token-sum`; verl averages over token
 """
 
 from rl.config.schema import Config
+from rl.data.batch import Batch
 from rl.phases.phases import Phases
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.phases.policy_gradient import advantages, policy_loss, token_selection
 
 NEEDS = ("samples", "reward", "groups")
 DEFAULTS = {

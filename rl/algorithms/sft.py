@@ -7,15 +7,22 @@ algorithms; no generation engine is built unless validation asks for one. A step
 """
 
 from rl.config.schema import Config
+from rl.data.batch import Batch
 from rl.objectives.aggregate import aggregate
-from rl.phases.phases import MicroBatch, Phases, Totals
+from rl.phases.phases import Phases
+from rl.training.loss import Totals
+from rl.training.packing import MicroBatch
 
 NEEDS = ("responses",)
 DEFAULTS = {}
 
 
-def step(phases: Phases, config: Config) -> None:
-    phases.update(phases.targets(phases.draw_prompts()), loss)
+def collect(phases: Phases) -> Batch:
+    return phases.targets(phases.draw_prompts())
+
+
+def learn(phases: Phases, batch: Batch) -> None:
+    phases.update(batch, loss)
 
 
 def loss(micro: MicroBatch, totals: Totals):

@@ -14,18 +14,21 @@ from functools import partial
 
 from rl.algorithms.dpo import loss
 from rl.config.schema import Config
-from rl.data.batch import pair_up
+from rl.data.batch import Batch, pair_up
 from rl.phases.phases import Phases
 
 NEEDS = ("samples", "responses", "preference")
 DEFAULTS = {"rollout.samples_per_prompt": 1}
 
 
-def step(phases: Phases, config: Config) -> None:
+def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     data = phases.targets(prompts)
     own = phases.generate(prompts)
-    batch = pair_up(chosen=data.select(own.groups.tolist()), rejected=own)
+    return pair_up(chosen=data.select(own.groups.tolist()), rejected=own)
+
+
+def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
-    batch.ref_logprobs = batch.old_logprobs  # the opponent is the policy as it sampled
-    phases.update(batch, partial(loss, config=config))
+    batch.ref_logprobs = batch.old_logprobs  # the opponent is the policy that sampled
+    phases.update(batch, partial(loss, config=phases.config))

@@ -12,26 +12,34 @@ The paper asks a preference model for P; here the reward function decides who wi
 from functools import partial
 
 from rl.config.schema import Config
-from rl.objectives.preference import log_ratios, sppo_loss, win_rates
-from rl.phases.phases import MicroBatch, Phases, Totals
+from rl.data.batch import Batch
+from rl.objectives.preference import counted, log_ratios, sppo_loss, win_rates
+from rl.phases.phases import Phases
+from rl.training.loss import Totals
+from rl.training.packing import MicroBatch
 
 NEEDS = ("samples", "reward", "groups", "preference")
 DEFAULTS = {}
 
 
-def step(phases: Phases, config: Config) -> None:
+def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    phases.score(batch, prompts)
+    phases.score_samples(batch, prompts)
+    return batch
+
+
+def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
     batch.labels = win_rates(batch.rewards, batch.groups)
-    phases.update(batch, partial(loss, config=config))
+    phases.update(batch, partial(loss, config=phases.config))
 
 
 def loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Mean over the mini-batch's samples."""
-    ratios = log_ratios(micro.logprobs, micro.old_logprobs, micro.mask, micro.lengths)
-    total = sppo_loss(ratios, micro.labels, eta=1 / config.preference.beta).sum() / totals.num_samples
+    """Mean over the mini-batch's samples of which a token counts."""
+    enters = counted(micro.mask, micro.lengths)
+    ratios = log_ratios(micro.logprobs, micro.old_logprobs, micro.mask, micro.lengths)[enters]
+    total = sppo_loss(ratios, micro.labels[enters], eta=1 / config.preference.beta).sum() / totals.num_samples
     return total, {
         "preference/loss": total,
         "preference/log_ratio": ratios.detach().abs().sum() / totals.num_samples,

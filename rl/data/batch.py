@@ -51,6 +51,8 @@ class Batch:
     """Log-prob by the trainer, before this step's updates."""
     ref_logprobs: Tensor | None = None
     """Log-prob by the reference policy."""
+    baselines: Tensor | None = None
+    """remax: float32 [N], the reward of the greedy response to the sample's prompt."""
     advantages: Tensor | None = None
     loss_weights: Tensor | None = None
     """Importance weight of each token's loss, for the mismatch between engine and trainer."""

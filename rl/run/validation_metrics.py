@@ -4,13 +4,15 @@ P prompts of one data source, k samples of each; `values` is float [P, k], a sta
 
 Names are those of verl (`process_validation_metrics` and the trainer's `val-core`/`val-aux`), so that dashboards carry over:
 
-    val-core/<source>/acc/mean@k          and, for k > 1, best@k/mean and maj@k/mean: the headline
-    val-aux/<source>/acc/best@n/mean      for n = 2, 4, ... below k; worst@n/mean, maj@n/mean, std@k
+    val-core/<source>/acc/mean@k          and, for k > 1, best@k/* and maj@k/*: the headline
+    val-aux/<source>/acc/best@n/mean      for n = 2, 4, ... below k; worst@n/*, maj@n/*, std@k
+    val-aux/<source>/acc/best@n/std       the standard deviation over the subsets of n samples of a prompt
     val-aux/<source>/<variable>/...       the same without maj for what else the reward function returned
 
-Two things differ from verl, which resamples with replacement 1,000 times: best@n and worst@n here are exact expectations over
-the subsets of n of the k samples (so best@k is the best of all k, and for accuracies best@n is the unbiased pass@n of
-arXiv:2107.03374), and a sample without an extracted answer does not vote.
+Two things differ from verl, which resamples with replacement 1,000 times: best@n and worst@n here are exact,
+mean and standard deviation, over the subsets of n of the k samples (so best@k is the best of all k, its std
+is 0, and for accuracies best@n is the unbiased pass@n of arXiv:2107.03374), and a sample without an extracted
+answer does not vote.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,15 +47,31 @@ def best_at(values: np.ndarray, n: int) -> np.ndarray:
     1, that is pass@n = 1 - comb(k-c, n) / comb(k, n), arXiv:2107.03374 eq. 1.
     """
     ordered = np.sort(np.asarray(values, dtype=np.float64), axis=1)
-    k = ordered.shape[1]
+    return ordered @ _share_of_maxima(ordered.shape[1], n)
+
+
+def best_std_at(values: np.ndarray, n: int) -> np.ndarray:
+    """best@n/std: standard deviation of the maximum of n of the k samples, over all subsets; 0 for n = k."""
+    ordered = np.sort(np.asarray(values, dtype=np.float64), axis=1)
+    shares = _share_of_maxima(ordered.shape[1], n)
+    return np.sqrt(np.square(ordered - (ordered @ shares)[:, None]) @ shares)
+
+
+def _share_of_maxima(k: int, n: int) -> np.ndarray:
+    """Share of the subsets of n of k samples in which the i-th lowest sample is the maximum, float64 [k]."""
     assert 1 <= n <= k, (n, k)
     # Exact integers, divided once: binomials of k = 1024 overflow a float.
-    return ordered @ np.array([comb(i, n - 1) / comb(k, n) for i in range(k)])
+    return np.array([comb(i, n - 1) / comb(k, n) for i in range(k)])
 
 
 def worst_at(values: np.ndarray, n: int) -> np.ndarray:
     """worst@n: expected minimum of n of the k samples, drawn without replacement."""
     return 0.0 - best_at(-np.asarray(values, dtype=np.float64), n)  # a plain minus would make -0.0 of 0
+
+
+def worst_std_at(values: np.ndarray, n: int) -> np.ndarray:
+    """worst@n/std: standard deviation of the minimum of n of the k samples, over all subsets."""
+    return best_std_at(-np.asarray(values, dtype=np.float64), n)
 
 
 def majority_at(values: np.ndarray, predictions: Predictions, n: int, *, seed: int = 0) -> np.ndarray:
@@ -64,6 +82,11 @@ def majority_at(values: np.ndarray, predictions: Predictions, n: int, *, seed: i
     (for an accuracy that is 0: there is nothing to be right). Exact if there are at most NUM_SUBSETS subsets, as for n = k;
     else the mean over NUM_SUBSETS random ones, the same for each prompt, from `seed`.
     """
+    return _majorities(values, predictions, n, seed).mean(axis=1)
+
+
+def _majorities(values: np.ndarray, predictions: Predictions, n: int, seed: int) -> np.ndarray:
+    """Value of the most frequent answer in each of the D subsets of each prompt, float64 [P, D]."""
     values = np.asarray(values, dtype=np.float64)
     k = values.shape[1]
     assert 1 <= n <= k, (n, k)
@@ -123,9 +146,12 @@ def _statistics(values: np.ndarray, predictions: Predictions | None, seed: int) 
         found[f"std@{k}"] = std_at(values)
     for n in _subset_sizes(k):
         found[f"best@{n}/mean"] = best_at(values, n)
+        found[f"best@{n}/std"] = best_std_at(values, n)
         found[f"worst@{n}/mean"] = worst_at(values, n)
+        found[f"worst@{n}/std"] = worst_std_at(values, n)
         if predictions is not None:
-            found[f"maj@{n}/mean"] = majority_at(values, predictions, n, seed=seed)
+            majorities = _majorities(values, predictions, n, seed)
+            found[f"maj@{n}/mean"], found[f"maj@{n}/std"] = majorities.mean(axis=1), majorities.std(axis=1)
     return {name: float(per_prompt.mean()) for name, per_prompt in found.items()}
 
 
@@ -145,11 +171,11 @@ def _subsets(k: int, n: int, seed: int) -> np.ndarray:
     return subsets
 
 
-def _majority(values: np.ndarray, answers: Sequence[str | None], subsets: np.ndarray) -> float:
-    """Mean over the subsets [D, k] of the value of the majority answer, for one prompt with values [k]."""
+def _majority(values: np.ndarray, answers: Sequence[str | None], subsets: np.ndarray) -> np.ndarray:
+    """Value of the majority answer in each subset [D, k] for one prompt with values [k], float64 [D]."""
     codes = {answer: code for code, answer in enumerate(dict.fromkeys(a for a in answers if a is not None))}
-    if not codes:
-        return float(values.mean())
+    if not codes:  # then each subset would count by its mean
+        return np.full(len(subsets), values.mean())
     gave = np.zeros((len(answers), len(codes)))  # [k, A]: sample i gave answer a
     for i, answer in enumerate(answers):
         if answer is not None:
@@ -160,4 +186,4 @@ def _majority(values: np.ndarray, answers: Sequence[str | None], subsets: np.nda
     num_winners = winners.sum(axis=1)
     of_majority = (mean_of_answer * winners).sum(axis=1) / np.maximum(num_winners, 1)
     of_nobody = (subsets @ values) / subsets.sum(axis=1)
-    return float(np.where(num_winners > 0, of_majority, of_nobody).mean())
+    return np.where(num_winners > 0, of_majority, of_nobody)

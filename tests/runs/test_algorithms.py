@@ -100,8 +100,8 @@ def _name(overrides) -> str:
         ("objective.loss=clip-cov", "objective.cov_fraction=0.1", "objective.cov_low=-1", "objective.cov_high=1"),
         ("objective.loss=kl-cov", "objective.cov_fraction=0.1", "rollout_correction.bypass=true"),
         ("objective.advantage=optimal-token-baseline", "rollout_correction.truncate_tokens=2.0"),
-        ("objective.advantage=gdpo", "objective.reward_columns=[spread, length]", "rollout_correction.reject=sample-k3",
-         "rollout_correction.reject_high=0.1"),
+        ("objective.advantage=gdpo", "objective.reward_columns=[spread, length]",
+         "rollout_correction.reject=token-k2,sample-k3", "rollout_correction.reject_high=[0.2, 0.1]"),
     ]],
     ids=_name,
 )
@@ -110,12 +110,15 @@ def test_two_steps_of_a_policy_gradient(toy, tmp_path, overrides):
     for step in (first, second):
         assert step["actor/grad_norm"] > 0 and step["critic/advantages/max"] > 0
         assert "actor/ppo_kl" in step and "reward/length/mean" in step
+        tokens = [step[f"global_seqlen/{name}"] for name in ("balanced_min", "mean", "balanced_max")]
+        assert 0 < tokens[0] and tokens == sorted(tokens)
     if "cov_fraction" in " ".join(overrides):
         assert 0.05 < second["actor/pg_covfrac"] < 0.2
     if "truncate_tokens" in " ".join(overrides):
         assert first["rollout_corr/weight_mean"] == pytest.approx(1, abs=1e-3)
     if "reject" in " ".join(overrides):
         assert first["rollout_corr/rejected_fraction"] == 0
+        assert first["rollout_corr/rollout_rs_seq_mean_k3_masked_fraction"] == 0
     assert ("timing_s/old_log_prob" in first) == ("rollout_correction.bypass=true" not in overrides)
 
 

@@ -31,12 +31,7 @@ OPTIONS = {
     "ppo": ["objective.dual_clip=1.3"],
     "gspo": ["objective.clip_low=0.02", "objective.clip_high=0.03"],
     "gmpo": ["objective.clip_low=0.3", "objective.clip_high=0.4"],
-    "clip-cov": [
-        "objective.cov_fraction=0.1",
-        "objective.cov_low=0.2",
-        "objective.cov_high=3.0",
-        "objective.dual_clip=1.3",
-    ],
+    "clip-cov": ["objective.cov_fraction=0.1", "objective.cov_low=0.2", "objective.cov_high=3.0"],
     "kl-cov": ["objective.cov_fraction=0.1", "objective.kl_cov_coef=0.7"],
     "dppo-tv": ["objective.clip_low=0.01", "objective.clip_high=0.02"],
     "dppo-kl": ["objective.clip_low=0.005", "objective.clip_high=0.01"],

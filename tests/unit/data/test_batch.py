@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from rl.data.batch import ALL_TOKEN_COLUMNS, TOKEN_COLUMNS, Batch, concatenate, pair_up
+from rl.phases.batch_metrics import balance_metrics, length_metrics, sample_means
 
 SAMPLE_COLUMNS = ("groups", "truncated", "labels", "scores", "rewards")
 NAN = float("nan")
@@ -295,3 +296,61 @@ def test_a_selection_has_a_fingerprint_of_its_own_also_if_that_of_its_batch_was_
         len({before, batch.select(everything[::-1]).fingerprint, batch.select(everything[:-1]).fingerprint})
         == 3
     )
+
+
+# Metrics of a batch -----------------------------------------------------------------------------------------
+
+
+def lengths_of(responses, prompts, truncated):
+    batch = Batch(
+        prompt_ids=[np.zeros(n, np.int32) for n in prompts],
+        response_ids=[np.zeros(n, np.int32) for n in responses],
+        groups=torch.arange(len(responses)),
+        truncated=torch.tensor(truncated),
+    )
+    return length_metrics(batch, max_prompt_tokens=5)
+
+
+def test_lengths_of_prompts_and_responses_with_and_without_aborted_ones():
+    assert lengths_of([4, 0, 2, 0], [5, 3, 5, 2], [True, False, False, False]) == pytest.approx(
+        {
+            "response_length/mean": 1.5,
+            "response_length/max": 4,
+            "response_length/min": 0,
+            "response_length/clip_ratio": 0.25,
+            "response_length_non_aborted/mean": 3,
+            "response_length_non_aborted/max": 4,
+            "response_length_non_aborted/min": 2,
+            "response_length_non_aborted/clip_ratio": 0.5,
+            "response/aborted_ratio": 0.5,
+            "prompt_length/mean": 3.75,
+            "prompt_length/max": 5,
+            "prompt_length/min": 2,
+            "prompt_length/clip_ratio": 0.5,
+        }
+    )
+
+
+def test_a_batch_of_aborted_responses_has_no_lengths_of_others():
+    metrics = lengths_of([0, 0], [1, 2], [False, False])
+    assert metrics["response/aborted_ratio"] == 1 and not any("non_aborted" in name for name in metrics)
+
+
+def test_balance_of_tokens_over_the_ranks_by_hand():
+    found = balance_metrics([10, 20, 30, 1, 2, 3], [[2], [0, 1, 3, 4, 5]])
+    assert found == {
+        "global_seqlen/min": 6,
+        "global_seqlen/max": 60,
+        "global_seqlen/minmax_diff": 54,
+        "global_seqlen/balanced_min": 30,
+        "global_seqlen/balanced_max": 36,
+        "global_seqlen/mean": 33,
+    }
+    # Five samples on two ranks: two and three.
+    assert balance_metrics([1, 2, 4, 8, 16], [[4], [0, 1, 2, 3]])["global_seqlen/max"] == 28
+
+
+def test_sample_means_leave_out_samples_without_a_counted_token():
+    values, mask = torch.tensor([1.0, 3.0, NAN, NAN, 5.0]), torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0])
+    means = sample_means(values, mask, torch.tensor([2, 0, 2, 1]))
+    assert means.tolist() == [2.0, 5.0] and means.dtype == torch.float64

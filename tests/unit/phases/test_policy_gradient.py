@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -11,11 +12,12 @@ import torch
 from rl.config.schema import Objective, load_config
 from rl.data.batch import Batch
 from rl.objectives import advantages as per_sample
-from rl.objectives import covariance, returns, sequence_loss
+from rl.objectives import covariance, returns, rollout_correction, sequence_loss
 from rl.objectives import policy_loss as per_token
 from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
-from rl.phases.phases import Totals
+from rl.objectives.kl_controller import AdaptiveKL
+from rl.phases.phases import Phases, Totals
 from rl.phases.policy_gradient import advantages, policy_loss, token_choice
 from rl.training.packing import pack
 
@@ -242,6 +244,7 @@ def test_gdpo_without_any_number_beside_the_score_is_refused():
 # {loss: (function, {key of the config: (argument of the function, default, another value)})}
 TWO_CLIPS = {"clip_low": ("clip_low", 0.2, 0.05), "clip_high": ("clip_high", 0.2, 0.05)}
 DUAL_CLIP = {"dual_clip": ("dual_clip", 3.0, 1.1)}
+DPPO = {"dppo_max_ratio": ("max_ratio", 20.0, 1.01)}
 FUNCTIONS = {
     "ppo": (per_token.ppo, TWO_CLIPS | DUAL_CLIP),
     "reinforce": (per_token.reinforce, {}),
@@ -252,11 +255,11 @@ FUNCTIONS = {
         {"sapo_tau_positive": ("tau_pos", 1.0, 2.0), "sapo_tau_negative": ("tau_neg", 1.05, 3.0)},
     ),
     "dro": (per_token.dro, {"dro_beta": ("beta", 0.1, 0.7)}),
-    "dppo-tv": (per_token.dppo_tv, TWO_CLIPS),
-    "dppo-kl": (per_token.dppo_kl, TWO_CLIPS),
+    "dppo-tv": (per_token.dppo_tv, TWO_CLIPS | DPPO),
+    "dppo-kl": (per_token.dppo_kl, TWO_CLIPS | DPPO),
     "gspo": (sequence_loss.gspo, TWO_CLIPS),
     "gmpo": (sequence_loss.gmpo, TWO_CLIPS),
-    "clip-cov": (covariance.clip_cov, TWO_CLIPS | DUAL_CLIP),
+    "clip-cov": (covariance.clip_cov, TWO_CLIPS),
     "kl-cov": (covariance.kl_cov, {"kl_cov_coef": ("kl_cov_coef", 1.0, 0.3)}),
 }
 EXTRA_ARGUMENT = {"gspo": "lengths", "gmpo": "lengths", "clip-cov": "chosen", "kl-cov": "chosen"}
@@ -481,3 +484,76 @@ def test_the_loss_reads_the_column_of_chosen_tokens(loss):
     assert run(none, loss=loss)[1]["actor/pg_covfrac"] == 0
     with pytest.raises(AttributeError, match="no chosen"):
         run(micro_batch(), loss=loss)
+
+
+# What phases make of the batch before the loss --------------------------------------------------------------
+
+
+def step_of(overrides, **attributes):
+    """What the phases below read of a `Phases`."""
+    config = load_config(None, ["model.path=toy", "data.train=toy.jsonl", *overrides])
+    return SimpleNamespace(config=config, metrics={}, step=1, **attributes)
+
+
+def test_the_reward_kl_is_a_mean_per_token_of_each_sample():
+    # As verl's apply_kl_penalty: the mean over a sample's tokens, then over samples, for the controller too.
+    batch = example()
+    batch.rewards = torch.zeros(10)
+    batch.mask[5:17] = 0.0  # sample 2 has no token that counts, sample 1 is empty
+    lengths = batch.lengths.tolist()
+    divergence = ((batch.old_logprobs - batch.ref_logprobs) * batch.mask).split(lengths)
+    per_sample = [float(d.sum() / m.sum()) for d, m in zip(divergence, batch.mask.split(lengths)) if m.sum()]
+    controller = AdaptiveKL(0.5, target=0.1, horizon=1000)
+    step = step_of(["algorithm=ppo", "objective.reward_kl.coef=0.5"], kl_controller=controller)
+    Phases.reward_tokens(step, batch)
+    assert step.metrics["actor/reward_kl_penalty"] == pytest.approx(np.mean(per_sample), rel=1e-5)
+    assert len(per_sample) < 10
+    expected = AdaptiveKL(0.5, target=0.1, horizon=1000)
+    expected.update(float(np.mean(per_sample)), len(per_sample))
+    assert controller.coef == expected.coef != 0.5
+    assert step.metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    # The penalty itself is per token, and a sample's reward loses the sum.
+    assert batch.rewards.tolist() == pytest.approx([-0.5 * float(d.sum()) for d in divergence], abs=1e-5)
+
+
+def example_with_a_gap():
+    """`example`, with log-probs of an engine that are not the trainer's."""
+    batch = example()
+    gap = torch.randn(60, generator=torch.Generator().manual_seed(3))
+    batch.rollout_logprobs = batch.old_logprobs + 0.3 * gap
+    return batch
+
+
+def test_a_token_has_to_pass_every_criterion_of_rejection():
+    batch = example_with_a_gap()
+    before = batch.mask.clone()
+    pair = batch.old_logprobs, batch.rollout_logprobs, batch.lengths, before
+    one = rollout_correction.reject(*pair, level="token", statistic="k1", low=-0.3, high=0.3)
+    other = rollout_correction.reject(*pair, level="sequence", statistic="k3", low=0.0, high=0.05)
+    keys = ["reject=token-k1,sample-k3", "reject_low=[-0.3, 0]", "reject_high=[0.3, 0.05]"]
+    step = step_of([f"rollout_correction.{key}" for key in keys])
+    Phases._correct_rollout(step, batch)
+    assert torch.equal(batch.mask, one * other)
+    assert 0 < batch.mask.sum() < min(one.sum(), other.sum()) and max(one.sum(), other.sum()) < before.sum()
+    share = 1 - float(batch.mask.sum() / before.sum())
+    metrics = {name.removeprefix("rollout_corr/"): value for name, value in step.metrics.items()}
+    assert metrics["rejected_fraction"] == pytest.approx(share)
+    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(share)
+    for name, kept in (("token_k1", one), ("seq_mean_k3", other)):
+        expected = 1 - float(kept.sum() / before.sum())
+        assert metrics[f"rollout_rs_{name}_masked_fraction"] == pytest.approx(expected)
+
+
+def test_the_weights_that_are_measured_are_those_of_the_config():
+    for keys, level, upper in (
+        ([], "token", 2.0),
+        (["truncate_tokens=1.1"], "token", 1.1),
+        (["truncate_samples=1.2"], "sequence", 1.2),
+        (["icepop_low=0.5", "icepop_high=1.3"], "token", 1.3),
+    ):
+        batch = example_with_a_gap()
+        step = step_of([f"rollout_correction.{key}" for key in keys])
+        Phases._correct_rollout(step, batch)
+        pair = batch.old_logprobs, batch.rollout_logprobs, batch.lengths, batch.mask
+        expected = rollout_correction.metrics(*pair, level=level, upper=upper)
+        assert step.metrics.items() >= expected.items() and len(expected) == 27

@@ -63,6 +63,15 @@ def test_only_the_last_300_characters_are_looked_at():
     assert reward("Answer: 42\n" + "x" * 290)["acc"] == 0.0
 
 
+@pytest.mark.parametrize("response", ["so \\boxed{42}", "\\boxed{41}, no: \\boxed{42}."])
+def test_a_bare_box_counts_only_with_strict_box(response):
+    # As verl's math_dapo.compute_score without and with strict_box_verify.
+    assert reward(response) == {"score": -1.0, "acc": 0.0, "pred": "[INVALID]"}
+    assert reward(response, strict_box=True) == {"score": 1.0, "acc": 1.0, "pred": "42"}
+    assert reward(response + "\nAnswer: 43", strict_box=True)["score"] == 1.0
+    assert reward(response.replace("42", "43") + "\nAnswer: 42")["score"] == 1.0
+
+
 def test_the_strict_form_is_a_box_to_the_letter():
     assert reward("so \\boxed{42}", strict_box=True) == {"score": 1.0, "acc": 1.0, "pred": "42"}
     assert reward("\\boxed{41} \\boxed{\\frac{1}{2}}", "\\frac{1}{2}", strict_box=True)["acc"] == 1.0
