@@ -13,7 +13,6 @@ GRPO with four changes, each a key of its own:
 No KL term. Seeds differ between rounds, so a prompt that comes again is sampled anew.
 """
 
-from rl.config.schema import Config
 from rl.data.batch import Batch, concatenate
 from rl.objectives.advantages import grpo
 from rl.phases.phases import Phases

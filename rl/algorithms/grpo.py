@@ -15,7 +15,6 @@ Clip-Cov and the rest are `objective.loss`, OPO, GPG, GDPO, pass@k and token bas
 (docs/algorithms.md).
 """
 
-from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import advantages, policy_loss, token_selection

@@ -13,7 +13,6 @@ The critic is a model of its own (`critic.path`, own optimizer); started from a 
 the divergence (arXiv:1909.08593). Critic losses are averaged over tokens, whatever `objective.aggregation` is.
 """
 
-from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.returns import gae, whiten
 from rl.phases.phases import Phases

@@ -21,9 +21,9 @@ from rl.objectives.preference import counted, log_ratios, outcome_loss
 from rl.objectives.returns import prime
 from rl.objectives.segments import segment_mean
 from rl.phases.phases import Phases
+from rl.phases.policy_gradient import policy_loss, token_selection
 from rl.training.loss import Totals
 from rl.training.packing import MicroBatch
-from rl.phases.policy_gradient import policy_loss, token_selection
 
 NEEDS = ("samples", "reward", "groups", "implicit_reward")
 DEFAULTS = {"objective.advantage": "prime", "objective.loss": "ppo"}

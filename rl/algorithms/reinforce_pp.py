@@ -12,7 +12,6 @@ sample, for several samples per prompt; the paper pairs it with `objective.rewar
 loss (`objective.kl_coef`, `objective.kl_estimator=k2`).
 """
 
-from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import advantages, policy_loss, token_selection

@@ -8,7 +8,6 @@ the reward, where the greedy response would need one too. The loss is PPO's by d
 the policy is the one that sampled.
 """
 
-from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import advantages, policy_loss, token_selection

@@ -11,7 +11,6 @@ update per step), and which stays right for several; `objective.loss=reinforce` 
 over its tokens, as log pi(y) is: `seq-mean-token-sum`; verl averages over tokens instead.
 """
 
-from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import advantages, policy_loss, token_selection

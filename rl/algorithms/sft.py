@@ -6,7 +6,6 @@ Only response tokens (with the end-of-sequence token) count. Same engine, packin
 algorithms; no generation engine is built unless validation asks for one. A step is one batch of data.prompts_per_step.
 """
 
-from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.aggregate import aggregate
 from rl.phases.phases import Phases

@@ -13,7 +13,6 @@ The paper fixes pi_t for an iteration of thousands of pairs; here an iteration i
 from functools import partial
 
 from rl.algorithms.dpo import loss
-from rl.config.schema import Config
 from rl.data.batch import Batch, pair_up
 from rl.phases.phases import Phases
 

@@ -24,7 +24,13 @@ class Generation:
     def __init__(
         self, config: Config, step: Step, engines: Engines, memory: MemorySharing, stop: StopRequests | None
     ):
-        self._config, self._step, self._engines, self._memory, self._stop = config, step, engines, memory, stop
+        self._config, self._step, self._engines, self._memory, self._stop = (
+            config,
+            step,
+            engines,
+            memory,
+            stop,
+        )
 
     def sample(
         self, prompts: list[Prompt], sampling: Sampling, *, purpose: str, timing: str, abortable: bool = False

@@ -5,7 +5,6 @@ An algorithm's file asks for `advantages(batch, config)` and `policy_loss(config
 (`rl.config.objective_checks`).
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch

@@ -145,7 +145,9 @@ class Updates:
             with step.timed("agreement"):
                 check_replicas(name, model.replicas(), control_group())
 
-    def _select_tokens(self, batch: Batch, plan: MinibatchPlan, select: TokenSelection, *, number: int) -> None:
+    def _select_tokens(
+        self, batch: Batch, plan: MinibatchPlan, select: TokenSelection, *, number: int
+    ) -> None:
         """Fill `selected_tokens` for the samples of a mini-batch, before update `number` of this step."""
         samples = plan.samples
         logprobs = batch.old_logprobs

@@ -28,7 +28,9 @@ def build_llm(
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
     options: dict = {}
     if not frozen and hf.get("quantization_config"):
-        options["hf_overrides"] = {"quantization_config": None}  # refits write the trainer's unquantised weights
+        options["hf_overrides"] = {
+            "quantization_config": None
+        }  # refits write the trainer's unquantised weights
     if device.is_cuda:
         options |= dict(
             enable_sleep_mode=not frozen,

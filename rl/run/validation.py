@@ -12,8 +12,7 @@ import numpy as np
 from rl.config.schema import Config
 from rl.data.prompts import Prompt
 from rl.phases.phases import Phases
-from rl.rollout.engine import Sampling
-from rl.rollout.sampling import greedy_sampling, train_sampling
+from rl.rollout.sampling import Sampling, greedy_sampling, train_sampling
 from rl.run.validation_metrics import validation_metrics
 
 
@@ -39,9 +38,9 @@ def validation_sampling(config: Config) -> Sampling:
 
 
 def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpose: str) -> None:
-    batch = phases.sample(prompts, sampling, purpose=purpose, timing="testing")
+    batch = phases.generation.sample(prompts, sampling, purpose=purpose, timing="testing")
     several = sampling.samples_per_prompt > 1
-    predictions = phases.judge(batch, prompts, timing="testing", predictions=several)
+    predictions = phases.scoring.fill_scores(batch, prompts, timing="testing", predictions=several)
     variables = {"acc": batch.outcomes, "score": batch.scores}
     variables |= {
         name: column for name, column in batch.score_details.items() if name not in ("acc", "failed")
@@ -56,4 +55,4 @@ def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpo
         source: {name: table[rows] for name, table in tables.items()} for source, rows in members.items()
     }
     votes = None if answers is None else {source: answers[rows].tolist() for source, rows in members.items()}
-    phases.metrics |= validation_metrics(values, votes)
+    phases.step.metrics |= validation_metrics(values, votes)
