@@ -14,7 +14,7 @@ import train_rl
 
 PLACES = {
     "generate": ("rl.rollout.engine", "RolloutEngine.generate"),
-    "score": ("rl.phases.scoring", "Scorer.score"),
+    "score": ("rl.phases.scorer", "Scorer.score"),
     "log_probs": ("rl.training.engine", "TrainingEngine.forward"),
     "update": ("rl.training.engine", "TrainingEngine.update"),
     "refit": ("rl.engines.memory", "refit"),

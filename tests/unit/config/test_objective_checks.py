@@ -63,8 +63,11 @@ def test_an_unknown_algorithm_is_refused_with_those_there_are():
 OWN = 'NEEDS = ("samples", "reward")\nDEFAULTS = {"objective.advantage": "reinforce++", "objective.loss": "ppo"}\n'
 
 
+FUNCTIONS = "def collect(phases): ...\ndef learn(phases, batch): ...\n"
+
+
 def test_an_algorithm_of_ones_own_is_a_file(tmp_path):
-    (tmp_path / "mine.py").write_text(OWN + "import torch\ndef step(phases, config): ...\n")
+    (tmp_path / "mine.py").write_text(OWN + "import torch\n" + FUNCTIONS)
     config = config_with(f"algorithm={tmp_path}/mine.py")
     assert config.objective.advantage == "reinforce++" and check(config) == []
 
@@ -72,14 +75,15 @@ def test_an_algorithm_of_ones_own_is_a_file(tmp_path):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("def step(phases, config): ...", "must set NEEDS, a tuple, and DEFAULTS"),
-        (OWN, "no function step"),
+        (FUNCTIONS, "must set NEEDS, a tuple, and DEFAULTS"),
+        (OWN + "def collect(phases): ...", "defines no function learn"),
+        (OWN + "def step(phases, config): ...", "was split into collect and learn"),
         (
-            OWN.replace('"reward"', '"rewards"') + "def step(phases, config): ...",
+            OWN.replace('"reward"', '"rewards"') + FUNCTIONS,
             "needs 'rewards', which is none of",
         ),
-        ("def step(", "cannot be read"),
-        ("NEEDS = tuple(range(3))\nDEFAULTS = {}\ndef step(phases, config): ...", "as literals"),
+        ("def learn(", "cannot be read"),
+        ("NEEDS = tuple(range(3))\nDEFAULTS = {}\n" + FUNCTIONS, "as literals"),
     ],
 )
 def test_an_unfit_file_is_refused_with_the_reason(tmp_path, text, words):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from rl.data.batch import ALL_TOKEN_COLUMNS, TOKEN_COLUMNS, Batch, concatenate, pair_up
+from rl.data.batch import LOSS_COLUMNS, TOKEN_COLUMNS, Batch, concatenate, pair_up
 from rl.phases.batch_metrics import balance_metrics, length_metrics, sample_means
 
-SAMPLE_COLUMNS = ("groups", "truncated", "labels", "scores", "rewards")
+SAMPLE_COLUMNS = ("groups", "truncated", "baselines", "labels", "scores", "rewards")
 NAN = float("nan")
 
 
@@ -34,9 +34,10 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         scores=column(count),
         rewards=column(count),
         unit=unit,
-        plans=[[[[0]]]],
+        baselines=column(count),
+        cursor={"epoch": 1},
         score_details={name: column(count) for name in details},
-        **{name: column(total) for name in ALL_TOKEN_COLUMNS},
+        **{name: column(total) for name in TOKEN_COLUMNS},
     )
     assert all(getattr(batch, field.name) is not None for field in fields(Batch))
     return batch
@@ -45,7 +46,7 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
 def samples_of(batch, *, groups=True):
     """Everything that belongs to each sample, as plain data."""
     ends, out = np.cumsum(batch.lengths.tolist()), []
-    columns = {name: column for name in ALL_TOKEN_COLUMNS if (column := getattr(batch, name)) is not None}
+    columns = {name: column for name in TOKEN_COLUMNS if (column := getattr(batch, name)) is not None}
     for i, (end, length) in enumerate(zip(ends, batch.lengths.tolist())):
         tokens = {name: column[end - length : end].tolist() for name, column in columns.items()}
         per_sample = {
@@ -73,8 +74,8 @@ def same_types(found, batch):
 def test_every_tensor_of_a_batch_is_a_token_column_or_a_sample_column():
     batch = full_batch(0)
     tensors = {field.name for field in fields(Batch) if isinstance(getattr(batch, field.name), torch.Tensor)}
-    assert tensors == set(ALL_TOKEN_COLUMNS) | set(SAMPLE_COLUMNS)
-    assert set(TOKEN_COLUMNS) < set(ALL_TOKEN_COLUMNS)
+    assert tensors == set(TOKEN_COLUMNS) | set(SAMPLE_COLUMNS)
+    assert set(LOSS_COLUMNS) < set(TOKEN_COLUMNS)
 
 
 def test_lengths_offsets_and_the_mask_by_default():
@@ -88,15 +89,15 @@ def test_lengths_offsets_and_the_mask_by_default():
     )
     assert batch.lengths.dtype == batch.offsets.dtype == torch.int64
     assert batch.mask.tolist() == [1.0] * 5 and batch.mask.dtype == torch.float32
-    assert list(batch.token_columns()) == ["mask"]
+    assert list(batch.loss_columns()) == ["mask"]
 
 
 def test_token_columns_are_those_that_losses_read_and_are_filled():
     batch = full_batch(0)
-    assert tuple(batch.token_columns()) == TOKEN_COLUMNS
-    assert all(column is getattr(batch, name) for name, column in batch.token_columns().items())
-    batch.chosen = batch.returns = None
-    assert set(TOKEN_COLUMNS) - set(batch.token_columns()) == {"chosen", "returns"}
+    assert tuple(batch.loss_columns()) == LOSS_COLUMNS
+    assert all(column is getattr(batch, name) for name, column in batch.loss_columns().items())
+    batch.selected_tokens = batch.returns = None
+    assert set(LOSS_COLUMNS) - set(batch.loss_columns()) == {"selected_tokens", "returns"}
 
 
 # select ---------------------------------------------------------------------------------------------------------------
@@ -118,20 +119,20 @@ def test_select_takes_all_that_belongs_to_the_samples_in_the_order_given(seed):
         assert samples_of(found) == [before[i] for i in chosen]
         assert len(found) == len(chosen) and found.mask.shape == (int(found.lengths.sum()),)
         same_types(found, batch)
-    assert samples_of(batch) == before and batch.plans is not None
+    assert samples_of(batch) == before
 
 
-def test_select_leaves_columns_empty_that_were_and_plans_to_be_made_anew():
+def test_select_keeps_empty_columns_empty():
     batch = full_batch(1, unit=2)
     batch.advantages = batch.labels = None
     found = batch.select([0, 1])
-    assert found.advantages is None and found.labels is None and found.plans is None and found.unit == 2
+    assert found.advantages is None and found.labels is None and found.unit == 2
 
 
 def test_a_selection_shares_no_column_with_its_batch():
     batch = full_batch(2)
     found = batch.select(list(range(10)))
-    for name in (*ALL_TOKEN_COLUMNS, *SAMPLE_COLUMNS):
+    for name in (*TOKEN_COLUMNS, *SAMPLE_COLUMNS):
         getattr(found, name).zero_()
     assert samples_of(batch) == samples_of(full_batch(2))
 
@@ -150,7 +151,6 @@ def test_keep_groups_keeps_whole_groups_and_numbers_them_in_the_order_given(seed
         samples[i] for k in kept for i in range(starts[k], starts[k + 1])
     ]
     assert found.groups.tolist() == [new for new, k in enumerate(kept) for _ in range(sizes[k])]
-    assert found.plans is None
     same_types(found, batch)
 
 
@@ -171,7 +171,6 @@ def test_concatenate_keeps_order_and_all_columns_and_numbers_groups_on():
         sample for batch in batches for sample in samples_of(batch, groups=False)
     ]
     assert found.groups.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 4, 4, 5, 6, 6, 6, 6, 6]
-    assert found.plans is None
     same_types(found, batches[0])
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -17,8 +16,10 @@ from rl.objectives import policy_loss as per_token
 from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
 from rl.objectives.kl_controller import AdaptiveKL
-from rl.phases.phases import Phases, Totals
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.phases.correction import correct_rollout
+from rl.phases.policy_gradient import advantages, policy_loss, token_selection
+from rl.phases.reward_shaping import KlPenalty
+from rl.training.loss import Totals
 from rl.training.packing import pack
 
 LOSSES, ADVANTAGES, AGGREGATIONS, ESTIMATORS = (
@@ -117,9 +118,8 @@ EXPECTED = {
 
 
 def found(batch, name, **objective):
-    return advantages(
-        batch, config_of(advantage=name, **objective), baselines=BASELINES if name == "remax" else None
-    )
+    batch.baselines = BASELINES
+    return advantages(batch, config_of(advantage=name, **objective))
 
 
 def test_every_estimator_has_its_expectation_here():
@@ -262,7 +262,7 @@ FUNCTIONS = {
     "clip-cov": (covariance.clip_cov, TWO_CLIPS),
     "kl-cov": (covariance.kl_cov, {"kl_cov_coef": ("kl_cov_coef", 1.0, 0.3)}),
 }
-EXTRA_ARGUMENT = {"gspo": "lengths", "gmpo": "lengths", "clip-cov": "chosen", "kl-cov": "chosen"}
+EXTRA_ARGUMENT = {"gspo": "lengths", "gmpo": "lengths", "clip-cov": "selected_tokens", "kl-cov": "selected_tokens"}
 KEYS = [(loss, key) for loss, (_, keys) in FUNCTIONS.items() for key in keys]
 SAME = {"reinforce", "gpg"}
 
@@ -306,7 +306,7 @@ def test_every_loss_has_its_function_here():
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_policy_loss_is_the_mean_of_the_pure_function(loss, aggregation):
-    micro = micro_batch(chosen=chosen())
+    micro = micro_batch(selected_tokens=chosen())
     value, metrics = run(micro, loss=loss, aggregation=aggregation)
     token_loss, stats = token_loss_of(loss, micro)
     assert same_value_and_gradient(micro, value, mean(micro, token_loss, aggregation))
@@ -318,7 +318,7 @@ def test_policy_loss_is_the_mean_of_the_pure_function(loss, aggregation):
 
 
 def test_no_two_losses_are_the_same_but_those_of_reinforce_and_gpg():
-    micro = micro_batch(chosen=chosen())
+    micro = micro_batch(selected_tokens=chosen())
     values = {loss: run(micro, loss=loss)[0] for loss in LOSSES}
     for one, other in itertools.combinations(values, 2):
         assert same_value_and_gradient(micro, values[one], values[other]) == ({one, other} == SAME), (
@@ -329,7 +329,7 @@ def test_no_two_losses_are_the_same_but_those_of_reinforce_and_gpg():
 
 @pytest.mark.parametrize("loss, key", KEYS, ids=[f"{loss}-{key}" for loss, key in KEYS])
 def test_each_key_of_a_loss_reaches_it(loss, key):
-    micro = micro_batch(chosen=chosen())
+    micro = micro_batch(selected_tokens=chosen())
     _, default, another = FUNCTIONS[loss][1][key]
     value, _ = run(micro, loss=loss, **{key: another})
     assert same_value_and_gradient(micro, value, mean(micro, token_loss_of(loss, micro, **{key: another})[0]))
@@ -428,7 +428,7 @@ def test_masked_tokens_may_hold_nan_in_every_column_of_the_trainer():
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_only_the_covariance_losses_choose_tokens(loss):
-    assert (token_choice(config_of(loss=loss)) is not None) == (loss in ("clip-cov", "kl-cov"))
+    assert (token_selection(config_of(loss=loss)) is not None) == (loss in ("clip-cov", "kl-cov"))
 
 
 COV = dict(cov_fraction=1.0, cov_low=0.1, cov_high=2.0, clip_low=0.25, clip_high=0.3)
@@ -438,7 +438,7 @@ COV = dict(cov_fraction=1.0, cov_low=0.1, cov_high=2.0, clip_low=0.25, clip_high
 def choice(loss, seed=5, **objective):
     batch = example()
     logprobs = micro_batch().logprobs.detach()
-    return token_choice(config_of(loss=loss, **(COV | objective)))(batch, logprobs, seed), batch, logprobs
+    return token_selection(config_of(loss=loss, **(COV | objective)))(batch, logprobs, seed), batch, logprobs
 
 
 @pytest.mark.parametrize(
@@ -478,21 +478,19 @@ def test_kl_cov_chooses_with_the_keys_of_the_config(fraction):
 
 @pytest.mark.parametrize("loss", ["clip-cov", "kl-cov"])
 def test_the_loss_reads_the_column_of_chosen_tokens(loss):
-    none, some = micro_batch(chosen=torch.zeros(60)), micro_batch(chosen=chosen())
+    none, some = micro_batch(selected_tokens=torch.zeros(60)), micro_batch(selected_tokens=chosen())
     expected = float((chosen() * some.mask).sum()) / TOTALS.num_tokens
     assert float(run(some, loss=loss)[1]["actor/pg_covfrac"]) == pytest.approx(expected)
     assert run(none, loss=loss)[1]["actor/pg_covfrac"] == 0
-    with pytest.raises(AttributeError, match="no chosen"):
+    with pytest.raises(AttributeError, match="no selected_tokens"):
         run(micro_batch(), loss=loss)
 
 
 # What phases make of the batch before the loss --------------------------------------------------------------
 
 
-def step_of(overrides, **attributes):
-    """What the phases below read of a `Phases`."""
-    config = load_config(None, ["model.path=toy", "data.train=toy.jsonl", *overrides])
-    return SimpleNamespace(config=config, metrics={}, step=1, **attributes)
+def config_with(*overrides):
+    return load_config(None, ["model.path=toy", "data.train=toy.jsonl", *overrides])
 
 
 def test_the_reward_kl_is_a_mean_per_token_of_each_sample():
@@ -503,15 +501,15 @@ def test_the_reward_kl_is_a_mean_per_token_of_each_sample():
     lengths = batch.lengths.tolist()
     divergence = ((batch.old_logprobs - batch.ref_logprobs) * batch.mask).split(lengths)
     per_sample = [float(d.sum() / m.sum()) for d, m in zip(divergence, batch.mask.split(lengths)) if m.sum()]
-    controller = AdaptiveKL(0.5, target=0.1, horizon=1000)
-    step = step_of(["algorithm=ppo", "objective.reward_kl.coef=0.5"], kl_controller=controller)
-    Phases.reward_tokens(step, batch)
-    assert step.metrics["actor/reward_kl_penalty"] == pytest.approx(np.mean(per_sample), rel=1e-5)
+    keys = ["coef=0.5", "controller=adaptive", "target=0.1", "horizon=1000"]
+    penalty = KlPenalty(config_with("algorithm=ppo", *[f"objective.reward_kl.{key}" for key in keys]))
+    metrics = penalty.apply(batch, step=1)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(np.mean(per_sample), rel=1e-5)
     assert len(per_sample) < 10
     expected = AdaptiveKL(0.5, target=0.1, horizon=1000)
     expected.update(float(np.mean(per_sample)), len(per_sample))
-    assert controller.coef == expected.coef != 0.5
-    assert step.metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    assert penalty.controller.coef == expected.coef != 0.5
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
     # The penalty itself is per token, and a sample's reward loses the sum.
     assert batch.rewards.tolist() == pytest.approx([-0.5 * float(d.sum()) for d in divergence], abs=1e-5)
 
@@ -531,12 +529,12 @@ def test_a_token_has_to_pass_every_criterion_of_rejection():
     one = rollout_correction.reject(*pair, level="token", statistic="k1", low=-0.3, high=0.3)
     other = rollout_correction.reject(*pair, level="sequence", statistic="k3", low=0.0, high=0.05)
     keys = ["reject=token-k1,sample-k3", "reject_low=[-0.3, 0]", "reject_high=[0.3, 0.05]"]
-    step = step_of([f"rollout_correction.{key}" for key in keys])
-    Phases._correct_rollout(step, batch)
+    correction = config_with(*[f"rollout_correction.{key}" for key in keys]).rollout_correction
+    found = correct_rollout(batch, correction)
     assert torch.equal(batch.mask, one * other)
     assert 0 < batch.mask.sum() < min(one.sum(), other.sum()) and max(one.sum(), other.sum()) < before.sum()
     share = 1 - float(batch.mask.sum() / before.sum())
-    metrics = {name.removeprefix("rollout_corr/"): value for name, value in step.metrics.items()}
+    metrics = {name.removeprefix("rollout_corr/"): value for name, value in found.items()}
     assert metrics["rejected_fraction"] == pytest.approx(share)
     assert metrics["rollout_rs_masked_fraction"] == pytest.approx(share)
     for name, kept in (("token_k1", one), ("seq_mean_k3", other)):
@@ -552,8 +550,8 @@ def test_the_weights_that_are_measured_are_those_of_the_config():
         (["icepop_low=0.5", "icepop_high=1.3"], "token", 1.3),
     ):
         batch = example_with_a_gap()
-        step = step_of([f"rollout_correction.{key}" for key in keys])
-        Phases._correct_rollout(step, batch)
+        correction = config_with(*[f"rollout_correction.{key}" for key in keys]).rollout_correction
+        found = correct_rollout(batch, correction)
         pair = batch.old_logprobs, batch.rollout_logprobs, batch.lengths, batch.mask
         expected = rollout_correction.metrics(*pair, level=level, upper=upper)
-        assert step.metrics.items() >= expected.items() and len(expected) == 27
+        assert found.items() >= expected.items() and len(expected) == 27
