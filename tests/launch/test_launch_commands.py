@@ -217,10 +217,11 @@ def test_submitting_needs_neither_torch_nor_submitit(place):
         "import sys\n"
         "for name in ('torch', 'submitit', 'matplotlib', 'transformers'): sys.modules[name] = None\n"
         "from launch.__main__ import main\n"
-        "assert main(['submit', '--config', 'config.yaml', '--nodes', '1']) == 0\n"
+        "submit = ['submit', '--config', 'config.yaml', '--nodes', '1', '--', 'model.path=qwen2.5-0.5b']\n"
+        "assert main(submit) == 0\n"
         "assert main(['sweep', 'sweep.yaml']) == 0\n"
         "assert main(['status', 'runs']) == 0\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "no memory estimate" in done.stdout
+    assert "FITS" in done.stdout  # the estimate needs no torch either
