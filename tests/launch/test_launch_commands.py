@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -210,6 +211,31 @@ def test_help_and_an_unknown_command(place):
     assert "there is no command sweeep" in launch("sweeep", code=2)
     for command in ("submit", "sweep", "status", "report"):
         assert "usage" in launch(command, "--help")
+
+
+def run_into_closed_pipe(*arguments):
+    """The command with a stdout whose reader has left, as in `... | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "launch", *arguments]
+        options = dict(stderr=subprocess.PIPE, env=environment, text=True, timeout=60)
+        return subprocess.run(command, stdout=pipe, **options)
+
+
+def test_a_reader_that_leaves_ends_it_silently(place):
+    (place / "runs").mkdir()
+    dry = ("submit", *TestSubmit.arguments, "--dry-run")
+    for arguments in (("--help",), ("status",), ("submit", "--help"), dry):
+        done = run_into_closed_pipe(*arguments)
+        assert (done.returncode, done.stderr) == (-signal.SIGPIPE, ""), arguments
+
+
+def test_a_submission_nobody_reads_says_where_to_look(place):
+    done = run_into_closed_pipe("submit", *TestSubmit.arguments)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "python -m launch status" in done.stderr
 
 
 def test_submitting_needs_neither_torch_nor_submitit(place):
