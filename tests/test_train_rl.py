@@ -1,8 +1,10 @@
 """The program from its command line, end to end with real ranks: what a user types and what they get."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +132,25 @@ def test_real_gsm8k_prompts_flow_through_two_steps(tmp_path):
     assert all(step["reward/failures"] == 0 and step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
     assert "####" in sample["prompt"] and float(sample["ground_truth"]) >= 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("--config", "configs/quickstart.yaml", "--print-config"),
+        ("--config", "configs/qwen2.5-7b_gsm8k_grpo_8gpu.yaml", "--dry-run", "--world-size", "8"),
+    ],
+    ids=["help", "print_config", "dry_run"],
+)
+def test_a_reader_that_leaves_ends_it_silently(arguments):
+    """As in `train_rl.py --help | head`; here the reader has left before the first line."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        command = [sys.executable, TRAIN, *arguments]
+        done = subprocess.run(command, cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 def test_help_lists_every_key_without_importing_torch():
