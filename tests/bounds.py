@@ -1,0 +1,48 @@
+"""How far rounding may move a result: from the dtype and the length of the sums, not from what one processor gave.
+
+A rounding changes a number by at most half an eps of its size. Of n roundings in a sum, in whatever order a processor takes
+them, most cancel: together they change it by about sqrt(n) of one (Higham and Mary, "A new approach to probabilistic rounding
+error analysis", 2019; the worst case is n). All bounds are relative to the size of what is added, and grow by SLACK for the
+tail of that distribution; the errors of a wrong formula are thousands of times larger.
+"""
+
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+SLACK = 4
+PRODUCTS_PER_LAYER = 6
+"""Matrix products in series in a transformer's layer: QKV, scores, attention's sum, its projection, and two of the MLP."""
+
+
+def of_sum(terms: int, dtype: torch.dtype = torch.float32) -> float:
+    """Relative to the sum of the absolute values of so many terms."""
+    return SLACK * sqrt(terms) * torch.finfo(dtype).eps / 2
+
+
+def of_product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> float:
+    """Absolute, for each element of a @ b with a [M, K], b [K, N]: sums of K terms."""
+    return of_sum(a.shape[1], dtype) * float((a.detach().double().abs() @ b.detach().double().abs()).max())
+
+
+def of_logits(layers: int, width: int, dtype: torch.dtype = torch.float32) -> float:
+    """Relative to the largest logit or log-prob of a transformer: its products in series, each of sums as long as the model is
+    wide. A processor that adds in float32 what it multiplies in bfloat16 rounds once per product: width 1."""
+    return of_sum((PRODUCTS_PER_LAYER * layers + 1) * width, dtype)
+
+
+def of_gradient(layers: int, width: int) -> float:
+    """Relative to the norm of a transformer's gradient in float32: its products in series, there and back."""
+    return of_sum(2 * (PRODUCTS_PER_LAYER * layers + 1) * width)
+
+
+def of_adam_step(lr: float, eps: float, gradient: float) -> float:
+    """Absolute, for each weight after a step of Adam, from the absolute error of each element of the gradient.
+
+    The step is lr * m / (sqrt(v) + eps). m and sqrt(v) change by at most the change of the gradient, and m is at most about
+    sqrt(v) in size: so a change d of the gradient changes the step by at most 2 * lr * d / eps. This needs an eps as large as a
+    gradient: with the default of 1e-8 an element whose gradient is rounding error alone takes a full step of lr, in a direction
+    that depends on the processor.
+    """
+    return 2 * lr * gradient / eps
