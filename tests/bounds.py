@@ -46,3 +46,8 @@ def of_adam_step(lr: float, eps: float, gradient: float) -> float:
     that depends on the processor.
     """
     return 2 * lr * gradient / eps
+
+
+TOY_LOGPROB = 8 * of_logits(layers=2, width=384)
+"""Between the engine's and the trainer's log-prob of a token of the toy model (tools/make_toy.py), whose logits are of that size; a
+probability moves by less than its logarithm."""
