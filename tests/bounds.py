@@ -1,9 +1,9 @@
-"""How far rounding may move a result: from the dtype and the length of the sums, not from what one processor gave.
+"""How far rounding may move a result, from the dtype and the length of the sums.
 
-A rounding changes a number by at most half an eps of its size. Of n roundings in a sum, in whatever order a processor takes
-them, most cancel: together they change it by about sqrt(n) of one (Higham and Mary, "A new approach to probabilistic rounding
-error analysis", 2019; the worst case is n). All bounds are relative to the size of what is added, and grow by SLACK for the
-tail of that distribution; the errors of a wrong formula are thousands of times larger.
+A rounding changes a number by at most half an eps of its size. Most of the n roundings in a sum cancel, in
+whatever order a processor takes them: together they change it by about sqrt(n) of one (Higham and Mary,
+"A new approach to probabilistic rounding error analysis", 2019; the worst case is n). SLACK covers the tail
+of that distribution. The errors of a wrong formula are hundreds of times larger.
 """
 
 from math import sqrt
@@ -13,7 +13,7 @@ from torch import Tensor
 
 SLACK = 4
 PRODUCTS_PER_LAYER = 6
-"""Matrix products in series in a transformer's layer: QKV, scores, attention's sum, its projection, and two of the MLP."""
+"""Matrix products in series in a layer: QKV, scores, attention's sum and projection, two of the MLP."""
 
 
 def of_sum(terms: int, dtype: torch.dtype = torch.float32) -> float:
@@ -27,8 +27,10 @@ def of_product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> floa
 
 
 def of_logits(layers: int, width: int, dtype: torch.dtype = torch.float32) -> float:
-    """Relative to the largest logit or log-prob of a transformer: its products in series, each of sums as long as the model is
-    wide. A processor that adds in float32 what it multiplies in bfloat16 rounds once per product: width 1."""
+    """Relative to the largest logit or log-prob of a transformer: products in series, of sums over its width.
+
+    In bfloat16 a product is added up in float32 and rounded once: width 1.
+    """
     return of_sum((PRODUCTS_PER_LAYER * layers + 1) * width, dtype)
 
 
@@ -38,16 +40,16 @@ def of_gradient(layers: int, width: int) -> float:
 
 
 def of_adam_step(lr: float, eps: float, gradient: float) -> float:
-    """Absolute, for each weight after a step of Adam, from the absolute error of each element of the gradient.
+    """Absolute, for each weight after a step of Adam, from the absolute error of the gradient's elements.
 
-    The step is lr * m / (sqrt(v) + eps). m and sqrt(v) change by at most the change of the gradient, and m is at most about
-    sqrt(v) in size: so a change d of the gradient changes the step by at most 2 * lr * d / eps. This needs an eps as large as a
-    gradient: with the default of 1e-8 an element whose gradient is rounding error alone takes a full step of lr, in a direction
-    that depends on the processor.
+    The step is lr * m / (sqrt(v) + eps). m and sqrt(v) change by at most as much as the gradient, and m is at
+    most about sqrt(v), so a change d of the gradient changes the step by at most 2 * lr * d / eps. The eps must
+    be as large as a gradient: with the default of 1e-8 an element whose gradient is nothing but rounding error
+    takes a full step of lr, in a direction that depends on the processor.
     """
     return 2 * lr * gradient / eps
 
 
 TOY_LOGPROB = 8 * of_logits(layers=2, width=384)
-"""Between the engine's and the trainer's log-prob of a token of the toy model (tools/make_toy.py), whose logits are of that size; a
-probability moves by less than its logarithm."""
+"""Between the engine's and the trainer's log-prob of a token of the toy model (tools/make_toy.py), whose
+logits are of size 8. A probability moves by less than its logarithm."""

@@ -40,8 +40,8 @@ from tests.training.megatron_groups import new_grid  # noqa: E402
 
 
 ADAM = dict(lr=1e-3, eps=1e-2)
-"""An epsilon larger than most gradients, which are clipped to a norm of 1: with the default of 1e-8 rounding decides the steps of
-weights whose gradient is near 0."""
+"""The epsilon is larger than most gradients, which are clipped to a norm of 1: with the default of 1e-8
+rounding decides the steps of weights whose gradient is near 0."""
 
 
 def trainer_of(model: str, layout: str, device: Device, dtype: str):

@@ -15,7 +15,8 @@ WORKER = Path(__file__).with_name("store_worker.py")
 LAYERS, WIDTH, TOKENS = SIZES["num_hidden_layers"], SIZES["hidden_size"], 91
 LOGPROB = bounds.of_logits(LAYERS, WIDTH)
 GRADIENT = bounds.of_gradient(LAYERS, WIDTH)
-BFLOAT16_LOSS = bounds.of_logits(LAYERS, 1, torch.bfloat16) / math.sqrt(TOKENS)  # a mean, to which each token adds its own error
+# A mean, to which each token adds its own error.
+BFLOAT16_LOSS = bounds.of_logits(LAYERS, 1, torch.bfloat16) / math.sqrt(TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,8 @@ def found(tmp_path_factory) -> dict[str, dict[str, float]]:
 def test_saved_with_tp_2_it_gives_the_same_logprobs_and_the_same_next_step(found, layout):
     differences = found[f"float32 {layout}"]
     assert differences["weights"] == 0
-    assert differences["logprobs"] <= LOGPROB and differences["loss"] <= LOGPROB and differences["grad_norm"] <= GRADIENT
+    assert max(differences["logprobs"], differences["loss"]) <= LOGPROB
+    assert differences["grad_norm"] <= GRADIENT
     # The gradient is clipped to a norm of 1, so GRADIENT is the absolute error of its elements.
     step = bounds.of_adam_step(**found["adam"], gradient=GRADIENT)
     # A step from another optimizer state would differ by about as much as it moves the weights.

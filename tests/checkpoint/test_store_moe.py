@@ -10,8 +10,8 @@ from tests.ranks import run_ranks
 
 WORKER = Path(__file__).parent.parent / "training" / "moe_store_worker.py"
 GRADIENT = bounds.of_gradient(layers=3, width=SIZES["hidden_size"])
-STEP = bounds.of_adam_step(lr=1e-3, eps=1e-2, gradient=GRADIENT)  # of gradients that are clipped to a norm of 1
-SMALLEST_NORM = 0.2  # of a weight: 8 biases of a router, of standard deviation 0.2 or less
+STEP = bounds.of_adam_step(lr=1e-3, eps=1e-2, gradient=GRADIENT)  # gradients are clipped to a norm of 1
+SMALLEST_NORM = 0.2  # of a weight: 8 biases of a router, of standard deviation 0.2
 
 
 def test_a_run_with_expert_parallelism_continues_in_its_own_and_in_another_layout(tmp_path):

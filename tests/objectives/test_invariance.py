@@ -129,7 +129,8 @@ def test_gradient_does_not_depend_on_ranks_or_micro_batches(results, case, world
             assert any(gradient.any() for gradient in b.values())
             for name in b:  # one by one: a small table must not hide behind a large one
                 difference, norm = (a[name].double() - b[name].double()).norm(), b[name].double().norm()
-                assert difference <= GRADIENT * norm, f"{how}, update {update}, {name}: {difference / norm:.1e}"
+                where = f"{how}, update {update}, {name}: {difference / norm:.1e}"
+                assert difference <= GRADIENT * norm, where
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

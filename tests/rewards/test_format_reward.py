@@ -1,4 +1,6 @@
 
+from functools import partial
+
 import pytest
 
 from rl.rewards.format import last_answer, last_line, score
@@ -99,5 +101,6 @@ def test_the_last_line_that_is_not_blank():
 )
 def test_time_grows_linearly_up_to_100_000_characters(unit):
     around = (("", ""), ("<think>", ""), ("", "</answer>"), ("<think></think>", "<answer>7</answer>"))
-    for function in (reward, last_answer, last_line, lambda text: reward(text, pattern="<think>.*</think>.*x")):
+    by_pattern = partial(reward, pattern="<think>.*</think>.*x")
+    for function in (reward, last_answer, last_line, by_pattern):
         assert_linear_in_text(function, unit, around)

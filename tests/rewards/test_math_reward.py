@@ -8,6 +8,7 @@ import pytest
 
 from rl.rewards import math as math_reward
 from rl.rewards.math import (
+    MAX_ANSWER_CHARS,
     MAX_EXPRESSION_CHARS,
     compare_symbolically,
     is_costly,
@@ -276,7 +277,11 @@ UNITS = ["\\boxed{", "\\boxed", "{", "}", "\\", "\\{", "$", " ", "\\frac", "\\sq
 @pytest.mark.parametrize("unit", UNITS)
 def test_time_grows_linearly_up_to_100_000_characters(unit):
     around = (("", ""), ("\\boxed{", "}"), ("", "\\boxed{7}"))
-    assert_linear_in_text(lambda response: reward(response, "7", symbolic=False), unit, around)
-    # Longer answers are wrong unread.
-    assert_linear_in_text(lambda response: reward(response, "7", symbolic=False), unit, [("\\boxed{", "}")], size=990)
+
+    def score_of(response):
+        return reward(response, "7", symbolic=False)
+
+    assert_linear_in_text(score_of, unit, around)
+    # Longer answers are not read.
+    assert_linear_in_text(score_of, unit, [("\\boxed{", "}")], size=MAX_ANSWER_CHARS - 10)
     assert_linear_in_text(normalize, unit)

@@ -162,7 +162,8 @@ def test_async_functions_give_something_to_await_and_run_concurrently(file):
 
     async def meet():
         # Neither call of `later` returns before both have begun: one after the other they would never return.
-        return await asyncio.wait_for(mix.score(SAMPLE | {"extra_info": {"barrier": asyncio.Barrier(2)}}), HANG_S)
+        sample = SAMPLE | {"extra_info": {"barrier": asyncio.Barrier(2)}}
+        return await asyncio.wait_for(mix.score(sample), HANG_S)
 
     score = asyncio.run(meet())
     assert score.values == {"score": 24.0, "rules/score": 2.0, "rules_2/score": 2.0, "rules_3/score": 2.0}

@@ -95,8 +95,9 @@ class Checks:
                     kept = probs >= sampling.min_p * probs.amax(1, keepdim=True)
                 expected = logits.masked_fill(~kept, float("-inf")).log_softmax(-1)
                 found = expected[range(len(sample.token_ids)), sample.token_ids.astype(int)]
-                error = bounds.of_logits(SIZES["num_hidden_layers"], SIZES["hidden_size"]) * logits.abs().max()
-                assert (found - torch.from_numpy(sample.logprobs)).abs().max() <= error, sampling
+                error = bounds.of_logits(SIZES["num_hidden_layers"], SIZES["hidden_size"])
+                difference = (found - torch.from_numpy(sample.logprobs)).abs().max()
+                assert difference <= error * logits.abs().max(), sampling
 
     def check_greedy_takes_the_most_probable_token(self):
         for sample in self.samples(replace(PLAIN, temperature=0.0, samples_per_prompt=1)).values():

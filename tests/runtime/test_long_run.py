@@ -70,9 +70,9 @@ COMPARISON = """
 
 @pytest.mark.slow
 def test_agreement_costs_little_more_than_its_one_collective():
-    """Medians of ranks that come at the same time: in a run `timing_s/agreement` also holds the wait for the slowest rank, which the
-    phase's first collective would have had otherwise."""
+    """Medians of ranks that come at the same time. In a run `timing_s/agreement` also holds the wait for the
+    slowest rank, which the phase's first collective would have had otherwise."""
     for out in run_ranks(2, COMPARISON):
         compared, bare = map(float, out.split())
-        print(f"agreement: {1e3 * compared:.3f} ms, {compared / bare:.2f} times one all-gather of as many bytes")
+        print(f"agreement: {1e3 * compared:.3f} ms, {compared / bare:.2f} times one all-gather of its size")
         assert compared < 3 * bare

@@ -121,7 +121,8 @@ def test_a_first_rank_that_does_not_come_is_named_by_the_others():
 
 
 def test_an_address_that_does_not_resolve_is_said_at_once():
-    [(sentence, _)] = answers(meeting(79, ranks=[1], MASTER_ADDR="nowhere.invalid", LOCKSTEP_JOIN_TIMEOUT="1000"))
+    lost = meeting(79, ranks=[1], MASTER_ADDR="nowhere.invalid", LOCKSTEP_JOIN_TIMEOUT="1000")
+    [(sentence, _)] = answers(lost)
     assert "nowhere.invalid, has no address on" in sentence and "MASTER_ADDR" in sentence
 
 

@@ -77,7 +77,7 @@ def last_line(text: str) -> str:
 
 
 def check_hang(failure: RanksFailed, run: Path, phase: str, frame: str) -> None:
-    """Every rank ended with code 1; one said who hangs and where; the guilty frame is in the file of the guilty rank."""
+    """Every rank ended with code 1; one named who hangs and where; the guilty rank's file has the frame."""
     assert set(failure.returncodes) == {1}, failure
     [said] = [line for line in errors(failure) if line]
     assert f"watchdog.limits.{phase}=" in said and re.search(rf"rank 1 \([^)]+\) in {phase} of step 1 for \d+ s at .*{frame}", said)

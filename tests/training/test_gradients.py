@@ -20,7 +20,7 @@ LAYOUTS = [case.partition("=")[0] for cases in CASES.values() for case in cases 
 LAYERS, WIDTH, TOKENS = SIZES["num_hidden_layers"], SIZES["hidden_size"], 217
 GRADIENT = bounds.of_gradient(LAYERS, max(WIDTH, TOKENS))  # a weight's gradient is a sum over tokens
 TERM = bounds.of_logits(LAYERS, WIDTH)  # means of log-probs and their ratios, which are of order 1
-READING = bounds.of_sum(1)  # of the size of a weight, which is rounded before and after the step that shows its gradient
+READING = bounds.of_sum(1)  # relative to a weight, which is rounded after the step that shows its gradient
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

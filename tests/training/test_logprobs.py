@@ -49,13 +49,12 @@ def chunked(hidden, weight, targets, upstream, *, temperature, vocab_size, group
 
 
 def error_of(hidden, weight, *, temperature, vocab_size):
-    """How far rounding may move a logit, and with it a log-prob and the logarithm of a probability: its sum of H products, and
-    a sum of `vocab_size` probabilities."""
+    """How far rounding may move a log-prob: a sum of H products, and a sum of `vocab_size` probabilities."""
     return bounds.of_product(hidden, weight[:vocab_size].T) / temperature + bounds.of_sum(vocab_size)
 
 
 def assert_same(found, expected, error):
-    """Equal but for an error in the logits. A gradient is a sum of products with probabilities, which move by that share."""
+    """Equal but for an error in the log-probs. Gradients are linear in the probabilities, which it scales."""
     for name, mine, theirs in zip(("logprobs", "entropy", "grad hidden", "grad weight"), found, expected, strict=True):
         limit = error * max(1.0, float(theirs.abs().max()))
         difference = float((mine.double() - theirs).abs().max())

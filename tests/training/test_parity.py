@@ -59,7 +59,8 @@ def assert_equal_logprobs(results: dict, layouts: list[str], *, fallback: bool =
 def assert_equal_gradients(results: dict, layouts: list[str]) -> None:
     for layout in layouts:
         found = results[f"{layout} b"]
-        assert max(found["gradient"], found["norm"]) <= GRADIENT, (layout, found["worst_gradient"], found["norm"])
+        where = (layout, found["worst_gradient"], found["norm"])
+        assert max(found["gradient"], found["norm"]) <= GRADIENT, where
 
 
 def assert_same_tensors(exported: Path, source: Path) -> None:

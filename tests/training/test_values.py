@@ -20,7 +20,7 @@ LAYOUTS = [case.partition("=")[0] for cases in CASES.values() for case in cases 
 LAYERS, WIDTH, TOKENS = SIZES["num_hidden_layers"], SIZES["hidden_size"], 217
 VALUE = bounds.of_logits(LAYERS, WIDTH)  # a value is a logit
 GRADIENT = bounds.of_gradient(LAYERS, max(WIDTH, TOKENS))  # a weight's gradient is a sum over tokens
-READING = bounds.of_sum(1)  # of the size of a weight, which is rounded before and after the step that shows its gradient
+READING = bounds.of_sum(1)  # relative to a weight, which is rounded after the step that shows its gradient
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,8 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_and_gradients_are_those_of_transformers(results, layout):
     expected, found = results["hf"], results[layout]
-    assert (found["values"].double() - expected["values"]).abs().max() <= VALUE * expected["values"].abs().max()
+    difference = (found["values"].double() - expected["values"]).abs().max()
+    assert difference <= VALUE * expected["values"].abs().max()
     assert found["gradient"].keys() == expected["gradient"].keys() and "score.weight" in found["gradient"]
     for name, gradient in expected["gradient"].items():
         difference = (found["gradient"][name].double() - gradient).norm()
