@@ -43,9 +43,9 @@ def of_adam_step(lr: float, eps: float, gradient: float) -> float:
     """Absolute, for each weight after a step of Adam, from the absolute error of the gradient's elements.
 
     The step is lr * m / (sqrt(v) + eps). m and sqrt(v) change by at most as much as the gradient, and m is at
-    most about sqrt(v), so a change d of the gradient changes the step by at most 2 * lr * d / eps. The eps must
-    be as large as a gradient: with the default of 1e-8 an element whose gradient is nothing but rounding error
-    takes a full step of lr, in a direction that depends on the processor.
+    most about sqrt(v), so a change d of the gradient changes the step by at most 2 * lr * d / eps. The eps
+    must be as large as a gradient: with the default of 1e-8 an element whose gradient is nothing but rounding
+    error takes a full step of lr, in a direction that depends on the processor.
     """
     return 2 * lr * gradient / eps
 
