@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import bounds
 from tests.checkpoints import assert_same_checkpoint
 from tests.ranks import ROOT, RanksFailed, run_ranks
 from tests.records import comparable, records
@@ -67,7 +68,7 @@ def test_two_steps_of_grpo_in_each_layout(config, tmp_path, layout):
         # One update per step: its log-probs are the old ones to the bit.
         assert step["actor/ppo_kl"] == 0 and step["actor/pg_clipfrac"] == 0
         # The engine's log-probs are those of the trainer, whose weights the last step changed.
-        assert step["training/rollout_probs_diff_max"] < 1e-4
+        assert step["training/rollout_probs_diff_max"] < bounds.TOY_LOGPROB
     # The policy is its own reference until the first update.
     assert steps[0]["actor/kl_loss"] == 0 and steps[1]["actor/kl_loss"] > 0
     assert "val-core/addition/acc/mean@1" in steps[-1] and "timing_s/update_weights" in steps[-1]
@@ -117,7 +118,7 @@ def test_sft_exports_a_checkpoint_that_grpo_starts_from(config, tmp_path):
     losses = [record["sft/loss"] for record in records(tmp_path / "sft")]
     assert losses[-1] < 0.7 * losses[0]
     train(2, config, f"model.path={tmp_path}/sft/hf", "training.tp=2", "run.max_steps=1")
-    assert records(tmp_path / "run")[1]["training/rollout_probs_diff_max"] < 1e-4
+    assert records(tmp_path / "run")[1]["training/rollout_probs_diff_max"] < bounds.TOY_LOGPROB
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"the GSM8K files are not at {GSM8K}")
@@ -129,7 +130,8 @@ def test_real_gsm8k_prompts_flow_through_two_steps(tmp_path):
     train(2, ROOT / "configs" / "gsm8k_toy.yaml", *data, *where)
     steps = records(tmp_path / "run")
     assert len(steps) == 2 and steps[1]["prompt_length/mean"] > 200 and "val-core/openai/gsm8k/acc/mean@1" in steps[1]
-    assert all(step["reward/failures"] == 0 and step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
+    assert all(step["reward/failures"] == 0 for step in steps)
+    assert all(step["training/rollout_probs_diff_max"] < bounds.TOY_LOGPROB for step in steps)
     sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
     assert "####" in sample["prompt"] and float(sample["ground_truth"]) >= 0
 
