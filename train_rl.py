@@ -19,6 +19,9 @@ import os
 import platform
 import sys
 
+PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
+"""Options that make the program print something and exit."""
+
 
 def main() -> int:
     if "--dry-run" in sys.argv[1:]:
@@ -193,4 +196,8 @@ def leave(code: int, *, together: bool = True) -> None:
 
 
 if __name__ == "__main__":
+    if PRINTING & set(sys.argv[1:]):
+        from rl.stopping.signals import end_on_closed_pipe
+
+        end_on_closed_pipe()
     leave(main())

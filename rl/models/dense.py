@@ -1,15 +1,20 @@
-"""What the dense decoders share: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU. Plain data, no Megatron.
+"""What the dense decoders share: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
+
+Plain data: importing this imports neither torch nor Megatron, so that a dry run works on a login node without them.
 
 An architecture's file says what is particular to it: biases, norms of queries and keys, which configs it refuses.
 Shapes: `H` hidden, `F` intermediate, `V` vocabulary, `q` = heads x channels, `kv` = KV heads x channels.
 """
 
-import math
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING
 
 from rl.models.layout import GATE_UP, REPLICATED, ROW, VOCAB, Cut, Weight, qkv
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -107,6 +112,8 @@ def scaled_frequencies(hf: dict) -> Tensor | None:
     proportion to C / w (meta-llama/llama-models, `apply_scaling`; transformers' `rope_type: llama3`). Megatron 0.16.1 has
     this with C and both factors built in.
     """
+    import torch  # only training calls this
+
     rope = rope_parameters(hf)
     if rope["rope_type"] != "llama3":
         return None

@@ -3,15 +3,19 @@
 Both sides of the suite hold fused and cut parameters: Megatron interleaves query, key and value per KV group, vLLM lays
 them end to end; both join gate and up, pad the vocabulary and split over tensor parallel ranks. Each such parameter is
 described as a list of `Piece`s, boxes of Hugging Face tensors and where they lie locally. That one description drives
-reading checkpoints, writing them, refit and the equality check. Plain data: no torch.distributed, no Megatron, no vLLM.
+reading checkpoints, writing them, refit and the equality check. Plain data: no torch, no Megatron, no vLLM.
 """
+
+from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # a login node, where --dry-run counts bytes, has no torch
+    from torch import Tensor
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) of each dimension."""
@@ -214,7 +218,7 @@ def expert_down(expert: int) -> Cut:
     return Cut(_row, _stacked(_row, expert))
 
 
-def assemble(weight: Weight, shards: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def assemble(weight: Weight, shards: list[Tensor]) -> dict[str, Tensor]:
     """The full Hugging Face tensors of a weight from the Megatron shards of all tensor parallel ranks, in rank order."""
     out = {name: shards[0].new_empty(shape) for name, shape in zip(weight.hf, weight.shapes)}
     for rank, shard in enumerate(shards):

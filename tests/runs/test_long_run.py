@@ -44,35 +44,35 @@ def test_resident_memory_does_not_grow(records):
 COMPARISON = """
     import time
     from statistics import median
+    import torch
     import torch.distributed as dist
     from rl.faults.agreement import Agreement
     from rl.faults.phase_tracker import Place
 
     dist.init_process_group("gloo")
     agreement = Agreement({"key": 1}, "code", dist.group.WORLD)
-    seconds = []
+    compared, bare = [], []
+    own = torch.zeros(8, dtype=torch.int64)
+    rows = torch.zeros(dist.get_world_size() * 8, dtype=torch.int64)
     for number in range(2000):
         place = Place("update", 1, number, 0.0, 0.0, 1.0)
         start = time.perf_counter()
         agreement.check(place, 7, (0, 0))
-        seconds.append(time.perf_counter() - start)
-    print(median(seconds))
+        compared.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        dist.all_gather_into_tensor(rows, own)
+        bare.append(time.perf_counter() - start)
+    print(median(compared), median(bare))
     dist.barrier()
     dist.destroy_process_group()
 """
 
 
-QUICKSTART_STEP_S = 1.0
-"""Of GRPO in configs/quickstart.yaml on two ranks, as measured once (docs/performance.md); the run above has shorter steps, of
-which the same comparisons were 0.7 %."""
-
-
 @pytest.mark.slow
-def test_agreement_costs_less_than_half_a_per_cent_of_a_step_of_the_quickstart():
-    """The comparison itself, of ranks that come at the same time: in a run `timing_s/agreement` holds the wait for the slowest rank
-    too, which the phase's first collective would have had otherwise."""
-    comparison = max(float(out) for out in run_ranks(2, COMPARISON))
-    phases = 6  # of a step of GRPO: generate, refit, score, log-probs, update, save
-    share = phases * comparison / QUICKSTART_STEP_S
-    print(f"agreement: {phases} x {1e3 * comparison:.3f} ms of a step of {QUICKSTART_STEP_S} s: {share:.2%} (medians)")
-    assert share < 0.005
+def test_agreement_costs_little_more_than_its_one_collective():
+    """Medians of ranks that come at the same time. In a run `timing_s/agreement` also holds the wait for the
+    slowest rank, which the phase's first collective would have had otherwise."""
+    for out in run_ranks(2, COMPARISON):
+        compared, bare = map(float, out.split())
+        print(f"agreement: {1e3 * compared:.3f} ms, {compared / bare:.2f} times one all-gather of its size")
+        assert compared < 3 * bare

@@ -15,6 +15,7 @@ their order by more than 1e-7.
 import json
 import os
 import random
+import re
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -48,6 +49,8 @@ CPU = Device(torch.device("cpu"), "gloo")
 VOCAB, PLACES = 23, 40
 MINIBATCHES = ((1, 7, 3, 2, 3), (6, 4, 1, 5))
 """Sizes of the groups in each of two mini-batches, cut as `Phases` cuts nine groups: 16 samples each, also in pairs."""
+LAYOUT = re.compile(f"{MACHINE.pattern}|global_seqlen/")
+"""Metrics that may differ between splits: those of the machine, and how evenly the ranks share the tokens."""
 NUM_PROMPTS, NUM_SAMPLES = 8, 4
 """Of a generation phase."""
 
@@ -265,7 +268,7 @@ def gradients(name: str, config: Config) -> dict:
         learn(phases, batch)
         plans = [plan.micro_batches for plan in planner.plans(batch)]
         empty = sum(not micro for plan in plans for rank in plan for micro in rank)
-        metrics = {key: value for key, value in phases.metrics.items() if not MACHINE.match(key)}
+        metrics = {key: value for key, value in phases.metrics.items() if not LAYOUT.match(key)}
         found[how] = {"gradients": phases.engines.policy.gradients, "metrics": metrics, "empty": empty}
     return found
 

@@ -173,6 +173,7 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
                     k: difference(f, e)
                     for k, f, e in zip(("megatron", "entropy", "sum_p_squared"), found, expected)
                 }
+                sides["largest"] = float(expected[0].abs().max())  # log-prob: rounding is relative to it
                 traffic = refit(trainer, engine)
                 check_refit(trainer, engine)
                 drawn = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(batch))))

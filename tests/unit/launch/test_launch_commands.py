@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -253,12 +254,38 @@ def test_help_and_an_unknown_command(place):
         assert "usage" in launch(command, "--help")
 
 
+def run_into_closed_pipe(*arguments):
+    """The command with a stdout whose reader has left, as in `... | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "launch", *arguments]
+        options = dict(stderr=subprocess.PIPE, env=environment, text=True, timeout=60)
+        return subprocess.run(command, stdout=pipe, **options)
+
+
+def test_a_reader_that_leaves_ends_it_silently(place):
+    (place / "runs").mkdir()
+    dry = ("submit", *TestSubmit.arguments, "--dry-run")
+    for arguments in (("--help",), ("status",), ("submit", "--help"), dry):
+        done = run_into_closed_pipe(*arguments)
+        assert (done.returncode, done.stderr) == (-signal.SIGPIPE, ""), arguments
+
+
+def test_a_submission_nobody_reads_says_where_to_look(place):
+    done = run_into_closed_pipe("submit", *TestSubmit.arguments)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "python -m launch status" in done.stderr
+
+
 def test_submitting_needs_neither_torch_nor_submitit(place):
     code = (
         "import sys\n"
         "for name in ('torch', 'submitit', 'matplotlib', 'transformers'): sys.modules[name] = None\n"
         "from launch.__main__ import main\n"
-        "assert main(['submit', '--config', 'config.yaml', '--nodes', '1']) == 0\n"
+        "submit = ['submit', '--config', 'config.yaml', '--nodes', '1', '--', 'model.path=qwen2.5-0.5b']\n"
+        "assert main(submit) == 0\n"
         "assert main(['sweep', 'sweep.yaml']) == 0\n"
         "assert main(['status', 'runs']) == 0\n"
     )
@@ -270,4 +297,4 @@ def test_submitting_needs_neither_torch_nor_submitit(place):
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert "no memory estimate" in done.stdout
+    assert "FITS" in done.stdout  # the estimate needs no torch either
