@@ -18,7 +18,7 @@ DIRECTORY = "launch"
 """Of a run or a sweep, for batch files, logs and what was submitted."""
 JOBS, SWEEP = "jobs.jsonl", "sweep.json"
 RANK_LOGS = ".ranks"
-"""Suffix of the directory with a job's rank logs and a copy of the run's status.json, which slurm/job.sh makes."""
+"""Suffix of the directory in which slurm/job.sh keeps rank logs and a copy of the run's status.json."""
 SILENT_S = 300.0
 """Seconds without a sign of life after which a run that says running, and whose job Slurm does not know, counts as lost."""
 UNFINISHED = ("stopped", "failed", "lost", "unstarted")
