@@ -95,6 +95,7 @@ class RolloutEngine:
             cpu_support.unlink_shared_memory()
         # Garbage collection of the LLM would destroy the trainer's default process group.
         self.llm.llm_engine.engine_core._finalizer.detach()
+        _abort_one_by_one(self.llm.llm_engine.engine_core)
         self.model = self.llm.apply_model(lambda model: model)[0]
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._cpu_cache = None if device.is_cuda else cpu_support.KvCache(self._runner.kv_caches)
@@ -199,7 +200,7 @@ class RolloutEngine:
             if not more and not running:
                 return out
             if interrupt is not None and turn % INTERRUPT_TURNS == 0 and self._any_in_replica(interrupt()):
-                engine.abort_request(list(running))
+                engine.abort_request(sorted(running))
                 return None
             while more and len(running) + n <= capacity:
                 item = queue.draw()
@@ -266,6 +267,23 @@ def _sample(output) -> Sample:
     )
 
 
+def _abort_one_by_one(client) -> None:
+    """Make vLLM's scheduler free aborted requests in the order given, which all ranks of a replica share.
+
+    Within one call vLLM frees requests in the order of a set of strings, and both the ids and the hashes of
+    strings are random per process. The order decides which cached prefix is evicted first. If ranks evict
+    different prefixes, they later compute different numbers of tokens and their collectives no longer match.
+    Interrupts abort requests, and so does vLLM itself for every response that ends at a stop string.
+    """
+    abort = client.abort_requests
+
+    def abort_requests(request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            abort([request_id])
+
+    client.abort_requests = abort_requests
+
+
 def _build_llm(
     path: str, rollout: Rollout, dtype: str, max_tokens: int, seed: int, device: Device, frozen: bool
 ):
@@ -312,6 +330,11 @@ def _build_llm(
         logprobs_mode="processed_logprobs",  # the log-probs of the distribution that is sampled from
         seed=seed,
         disable_log_stats=True,
+        # By default vLLM turns asynchronous scheduling on for CUDA and off for CPU. It schedules one step
+        # ahead: finishes are seen one step late, and `generate` returns or aborts with a step in flight
+        # when the trainer takes the memory. Ranks of external_launcher fell out of step with it on (vLLM
+        # #28774). Without it CUDA runs the loop that the tests compare between ranks, step by step.
+        async_scheduling=False,
         **options,
     )
 
