@@ -311,7 +311,7 @@ def nearest_keys(root: type, prefix: str, name: str, leaf: str) -> list[str]:
     """Up to three valid keys that an unknown `name` in section `prefix` may stand for; [] where none is really close.
 
     `leaf` is the last part of the key as the user wrote it, which may lie elsewhere in the tree. A key of the
-    section that begins with `name` counts as much as a key elsewhere that equals it; the section's keys come first.
+    section that begins with `name` scores as high as an equal key elsewhere; the section's keys come first.
     """
     scores = {}
     for key in tree_keys(root):

@@ -1,6 +1,6 @@
 """What the dense decoders share: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
-Plain data: importing this imports neither torch nor Megatron, so that a dry run works on a login node without them.
+Plain data: importing this imports neither torch nor Megatron, which a dry run on a login node does not have.
 
 An architecture's file says what is particular to it: biases, norms of queries and keys, which configs it refuses.
 Shapes: `H` hidden, `F` intermediate, `V` vocabulary, `q` = heads x channels, `kv` = KV heads x channels.

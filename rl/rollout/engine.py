@@ -255,9 +255,10 @@ def _completion(output, weights_version: int) -> Completion:
 def _abort_in_order(client) -> None:
     """Make vLLM's scheduler free aborted requests in the given order, which is identical on all ranks of a replica.
 
-    vLLM frees the requests of one call in the order of a set, and ids and string hashes are random per process. The order
-    decides which cached prefix is evicted first, so that ranks would later schedule different numbers of tokens. vLLM
-    itself also aborts every response that ended at a stop string.
+    Within one call vLLM frees requests in the order of a set of strings, and both the ids and the hashes of strings are
+    random per process. The order decides which cached prefix is evicted first. If ranks evict different prefixes, they
+    later compute different numbers of tokens and their collectives no longer match. Interrupts abort requests, and so
+    does vLLM itself for every response that ends at a stop string.
     """
     abort = client.abort_requests
 

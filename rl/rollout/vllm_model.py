@@ -61,10 +61,10 @@ def build_llm(
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
             seed=seed,
             disable_log_stats=True,
-            # vLLM turns it on by default on CUDA and off on CPU. With it the scheduler runs one step ahead, a finish is
-            # seen one step late, and `generate` would return or abort with a step still running. Without it every
-            # device runs the same loop, whose steps tests compare between ranks (vLLM #28774 and #48720 report ranks
-            # that diverged with it).
+            # By default vLLM turns asynchronous scheduling on for CUDA and off for CPU. It schedules one step ahead:
+            # finishes are seen one step late, and `generate` returns or aborts with a step in flight when the trainer
+            # takes the memory. Ranks of external_launcher diverged with it on (vLLM #28774). Without it CUDA runs the
+            # loop whose steps the tests compare between ranks.
             async_scheduling=False,
             **options,
         )

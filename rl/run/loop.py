@@ -45,7 +45,7 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
         algorithm = algorithms.load(config.algorithm)  # a user's file may raise anything
     leads = dist.get_rank() == 0
     progress = Progress(leads)
-    status = Status(config.run.dir, max_steps=config.run.max_steps, leads=leads)
+    status = watch.status
     stop = StopRequests(config.run.dir, max_time=config.run.max_time)
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")

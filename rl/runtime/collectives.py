@@ -12,6 +12,13 @@ def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return moved.cpu()
 
 
+def from_first_rank(text: str) -> str:
+    """Return rank 0's text on every rank. Collective over the world."""
+    texts = [text]
+    dist.broadcast_object_list(texts, src=0)
+    return texts[0]
+
+
 def any_rank(here: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether it is true on any rank. Collective over `group`, the world by default."""
     anywhere = torch.tensor(int(here))

@@ -21,9 +21,9 @@ def _note(number, frame) -> None:
 
 
 def end_on_closed_pipe() -> None:
-    """Let a reader that leaves, as in `... --help | head`, end this process silently, like other Unix programs.
+    """Let a reader that leaves, as in `... --help | head`, end this process silently, as is usual on Unix.
 
-    For commands that only print: Python would raise BrokenPipeError from the print, or from the flush at the exit.
+    For commands that only print. Python would raise BrokenPipeError from the print or the flush at the exit.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 

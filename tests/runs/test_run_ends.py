@@ -69,6 +69,12 @@ def errors(failure: RanksFailed) -> list[str]:
     return ["\n".join(re.findall(r"^error: .*$", text, re.MULTILINE)) for text in failure.stderr]
 
 
+def ending(run: Path) -> tuple[str, str]:
+    """What status.json says has become of the run."""
+    status = json.loads((run / "status.json").read_text())
+    return status["state"], status["reason"]
+
+
 def last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
 
@@ -82,6 +88,7 @@ def check_hang(failure: RanksFailed, run: Path, phase: str, frame: str) -> None:
     [said] = [line for line in errors(failure) if line]
     assert f"watchdog.limits.{phase}=" in said and re.search(rf"rank 1 \([^)]+\) in {phase} of step 1 for \d+ s at .*{frame}", said)
     assert "rank 0 in" in said  # where the other one waits
+    assert ending(run) == ("failed", said.removeprefix("error: "))
     [file] = (run / "stacks").glob("step_*_rank_1.txt")
     assert frame in file.read_text() and list((run / "stacks").glob("step_*_rank_0.txt"))
     beat = json.loads((run / "heartbeat" / "rank_1.json").read_text())
@@ -98,6 +105,7 @@ def test_native_code_that_holds_the_interpreter_lock_is_dumped_by_a_thread_that_
     assert set(failure.returncodes) == {1}, failure
     [said] = [line for line in errors(failure) if line]
     assert "watchdog.limits.update=" in said and re.search(r"rank 1 \([^)]+\), last heartbeat \d+ s ago in .*native code", said), said
+    assert ending(tmp_path / "run") == ("failed", said.removeprefix("error: "))
     stacks = (tmp_path / "run" / "stacks" / "native_rank_1.txt").read_text()
     # Its timer began with the phase: 6 s above the limit, below the 10 s in which stacks must be there.
     assert "hold_the_interpreter_lock" in stacks and f"Timeout (0:00:{LIMIT_S + 6:02d})!" in stacks
@@ -121,6 +129,7 @@ def test_the_first_error_is_the_last_line_of_the_log_and_what_follows_from_it_is
     assert re.fullmatch(r"error: rank 1 \(.+\) failed in update of step 2: ValueError: injected: the reactor is on fire; see .*", said[0])
     assert "Traceback" not in failure.stderr[0] and "raise_here" in failure.stderr[1]
     assert "raise_here" in (tmp_path / "run" / "errors" / "rank_1.txt").read_text()
+    assert ending(tmp_path / "run") == ("failed", said[0].removeprefix("error: "))
     assert not (tmp_path / "run" / "lock.json").exists()  # the next run need not wait
 
 
@@ -134,14 +143,18 @@ def test_an_error_is_reported_even_if_nothing_can_be_written(sft, tmp_path):
 def test_a_killed_rank_is_said_to_be_lost(sft, tmp_path):
     failure = failed_run("kill_this_rank", "update", 1, sft, call=2)
     assert failure.returncodes == [1, -9]
-    assert re.search(r"^error: lost rank 1 \(.+\), last heartbeat \d+ s ago in .*: killed from outside", errors(failure)[0])
+    said = errors(failure)[0]
+    assert re.search(r"^error: lost rank 1 \(.+\), last heartbeat \d+ s ago in .*: killed from outside", said)
+    assert ending(tmp_path / "run") == ("failed", said.removeprefix("error: "))
 
 
 @pytest.mark.slow
-def test_the_rank_that_holds_the_store_is_said_to_be_lost_too(sft):
+def test_the_rank_that_holds_the_store_is_said_to_be_lost_too(sft, tmp_path):
     failure = failed_run("kill_this_rank", "update", 0, sft, call=2)
     assert failure.returncodes == [-9, 1]
-    assert re.search(r"^error: lost rank 0 \(.+\), last heartbeat \d+ s ago in", errors(failure)[1])
+    said = errors(failure)[1]
+    assert re.search(r"^error: lost rank 0 \(.+\), last heartbeat \d+ s ago in", said)
+    assert ending(tmp_path / "run") == ("failed", said.removeprefix("error: "))
 
 
 @pytest.mark.slow
@@ -155,7 +168,10 @@ def test_out_of_memory_on_one_rank_is_reported_as_that(sft):
 def test_a_rank_above_the_host_memory_limit_ends_the_run_with_a_sentence(sft, tmp_path):
     failure = failed_run("grow", "update", 1, sft, "memory.host_limit_gib=1.6", "run.max_steps=500")
     assert set(failure.returncodes) == {1}
-    assert re.search(r"rank 1 \(.+\) holds \d\.\d+ GiB of host memory, more than memory.host_limit_gib=1.6, in", errors(failure)[0])
+    said = errors(failure)[0]
+    limit = r"rank 1 \(.+\) holds \d\.\d+ GiB of host memory, more than memory.host_limit_gib=1.6, in"
+    assert re.search(limit, said)
+    assert ending(tmp_path / "run") == ("failed", said.removeprefix("error: "))
     assert json.loads((tmp_path / "run" / "heartbeat" / "rank_0.json").read_text())["host_memory_gib"] < 1.5
 
 
@@ -186,6 +202,7 @@ def test_a_run_whose_directory_was_taken_over_ends_before_it_writes_a_checkpoint
     assert re.search(r"rank 0 \(.+\) failed in save of step 1: LockLost: .*/run is now that of process \d+ on node7", said), said
     assert not list((tmp_path / "run").glob("checkpoints/step*"))
     assert (tmp_path / "run" / "lock.json").exists()  # it is the other run's
+    assert ending(tmp_path / "run")[0] == "running"  # so is the status
 
 
 @pytest.mark.slow

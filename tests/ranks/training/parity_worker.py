@@ -29,8 +29,8 @@ from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import architecture, read_hf_config  # noqa: E402
 from rl.refit.refit import check_refit, refit  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
-from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
+from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.packing import plan_minibatch  # noqa: E402
 from rl.training.weights import load_hf  # noqa: E402

@@ -78,10 +78,7 @@ def test_an_algorithm_of_ones_own_is_a_file(tmp_path):
         (FUNCTIONS, "must set NEEDS, a tuple, and DEFAULTS"),
         (OWN + "def collect(phases): ...", "defines no function learn"),
         (OWN + "def step(phases, config): ...", "was split into collect and learn"),
-        (
-            OWN.replace('"reward"', '"rewards"') + FUNCTIONS,
-            "needs 'rewards', which is none of",
-        ),
+        (OWN.replace('"reward"', '"rewards"') + FUNCTIONS, "needs 'rewards', which is none of"),
         ("def learn(", "cannot be read"),
         ("NEEDS = tuple(range(3))\nDEFAULTS = {}\n" + FUNCTIONS, "as literals"),
     ],

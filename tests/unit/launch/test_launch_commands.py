@@ -52,15 +52,14 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def launch(*arguments, code=0):
+def run_launch(*arguments):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "launch", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def launch(*arguments, code=0):
+    done = run_launch(*arguments)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout if code == 0 else done.stderr
@@ -213,6 +212,40 @@ class TestStatus:
         for name, age in (("a=quiet", 1000), ("b=alive", 10)):
             write_status(place / "runs" / name, "running", time=time.time() - age)
         assert states(launch("status")) == {"a=quiet": "lost", "b=alive": "running"}
+
+    def test_logs_of_ranks_are_no_run(self, place):
+        """slurm/job.sh keeps a copy of status.json beside the ranks' logs."""
+        launch("sweep", "sweep.yaml")
+        sweep, alone = place / "runs" / "sw", place / "runs" / "a=1"
+        write_status(alone, "finished")
+        for directory in (sweep, alone):
+            write_status(directory / "launch" / "job-101_0.ranks", "finished")
+        write_status(place / "job-7.ranks", "finished")  # a batch file that was submitted by hand, from here
+        assert "6 runs: 6 unstarted" in launch("status", "runs/sw")
+        assert "1 runs: 1 finished" in launch("status", "runs/a=1")
+        assert "7 runs: 6 unstarted, 1 finished" in launch("status", ".")
+
+    def test_states_follow_from_files_if_slurm_does_not_answer(self, place):
+        launch("sweep", "sweep.yaml")
+        sweep = place / "runs" / "sw"
+        written = json.loads((sweep / "launch" / "sweep.json").read_text())
+        points = [point["name"] for point in written["points"]]
+        write_status(sweep / points[0], "running", job="101_0")
+        write_status(sweep / points[1], "running", job="101_1", time=time.time() - 1000)
+        write_status(sweep / points[2], "failed", job="101_2")
+        record = {"training/global_step": 1, "time": 1, "critic/score/mean": 0}
+        (sweep / points[0] / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        no_controller = "#!/bin/bash\necho 'error: Unable to contact slurm controller' >&2\nexit 1\n"
+        (place / "bin" / "squeue").write_text(no_controller)
+        commands = {name: run_launch(name, "runs/sw") for name in ("status", "report")}
+        for done in commands.values():
+            assert done.returncode == 0 and len(done.stderr.splitlines()) == 1, done.stderr
+            assert done.stderr.startswith("warning: the queue is not known")
+            assert "Unable to contact" in done.stderr
+        shown = states(commands["status"].stdout)
+        assert [shown[name] for name in points[:4]] == ["running", "lost", "failed", "unstarted"]
+        # What may wait in the queue is not submitted a second time.
+        assert "Unable to contact" in launch("sweep", "sweep.yaml", "--only", "failed", code=2)
 
     def test_a_directory_that_is_not_there(self, place):
         assert "nowhere" in launch("status", "nowhere", code=2)

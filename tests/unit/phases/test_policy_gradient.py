@@ -262,7 +262,12 @@ FUNCTIONS = {
     "clip-cov": (covariance.clip_cov, TWO_CLIPS),
     "kl-cov": (covariance.kl_cov, {"kl_cov_coef": ("kl_cov_coef", 1.0, 0.3)}),
 }
-EXTRA_ARGUMENT = {"gspo": "lengths", "gmpo": "lengths", "clip-cov": "selected_tokens", "kl-cov": "selected_tokens"}
+EXTRA_ARGUMENT = {
+    "gspo": "lengths",
+    "gmpo": "lengths",
+    "clip-cov": "selected_tokens",
+    "kl-cov": "selected_tokens",
+}
 KEYS = [(loss, key) for loss, (_, keys) in FUNCTIONS.items() for key in keys]
 SAME = {"reinforce", "gpg"}
 
