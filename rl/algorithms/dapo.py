@@ -1,16 +1,17 @@
 """DAPO: decoupled clip and dynamic sampling policy optimization (arXiv:2503.14476).
 
-GRPO with four changes, each a key of its own:
+DAPO is GRPO with four changes, each with a key of its own:
 
-- clip-higher: `objective.clip_high=0.28` above `clip_low=0.2`, so that rare tokens may become more likely;
-- dynamic sampling: a group whose samples all have the same score has no advantage. Such groups are dropped and further
-  prompts drawn, until the batch is full, in at most `dynamic_sampling.max_rounds` rounds; a step that is still short then
-  trains on the groups there are. Groups left over from the last round are dropped;
-- token-level loss: `objective.aggregation=token-mean`;
-- soft overlong punishment: `reward.overlong_buffer_tokens`, off unless set (the paper: 4,096 of 20,480). The spread of a
-  group is that of the scores before it.
+- Clip-higher: `objective.clip_high=0.28` above `clip_low=0.2`, so that unlikely tokens may become more
+  likely.
+- Dynamic sampling: a group whose samples all have the same score has no advantage. Such groups are dropped
+  and further prompts are drawn until the batch is full, in at most `dynamic_sampling.max_rounds` rounds. A
+  step that is still short trains on the groups it has. Surplus groups of the last round are dropped.
+- Token-level loss: `objective.aggregation=token-mean`.
+- Soft overlong penalty: `reward.overlong_buffer_tokens`, off by default (the paper: 4,096 of 20,480). Whether
+  the scores of a group differ is decided before the penalty.
 
-No KL term. Seeds differ between rounds, so a prompt that comes again is sampled anew.
+There is no KL term. Seeds differ between rounds, so that a prompt drawn twice gets different samples.
 """
 
 from rl.data.batch import Batch, concatenate

@@ -1,12 +1,13 @@
 """DPO: direct preference optimization (arXiv:2305.18290), from pairs in the data.
 
-No reward and no generation: the policy learns to prefer the chosen response of each pair over the rejected one, by more
-than the reference policy (the one that the run starts from) does.
+There is no reward and no generation. The policy learns to prefer the chosen response of each pair over the
+rejected one by more than the reference policy does, which is the policy that the run starts from.
 
     L = -E[ log sigmoid(beta (log pi(y_w)/pi_ref(y_w) - log pi(y_l)/pi_ref(y_l))) ]
 
-`preference.loss` has hinge and IPO in its place. data.prompts_per_step counts pairs; both responses of a pair share a
-micro-batch. Online variants: `spin` (the data's response against one's own) and `sppo` (one's own against each other).
+`preference.loss` selects the hinge or IPO loss instead. data.prompts_per_step counts pairs; both responses of
+a pair are in one micro-batch. Online variants are `spin` (the data's response against the policy's) and
+`sppo` (the policy's responses against each other).
 """
 
 from functools import partial
@@ -32,7 +33,10 @@ def learn(phases: Phases, batch: Batch) -> None:
 
 
 def loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Mean over the mini-batch's pairs, except those with a response of which no token counts."""
+    """Return the mean over the mini-batch's pairs.
+
+    A pair with a response without a counted token is left out.
+    """
     preference = config.preference
     ratios = log_ratios(micro.logprobs, micro.ref_logprobs, micro.mask, micro.lengths)
     ratios = ratios[counted(micro.mask, micro.lengths, unit=2)]

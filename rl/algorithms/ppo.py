@@ -1,16 +1,18 @@
-"""PPO: proximal policy optimization with a critic (arXiv:1707.06347, as for language models in arXiv:2203.02155).
+"""PPO: proximal policy optimization with a critic (arXiv:1707.06347, for language models arXiv:2203.02155).
 
-A critic V estimates the reward to come at every token. Advantages are generalised advantage estimates (arXiv:1506.02438),
-whitened over the batch; the reward of a token is minus its KL divergence from the reference policy, plus the score at the
-last one. Policy and critic learn from the same mini-batches:
+A critic V estimates the future reward at every token. Advantages are generalised advantage estimates
+(arXiv:1506.02438), whitened over the batch. The reward of a token is minus its KL divergence from the
+reference policy, plus the score at the last token. Policy and critic learn from the same mini-batches:
 
-    delta_t = r_t + gamma V_{t+1} - V_t,   A_t = sum_{s >= t} (gamma lam)^(s - t) delta_s,   target_t = A_t + V_t
+    delta_t = r_t + gamma V_{t+1} - V_t,   A_t = sum_{s >= t} (gamma lam)^(s - t) delta_s
+    target_t = A_t + V_t
     J = E[ min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) ]
     L_critic = E[ max((V - target)^2, (clip(V, V_old - c, V_old + c) - target)^2) ] / 2
 
-The critic is a model of its own (`critic.path`, own optimizer); started from a language model its values begin at 0, and
-`critic.warmup_steps` lets it learn before the policy moves. `objective.reward_kl.controller=adaptive` moves the weight of
-the divergence (arXiv:1909.08593). Critic losses are averaged over tokens, whatever `objective.aggregation` is.
+The critic is a separate model (`critic.path`) with its own optimizer. If it starts from a language model, its
+values begin at 0, and `critic.warmup_steps` lets it learn before the policy changes. With
+`objective.reward_kl.controller=adaptive` the KL coefficient is adapted (arXiv:1909.08593). The critic's loss
+is the mean over tokens for every `objective.aggregation`.
 """
 
 from rl.data.batch import Batch

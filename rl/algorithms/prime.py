@@ -1,16 +1,17 @@
 """PRIME: process reinforcement through implicit rewards (arXiv:2502.01456).
 
-A second language model, started from the same weights, learns during the run to tell right responses from wrong ones, by
-cross-entropy on sigmoid(beta log(phi(y) / phi_ref(y))). Its log-ratio at a token is then a reward for that token, without
-any label of steps:
+A second language model phi starts from the same weights as the policy and learns during the run to
+distinguish correct from wrong responses, by cross-entropy on sigmoid(beta log(phi(y) / phi_ref(y))). Its
+log-ratio at a token is then a reward for that token, without any labels of steps:
 
     r_t = beta log(phi(y_t) / phi_ref(y_t))
-    A_t = process_coef * sum_{s >= t} gamma^(s - t) (r_s - leave-one-out mean) + outcome_coef * (outcome - leave-one-out mean)
+    A_t = process_coef * sum_{s >= t} gamma^(s - t) (r_s - leave-one-out mean)
+          + outcome_coef * (outcome - leave-one-out mean)
 
-and the policy learns from A, whitened over the batch, with PPO's loss. Prompts that the policy answers nearly always or nearly never right are left out
-of the step (`implicit_reward.min_accuracy`, `max_accuracy`). Rewards are taken before the reward model's own update, as in the
-paper's algorithm 1, and log-probs of the reward model are those at temperature 1. The outcome is the reward function's `acc`,
-or its score where it gives none, between 0 and 1.
+The policy learns from A, whitened over the batch, with PPO's loss. Prompts whose mean outcome is outside of
+`implicit_reward.min_accuracy` and `max_accuracy` are left out of the step. Rewards are computed before the
+reward model's own update, as in the paper's algorithm 1, from log-probs at temperature 1. The outcome is the
+reward function's `acc`, or its score where it returns no `acc`, between 0 and 1.
 """
 
 from functools import partial
@@ -66,7 +67,7 @@ def of_medium_difficulty(phases: Phases, batch: Batch) -> Batch:
 
 
 def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Cross-entropy of the reward model, mean over the mini-batch's samples of which a token counts."""
+    """Return the reward model's cross-entropy, the mean over the samples that have a counted token."""
     enters = counted(micro.mask, micro.lengths)
     ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)[enters]
     value, stats = outcome_loss(ratios, micro.labels[enters], beta=config.implicit_reward.beta)

@@ -2,10 +2,10 @@
 
     A(y) = R(y) - R(greedy response),   J = E[ A(y) log pi(y) ]
 
-The greedy response is generated with the same weights, scored, and not trained on. One sample per prompt is enough; the
-baseline costs one more. The divergence from the reference policy is a term of the loss here (`objective.kl_coef`), not of
-the reward, where the greedy response would need one too. The loss is PPO's by default, whose gradient is REINFORCE's while
-the policy is the one that sampled.
+The greedy response is generated with the same weights and scored, but not trained on. One sample per prompt
+is enough; the baseline costs one more. The KL divergence from the reference policy is a term of the loss
+(`objective.kl_coef`): as a term of the reward it would be needed for the greedy response too. The default
+loss is PPO's, whose gradient equals that of REINFORCE as long as the policy is the one that sampled.
 """
 
 from rl.data.batch import Batch

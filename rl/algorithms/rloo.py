@@ -1,14 +1,14 @@
 """RLOO: REINFORCE with a leave-one-out baseline (Ahmadian et al., 'Back to Basics', arXiv:2402.14740).
 
-k responses are sampled for each prompt; each one's baseline is the mean reward of the other k - 1. The whole response is one
-action, and the KL divergence from the reference policy is part of its reward:
+k responses are sampled for each prompt; the baseline of a response is the mean reward of the other k - 1. The
+whole response is one action, and the KL divergence from the reference policy is part of its reward:
 
     R(y) = score(y) - reward_kl.coef * log(pi(y) / pi_ref(y))
     J = E[ 1/k sum_i (R(y_i) - mean_{j != i} R(y_j)) log pi(y_i) ]
 
-Differences: the loss is PPO's by default, whose gradient is that of REINFORCE while the policy is the one that sampled (one
-update per step), and which stays right for several; `objective.loss=reinforce` is the paper's. A sample's loss is the sum
-over its tokens, as log pi(y) is: `seq-mean-token-sum`; verl averages over tokens instead.
+Differences: the default loss is PPO's. Its gradient equals that of REINFORCE with one update per step, and it
+stays valid for several; `objective.loss=reinforce` is the paper's. A sample's loss is the sum over its
+tokens, as log pi(y) is (`seq-mean-token-sum`); verl averages over tokens.
 """
 
 from rl.data.batch import Batch

@@ -1,13 +1,13 @@
 """SPIN: self-play fine-tuning (arXiv:2401.01335), online.
 
-The data's response to a prompt is the chosen one, a response of the policy itself the rejected one; the policy that sampled
-is also the reference. DPO's loss on such pairs (the paper's equation 4.7, with its logistic loss) pulls the policy towards
-the data until it can no longer be told from it:
+The data's response to a prompt is the chosen one, and a response of the policy itself is the rejected one;
+the policy that sampled is also the reference. DPO's loss on such pairs (the paper's equation 4.7 with its
+logistic loss) moves the policy towards the data until the two cannot be distinguished:
 
     L = -E[ log sigmoid(beta (log pi(y_data)/pi_t(y_data) - log pi(y_own)/pi_t(y_own))) ]
 
-The paper fixes pi_t for an iteration of thousands of pairs; here an iteration is a step, with as many updates as
-`training.prompts_per_minibatch` and `training.epochs` make of it.
+The paper keeps pi_t for an iteration of thousands of pairs. Here an iteration is a step, with the number of
+updates that `training.prompts_per_minibatch` and `training.epochs` give.
 """
 
 from functools import partial

@@ -1,8 +1,9 @@
-"""The samples of a step, identical on every rank, on the CPU: the algorithm is replicated, only the models are not.
+"""The samples of a step, identical on every rank, on the CPU: the algorithm is replicated, only the models
+are not.
 
-`N` samples; `T` response tokens of all samples, laid end to end in sample order. A token column has shape [T] and is
-float32 unless another type is given; a sample column has shape [N]. Attributes are filled phase by phase and are None
-before.
+`N` samples; `T` response tokens of all samples, laid end to end in sample order. A token column has shape [T]
+and is float32 unless another type is given; a sample column has shape [N]. Attributes are filled phase by
+phase and are None before.
 """
 
 import hashlib
@@ -42,7 +43,8 @@ class Batch:
     truncated: Tensor
     """bool [N]: the response ended at the length limit."""
     mask: Tensor | None = None
-    """1 for tokens that the policy sampled, 0 for others (tool output) and for rejected ones. Default: all 1."""
+    """1 for tokens that the policy sampled, 0 for others (tool output) and for rejected ones. Default: all 1.
+    """
     rollout_logprobs: Tensor | None = None
     """Log-prob of each token by the engine, in the distribution it was sampled from."""
     weight_versions: Tensor | None = None
@@ -61,7 +63,8 @@ class Batch:
     implicit_ref_logprobs: Tensor | None = None
     """prime: log-prob by the implicit reward model as it was at the start."""
     token_rewards: Tensor | None = None
-    """Reward of each token. Their sum over a sample is `rewards`, except for samples without a counted token."""
+    """Reward of each token. Their sum over a sample is `rewards`, except for samples without a counted token.
+    """
     old_values: Tensor | None = None
     """Value before each token by the critic, before this step's updates."""
     returns: Tensor | None = None
@@ -79,8 +82,11 @@ class Batch:
     score_details: dict[str, Tensor] = field(default_factory=dict)
     """Other numbers of the reward function, float32 [N] each, NaN where a sample lacks one."""
     cursor: dict[str, Any] | None = None
-    """State of the sampler after the prompts of this batch were drawn. A checkpoint taken after the batch was learned from
-    stores it, so that a resumed run draws the prompts that follow."""
+    """State of the sampler after the prompts of this batch were drawn.
+
+    A checkpoint taken after the batch was learned from stores it, so that a resumed run draws the prompts
+    that follow.
+    """
 
     def __post_init__(self):
         if self.mask is None:
@@ -131,7 +137,10 @@ class Batch:
         )
 
     def keep_groups(self, groups: list[int]) -> "Batch":
-        """Return the samples of these groups, renumbered from 0 in the given order. An empty list gives an empty batch."""
+        """Return the samples of these groups, renumbered from 0 in the given order.
+
+        An empty list gives an empty batch.
+        """
         members = [(self.groups == group).nonzero().squeeze(1).tolist() for group in groups]
         kept = self.select([i for samples in members for i in samples])
         sizes = torch.tensor([len(samples) for samples in members], dtype=torch.int64)
@@ -139,7 +148,9 @@ class Batch:
 
     @property
     def outcomes(self) -> Tensor:
-        """Correctness, float32 [N]: the reward function's `acc`, its score where it returns no `acc`, 0 where it failed."""
+        """Correctness, float32 [N]: the reward function's `acc`, its score where it returns no `acc`, 0 where
+        it failed.
+        """
         assert self.scores is not None, "the batch has not been scored"
         worth = self.scores.masked_fill(self.score_details["failed"] > 0, 0.0)
         accuracy = self.score_details.get("acc", worth)
@@ -161,7 +172,10 @@ def given_responses(prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Return one batch of all samples, in order, with groups renumbered. The batches must have the same columns filled."""
+    """Return one batch of all samples, in order, with groups renumbered.
+
+    The batches must have the same columns filled.
+    """
     first = batches[0]
     columns: dict = {}
     for name, value in vars(first).items():
@@ -187,7 +201,8 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 
 
 def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
-    """Return pairs of sample k of each: the chosen response at 2k, the rejected one at 2k + 1, in the rejected one's group.
+    """Return pairs of sample k of each: the chosen response at 2k, the rejected one at 2k + 1, in the
+    rejected one's group.
 
     Only tokens and masks are kept.
     """

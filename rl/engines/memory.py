@@ -1,4 +1,6 @@
-"""How the training models and the generation engine share the memory of a rank: one of them holds it at a time."""
+"""How the training models and the generation engine share the memory of a rank: one of them holds it at a
+time.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,10 +22,11 @@ class MemorySharing:
     def to_generation(
         self, step: int, refit_phase: Callable[[], AbstractContextManager[None]]
     ) -> dict[str, float]:
-        """Wake the engine with the policy's present weights; return the metrics of the refit, if one was needed.
+        """Wake the engine with the policy's present weights; return the metrics of the refit, if one was
+        needed.
 
-        A refit is needed if the engine holds another version of the weights, or lost them while it slept (CUDA). It is
-        collective over the world and runs within `refit_phase()`.
+        A refit is needed if the engine holds another version of the weights, or lost them while it slept
+        (CUDA). It is collective over the world and runs within `refit_phase()`.
         """
         policy, engine = self.engines.policy, self.engines.rollout
         assert engine is not None, "this run has no generation engine"

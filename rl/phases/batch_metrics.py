@@ -1,4 +1,4 @@
-"""Numbers of a batch for the log: pure functions, alike on every rank. Metric names are verl's."""
+"""Metrics of a batch: pure functions with identical results on every rank. Metric names are verl's."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from rl.objectives.segments import segment_sum
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
-    """Mean, largest and smallest of some values [n]; nothing for none."""
+    """Return mean, maximum and minimum of values [n] as metrics; no metrics if n is 0."""
     if not len(values):
         return {}
     return {
@@ -19,7 +19,7 @@ def spread(name: str, values: Tensor) -> dict[str, float]:
 
 
 def token_mean(values: Tensor, mask: Tensor) -> float:
-    """Mean of a token column [T] over the tokens that count."""
+    """Return the mean of a token column [T] over the tokens with mask 1."""
     kept = torch.where(mask > 0, values, 0.0)
     return float(kept.double().sum() / mask.sum().clamp(min=1))
 
@@ -76,7 +76,7 @@ def balance_metrics(num_tokens: list[int], ranks: list[list[int]]) -> dict[str, 
 
 
 def score_metrics(batch: Batch) -> dict[str, float]:
-    """What the reward function gave."""
+    """Return metrics of the scores and of the reward function's other numbers."""
     metrics = {"reward/failures": float(batch.score_details["failed"].sum())} | spread(
         "critic/score", batch.scores
     )
@@ -85,7 +85,11 @@ def score_metrics(batch: Batch) -> dict[str, float]:
 
 
 def engine_gap(batch: Batch, logprobs: Tensor) -> dict[str, float]:
-    """How far the engine's probabilities of the sampled tokens are from the trainer's (`logprobs` [T])."""
+    """Return mean and maximum absolute difference of the sampled tokens' probabilities between engine and
+    trainer.
+
+    logprobs: the trainer's, float32 [T].
+    """
     if batch.rollout_logprobs is None:
         return {}
     gap = torch.where(batch.mask > 0, (logprobs.exp() - batch.rollout_logprobs.exp()).abs(), 0.0)

@@ -9,7 +9,8 @@ from rl.phases.batch_metrics import token_mean
 def correct_rollout(batch: Batch, correction: RolloutCorrection) -> dict[str, float]:
     """Fill `loss_weights` and reduce `mask` as the section `rollout_correction` says; return the metrics.
 
-    Reads old_logprobs and rollout_logprobs: log-probs of the same tokens at the same weights by trainer and engine.
+    Reads old_logprobs and rollout_logprobs: log-probs of the same tokens at the same weights by trainer and
+    engine.
     """
     if batch.rollout_logprobs is None:
         return {}

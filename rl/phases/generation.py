@@ -49,7 +49,7 @@ class Generation:
         self._wake_engine()
         engine, step = self._engines.rollout, self._step
         assert engine is not None, "this run has no generation engine"
-        # Seeds follow the place in the draw: a prompt may be drawn twice in a step, and its samples must differ.
+        # Seeds follow the place in the draw: samples of a prompt that is drawn twice must differ.
         seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
         ids = [prompt.token_ids for prompt in prompts]
         total = len(prompts) * sampling.samples_per_prompt

@@ -23,8 +23,9 @@ class Inference:
         self._memory, self._planner = memory, planner
 
     def log_probs(self, batch: Batch) -> None:
-        """Fill `old_logprobs` under the present weights, correct the rollout, and fill `ref_logprobs` if the config has a
-        reference policy."""
+        """Fill `old_logprobs` under the present weights, correct the rollout, and fill `ref_logprobs` if the
+        config has a reference policy.
+        """
         if self._config.rollout_correction.bypass:
             batch.old_logprobs = batch.rollout_logprobs.clone()
         else:
@@ -52,8 +53,9 @@ class Inference:
         (batch.old_values,) = self._pass(self._engines.critic, batch, ("values",), "values", "values")
 
     def implicit_rewards(self, batch: Batch) -> Tensor:
-        """Return the reward of each token by the implicit reward model, float32 [T]: beta times its log-ratio to its initial
-        weights (PRIME, arXiv:2502.01456). Fills `implicit_ref_logprobs`."""
+        """Return the reward of each token by the implicit reward model, float32 [T]: beta times its log-ratio
+        to its initial weights (PRIME, arXiv:2502.01456). Fills `implicit_ref_logprobs`.
+        """
         model, timing = self._engines.implicit_reward, "implicit_reward"
         assert model is not None, "this run has no implicit reward model"
         (logprobs,) = self._pass(model, batch, ("logprobs",), timing, timing)

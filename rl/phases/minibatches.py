@@ -36,8 +36,9 @@ class MinibatchPlan:
 
 
 class MinibatchPlanner:
-    """Plans the mini-batches of a batch once, so that every pass over it packs identically: log-probs before the first
-    update then equal those within it bitwise."""
+    """Plans the mini-batches of a batch once, so that every pass over it packs identically: log-probs before
+    the first update then equal those within it bitwise.
+    """
 
     def __init__(self, config: Config, dp: int):
         self._prompts_per_minibatch = config.training.prompts_per_minibatch or config.data.prompts_per_step

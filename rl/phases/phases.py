@@ -1,7 +1,8 @@
-"""The interface that an algorithm is written in: draw, generate, score, log-probs, values, advantages, update.
+"""The interface that an algorithm is written in: draw, generate, score, log-probs, update.
 
-Every rank calls every method with the same arguments, and results are identical on every rank. Collectives, layouts,
-packing, memory sharing, timing and the metrics of each phase are below this interface. Metric names are verl's.
+Every rank calls every method with the same arguments, and results are identical on every rank. Collectives,
+layouts, packing, memory sharing, timing and the metrics of each phase are below this interface. Metric names
+are verl's.
 """
 
 from contextlib import AbstractContextManager, contextmanager
@@ -30,7 +31,10 @@ from rl.training.loss import Loss
 
 
 class Phases:
-    """One run's phases. `config` is the run's configuration, `step` the step being taken, `metrics` what it logs."""
+    """One run's phases.
+
+    `config` is the run's configuration, `step` the step being taken, `metrics` what it logs.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The policy gradient that a config names, made of the pure functions in `rl.objectives`.
 
-An algorithm's file asks for `advantages(batch, config)` and `policy_loss(config)`; which formulas those are is
-`objective.advantage`, `objective.loss` and `objective.aggregation`. What makes no sense together was refused before
-(`rl.config.objective_checks`).
+An algorithm's file asks for `advantages(batch, config)` and `policy_loss(config)`; which formulas those are
+is `objective.advantage`, `objective.loss` and `objective.aggregation`. What makes no sense together was
+refused before (`rl.config.objective_checks`).
 """
 
 from functools import partial
@@ -31,8 +31,8 @@ NOT_REWARDS = ("acc", "failed", "judge", "reward_model", "score")
 def advantages(batch: Batch, config: Config) -> Tensor:
     """Advantages of every token of the batch, float32 [T], by `objective.advantage`.
 
-    Reads batch.rewards [N] and batch.token_rewards [T]. `baselines` [N]: remax only. The
-    estimators that come with a model of their own, gae and prime, are called by the files of their algorithms.
+    Reads batch.rewards [N] and batch.token_rewards [T]. `baselines` [N]: remax only. The estimators that come
+    with a model of their own, gae and prime, are called by the files of their algorithms.
     """
     goal, groups, lengths, mask = config.objective, batch.groups, batch.lengths, batch.mask
     if goal.advantage == "reinforce++":
@@ -148,7 +148,9 @@ def _token_loss(micro: MicroBatch, goal: Objective) -> tuple[Tensor, dict[str, T
 
 
 def token_selection(config: Config) -> TokenSelection | None:
-    """For losses that treat some tokens of a mini-batch apart, by statistics over all of it: how they are chosen."""
+    """For losses that treat some tokens of a mini-batch apart, by statistics over all of it: how they are
+    chosen.
+    """
     goal = config.objective
     if goal.loss == "clip-cov":
         return lambda batch, logprobs, seed: covariance.clip_cov_tokens(

@@ -14,7 +14,9 @@ from rl.rewards.length import overlong_penalties
 
 
 def overlong_penalty(batch: Batch, config: Config) -> Tensor:
-    """Return the penalty of each sample for its length, float32 [N], 0 or negative (`reward.overlong_*`, DAPO)."""
+    """Return the penalty of each sample for its length, float32 [N], 0 or negative (`reward.overlong_*`,
+    DAPO).
+    """
     penalties = overlong_penalties(
         batch.lengths.numpy(),
         max_tokens=config.rollout.max_response_tokens,
@@ -25,7 +27,9 @@ def overlong_penalty(batch: Batch, config: Config) -> Tensor:
 
 
 class KlPenalty:
-    """The KL divergence from the reference policy as part of the reward (`objective.reward_kl`), with its coefficient."""
+    """The KL divergence from the reference policy as part of the reward (`objective.reward_kl`), with its
+    coefficient.
+    """
 
     def __init__(self, config: Config):
         self._penalty, self._critic_warmup = config.objective.reward_kl, config.critic.warmup_steps
@@ -39,8 +43,8 @@ class KlPenalty:
     def apply(self, batch: Batch, step: int) -> dict[str, float]:
         """Fill `token_rewards` and subtract the penalty from `rewards`; return the metrics.
 
-        A token's reward is minus the coefficient times its divergence, plus the sample's reward at the last token.
-        `rewards` become their sums. An adaptive coefficient is updated for the next step.
+        A token's reward is minus the coefficient times its divergence, plus the sample's reward at the last
+        token. `rewards` become their sums. An adaptive coefficient is updated for the next step.
         """
         batch.token_rewards = place_at_end(batch.rewards, batch.lengths, batch.mask)
         metrics: dict[str, float] = {}

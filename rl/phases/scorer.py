@@ -1,4 +1,4 @@
-"""What a response is worth: the reward function's number, plus a reward model's and a judge's where the config has them."""
+"""Scores of responses by the reward function, a reward model and a judge."""
 
 import os
 from collections.abc import Callable
@@ -25,8 +25,11 @@ from rl.training.packing import plan_minibatch
 
 
 class Scorer:
-    """Scores batches. Each rank calls the reward function on every world-size-th sample, in worker processes of its own; a
-    reward model and a judge run on all ranks together."""
+    """Scores batches.
+
+    Each rank calls the reward function on every world-size-th sample, in its own worker processes. A reward
+    model and a judge run on all ranks together.
+    """
 
     def __init__(self, config: Config, inputs: Inputs, device: Device, engines: Engines, pool: ScoringPool):
         self.config, self.device, self.tokenizer, self.pool = config.reward, device, inputs.tokenizer, pool
@@ -44,10 +47,11 @@ class Scorer:
     def score(
         self, batch: Batch, prompts: list[Prompt], *, predictions: bool
     ) -> tuple[dict[str, Tensor], list[str | None] | None]:
-        """Columns float32 [N] of the batch's samples, alike on every rank: `score`, `failed` (0 or 1), and the other numbers of
-        the reward function, NaN where a sample lacks one. With `predictions` also the answer found in each response.
+        """Return columns float32 [N] and, with `predictions`, the answer found in each response. Collective
+        over the world.
 
-        Collective over the world.
+        The columns are `score`, `failed` (0 or 1) and the reward function's other numbers, NaN where a sample
+        lacks one.
         """
         world, rank = dist.get_world_size(), dist.get_rank()
         mine = list(range(rank, len(batch), world))
@@ -78,9 +82,9 @@ class Scorer:
         owners: list[Prompt],
         texts: list[str],
     ) -> Tensor:
-        """The reward model's number at the last token of each conversation, float32 [N]."""
+        """Return the reward model's value at the last token of each conversation, float32 [N]."""
         ids = gather_by_rank([_conversation(tokenizer, prompt, text) for prompt, text in zip(owners, texts)])
-        # A response of one token, of which only the place before it is read.
+        # A response of one token: only the value at the position before it is read.
         end = np.zeros(1, np.int32)
         count = len(batch)
         conversations = Batch(
@@ -100,7 +104,9 @@ class Scorer:
         owners: list[Prompt],
         texts: list[str],
     ) -> tuple[Tensor, Tensor]:
-        """The judge's number for each response and whether it failed, float32 [N] each. Where it failed the number is 0."""
+        """Return the judge's grade of each response, 0 where it failed, and whether it failed, float32 [N]
+        each.
+        """
         judge = self.config.judge
         questions = [
             judge.template.format(prompt=prompt.text, response=text, ground_truth=prompt.ground_truth)
@@ -128,20 +134,19 @@ class Scorer:
         for i, text in zip(asked, tokenizer.batch_decode(answers.response_ids, skip_special_tokens=True)):
             try:
                 values[i], failed[i] = float(parse(text)), 0.0
-            except (
-                Exception
-            ):  # whatever a parser stumbles over, it is this sample's answer that cannot be read
+            except Exception:  # a user's parser may raise anything; only this sample's grade is lost
                 continue
         return values, failed
 
 
 def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
-    """This rank's worker processes. Before the engines, which pin this thread to a core. Not collective.
+    """Start this rank's worker processes, before the engines, which pin this thread to a core. Not
+    collective.
 
     Raises ValueError if a worker cannot load the reward functions within its limits.
     """
     assert inputs.rewards is not None
-    own_cores = "SLURM_CPUS_PER_TASK" in os.environ  # then the task is bound to them already
+    own_cores = "SLURM_CPUS_PER_TASK" in os.environ  # the task is bound to its cores
     pool = ScoringPool(
         inputs.rewards,
         failure_score=config.reward.failure_score,
@@ -159,7 +164,10 @@ def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
 
 
 def gather_by_rank(mine: list) -> list:
-    """What each rank has for every world-size-th sample, in the order of the samples, on every rank. Collective."""
+    """Return every rank's items, given for every world-size-th sample, in sample order.
+
+    Collective over the world.
+    """
     world = dist.get_world_size()
     everyone: list = [None] * world
     dist.all_gather_object(everyone, mine)
@@ -169,7 +177,10 @@ def gather_by_rank(mine: list) -> list:
 def gather_columns(
     results: list[dict[str, float]], mine: list[int], total: int, device: Device
 ) -> dict[str, Tensor]:
-    """Every rank's results as columns float32 [total] on every rank; NaN where a sample lacks a number. Collective."""
+    """Return every rank's results as columns float32 [total], NaN where a sample lacks a number.
+
+    Collective over the world.
+    """
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sorted({name for result in results for name in result}))
     names = sorted({name for rank_names in everyone for name in rank_names})
@@ -190,7 +201,7 @@ def _sample(prompt: Prompt, response: str) -> dict:
 
 
 def _conversation(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str) -> np.ndarray:
-    """Token ids of prompt and response as the reward model knows them."""
+    """Return token ids of prompt and response by the reward model's tokenizer."""
     if prompt.messages is None or tokenizer.chat_template is None:
         return np.array(tokenizer(prompt.text + response)["input_ids"], np.int32)
     messages = [*prompt.messages, {"role": "assistant", "content": response}]
@@ -199,7 +210,7 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: 
 
 
 def _question(tokenizer: PreTrainedTokenizerBase, question: str) -> np.ndarray:
-    """Token ids of a question to the judge, as a user's message."""
+    """Return token ids of a question to the judge, as a user message."""
     if tokenizer.chat_template is None:
         return np.array(tokenizer(question)["input_ids"], np.int32)
     text = tokenizer.apply_chat_template(

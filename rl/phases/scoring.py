@@ -43,8 +43,8 @@ class Scoring:
     ) -> list[str | None] | None:
         """Fill `scores`, `rewards` (equal to them) and `score_details`.
 
-        timing: seconds are logged as timing_s/<timing>. With `predictions`, returns the answer that the reward function
-        found in each response, None where it reports none.
+        timing: seconds are logged as timing_s/<timing>. With `predictions`, returns the answer that the
+        reward function found in each response, None where it reports none.
         """
         assert self._scorer is not None, "this run has no reward"
         if self._engines.reward_model is not None or self._engines.judge is not None:
@@ -57,7 +57,7 @@ class Scoring:
         return answers
 
     def score_samples(self, batch: Batch, prompts: list[Prompt]) -> None:
-        """Fill `scores`, `rewards` (scores minus the overlong penalty) and `score_details`, and log them."""
+        """Fill and log `scores`, `rewards` (scores minus the overlong penalty) and `score_details`."""
         self.fill_scores(batch, prompts, timing="reward")
         if self._config.reward.overlong_buffer_tokens:
             penalties = overlong_penalty(batch, self._config)

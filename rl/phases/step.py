@@ -14,7 +14,10 @@ from rl.runtime.device import Device
 
 
 class Step:
-    """Number and metrics of the present step. Phases of one run share one object, which begins again at every step."""
+    """Number and metrics of the present step.
+
+    Phases of one run share one object, which begins again at every step.
+    """
 
     def __init__(self, *, device: Device, progress: Progress, watch: Watch, agreement: Agreement):
         self.device, self.progress, self.watch, self.agreement = device, progress, watch, agreement
@@ -47,8 +50,9 @@ class Step:
     def phase(self, name: str, *, timing: str, batch: int = 0) -> Iterator[None]:
         """Run the body as the phase `name` of `rl.faults.phase_tracker.PHASES`. Collective over the world.
 
-        The watchdog applies the phase's time limit. Before the body, ranks compare what they are about to do: the phase,
-        the step, and the fingerprint `batch` of the token ids. The seconds in the body are added to timing_s/<timing>.
+        The watchdog applies the phase's time limit. Before the body, ranks compare what they are about to do:
+        the phase, the step, and the fingerprint `batch` of the token ids. The seconds in the body are added
+        to timing_s/<timing>.
         """
         with self.watch.where.phase(name, self.number) as place:
             with self.timed("agreement"):

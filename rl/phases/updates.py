@@ -27,7 +27,10 @@ TokenSelection = Callable[[Batch, Tensor, int], Tensor]
 
 
 class Updates:
-    """training.epochs passes over the mini-batches, with one optimizer step each. Methods are collective over the world."""
+    """training.epochs passes over the mini-batches, with one optimizer step each.
+
+    Methods are collective over the world.
+    """
 
     def __init__(
         self, config: Config, step: Step, engines: Engines, memory: MemorySharing, planner: MinibatchPlanner
@@ -38,8 +41,8 @@ class Updates:
     def policy(self, batch: Batch, loss: Loss, *, select_tokens: TokenSelection | None = None) -> None:
         """Update the policy.
 
-        select_tokens: selects tokens from a whole mini-batch before its update, by the log-probs under the present
-        weights; the loss reads the result as the column `selected_tokens`.
+        select_tokens: selects tokens from a whole mini-batch before its update, by the log-probs under the
+        present weights; the loss reads the result as the column `selected_tokens`.
         """
         step, policy = self._step, self._engines.policy
         if batch.advantages is not None:
@@ -135,7 +138,8 @@ class Updates:
         return {name: value / num_updates for name, value in sums.items()} | {"lr": lr}
 
     def _check_replicas(self, model: TrainingEngine) -> None:
-        """Compare the weights across data parallel ranks, every `agreement.weights_every` steps and in the first step.
+        """Compare the weights across data parallel ranks, every `agreement.weights_every` steps and in the
+        first step.
 
         Before the updates: an update overwrites every weight on all ranks from the rank that owns its part.
         """

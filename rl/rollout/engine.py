@@ -1,9 +1,9 @@
-"""The generation engine: vLLM inside this process, one replica per `rollout.tp` neighbouring ranks, no server.
+"""The generation engine: vLLM inside this process, one replica per `rollout.tp` adjacent ranks.
 
-With vLLM's `external_launcher`, every rank of a replica runs the same engine schedule on the same requests; replicas are
-independent of each other. Two requirements follow. Each request has a seed of its own: with the engine's generators,
-ranks would sample different tokens, and hang later. And the ranks of a replica add and abort requests at the same engine
-steps, in the same order.
+With vLLM's `external_launcher`, every rank of a replica runs the same engine schedule on the same requests;
+replicas are independent of each other. Two requirements follow. Each request has a seed of its own: with the
+engine's generators, ranks would sample different tokens, and hang later. And the ranks of a replica add and
+abort requests at the same engine steps, in the same order.
 """
 
 import itertools
@@ -36,8 +36,9 @@ class RolloutEngine:
         max_tokens: longest prompt and response together.
         seed: of the engine's own generators; samples have seeds of their own.
         name: distinguishes the engines of one job.
-        frozen: the weights are read from `path` and do not change; on CUDA they stay in the GPU's memory, since vLLM's
-            sleeping allocator serves one engine per process. Otherwise they are undefined until the first refit.
+        frozen: the weights are read from `path` and do not change; on CUDA they stay in the GPU's memory,
+            since vLLM's sleeping allocator serves one engine per process. Otherwise they are undefined until
+            the first refit.
     """
 
     def __init__(
@@ -78,7 +79,10 @@ class RolloutEngine:
         """Version of the policy whose weights the engine holds (`TrainingEngine.version`); -1: none yet."""
 
     def close(self) -> None:
-        """Destroy vLLM's groups and shared memory. Collective over the replica; the engine is unusable afterwards."""
+        """Destroy vLLM's groups and shared memory.
+
+        Collective over the replica; the engine is unusable afterwards.
+        """
         from vllm.distributed.parallel_state import destroy_model_parallel
 
         destroy_model_parallel()
@@ -86,7 +90,10 @@ class RolloutEngine:
     # Memory and weights -----------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Release the engine's memory for the trainer. On CUDA the weights are released too: each refit writes all."""
+        """Release the engine's memory for the trainer.
+
+        On CUDA the weights are released too: each refit writes all.
+        """
         self.awake = False
         self.llm.reset_prefix_cache()
         if self._cpu_cache is not None:
@@ -122,8 +129,10 @@ class RolloutEngine:
 
     @torch.no_grad()
     def derive_weights(self) -> None:
-        """Recompute, in the same memory, the tensors that vLLM derives from weights after loading. Call it after every
-        write to weights."""
+        """Recompute, in the same memory, the tensors that vLLM derives from weights after loading.
+
+        Call it after every write to weights.
+        """
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
         for module in self.model.modules():
@@ -140,7 +149,7 @@ class RolloutEngine:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Recompute what depends on the weights, wait for the writes, and drop cached results of the old weights."""
+        """Recompute what depends on the weights and drop cached results of the old ones."""
         self.derive_weights()
         self.device.synchronize()
         is_reset = self.llm.reset_prefix_cache(reset_running_requests=True)
@@ -149,7 +158,10 @@ class RolloutEngine:
     # Generation -------------------------------------------------------------------------------------------
 
     def queue(self, num_items: int) -> Queue:
-        """Return the work of one `generate` call, shared by all replicas. Every rank calls it the same number of times."""
+        """Return the work of one `generate` call, shared by all replicas.
+
+        Every rank calls it the same number of times.
+        """
         self._queues_made += 1
         if self.config.deterministic:
             return StaticQueue(num_items, replica=self.replica, num_replicas=self.num_replicas)
@@ -169,9 +181,10 @@ class RolloutEngine:
 
         Args:
             prompts: int32 [P_i] token ids each.
-            seeds: one per prompt; sample j of prompt i is drawn with `seed_of(seeds[i], j)`, so that it does not depend
-                on which replica draws the prompt.
-            interrupt: called every INTERRUPT_TURNS engine steps; true on any rank of the replica ends the call.
+            seeds: one per prompt; sample j of prompt i is drawn with `seed_of(seeds[i], j)`, so that it does
+                not depend on which replica draws the prompt.
+            interrupt: called every INTERRUPT_TURNS engine steps; true on any rank of the replica ends the
+                call.
         """
         engine, queue = self.llm.llm_engine, self.queue(len(prompts))
         n = sampling.samples_per_prompt
@@ -253,12 +266,12 @@ def _completion(output, weights_version: int) -> Completion:
 
 
 def _abort_in_order(client) -> None:
-    """Make vLLM's scheduler free aborted requests in the given order, which is identical on all ranks of a replica.
+    """Make vLLM free aborted requests in the given order, identical on all ranks of a replica.
 
-    Within one call vLLM frees requests in the order of a set of strings, and both the ids and the hashes of strings are
-    random per process. The order decides which cached prefix is evicted first. If ranks evict different prefixes, they
-    later compute different numbers of tokens and their collectives no longer match. Interrupts abort requests, and so
-    does vLLM itself for every response that ends at a stop string.
+    Within one call vLLM frees requests in the order of a set of strings, and both the ids and the hashes of
+    strings are random per process. The order decides which cached prefix is evicted first. If ranks evict
+    different prefixes, they later compute different numbers of tokens and their collectives no longer match.
+    Interrupts abort requests, and so does vLLM itself for every response that ends at a stop string.
     """
     abort = client.abort_requests
 

@@ -1,7 +1,7 @@
 """A response in the making: the interface between the engine and what decides how a response continues.
 
-The engine asks a `Response` for a request, generates, and returns the completion to it, until there is no further
-request. Token ids are the data; text and messages are views of them.
+The engine asks a `Response` for a request, generates, and returns the completion to it, until there is no
+further request. Token ids are the data; text and messages are views of them.
 """
 
 from dataclasses import dataclass

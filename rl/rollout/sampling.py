@@ -38,12 +38,12 @@ def train_sampling(config: Config) -> Sampling:
 
 
 def greedy_sampling(config: Config) -> Sampling:
-    """Return the sampling of one response per prompt, the most probable token of the whole vocabulary each time."""
+    """Return the sampling of one greedy response per prompt, from the whole vocabulary."""
     training = train_sampling(config)
     return replace(training, samples_per_prompt=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
 
 def seed_of(*parts: object) -> int:
-    """Return a seed of 63 bits that is a function of the parts, such as run seed, step, prompt and sample number."""
+    """Return a seed of 63 bits, a function of the parts (run seed, step, prompt, sample number)."""
     digest = hashlib.blake2b(".".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -35,8 +35,8 @@ def build_llm(
         options |= dict(
             enable_sleep_mode=not frozen,
             enforce_eager=rollout.enforce_eager,
-            # FlashInfer's kernels reorder the experts' weights in place without a change of shape. A refit would write
-            # them in the checkpoint's order, without any error. Triton's kernels use that order.
+            # FlashInfer's kernels reorder the experts' weights in place without a change of shape. A refit
+            # would write them in the checkpoint's order, without any error. Triton's kernels use that order.
             moe_backend="auto" if frozen else "triton",
             gpu_memory_utilization=rollout.gpu_memory_utilization,
         )
@@ -61,10 +61,10 @@ def build_llm(
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
             seed=seed,
             disable_log_stats=True,
-            # By default vLLM turns asynchronous scheduling on for CUDA and off for CPU. It schedules one step ahead:
-            # finishes are seen one step late, and `generate` returns or aborts with a step in flight when the trainer
-            # takes the memory. Ranks of external_launcher diverged with it on (vLLM #28774). Without it CUDA runs the
-            # loop whose steps the tests compare between ranks.
+            # By default vLLM turns asynchronous scheduling on for CUDA and off for CPU. It schedules one step
+            # ahead: finishes are seen one step late, and `generate` returns or aborts with a step in flight
+            # when the trainer takes the memory. Ranks of external_launcher diverged with it on (vLLM #28774).
+            # Without it CUDA runs the loop whose steps the tests compare between ranks.
             async_scheduling=False,
             **options,
         )
@@ -73,8 +73,9 @@ def build_llm(
 @contextmanager
 def _process_state_kept(device: Device) -> Iterator[None]:
     """Restore what vLLM's constructor changes: it seeds every generator, sets LOCAL_WORLD_SIZE and replaces
-    torch.set_num_threads. It takes its GPU from LOCAL_RANK, which differs where each rank sees one GPU only (srun
-    --gpus-per-task)."""
+    torch.set_num_threads. It takes its GPU from LOCAL_RANK, which differs where each rank sees one GPU only
+    (srun --gpus-per-task).
+    """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     environment = {name: os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     set_num_threads = torch.set_num_threads

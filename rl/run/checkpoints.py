@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which one it continues from, what they hold beside the models, and when they are complete."""
+"""The checkpoints of a run: which one it continues from, and what they hold beside the models."""
 
 from rl.checkpoint.rng import reseed_rng
 from rl.checkpoint.store import CheckpointStore, Saved
@@ -12,8 +12,8 @@ from rl.run_directory.status import Status
 def find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | None, Saved | None]:
     """Return the newest checkpoint of this run, and the one that checkpoint.resume names if it is to be read.
 
-    Raises ConfigError, before any model is built, if checkpoint.resume=never meets checkpoints of an earlier run:
-    retention and the next resume would take them for this run's.
+    Raises ConfigError, before any model is built, if checkpoint.resume=never meets checkpoints of an earlier
+    run: retention and the next resume would take them for this run's.
     """
     newest, resume = store.newest(), config.checkpoint.resume
     if newest is not None and resume == "never" and config.checkpoint.every:

@@ -37,8 +37,8 @@ from rl.training.grid import build_grid
 def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
     """Run from the newest checkpoint, or the start, to the end or to a stop. Collective over the world.
 
-    Returns the exit code of the process: 0, or STOPPED_EXIT if the run is to be continued. Raises ConfigError, identical on
-    every rank, for checkpoints in run.dir that this run may not or cannot continue.
+    Returns the exit code of the process: 0, or STOPPED_EXIT if the run is to be continued. Raises
+    ConfigError, identical on every rank, for checkpoints in run.dir that this run may not or cannot continue.
     """
     started = time.perf_counter()
     with fail_together():
@@ -113,7 +113,10 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
 
 
 def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resumes: bool) -> MetricLog:
-    """Open the metric log after `last_step`, whose metrics a checkpoint holds, and record what runs. For rank 0."""
+    """Open the metric log after `last_step`, whose metrics a checkpoint holds, and record what runs.
+
+    For rank 0.
+    """
     resume_step = last_step or None
     log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=resume_step)
     if resumes and last_step > log.last_step:  # killed between the checkpoint and the record of its step
@@ -147,8 +150,8 @@ class Training:
     def run(self, last_step: int, metrics: dict[str, float]) -> Asked | None:
         """Take the steps after `last_step`, whose metrics are given.
 
-        Returns the request that stopped the run before run.max_steps, if there was one; a checkpoint of the last complete
-        step is then written.
+        Returns the request that stopped the run before run.max_steps, if there was one; a checkpoint of the
+        last complete step is then written.
         """
         config, step = self._config, self._phases.step
         if self._held_out and config.validation.before_training and last_step == 0:
@@ -176,7 +179,10 @@ class Training:
         return None
 
     def _take_step(self, number: int) -> None:
-        """Collect a batch, learn from it, and do what is due after the step. Raises StepAborted while it collects."""
+        """Collect a batch, learn from it, and do what is due after the step.
+
+        Raises StepAborted while it collects.
+        """
         started, config, step = time.perf_counter(), self._config, self._phases.step
         step.begin(number)
         self._checkpoints.poll()

@@ -1,8 +1,11 @@
-"""Statistics over k samples per held-out prompt: mean, spread, best, worst and majority. Pure numpy, no state.
+"""Statistics over k samples per held-out prompt: mean, spread, best, worst and majority. Pure numpy, no
+state.
 
-P prompts of one data source, k samples of each; `values` is float [P, k], a statistic is one number per prompt, float64 [P].
+P prompts of one data source, k samples of each; `values` is float [P, k], a statistic is one number per
+prompt, float64 [P].
 
-Names are those of verl (`process_validation_metrics` and the trainer's `val-core`/`val-aux`), so that dashboards carry over:
+Names are those of verl (`process_validation_metrics` and the trainer's `val-core`/`val-aux`), so that
+dashboards carry over:
 
     val-core/<source>/acc/mean@k          and, for k > 1, best@k/* and maj@k/*: the headline
     val-aux/<source>/acc/best@n/mean      for n = 2, 4, ... below k; worst@n/*, maj@n/*, std@k
@@ -43,8 +46,8 @@ def std_at(values: np.ndarray) -> np.ndarray:
 def best_at(values: np.ndarray, n: int) -> np.ndarray:
     """best@n: expected maximum of n of the k samples, drawn without replacement.
 
-    With v_1 <= ... <= v_k the i-th is the maximum of comb(i-1, n-1) of the comb(k, n) subsets. For values 0 and 1, c of them
-    1, that is pass@n = 1 - comb(k-c, n) / comb(k, n), arXiv:2107.03374 eq. 1.
+    With v_1 <= ... <= v_k the i-th is the maximum of comb(i-1, n-1) of the comb(k, n) subsets. For values 0
+    and 1, c of them 1, that is pass@n = 1 - comb(k-c, n) / comb(k, n), arXiv:2107.03374 eq. 1.
     """
     ordered = np.sort(np.asarray(values, dtype=np.float64), axis=1)
     return ordered @ _share_of_maxima(ordered.shape[1], n)
@@ -77,10 +80,11 @@ def worst_std_at(values: np.ndarray, n: int) -> np.ndarray:
 def majority_at(values: np.ndarray, predictions: Predictions, n: int, *, seed: int = 0) -> np.ndarray:
     """maj@n: expected value of the most frequent answer among n of the k samples, drawn without replacement.
 
-    The value of an answer is the mean over its samples; between answers with equally many votes it is the mean of theirs, so
-    that the order of the samples decides nothing. A None does not vote; where nobody votes, the mean over the samples counts
-    (for an accuracy that is 0: there is nothing to be right). Exact if there are at most NUM_SUBSETS subsets, as for n = k;
-    else the mean over NUM_SUBSETS random ones, the same for each prompt, from `seed`.
+    The value of an answer is the mean over its samples; between answers with equally many votes it is the
+    mean of theirs, so that the order of the samples decides nothing. A None does not vote; where nobody
+    votes, the mean over the samples counts (for an accuracy that is 0: there is nothing to be right). Exact
+    if there are at most NUM_SUBSETS subsets, as for n = k; else the mean over NUM_SUBSETS random ones, the
+    same for each prompt, from `seed`.
     """
     return _majorities(values, predictions, n, seed).mean(axis=1)
 
@@ -108,10 +112,11 @@ def validation_metrics(
 ) -> dict[str, float]:
     """All statistics of all data sources, averaged over their prompts, under verl's names.
 
-    values: data source -> variable -> for each prompt float [k], with one k per source. A NaN is a sample that lacks the
-        variable; such a variable has only mean@k, over the samples that have it, and none of them no metric at all.
-    predictions: data source -> extracted answers, where the reward function gives them (`pred`); without them, or if every
-        one is None, there is no maj@n.
+    values: data source -> variable -> for each prompt float [k], with one k per source. A NaN is a sample
+        that lacks the variable; such a variable has only mean@k, over the samples that have it, and none of
+        them no metric at all.
+    predictions: data source -> extracted answers, where the reward function gives them (`pred`); without
+        them, or if every one is None, there is no maj@n.
     core: the variable of `val-core`; `score` for a source that lacks it.
     seed: of the random subsets of maj@n.
     """
@@ -161,7 +166,9 @@ def _subset_sizes(k: int) -> list[int]:
 
 
 def _subsets(k: int, n: int, seed: int) -> np.ndarray:
-    """Subsets of n of k samples as 0/1, float [D, k]: all of them, or NUM_SUBSETS random ones if they are more."""
+    """Subsets of n of k samples as 0/1, float [D, k]: all of them, or NUM_SUBSETS random ones if they are
+    more.
+    """
     if comb(k, n) <= NUM_SUBSETS:
         chosen = np.array(list(combinations(range(k), n)))
     else:
