@@ -1,43 +1,25 @@
 """What 200 steps cost beside training: memory that must not grow, and the comparison of ranks before each phase."""
 
-import json
-from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from tests.spawn import ROOT, run_ranks
-from tools.make_toy import make_toy
+from tests.spawn import run_ranks
+from tests.toy import train, write_config
 
 STEPS = 200
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory) -> list[dict]:
-    """The metrics of GRPO on two ranks, with every weight compared every tenth step."""
-    directory = tmp_path_factory.mktemp("long")
-    toy = make_toy(directory / "toy", layers=2, intermediate=128)
-    config = directory / "config.yaml"
-    config.write_text(
-        f"""
-        algorithm: grpo
-        run: {{max_steps: {STEPS}, dir: {directory}/run}}
-        model: {{path: {toy}/model, dtype: float32}}
-        data: {{train: [{toy}/train.parquet], max_prompt_tokens: 16, prompts_per_step: 32}}
-        training: {{optimizer: {{lr: 1.0e-3}}, offload: all}}
-        rollout: {{samples_per_prompt: 4, max_response_tokens: 6, deterministic: true, cpu_kv_cache_mib: 16}}
-        logging: {{samples: 2}}
-        """
-    )
-    run_ranks(2, ROOT / "train_rl.py", "--config", config, timeout=1500)
-    return [json.loads(line) for line in Path(directory, "run", "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
-def test_resident_memory_does_not_grow(records):
+def test_resident_memory_does_not_grow(toy, tmp_path):
+    batch = ("data.prompts_per_step=32", "training.prompts_per_minibatch=0", "training.offload=all")
+    config = write_config(tmp_path, toy, *batch, f"run.max_steps={STEPS}", "logging.samples=2")
+    records = train(2, config, timeout=1500)
     used = [record["perf/host_memory_gib"] for record in records]
     early, late = mean(used[20:40]), mean(used[-20:])
-    print(f"resident memory: {early:.4f} GiB in steps 21 to 40, {late:.4f} GiB in the last 20 of {STEPS}: {late / early - 1:+.2%}")
+    print(
+        f"resident memory: {early:.4f} GiB in steps 21 to 40, {late:.4f} GiB in the last 20 of {STEPS}: {late / early - 1:+.2%}"
+    )
     assert late < 1.02 * early
 
 

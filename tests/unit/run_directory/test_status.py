@@ -61,7 +61,11 @@ def test_a_failure_in_start_up_keeps_the_steps_of_the_last_start(ranks, tmp_path
 def test_a_run_that_was_taken_over_leaves_the_others_status(ranks, tmp_path):
     (tmp_path / "lock.json").write_text(json.dumps({"token": "b"}))
     ousted = Status(
-        str(tmp_path), max_steps=9, leads=False, start="a", is_taken_over=lambda: is_of_another(str(tmp_path), "a")
+        str(tmp_path),
+        max_steps=9,
+        leads=False,
+        start="a",
+        is_taken_over=lambda: is_of_another(str(tmp_path), "a"),
     )
     ousted.fail("LockLost")
     assert facts(tmp_path)["state"] == "running"
