@@ -199,7 +199,7 @@ class Checks:
         # vLLM forces it off on CPU whatever the option is: look at the option that CUDA gets.
         for is_cuda in (True, False):
             with patch("vllm.LLM") as llm:
-                device = SimpleNamespace(is_cuda=is_cuda)
+                device = SimpleNamespace(is_cuda=is_cuda, torch=SimpleNamespace(index=0))
                 path, rollout = self.config.model.path, self.config.rollout
                 build_llm(path, rollout, dtype="float32", max_tokens=256, seed=1, device=device, frozen=False)
             assert llm.call_args.kwargs["async_scheduling"] is False
