@@ -208,12 +208,12 @@ class Checks:
         # Two of three generations are interrupted by one rank at a random turn.
         # Responses end at a stop string, a stop token or their length.
         random = np.random.default_rng(7)
-        ends = dict(max_tokens=40, stop=tuple("aeiou"), stop_token_ids=(50, 51))
+        ends = dict(max_tokens=16, stop=tuple("aeiou"), stop_token_ids=(50, 51))
         sampling = replace(PLAIN, temperature=2.0, **ends)
         interrupted, steps_of_all = [], []
         for number in range(24):
             prompts = [LONG_PROMPTS[i] for i in random.integers(0, len(LONG_PROMPTS), 6)]
-            turn, rank = random.integers(1, 40), random.integers(0, 2)
+            turn, rank = random.integers(1, 20), random.integers(0, 2)
             interrupt = _interrupt_at(turn, rank) if number % 3 else None
             seeds = [seed_of("same step", number, i) for i in range(len(prompts))]
             with EngineSteps(self.engine) as steps, patch.object(rollout_engine, "INTERRUPT_TURNS", 1):
