@@ -21,7 +21,7 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 @pytest.fixture
 def config(toy, tmp_path) -> Path:
-    """Return the config of a GRPO run of two steps with a validation before and after them, into tmp_path/run."""
+    """Return the config of a GRPO run of two steps, with a validation before and after them."""
     validation = (f"data.val=[{toy}/test.parquet]", "validation.every=2", "validation.max_prompts=16")
     return write_config(tmp_path, toy, *validation)
 

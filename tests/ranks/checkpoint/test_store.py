@@ -12,27 +12,15 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import save_qwen2
 from tests.spawn import ROOT, RanksFailed, run_ranks
-from tools.make_toy import make_toy
+from tests.toy import SFT, write_config
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
+def config(toy, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("store")
-    make_toy(directory / "toy")
     model = save_qwen2(directory / "model", seed=7, tie=True)
-    path = directory / "config.yaml"
-    path.write_text(
-        f"""
-        algorithm: sft
-        run: {{max_steps: 4}}
-        model: {{path: {model}, dtype: float32}}
-        data: {{train: [{directory}/toy/train.parquet], max_prompt_tokens: 16, prompts_per_step: 8}}
-        training: {{optimizer: {{lr: 1.0e-3, weight_decay: 0.1}}}}
-        checkpoint: {{every: 1}}
-        logging: {{tensorboard: false}}
-        """
-    )
-    return path
+    options = ("run.max_steps=4", "training.optimizer.weight_decay=0.1", "checkpoint.every=1")
+    return write_config(directory, toy, *SFT, f"model.path={model}", *options)
 
 
 def train(world_size: int, config: Path, directory: Path, *overrides: str) -> dict[int, dict]:
