@@ -22,7 +22,7 @@ def test_the_quickstart_trains_on_two_nodes_beside_another_job(cluster, toy, tmp
     (tmp_path / "runs" / "toy").symlink_to(toy)
     shutil.copytree(toy / "model", tmp_path / "runs" / "quickstart-sft" / "hf")
     small = (
-        "run.max_steps=6",
+        "run.max_steps=3",
         "data.prompts_per_step=8",
         "training.prompts_per_minibatch=4",
         "validation.max_prompts=16",
@@ -36,10 +36,10 @@ def test_the_quickstart_trains_on_two_nodes_beside_another_job(cluster, toy, tmp
     for each in (job, beside):
         assert cluster.wait(each)["ExitCode"] == "0:0", log_of(tmp_path, f"quickstart-{each}.out")
     assert "quickstart: grpo, 4 ranks" in log_of(tmp_path, log)
-    assert all(f"step {step}/6 | reward" in log_of(tmp_path, log) for step in range(1, 7))
+    assert all(f"step {step}/3 | reward" in log_of(tmp_path, log) for step in range(1, 4))
     assert "beside: grpo, 1 rank," in log_of(tmp_path, f"quickstart-{beside}.out")
     run = tmp_path / "runs" / "quickstart"
-    assert [record["training/global_step"] for record in records(run)] == list(range(7))
+    assert [record["training/global_step"] for record in records(run)] == list(range(4))
     for part in (
         "config.yaml",
         "environment.json",
