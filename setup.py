@@ -45,7 +45,7 @@ extras = {
     # Without an MPI library: the site's own is the one that knows its network.
     "mpi": ["mpi4py==4.1.2"],
     "slurm": ["submitit==1.5.4"],
-    "test": ["pytest==9.2.0"],
+    "test": ["pytest==9.2.0", "ruff==0.17.6", "mypy==2.4.1", "types-pyyaml==6.0.12.20261113"],
     "report": ["matplotlib==3.11.2"],
     # apex is deliberately in no extra: PyPI's `apex` is another project. NVIDIA's is built from source, see the Dockerfile.
 }

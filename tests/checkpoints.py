@@ -1,5 +1,5 @@
-"""Tiny Hugging Face checkpoints for tests, with weights that show a wrong layout: biases, norms and routers' biases are random
-too."""
+"""Tiny Hugging Face checkpoints for tests, with weights that show a wrong layout: biases, norms and routers'
+biases are random too."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ SIZES = dict(
     max_position_embeddings=256,
     initializer_range=0.1,
 )
-"""Heads of 32 channels: vLLM's CPU attention wants a multiple of 32."""
+"""Heads of 32 channels: vLLM's CPU attention requires a multiple of 32."""
 LLAMA3_ROPE = dict(
     rope_type="llama3",
     rope_theta=10000.0,
@@ -27,7 +27,7 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
-"""Llama 3.1's scaling with a context so short that the tests' tokens meet kept, mixed and scaled frequencies."""
+"""Llama 3.1's scaling, with a context so short that tests meet kept, mixed and scaled frequencies."""
 LATENTS = dict(
     num_key_value_heads=4,
     kv_lora_rank=512,
@@ -97,7 +97,7 @@ PUBLISHED = {"DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func=
 
 
 def tiny_config(architecture: str, *, tie: bool = False, **options) -> transformers.PreTrainedConfig:
-    """transformers' config of a random model of 2 layers or 3, 4 heads, 2 KV heads, with the toy's vocabulary."""
+    """Return the config of a random model of 2 or 3 layers, 4 heads, 2 KV heads and the toy's vocabulary."""
     kind = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
     return kind(
         architectures=[architecture],
@@ -111,7 +111,7 @@ def tiny_config(architecture: str, *, tie: bool = False, **options) -> transform
 
 
 def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = False, **options) -> str:
-    """A random model of `tiny_config`, with the toy's tokenizer; returns the directory."""
+    """Save a random model of `tiny_config` with the toy's tokenizer; return the directory."""
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(tiny_config(architecture, tie=tie, **options))
     with torch.no_grad():
@@ -126,12 +126,12 @@ def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = Fals
 
 
 def save_qwen2(directory: Path, *, seed: int, tie: bool = False, **sizes: int) -> str:
-    """The same of Qwen2, which tests use where the architecture does not matter."""
+    """Save a random Qwen2, for tests where the architecture does not matter; return the directory."""
     return save_tiny("Qwen2ForCausalLM", directory, seed=seed, tie=tie, **sizes)
 
 
 def save_qwen2_classifier(directory: Path, *, seed: int) -> str:
-    """A random Qwen2 sequence classifier with one label, as reward models are; returns the directory."""
+    """Save a random Qwen2 classifier with one label, as reward models are; return the directory."""
     language_model = transformers.AutoModelForCausalLM.from_pretrained(save_qwen2(directory, seed=seed))
     config = transformers.AutoConfig.from_pretrained(directory, num_labels=1)
     model = transformers.Qwen2ForSequenceClassification(config)
@@ -143,7 +143,7 @@ def save_qwen2_classifier(directory: Path, *, seed: int) -> str:
 
 
 def assert_same_checkpoint(a: Path, b: Path) -> None:
-    """Weights, optimizer, random states and run state of two checkpoints of one layout are the same to the bit."""
+    """Raise AssertionError unless two checkpoints of one layout are bitwise equal, but for measured times."""
     names = {path.name for path in a.iterdir() if path.suffix == ".safetensors"}
     assert names
     for name in names:

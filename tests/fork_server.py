@@ -1,12 +1,12 @@
-"""A process that has imported what ranks import and forks them: a rank starts in milliseconds, not in ten seconds of imports.
+"""A process that has imported what ranks import and forks them: a rank starts at once, not after ten seconds.
 
-Started by tests/spawn.py, once per session. It reads one JSON object a line on its standard input and answers each with one:
-{"start": {...}} forks a rank and answers its pid, {"poll": [pid, ...]} answers their exit codes, null while they run. It
-kills the ranks that still run and ends when its input ends. It must never start a thread or a process group itself: a forked
-rank would hold their locks and sockets, but not their threads.
+tests/spawn.py starts it, once per session. It reads one JSON object a line and answers each with a line:
+{"start": {...}} forks a rank and answers its pid; {"poll": [pid, ...]} answers the ranks' exit codes, null
+while they run. When its input ends it kills the ranks that still run, and ends. It must never start a thread
+or a process group: forked ranks would inherit their locks and sockets, but not the threads.
 
-What a forked rank does not show, and a real start in tests/runs/test_launchers.py does: imports in their own order, variables
-that libraries read when they are imported, and another hash seed on each rank.
+Three things are seen only by ranks that are started (tests/runs/test_launchers.py, tests/slurm): the order of
+imports, variables that libraries read when they are imported, and a hash seed of its own on each rank.
 """
 
 import atexit

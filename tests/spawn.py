@@ -1,4 +1,4 @@
-"""Real ranks for tests: one process per rank on this host, on their own port, all gone when the call returns.
+"""Real ranks for tests: one process per rank on this host, on their own port. None outlives the call.
 
     from tests.spawn import run_ranks
 
@@ -16,12 +16,12 @@
         ''', 5)
         assert out == ["11\\n", "11\\n"]
 
-Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so `init_process_group` needs no
-arguments, and one OpenMP thread. A rank costs the seconds of its imports: let one call check several things.
+Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so
+`init_process_group` needs no arguments, and one OpenMP thread. Ranks are forked from a process that has
+imported torch, Megatron, vLLM and the program (tests/fork_server.py), or are interpreters with `fresh=True`.
 
-Two ways in which a program that did its work may still fail at its end: the store lives in rank 0, so meet in a collective
-before leaving; and a process group that a global variable keeps alive past `destroy_process_group` may abort the
-interpreter's exit ("terminate called without an active exception"), so make groups within functions.
+A program that did its work may still fail at its end: the store lives in rank 0, so meet in a collective
+before leaving.
 """
 
 import atexit
@@ -41,12 +41,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 GRACE = 2.0
-"""Seconds that other ranks have to end by themselves after one has failed."""
+"""Seconds within which the other ranks may end by themselves after one has failed."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class RanksFailed(Exception):
-    """A rank failed, or not all ended in time. The message holds what they wrote to stderr, the culprit's first."""
+    """A rank failed, or not all ended in time. The message holds their stderr, the failed rank's first."""
 
     def __init__(self, reason: str, stdout: list[str], stderr: list[str], returncodes: list[int | None]):
         self.stdout, self.stderr, self.returncodes = stdout, stderr, returncodes
@@ -63,12 +63,12 @@ def run_ranks(
     grace: float = GRACE,
     fresh: bool = False,
 ) -> list[str]:
-    """Run the program as `world_size` ranks; returns the stdout of each.
+    """Run the program as `world_size` ranks; return the stdout of each.
 
-    program: Python source (indented as it stands in the test) or the path of a script. args: sys.argv[1:], as str(arg).
-    timeout: seconds until the ranks are killed. env: variables on top of this process's own and of those of a rank.
-    fresh: start an interpreter for each rank instead of forking it, for what depends on imports (tests/fork_server.py).
-    Raises RanksFailed when one rank exits with another code than 0; ranks that do not end within `grace` are then killed.
+    program: Python source (indented as it stands in the test) or the path of a script. args: sys.argv[1:].
+    timeout: seconds until the ranks are killed. grace: seconds for the others to end after one has failed.
+    env: variables beside this process's own and those of a rank. fresh: start interpreters, fork none.
+    Raises RanksFailed when a rank exits with another code than 0.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         if isinstance(program, str):
@@ -104,7 +104,7 @@ def run_ranks(
 
 
 def free_port() -> int:
-    """A port nobody listens on, below the ephemeral range: no outgoing connection takes it before rank 0 binds it."""
+    """Return a free port below the ephemeral range, so that no outgoing connection takes it meanwhile."""
     while True:
         port = random.SystemRandom().randrange(10000, 32000)
         with socket.socket() as listener:
@@ -222,7 +222,7 @@ def _wait_for_all(ranks: list[_Rank], deadline: float) -> None:
 
 
 def _wait(ranks: list[_Rank], deadline: float) -> int | None:
-    """Until all ranks ended well, the deadline (None), or one failed: which."""
+    """Wait until a rank has failed, and return it; until all have ended or time is over, and return None."""
     while time.monotonic() < deadline:
         codes = [rank.poll() for rank in ranks]
         if failed := [rank for rank, code in enumerate(codes) if code]:

@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import yaml
 
 from tests.records import records
 from tests.spawn import ROOT, run_ranks
-from tools.make_toy import make_toy
 
 TRAIN = ROOT / "train_rl.py"
 ROWS = {"train": 512, "test": 64, "pairs": 64}
@@ -39,6 +37,10 @@ SFT = ("algorithm=sft", "training.prompts_per_minibatch=0")
 
 def save_toy(directory: Path) -> Path:
     """Write model, data and reward functions; return the directory."""
+    import pyarrow.parquet as pq
+
+    from tools.make_toy import make_toy  # imports torch, which is not for every test's conftest.py
+
     make_toy(directory, layers=2, intermediate=128)
     for name, count in ROWS.items():
         path = directory / f"{name}.parquet"

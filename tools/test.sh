@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Install what the tests need (nothing, when it is there) and run pytest in that environment.
-#   bash tools/test.sh                        all tests but the slow ones
-#   bash tools/test.sh --slow                 all tests
-#   bash tools/test.sh tests/data -k packing  any pytest arguments
+# Install what the tests need (nothing, when it is there) and run them in that environment.
+#   bash tools/test.sh                             formatter, linter, type checker and all tests but the slow ones
+#   bash tools/test.sh --slow                      all tests
+#   bash tools/test.sh tests/unit/data -k packing  any pytest arguments
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 bash tools/install_cpu.sh --mpi
 
-# tests/slurm raises a Slurm cluster on this machine and runs shellcheck; without these programs its tests are skipped, and say so.
+# tests/slurm starts a Slurm cluster on this machine and runs shellcheck; without these programs its tests are skipped.
 packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge shellcheck)
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmctld && command -v shellcheck; } >/dev/null; then
     echo "test: apt-get install ${packages[*]}"
@@ -21,4 +21,9 @@ export VIRTUAL_ENV="${VIRTUAL_ENV:-$root/.venv}"
 export PATH="$VIRTUAL_ENV/bin:$PATH" # tests start torchrun and mpiexec by name
 export OMP_NUM_THREADS=1             # several ranks share the cores; OpenMP's spinning threads make them 20 times slower
 export HF_HUB_OFFLINE=1              # a test that reaches for the hub is a bug: it fails at once instead of waiting
-exec python -m pytest -o testpaths=tests "$@"
+if [ $# = 0 ]; then
+    ruff format --check --quiet . # names the files that `ruff format` would change
+    ruff check --quiet .
+    mypy
+fi
+exec python -m pytest "$@"

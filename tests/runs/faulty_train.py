@@ -1,5 +1,5 @@
-"""train_rl.py with a fault: `faulty_train.py KIND PLACE RANK CALL <arguments of train_rl.py>`. The fault comes on one rank, in the
-CALL-th call (from 1) of what PLACE names."""
+"""train_rl.py with a fault: `faulty_train.py KIND PLACE RANK CALL <arguments of train_rl.py>`. The fault
+comes on one rank, in the CALL-th call (from 1) of what PLACE names."""
 
 import ctypes
 import importlib

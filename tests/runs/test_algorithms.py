@@ -1,4 +1,4 @@
-"""Each algorithm from the command line, two steps with real engines: what it logs, and what holds at its first update."""
+"""Each algorithm from the command line with real engines: its metrics, above all of the first update."""
 
 import json
 import math

@@ -1,5 +1,5 @@
-"""A run that goes on from a checkpoint is bitwise the run that never stopped: metrics, weights, optimizer, everything
-that is saved. GRPO's test is in test_train_rl.py."""
+"""A run that goes on from a checkpoint is bitwise the run that never stopped: its metrics and all that it
+saves. GRPO's test is in test_train_rl.py."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""The same command under every launcher: plain python, torchrun and mpirun. srun's variables are tested in tests/unit/runtime/test_ranks.py."""
+"""The same command under every launcher but srun (tests/slurm). These ranks are interpreters of their own."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""A run that is told to stop, from its command line: what is on disk, its exit code, and that it goes on as if nothing was."""
+"""A run that is asked to stop: what is on disk, its exit code, and that it goes on as if nothing had been."""
 
 import json
 import signal
@@ -42,7 +42,7 @@ def touch_after_step(run: Path, step: int, name: str) -> threading.Thread:
 
 
 @pytest.mark.slow  # a Slurm job does the same in tests/slurm/test_jobs.py
-def test_a_stop_in_a_generation_leaves_a_checkpoint_from_which_the_run_is_the_same(config, tmp_path):
+def test_a_run_stopped_in_a_generation_goes_on_exactly(config, tmp_path):
     run_ranks(2, TRAIN, "--config", config, f"run.dir={tmp_path}/whole", timeout=240)
     # By hand: the file.
     watcher = touch_after_step(tmp_path / "run", 2, "stop")

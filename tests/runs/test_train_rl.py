@@ -18,12 +18,12 @@ from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.toy import SFT, TRAIN, train, write_config
 from tools.prepare_data import prepare_gsm8k
 
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+GSM8K = ROOT / "tests" / "data" / "gsm8k"
 
 
 @pytest.fixture
 def config(toy, tmp_path) -> Path:
-    """Return the config of a GRPO run of two steps with a validation before and after them, into tmp_path/run."""
+    """Return the config of a GRPO run of two steps, with a validation before and after them."""
     validation = (f"data.val=[{toy}/test.parquet]", "validation.every=2", "validation.max_prompts=16")
     return write_config(tmp_path, toy, *validation)
 
@@ -90,7 +90,6 @@ def test_sft_exports_a_checkpoint_that_grpo_starts_from(config, tmp_path):
     assert steps[1]["training/rollout_probs_diff_max"] < bounds.TOY_LOGPROB
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason=f"the GSM8K files are not at {GSM8K}")
 def test_real_gsm8k_prompts_flow_through_two_steps(toy, tmp_path):
     prepare_gsm8k(GSM8K, tmp_path / "gsm8k")
     data = (f"data.train=[{tmp_path}/gsm8k/train.parquet]", f"data.val=[{tmp_path}/gsm8k/test.parquet]")

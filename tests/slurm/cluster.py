@@ -1,4 +1,4 @@
-"""What tests do with the cluster of cluster.sh, and read of the runs on it."""
+"""The cluster of cluster.sh as tests use it, and what they read of the runs on it."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from tests.spawn import ROOT
+from tests.toy import write_config
 
 CLUSTER = Path(__file__).with_name("cluster.sh")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare")
@@ -82,29 +83,16 @@ def wait_for(condition, what: str, timeout: float = PATIENCE_S):
     return found
 
 
-def write_config(directory: Path, toy: Path) -> Path:
-    """GRPO of six steps on the toy task, deterministic, each of them seconds long for its reward function, into directory/run."""
+def write_slow_config(directory: Path, toy: Path) -> Path:
+    """Write the config of GRPO of six steps, each seconds long because of its reward, into directory/run."""
     (directory / "slow_reward.py").write_text(
         "import time\n\n"
         "def score(prompt, response, ground_truth, **extra):\n"
         "    time.sleep(0.12)\n"
         "    return {'score': len(set(response)) / 6, 'acc': 0.0}\n"
     )
-    path = directory / "config.yaml"
-    path.write_text(
-        f"""
-        algorithm: grpo
-        run: {{name: test, dir: {directory}/run, max_steps: 6}}
-        model: {{path: {toy}/model, dtype: float32}}
-        data: {{train: [{toy}/train.parquet], max_prompt_tokens: 16, prompts_per_step: 8}}
-        training: {{micro_batch_tokens: 200, prompts_per_minibatch: 4, optimizer: {{lr: 1.0e-3}}}}
-        rollout: {{samples_per_prompt: 4, max_response_tokens: 6, deterministic: true, cpu_kv_cache_mib: 16}}
-        reward: {{function: "{directory}/slow_reward.py:score", workers: 1}}
-        checkpoint: {{every: 100}}
-        logging: {{tensorboard: false}}
-        """
-    )
-    return path
+    reward = f"reward.function={directory}/slow_reward.py:score"
+    return write_config(directory, toy, "run.max_steps=6", reward, "checkpoint.every=100")
 
 
 def status(run: Path) -> dict:

@@ -1,4 +1,4 @@
-"""A Slurm cluster of four nodes with two (fake) GPUs each on this machine, for all tests of this directory."""
+"""A Slurm cluster on this machine for the tests of this directory: four nodes with two (fake) GPUs each."""
 
 import contextlib
 import os
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.records import comparable
-from tests.slurm.cluster import PROGRAMS, TWO_NODES, Cluster, write_config
+from tests.slurm.cluster import PROGRAMS, TWO_NODES, Cluster, write_slow_config
 from tests.spawn import ROOT
-from tools.make_toy import make_toy
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +20,7 @@ def cluster():
     ]
     if missing:
         pytest.skip(
-            f"no {', '.join(missing)} on this machine; tools/test.sh installs Slurm, as root on Debian and Ubuntu"
+            f"no {', '.join(missing)} here; tools/test.sh installs Slurm, as root on Debian and Ubuntu"
         )
     if os.geteuid() != 0:
         pytest.skip("a cluster of several nodes on one machine takes root, for their namespaces")
@@ -39,14 +38,9 @@ def cluster():
         shutil.rmtree(lab, ignore_errors=True)
 
 
-@pytest.fixture(scope="session")
-def toy(tmp_path_factory) -> Path:
-    return make_toy(tmp_path_factory.mktemp("toy"), layers=2, intermediate=128)
-
-
 @pytest.fixture
 def config(toy, tmp_path) -> Path:
-    return write_config(tmp_path, toy)
+    return write_slow_config(tmp_path, toy)
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +48,7 @@ def undisturbed(cluster, toy, tmp_path_factory) -> list[dict]:
     """The metrics of that run on two nodes, from one job that nothing happens to."""
     directory = tmp_path_factory.mktemp("undisturbed")
     job = cluster.submit(
-        *TWO_NODES, ROOT / "slurm" / "train.sbatch", write_config(directory, toy), cwd=directory
+        *TWO_NODES, ROOT / "slurm" / "train.sbatch", write_slow_config(directory, toy), cwd=directory
     )
     assert cluster.wait(job)["JobState"] == "COMPLETED", (directory / f"train-{job}.out").read_text()
     return comparable(directory / "run")

@@ -1,4 +1,4 @@
-"""The batch files with programs of a fake Slurm on the PATH: what no test cluster has, and what each of them hands to srun."""
+"""The batch files with a fake Slurm on the PATH: what no cluster of tests has, and what srun gets."""
 
 import json
 import os
@@ -27,7 +27,9 @@ printf '%s\\0' "$@" >"$FAKE/srun.$(ls "$FAKE" | grep -c srun)"
 env >"$FAKE/env"
 if [ "$SRUN_EXIT" != 0 ]; then echo "srun: error: n2: task 3: Exited with exit code $SRUN_EXIT" >&2; fi
 (ulimit -c; ulimit -n; ulimit -H -n) >"$FAKE/limits"
-if [ -n "$AT_STEP" ]; then echo "{\\"checkpoint_step\\": $AT_STEP, \\"state\\": \\"stopped\\"}" >"$LOCKSTEP_STATUS"; fi
+if [ -n "$AT_STEP" ]; then
+    echo "{\\"checkpoint_step\\": $AT_STEP, \\"state\\": \\"stopped\\"}" >"$LOCKSTEP_STATUS"
+fi
 exit "$SRUN_EXIT"
 """
 SCONTROL = '#!/bin/bash\necho "$@" >>"$FAKE/scontrol"\n'
@@ -106,7 +108,7 @@ class Job:
         )
 
 
-# What they are ------------------------------------------------------------------------------------------------------------
+# What they are ------------------------------------------------------------------------------------
 
 
 def test_every_shell_file_passes_shellcheck():
@@ -133,7 +135,7 @@ def test_a_batch_file_asks_for_what_its_run_needs(path):
             load_config(str(ROOT / "configs" / config))
 
 
-def test_the_nodes_of_a_batch_file_are_those_its_config_is_named_for():
+def test_a_batch_files_nodes_are_those_in_its_configs_name():
     for path in BATCH:
         for config, nodes in re.findall(
             r'^train "\$LOCKSTEP_ROOT/configs/(\S*?_(\d+)x8\.yaml)', path.read_text(), re.MULTILINE
@@ -141,7 +143,7 @@ def test_the_nodes_of_a_batch_file_are_those_its_config_is_named_for():
             assert f"#SBATCH --nodes={nodes}\n" in path.read_text(), config
 
 
-# srun ---------------------------------------------------------------------------------------------------------------------
+# srun ---------------------------------------------------------------------------------------------
 
 
 def test_a_rank_per_gpu_each_of_which_sees_all(site):
@@ -195,13 +197,13 @@ def test_ranks_are_offline_and_compile_to_a_disk_of_the_node(site):
         assert env[name].startswith("/scratch/local/lockstep-cache-")
 
 
-def test_limits_no_core_files_and_all_the_open_files_there_may_be(site):
+def test_ranks_write_no_core_files_and_open_many_files(site):
     Job(site, "train", "my.yaml")
     cores, files, most = (site / "fake" / "limits").read_text().split()
     assert cores == "0" and files == most
 
 
-def test_the_end_of_the_job_and_the_lead_of_its_signal_are_known_to_the_ranks(site):
+def test_ranks_know_the_jobs_end_and_its_signals_lead(site):
     env = Job(site, "ppo_deepseek671b").env
     assert env["SLURM_JOB_END_TIME"] == "1893456000" and env["LOCKSTEP_SIGNAL_LEAD"] == "1800"
     env = Job(site, "ppo_deepseek671b", SLURM_JOB_END_TIME="5", LOCKSTEP_SIGNAL_LEAD="60").env
@@ -258,7 +260,7 @@ def test_the_first_rank_writes_into_the_jobs_own_log(site):
     assert (site / "work" / "train-4711.ranks" / "rank-0.log").resolve() == site / "work" / "job.out"
 
 
-# Going on -----------------------------------------------------------------------------------------------------------------
+# Going on -----------------------------------------------------------------------------------------
 
 
 def test_a_stopped_run_is_requeued_and_a_finished_one_is_not(site):

@@ -1,5 +1,5 @@
-"""What cuts a run short on a real Slurm cluster: its own time limit, a requeue, pre-emption, a node that dies. Each run is resumed
-by Slurm and compared with one that nobody disturbed."""
+"""Interruptions on a real Slurm cluster: a time limit, a requeue, pre-emption, a node that dies. Slurm
+resumes each run, which is then compared with an undisturbed one."""
 
 import re
 
@@ -16,7 +16,8 @@ FILE = ROOT / "slurm" / "train.sbatch"
 
 @pytest.fixture
 def start(cluster, config, tmp_path):
-    """Submit a run of two nodes, as `start(sbatch options, overrides)`; returns its job and a function for its log."""
+    """Submit a run of two nodes, as `start(sbatch options, overrides)`; returns its job and a function for
+    its log."""
 
     def submit(options=(), overrides=(), **env):
         job = cluster.submit(*TWO_NODES, *options, FILE, config, *overrides, cwd=tmp_path, **env)

@@ -20,11 +20,15 @@ import sys
 from launch.submitit_jobs import Train, executor
 
 kind, folder, config, *overrides = sys.argv[1:]
-jobs = executor(folder, ranks_per_node=2 if kind == "one" else 1, minutes=30, at_a_time=1, signal_lead_s=60, partition="main")
+ranks = 2 if kind == "one" else 1
+jobs = executor(
+    folder, ranks_per_node=ranks, minutes=30, at_a_time=1, signal_lead_s=60, partition="main"
+)
 if kind == "one":
     print(jobs.submit(Train(), config, overrides).job_id)
 else:
-    print(jobs.map_array(Train(), [config] * 2, [[*overrides, f"run.dir={folder}/{name}"] for name in "ab"])[0].job_id)
+    points = [[*overrides, f"run.dir={folder}/{name}"] for name in "ab"]
+    print(jobs.map_array(Train(), [config] * 2, points)[0].job_id)
 """
 RESULT = """
 import sys
@@ -73,7 +77,7 @@ def states(out):
     }
 
 
-def test_a_sweep_runs_two_at_a_time_and_only_the_failed_point_again(cluster, launch, sweep, tmp_path):
+def test_a_sweep_runs_two_at_a_time_and_repeats_the_failed(cluster, launch, sweep, tmp_path):
     assert "--array=0-5%2" in launch("sweep", sweep)
     runs = tmp_path / "runs" / "sweep"
     points = [point["name"] for point in json.loads((runs / "launch" / "sweep.json").read_text())["points"]]
@@ -145,7 +149,8 @@ class TestSubmitit:
 
 def test_the_doctor_names_the_node_that_does_not_see_the_data(cluster, config, tmp_path):
     (tmp_path / "train.jsonl").write_text("{}")
-    examine = f"exec {sys.executable} {ROOT}/tools/doctor.py --mib 4 --slow-share 0.01 --min-free-gib 0 --config {config} data.train=train.jsonl"
+    options = f"--mib 4 --slow-share 0.01 --min-free-gib 0 --config {config} data.train=train.jsonl"
+    examine = f"exec {sys.executable} {ROOT}/tools/doctor.py {options}"
     srun = ("srun", "--nodes=4", "--ntasks-per-node=1", "bash", "-c")
     assert "4 nodes, 0 with something bad" in cluster.run(*srun, examine, cwd=tmp_path)
     blind = f"if [ $(hostname) = node3 ]; then cd /; fi; {examine}"

@@ -1,4 +1,4 @@
-"""One set of versions: the CPU lock, setup.py and the Dockerfile must not contradict each other, and the lock must hold."""
+"""One set of versions: the CPU lock, setup.py and the Dockerfile agree, and the lock is complete."""
 
 import importlib.metadata
 import os
@@ -174,7 +174,7 @@ def test_installed_versions_are_the_locked_ones():
 def test_lock_meets_what_its_packages_require(lock):
     locked_environment()
     unmet = []
-    for name, pin in read_lock("requirements-cpu.txt").items():
+    for name in read_lock("requirements-cpu.txt"):
         missing = set()
         for wanted in map(Requirement, importlib.metadata.requires(name) or []):
             if wanted.marker and not any(map(wanted.marker.evaluate, ENVIRONMENTS)):
@@ -191,7 +191,7 @@ def test_lock_meets_what_its_packages_require(lock):
 
 
 def run_installer(tmp_path, *arguments, programs=None, **environment):
-    """Run the installer on a PATH of this machine's programs, some replaced by shell scripts or (None) missing."""
+    """Run the installer with this machine's programs, some replaced by scripts or (None) missing."""
     fake = tmp_path / "bin"
     fake.mkdir()
     programs = programs or {}

@@ -1,4 +1,5 @@
-"""No file that a user may have downloaded, or a checkpoint, is ever unpickled: unpickling runs whatever the file says."""
+"""No file that a user may have downloaded, or a checkpoint, is ever unpickled: unpickling runs whatever the
+file says."""
 
 import ast
 from collections.abc import Iterator
@@ -36,7 +37,8 @@ UNPICKLES = {
 ALLOWED = {
     # From the pipe of the process that started it: its own parent.
     ("rl/rewards/pool/worker.py", "pickle.load"),
-    # Megatron's own source, compiled, in the user's cache; written and read by this user, as Python's .pyc files are.
+    # Megatron's own source, compiled, in the user's cache; written and read by this user, as Python's .pyc
+    # files are.
     ("rl/training/cpu_support.py", "marshal.loads"),
 }
 

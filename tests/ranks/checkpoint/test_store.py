@@ -13,30 +13,23 @@ from safetensors.torch import load_file
 from tests import bounds
 from tests.checkpoints import SIZES, save_qwen2
 from tests.spawn import ROOT, RanksFailed, run_ranks
-from tools.make_toy import make_toy
+from tests.toy import SFT, write_config
 
 GRADIENT = bounds.of_gradient(SIZES["num_hidden_layers"], SIZES["hidden_size"])
 """Of a loss and a norm, relative. An epsilon of 1e-2 keeps Adam from amplifying it in the second step."""
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
+def config(toy, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("store")
-    make_toy(directory / "toy")
     model = save_qwen2(directory / "model", seed=7, tie=True)
-    path = directory / "config.yaml"
-    path.write_text(
-        f"""
-        algorithm: sft
-        run: {{max_steps: 4}}
-        model: {{path: {model}, dtype: float32}}
-        data: {{train: [{directory}/toy/train.parquet], max_prompt_tokens: 16, prompts_per_step: 8}}
-        training: {{optimizer: {{lr: 1.0e-3, eps: 1.0e-2, weight_decay: 0.1}}}}
-        checkpoint: {{every: 1}}
-        logging: {{tensorboard: false}}
-        """
+    options = (
+        "run.max_steps=4",
+        "training.optimizer.weight_decay=0.1",
+        "training.optimizer.eps=1.0e-2",
+        "checkpoint.every=1",
     )
-    return path
+    return write_config(directory, toy, *SFT, f"model.path={model}", *options)
 
 
 def train(world_size: int, config: Path, directory: Path, *overrides: str) -> dict[int, dict]:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.records import comparable
 from tests.spawn import run_ranks
-from tools.make_toy import make_toy
+from tests.toy import write_config
 
 WORKER = Path(__file__).with_name("memory_worker.py")
 
@@ -15,30 +15,29 @@ WORKER = Path(__file__).with_name("memory_worker.py")
 def ppo_run(toy: Path, directory: Path, offload: str) -> tuple[list[list[int]], list[dict]]:
     """Bytes of policy and critic at each turn of the engine, on rank 0; and the metrics without those of clock and host."""
     directory.mkdir()
-    config = directory / "config.yaml"
-    config.write_text(
-        f"""
-        algorithm: ppo
-        run: {{max_steps: 3, dir: {directory}/run}}
-        model: {{path: {toy}/model, dtype: float32}}
-        data: {{train: [{toy}/train.parquet], val: [{toy}/test.parquet], max_prompt_tokens: 16, prompts_per_step: 16}}
-        training: {{offload: {offload}, optimizer: {{lr: 1.0e-3}}}}
-        critic: {{optimizer: {{lr: 1.0e-3}}}}
-        objective: {{kl_coef: 0.01}}
-        rollout: {{samples_per_prompt: 2, max_response_tokens: 6, deterministic: true, cpu_kv_cache_mib: 16}}
-        validation: {{every: 1, max_prompts: 8}}
-        checkpoint: {{every: 1, export_hf: true}}
-        """
+    options = (
+        "algorithm=ppo",
+        "run.max_steps=3",
+        "data.prompts_per_step=16",
+        f"data.val=[{toy}/test.parquet]",
+        f"training.offload={offload}",
+        "critic.optimizer.lr=1.0e-3",
+        "objective.kl_coef=0.01",
+        "rollout.samples_per_prompt=2",
+        "validation.every=1",
+        "validation.max_prompts=8",
+        "checkpoint.every=1",
+        "checkpoint.export_hf=true",
     )
+    config = write_config(directory, toy, *options)
     out = run_ranks(2, WORKER, "--config", config, timeout=300)[0]
     return [json.loads(line) for line in out.splitlines()], comparable(directory / "run")
 
 
 @pytest.mark.slow
 def test_models_hold_no_byte_while_the_engine_generates_and_metrics_and_weights_are_the_same_to_the_bit(
-    tmp_path,
+    toy, tmp_path
 ):
-    toy = make_toy(tmp_path / "toy", layers=2, intermediate=128)
     held, metrics = {}, {}
     for offload in ("none", "optimizer", "all"):
         held[offload], metrics[offload] = ppo_run(toy, tmp_path / offload, offload)

@@ -39,7 +39,7 @@ TEMPERATURE = 0.7
 EPS = 1e7
 """Of Adam, and the learning rate: an epsilon so far above the gradients makes its step the gradient."""
 SAMPLING = Sampling(
-    samples_per_prompt=2,
+    samples_per_prompt=1,
     temperature=TEMPERATURE,
     top_p=1.0,
     top_k=0,
@@ -147,13 +147,13 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
         hf = read_hf_config(checkpoint_a)
         architecture(hf).check(hf)
         batch = random_batch(hf["vocab_size"])
-        references = [
-            AutoModelForCausalLM.from_pretrained(c, dtype=torch.float32).eval()
-            for c in (checkpoint_a, checkpoint_b)
-        ]
-        columns = [hf_logprobs(reference, batch) for reference in references]
-        if RANKS.rank == 0:
-            gradient = hf_gradient(references[1], columns[1][0], Path(out_dir, "gradient"))
+        references, columns = {}, {}
+        if RANKS.rank == 0:  # which alone compares
+            for name, checkpoint in (("a", checkpoint_a), ("b", checkpoint_b)):
+                model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+                references[name] = model.eval()
+                columns[name] = hf_logprobs(model, batch)
+            gradient = hf_gradient(references["b"], columns["b"][0], Path(out_dir, "gradient"))
         config = config_of(checkpoint_a, 1, 1, 1, tp_of_rollout)
         engine = RolloutEngine(
             checkpoint_a, config.rollout, dtype="float32", max_tokens=128, seed=1, device=device
@@ -162,25 +162,24 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
             tp, pp, ep, etp = map(int, [*layout.split("x"), 0][:4])
             config = config_of(checkpoint_a, tp, pp, ep, tp_of_rollout, etp)
             trainer = build_policy(config, hf, new_grid(tp, pp, ep, config.training.expert_tp), device)
-            for name, checkpoint, reference, expected in zip(
-                "ab", (checkpoint_a, checkpoint_b), references, columns
-            ):
+            for name, checkpoint in (("a", checkpoint_a), ("b", checkpoint_b)):
                 load_hf(checkpoint, trainer.weight_map)
                 halves = ([0, 1, 2, 3], [4, 5, 6, 7])
                 plans = [plan_minibatch(batch, half, dp=trainer.grid.dp, max_tokens=96) for half in halves]
                 found = trainer.forward(batch, plans, ("logprobs", "entropy", "sum_p_squared"))
-                sides = {
-                    k: difference(f, e)
-                    for k, f, e in zip(("megatron", "entropy", "sum_p_squared"), found, expected)
-                }
-                sides["largest"] = float(expected[0].abs().max())  # log-prob: rounding is relative to it
                 traffic = refit(trainer, engine)
                 check_refit(trainer, engine)
                 drawn = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(batch))))
                 mine = drawn if engine.rank_in_replica == 0 else []
                 sampled = exchange(batch.prompt_ids, mine, SAMPLING.samples_per_prompt, device)
+                if RANKS.rank > 0:
+                    continue
+                kinds = ("megatron", "entropy", "sum_p_squared")
+                sides: dict = {k: difference(f, e) for k, f, e in zip(kinds, found, columns[name])}
                 with torch.no_grad():
-                    sides["vllm"] = difference(sampled.rollout_logprobs, hf_logprobs(reference, sampled)[0])
+                    expected = hf_logprobs(references[name], sampled)[0]
+                sides["largest"] = float(columns[name][0].abs().max())  # log-prob: rounding is relative to it
+                sides["vllm"] = difference(sampled.rollout_logprobs, expected)
                 sides |= {"sampled_tokens": int(sampled.lengths.sum()), "fallback": traffic.fallback}
                 results[f"{layout} {name}"] = sides
             if layout == layouts[-1]:

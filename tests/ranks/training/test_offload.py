@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.spawn import run_ranks
-from tools.make_toy import make_toy
 
 WORKER = Path(__file__).with_name("offload_worker.py")
 DTYPES = ("float32", "bfloat16")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict:
+def results(toy) -> dict:
     """Rank 0's of two data parallel ranks."""
-    toy = make_toy(tmp_path_factory.mktemp("toy"), layers=2, intermediate=128)
     return json.loads(run_ranks(2, WORKER, toy / "model", timeout=240)[0])
 
 

@@ -22,12 +22,13 @@ CASES = {
     "qwen2-tied": ("Qwen2ForCausalLM", True, DENSE),
     "qwen3": ("Qwen3ForCausalLM", False, DENSE),
     "llama3": ("LlamaForCausalLM", False, DENSE),
-    "llama3-tied": ("LlamaForCausalLM", True, DENSE),
+    "llama3-tied": ("LlamaForCausalLM", True, ["1x1x1", "2x2x1"]),
     "mistral": ("MistralForCausalLM", False, DENSE),
     "mixtral": ("MixtralForCausalLM", False, EXPERTS),
     "qwen3-moe": ("Qwen3MoeForCausalLM", False, EXPERTS),
     "deepseek-v2": ("DeepseekV2ForCausalLM", False, EXPERTS),
-    "deepseek-v3": ("DeepseekV3ForCausalLM", False, EXPERTS),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", False, ["2x1x2", "1x1x2x2", "2x2x2"]),
+    "deepseek-v3-all": ("DeepseekV3ForCausalLM", False, EXPERTS),
 }
 """Name -> (architecture, whether the embedding is the head, training layouts)."""
 ALWAYS = ("qwen2", "llama3-tied", "deepseek-v3")

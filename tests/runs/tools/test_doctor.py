@@ -1,4 +1,5 @@
-"""tools/doctor.py: faults put into a node, or into what it would see, are named; real ranks for what lies between nodes."""
+"""tools/doctor.py: faults put into a node, or into what it would see, are named; real ranks for what lies
+between nodes."""
 
 import json
 import os
@@ -37,10 +38,11 @@ NODES = """
         os.chdir("/")
     from tools.doctor import main
 
-    print(main(["--json", "--config", sys.argv[1], "--mib", "1", "--min-free-gib", "0", "--slow-share", "0.01"]))
+    quick = ["--mib", "1", "--min-free-gib", "0", "--slow-share", "0.01"]
+    print(main(["--json", "--config", sys.argv[1], *quick]))
 """
-"""Every rank a node of its own; with faults a clock that is late, a name that resolves to the node itself, and files that are
-not there. The machine that plays all nodes may be busy: hardly anything counts as slow."""
+"""Every rank a node of its own; with faults a clock that is late, a name that resolves to the node itself,
+and files that are not there. The machine that plays all nodes may be busy: hardly anything counts as slow."""
 
 
 def levels(findings):
@@ -124,7 +126,7 @@ class TestNode:
 
 class TestPairs:
     @pytest.mark.parametrize("number", [2, 3, 4, 7, 8])
-    def test_all_rounds_meet_every_pair_once_and_nobody_twice_in_a_round(self, number):
+    def test_the_rounds_hold_every_pair_once_and_no_node_twice(self, number):
         rounds = pair_rounds(number, 100)
         met = [pair for pairs in rounds for pair in pairs]
         assert sorted(met) == [(a, b) for a in range(number) for b in range(a + 1, number)]
@@ -134,7 +136,7 @@ class TestPairs:
         rounds = pair_rounds(64, 3)
         assert len(rounds) == 3 and all(len(pairs) == 32 for pairs in rounds)
 
-    def test_the_node_with_the_slow_link_is_bad_and_not_those_who_met_it(self):
+    def test_only_the_node_with_the_slow_link_is_bad(self):
         names = ["a", "b", "c", "d"]
         speeds = {(x, y): 3.0 if "c" in (x, y) else 40.0 for i, x in enumerate(names) for y in names[i + 1 :]}
         found = {
@@ -153,7 +155,10 @@ class TestPairs:
 
 class TestTransport:
     ON_IB = "node1:7:9 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA\n"
-    ON_TCP = "node1:7:9 [0] NCCL INFO NET/IB : No device found.\nnode1:7:9 NCCL INFO Channel 00/0 : 1[0] -> 0[0] [send] via NET/Socket/0\n"
+    ON_TCP = (
+        "node1:7:9 [0] NCCL INFO NET/IB : No device found.\n"
+        "node1:7:9 NCCL INFO Channel 00/0 : 1[0] -> 0[0] [send] via NET/Socket/0\n"
+    )
 
     def test_rdma_in_use(self):
         (finding,) = read_nccl_log(self.ON_IB, rdma=["mlx5_0"])
@@ -194,7 +199,8 @@ def config(tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "train.jsonl").write_text("{}")
     (tmp_path / "config.yaml").write_text(
-        f"run: {{dir: {tmp_path}/run}}\nmodel: {{path: model}}\ndata: {{train: [train.jsonl]}}\nreward: {{function: a:b}}\n"
+        f"run: {{dir: {tmp_path}/run}}\nmodel: {{path: model}}\n"
+        "data: {train: [train.jsonl]}\nreward: {function: a:b}\n"
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path / "config.yaml"

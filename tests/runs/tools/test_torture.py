@@ -32,7 +32,7 @@ def test_metrics_are_compared_without_the_clock(tmp_path):
     assert metrics_of(tmp_path) == [{"training/global_step": 1, "actor/pg_loss": 0.5}]
 
 
-def test_a_directory_that_is_called_a_checkpoint_and_is_none_is_found(tmp_path):
+def test_a_directory_that_only_looks_like_a_checkpoint_is_found(tmp_path):
     assert read_checkpoints(tmp_path) == 0
     Path(tmp_path, "checkpoints", "step_000001.partial").mkdir(parents=True)
     assert read_checkpoints(tmp_path) == 0
