@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import assert_same_checkpoint
-from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.records import comparable, records
+from tests.spawn import ROOT, RanksFailed, run_ranks
 from tools.make_toy import make_toy
 from tools.prepare_data import prepare_gsm8k
 
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+GSM8K = ROOT / "tests" / "data" / "gsm8k"
 TRAIN = ROOT / "train_rl.py"
 
 
@@ -118,7 +118,6 @@ def test_sft_exports_a_checkpoint_that_grpo_starts_from(config, tmp_path):
     assert records(tmp_path / "run")[1]["training/rollout_probs_diff_max"] < 1e-4
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason=f"the GSM8K files are not at {GSM8K}")
 def test_real_gsm8k_prompts_flow_through_two_steps(tmp_path):
     prepare_gsm8k(GSM8K, tmp_path / "gsm8k")
     make_toy(tmp_path / "toy")
@@ -129,7 +128,7 @@ def test_real_gsm8k_prompts_flow_through_two_steps(tmp_path):
     assert len(steps) == 2 and steps[1]["prompt_length/mean"] > 200 and "val-core/openai/gsm8k/acc/mean@1" in steps[1]
     assert all(step["reward/failures"] == 0 and step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
-    assert "####" in sample["prompt"] and float(sample["ground_truth"]) >= 0
+    assert "####" in sample["prompt"] and float(sample["ground_truth"]).is_integer()
 
 
 def test_help_lists_every_key_without_importing_torch():
