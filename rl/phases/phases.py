@@ -20,7 +20,7 @@ from rl.config.schema import Config, Optimizer, needs_reference
 from rl.data.batch import Batch, fingerprint, pair_up
 from rl.data.preferences import Preference
 from rl.data.prompts import Prompt
-from rl.data.sampler import EpochWalk, MixedSampler
+from rl.data.sampler import EpochSampler, MixedSampler
 from rl.engines.engines import Engines
 from rl.engines.memory import Turns
 from rl.faults.agreement import Agreement, check_replicas
@@ -78,7 +78,7 @@ class Phases:
         engines: Engines,
         tokenizer,
         prompts: list[Prompt] | list[Preference],
-        sampler: EpochWalk | MixedSampler,
+        sampler: EpochSampler | MixedSampler,
         scorer: Scorer | None,
         progress: Progress,
         watch: Watch,
