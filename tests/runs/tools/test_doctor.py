@@ -1,4 +1,4 @@
-"""tools/doctor.py: faults put into a node, or into what it would see, are named; real ranks for what lies between nodes."""
+"""tools/doctor.py names injected faults of a node; links between nodes are tested with real ranks."""
 
 import json
 import os
@@ -11,7 +11,17 @@ import pytest
 from tests.spawn import ROOT, run_ranks
 from tools import doctor
 from tools.link_checks import judge_pairs, pair_rounds, read_nccl_log
-from tools.node_checks import Finding, bad, check_disks, check_gpus, check_readable, check_versions, judge_disk, ok, read_gpus
+from tools.node_checks import (
+    Finding,
+    bad,
+    check_disks,
+    check_gpus,
+    check_readable,
+    check_versions,
+    judge_disk,
+    ok,
+    read_gpus,
+)
 
 FINE = "NVIDIA H100 80GB HBM3, 4, 81559, 0, 1980, 1980, Not Active, Not Active"
 NODES = """
@@ -27,10 +37,13 @@ NODES = """
         os.chdir("/")
     from tools.doctor import main
 
-    print(main(["--json", "--config", sys.argv[1], "--mib", "1", "--min-free-gib", "0", "--slow-share", "0.01"]))
+    options = "--json --mib 1 --min-free-gib 0 --slow-share 0.01".split()
+    print(main([*options, "--config", sys.argv[1]]))
 """
-"""Every rank a node of its own; with faults a clock that is late, a name that resolves to the node itself, and files that are
-not there. The machine that plays all nodes may be busy: hardly anything counts as slow."""
+"""Each rank is a node. Faults: a late clock, a name that resolves to the node itself, missing files.
+
+Hardly any speed counts as slow, because the machine may be busy.
+"""
 
 
 def levels(findings):
@@ -61,7 +74,9 @@ class TestGpus:
         assert levels(read_gpus(FINE.replace("81559, 0,", "81559, [N/A],"), expected=1)) == ["ok"]
 
     def test_a_driver_that_fails_is_a_finding(self, tmp_path, monkeypatch):
-        (tmp_path / "nvidia-smi").write_text("#!/bin/bash\necho 'Unable to determine the device handle for GPU0000:3B:00.0'\nexit 255\n")
+        (tmp_path / "nvidia-smi").write_text(
+            "#!/bin/bash\necho 'Unable to determine the device handle for GPU0000:3B:00.0'\nexit 255\n"
+        )
         (tmp_path / "nvidia-smi").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         (finding,) = check_gpus(expected=None)
@@ -78,7 +93,9 @@ class TestNode:
         (finding,) = check_disks([tmp_path], min_free_gib=1e9)
         assert finding.level == "bad" and "less than 1e+09 GiB" in finding.text
 
-    @pytest.mark.parametrize("inodes, free, level", [(0, 0, "ok"), (1000000, 500, "bad"), (1000000, 900000, "ok")])
+    @pytest.mark.parametrize(
+        "inodes, free, level", [(0, 0, "ok"), (1000000, 500, "bad"), (1000000, 900000, "ok")]
+    )
     def test_inodes_run_out_where_they_are_counted(self, inodes, free, level):
         disk = os.statvfs_result((4096, 4096, 1 << 30, 1 << 30, 1 << 30, inodes, free, free, 0, 255))
         assert judge_disk(Path("/x"), disk, min_free_gib=10.0).level == level
@@ -101,14 +118,16 @@ class TestNode:
         import importlib.metadata
 
         real = importlib.metadata.version
-        monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "megatron-core" else real(name))
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name: "9.9" if name == "megatron-core" else real(name)
+        )
         (finding,) = check_versions()
         assert finding.level == "warn" and "megatron-core 9.9 (tested: 0.16.1)" in finding.text
 
 
 class TestPairs:
     @pytest.mark.parametrize("number", [2, 3, 4, 7, 8])
-    def test_all_rounds_meet_every_pair_once_and_nobody_twice_in_a_round(self, number):
+    def test_rounds_hold_every_pair_once(self, number):
         rounds = pair_rounds(number, 100)
         met = [pair for pairs in rounds for pair in pairs]
         assert sorted(met) == [(a, b) for a in range(number) for b in range(a + 1, number)]
@@ -118,20 +137,29 @@ class TestPairs:
         rounds = pair_rounds(64, 3)
         assert len(rounds) == 3 and all(len(pairs) == 32 for pairs in rounds)
 
-    def test_the_node_with_the_slow_link_is_bad_and_not_those_who_met_it(self):
+    def test_only_the_node_with_the_slow_link_is_bad(self):
         names = ["a", "b", "c", "d"]
         speeds = {(x, y): 3.0 if "c" in (x, y) else 40.0 for i, x in enumerate(names) for y in names[i + 1 :]}
-        found = {host: finding.level for host, (finding,) in judge_pairs(speeds, slow_share=0.5, min_gb_s=0).items()}
+        found = {
+            host: finding.level
+            for host, (finding,) in judge_pairs(speeds, slow_share=0.5, min_gb_s=0).items()
+        }
         assert found == {"a": "warn", "b": "warn", "c": "bad", "d": "warn"}
         assert set(levels(f for (f,) in judge_pairs(speeds, slow_share=0.5, min_gb_s=50).values())) == {"bad"}
 
     def test_two_equal_nodes_are_fine(self):
-        assert levels(f for (f,) in judge_pairs({("a", "b"): 1.0}, slow_share=0.5, min_gb_s=0).values()) == ["ok", "ok"]
+        assert levels(f for (f,) in judge_pairs({("a", "b"): 1.0}, slow_share=0.5, min_gb_s=0).values()) == [
+            "ok",
+            "ok",
+        ]
 
 
 class TestTransport:
     ON_IB = "node1:7:9 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA\n"
-    ON_TCP = "node1:7:9 [0] NCCL INFO NET/IB : No device found.\nnode1:7:9 NCCL INFO Channel 00/0 : 1[0] -> 0[0] [send] via NET/Socket/0\n"
+    ON_TCP = (
+        "node1:7:9 [0] NCCL INFO NET/IB : No device found.\n"
+        "node1:7:9 NCCL INFO Channel 00/0 : 1[0] -> 0[0] [send] via NET/Socket/0\n"
+    )
 
     def test_rdma_in_use(self):
         (finding,) = read_nccl_log(self.ON_IB, rdma=["mlx5_0"])
@@ -139,7 +167,7 @@ class TestTransport:
 
     def test_a_silent_fall_back_to_tcp(self):
         (finding,) = read_nccl_log(self.ON_TCP, rdma=["mlx5_0"])
-        assert finding.level == "bad" and "fell back to TCP" in finding.text and "mlx5_0" in finding.text
+        assert finding.level == "bad" and "NCCL uses TCP" in finding.text and "mlx5_0" in finding.text
 
     def test_tcp_where_there_is_nothing_else(self):
         assert levels(read_nccl_log(self.ON_TCP, rdma=[])) == ["ok"]
@@ -158,7 +186,7 @@ class TestReport:
         text = doctor.as_text(by_node, verbose=False)
         assert text.count("model.path") == 1 and "all nodes" in text and text.endswith("--exclude=b")
 
-    def test_what_is_in_order_is_said_on_request(self):
+    def test_passed_checks_are_reported_on_request(self):
         by_node = {"a": [ok("gpus", "8"), Finding("warn", "versions", "other")]}
         assert "gpus" not in doctor.as_text(by_node, verbose=False)
         assert "gpus" in doctor.as_text(by_node, verbose=True)
@@ -172,7 +200,8 @@ def config(tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "train.jsonl").write_text("{}")
     (tmp_path / "config.yaml").write_text(
-        f"run: {{dir: {tmp_path}/run}}\nmodel: {{path: model}}\ndata: {{train: [train.jsonl]}}\nreward: {{function: a:b}}\n"
+        f"run: {{dir: {tmp_path}/run}}\nmodel: {{path: model}}\ndata: {{train: [train.jsonl]}}\n"
+        "reward: {function: a:b}\n"
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path / "config.yaml"
@@ -196,16 +225,29 @@ def test_nodes_in_order(config):
 def test_faults_of_single_nodes_are_named(config):
     code, report = examined(config, "faulty")
     assert code == 2 and report["exclude"] == ["node1", "node2"]
-    found = {node: {f["check"]: f["text"] for f in some if f["level"] == "bad"} for node, some in report["nodes"].items()}
+    found = {
+        node: {f["check"]: f["text"] for f in some if f["level"] == "bad"}
+        for node, some in report["nodes"].items()
+    }
     assert found["node0"] == {}
-    assert found["node1"].keys() == {"clock", "transport"} and "-5.0" in found["node1"]["clock"]
+    assert found["node1"].keys() == {"clock", "transport"}
+    assert (
+        -6 < float(found["node1"]["clock"].split()[0]) < -4
+    )  # the injected 5 s, on a machine that may be busy
     assert found["node2"].keys() == {"paths"} and "train.jsonl" in found["node2"]["paths"]
 
 
 def test_by_hand_on_one_node(config):
-    command = [sys.executable, str(ROOT / "tools" / "doctor.py"), "--config", str(config), "--min-free-gib", "0"]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "doctor.py"),
+        "--config",
+        str(config),
+        "--min-free-gib",
+        "0",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "1 node, 0 with something bad" in done.stdout
+    assert done.returncode == 0 and "1 node, 0 with a failed check" in done.stdout
     done = subprocess.run([*command, "--gpus", "64"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "--exclude=" in done.stdout
     done = subprocess.run([*command, "run.nmae=x"], capture_output=True, text=True, timeout=60)

@@ -21,12 +21,18 @@ def test_ten_kills_lose_nothing(tmp_path):
 
 
 def test_metrics_are_compared_without_the_clock(tmp_path):
-    record = {"training/global_step": 1, "time": 5.0, "timing_s/gen": 1.0, "perf/throughput": 3.0, "actor/pg_loss": 0.5}
+    record = {
+        "training/global_step": 1,
+        "time": 5.0,
+        "timing_s/gen": 1.0,
+        "perf/throughput": 3.0,
+        "actor/pg_loss": 0.5,
+    }
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     assert metrics_of(tmp_path) == [{"training/global_step": 1, "actor/pg_loss": 0.5}]
 
 
-def test_a_directory_that_is_called_a_checkpoint_and_is_none_is_found(tmp_path):
+def test_an_invalid_checkpoint_directory_is_found(tmp_path):
     assert read_checkpoints(tmp_path) == 0
     Path(tmp_path, "checkpoints", "step_000001.partial").mkdir(parents=True)
     assert read_checkpoints(tmp_path) == 0
