@@ -1,11 +1,11 @@
-"""A refit by plan against a refit by gathering, side by side: bytes counted where they reach the transport, and seconds.
+"""Compare a refit by plan with a refit by gathering: bytes received from the transport, and seconds.
 
     python tools/bench_refit.py                                       4 ranks on this host, about 2 minutes
     python tools/bench_refit.py --train 4x1 --rollout-tp 1 --rounds 9
 
-A random Qwen2 of about 150 M parameters is trained at TP x PP by Megatron and served by vLLM. Each round does both, one after
-the other; the first round is not counted (connections, the plan). At the end the engine's parameters after both ways are
-compared bit by bit.
+A random Qwen2 of about 150 M parameters is held by Megatron at TP x PP and served by vLLM. Each round does
+both refits; the first round is not counted (connections, the plan). At the end, the engine's parameters are
+compared bitwise.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SIZES = dict(
     max_position_embeddings=512,
 )
 CHECKPOINT = "BENCH_REFIT_CHECKPOINT"
-"""Where the ranks find the model: this variable tells a rank from the command that starts it."""
+"""Environment variable with the model's directory; it is set only in the ranks."""
 MIB = 1 << 20
 
 
@@ -39,49 +39,42 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--train", metavar="TPxPP", default="2x2", help="training layout (2x2)")
-    parser.add_argument(
-        "--rollout-tp", metavar="TP", type=int, default=2, help="ranks of a generation replica (2)"
-    )
-    parser.add_argument("--ranks", type=int, default=4, help="processes on this host (4)")
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds (5)")
-    parser.add_argument("--buffer-mib", type=int, default=512, help="refit.buffer_mib (512)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--layers", type=int, default=SIZES["num_hidden_layers"], help="of the model (12)")
+    add = parser.add_argument
+    add("--train", metavar="TPxPP", default="2x2", help="training layout (2x2)")
+    add("--rollout-tp", metavar="TP", type=int, default=2, help="ranks of a generation replica (2)")
+    add("--ranks", type=int, default=4, help="processes on this host (4)")
+    add("--rounds", type=int, default=5, help="counted rounds (5)")
+    add("--buffer-mib", type=int, default=512, help="refit.buffer_mib (512)")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--layers", type=int, default=SIZES["num_hidden_layers"], help="layers of the model (12)")
     args = parser.parse_args(argv)
     if CHECKPOINT in os.environ:
         run_rank(args, os.environ[CHECKPOINT])
         return
     with tempfile.TemporaryDirectory(prefix="bench-refit-") as directory:
-        save_model(directory, args.layers, args.dtype)
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(args.ranks),
-        ]
+        save_model(directory, args.dtype, num_hidden_layers=args.layers)
+        torchrun = "-m torch.distributed.run --standalone --nproc-per-node".split()
+        command = [sys.executable, *torchrun, str(args.ranks)]
         environ = {"OMP_NUM_THREADS": "1"} | os.environ | {CHECKPOINT: directory}
         arguments = sys.argv[1:] if argv is None else argv
         sys.exit(subprocess.run([*command, __file__, *arguments], env=environ).returncode)
 
 
-def save_model(directory: str, num_layers: int, dtype: str) -> None:
-    """A random checkpoint with a tokenizer, which vLLM wants to see."""
+def save_model(directory: str | Path, dtype: str, **sizes: int) -> None:
+    """Write a random Qwen2 of SIZES, updated by `sizes`, with a tokenizer, which vLLM requires."""
     import torch
     import transformers
 
     from tools.make_toy import build_tokenizer
 
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(**SIZES | dict(num_hidden_layers=num_layers))
+    config = transformers.Qwen2Config(**SIZES | sizes)
     transformers.Qwen2ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
 
 
 def run_rank(args: argparse.Namespace, checkpoint: str) -> None:
-    """One rank of the benchmark. Collective over the world."""
+    """Run one rank of the benchmark. Collective over the world."""
     from rl.runtime.ranks import discover
     from train_rl import prepare_environment
 
@@ -121,13 +114,13 @@ def run_rank(args: argparse.Namespace, checkpoint: str) -> None:
 
 
 def gather_and_load(trainer, engine) -> None:
-    """The other way: every weight whole on every rank, of which vLLM's loader takes its shard. Collective over the world."""
+    """Gather every weight on every rank and let vLLM load its shard. Collective over the world."""
     engine.model.load_weights(trainer.full_weights())
     engine.weights_changed()
 
 
 def build(args: argparse.Namespace, checkpoint: str, device):
-    """The two engines of the benchmark."""
+    """Return the two engines of the benchmark."""
     from rl.config.schema import Rollout, Training
     from rl.models import read_hf_config
     from rl.rollout.engine import RolloutEngine
@@ -152,17 +145,14 @@ def build(args: argparse.Namespace, checkpoint: str, device):
 
 
 class CountedBytes:
-    """Bytes that torch.distributed brings to this rank from now on, by the calls that the two ways make."""
+    """Counts the bytes that this rank receives from torch.distributed, by the calls that both refits make."""
 
     def __init__(self):
         import torch.distributed as dist
 
         self.received = 0
-        all_gather, broadcast, send_and_receive = (
-            dist.all_gather_into_tensor,
-            dist.broadcast,
-            dist.batch_isend_irecv,
-        )
+        all_gather, broadcast = dist.all_gather_into_tensor, dist.broadcast
+        send_and_receive = dist.batch_isend_irecv
 
         def counted_all_gather(output, mine, **options):
             self.received += output.nbytes - mine.nbytes
@@ -174,9 +164,7 @@ class CountedBytes:
             return broadcast(tensor, **options)
 
         def counted_messages(operations):
-            self.received += sum(
-                operation.tensor.nbytes for operation in operations if operation.op is dist.irecv
-            )
+            self.received += sum(o.tensor.nbytes for o in operations if o.op is dist.irecv)
             return send_and_receive(operations)
 
         dist.all_gather_into_tensor, dist.broadcast = counted_all_gather, counted_broadcast
@@ -184,7 +172,7 @@ class CountedBytes:
 
 
 def timed(way, device) -> float:
-    """Seconds until every rank is done."""
+    """Return the seconds until every rank has finished `way`."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -196,7 +184,7 @@ def timed(way, device) -> float:
 
 
 def print_results(args, trainer, seconds, num_bytes, differing, rank) -> None:
-    """The table, on rank 0. Exits with 1 if the two ways differ. Collective over the world."""
+    """Print the table on rank 0; exit with 1 if the two refits differ. Collective over the world."""
     import torch.distributed as dist
 
     everyone: list = [None] * dist.get_world_size()
@@ -213,10 +201,8 @@ def print_results(args, trainer, seconds, num_bytes, differing, rank) -> None:
             most = max(counted[name] for counted, _ in everyone)
             times = f"{medians[name]:>10.3f}{min(values[1:]):>8.3f}{max(values[1:]):>8.3f}"
             print(f"{name:<10}{totals[name] / MIB:>14.1f}{most / MIB:>16.1f}{times}")
-        traffic = f"{totals['gather'] / totals['plan']:.2f}" if totals["plan"] else "all of it"
-        print(
-            f"plan: {traffic} times less traffic, {medians['gather'] / medians['plan']:.1f} times less time"
-        )
+        traffic = f"{totals['gather'] / totals['plan']:.2f} times less" if totals["plan"] else "no"
+        print(f"plan: {traffic} traffic, {medians['gather'] / medians['plan']:.1f} times less time")
         print(f"parameters that differ between the two: {', '.join(wrong) or 'none'}", flush=True)
     if wrong:
         sys.exit(1)

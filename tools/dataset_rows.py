@@ -1,8 +1,8 @@
 """Rows of the data sets that tools/prepare_data.py knows: a record as published -> a row with verl's columns.
 
-Pure functions. Each raises ValueError for a record that is not one of its data set, which stops the preparation, and LeaveOut
-for one that is known to occur and cannot be used, which is counted. The request at the end of each prompt asks for the form
-that the reward function named beside it reads.
+Each function raises ValueError for a record that does not belong to its data set, which stops the
+preparation, and Unusable for a record with a known defect, which is counted and dropped. The instruction in
+each prompt asks for the form that the reward function named in the section expects.
 """
 
 import json
@@ -15,14 +15,14 @@ import numpy as np
 Row = dict[str, Any]
 
 
-class LeaveOut(Exception):
-    """A record that cannot be used; the message is the reason, alike for all records with that fault."""
+class Unusable(Exception):
+    """Raised for a record that cannot be used; the message is the same for all records with that defect."""
 
 
 def verl_row(
     data_source: str, content: str, ability: str, ground_truth: Any, extra_info: Row, *, style: str = "rule"
 ) -> Row:
-    """The columns that training reads, for a prompt of one user message."""
+    """Return the columns that training reads, for a prompt of one user message."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": content}],
@@ -37,8 +37,9 @@ def verl_row(
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 
-def gsm8k_row(question: str, answer: str, *, split: str, index: int) -> Row:
-    """One row of the parquet file. Raises ValueError if `answer` does not end in `#### number`."""
+def gsm8k_row(record: Mapping[str, Any], *, split: str, index: int) -> Row:
+    """Return the row of a problem. Raises ValueError if its answer does not end in `#### number`."""
+    question, answer = record["question"], record["answer"]
     _, separator, number = answer.rpartition("####")
     if not separator or not number.strip():
         raise ValueError(f"the answer does not end in '#### number': {answer[-60:]!r}")
@@ -57,15 +58,15 @@ MATH_INSTRUCTION = "Let's think step by step and output the final answer within 
 
 
 def math_row(record: Mapping[str, Any], *, split: str, index: int) -> Row:
-    """A problem of Hendrycks MATH (arXiv:2103.03874): problem, solution with its answer in the last \\boxed, level, type."""
+    """Return the row of a problem of Hendrycks MATH (arXiv:2103.03874)."""
     problem, solution = _text(record, "problem"), _text(record, "solution")
     answer = last_boxed(solution)
     if answer is None:
         answer = record.get("answer")
     if answer is None or not str(answer).strip():
-        raise LeaveOut("the solution has no \\boxed answer")
+        raise Unusable("the solution has no \\boxed answer")
     return verl_row(
-        "DigitalLearningGmbH/MATH-lighteval",  # the name in verl, of the copy on the hub
+        "DigitalLearningGmbH/MATH-lighteval",  # verl's name for it
         f"{problem} {MATH_INSTRUCTION}",
         "math",
         str(answer).strip(),
@@ -81,9 +82,9 @@ def math_row(record: Mapping[str, Any], *, split: str, index: int) -> Row:
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last \\boxed or \\fbox holds: its balanced braces, or for `\\boxed 5` what follows up to a blank or a dollar.
+    """Return the content of the last \\boxed or \\fbox, for `\\boxed 5` up to a blank or a dollar sign.
 
-    None if there is none or its brace is never closed.
+    Returns None if there is none or its brace is not closed.
     """
     starts = list(re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", text))
     if not starts:
@@ -104,18 +105,19 @@ def last_boxed(text: str) -> str | None:
 # ---- dapo-math and aime: rl.rewards.dapo ----
 
 DAPO_PREFIX = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
-    "(without quotes) where $Answer is the answer to the problem.\n\n"
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
 DAPO_SUFFIX = '\n\nRemember to put your answer on its own line after "Answer:".'
-"""Around each problem of BytedTsinghua-SIA/DAPO-Math-17k as published."""
+"""Text around each problem of BytedTsinghua-SIA/DAPO-Math-17k as published."""
 
 
 def competition_problem(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Problem and answer, both stripped, of a record of DAPO-Math-17k or of an AIME collection.
+    """Return problem and answer, both stripped, of a record of DAPO-Math-17k or of an AIME collection.
 
-    The problem is in `prompt` (messages or a string), `problem` or `question`, with or without the published request around
-    it; the answer in `reward_model.ground_truth`, `answer`, `label` or `solution`. Capitals in names do not matter.
+    The problem is in `prompt` (messages or a string), `problem` or `question`, with or without the published
+    text around it; the answer is in `reward_model.ground_truth`, `answer`, `label` or `solution`. Names are
+    not case-sensitive.
     """
     fields = {key.lower(): value for key, value in record.items()}
     problem = next((fields[key] for key in ("problem", "question", "prompt") if fields.get(key)), None)
@@ -134,16 +136,16 @@ def competition_problem(record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def dapo_row(problem: str, answer: str, *, split: str, index: int, data_source: str = "math_dapo") -> Row:
-    """A row with the request as published with DAPO-Math-17k; also for AIME, which verl asks in the same form."""
+    """Return a row with the instruction of DAPO-Math-17k, which verl also uses for AIME."""
     extra_info = {"split": split, "index": index, "question": problem}
     return verl_row(data_source, f"{DAPO_PREFIX}{problem}{DAPO_SUFFIX}", "math", answer, extra_info)
 
 
 def aime_answer(answer: str) -> str:
-    """An answer of AIME as a plain integer: 073, 73.0, $73$ and 73^\\circ are 73. Raises ValueError for anything else."""
+    """Return an AIME answer as a plain integer: 073, 73.0, $73$, 73^\\circ are 73. Raises ValueError."""
     match = re.fullmatch(r"\$?\s*0*(\d{1,3})(?:\.0+)?(?:\^\{?\\circ\}?)?\s*\$?", answer.strip())
     if match is None:
-        raise ValueError(f"an answer of AIME is an integer from 0 to 999, it is {answer[:60]!r}")
+        raise ValueError(f"answer={answer[:60]!r} must be an integer from 0 to 999")
     return match[1]
 
 
@@ -151,10 +153,10 @@ def aime_answer(answer: str) -> str:
 
 
 def countdown_problems(*, seed: int) -> Iterator[tuple[list[int], int]]:
-    """Endless different (numbers, target), each solvable: the target is computed from all the numbers, each used once.
+    """Yield distinct solvable (numbers, target) without end.
 
-    3 or 4 numbers of 1..99 and a target of 10..99, as in Jiayi-Pan/Countdown-Tasks-3to4 (TinyZero). Numbers in random order:
-    in the order of the computation they would give it away.
+    3 or 4 numbers in 1..99 and a target in 10..99, as in Jiayi-Pan/Countdown-Tasks-3to4 (TinyZero). The
+    target is computed from all numbers, each used once, in an order that differs from the listed one.
     """
     rng = np.random.default_rng(seed)
     seen = set()
@@ -162,7 +164,7 @@ def countdown_problems(*, seed: int) -> Iterator[tuple[list[int], int]]:
         numbers = rng.integers(1, 100, size=rng.integers(3, 5)).tolist()
         target = _combine(numbers, rng)
         key = (*sorted(numbers), target)
-        # A target among the numbers would be solved by itself where a reward does not insist on all of them.
+        # A target among the numbers would be a solution by itself if not all numbers must be used.
         if target is None or not 10 <= target <= 99 or target in numbers or key in seen:
             continue
         seen.add(key)
@@ -170,31 +172,27 @@ def countdown_problems(*, seed: int) -> Iterator[tuple[list[int], int]]:
 
 
 def _combine(numbers: list[int], rng: np.random.Generator) -> int | None:
-    """The value of a random expression with each number once; None if a division leaves a remainder."""
+    """Return the value of a random expression of the numbers, or None if a division leaves a remainder."""
     values = list(numbers)
     while len(values) > 1:
         left = values.pop(rng.integers(len(values)))
         right = values.pop(rng.integers(len(values)))
-        match rng.integers(4):
-            case 0:
-                values.append(left + right)
-            case 1:
-                values.append(left - right)
-            case 2:
-                values.append(left * right)
-            case 3:
-                if right == 0 or left % right:
-                    return None
-                values.append(left // right)
+        operation = "+-*/"[rng.integers(4)]
+        if operation == "/" and (right == 0 or left % right):
+            return None
+        values.append(
+            {"+": left + right, "-": left - right, "*": left * right, "/": left // (right or 1)}[operation]
+        )
     return values[0]
 
 
 def countdown_row(numbers: list[int], target: int, *, split: str, index: int) -> Row:
-    """The question of TinyZero, which asks for the expression in <answer>."""
+    """Return TinyZero's question, which asks for the expression in <answer>."""
     content = (
-        f"Using the numbers {numbers}, create an equation that equals {target}. You can use the operations +, -, * and / and "
-        "parentheses, and must use each number exactly once. Think first, between <think> and </think>. Then give the left "
-        "side of the equation between <answer> and </answer>, for example <answer> (1 + 2) / 3 </answer>."
+        f"Using the numbers {numbers}, create an equation that equals {target}. You can use the operations "
+        "+, -, * and / and parentheses, and must use each number exactly once. Think first, between <think> "
+        "and </think>. Then give the left side of the equation between <answer> and </answer>, for example "
+        "<answer> (1 + 2) / 3 </answer>."
     )
     ground_truth = {"target": target, "numbers": numbers}
     return verl_row("countdown", content, "math", ground_truth, {"split": split, "index": index})
@@ -206,26 +204,26 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def hh_rlhf_row(record: Mapping[str, Any], *, split: str, index: int) -> Row:
-    """A pair of transcripts of Anthropic/hh-rlhf (arXiv:2204.05862) that differ in the assistant's last turn.
+    """Return the row of a pair of transcripts of Anthropic/hh-rlhf (arXiv:2204.05862).
 
-    Gives the columns `chosen` and `rejected` beside verl's; `reward_model.ground_truth` is the chosen response. Some
-    pairs differ earlier, or have empty or doubled turns: those are left out.
+    The row has the columns `chosen` and `rejected` beside verl's; `reward_model.ground_truth` is the chosen
+    response. Pairs that differ before the last turn, or with empty or repeated turns, are Unusable.
     """
     before, chosen = _split_transcript(_text(record, "chosen"))
     other_before, rejected = _split_transcript(_text(record, "rejected"))
     if before != other_before:
-        raise LeaveOut("the transcripts differ before the last turn")
+        raise Unusable("the transcripts differ before the last turn")
     if not chosen or not rejected:
-        raise LeaveOut("a response is empty")
+        raise Unusable("a response is empty")
     if chosen == rejected:
-        raise LeaveOut("both responses are the same")
+        raise Unusable("both responses are the same")
     extra_info = {"split": split, "index": index}
     row = verl_row("Anthropic/hh-rlhf", "", "alignment", chosen, extra_info, style="model")
     return {**row, "prompt": _turns(before), "chosen": chosen, "rejected": rejected}
 
 
 def _split_transcript(transcript: str) -> tuple[str, str]:
-    """What stands before the assistant's last turn, and that turn."""
+    """Return the text before the assistant's last turn, and that turn."""
     before, separator, response = transcript.rpartition("\n\nAssistant:")
     if not separator:
         raise ValueError(f"the transcript has no turn of the assistant: {transcript[:60]!r}")
@@ -233,13 +231,13 @@ def _split_transcript(transcript: str) -> tuple[str, str]:
 
 
 def _turns(transcript: str) -> list[Row]:
-    """Messages of a transcript whose turns alternate, beginning and ending with the human's."""
+    """Return the messages of a transcript whose turns alternate, beginning and ending with the human's."""
     start, *parts = _TURN.split(transcript)
     speakers, texts = parts[::2], [text.strip() for text in parts[1::2]]
     if start.strip() or speakers != ["Human", "Assistant"] * (len(speakers) // 2) + ["Human"]:
-        raise LeaveOut("the turns before the response do not alternate")
+        raise Unusable("the turns before the response do not alternate")
     if not all(texts):
-        raise LeaveOut("a turn before the response is empty")
+        raise Unusable("a turn before the response is empty")
     roles = {"Human": "user", "Assistant": "assistant"}
     return [{"role": roles[speaker], "content": text} for speaker, text in zip(speakers, texts, strict=True)]
 
@@ -247,21 +245,22 @@ def _turns(transcript: str) -> list[Row]:
 # ---- code: rl.rewards.code ----
 
 CODE_STDIN_INSTRUCTION = (
-    "Write a Python program that solves the problem. It reads its input from standard input and writes its output to "
-    "standard output. Put the complete program into one ```python block at the end of your response."
+    "Write a Python program that solves the problem. It reads its input from standard input and writes its "
+    "output to standard output. Put the complete program into one ```python block at the end of your "
+    "response."
 )
 CODE_FUNCTION_INSTRUCTION = (
-    "Write a Python function `{name}` that solves the problem, as a method of a class Solution where the starter code has "
-    "one. Put the complete code into one ```python block at the end of your response."
+    "Write a Python function `{name}` that solves the problem, as a method of a class Solution where the "
+    "starter code has one. Put the complete code into one ```python block at the end of your response."
 )
 
 
 def code_row(record: Mapping[str, Any], *, split: str, index: int, data_source: str = "code") -> Row:
-    """A programming problem with tests, as in APPS (arXiv:2105.09938), TACO (2312.14852) or CodeContests (2203.07814).
+    """Return the row of a problem of APPS (arXiv:2105.09938), TACO (2312.14852) or CodeContests (2203.07814).
 
-    The problem is in `question`, `problem` or `description`; the tests in `input_output`, an object or its JSON with inputs,
-    outputs and, for functions, fn_name, or in the public_tests, private_tests and generated_tests of CodeContests. The
-    ground truth is the JSON of {inputs, outputs[, fn_name]}.
+    The problem is in `question`, `problem` or `description`. The tests are in `input_output`, an object or
+    its JSON with inputs, outputs and, for functions, fn_name, or in public_tests, private_tests and
+    generated_tests. The ground truth is the JSON of {inputs, outputs[, fn_name]}.
     """
     problem = next((record[key] for key in ("question", "problem", "description") if record.get(key)), None)
     if not isinstance(problem, str):
@@ -277,28 +276,26 @@ def code_row(record: Mapping[str, Any], *, split: str, index: int, data_source: 
 
 
 def _tests(record: Mapping[str, Any]) -> Row:
-    """{inputs, outputs[, fn_name]} of a record; LeaveOut if it has none that can be used."""
+    """Return {inputs, outputs[, fn_name]} of a record. Raises Unusable if there are none."""
     tests = record.get("input_output")
     if tests is None and any(key in record for key in _CONTEST_TESTS):
         tests = _contest_tests(record)
     if isinstance(tests, str) and tests.strip():
         try:
             tests = json.loads(tests)
-        except (
-            ValueError
-        ) as error:  # not only JSONDecodeError: Python reads no integer of more than 4,300 digits
-            raise LeaveOut("the tests are not JSON that Python reads") from error
+        except ValueError as error:  # invalid JSON, or an integer of more than 4,300 digits
+            raise Unusable("the tests are not JSON that Python reads") from error
     if not tests:
-        raise LeaveOut("there are no tests")
+        raise Unusable("there are no tests")
     if not isinstance(tests, dict):
         raise ValueError(
-            f"input_output must be an object with inputs and outputs, it is a {type(tests).__name__}"
+            f"input_output must be an object with inputs and outputs, not {type(tests).__name__}"
         )
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
     if not inputs or not outputs:
-        raise LeaveOut("there are no tests")
+        raise Unusable("there are no tests")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise LeaveOut("inputs and outputs of the tests do not match")
+        raise Unusable("inputs and outputs of the tests do not match")
     name = tests.get("fn_name")
     return {"inputs": inputs, "outputs": outputs, **({"fn_name": name} if name else {})}
 
@@ -307,22 +304,17 @@ _CONTEST_TESTS = ("public_tests", "private_tests", "generated_tests")
 
 
 def _contest_tests(record: Mapping[str, Any]) -> Row:
-    """All tests of CodeContests: {input: [...], output: [...]}, or a list of {input, output} as newer readers give it."""
-    inputs, outputs = [], []
+    """Return all tests of CodeContests, in groups {input: [...], output: [...]} or [{input, output}, ...]."""
+    tests: Row = {"inputs": [], "outputs": []}
     for group in (record.get(key) or [] for key in _CONTEST_TESTS):
-        if isinstance(group, Mapping):
-            inputs += group.get("input", [])
-            outputs += group.get("output", [])
-        else:
-            inputs += [test["input"] for test in group]
-            outputs += [test["output"] for test in group]
-    return {"inputs": inputs, "outputs": outputs}
+        for name in ("input", "output"):
+            values = group.get(name, []) if isinstance(group, Mapping) else [test[name] for test in group]
+            tests[f"{name}s"] += values
+    return tests
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        raise ValueError(
-            f"{key} must be text, it is {type(value).__name__}; the keys are {', '.join(record)}"
-        )
+        raise ValueError(f"{key} must be text, not {type(value).__name__}; the keys are {', '.join(record)}")
     return value

@@ -1,13 +1,13 @@
-"""Is every node of an allocation fit to train on? By hand on one node, or as the first step of a job on all of them.
+"""Check whether the nodes of an allocation are fit for training.
 
     python tools/doctor.py --config configs/quickstart.yaml
     srun --ntasks-per-node=1 python tools/doctor.py --config CONFIG          one process per node is enough
-    torchrun --nproc-per-node 8 tools/doctor.py --gpus 8                     one per rank checks their links too
+    torchrun --nproc-per-node 8 tools/doctor.py --gpus 8              one per rank also checks their links
 
-Looks at GPUs (count, idle memory, ECC and Xid errors, clocks), /dev/shm, limits, disks and inodes, installed versions, the files
-that the config names, clocks against each other, the transport that is really used, and the all-reduce bandwidth between pairs
-of nodes. Prints what is not in order, node by node, and the bad nodes as an option of sbatch. Exit code 0: all in order or
-only warnings; 2: something is bad. --json prints one object instead.
+Checks GPUs (count, idle memory, ECC and Xid errors, clocks), /dev/shm, limits, disks and inodes, installed
+versions, files that the config names, clock differences, the transport in use, and the all-reduce bandwidth
+between pairs of nodes. Prints the problems of each node, and the bad nodes as an option of sbatch. Exit code
+0: no problem or only warnings; 2: a check failed. --json prints one object instead.
 """
 
 import argparse
@@ -43,15 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         ranks = discover()
         findings = own_findings(arguments, ranks)
-        by_node = (
-            {socket.gethostname(): findings}
-            if ranks.world_size == 1
-            else findings_of_all(arguments, ranks, findings)
-        )
-    except (
-        ValueError,
-        RuntimeError,
-    ) as error:  # RuntimeError: a rank did not come, which the meeting says in a sentence
+        alone = ranks.world_size == 1
+        by_node = {socket.gethostname(): findings} if alone else findings_of_all(arguments, ranks, findings)
+    except (ValueError, RuntimeError) as error:  # RuntimeError: a rank is missing at the rendezvous
         print(f"error: {error}", file=sys.stderr)
         return 2
     if ranks.rank == 0:
@@ -63,36 +57,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="config whose models, data and run directory are looked at"
-    )
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="config overrides")
-    parser.add_argument(
-        "--gpus", metavar="N", type=int, help="GPUs that a node must have (SLURM_GPUS_ON_NODE)"
-    )
-    parser.add_argument(
-        "--path", metavar="DIR", type=Path, action="append", default=[], help="a directory that is written to"
-    )
-    parser.add_argument("--min-free-gib", metavar="X", type=float, default=10.0, help="least room there (10)")
-    parser.add_argument(
-        "--max-skew", metavar="S", type=float, default=1.0, help="largest difference of clocks in seconds (1)"
-    )
-    parser.add_argument("--mib", metavar="N", type=int, default=64, help="size of the bandwidth test (64)")
-    parser.add_argument(
-        "--rounds", metavar="N", type=int, default=7, help="rounds of pairs in it; 0: none (7)"
-    )
-    slow_help = "a pair below so much of the median is slow (0.5)"
-    parser.add_argument("--slow-share", metavar="X", type=float, default=0.5, help=slow_help)
-    parser.add_argument(
-        "--min-gb-s", metavar="X", type=float, default=0.0, help="and one below this, in GB/s (0)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--verbose", action="store_true", help="print what is in order too")
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="config whose models, data and run directory are checked")
+    add("overrides", metavar="key=value", nargs="*", help="config overrides")
+    add("--gpus", metavar="N", type=int, help="GPUs that a node must have (SLURM_GPUS_ON_NODE)")
+    add("--path", metavar="DIR", type=Path, action="append", default=[], help="directory to write to")
+    add("--min-free-gib", metavar="X", type=float, default=10.0, help="least free space there (10)")
+    add("--max-skew", metavar="S", type=float, default=1.0, help="largest clock difference in seconds (1)")
+    add("--mib", metavar="N", type=int, default=64, help="size of the bandwidth test (64)")
+    add("--rounds", metavar="N", type=int, default=7, help="rounds of pairs in it; 0: none (7)")
+    slow_help = "a pair below this share of the median is slow (0.5)"
+    add("--slow-share", metavar="X", type=float, default=0.5, help=slow_help)
+    add("--min-gb-s", metavar="X", type=float, default=0.0, help="or below so many GB/s (0)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--verbose", action="store_true", help="also print passed checks")
     return parser.parse_intermixed_args(argv)
 
 
 def own_findings(arguments: argparse.Namespace, ranks: Ranks) -> list[Finding]:
-    """Of this node, without the others. ValueError for a config that cannot be read."""
+    """Return the findings of this node alone. Raises ValueError for a config that cannot be read."""
     expected = arguments.gpus
     if expected is None and "SLURM_GPUS_ON_NODE" in os.environ:
         expected = int(os.environ["SLURM_GPUS_ON_NODE"])
@@ -108,7 +91,7 @@ def own_findings(arguments: argparse.Namespace, ranks: Ranks) -> list[Finding]:
 
 
 def findings_of_all(arguments: argparse.Namespace, ranks: Ranks, own: list[Finding]) -> ByNode:
-    """Of every node, with what lies between them. Collective over the world; alike on every rank."""
+    """Return the findings of every node and its links, identical on all ranks. Collective over the world."""
     from rl.runtime.rendezvous import meet
 
     ranks = meet(ranks)
@@ -134,7 +117,7 @@ def findings_of_all(arguments: argparse.Namespace, ranks: Ranks, own: list[Findi
             every: list = [None] * ranks.world_size
             dist.all_gather_object(every, own)
             for host, findings in zip(hosts, every):
-                # What all ranks of a node saw is said once.
+                # A finding of several ranks of a node is reported once.
                 by_node[host] += [finding for finding in findings if finding not in by_node[host]]
             dist.barrier()
     return by_node
@@ -145,23 +128,22 @@ def bad_nodes(by_node: ByNode) -> list[str]:
 
 
 def everywhere(by_node: ByNode) -> list[Finding]:
-    """What is bad on every one of several nodes: then no node is at fault."""
+    """Return what is bad on every one of several nodes, so that no single node is at fault."""
     first, *others = by_node.values()
     return [f for f in first if others and f.level == "bad" and all(f in findings for findings in others)]
 
 
 def excluded(by_node: ByNode) -> list[str]:
-    """Nodes to do without: those with something bad that not all have."""
+    """Return the nodes to exclude: those with a bad finding that not all nodes have."""
     shared = everywhere(by_node)
-    return [
-        host
-        for host, findings in by_node.items()
-        if any(f.level == "bad" and f not in shared for f in findings)
-    ]
+    own = {
+        host: [f for f in found if f.level == "bad" and f not in shared] for host, found in by_node.items()
+    }
+    return [host for host, findings in own.items() if findings]
 
 
 def as_text(by_node: ByNode, *, verbose: bool) -> str:
-    """The report; without `verbose` what is in order is left out."""
+    """Return the report; passed checks are included with `verbose`."""
     shared = everywhere(by_node)
     lines = [f"bad   all nodes: {finding.check}: {finding.text}" for finding in shared]
     for host, findings in by_node.items():
@@ -169,7 +151,7 @@ def as_text(by_node: ByNode, *, verbose: bool) -> str:
             if finding not in shared and (verbose or finding.level != "ok"):
                 lines.append(f"{finding.level:<5} {host}: {finding.check}: {finding.text}")
     number = len(bad_nodes(by_node))
-    lines.append(f"{len(by_node)} node{'s' if len(by_node) > 1 else ''}, {number} with something bad")
+    lines.append(f"{len(by_node)} node{'s' if len(by_node) > 1 else ''}, {number} with a failed check")
     if out := excluded(by_node):
         lines.append(f"--exclude={','.join(out)}")
     return "\n".join(lines)
@@ -177,14 +159,8 @@ def as_text(by_node: ByNode, *, verbose: bool) -> str:
 
 def as_json(by_node: ByNode) -> str:
     nodes = {host: [vars(finding) for finding in findings] for host, findings in by_node.items()}
-    return json.dumps(
-        {
-            "ok": not bad_nodes(by_node),
-            "bad": bad_nodes(by_node),
-            "exclude": excluded(by_node),
-            "nodes": nodes,
-        }
-    )
+    bad = bad_nodes(by_node)
+    return json.dumps({"ok": not bad, "bad": bad, "exclude": excluded(by_node), "nodes": nodes})
 
 
 if __name__ == "__main__":

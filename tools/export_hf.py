@@ -1,10 +1,11 @@
-"""Write the policy of a run's checkpoint as a Hugging Face checkpoint, which transformers and vLLM load.
+"""Convert the policy of a run's checkpoint to a Hugging Face checkpoint for transformers and vLLM.
 
     python tools/export_hf.py runs/grpo --out models/grpo-step-100 --step 100
     torchrun --nproc-per-node 8 tools/export_hf.py runs/grpo --out models/grpo --tp 8
 
-The newest checkpoint unless --step names one. Layout and number of ranks may be others than the run's: a model that is too
-large for one process is spread over several. What a run writes at its end with `checkpoint.export_hf=true` is the same.
+Takes the newest checkpoint unless --step names one. The layout and number of ranks may differ from the run's,
+so a model that is too large for one process can be split over several. A run with `checkpoint.export_hf=true`
+writes the same files at its end.
 """
 
 import argparse
@@ -23,11 +24,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
-    parser.add_argument("--out", required=True, help="directory to write; must not exist")
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size")
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", help="directory of the run")
+    add("--out", required=True, help="directory to write; must not exist")
+    add("--step", type=int, help="step of the checkpoint (default: the newest)")
+    add("--tp", type=int, default=1, help="tensor parallel size")
+    add("--pp", type=int, default=1, help="pipeline parallel size")
     args = parser.parse_args(argv)
     ranks = discover()
     prepare_environment(ranks)
@@ -41,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def export(ranks, args: argparse.Namespace) -> None:
-    """Raises ValueError for what the user can change. Collective over the world."""
+    """Export a checkpoint. Raises ValueError for wrong arguments. Collective over the world."""
     from rl.checkpoint.directory import complete
     from rl.checkpoint.hf import export_hf
     from rl.checkpoint.store import CheckpointStore
@@ -54,16 +56,15 @@ def export(ranks, args: argparse.Namespace) -> None:
 
     with session(ranks) as device:
         if Path(args.out).exists():
-            raise ValueError(f"--out {args.out} exists already; name another directory.")
+            raise ValueError(f"--out {args.out} exists already: name another directory.")
         config = load(Config, Path(args.run_dir, "config.yaml"))
         config = replace(config, run=replace(config.run, dir=args.run_dir))  # it may have moved
         store = CheckpointStore(config)
         found = {saved.step: saved for saved in complete(store.directory)}
         if not found or args.step is not None and args.step not in found:
-            raise ValueError(
-                f"{store.directory} has no complete checkpoint{'' if args.step is None else f' of step {args.step}'}, "
-                f"only {', '.join(f'step {step}' for step in sorted(found)) or 'none'}."
-            )
+            asked = "" if args.step is None else f" of step {args.step}"
+            steps = ", ".join(f"step {step}" for step in sorted(found)) or "none"
+            raise ValueError(f"{store.directory} has no complete checkpoint{asked}, only {steps}.")
         saved = store.named(str(args.run_dir if args.step is None else found[args.step].path))
         training = Training(tp=args.tp, pp=args.pp)
         grid = build_grid(tp=args.tp, pp=args.pp, seed=config.run.seed)

@@ -1,4 +1,4 @@
-"""What tools/doctor.py looks at between nodes: clocks, the transport, and the bandwidth of pairs. Collective over the world."""
+"""Checks of tools/doctor.py between nodes: clocks, transport and bandwidth. Collective over the world."""
 
 import os
 import re
@@ -19,36 +19,33 @@ WARM_UP, REPEATS = 2, 5
 
 
 def first_ranks(hosts: Sequence[str]) -> list[int]:
-    """The first rank of each node, in the order of the nodes. hosts: of each rank."""
+    """Return the first rank of each node, given the host of each rank."""
     return [hosts.index(host) for host in dict.fromkeys(hosts)]
 
 
-# Clocks -------------------------------------------------------------------------------------------------------------------
+# ---- clocks ----
 
 
 def check_clocks(hosts: Sequence[str], *, max_skew_s: float) -> dict[str, list[Finding]]:
-    """Findings by node: clocks that differ from the median clock. Each node's first rank answers the first rank's question;
-    of several answers the quickest counts, whose error is at most half of its round trip."""
-    offsets = []
-    for peer in first_ranks(hosts):
-        offsets.append(0.0 if peer == 0 else _offset(peer))
-    told = torch.tensor(offsets, dtype=torch.float64)
-    dist.broadcast(told, src=0)
-    middle = statistics.median(told.tolist())
+    """Return findings by node: clocks that differ from the median clock.
+
+    Rank 0 asks the first rank of each node for its time; the fastest of several answers is used, whose error
+    is at most half of its round trip.
+    """
+    offsets = [0.0 if peer == 0 else _offset(peer) for peer in first_ranks(hosts)]
+    shared = torch.tensor(offsets, dtype=torch.float64)
+    dist.broadcast(shared, src=0)
+    median = statistics.median(shared.tolist())
     out = {}
-    for host, offset in zip(dict.fromkeys(hosts), told.tolist()):
-        off = offset - middle
-        text = f"{off:+.3f} s from the median of {len(told)} nodes"
-        out[host] = [
-            bad("clock", f"{text}, more than {max_skew_s:g} s")
-            if abs(off) > max_skew_s
-            else ok("clock", text)
-        ]
+    for host, offset in zip(dict.fromkeys(hosts), shared.tolist()):
+        text = f"{offset - median:+.3f} s from the median of {len(shared)} nodes"
+        is_off = abs(offset - median) > max_skew_s
+        out[host] = [bad("clock", f"{text}, more than {max_skew_s:g} s") if is_off else ok("clock", text)]
     return out
 
 
 def _offset(peer: int) -> float:
-    """Seconds that the peer's clock is ahead of the first rank's; 0 on other ranks."""
+    """Return the seconds by which the peer's clock is ahead of rank 0's; 0 on other ranks."""
     rank, best = dist.get_rank(), (float("inf"), 0.0)
     if rank not in (0, peer):
         return 0.0
@@ -67,31 +64,32 @@ def _offset(peer: int) -> float:
     return best[1]
 
 
-# Bandwidth ----------------------------------------------------------------------------------------------------------------
+# ---- bandwidth ----
 
 
 def pair_rounds(number: int, most: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs of 0..number-1, by the circle method: all rounds meet every pair once; of them at most `most`,
-    spread over the circle."""
-    players = [*range(number), *([None] if number % 2 else [])]
+    """Return rounds of disjoint pairs of 0..number-1, which together hold every pair once (circle method).
+
+    If there are more than `most` rounds, an evenly spaced selection is returned.
+    """
+    nodes = [*range(number), *([None] if number % 2 else [])]
     rounds = []
-    for _ in range(len(players) - 1):
-        half = len(players) // 2
-        pairs = [
-            (a, b)
-            for a, b in zip(players[:half], reversed(players[half:]))
-            if a is not None and b is not None
-        ]
+    for _ in range(len(nodes) - 1):
+        half = len(nodes) // 2
+        pairs = [pair for pair in zip(nodes[:half], reversed(nodes[half:])) if None not in pair]
         rounds.append([(min(pair), max(pair)) for pair in pairs])
-        players = [players[0], players[-1], *players[1:-1]]
+        nodes = [nodes[0], nodes[-1], *nodes[1:-1]]
     return rounds if len(rounds) <= most else [rounds[len(rounds) * i // most] for i in range(most)]
 
 
 def measure_pairs(
     hosts: Sequence[str], device: Device, *, mib: int, rounds: int
 ) -> dict[tuple[str, str], float]:
-    """GB/s of an all-reduce between the first ranks of pairs of nodes, by the pair's hosts; on every rank alike. With one node
-    between its first two ranks."""
+    """Return the GB/s of an all-reduce between the first ranks of two nodes, by hosts; identical on all
+    ranks.
+
+    On a single node, its first two ranks are measured.
+    """
     leaders = first_ranks(hosts)
     if len(leaders) == 1:
         leaders = list(range(min(2, len(hosts))))
@@ -112,7 +110,7 @@ def measure_pairs(
 
 
 def _all_reduce_speed(ranks: list[int], device: Device, mib: int) -> float:
-    """GB/s of an all-reduce of two ranks, of whom each sends its whole buffer."""
+    """Return the GB/s of an all-reduce of two ranks, in which each sends its whole buffer."""
     group = dist.new_group(ranks, use_local_synchronization=True)
     buffer = torch.ones((mib << 20) // 4, device=device.torch)
     for _ in range(WARM_UP):
@@ -130,7 +128,7 @@ def _all_reduce_speed(ranks: list[int], device: Device, mib: int) -> float:
 def judge_pairs(
     speeds: dict[tuple[str, str], float], *, slow_share: float, min_gb_s: float
 ) -> dict[str, list[Finding]]:
-    """Findings by node: a node is bad if most of its pairs are slow: below slow_share of the median, or below min_gb_s."""
+    """Return findings by node: bad if most of its pairs are below slow_share * median or min_gb_s."""
     if not speeds:
         return {}
     median = statistics.median(speeds.values())
@@ -139,7 +137,8 @@ def judge_pairs(
     for host in dict.fromkeys(host for pair in speeds for host in pair):
         own = {pair: speed for pair, speed in speeds.items() if host in pair}
         slow = {pair: speed for pair, speed in own.items() if speed < limit}
-        text = f"{min(own.values()):.2f} to {max(own.values()):.2f} GB/s in {len(own)} pairs, median of all {median:.2f}"
+        extremes = f"{min(own.values()):.2f} to {max(own.values()):.2f} GB/s"
+        text = f"{extremes} in {len(own)} pairs, median of all {median:.2f}"
         if 2 * len(slow) > len(own):
             peers = ", ".join(f"{a if b == host else b} {speed:.2f}" for (a, b), speed in slow.items())
             out[host] = [bad("bandwidth", f"{text}; slow with {peers}")]
@@ -148,11 +147,11 @@ def judge_pairs(
     return out
 
 
-# Transport ----------------------------------------------------------------------------------------------------------------
+# ---- transport ----
 
 
 def check_transport(hosts: Sequence[str], device: Device, nccl_log: str) -> list[Finding]:
-    """What this node's messages to others really travel on. nccl_log: what NCCL_DEBUG=INFO wrote on this rank; "" on CPU."""
+    """Return the transport of this node's messages. nccl_log: output of NCCL_DEBUG=INFO; "" on CPU."""
     if len(set(hosts)) == 1:
         return [ok("transport", "one node")]
     if device.is_cuda:
@@ -161,33 +160,30 @@ def check_transport(hosts: Sequence[str], device: Device, nccl_log: str) -> list
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        text = f"{name} does not resolve on itself, so gloo cannot tell others where it is; set GLOO_SOCKET_IFNAME"
+        text = f"{name} does not resolve on itself, as gloo needs it to; set GLOO_SOCKET_IFNAME"
         return [bad("transport", text)]
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if address.startswith("127.0.0.") and not interface:
-        text = f"{name} resolves to {address} on itself, which no other node reaches; set GLOO_SOCKET_IFNAME"
+        text = f"{name} resolves to {address}, which no other node reaches; set GLOO_SOCKET_IFNAME"
         return [bad("transport", text)]
     return [ok("transport", f"gloo over TCP, {interface or address}")]
 
 
 def active_rdma() -> list[str]:
-    """RDMA adapters of this node with an active port."""
+    """Return the RDMA adapters of this node with an active port."""
     states = Path("/sys/class/infiniband").glob("*/ports/*/state")
     return sorted({path.parents[2].name for path in states if "ACTIVE" in path.read_text()})
 
 
 def read_nccl_log(text: str, *, rdma: list[str]) -> list[Finding]:
-    """The network that NCCL chose, from the lines in which it says so: `NET/IB`, `NET/Socket`, a plugin's name."""
+    """Return the network that NCCL logged: `NET/IB`, `NET/Socket`, or a plugin's name."""
     used = re.findall(r"via (NET/[\w-]+)", text) or re.findall(r"Using network (\S+)", text)
     if not used:
-        return [warn("transport", "NCCL did not say which network it uses")]
+        return [warn("transport", "NCCL did not log which network it uses")]
     names = sorted(set(used))
     if any(name in ("NET/Socket", "Socket") for name in names) and rdma:
+        text = f"NCCL uses TCP ({', '.join(names)}) although {', '.join(rdma)} is active"
         return [
-            bad(
-                "transport",
-                f"NCCL fell back to TCP ({', '.join(names)}) although {', '.join(rdma)} is active; see "
-                "NCCL_DEBUG=INFO, NCCL_IB_HCA, and whether libibverbs is in the container",
-            )
+            bad("transport", f"{text}; check NCCL_DEBUG=INFO, NCCL_IB_HCA and libibverbs in the container")
         ]
     return [ok("transport", f"NCCL over {', '.join(names)}")]

@@ -1,17 +1,19 @@
-"""A task, a tokenizer and a model small enough to learn by RL on a laptop CPU in minutes.
+"""Make a task, a tokenizer and a model that learns by RL on a laptop CPU in minutes.
 
     python tools/make_toy.py --out toy
-    python tools/make_toy.py --out toy --seed 1 --hidden 64 --layers 2 --heads 4 --kv-heads 2 --intermediate 128 --tie
+    python tools/make_toy.py --out toy --seed 1 --hidden 64 --layers 2 --heads 4 --kv-heads 2 --intermediate
+    128 --tie
 
-The task is two-digit addition: all 8,100 problems a+b= with a and b in 10..99, of which 500 are held out. It writes
+The task is two-digit addition: all 8,100 problems a+b= with a and b in 10..99, of which 500 are held out. It
+writes
 
     OUT/train.parquet   7,600 rows with the columns that tools/prepare_data.py writes
     OUT/test.parquet    the 500 held-out rows
     OUT/pairs.parquet   the training problems with a right answer (chosen) and a wrong one (rejected), for dpo
-    OUT/model/          a Qwen2 model with random weights, and a tokenizer with one token per printable ASCII character
+    OUT/model/          a Qwen2 model with random weights, and a tokenizer of printable ASCII characters
 
-The model directory is a normal Hugging Face checkpoint, so that nothing in a run knows that it is a toy. Same
-arguments, same files; nothing is downloaded.
+The model directory is a normal Hugging Face checkpoint. Equal arguments give equal files; nothing is
+downloaded.
 """
 
 import argparse
@@ -38,13 +40,14 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """Tokenizer with one token per character: newline and printable ASCII. Decoding gives back exactly the characters.
+    """Return a tokenizer with one token per character: newline and printable ASCII.
 
-    It is a byte-level BPE without merges, because that is what AutoTokenizer (transformers 5, vLLM) makes of any
-    tokenizer.json beside a Qwen2 config: it rebuilds the Qwen2 pipeline from the vocabulary and drops the file's own
-    splitting and decoding rules. For the same reason characters outside the vocabulary vanish, and never become <unk>.
+    It is a byte-level BPE without merges, because AutoTokenizer (transformers 5, vLLM) rebuilds the Qwen2
+    pipeline from the vocabulary of any tokenizer.json beside a Qwen2 config and ignores the file's splitting
+    and decoding rules. For the same reason, characters outside the vocabulary are dropped instead of becoming
+    <unk>.
     """
-    # ByteLevel renames the bytes that do not print: space and newline, of ours.
+    # ByteLevel renames bytes that do not print: here, space and newline.
     renamed = {" ": "\u0120", "\n": "\u010a"}
     tokens = SPECIAL_TOKENS + [renamed.get(character, character) for character in CHARACTERS]
     return Qwen2Tokenizer(
@@ -64,24 +67,25 @@ def build_tokenizer() -> Qwen2Tokenizer:
 def build_model(
     tokenizer: Qwen2Tokenizer,
     *,
-    seed: int,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    intermediate: int,
-    tie: bool,
+    seed: int = 0,
+    hidden: int = 192,
+    layers: int = 2,
+    heads: int = 6,
+    kv_heads: int = 2,
+    intermediate: int = 384,
+    tie: bool = False,
 ) -> Qwen2ForCausalLM:
-    """Qwen2 in float32 with weights drawn from `seed`; the vocabulary is the tokenizer's, without padding.
+    """Return a Qwen2 in float32 with weights drawn from `seed` and the tokenizer's vocabulary size.
 
-    Leaves torch's global random state as it was. Raises ValueError for sizes that do not divide.
+    Does not change torch's global random state. Raises ValueError for sizes that do not divide.
     """
     if hidden % heads or (hidden // heads) % 2:
         raise ValueError(
-            f"--hidden {hidden} must be --heads {heads} times an even head size (rotary embedding)."
+            f"--hidden {hidden} must be --heads {heads} times an even number (rotary embedding)."
         )
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}.")
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -90,30 +94,24 @@ def build_model(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.04,  # Qwen's 0.02 is meant for hidden sizes in the thousands
+        initializer_range=0.04,  # Qwen's 0.02 is for hidden sizes in the thousands
         tie_word_embeddings=tie,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
+        **special,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).float()
-    model.generation_config = GenerationConfig(
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    model.generation_config = GenerationConfig(**special)
     return model
 
 
 def addition_problems(seed: int) -> dict[str, list[tuple[int, int]]]:
-    """All (a, b) with a, b in 10..99, dealt by `seed` into `train` (7,600) and `test` (500)."""
+    """Return all (a, b) with a, b in 10..99, split by `seed` into `train` (7,600) and `test` (500)."""
     problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     order = np.random.default_rng(seed).permutation(len(problems))
-    dealt = [problems[i] for i in order]
-    return {"train": dealt[NUM_HELD_OUT:], "test": dealt[:NUM_HELD_OUT]}
+    shuffled = [problems[i] for i in order]
+    return {"train": shuffled[NUM_HELD_OUT:], "test": shuffled[:NUM_HELD_OUT]}
 
 
 def write_split(path: Path, split: str, problems: list[tuple[int, int]]) -> None:
@@ -132,56 +130,32 @@ def write_split(path: Path, split: str, problems: list[tuple[int, int]]) -> None
 
 
 def write_pairs(path: Path, problems: list[tuple[int, int]], seed: int) -> None:
-    """Write one parquet file of right and wrong answers; a wrong one is off by 1 to 20."""
+    """Write one parquet file of correct and wrong answers; a wrong one differs by 1 to 20."""
     generator = np.random.default_rng([seed, 1])
     rows = []
     for a, b in problems:
         error = int(generator.integers(1, 21)) * int(generator.choice([-1, 1]))
         prompt = [{"role": "user", "content": f"{a}+{b}="}]
-        rows.append(
-            {
-                "data_source": "addition",
-                "prompt": prompt,
-                "chosen": str(a + b),
-                "rejected": str(max(a + b + error, 0)),
-            }
-        )
+        answers = {"chosen": str(a + b), "rejected": str(max(a + b + error, 0))}
+        rows.append({"data_source": "addition", "prompt": prompt, **answers})
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def make_toy(
-    out: str | Path,
-    *,
-    seed: int = 0,
-    hidden: int = 192,
-    layers: int = 2,
-    heads: int = 6,
-    kv_heads: int = 2,
-    intermediate: int = 384,
-    tie: bool = False,
-) -> Path:
-    """Write `train.parquet`, `test.parquet`, `pairs.parquet` and `model/` into `out` (created if needed) and return `out`.
+def make_toy(out: str | Path, *, seed: int = 0, **sizes: int) -> Path:
+    """Write the data and the model to `out` (created if needed) and return `out`.
 
-    `seed` decides both the held-out problems and the weights. Raises ValueError for sizes that do not divide.
+    `seed` determines the held-out problems and the weights, `sizes` are those of `build_model`. Raises
+    ValueError for sizes that do not divide.
     """
     out = Path(out)
     tokenizer = build_tokenizer()
-    model = build_model(
-        tokenizer,
-        seed=seed,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        intermediate=intermediate,
-        tie=tie,
-    )
+    model = build_model(tokenizer, seed=seed, **sizes)
     out.mkdir(parents=True, exist_ok=True)
     splits = addition_problems(seed)
     for split, problems in splits.items():
         write_split(out / f"{split}.parquet", split, problems)
     write_pairs(out / "pairs.parquet", splits["train"], seed)
-    transformers_logging.disable_progress_bar()  # for a file of 3 MB
+    transformers_logging.disable_progress_bar()
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
     return out
@@ -191,14 +165,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", required=True, help="directory to write to")
-    parser.add_argument("--seed", type=int, default=0, help="decides the held-out problems and the weights")
-    parser.add_argument("--hidden", type=int, default=192, help="hidden size")
-    parser.add_argument("--layers", type=int, default=2, help="transformer layers")
-    parser.add_argument("--heads", type=int, default=6, help="attention heads")
-    parser.add_argument("--kv-heads", type=int, default=2, help="key/value heads")
-    parser.add_argument("--intermediate", type=int, default=384, help="size of the MLP")
-    parser.add_argument("--tie", action="store_true", help="share the input and output embedding")
+    add = parser.add_argument
+    add("--out", required=True, help="directory to write to")
+    add("--seed", type=int, default=0, help="seed of the held-out problems and the weights")
+    add("--hidden", type=int, default=192, help="hidden size")
+    add("--layers", type=int, default=2, help="transformer layers")
+    add("--heads", type=int, default=6, help="attention heads")
+    add("--kv-heads", type=int, default=2, help="key/value heads")
+    add("--intermediate", type=int, default=384, help="size of the MLP")
+    add("--tie", action="store_true", help="share the input and output embedding")
     arguments = vars(parser.parse_args())
     try:
         out = make_toy(arguments.pop("out"), **arguments)

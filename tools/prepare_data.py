@@ -1,4 +1,4 @@
-"""Turn data sets into the parquet files that training reads: one row per prompt, with verl's columns.
+"""Convert data sets to the parquet files that training reads: one row per prompt, with verl's columns.
 
     python tools/prepare_data.py gsm8k     --source DIR --out DIR
     python tools/prepare_data.py math      --source DIR_OR_FILE --out DIR
@@ -8,38 +8,39 @@
     python tools/prepare_data.py hh-rlhf   --source DIR_OR_FILE --out DIR
     python tools/prepare_data.py code      --source DIR_OR_FILE --out DIR [--data-source apps]
 
-Nothing is downloaded, except with `--from-hub [ID]` in place of --source, on a machine with internet.
+Nothing is downloaded, except with `--from-hub [ID]` instead of --source, on a machine with internet access.
 
-    data set   what --source holds                                                     default of --from-hub
-    gsm8k      {train,test}.jsonl of github.com/openai/grade-school-math               openai/gsm8k
-    math       {train,test}/SUBJECT/N.json of Hendrycks MATH, or {train,test}.jsonl    DigitalLearningGmbH/MATH-lighteval
-    dapo-math  parquet or JSONL of DAPO-Math-17k                                       BytedTsinghua-SIA/DAPO-Math-17k
-    aime       parquet or JSONL with problem and answer                                HuggingFaceH4/aime_2024
-    hh-rlhf    SUBSET/{train,test}.jsonl.gz of Anthropic/hh-rlhf                       Anthropic/hh-rlhf
-    code       JSONL or parquet of APPS, TACO or CodeContests                          deepmind/code_contests
+    data set   content of --source                                         default of --from-hub
+    gsm8k      {train,test}.jsonl of github.com/openai/grade-school-math   openai/gsm8k
+    math       {train,test}/SUBJECT/N.json of MATH, or .jsonl              DigitalLearningGmbH/MATH-lighteval
+    dapo-math  parquet or JSONL of DAPO-Math-17k                           BytedTsinghua-SIA/DAPO-Math-17k
+    aime       parquet or JSONL with problem and answer                    HuggingFaceH4/aime_2024
+    hh-rlhf    SUBSET/{train,test}.jsonl.gz of Anthropic/hh-rlhf           Anthropic/hh-rlhf
+    code       JSONL or parquet of APPS, TACO or CodeContests              deepmind/code_contests
 
-Files may be .parquet, .jsonl, .jsonl.gz or .json, in folders of any depth. The split of a file is the folder or the beginning
-of the file name that is called train or test; all of dapo-math is train and all of aime is test. Output is
-OUT/{train,test}.parquet:
+Files may be .parquet, .jsonl, .jsonl.gz or .json, in nested folders. The split of a file is given by a folder
+named train or test, or by a file name that begins so; dapo-math is all train and aime is all test. Output is
+OUT/{train,test}.parquet with the columns:
 
-    data_source    a name; validation reports by it
-    prompt         messages: the problem, and the request for the form that the reward function reads
+    data_source    name by which validation reports
+    prompt         messages: the problem, and an instruction for the form that the reward function expects
     ability        "math", "code" or "alignment"
-    reward_model   {"style": "rule" or "model", "ground_truth": what the reward function is given}
-    extra_info     {"split", "index", and what else belongs to the problem}
+    reward_model   {"style": "rule" or "model", "ground_truth": argument of the reward function}
+    extra_info     {"split", "index", and the fields below}
 
-    data set   ground_truth                                   score with reward.function       extra_info beside split, index
-    gsm8k      the number, without commas                     rl.rewards.gsm8k:score           answer (worked solution), question
-    math       what the solution's last \\boxed holds          rl.rewards.math:score            answer, question, level, type
-    dapo-math  the answer                                     rl.rewards.dapo:score            question
-    aime       the answer, an integer without leading zeros   rl.rewards.dapo:score            question
-    countdown  {"target": int, "numbers": [int]}              rl.rewards.countdown:score
-    hh-rlhf    the chosen response                            a reward model
-    code       JSON of {"inputs", "outputs"[, "fn_name"]}     rl.rewards.code:score            difficulty
+    data set   ground_truth                        reward.function             extra_info
+    gsm8k      the number, without commas          rl.rewards.gsm8k:score      answer, question
+    math       content of the last \\boxed         rl.rewards.math:score       answer, question, level, type
+    dapo-math  the answer                          rl.rewards.dapo:score       question
+    aime       the answer, an integer              rl.rewards.dapo:score       question
+    countdown  {"target": int, "numbers": [int]}   rl.rewards.countdown:score
+    hh-rlhf    the chosen response                 a reward model
+    code       JSON of inputs, outputs[, fn_name]  rl.rewards.code:score       difficulty
 
-hh-rlhf has the columns `chosen` and `rejected` too, for dpo and reward models. For sft on the worked solutions of gsm8k and math
-set `data.response_key: extra_info.answer`. The 1.79 million rows of DAPO-Math-17k are 17 thousand problems, about a hundred
-copies of each: every problem is written once, and not at all if its copies have different answers.
+hh-rlhf also has the columns `chosen` and `rejected`, for dpo and reward models. For sft on the solutions of
+gsm8k and math set `data.response_key: extra_info.answer`. DAPO-Math-17k has 1.79 million rows, about a
+hundred copies of each of 17 thousand problems: each problem is written once, and dropped if its copies have
+different answers.
 """
 
 import argparse
@@ -50,6 +51,8 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -61,103 +64,74 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools import dataset_rows  # noqa: E402
-from tools.dataset_rows import LeaveOut, Row  # noqa: E402
+from tools.dataset_rows import Row, Unusable  # noqa: E402
 
 log = logging.getLogger(__name__)
 
 Records = dict[str, Iterator[tuple[str, Any]]]
-"""Split -> (where it stands, for messages; record as published)."""
+"""Split -> (position of the record for messages, record as published)."""
 SPLITS = ("train", "test")
 ROWS_PER_GROUP = 1000
-"""Rows per row group of a parquet file: a group of code problems must stay below the 2 GiB that Arrow reads at once."""
+"""Rows per row group of a parquet file; a group of code problems must stay below Arrow's limit of 2 GiB."""
 
 
-# ---- the data sets ----
+# ---- data sets ----
 
 
 def prepare_gsm8k(source: str | Path, out: str | Path) -> dict[str, int]:
-    """Write `out`/{train,test}.parquet from `source`/{train,test}.jsonl; returns the rows of each.
+    """Write `out`/{train,test}.parquet from `source`/{train,test}.jsonl; return the rows of each.
 
-    Raises ValueError if a file is missing or a line is not a GSM8K problem; nothing is written then.
+    Raises ValueError, before anything is written, if a file is missing or a line is not a GSM8K problem.
     """
-    source = Path(source)
-    paths = {split: source / f"{split}.jsonl" for split in SPLITS}
+    paths = {split: Path(source, f"{split}.jsonl") for split in SPLITS}
     missing = [path.name for path in paths.values() if not path.is_file()]
     if missing:
         raise ValueError(
-            f"{source} lacks {' and '.join(missing)}: --source must hold train.jsonl and test.jsonl of GSM8K "
-            "(https://github.com/openai/grade-school-math, folder grade_school_math/data)."
+            f"--source {source} lacks {' and '.join(missing)} of GSM8K: get them from "
+            "https://github.com/openai/grade-school-math, folder grade_school_math/data."
         )
-    return write_gsm8k({split: read_file(path) for split, path in paths.items()}, out)
+    return DATASETS["gsm8k"].write({split: read_file(path) for split, path in paths.items()}, out)
 
 
-def write_gsm8k(records: Records, out: str | Path) -> dict[str, int]:
-    def to_row(record: Any, *, split: str, index: int) -> Row:
-        return dataset_rows.gsm8k_row(record["question"], record["answer"], split=split, index=index)
+def write_rows(
+    records: Records, out: str | Path, *, to_row: Callable[..., Row], what: str, **options: str
+) -> dict[str, int]:
+    """Write a row per record and return the rows of each split.
 
-    return write_splits(
-        {split: build_rows(found, to_row, split, "a GSM8K problem") for split, found in records.items()}, out
-    )
-
-
-def write_math(records: Records, out: str | Path) -> dict[str, int]:
-    """Raises ValueError for a record that is no problem of MATH, as the others for theirs; nothing is written then."""
-    return write_splits(
-        {
-            split: build_rows(found, dataset_rows.math_row, split, "a MATH problem")
-            for split, found in records.items()
-        },
-        out,
-    )
+    Raises ValueError, before anything is written, for a record that is not `what`.
+    """
+    to_row = partial(to_row, **options)
+    return write_splits({s: build_rows(found, to_row, s, what) for s, found in records.items()}, out)
 
 
-def write_dapo_math(records: Records, out: str | Path) -> dict[str, int]:
-    problems = distinct_problems(merge(records), lambda answer: answer, "a DAPO-Math problem")
+def write_problems(
+    records: Records,
+    out: str | Path,
+    *,
+    to_answer: Callable[[str], str],
+    what: str,
+    split: str,
+    data_source: str,
+) -> dict[str, int]:
+    """Write a row per distinct problem of a competition; all belong to `split`."""
+    problems = distinct_problems(merge(records), to_answer, what)
     rows = [
-        dataset_rows.dapo_row(*problem, split="train", index=index) for index, problem in enumerate(problems)
-    ]
-    return write_splits({"train": rows}, out)
-
-
-def write_aime(records: Records, out: str | Path, *, data_source: str = "aime") -> dict[str, int]:
-    problems = distinct_problems(merge(records), dataset_rows.aime_answer, "an AIME problem")
-    rows = [
-        dataset_rows.dapo_row(*problem, split="test", index=index, data_source=data_source)
+        dataset_rows.dapo_row(*problem, split=split, index=index, data_source=data_source)
         for index, problem in enumerate(problems)
     ]
-    return write_splits({"test": rows}, out)
-
-
-def write_hh_rlhf(records: Records, out: str | Path) -> dict[str, int]:
-    to_row = dataset_rows.hh_rlhf_row
-    return write_splits(
-        {
-            split: build_rows(found, to_row, split, "a pair of transcripts")
-            for split, found in records.items()
-        },
-        out,
-    )
-
-
-def write_code(records: Records, out: str | Path, *, data_source: str = "code") -> dict[str, int]:
-    def to_row(record: Any, *, split: str, index: int) -> Row:
-        return dataset_rows.code_row(record, split=split, index=index, data_source=data_source)
-
-    rows = {
-        split: build_rows(found, to_row, split, "a problem with tests") for split, found in records.items()
-    }
-    return write_splits(rows, out)
+    return write_splits({split: rows}, out)
 
 
 def write_countdown(out: str | Path, *, num_train: int, num_test: int, seed: int) -> dict[str, int]:
-    """Write problems made from `seed`; no test problem is a training problem. Same arguments, same files."""
+    """Write problems generated from `seed`; the splits are disjoint. Equal arguments give equal files."""
     if num_train < 1 or num_test < 1 or seed < 0:
         raise ValueError(
-            f"--num-train {num_train} and --num-test {num_test} must be 1 or more and --seed {seed} 0 or more."
+            f"--num-train {num_train} and --num-test {num_test} must be 1 or more and --seed {seed} 0 or "
+            "more."
         )
     problems = dataset_rows.countdown_problems(seed=seed)
     rows = {
-        # The test problems first, so that they stay the same when more training problems are asked for.
+        # The test problems first, so that they do not depend on the number of training problems.
         split: [
             dataset_rows.countdown_row(*problem, split=split, index=index)
             for index, problem in enumerate(islice(problems, number))
@@ -167,30 +141,30 @@ def write_countdown(out: str | Path, *, num_train: int, num_test: int, seed: int
     return write_splits(rows, out)
 
 
-# ---- records to rows to files ----
+# ---- from records to rows and files ----
 
 
 def build_rows(
     found: Iterator[tuple[str, Any]], to_row: Callable[..., Row], split: str, what: str
 ) -> list[Row]:
-    """A row for each record, `index` counted over those that are kept; what is left out is logged, with the reason."""
+    """Return a row per record, with `index` counting the kept ones; log how many are dropped and why."""
     rows: list[Row] = []
-    left_out: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
     for place, record in found:
         try:
             rows.append(to_row(record, split=split, index=len(rows)))
-        except LeaveOut as reason:
-            left_out[str(reason)] += 1
+        except Unusable as reason:
+            dropped[str(reason)] += 1
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{place} is not {what}: {error}") from error
-    report_left_out(left_out, split)
+    log_dropped(dropped, split)
     return rows
 
 
 def distinct_problems(
     found: Iterator[tuple[str, Any]], to_answer: Callable[[str], str], what: str
 ) -> list[tuple[str, str]]:
-    """(problem, answer) of each different problem, in the order in which they first come; those with two answers are left out."""
+    """Return (problem, answer) of each distinct problem in order; drop those with several answers."""
     answers: dict[str, set[str]] = {}
     num_records = 0
     for place, record in found:
@@ -202,41 +176,39 @@ def distinct_problems(
             raise ValueError(f"{place} is not {what}: {error}") from error
     kept = [(problem, *given) for problem, given in answers.items() if len(given) == 1]
     if num_records != len(answers):
-        log.info("%d rows are %d different problems", num_records, len(answers))
-    report_left_out(Counter({"its copies have different answers": len(answers) - len(kept)}), "problems")
+        log.info("%d rows are %d distinct problems", num_records, len(answers))
+    log_dropped(Counter({"its copies have different answers": len(answers) - len(kept)}), "problems")
     return kept
 
 
-def report_left_out(left_out: Counter[str], where: str) -> None:
-    for reason, count in left_out.items():
+def log_dropped(dropped: Counter[str], where: str) -> None:
+    for reason, count in dropped.items():
         if count:
-            log.info("%s: left out %d: %s", where, count, reason)
+            log.info("%s: dropped %d: %s", where, count, reason)
 
 
 def write_splits(rows: dict[str, list[Row]], out: str | Path) -> dict[str, int]:
-    """Write `out`/SPLIT.parquet of each split; returns the rows of each. Raises ValueError if one would be empty."""
+    """Write `out`/SPLIT.parquet; return the rows of each split. Raises ValueError for an empty split."""
     for split, found in rows.items():
         if not found:
-            raise ValueError(f"the split {split} is empty: there is no row to write.")
+            raise ValueError(f"the split {split} is empty: all its records were dropped.")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     for split, found in rows.items():
         chunks = [found[start : start + ROWS_PER_GROUP] for start in range(0, len(found), ROWS_PER_GROUP)]
-        # In pieces: one array of all the tests of a code data set would pass Arrow's 2 GiB.
-        table = pa.concat_tables(
-            [pa.Table.from_pylist(chunk) for chunk in chunks], promote_options="permissive"
-        )
+        # In chunks, because one array of all tests of a code data set would exceed Arrow's 2 GiB.
+        table = pa.concat_tables(map(pa.Table.from_pylist, chunks), promote_options="permissive")
         pq.write_table(table, out / f"{split}.parquet", row_group_size=ROWS_PER_GROUP)
     return {split: len(rows[split]) for split in SPLITS if split in rows}
 
 
-# ---- where records come from ----
+# ---- sources of records ----
 
 
 def find_records(source: str | Path, *, only_split: str | None = None) -> Records:
-    """The records of a file or of all files in a folder, by split; `only_split`: all files belong to it.
+    """Return the records of a file or of all files in a folder, by split; `only_split` applies to all files.
 
-    Raises ValueError if there is nothing to read.
+    Raises ValueError if there are no data files.
     """
     source = Path(source)
     if not source.exists():
@@ -249,8 +221,8 @@ def find_records(source: str | Path, *, only_split: str | None = None) -> Record
         if split and path.name.endswith(_SUFFIXES):
             by_split.setdefault(split, []).append(path)
     if not by_split:
-        named = "" if only_split else " that are called train or test, or lie in a folder of that name"
-        raise ValueError(f"--source {source} holds no files{named}: it must be {', '.join(_SUFFIXES)}.")
+        named = "" if only_split else " named train or test, or in a folder of that name"
+        raise ValueError(f"--source {source} holds no {', '.join(_SUFFIXES)} files{named}.")
     return {
         split: (record for path in by_split[split] for record in read_file(path))
         for split in sorted(by_split)
@@ -258,11 +230,10 @@ def find_records(source: str | Path, *, only_split: str | None = None) -> Record
 
 
 def _split_of(parts: tuple[str, ...]) -> str | None:
-    """train or test, as the innermost folder or the beginning of the file name says."""
+    """Return train or test according to the file name, else the innermost such folder."""
     *folders, name = parts
-    named = [split for split in SPLITS if name.startswith(split)] or [
-        f for f in reversed(folders) if f in SPLITS
-    ]
+    named = [split for split in SPLITS if name.startswith(split)]
+    named += [folder for folder in reversed(folders) if folder in SPLITS]
     return named[0] if named else None
 
 
@@ -283,16 +254,14 @@ def read_file(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    number = 0
     with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=ROWS_PER_GROUP):
-            for record in batch.to_pylist():
-                number += 1
-                yield f"{path}, row {number},", record
+        batches = file.iter_batches(batch_size=ROWS_PER_GROUP)
+        records = (record for batch in batches for record in batch.to_pylist())
+        yield from ((f"{path}, row {number},", record) for number, record in enumerate(records, start=1))
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
-    """The lines of a .jsonl or .jsonl.gz file that are not empty, or the object or the list of objects of a .json file."""
+    """Yield the non-empty lines of a .jsonl or .jsonl.gz file, or the object or objects of a .json file."""
     opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
     with opened as file:
         texts = [(str(path), file.read())] if path.suffix == ".json" else _lines(path, file)
@@ -314,34 +283,31 @@ def _lines(path: Path, file: Iterator[str]) -> Iterator[tuple[str, str]]:
 
 
 def from_hub(dataset_id: str, config: str | None = None, *, only_split: str | None = None) -> Records:
-    """The records of a data set on the Hugging Face hub, by split; `only_split`: all of them belong to it.
+    """Return the records of a data set on the Hugging Face hub, by split; `only_split` applies to all of
+    them.
 
-    Raises ValueError if it cannot be loaded, as on a machine without internet, or has no split train or test.
+    Raises ValueError if it cannot be loaded or has neither a split train nor a split test.
     """
-    import datasets  # here, because its import takes seconds and only this needs it
+    import datasets  # imported here because it takes seconds and only this needs it
 
     try:
         loaded = datasets.load_dataset(dataset_id, config)
-    except Exception as error:  # whatever the hub, the network or the library raises
+    except Exception as error:  # the hub, the network and the library may raise anything
         reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
         raise ValueError(
-            f"{dataset_id} cannot be loaded from the Hugging Face hub ({reason}): on a machine without internet download it "
-            "elsewhere and name its files with --source."
+            f"{dataset_id} cannot be loaded from the Hugging Face hub ({reason}): without internet access, "
+            "download it elsewhere and pass its files with --source."
         ) from error
 
-    def places(name: str) -> Iterator[tuple[str, Any]]:
-        return (
-            (f"{dataset_id}, split {name}, row {number},", row)
-            for number, row in enumerate(loaded[name], start=1)
-        )
+    def read(name: str) -> Iterator[tuple[str, Any]]:
+        rows = enumerate(loaded[name], start=1)
+        return ((f"{dataset_id}, split {name}, row {number},", row) for number, row in rows)
 
     if only_split:
-        return {only_split: (record for name in loaded for record in places(name))}
-    found = {split: places(split) for split in SPLITS if split in loaded}
+        return {only_split: (record for name in loaded for record in read(name))}
+    found = {split: read(split) for split in SPLITS if split in loaded}
     if not found:
-        raise ValueError(
-            f"{dataset_id} has neither a split train nor a split test, only {', '.join(loaded)}."
-        )
+        raise ValueError(f"{dataset_id} has no split train or test, only {', '.join(loaded)}.")
     return found
 
 
@@ -349,42 +315,66 @@ def merge(records: Records) -> Iterator[tuple[str, Any]]:
     return (record for found in records.values() for record in found)
 
 
-# ---- the command line ----
+# ---- command line ----
 
-DATASETS: dict[str, dict[str, Any]] = {
-    "gsm8k": {
-        "write": write_gsm8k,
-        "hub": "openai/gsm8k",
-        "config": "main",
-        "help": "grade-school word problems",
-    },
-    "math": {"write": write_math, "hub": "DigitalLearningGmbH/MATH-lighteval", "help": "Hendrycks MATH"},
-    "dapo-math": {
-        "write": write_dapo_math,
-        "hub": "BytedTsinghua-SIA/DAPO-Math-17k",
-        "only_split": "train",
-        "help": "the training set of DAPO",
-    },
-    "aime": {
-        "write": write_aime,
-        "hub": "HuggingFaceH4/aime_2024",
-        "only_split": "test",
-        "data_source": "aime",
-        "help": "an olympiad's problems",
-    },
-    "hh-rlhf": {
-        "write": write_hh_rlhf,
-        "hub": "Anthropic/hh-rlhf",
-        "help": "pairs of responses with a preference",
-    },
-    "code": {
-        "write": write_code,
-        "hub": "deepmind/code_contests",
-        "data_source": "code",
-        "help": "programming problems with tests",
-    },
+
+@dataclass(frozen=True)
+class Dataset:
+    """Sources of a data set and the function that writes it."""
+
+    help: str
+    hub: str
+    """Default id on the Hugging Face hub."""
+    write: Callable[..., dict[str, int]]
+    """write(records, out, **{"data_source": ...} if `data_source` is set) -> rows of each split."""
+    config: str | None = None
+    """Configuration of `hub`."""
+    only_split: str | None = None
+    """Split that all records belong to."""
+    data_source: str | None = None
+    """Default of --data-source; None if the name is fixed."""
+
+
+def _rows(to_row: Callable[..., Row], what: str) -> Callable[..., dict[str, int]]:
+    return partial(write_rows, to_row=to_row, what=what)
+
+
+def _problems(to_answer: Callable[[str], str], what: str, **options: str) -> Callable[..., dict[str, int]]:
+    return partial(write_problems, to_answer=to_answer, what=what, **options)
+
+
+DATASETS = {
+    "gsm8k": Dataset(
+        "grade-school word problems", "openai/gsm8k", _rows(dataset_rows.gsm8k_row, "a GSM8K problem"), "main"
+    ),
+    "math": Dataset(
+        "Hendrycks MATH", "DigitalLearningGmbH/MATH-lighteval", _rows(dataset_rows.math_row, "a MATH problem")
+    ),
+    "dapo-math": Dataset(
+        "the training set of DAPO",
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        _problems(str, "a DAPO-Math problem", split="train", data_source="math_dapo"),
+        only_split="train",
+    ),
+    "aime": Dataset(
+        "problems of a mathematics competition",
+        "HuggingFaceH4/aime_2024",
+        _problems(dataset_rows.aime_answer, "an AIME problem", split="test"),
+        only_split="test",
+        data_source="aime",
+    ),
+    "hh-rlhf": Dataset(
+        "pairs of responses with a preference",
+        "Anthropic/hh-rlhf",
+        _rows(dataset_rows.hh_rlhf_row, "a pair of transcripts"),
+    ),
+    "code": Dataset(
+        "programming problems with tests",
+        "deepmind/code_contests",
+        _rows(dataset_rows.code_row, "a problem with tests"),
+        data_source="code",
+    ),
 }
-"""For each data set: what writes it, its id and configuration on the hub, and the one split that all of it belongs to."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -405,30 +395,23 @@ def build_parser() -> argparse.ArgumentParser:
     )
     names = parser.add_subparsers(dest="dataset", required=True)
     for name, known in DATASETS.items():
-        one = names.add_parser(name, help=known["help"])
+        one = names.add_parser(name, help=known.help)
         origin = one.add_mutually_exclusive_group(required=True)
         origin.add_argument(
             "--source", metavar="PATH", help="local files; see the top of tools/prepare_data.py"
         )
-        origin.add_argument(
-            "--from-hub",
-            metavar="ID",
-            nargs="?",
-            const=known["hub"],
-            help=f"download instead: {known['hub']}, or ID",
-        )
-        if "data_source" in known:
+        hub_help = f"download instead: {known.hub}, or ID"
+        origin.add_argument("--from-hub", metavar="ID", nargs="?", const=known.hub, help=hub_help)
+        if known.data_source:
             one.add_argument(
-                "--data-source", default=known["data_source"], help="column data_source (%(default)s)"
+                "--data-source", default=known.data_source, help="column data_source (%(default)s)"
             )
-    countdown = names.add_parser("countdown", help="reach a number with others by arithmetic; made here")
+    countdown = names.add_parser("countdown", help="reach a number with others by arithmetic; generated")
     countdown.add_argument("--num-train", type=int, default=16384, help="training problems (%(default)s)")
     countdown.add_argument("--num-test", type=int, default=512, help="test problems (%(default)s)")
-    countdown.add_argument("--seed", type=int, default=0, help="another seed, other problems (%(default)s)")
+    countdown.add_argument("--seed", type=int, default=0, help="seed of the problems (%(default)s)")
     for one in names.choices.values():
-        one.add_argument(
-            "--out", required=True, metavar="DIR", help="directory to write the parquet files to"
-        )
+        one.add_argument("--out", required=True, metavar="DIR", help="directory for the parquet files")
     return parser
 
 
@@ -438,16 +421,15 @@ def _prepare(arguments: argparse.Namespace) -> dict[str, int]:
             arguments.out, num_train=arguments.num_train, num_test=arguments.num_test, seed=arguments.seed
         )
     known = DATASETS[arguments.dataset]
-    only_split = known.get("only_split")
     if arguments.from_hub:
-        config = known.get("config") if arguments.from_hub == known["hub"] else None
-        records = from_hub(arguments.from_hub, config, only_split=only_split)
+        config = known.config if arguments.from_hub == known.hub else None
+        records = from_hub(arguments.from_hub, config, only_split=known.only_split)
     elif arguments.dataset == "gsm8k":
         return prepare_gsm8k(arguments.source, arguments.out)
     else:
-        records = find_records(arguments.source, only_split=only_split)
-    options = {"data_source": arguments.data_source} if "data_source" in known else {}
-    return known["write"](records, arguments.out, **options)
+        records = find_records(arguments.source, only_split=known.only_split)
+    options = {"data_source": arguments.data_source} if known.data_source else {}
+    return known.write(records, arguments.out, **options)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# From nothing to a language model that learned by reinforcement, on two CPU cores: installs the CPU stack, makes a toy task
-# and a model from scratch, warms it up by supervised fine-tuning, then trains it with GRPO on two ranks.
+# Train a small language model by reinforcement learning on two CPU cores: install the CPU stack, make a toy task and
+# a model, warm it up by supervised fine-tuning, and train it with GRPO on two ranks.
 #
-#   bash tools/quickstart.sh            go on where an earlier call stopped, or start
-#   bash tools/quickstart.sh --fresh    start over: removes runs/toy, runs/quickstart-sft and runs/quickstart
+#   bash tools/quickstart.sh            start, or continue where an earlier call stopped
+#   bash tools/quickstart.sh --fresh    start over: remove runs/toy, runs/quickstart-sft and runs/quickstart
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,7 +13,7 @@ case "${1:-}" in
 *) echo "usage: bash tools/quickstart.sh [--fresh]" >&2; exit 2 ;;
 esac
 
-export OMP_NUM_THREADS=1 # one thread per rank; unset, torchrun sets it too and says so at length
+export OMP_NUM_THREADS=1 # one thread per rank; torchrun would set it too, with a long warning
 say() { printf '\n== %s\n' "$*"; }
 SECONDS=0
 

@@ -1,14 +1,16 @@
-"""What a run achieved: a short table, and a picture of reward and held-out accuracy against the step.
+"""Report the results of runs: a table, and a plot of reward and held-out accuracy over the steps.
 
     python tools/report.py runs/grpo
     python tools/report.py runs/grpo --before runs/sft --png grpo.png
     python tools/report.py runs/toy-* --png curves.png
 
-Reads nothing but `metrics.jsonl` of the run directories, and shows '-' for what is not in it. `--before` adds a column for
-the run that this one started from. Of several runs the picture has the held-out accuracy of each. Works while a run is going on.
+Reads only `metrics.jsonl` of the run directories and shows '-' for missing values. `--before` adds a column
+for the run that this one started from. For several runs the plot has the held-out accuracy of each. Also
+works during a run.
 """
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -26,11 +28,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run")
-    parser.add_argument("--before", metavar="SFT_RUN_DIR", type=Path, help="directory of the run before it")
-    parser.add_argument(
-        "--png", metavar="FILE", type=Path, help="where to write the picture (report.png of the first run)"
-    )
+    add = parser.add_argument
+    add("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run")
+    add("--before", metavar="SFT_RUN_DIR", type=Path, help="directory of the run before it")
+    add("--png", metavar="FILE", type=Path, help="file of the plot (report.png of the first run)")
     args = parser.parse_args(argv)
     png = args.png or args.run_dirs[0] / "report.png"
     try:
@@ -42,18 +43,16 @@ def main(argv: list[str] | None = None) -> None:
             compare({path.name: runs[path] for path in args.run_dirs}, png)
     except (OSError, ValueError) as error:
         sys.exit(f"report: {error}")
-    print(f"picture: {png}")
+    print(f"plot: {png}")
 
 
 def read_run(run_dir: Path) -> list[dict]:
-    """The records of a run. Raises ValueError with a sentence for the user if there are none."""
+    """Return the records of a run. Raises ValueError if there are none."""
     path = run_dir / FILE_NAME
     if not run_dir.is_dir():
         raise ValueError(f"there is no directory {run_dir}.")
     if not path.is_file():
-        raise ValueError(
-            f"{run_dir} holds no {FILE_NAME}; it is not the directory of a run that has taken a step."
-        )
+        raise ValueError(f"{run_dir} holds no {FILE_NAME}: it is not a run directory, or no step has ended.")
     records = read_records(path)
     if not records:
         raise ValueError(f"{path} holds no record yet.")
@@ -69,7 +68,7 @@ def reward_points(records: list[dict]) -> list[Point]:
 
 
 def accuracy_points(records: list[dict]) -> dict[str, list[Point]]:
-    """Held-out accuracy by data source."""
+    """Return the held-out accuracy by data source."""
     points: dict[str, list[Point]] = {}
     for record in records:
         for source, value in accuracies(record).items():
@@ -79,7 +78,7 @@ def accuracy_points(records: list[dict]) -> dict[str, list[Point]]:
 
 
 def table(runs: dict[Path, list[dict]]) -> str:
-    """One column per run, in the given order; numbers come with the step they are from."""
+    """Return a table with a column per run; each number is shown with its step."""
     columns = {path: _cells(path, records) for path, records in runs.items()}
     sources = sorted({source for records in runs.values() for source in accuracy_points(records)})
     names = ["run directory", "steps", "wall time, first to last record"]
@@ -120,11 +119,11 @@ def _duration(seconds: float) -> str:
 
 
 def pyplot():
-    """Matplotlib's pyplot, drawing into files. Imported here, because only a picture needs it."""
+    """Return Matplotlib's pyplot for drawing into files. Raises ValueError if it is not installed."""
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("the picture needs matplotlib: pip install 'lockstep[report]'.") from None
+        raise ValueError("the plot needs matplotlib: pip install 'lockstep[report]'.") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -132,33 +131,28 @@ def pyplot():
 
 
 def draw(records: list[dict], png: Path) -> None:
-    """Write the picture. Raises ValueError if the records hold neither reward nor accuracy."""
+    """Plot reward and accuracy of a run. Raises ValueError if the records hold neither."""
     plt = pyplot()
     rewards, by_source = reward_points(records), accuracy_points(records)
     if not rewards and not by_source:
-        raise ValueError(
-            f"the records hold neither {REWARD} nor val-core/*/acc/mean@1, so there is nothing to draw."
-        )
+        raise ValueError(f"the records hold neither {REWARD} nor val-core/*/acc/mean@1: nothing to plot.")
     figure, left = plt.subplots(figsize=(8, 4.5), dpi=150)
     lines = []
     if rewards:
         marker = "." if len(rewards) <= 100 else None  # many would hide the line
-        label = "mean reward (training)"
-        lines += left.plot(
-            *zip(*rewards), color="tab:blue", linewidth=1, marker=marker, markersize=4, label=label
-        )
+        style = dict(color="tab:blue", linewidth=1, marker=marker, markersize=4)
+        lines += left.plot(*zip(*rewards), label="mean reward (training)", **style)
         left.set_ylabel("mean reward (training)")
     right = left.twinx() if rewards and by_source else left
-    for (source, points), color in zip(
-        by_source.items(), ("tab:orange", "tab:green", "tab:red", "tab:purple") * 16
-    ):
-        label = f"held-out accuracy, {source}"
-        lines += right.plot(*zip(*points), color=color, linewidth=2, marker="o", markersize=5, label=label)
+    colors = itertools.cycle(("tab:orange", "tab:green", "tab:red", "tab:purple"))
+    for (source, points), color in zip(by_source.items(), colors):
+        style = dict(color=color, linewidth=2, marker="o", markersize=5)
+        lines += right.plot(*zip(*points), label=f"held-out accuracy, {source}", **style)
     if by_source:
         right.set_ylabel("held-out accuracy")
         right.set_ylim(-0.03, 1.03)
     if all(0 <= value <= 1 for _, value in rewards):
-        left.set_ylim(-0.03, 1.03)  # the two scales then coincide, and the curves can be compared
+        left.set_ylim(-0.03, 1.03)  # equal scales, so that the curves can be compared
     left.set_xlabel("training step")
     left.grid(alpha=0.3)
     figure.legend(handles=lines, loc="upper center", ncols=min(len(lines), 3), frameon=False)
@@ -168,20 +162,19 @@ def draw(records: list[dict], png: Path) -> None:
 
 
 def compare(runs: dict[str, list[dict]], png: Path) -> None:
-    """Write a picture with the held-out accuracy of several runs, by name. Raises ValueError if no run has any."""
+    """Plot the held-out accuracy of several runs, by name. Raises ValueError if no run has any."""
     curves = {}
     for name, records in runs.items():
         by_source = accuracy_points(records)
-        curves |= {
-            f"{name} {source}" if len(by_source) > 1 else name: points for source, points in by_source.items()
-        }
+        for source, points in by_source.items():
+            curves[f"{name} {source}" if len(by_source) > 1 else name] = points
     if not curves:
-        raise ValueError("the records hold no val-core/*/acc/mean@1, so there is nothing to compare.")
+        raise ValueError("the records hold no val-core/*/acc/mean@1: nothing to compare.")
     draw_curves(curves, png, label="held-out accuracy")
 
 
 def draw_curves(curves: dict[str, list[Point]], png: Path, *, label: str) -> None:
-    """Write a picture with a curve for each name."""
+    """Plot a curve for each name."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 5), dpi=150)
     for number, (name, points) in enumerate(curves.items()):

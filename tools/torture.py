@@ -1,17 +1,17 @@
-"""Kill a toy run again and again, at random instants, and show that nothing is lost.
+"""Kill a toy run repeatedly at random times and check that nothing is lost.
 
     python tools/torture.py --kills 100 --out /tmp/torture
     python tools/torture.py --kills 20 --config configs/toy/grpo.yaml --out /tmp/torture run.max_steps=8
 
-First the run goes through undisturbed. Then the same command is started in a fresh directory and one rank, or all, get
-SIGKILL: half of the time at a random instant, half of the time while a checkpoint is being written. It is started again until
-it ends by itself, in the next fresh directory again, until the number of kills is reached. After every kill each directory
-that is called a checkpoint must be whole, and every run that ended must have the metrics of the undisturbed one, bit for bit.
-Exit code 0 if all that holds.
+A first run is not disturbed. Then the same command is started in a new directory, and one rank or all ranks
+receive SIGKILL: half of the time at a random time, half of the time while a checkpoint is being written. The
+run is restarted until it ends by itself; further runs follow in new directories until the number of kills is
+reached. After every kill each checkpoint directory must be complete, and every run that ends must have
+bitwise the metrics of the first run. Exit code 0 if all of this holds.
 
-Ranks are forked from one process that has imported everything, which makes a start a second instead of ten; each still
-joins a world of its own, builds its models and loads its checkpoint. Without --config the run is a GRPO run of 12 steps on the
-toy task on --ranks ranks, that saves after each step, every second run of it in the background.
+Ranks are forked from a process that has imported everything, so that a start takes one second instead of ten.
+Without --config the run is a GRPO run of 12 steps on the toy task on --ranks ranks that saves after each
+step; every second run saves in the background.
 """
 
 import argparse
@@ -40,35 +40,35 @@ from rl.checkpoint.shards import check_file  # noqa: E402
 from tools.make_toy import make_toy  # noqa: E402
 
 MACHINE = re.compile(r"time$|timing_s/|perf/")
-"""Metrics that depend on the clock, or on whether the process had filled the engine before the step."""
+"""Metrics that depend on the clock, or on the state of the engine before the step."""
 SECONDS_TO_FOLLOW = 2.0
-"""That ranks have to end by themselves when one has died; a launcher would then kill them."""
+"""Seconds in which ranks must end by themselves after one has died; then they are killed."""
 SECONDS_TO_END = 600.0
-"""Within which an undisturbed run must end."""
+"""Seconds in which a run without kills must end."""
 POLL_S = 0.002
 INTO_SAVE_S = 0.05
-"""A kill that is to hit a save comes at most so long after its directory was made."""
+"""Largest delay in seconds between the start of a save and a kill that targets it."""
 
 
 class Lost(Exception):
-    """Something that must not happen did."""
+    """Raised when a run, a metric or a checkpoint was lost."""
 
 
 @dataclass
-class Tally:
+class Counts:
     kills: int = 0
     of_one_rank: int = 0
     while_saving: int = 0
     runs: int = 0
     checkpoints_read: int = 0
     starts: int = 0
-    seconds: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
 
     def line(self) -> str:
         return (
-            f"{self.kills} kills ({self.of_one_rank} of one rank, {self.while_saving} while a checkpoint was being written), "
+            f"{self.kills} kills ({self.of_one_rank} of one rank, {self.while_saving} during a save), "
             f"{self.starts} starts, {self.runs} runs ended, checkpoints read {self.checkpoints_read} times, "
-            f"{time.monotonic() - self.seconds:.0f} s"
+            f"{time.monotonic() - self.started_at:.0f} s"
         )
 
 
@@ -91,11 +91,11 @@ class World:
 
     def kill(self, pids: Sequence[int]) -> None:
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # a rank that has ended since
-                os.killpg(pid, signal.SIGKILL)  # and what it started: the reward's workers
+            with contextlib.suppress(ProcessLookupError):  # the rank has ended
+                os.killpg(pid, signal.SIGKILL)  # with its children, the scoring workers
 
     def wait(self, seconds: float) -> bool:
-        """Whether all ended within that time."""
+        """Wait at most `seconds` and return whether all ranks have ended."""
         deadline = time.monotonic() + seconds
         while self.running():
             if time.monotonic() > deadline:
@@ -104,7 +104,7 @@ class World:
         return True
 
     def end(self) -> None:
-        """What a launcher does after one rank has died."""
+        """End the other ranks as a launcher does after one rank has died."""
         self.wait(SECONDS_TO_FOLLOW)
         self.kill(self.pids)
         self.wait(SECONDS_TO_END)
@@ -132,7 +132,7 @@ def _fork_rank(rank: int, num_ranks: int, port: int, arguments: Sequence[str], l
         import train_rl
 
         code = train_rl.main()
-    finally:  # never back into the loop of the parent
+    finally:  # the child must not return to the caller
         import traceback
 
         if sys.exc_info()[0] is not None:
@@ -148,7 +148,7 @@ def _free_port() -> int:
 
 
 def read_checkpoints(run_dir: Path) -> int:
-    """Verify every checkpoint by its manifest; returns how many. Raises DamagedError."""
+    """Verify every checkpoint by its manifest and return their number. Raises DamagedError."""
     found = complete(run_dir / "checkpoints")
     for saved in found:
         for name, written in expected_files(read_manifest(saved.path)).items():
@@ -157,16 +157,16 @@ def read_checkpoints(run_dir: Path) -> int:
 
 
 def metrics_of(run_dir: Path) -> list[dict]:
-    """The records of a run without what depends on the clock."""
+    """Return the records of a run without the metrics in MACHINE."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [
         {name: value for name, value in json.loads(line).items() if not MACHINE.match(name)} for line in lines
     ]
 
 
-def torture(arguments: Sequence[str], out: Path, *, num_ranks: int, kills: int, seed: int) -> Tally:
-    """Raises Lost, or DamagedError for a checkpoint that cannot be read."""
-    numbers, tally = random.Random(seed), Tally()
+def torture(arguments: Sequence[str], out: Path, *, num_ranks: int, kills: int, seed: int) -> Counts:
+    """Run the test. Raises Lost, or DamagedError for a checkpoint that cannot be read."""
+    numbers, counts = random.Random(seed), Counts()
     start = time.monotonic()
     undisturbed = World(num_ranks, [*arguments, f"run.dir={out}/undisturbed"], out / "undisturbed.log")
     if not undisturbed.wait(SECONDS_TO_END) or not undisturbed.ended_well:
@@ -175,18 +175,18 @@ def torture(arguments: Sequence[str], out: Path, *, num_ranks: int, kills: int, 
     usual = time.monotonic() - start
     expected = metrics_of(out / "undisturbed")
     print(f"undisturbed: {len(expected)} records in {usual:.1f} s", flush=True)
-    while tally.kills < kills:
-        run_dir = out / f"run_{tally.runs}"
-        background = f"checkpoint.background={str(tally.runs % 2 == 1).lower()}"
+    while counts.kills < kills:
+        run_dir = out / f"run_{counts.runs}"
+        background = f"checkpoint.background={str(counts.runs % 2 == 1).lower()}"
         _until_it_ends(
-            [*arguments, f"run.dir={run_dir}", background], run_dir, num_ranks, kills, usual, numbers, tally
+            [*arguments, f"run.dir={run_dir}", background], run_dir, num_ranks, kills, usual, numbers, counts
         )
         if metrics_of(run_dir) != expected:
             raise Lost(f"{run_dir}/metrics.jsonl differs from {out}/undisturbed/metrics.jsonl")
         shutil.rmtree(run_dir)
-        tally.runs += 1
-        print(tally.line(), flush=True)
-    return tally
+        counts.runs += 1
+        print(counts.line(), flush=True)
+    return counts
 
 
 def _until_it_ends(
@@ -196,27 +196,27 @@ def _until_it_ends(
     kills: int,
     usual: float,
     numbers: random.Random,
-    tally: Tally,
+    counts: Counts,
 ) -> None:
     log = Path(f"{run_dir}.log")
     while True:
         world = World(num_ranks, arguments, log)
-        tally.starts += 1
-        killed = tally.kills < kills and _kill_sometime(world, run_dir, usual, numbers, tally)
+        counts.starts += 1
+        killed = counts.kills < kills and _kill_sometime(world, run_dir, usual, numbers, counts)
         if killed:
             world.end()
         elif not world.wait(SECONDS_TO_END):
             world.kill(world.pids)
-            raise Lost(f"a run that nobody killed does not end, see {log}")
-        tally.checkpoints_read += read_checkpoints(run_dir)
+            raise Lost(f"a run without a kill does not end, see {log}")
+        counts.checkpoints_read += read_checkpoints(run_dir)
         if world.ended_well:
             return
         if not killed:
-            raise Lost(f"a run that nobody killed failed: exit codes {list(world.codes.values())}, see {log}")
+            raise Lost(f"a run without a kill failed: exit codes {list(world.codes.values())}, see {log}")
 
 
-def _kill_sometime(world: World, run_dir: Path, usual: float, numbers: random.Random, tally: Tally) -> bool:
-    """Kill one rank or all of them, at a random instant or during the first save after it. False: the run ended before."""
+def _kill_sometime(world: World, run_dir: Path, usual: float, numbers: random.Random, counts: Counts) -> bool:
+    """Kill one or all ranks at a random time or in the next save; return False if the run ended before."""
     instant = time.monotonic() + numbers.uniform(0, usual)
     into_save = numbers.uniform(0, INTO_SAVE_S) if numbers.random() < 0.5 else None
     leftovers = _unfinished(run_dir)
@@ -226,31 +226,30 @@ def _kill_sometime(world: World, run_dir: Path, usual: float, numbers: random.Ra
         time.sleep(POLL_S)
     time.sleep(into_save or 0)
     victims = [numbers.choice(world.pids)] if numbers.random() < 0.5 else world.pids
-    tally.while_saving += bool(_unfinished(run_dir) - leftovers)
+    counts.while_saving += bool(_unfinished(run_dir) - leftovers)
     world.kill(victims)
-    tally.kills += 1
-    tally.of_one_rank += len(victims) == 1
+    counts.kills += 1
+    counts.of_one_rank += len(victims) == 1
     return True
 
 
 def _unfinished(run_dir: Path) -> set[tuple[str, int]]:
-    """Each checkpoint that is being written, or whose writer was killed, and when its directory changed last: for what a kill
-    left that stays the same until a save removes it."""
+    """Return name and modification time of each incomplete checkpoint.
+
+    The time of one that a kill left behind does not change until a save removes it.
+    """
     found = set()
     for path in (run_dir / "checkpoints").glob("step_*.partial"):
-        with contextlib.suppress(FileNotFoundError):  # completed since
+        with contextlib.suppress(FileNotFoundError):  # it was just completed
             found.add((path.name, path.stat().st_mtime_ns))
     return found
 
 
 def toy_config(out: Path) -> Path:
     toy = make_toy(out / "toy", layers=2, intermediate=128)
-    pq.write_table(
-        pq.read_table(toy / "train.parquet").slice(0, 64), toy / "few.parquet"
-    )  # thousands take a second to read
-    (out / "reward.py").write_text(
-        "def score(prompt, response, ground_truth, **extra):\n    return {'score': len(set(response)) / 6, 'acc': 0.0}\n"
-    )
+    # A few rows, because thousands take a second to read.
+    pq.write_table(pq.read_table(toy / "train.parquet").slice(0, 64), toy / "few.parquet")
+    (out / "reward.py").write_text("def score(response, **extra):\n    return len(set(response)) / 6\n")
     path = out / "config.yaml"
     path.write_text(
         f"""
@@ -272,14 +271,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=100, help="how often a run is killed")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the run")
-    parser.add_argument("--seed", type=int, default=0, help="of the instants and the victims")
-    parser.add_argument(
-        "--out", required=True, help="directory for the runs and their logs; what is in it is removed"
-    )
-    parser.add_argument("--config", help="YAML file of another run, deterministic and with checkpoints")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the run's configuration")
+    add = parser.add_argument
+    add("--kills", type=int, default=100, help="how often a run is killed")
+    add("--ranks", type=int, default=2, help="ranks of the run")
+    add("--seed", type=int, default=0, help="seed of the times and ranks of the kills")
+    add("--out", required=True, help="directory for the runs and their logs; its contents are removed")
+    add("--config", help="YAML file of another run, deterministic and with checkpoints")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the run's config")
     args = parser.parse_args(argv)
     out = Path(args.out).resolve()
     shutil.rmtree(out, ignore_errors=True)
@@ -287,27 +285,22 @@ def main(argv: list[str] | None = None) -> int:
     config = Path(args.config) if args.config else toy_config(out)
     _import_everything()
     try:
-        tally = torture(
-            ["--config", str(config), *args.overrides],
-            out,
-            num_ranks=args.ranks,
-            kills=args.kills,
-            seed=args.seed,
-        )
+        command = ["--config", str(config), *args.overrides]
+        counts = torture(command, out, num_ranks=args.ranks, kills=args.kills, seed=args.seed)
     except Lost as error:
         print(f"lost: {error}", file=sys.stderr)
         return 1
-    print(f"nothing lost: {tally.line()}")
+    print(f"nothing lost: {counts.line()}")
     return 0
 
 
 def _import_everything() -> None:
-    """What a rank imports, before the ranks are forked. Nothing of it may start a thread or a process group."""
+    """Import what the ranks need before they are forked; no thread or process group may be started."""
     from rl.runtime.ranks import discover
     from train_rl import prepare_environment
 
     prepare_environment(discover())
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as rl.runtime.session does, which comes too late here
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # rl.runtime.session sets it too late for this process
     from vllm import LLM, ModelRegistry, SamplingParams  # noqa: F401
 
     import rl.run.loop  # noqa: F401

@@ -1,4 +1,4 @@
-"""Functions that a config names, as `package.module:name` or `path/to/file.py:name`."""
+"""Import of functions that a config names as `package.module:name` or `path/to/file.py:name`."""
 
 import importlib
 import importlib.util
@@ -11,41 +11,38 @@ from types import ModuleType
 from typing import Any
 
 FORM = r".+:[A-Za-z_]\w*"
-"""Pattern of such a name."""
+"""Regular expression for such a name."""
 
 
 def load_function(spec: str, *, key: str) -> Callable[..., Any]:
-    """The function that `spec` names. A relative path is looked up from the working directory; a file is run once per process.
+    """Return the function that `spec` names.
 
-    `key` is the config's, for the messages. Raises ValueError if the module or file, or the name in it, is missing, fails to
-    import, or is not callable.
+    Relative paths start at the working directory; a file is executed once per process. `key` is the config
+    key, for the messages. Raises ValueError if the module, file or function is missing, fails to import, or
+    is not callable.
     """
     location, _, name = spec.rpartition(":")
     if not location or not name:
-        raise ValueError(f"{key} {spec!r} must have the form package.module:name or path/to/file.py:name.")
+        raise ValueError(f"{key}={spec!r} must have the form package.module:name or path/to/file.py:name.")
+    is_file = location.endswith(".py")
     try:
-        module = (
-            import_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
-        )
+        module = import_file(Path(location)) if is_file else importlib.import_module(location)
     except Exception as error:  # an import runs the user's code, which may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{key}={spec!r}: {location} cannot be imported: {reason}") from error
+    found = vars(module)
+    if name not in found:
+        public = [n for n, value in found.items() if inspect.isfunction(value) and not n.startswith("_")]
         raise ValueError(
-            f"{key} {spec!r}: {location} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    if name not in vars(module):
-        candidates = [
-            n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")
-        ]
-        raise ValueError(
-            f"{key} {spec!r}: {location} has no {name!r}, only {', '.join(candidates) or 'no function'}."
+            f"{key}={spec!r}: {location} has no {name!r}, only {', '.join(public) or 'no function'}."
         )
-    function = vars(module)[name]
-    if not callable(function):
-        raise ValueError(f"{key} {spec!r}: {name} is not callable, it is a {type(function).__name__}.")
-    return function
+    if not callable(found[name]):
+        raise ValueError(f"{key}={spec!r} must be callable, not a {type(found[name]).__name__}.")
+    return found[name]
 
 
 def import_file(path: Path) -> ModuleType:
-    """Run a .py file as a module, under a name that no installed package has. Whatever the file raises goes on."""
+    """Execute a .py file as a module under a unique name. Exceptions of the file are not caught."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")

@@ -1,1 +1,1 @@
-"""Prompts, the order in which they are drawn, and how sequences become batches; alike on every rank."""
+"""Prompts, the order in which they are drawn, and how sequences become batches; identical on all ranks."""

@@ -1,15 +1,14 @@
-"""Pairs of responses to one prompt, of which one is preferred: what dpo and reward models learn from.
+"""Pairs of a preferred and a rejected response to one prompt, for dpo and reward models.
 
-Rows have a prompt, a chosen and a rejected response, in the forms of TRL's data sets
-(https://huggingface.co/docs/trl/dataset_formats#preference):
+Rows have the forms of TRL's data sets (https://huggingface.co/docs/trl/dataset_formats#preference):
 
     prompt     messages, or a string, as for `rl.data.prompts`
-    chosen     the response: a string, or messages of which the last is the assistant's. Messages before it repeat the
-    rejected   prompt; they must be the same in both columns, and agree with the prompt column.
+    chosen     the response: a string, or messages that end with the assistant's. The messages before it
+    rejected   repeat the prompt; they must be the same in both columns and agree with the prompt column.
 
-A string as prompt with whole conversations as responses (UltraFeedback) is the content of one of the user's messages; the
-conversation is then the prompt, so that the chat template is applied. With `prompt_key` "" there is no prompt column, and the
-repeated messages are the prompt (TRL's implicit prompt).
+If the prompt is a string and the responses are conversations (UltraFeedback), the string must be the content
+of a user message; the conversation is then the prompt, so that the chat template is applied. With
+`prompt_key` "" there is no prompt column, and the repeated messages are the prompt (TRL's implicit prompt).
 """
 
 from collections.abc import Sequence
@@ -43,13 +42,13 @@ class Preference:
     prompt_ids: np.ndarray
     """np.int32 [P]: after the chat template with generation prompt, after truncation."""
     chosen_ids: np.ndarray
-    """np.int32 [R]: the preferred response without special tokens, then the end-of-sequence token, after truncation."""
+    """np.int32 [R]: the preferred response and the end-of-sequence token, after truncation."""
     rejected_ids: np.ndarray
-    """np.int32 [R']: the other response, likewise."""
+    """np.int32 [R']: the rejected response in the same form."""
     text: str
     """The rendered prompt before truncation."""
     data_source: str
-    """Column `data_source`, or the name of the file without its ending."""
+    """Column `data_source`, or the name of the file without its extension."""
 
 
 def load_preferences(
@@ -64,50 +63,55 @@ def load_preferences(
     overlong: str,
     max_pairs: int = 0,
 ) -> list[Preference]:
-    """Read `files` in order and tokenize them; the same list on every rank that reads the same files.
+    """Read `files` in order and tokenize the pairs.
 
-    prompt_key: column with the prompt, or "" where the prompt is only in the messages of both responses.
-    max_response_tokens: longest response in tokens, its end-of-sequence token among them.
-    overlong: what to do with a pair of which the prompt or a response exceeds its limit. "error"; "drop": leave it out;
-        "truncate_left" (the name is that of prompts): keep the last tokens of the prompt and the first of a response, which
-        then has no end-of-sequence token, as a sample that was cut off at the limit has none.
-    max_pairs: read only the first so many rows, before any is dropped. 0: all.
+    prompt_key: column with the prompt, or "" if the prompt is only in the messages of both responses.
+    max_response_tokens: longest response in tokens, its end-of-sequence token included.
+    overlong: what to do with a pair whose prompt or response exceeds its limit: "error", "drop", or
+        "truncate_left", which keeps the last tokens of the prompt and the first of a response (the
+        end-of-sequence token is then missing, as in a generated sample that reached the limit).
+    max_pairs: maximum number of rows to read, before any is dropped; 0 reads all.
 
-    Raises ValueError for a missing, unreadable or empty file, a missing column, a prompt or response that is not text,
-    conversations that disagree, a tokenizer that cannot render messages or has no eos_token, and `overlong`.
+    Raises ValueError for an invalid file, a missing column, a prompt or response that is not text,
+    conversations that disagree, a tokenizer that cannot render messages or has no eos_token, and overlong
+    pairs according to `overlong`.
     """
     required = {chosen_key: "name the column with the preferred response in data.chosen_key"}
-    required[rejected_key] = "name the column with the other response in data.rejected_key"
+    required[rejected_key] = "name the column with the rejected response in data.rejected_key"
     if prompt_key:
         required[prompt_key] = (
-            'name the column with the prompt in data.prompt_key ("": it is in the responses only)'
+            'name the prompt\'s column in data.prompt_key ("" if only the responses have it)'
         )
     rows = read_rows(files, required=required, optional=["data_source"], max_rows=max_pairs)
 
-    texts, templated, responses = [], [], {chosen_key: [], rejected_key: []}
+    column = prompt_key or chosen_key
+    texts, templated, responses = [], [], ([], [])
     for row in rows:
         before, answers = _split_responses(row, (chosen_key, rejected_key))
         prompt = _prompt(row, before, column=prompt_key)
         templated.append(not isinstance(prompt, str))
-        texts.append(
-            prompt
-            if isinstance(prompt, str)
-            else render(prompt, tokenizer, row, column=prompt_key or chosen_key)
-        )
-        for column, answer in zip(responses, answers, strict=True):
-            responses[column].append(answer)
+        texts.append(render(prompt, tokenizer, row, column=column) if templated[-1] else prompt)
+        for texts_of_column, answer in zip(responses, answers, strict=True):
+            texts_of_column.append(answer)
 
-    prompt_ids = tokenize(texts, templated, tokenizer, rows, column=prompt_key or chosen_key)
-    chosen_ids = tokenize_targets(responses[chosen_key], tokenizer)
-    rejected_ids = tokenize_targets(responses[rejected_key], tokenizer)
-    kept = _keep(
-        prompt_ids,
-        chosen_ids,
-        rejected_ids,
-        overlong,
-        prompt_limit=max_prompt_tokens,
-        response_limit=max_response_tokens,
-    )
+    prompt_ids = tokenize(texts, templated, tokenizer, rows, column=column)
+    chosen_ids, rejected_ids = (tokenize_targets(answers, tokenizer) for answers in responses)
+    kept = within_limit(np.array([*map(len, prompt_ids)]), limit=max_prompt_tokens, overlong=overlong)
+    for noun, response_ids in (("chosen responses", chosen_ids), ("rejected responses", rejected_ids)):
+        kept &= within_limit(
+            np.array([*map(len, response_ids)]),
+            limit=max_response_tokens,
+            overlong=overlong,
+            noun=noun,
+            limit_key="rollout.max_response_tokens",
+            kept_part="first",
+        )
+    if not kept.any():
+        raise ValueError(
+            f"each of the {len(kept)} pairs has a prompt or response beyond its limit: "
+            "data.overlong_prompts=drop would drop all. Raise data.max_prompt_tokens or "
+            "rollout.max_response_tokens, or choose truncate_left."
+        )
     return [
         Preference(
             index=index,
@@ -117,48 +121,50 @@ def load_preferences(
             text=texts[index],
             data_source=data_source(rows[index]),
         )
-        for index in kept
+        for index in np.flatnonzero(kept).tolist()
     ]
 
 
 def _split_responses(row: Row, columns: tuple[str, str]) -> tuple[Messages | None, list[str]]:
-    """The messages that both responses begin with (None if they have none), and the two responses."""
+    """Return the messages that both responses begin with (None if there are none), and the two responses."""
     parts = [_split_response(row.values[column], row, column=column) for column in columns]
     (chosen_before, chosen), (rejected_before, rejected) = parts
     if chosen_before != rejected_before:
         raise ValueError(
             f"{row.place}: the messages before the last one differ between column {columns[0]!r} and column "
-            f"{columns[1]!r}: both must be responses to one prompt."
+            f"{columns[1]!r}: both must answer the same prompt."
         )
     return chosen_before, [chosen, rejected]
 
 
 def _split_response(value: Any, row: Row, *, column: str) -> tuple[Messages | None, str]:
-    """The messages before the response (None: there are none), and the response."""
+    """Return the messages before the response (None if there are none), and the response."""
     if isinstance(value, str):
         return None, value
     if not is_chat(value):
         raise ValueError(
-            f"{row.place}: column {column!r} must be the response, or messages that end with it, it is {describe(value)}."
+            f"{row.place}: column {column!r} must be a string or messages that end with the response, "
+            f"not {describe(value)}."
         )
     *before, last = without_nulls(value)
     if last["role"] != "assistant" or not isinstance(last.get("content"), str):
         raise ValueError(
-            f"{row.place}: column {column!r} must end with a message of the assistant with text, the response; its last "
-            f"message is {describe(last)}."
+            f"{row.place}: column {column!r} must end with a text message of the assistant, not "
+            f"{describe(last)}."
         )
     return before or None, last["content"]
 
 
 def _prompt(row: Row, before: Messages | None, *, column: str) -> Messages | str:
-    """The prompt of a row, given the messages that both responses begin with."""
+    """Return the prompt of a row, given the messages that both responses begin with."""
     if before is not None:
         before = to_messages(before, row, column=f"{column or 'chosen'} (as the responses repeat it)")
     if not column:
         if before is None:
             raise ValueError(
-                f"{row.place}: there is no prompt: the responses are not conversations that begin with it, and "
-                "data.prompt_key is empty. Name the column with the prompt in data.prompt_key."
+                f"{row.place}: there is no prompt: data.prompt_key is empty, and the responses are not "
+                "conversations that begin with the prompt. Name the column with the prompt in "
+                "data.prompt_key."
             )
         return before
     prompt = row.values[column]
@@ -166,43 +172,13 @@ def _prompt(row: Row, before: Messages | None, *, column: str) -> Messages | str
     if before is None:
         return prompt if messages is None else messages
     if messages is None:
-        agree = any(
-            message["role"] == "user" and str(message.get("content")).strip() == prompt.strip()
-            for message in before
-        )
+        asked = [str(message.get("content")).strip() for message in before if message["role"] == "user"]
+        agree = prompt.strip() in asked
     else:
         agree = messages == before
     if not agree:
         raise ValueError(
-            f"{row.place}: the messages before the response are not the prompt in column {column!r}, which is "
-            f'{describe(prompt)}. If they are right, set data.prompt_key to "" and the column is not read.'
+            f"{row.place}: the messages before the response differ from the prompt in column {column!r}, "
+            f'{describe(prompt)}. If the messages are right, set data.prompt_key="" to ignore the column.'
         )
     return before
-
-
-def _keep(
-    prompts: list[np.ndarray],
-    chosen: list[np.ndarray],
-    rejected: list[np.ndarray],
-    overlong: str,
-    *,
-    prompt_limit: int,
-    response_limit: int,
-) -> list[int]:
-    """Indices of the pairs to keep; all of them where the caller cuts."""
-    kept = within_limit(np.array([len(ids) for ids in prompts]), limit=prompt_limit, overlong=overlong)
-    for noun, responses in (("chosen responses", chosen), ("rejected responses", rejected)):
-        kept &= within_limit(
-            np.array([len(ids) for ids in responses]),
-            limit=response_limit,
-            overlong=overlong,
-            noun=noun,
-            limit_key="rollout.max_response_tokens",
-            kept_part="first",
-        )
-    if not kept.any():
-        raise ValueError(
-            f"of each of the {len(kept)} pairs the prompt or a response is too long: data.overlong_prompts = drop would "
-            "leave nothing. Raise data.max_prompt_tokens or rollout.max_response_tokens, or choose truncate_left or error."
-        )
-    return np.flatnonzero(kept).tolist()

@@ -1,10 +1,8 @@
 """Prompts: files with verl's columns -> chat template -> token ids.
 
 Columns: `prompt` (list of {role, content}, or a string), and if present `data_source`, `reward_model` {style,
-ground_truth} and `extra_info`; other columns are not read. Files are those of `rl.data.reading`.
-
-`load_prompts` reads top to bottom as what happens: rows -> texts -> token ids -> length policy -> prompts. Whatever is
-wrong with the data is a ValueError that names the file and the row.
+ground_truth} and `extra_info`; other columns are not read. See `rl.data.reading` for the file formats. Every
+error in the data is a ValueError that names the file and the row.
 """
 
 import logging
@@ -22,7 +20,7 @@ from rl.data.reading import Row, describe, first_line, read_rows
 log = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
-"""A chat: {role, content} and whatever else the chat template knows (name, tool_calls, ...)."""
+"""A chat: {role, content} and other keys that the chat template uses (name, tool_calls, ...)."""
 
 
 @dataclass(frozen=True, eq=False)  # eq would compare arrays, which has no single truth value
@@ -36,7 +34,7 @@ class Prompt:
     text: str
     """The rendered prompt before truncation; the reward function gets it as `prompt`."""
     data_source: str
-    """Column `data_source`, or the name of the file without its ending."""
+    """Column `data_source`, or the name of the file without its extension."""
     ground_truth: Any
     """`reward_model.ground_truth`, or None."""
     extra_info: dict[str, Any]
@@ -44,31 +42,29 @@ class Prompt:
     response_ids: np.ndarray | None = None
     """np.int32 [R], sft only: the target without special tokens, then the end-of-sequence token."""
     messages: Messages | None = None
-    """The chat before the template, without keys that are None; None where the prompt is a string."""
+    """The chat before the template, without keys that are None; None if the prompt is a string."""
     source: int = 0
     """Index of its file in `files`."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face checkpoint directory; never asks the hub.
+    """Load the tokenizer of a Hugging Face checkpoint directory, without access to the hub.
 
-    Raises ValueError if `path` is no directory or holds no tokenizer.
+    Raises ValueError if `path` is not a directory or holds no tokenizer.
     """
     path = Path(path)
     if not path.is_dir():
         raise ValueError(
-            f"model.path {str(path)!r} is not a directory: download the checkpoint first "
+            f"model.path={str(path)!r} is not a directory: download the checkpoint first "
             "(hf download NAME --local-dir DIR) and name its directory."
         )
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (
-        Exception
-    ) as error:  # whatever transformers stumbles over, the user needs to know in which directory
+    except Exception as error:  # transformers may raise anything; the user must learn which directory it was
         found = ", ".join(sorted(entry.name for entry in path.iterdir())) or "nothing"
-        reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"no usable tokenizer (tokenizer.json, tokenizer_config.json) in {path}, which has {found}: {reason}"
+            f"{path} holds no usable tokenizer (tokenizer.json, tokenizer_config.json), only {found}: "
+            f"{first_line(error)}"
         ) from error
 
 
@@ -82,18 +78,18 @@ def load_prompts(
     response_key: str | None = None,
     max_prompts: int = 0,
 ) -> list[Prompt]:
-    """Read `files` in order and tokenize them; the same list on every rank that reads the same files.
+    """Read `files` in order and tokenize the prompts.
 
-    prompt_key: column with messages, rendered with the tokenizer's chat template and generation prompt, or with
-        strings, taken as they are; one that does not begin with the tokenizer's BOS gets its special tokens. Messages may
-        be a conversation of several turns, as long as the last one is not the assistant's.
+    prompt_key: column with messages, which are rendered with the chat template and generation prompt, or with
+        strings, which get the tokenizer's special tokens unless they begin with its BOS. Messages may be a
+        conversation of several turns that does not end with the assistant's.
     overlong: "error", "drop" or "truncate_left", for prompts of more than `max_prompt_tokens` tokens.
-    response_key: None for RL. For sft the column with the target; a dotted path reaches into one (`extra_info.answer`);
-        "" stands for `reward_model.ground_truth`.
-    max_prompts: read only the first so many rows, before overlong prompts are dropped. 0: all.
+    response_key: None for RL; for sft, the column with the target, or a dotted path into one
+        (`extra_info.answer`); "" stands for `reward_model.ground_truth`.
+    max_prompts: maximum number of rows to read, before overlong prompts are dropped; 0 reads all.
 
-    Raises ValueError for a missing, unreadable or empty file, a missing column, a prompt or target that is not text, a
-    tokenizer that cannot render messages, and overlong prompts according to `overlong`.
+    Raises ValueError for an invalid file, a missing column, a prompt or target that is not text, a tokenizer
+    that cannot render messages, and overlong prompts according to `overlong`.
     """
     target_path = None if response_key is None else (response_key or "reward_model.ground_truth").split(".")
     rows = read_rows(
@@ -132,7 +128,7 @@ def load_prompts(
 
 
 def data_source(row: Row) -> str:
-    """Column `data_source` of a row, or the name of its file without the ending."""
+    """Return column `data_source` of a row, or the name of its file without the extension."""
     return str(row.values.get("data_source") or row.file_name)
 
 
@@ -140,54 +136,50 @@ def data_source(row: Row) -> str:
 
 
 def to_messages(prompt: Any, row: Row, *, column: str) -> Messages | None:
-    """The chat in a column, without keys that are None; None for a string.
+    """Return the chat in a column without keys that are None; return None for a string.
 
-    Raises ValueError for what is neither, and for a chat whose last message is the assistant's.
+    Raises ValueError for any other value, and for a chat whose last message is the assistant's.
     """
     if isinstance(prompt, str):
         return None
     if not is_chat(prompt):
         raise ValueError(
             f"{row.place}: column {column!r} must be a string or a list of {{role, content}} messages, "
-            f"it is {describe(prompt)}."
+            f"not {describe(prompt)}."
         )
     if prompt[-1]["role"] == "assistant":
         raise ValueError(
-            f"{row.place}: column {column!r} ends with a message of the assistant, but a prompt ends with what is to be "
-            "answered (user, tool or system): leave that message out, or put it into a column of its own, which sft "
-            "names in data.response_key."
+            f"{row.place}: column {column!r} must not end with a message of the assistant: remove that "
+            "message, or move it to a column that sft reads by data.response_key."
         )
     return without_nulls(prompt)
 
 
 def is_chat(value: Any) -> bool:
-    """A non-empty list of messages; one that calls tools needs no content."""
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(
-            isinstance(message, dict)
-            and message.get("role") is not None
-            and (message.get("content") is not None or bool(message.get("tool_calls")))
-            for message in value
-        )
-    )
+    """Return whether a value is a non-empty list of messages; messages with tool calls need no content."""
+
+    def is_message(message: Any) -> bool:
+        if not isinstance(message, dict) or message.get("role") is None:
+            return False
+        return message.get("content") is not None or bool(message.get("tool_calls"))
+
+    return isinstance(value, list) and len(value) > 0 and all(map(is_message, value))
 
 
 def without_nulls(messages: Messages) -> Messages:
-    """Parquet gives all structs of a column the same keys and fills up with None; templates ask which keys there are."""
+    """Remove keys that are None: Parquet adds them, and templates test which keys exist."""
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, row: Row, *, column: str) -> str:
-    """The chat in the tokenizer's template, with the generation prompt.
+    """Render a chat with the tokenizer's template and the generation prompt.
 
     Raises ValueError if there is no template or it rejects the messages.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"{row.place}: column {column!r} holds messages, but the tokenizer of {tokenizer.name_or_path} has "
-            "no chat template: use an instruct model, or prepare prompts as strings."
+            f"{row.place}: column {column!r} holds messages, but the tokenizer of {tokenizer.name_or_path} "
+            "has no chat template: use an instruct model, or prepare the prompts as strings."
         )
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -209,10 +201,10 @@ def tokenize(
     *,
     column: str,
 ) -> list[np.ndarray]:
-    """Token ids of all prompts, np.int32 [P] each.
+    """Tokenize all prompts: np.int32 [P] each.
 
-    A chat template writes its special tokens itself, and so may a string; other strings get the tokenizer's. Raises
-    ValueError for a prompt without tokens.
+    Special tokens are added only to strings that do not begin with the BOS token: a chat template writes its
+    own. Raises ValueError for a prompt without tokens.
     """
     bare = [
         not from_template and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
@@ -224,18 +216,16 @@ def tokenize(
         encoded = _encode([texts[i] for i in indices], tokenizer, add_special_tokens=add_special_tokens)
         for i, ids in zip(indices, encoded, strict=True):
             if len(ids) == 0:
-                raise ValueError(
-                    f"{rows[i].place}: the prompt in column {column!r} is empty: it has no tokens."
-                )
+                raise ValueError(f"{rows[i].place}: the prompt in column {column!r} is empty.")
             token_ids[i] = ids
     return token_ids
 
 
 def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    """np.int32 [R] for each target: its tokens, then the end-of-sequence token."""
+    """Tokenize targets: np.int32 [R] each, with the end-of-sequence token appended."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path} has no eos_token, which sft puts after each response."
+            f"the tokenizer of {tokenizer.name_or_path} needs an eos_token, which ends each response."
         )
     eos = np.array([tokenizer.eos_token_id], dtype=np.int32)
     return [np.concatenate([ids, eos]) for ids in _encode(targets, tokenizer, add_special_tokens=False)]
@@ -244,7 +234,7 @@ def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase)
 def _encode(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
 ) -> list[np.ndarray]:
-    """Token ids of each text, np.int32, in one call of the tokenizer; neither truncated nor padded."""
+    """Tokenize texts in one call, without truncation or padding: np.int32 each."""
     if not texts:
         return []
     encoded = tokenizer(
@@ -258,7 +248,7 @@ def _encode(
 
 
 def _target(row: Row, path: list[str]) -> str:
-    """The sft target of a row: the string or number at `path`, such as ["reward_model", "ground_truth"]."""
+    """Return the sft target of a row: the string or number at `path`, such as ["extra_info", "answer"]."""
     value: Any = row.values
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
@@ -266,7 +256,7 @@ def _target(row: Row, path: list[str]) -> str:
         return str(value)
     if not isinstance(value, str):
         raise ValueError(
-            f"{row.place}: {'.'.join(path)} must be the text to learn, it is {describe(value)}: "
+            f"{row.place}: {'.'.join(path)} must be the target text, not {describe(value)}: "
             "name the column with the target in data.response_key."
         )
     return value
@@ -284,33 +274,32 @@ def within_limit(
     limit_key: str = "data.max_prompt_tokens",
     kept_part: str = "last",
 ) -> np.ndarray:
-    """Which sequences to keep, bool [N], of those with `lengths` int [N]. For truncate_left all: the caller cuts.
+    """Return which sequences to keep, bool [N], given `lengths` int [N]; all for truncate_left.
 
-    noun, limit_key, kept_part: for messages, what the sequences are, the config key of `limit`, and which of their tokens
-    the caller keeps.
+    noun, limit_key, kept_part: used in messages for the kind of sequences, the config key of `limit`, and
+    which of their tokens the caller keeps.
 
     Raises ValueError for a limit < 1, an unknown `overlong`, and if it is "error" or would drop everything.
     """
     if limit < 1:
-        raise ValueError(f"{limit_key} is {limit}: it must be at least 1.")
+        raise ValueError(f"{limit_key}={limit} must be at least 1.")
     if overlong not in ("error", "drop", "truncate_left"):
-        raise ValueError(f"data.overlong_prompts is {overlong!r}: choose error, drop or truncate_left.")
+        raise ValueError(f"data.overlong_prompts={overlong!r}: choose error, drop or truncate_left.")
     fits = lengths <= limit
     if fits.all():
         return fits
     summary = (
-        f"{(~fits).sum()} of {len(lengths)} {noun} have more than {limit_key} = {limit} tokens, "
+        f"{(~fits).sum()} of {len(lengths)} {noun} have more than {limit_key}={limit} tokens, "
         f"the longest {lengths.max()}"
     )
     if overlong == "error":
         raise ValueError(
-            f"{summary}: raise the limit, or set data.overlong_prompts to drop (leave them out) or truncate_left (keep "
-            f"their {kept_part} tokens) in place of error."
+            f"{summary}: raise the limit, or set data.overlong_prompts=drop or =truncate_left, which keeps "
+            f"their {kept_part} tokens."
         )
     if overlong == "drop" and not fits.any():
         raise ValueError(
-            f"{summary}: data.overlong_prompts = drop would leave nothing. Raise the limit, or "
-            "choose truncate_left or error."
+            f"{summary}: data.overlong_prompts=drop would drop all. Raise the limit or choose truncate_left."
         )
-    log.info("%s; data.overlong_prompts = %s", summary, overlong)
+    log.info("%s; data.overlong_prompts=%s", summary, overlong)
     return fits if overlong == "drop" else np.ones_like(fits)

@@ -13,7 +13,7 @@ from rl.config.schema import Config
 from rl.data.batch import Batch, given_responses, pair_up
 from rl.data.preferences import Preference
 from rl.data.prompts import Prompt
-from rl.data.sampler import EpochWalk, MixedSampler
+from rl.data.sampler import EpochSampler, MixedSampler
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.phases.batch_metrics import length_metrics, score_metrics
@@ -43,7 +43,7 @@ class Phases:
         step: Step,
         engines: Engines,
         prompts: list[Prompt] | list[Preference],
-        sampler: EpochWalk | MixedSampler,
+        sampler: EpochSampler | MixedSampler,
         scorer: Scorer | None,
         tokenizer,
         stop: StopRequests | None = None,

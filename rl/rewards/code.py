@@ -1,8 +1,8 @@
-"""Programs: does the code in the response pass its tests? It runs in `sandbox`, one fresh process per test.
+"""Code reward: run the program in the response on its tests, in `rl.sandbox`, with one process per test.
 
-The expected outputs of tests with inputs stay in this process, so a program cannot read them. Test code with asserts has to
-run where the program is: one that replaces __eq__ or looks for its caller's variables can pass it without solving anything.
-Leaving early (sys.exit, os._exit) does not count as passing.
+The expected outputs of tests with inputs stay in this process, so the program cannot read them. Asserts run
+in the program's own process: a program that replaces __eq__ or inspects its caller's variables can pass them
+without a solution. Exiting early (sys.exit, os._exit) does not count as passing.
 """
 
 import json
@@ -26,22 +26,22 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate, combinations, permutations, product
 from math import ceil, floor, gcd, inf, sqrt
 """
-"""What LeetCode gives a function without an import, in parts; functions judged by calls or asserts start after it."""
+"""Imports run before a program that is judged by calls or asserts: part of what LeetCode provides."""
 RTOL, ATOL = 1e-5, 1e-8
-"""Tolerance of numbers with a decimal point or an exponent, numpy.allclose's defaults, as in APPS (arXiv:2105.09938)."""
+"""Tolerances for numbers with a point or an exponent: numpy's defaults, as in APPS (arXiv:2105.09938)."""
 
 _FENCE = re.compile(r"[ \t]*```[ \t]*([a-zA-Z0-9_+-]*)")
 _PYTHON = {"python", "python3", "py"}
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 
-# Runs before the solution: takes the job from standard input and keeps standard output for the answer, so that nothing
-# the solution prints mixes with it. `call` prints the value as JSON, `test` the token once all asserts have passed.
+# Reads the job from standard input and redirects the solution's standard output, so that only the answer is
+# written to the original one: the value as JSON after a call, the token after all asserts have passed.
 _HARNESS = """
 import json, os, sys, types
 job = json.loads(sys.stdin.read())
 answer = os.dup(1)
 os.dup2(2, 1)
-# A module, because dataclasses and typing look theirs up by name.
+# A registered module, because dataclasses and typing look it up by name.
 sys.modules["solution"] = types.ModuleType("solution")
 names = vars(sys.modules["solution"])
 exec(compile(job["prelude"], "prelude.py", "exec"), names)
@@ -63,13 +63,13 @@ class Case:
     """One test of a program."""
 
     stdin: str | None = None
-    arguments: tuple[Any, ...] | None = None
-    """Of a call of fn_name."""
     fn_name: str = ""
+    arguments: tuple[Any, ...] | None = None
+    """Arguments of the call of `fn_name`."""
     test: str | None = None
     """Code that raises if the program is wrong."""
     expected: Any = None
-    """The output, or the value of the call."""
+    """Expected output, or expected value of the call."""
 
 
 def score(
@@ -87,32 +87,32 @@ def score(
     allow_unprotected: bool = False,
     **extra: Any,
 ) -> dict[str, float]:
-    """`score`, `acc` (1.0 if all tests pass), `passed` (fraction of the tests) and `timed_out` (fraction).
+    """Return `score`, `acc` (1.0 if all tests pass), and the fractions `passed` and `timed_out` of the tests.
 
-    The program is the last block of the response fenced as ```python, else the last fenced block, else all of it.
+    The program is the last block fenced as ```python, else the last fenced block, else the whole response.
 
     Args:
         ground_truth: a mapping, or JSON of one, of one of these forms; any other text is test code:
             {"inputs": [str, ...], "outputs": [str, ...]}               standard input and output
-            {"fn_name": str, "inputs": [[...], ...], "outputs": [...]}  arguments and value of a function, or of a method
-                of the class Solution; as JSON, or as in LiveCodeBench as text with one argument per line
+            {"fn_name": str, "inputs": [[...], ...], "outputs": [...]}  arguments and value of a function or
+                method of the class Solution; JSON values, or LiveCodeBench's text with one argument per line
             {"asserts": [str, ...]} or {"asserts": str}                 test code; each string is one test
-        partial: the score is `passed`; otherwise it is `acc`, and the first test that fails ends it: `passed` and
-            `timed_out` then count the rest as not passed and not timed out.
-        max_cases: only that many tests, the first.
-        total_s: seconds for all tests of a response; those not ended by then are not passed. Keep it some seconds below
-            the time limit of a sample (reward.timeout_s), which would end the call from outside and cost its score.
+        partial: use `passed` as the score. Otherwise the score is `acc` and testing stops at the first
+            failure; the remaining tests count as not passed and not timed out.
+        max_cases: run only the first `max_cases` tests.
+        total_s: seconds for all tests of a response; unfinished tests are not passed. Keep it some seconds
+            below reward.timeout_s, which would end the whole call and cost the sample its score.
         wall_s, cpu_s, memory_mib: limits of one test, see sandbox.Limits.
-        interpreter: the Python to run programs with, see sandbox.run_program.
-        allow_unprotected: run programs also where nothing keeps them from the network and the user's files.
+        interpreter: the Python that runs the programs, see sandbox.run_program.
+        allow_unprotected: run programs even if nothing keeps them from the network and the user's files.
 
     Raises:
-        ValueError: the ground truth has no test or another form; this machine cannot confine programs.
+        ValueError: the ground truth is malformed or holds no test; this machine cannot confine programs.
         OSError: a program could not be started or confined.
     """
     cases = read_cases(ground_truth)[:max_cases]
     if not cases:
-        raise ValueError(f"reward.kwargs.max_cases is {max_cases}: at least one test is needed.")
+        raise ValueError(f"reward.kwargs.max_cases={max_cases} leaves no test: set it to 1 or more.")
     program = extract_program(response)
     passed = timed_out = 0
     deadline = time.monotonic() + total_s
@@ -141,8 +141,9 @@ def score(
 
 
 def extract_program(response: str) -> str:
-    """The last block fenced as Python, else the last fenced block, else the whole text. A block without an end goes on to
-    the end of the text. Linear.
+    """Return the last block fenced as Python, else the last fenced block, else the whole text.
+
+    A block that is not closed extends to the end of the text. Linear time.
     """
     blocks: list[tuple[str, str]] = []
     language, lines = None, []
@@ -155,7 +156,7 @@ def extract_program(response: str) -> str:
         elif not fence[1]:
             blocks.append((language, "".join(lines)))
             language = None
-        else:  # a new block where the last should have ended
+        else:  # a new block begins before the last one was closed
             blocks.append((language, "".join(lines)))
             language, lines = fence[1].lower(), []
     if language is not None:
@@ -165,7 +166,7 @@ def extract_program(response: str) -> str:
 
 
 def read_cases(ground_truth: Any) -> list[Case]:
-    """The tests of a ground truth, see `score`. Raises ValueError if there is none or it has another form."""
+    """Return the tests in a ground truth, see `score`. Raises ValueError if it is malformed or holds none."""
     tests = ground_truth
     if isinstance(tests, str):
         try:
@@ -174,7 +175,7 @@ def read_cases(ground_truth: Any) -> list[Case]:
         except ValueError:
             tests = {"asserts": tests}
     if not isinstance(tests, Mapping):
-        raise ValueError(_form(ground_truth))
+        raise ValueError(_describe_form(ground_truth))
     if tests.get("asserts") is not None:
         asserts = tests["asserts"]
         asserts = [asserts] if isinstance(asserts, str) else list(asserts)
@@ -182,27 +183,25 @@ def read_cases(ground_truth: Any) -> list[Case]:
     else:
         inputs, outputs, fn_name = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name") or ""
         if inputs is None or outputs is None or len(inputs) != len(outputs):
-            raise ValueError(_form(ground_truth))
+            raise ValueError(_describe_form(ground_truth))
         pairs = zip(inputs, outputs, strict=True)
         cases = [_call(fn_name, *pair) if fn_name else _stdio(*pair) for pair in pairs]
     if not cases:
-        raise ValueError(_form(ground_truth))
+        raise ValueError(_describe_form(ground_truth))
     return cases
 
 
-def _form(ground_truth: Any) -> str:
+def _describe_form(ground_truth: Any) -> str:
     return (
-        "the code reward needs reward_model.ground_truth with `inputs` and `outputs` of the same, positive number, with "
-        f"`fn_name` for calls, or with `asserts`, or test code; it is {ground_truth!r:.300}."
+        f"reward_model.ground_truth={ground_truth!r:.300}: the code reward needs `inputs` and `outputs` of "
+        "equal, positive length (with `fn_name` for calls), or `asserts`, or test code."
     )
 
 
 def _stdio(given: Any, expected: Any) -> Case:
-    """APPS has inputs and outputs that are lists of lines."""
-    given, expected = (
-        text if isinstance(text, str) else "\n".join(map(str, text)) for text in (given, expected)
-    )
-    return Case(stdin=given, expected=expected)
+    # APPS has inputs and outputs that are lists of lines.
+    texts = [text if isinstance(text, str) else "\n".join(map(str, text)) for text in (given, expected)]
+    return Case(stdin=texts[0], expected=texts[1])
 
 
 def _call(fn_name: str, given: Any, expected: Any) -> Case:
@@ -213,7 +212,7 @@ def _call(fn_name: str, given: Any, expected: Any) -> Case:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's types only: lists read from Parquet are numpy arrays, and their numbers numpy's."""
+    """Convert numpy arrays and numbers, which Parquet files are read as, to JSON's types."""
     return json.loads(json.dumps(value, default=lambda array: array.tolist()))
 
 
@@ -228,7 +227,7 @@ def run_case(
     interpreter: str | None = None,
     allow_unprotected: bool = False,
 ) -> tuple[Outcome, bool]:
-    """Run a program on one test: how it ended, and whether it passed. Raises what `sandbox.run_program` raises."""
+    """Run a program on one test; return how it ended and whether it passed. Raises as `run_program`."""
     how = {"limits": limits, "interpreter": interpreter, "allow_unprotected": allow_unprotected}
     if case.stdin is not None:
         outcome = run_program(program, stdin=case.stdin, **how)
@@ -238,34 +237,31 @@ def run_case(
         token = secrets.token_hex(16)
         outcome = run_program(_HARNESS, stdin=json.dumps({**job, "test": case.test, "token": token}), **how)
         return outcome, outcome.ok and outcome.stdout == token
-    outcome = run_program(
-        _HARNESS, stdin=json.dumps({**job, "fn_name": case.fn_name, "arguments": case.arguments}), **how
-    )
-    if not outcome.ok:
-        return outcome, False
+    job |= {"fn_name": case.fn_name, "arguments": case.arguments}
+    outcome = run_program(_HARNESS, stdin=json.dumps(job), **how)
+    return outcome, outcome.ok and _returned(outcome.stdout, case.expected)
+
+
+def _returned(stdout: str, expected: Any) -> bool:
+    """Return whether the harness's answer holds the expected value."""
     try:
-        value = json.loads(outcome.stdout)["value"]
-        right = same_value(value, case.expected)
+        value = json.loads(stdout)["value"]
+        if same_value(value, expected):
+            return True
         # APPS puts some values into a list of one.
-        if (
-            not right
-            and isinstance(case.expected, list)
-            and len(case.expected) == 1
-            and not isinstance(value, list)
-        ):
-            right = same_value(value, case.expected[0])
-    # The program may have written there itself: no JSON, no value, an int beyond float, digits or nesting beyond limit.
+        wrapped = isinstance(expected, list) and len(expected) == 1 and not isinstance(value, list)
+        return wrapped and same_value(value, expected[0])
+    # The program may have written the answer itself: invalid JSON, no value, too many digits, deep nesting.
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        right = False
-    return outcome, right
+        return False
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether two texts have the same lines, apart from blanks around lines and empty lines at the ends.
+    """Return whether two texts have the same lines, ignoring outer blanks and empty lines at both ends.
 
-    Lines that differ are compared word by word (words are separated by any blanks): numbers written differently are the
-    same if they are equal, as in LiveCodeBench (5 and 5.0; compared as decimals, so that long ones are told apart), and
-    within RTOL and ATOL, as in APPS, if the expected one has a decimal point or an exponent.
+    Lines that differ are compared word by word. Two numbers match if they are equal as decimals, as in
+    LiveCodeBench (5 and 5.0), or, if the expected one has a decimal point or an exponent, within RTOL and
+    ATOL, as in APPS.
     """
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (output, expected))
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
@@ -289,7 +285,7 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Whether two values of JSON are equal, floats within RTOL and ATOL; tuples have become lists."""
+    """Return whether two JSON values are equal, floats within RTOL and ATOL."""
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
@@ -302,5 +298,5 @@ def same_value(value: Any, expected: Any) -> bool:
 
 
 def _is_close(value: float, expected: float) -> bool:
-    # numpy.isclose: the tolerance is of the expected value, and nothing is close to infinity but itself.
+    # As numpy.isclose: relative to the expected value, and only infinity is close to infinity.
     return math.isfinite(expected) and abs(value - expected) <= ATOL + RTOL * abs(expected)

@@ -1,7 +1,7 @@
-"""Format reward: does the response have the form that was asked for? What it says does not count.
+"""Format reward: the response must have the requested form; its content is not judged.
 
-The default form is that of DeepSeek-R1 (arXiv:2501.12948, table 1): reasoning in <think> </think>, then the answer in
-<answer> </answer>, each tag once, nothing but white space around the two.
+The default form is that of DeepSeek-R1 (arXiv:2501.12948, table 1): reasoning in <think> </think>, then the
+answer in <answer> </answer>, each tag exactly once, and only white space around the two blocks.
 """
 
 import functools
@@ -21,24 +21,22 @@ def score(
     think_in_prompt: bool = False,
     **extra: Any,
 ) -> dict[str, float]:
-    """`score`: 1.0 if the response has the form, 0.0 otherwise. No `acc`: nothing is said about the answer.
+    """Return `score`: 1.0 if the response has the form, else 0.0. There is no `acc`.
 
     Args:
-        response: text of any length. The default form is checked in linear time.
-        pattern: a regular expression that the response without surrounding white space must match as a whole (`.`
-            matches line breaks too); None for the default form. Python's matcher backtracks, so of a longer response
-            the first and the last `max_chars` / 2 characters, joined by a line break, are all that it sees; write it
-            without nested quantifiers, (a+)+, which take exponential time at any length.
-        max_chars: see `pattern`.
+        pattern: regular expression that the whole stripped response must match (`.` also matches line
+            breaks); None for the default form, which is checked in linear time. Avoid nested quantifiers such
+            as (a+)+: Python's matcher backtracks, and they take exponential time.
+        max_chars: a longer response is reduced to its first and last `max_chars` / 2 characters, joined by a
+            line break, before it is matched with `pattern`.
         think_in_prompt: the prompt ends with <think>, so the response must not begin with it.
 
-    Raises:
-        ValueError: `pattern` is no regular expression, or max_chars is below 2.
+    Raises ValueError if `pattern` is not a regular expression, or max_chars is below 2.
     """
     if pattern is None:
         return {"score": float(has_think_and_answer(response, think_in_prompt=think_in_prompt))}
     if max_chars < 2:
-        raise ValueError(f"reward.kwargs.max_chars is {max_chars}: at least 2 characters must be looked at.")
+        raise ValueError(f"reward.kwargs.max_chars={max_chars} must be 2 or more.")
     text = response.strip()
     if len(text) > max_chars:
         half = max_chars // 2
@@ -47,7 +45,7 @@ def score(
 
 
 def has_think_and_answer(text: str, *, think_in_prompt: bool = False) -> bool:
-    """Whether `text` is <think>...</think><answer>...</answer> with something other than white space in the answer."""
+    """Return whether `text` is <think>...</think><answer>...</answer> with an answer that is not blank."""
     text = text.strip()
     if think_in_prompt:
         text = OPEN_THINK + text
@@ -64,7 +62,7 @@ def has_think_and_answer(text: str, *, think_in_prompt: bool = False) -> bool:
 
 
 def last_answer(text: str) -> str | None:
-    """The content of the last complete <answer> </answer> without surrounding white space; None if there is none."""
+    """Return the stripped content of the last complete <answer> </answer>; None if there is none."""
     start = text.rfind(OPEN_ANSWER, 0, max(0, text.rfind(CLOSE_ANSWER)))
     if start < 0:
         return None
@@ -73,7 +71,7 @@ def last_answer(text: str) -> str | None:
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank, without surrounding white space; empty if there is none."""
+    """Return the last line that is not blank, stripped; empty if there is none."""
     return text.rstrip().rpartition("\n")[2].strip()
 
 
@@ -82,4 +80,6 @@ def _compile(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"reward.kwargs.pattern {pattern!r} is no regular expression: {error}.") from error
+        raise ValueError(
+            f"reward.kwargs.pattern={pattern!r} must be a regular expression: {error}."
+        ) from error

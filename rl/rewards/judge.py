@@ -1,4 +1,4 @@
-"""What a judge's answer says: the parser that `reward.judge.parser` names unless told otherwise."""
+"""Parser of the judge's answer, the default of `reward.judge.parser`."""
 
 import re
 
@@ -6,7 +6,7 @@ _GRADE = re.compile(r"grade\s{0,3}[:=]\s{0,3}\*{0,2}\s{0,3}([0-9]{1,4}(?:\.[0-9]
 
 
 def grade(text: str) -> float:
-    """The last `Grade: <number>` of the answer, 0 to 10, as a number from 0 to 1.
+    """Return the last `Grade: <number>` of the answer, from 0 to 10, scaled to 0 to 1.
 
     Raises ValueError if there is none, or if it is above 10.
     """

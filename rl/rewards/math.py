@@ -1,11 +1,11 @@
-"""Mathematics with the answer in a box: is the content of the last \\boxed{} the right one?
+"""Mathematics reward: compare the content of the last \\boxed{} with the ground truth.
 
-Compared as strings in the normal form of the MATH data set (Hendrycks et al., arXiv:2103.03874, and the equivalence test
-published with it), and where these differ, as expressions with `math-verify` (huggingface/Math-Verify), if it is installed:
-1/2 and 0.5, (x+1)^2 and x^2+2x+1, {1,2} and {2,1}.
+Answers are compared as strings in the normal form of the MATH data set (Hendrycks et al., arXiv:2103.03874,
+and the equivalence test published with it). If these differ, they are compared as expressions with
+`math-verify` (huggingface/Math-Verify), if it is installed: 1/2 and 0.5, (x+1)^2 and x^2+2x+1.
 
-Expressions come from a policy that may write anything. What could take sympy long is not given to it, and a comparison that
-takes long all the same is given up: see `is_costly` and COMPARE_CPU_S.
+A policy may write any expression. Those that could take sympy long are not passed to it (`is_costly`), and a
+comparison is aborted after COMPARE_CPU_S.
 """
 
 import contextlib
@@ -22,36 +22,37 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MAX_ANSWER_CHARS = 1000
-"""A longer content of a box is no answer; the longest in MATH-500 has 159 characters."""
+"""Longest content of a box that counts as an answer, in characters; the longest in MATH-500 has 159."""
 MAX_EXPRESSION_CHARS = 300
-"""Longer expressions are compared as strings only."""
+"""Longest expression that is compared symbolically, in characters."""
 MAX_DIGITS = 20_000
-"""Numbers that an expression may have digits for, by an upper bound: arithmetic in C, which no signal interrupts."""
+"""Decimal digits that an expression's value may have; signals cannot interrupt arithmetic in C."""
 COMPARE_CPU_S = 2.0
-"""Seconds of processor time that one symbolic comparison may take; a usual one takes 10 to 50 ms."""
+"""Seconds of processor time that one symbolic comparison may take; it usually takes 10 to 50 ms."""
 
 _BOXES = ("\\boxed", "\\fbox")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# sympy would carry these out, term by term.
+# sympy would evaluate these term by term.
 _UNBOUNDED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|cdots|ldots|dots)(?![a-zA-Z])")
 _BINOMIAL = re.compile(r"\\[dt]?binom|\\choose")
 _NUMBER = re.compile(r"[0-9]+")
 _SCIENTIFIC = re.compile(r"[0-9.][eE][+-]?[0-9]{4,}")
+_TOKEN = re.compile(r"-?(?:[0-9.]+|\\[a-zA-Z]+|.)(?:\^.*)?", re.DOTALL)
 
 
 def score(
     prompt: str, response: str, ground_truth: Any, *, symbolic: bool = True, **extra: Any
 ) -> dict[str, float | str]:
-    """`score` and `acc`: 1.0 if the last box holds the answer, 0.0 if another one or none. `pred`: its content, normalised.
+    """Return `score` and `acc` (1.0 if the last box holds the answer, else 0.0) and its content as `pred`.
 
     Args:
         ground_truth: the answer in LaTeX, or a solution with the answer in its last box.
-        symbolic: also compare as expressions. Without math-verify that is left out, and said once in the log.
+        symbolic: also compare as expressions. Without math-verify this is skipped, and logged once.
 
     Raises ValueError for a prompt without ground truth.
     """
     if ground_truth is None:
-        raise ValueError("the math reward needs reward_model.ground_truth, and the prompt has none.")
+        raise ValueError("reward_model.ground_truth is missing: the math reward needs the answer there.")
     truth = last_boxed(str(ground_truth))
     truth = str(ground_truth) if truth is None else truth
     answer = last_boxed(response)
@@ -62,9 +63,10 @@ def score(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} or \fbox{...}, or of \boxed 7 up to the next $ or line break.
+    r"""Return the content of the last \boxed{...} or \fbox{...}, or of \boxed 7 up to the next $ or newline.
 
-    None if there is none, or if its braces do not close within MAX_ANSWER_CHARS. \{ and \} are no braces. Linear.
+    Returns None if there is none, or if its braces do not close within MAX_ANSWER_CHARS; \{ and \} do not
+    count as braces. Linear time.
     """
     command = max(_BOXES, key=text.rfind)
     start = text.rfind(command)
@@ -83,11 +85,11 @@ def last_boxed(text: str) -> str | None:
 
 
 def is_equivalent(answer: str, truth: str, *, symbolic: bool = True) -> bool:
-    """Whether two answers in LaTeX are the same: as normalised strings, or else (`symbolic`) as expressions."""
-    normal, normal_truth = normalize(answer), normalize(truth)
-    if normal == normal_truth:
+    """Return whether two answers in LaTeX are equal as normalised strings or (`symbolic`) as expressions."""
+    normal = normalize(answer)
+    if normal == normalize(truth):
         return bool(normal)
-    # Not the normal forms: a\\b of a matrix and \pi r have lost what a parser needs.
+    # The original answers, because normalisation removes what a parser needs (\\ in matrices, \pi r).
     return symbolic and compare_symbolically(answer, truth)
 
 
@@ -95,13 +97,14 @@ def is_equivalent(answer: str, truth: str, *, symbolic: bool = True) -> bool:
 
 
 def normalize(answer: str) -> str:
-    r"""The normal form of an answer, after the equivalence test of MATH.
+    r"""Return the normal form of an answer, following the equivalence test of MATH.
 
-    Removed: line breaks, blanks, \!, \left, \right, degrees, dollar and percent signs, a unit (\text{ ...} at the end), a
-    variable in front (x=). Written out: \tfrac and \dfrac as \frac, \frac12 as \frac{1}{2}, \sqrt2 as \sqrt{2}, .5 as 0.5,
-    a/b of whole numbers as a fraction, 0.5 as \frac{1}{2}.
+    Removed: line breaks, blanks, \!, \left, \right, degrees, dollar and percent signs, a unit (\text{ ...} at
+    the end), a leading variable (x=). Rewritten: \tfrac and \dfrac to \frac, \frac12 to \frac{1}{2}, \sqrt2
+    to \sqrt{2}, .5 to 0.5, a/b of whole numbers to a fraction, 0.5 to \frac{1}{2}.
 
-    Beyond MATH: dollar signs without a backslash, a full stop at the end, \text{...} around the whole, and {,} are removed.
+    Beyond MATH, these are removed: dollar signs without a backslash, a trailing period, \text{...} around the
+    whole answer, and {,}.
     """
     text = _strip(answer).replace("\\\\", "\\").replace("{,}", ",").removesuffix(".")
     text = re.sub(r"^\\(?:text|mathrm|textbf)\{([^{}]*)\}$", r"\1", text)
@@ -123,7 +126,7 @@ def normalize(answer: str) -> str:
 
 
 def _strip(answer: str) -> str:
-    """An answer without what never has a meaning: dollar signs, line breaks, negative space."""
+    """Remove what never has a meaning: dollar signs, line breaks, negative space."""
     return answer.replace("\\$", "").replace("\\!", "").replace("\n", " ").strip().strip("$").strip()
 
 
@@ -131,16 +134,16 @@ def _strip(answer: str) -> str:
 
 
 def compare_symbolically(answer: str, truth: str) -> bool:
-    """math-verify's judgement, its own timeouts off: they would take SIGALRM, which the caller may need. False if it is not
-    installed, if either expression is costly, and if it takes longer than COMPARE_CPU_S (in the main thread).
+    """Return whether math-verify finds two answers equal.
+
+    Returns False if math-verify is not installed, if either expression is costly, or after COMPARE_CPU_S
+    (main thread only). math-verify's own timeouts are disabled, because they use SIGALRM, which the caller
+    may need.
     """
     answer, truth = _strip(answer), _strip(truth)
-    if is_costly(answer) or is_costly(truth):
+    if is_costly(answer) or is_costly(truth) or (functions := _math_verify()) is None:
         return False
-    tools = _math_verify()
-    if tools is None:
-        return False
-    parse, verify = tools
+    parse, verify = functions
     try:
         with _cpu_limit(COMPARE_CPU_S):
             gold, found = (parse(f"${text}$", parsing_timeout=None) for text in (truth, answer))
@@ -148,21 +151,21 @@ def compare_symbolically(answer: str, truth: str) -> bool:
     except _TookTooLong:
         log.warning("a symbolic comparison took too long and counts as unequal: %r and %r", answer, truth)
         return False
-    # Parsers and sympy fail in many ways on text that is no mathematics.
+    # Parsers and sympy raise all kinds of exceptions on text that is not mathematics.
     except Exception:
         log.debug("symbolic comparison of %r and %r failed", answer, truth, exc_info=True)
         return False
 
 
 def is_costly(expression: str) -> bool:
-    """Whether an expression is too long for sympy, or holds what it might compute for minutes: a number of more than
-    MAX_DIGITS digits (10^{10^{10}}), a large factorial or binomial coefficient, a sum, product, integral or limit.
+    """Return whether sympy might need minutes for an expression.
+
+    This holds for a long expression, a number of more than MAX_DIGITS digits (10^{10^{10}}), a large
+    factorial or binomial coefficient, a sum, product, integral or limit.
     """
-    if (
-        len(expression) > MAX_EXPRESSION_CHARS
-        or _UNBOUNDED.search(expression)
-        or _SCIENTIFIC.search(expression)
-    ):
+    if len(expression) > MAX_EXPRESSION_CHARS:
+        return True
+    if _UNBOUNDED.search(expression) or _SCIENTIFIC.search(expression):
         return True
     numbers = [int(number) for number in _NUMBER.findall(expression)]
     if "!" in expression:
@@ -175,10 +178,10 @@ def is_costly(expression: str) -> bool:
 
 
 def _max_digits(expression: str) -> float:
-    """Upper bound of the decimal digits of anything that an expression of numbers, + * and ^ can be; inf from 10^300 on.
+    """Return an upper bound on the decimal digits of an expression of numbers, + * and ^; inf from 10^300 on.
 
-    All numbers outside exponents are multiplied (each plus 2, so that sums are covered), and the product is raised to all
-    exponents one after the other.
+    The bound multiplies all numbers outside exponents (each plus 2, which covers sums) and raises the product
+    to all exponents in turn.
     """
     outside, exponents = _split_exponents(expression.replace("**", "^"))
     digits = sum(math.log10(int(number) + 2) for number in _NUMBER.findall(outside))
@@ -191,7 +194,7 @@ def _max_digits(expression: str) -> float:
 
 
 def _split_exponents(expression: str) -> tuple[str, list[str]]:
-    """An expression without its outermost exponents, and these; one in no braces or brackets is a number or one token."""
+    """Return an expression without its outermost exponents, and these exponents."""
     pieces, exponents, position = [], [], 0
     while (caret := expression.find("^", position)) >= 0:
         pieces.append(expression[position:caret])
@@ -203,16 +206,15 @@ def _split_exponents(expression: str) -> tuple[str, list[str]]:
 
 
 def _end_of_group(expression: str, start: int) -> int:
+    """Return the end of the exponent at `start`; 2^10^10 and 2^{10}^{10} are read as 2^(10^10)."""
     opening = expression[start : start + 1]
     if opening not in ("{", "("):
-        # 2^10^10: what follows belongs to the exponent for a reader from the right; the larger reading counts.
-        token = re.compile(r"-?(?:[0-9.]+|\\[a-zA-Z]+|.)(?:\^.*)?", re.DOTALL).match(expression, start)
+        token = _TOKEN.match(expression, start)
         return token.end() if token else len(expression)
     closing, depth = {"{": "}", "(": ")"}[opening], 0
     for position in range(start, len(expression)):
         depth += (expression[position] == opening) - (expression[position] == closing)
         if depth == 0:
-            # 2^{10}^{10} likewise.
             return len(expression) if expression[position + 1 :].lstrip().startswith("^") else position + 1
     return len(expression)
 
@@ -223,39 +225,37 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         from math_verify import parse, verify
     except ImportError as error:
         log.warning(
-            "answers are compared as strings only, so 0.5 is not 1/2 unless the normal form says so: %s. "
+            "answers are compared as strings only (0.25 and 1/4 differ): %s. To compare expressions: "
             "pip install --no-deps math-verify latex2sympy2_extended antlr4-python3-runtime",
             error,
         )
         return None
-    # It says for every process that its timeouts are off.
+    # It would warn in every process that its timeouts are disabled.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return parse, verify
 
 
 class _TookTooLong(BaseException):
-    """No Exception: sympy and math-verify catch those."""
+    """Raised by the timer. Not a subclass of Exception, because sympy and math-verify catch those."""
 
 
 @contextlib.contextmanager
 def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise _TookTooLong in the body after so much processor time of this process; without effect outside the main thread.
+    """Raise _TookTooLong in the body after `seconds` of this process's processor time.
 
-    SIGVTALRM, which hardly anybody uses, and not SIGALRM, with which the caller may bound the whole call. Not where the
-    timer runs already.
+    Has no effect outside the main thread, or while the timer runs already. Uses SIGVTALRM, because the caller
+    may use SIGALRM to limit the whole call.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise _TookTooLong
 
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getitimer(signal.ITIMER_VIRTUAL)[0]
-    ):
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
         yield
         return
     before = signal.signal(signal.SIGVTALRM, interrupt)
-    # Again every 0.1 s, should the first be swallowed by a bare except or a __del__.
+    # Repeated every 0.1 s in case a bare except or a __del__ swallows the first one.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)
     try:
         yield

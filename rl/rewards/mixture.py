@@ -1,10 +1,10 @@
-"""The reward functions of a `RewardPlan`, imported, and their weighted sums."""
+"""A `RewardPlan` with its reward functions imported, and their weighted sums."""
 
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl.config.reward_sources import Component, RewardPlan
 from rl.rewards.loading import load_reward_function
@@ -12,27 +12,28 @@ from rl.rewards.score import RejectedResult, Score, to_score
 
 
 class Mixture:
-    """A plan with its functions imported. Raises ValueError if one is missing or does not take the keywords of its calls."""
+    """The imported functions of a plan, by data source.
+
+    Raises ValueError if a function is missing or does not accept the keywords of its calls.
+    """
 
     def __init__(self, plan: RewardPlan):
-        self._default = [_Scorer(c, name) for c, name in zip(plan.default, short_names(plan.default))]
-        self._sources = {
-            source: [_Scorer(c, name) for c, name in zip(components, short_names(components))]
-            for source, components in plan.sources.items()
-        }
+        self._default = _load(plan.default)
+        self._sources = {source: _load(components) for source, components in plan.sources.items()}
 
     @property
     def is_async(self) -> bool:
-        """Whether a function is declared `async def`. Others may still return something to await."""
+        """Whether a function is declared `async def`. Others may still return an awaitable."""
         scorers = [*self._default, *(scorer for source in self._sources.values() for scorer in source)]
         return any(inspect.iscoroutinefunction(scorer.function) for scorer in scorers)
 
     def score(self, sample: Mapping[str, Any]) -> Score | Awaitable[Score]:
-        """Call the functions of the sample's data source. With an async one among them, something to await.
+        """Call the functions of the sample's data source; return an awaitable if one of them is async.
 
-        score = sum over i of weight_i * score_i. A single function's other values are kept under their names. Of several,
-        those of function i are kept as `<short name>/<key>`, its unweighted score too, and `acc` and the prediction come from
-        the first function that has one. Raises whatever a function raises, and RejectedResult.
+        score = sum over i of weight_i * score_i. The other values of a single function keep their names. With
+        several functions, the values of function i, its unweighted score included, are named `<short
+        name>/<key>`, and `acc` and the prediction are those of the first function that returns one. Raises
+        every exception of a function, and RejectedResult.
         """
         scorers = self._sources.get(sample.get("data_source"), self._default)
         results = [scorer.function(**{**scorer.kwargs, **sample}) for scorer in scorers]
@@ -41,18 +42,24 @@ class Mixture:
         return _combine(scorers, [to_score(result) for result in results])
 
 
-class _Scorer:
-    """A component and its function."""
+class _Scorer(NamedTuple):
+    """A component with its function imported."""
 
-    def __init__(self, component: Component, name: str):
-        self.name, self.weight, self.kwargs = name, component.weight, component.kwargs
-        self.function: Callable[..., Any] = load_reward_function(
-            component.function, kwargs=component.kwargs, key=component.key
-        )
+    name: str
+    weight: float
+    kwargs: Mapping[str, Any]
+    function: Callable[..., Any]
+
+
+def _load(components: Sequence[Component]) -> list[_Scorer]:
+    return [
+        _Scorer(name, c.weight, c.kwargs, load_reward_function(c.function, kwargs=c.kwargs, key=c.key))
+        for c, name in zip(components, short_names(components))
+    ]
 
 
 def short_names(components: Sequence[Component]) -> list[str]:
-    """A name for each of a source's components: its module's last part or its file's stem, numbered where it is taken."""
+    """Return a unique name per component: its module's last part or file's stem, numbered if already used."""
     names: list[str] = []
     for component in components:
         location = component.function.rpartition(":")[0]
@@ -66,17 +73,16 @@ def short_names(components: Sequence[Component]) -> list[str]:
 
 
 async def _settle(scorers: Sequence[_Scorer], results: Sequence[Any]) -> Score:
-    """The combined score once every awaitable among the results is there; they run concurrently."""
-    import asyncio  # here, for a quick start of the workers; see worker.py
+    """Await the awaitables among the results concurrently and return the combined score."""
+    import asyncio  # imported here because it doubles the time that a worker needs to start
 
     async def settled(result: Any) -> Any:
         return await result if inspect.isawaitable(result) else result
 
     if len(results) == 1:
         return _combine(scorers, [to_score(await results[0])])
-    async with (
-        asyncio.TaskGroup() as group
-    ):  # unlike gather, it leaves no call running when another has failed
+    # Unlike gather, a task group leaves no call running after another has failed.
+    async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(settled(result)) for result in results]
     return _combine(scorers, [to_score(task.result()) for task in tasks])
 

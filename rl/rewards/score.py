@@ -1,7 +1,7 @@
-"""What a score is, and how the result of a reward function becomes one.
+"""The score of a sample, and the conversion of a reward function's result into one.
 
-The workers of the pool run this module beside code that must not be trusted, so it imports next to nothing: a worker starts in
-a tenth of a second, and what a reward function needs is the reward function's own affair.
+Every worker of the pool imports this module, so it imports only the standard library: a worker starts in 0.1
+s.
 """
 
 import math
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from typing import Any
 
 PREDICTION_CHARS = 1000
-"""A longer prediction is cut: it is an extracted answer that votes are counted over, not a place for the response."""
+"""Characters of a prediction that are kept; it is a short extracted answer for majority voting."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one sample got."""
+    """The score of one sample."""
 
     values: dict[str, float]
-    """Finite numbers: `score`, whatever else the reward function returned (`acc`, ...), and from the pool `failed`, 0 or 1."""
+    """Finite numbers: `score`, the function's others (`acc`, ...), and `failed` (0 or 1), set by the pool."""
     prediction: str | None = None
     """The extracted answer (`pred`), for majority voting."""
 
 
 class RejectedResult(ValueError):
-    """What a reward function returned is not a score."""
+    """Raised when a reward function's result is not a valid score."""
 
 
 def to_score(result: Any) -> Score:
-    """The Score in what a reward function returned: a number, or a dict with the key `score`.
+    """Convert the result of a reward function, a number or a dict with the key `score`, to a Score.
 
-    A dict's other finite numbers are kept, and the string under `pred`; the rest is left out. Names are kept if they can be
-    printed, for they become names of metrics. Raises RejectedResult if there is no finite score.
+    A dict's other finite numbers under printable names (they become metric names) and the string under `pred`
+    are kept; the rest is dropped. Raises RejectedResult if there is no finite score.
     """
     if not isinstance(result, Mapping):
         result = {"score": result}
@@ -55,7 +55,7 @@ def to_score(result: Any) -> Score:
 
 
 def to_finite(value: Any) -> float | None:
-    """A real number or bool as a float; None for NaN, infinities and everything that is not a number."""
+    """Convert a finite real number or bool to a float; return None for anything else."""
     if not isinstance(value, numbers.Real) and not _is_numpy_bool(value):
         return None
     try:
@@ -66,11 +66,12 @@ def to_finite(value: Any) -> float | None:
 
 
 def encodable(text: str) -> str:
-    """`text` as it can be written to a file: half a surrogate pair becomes `?`."""
+    """Replace lone surrogates by `?`, so that the text can be encoded as UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _is_numpy_bool(value: Any) -> bool:
-    """numpy registers its numbers as numbers.Real, but not its bool. Who returns one has imported numpy; we need not."""
+    # numpy registers its numbers as numbers.Real, but not its bool. A function that returns one has imported
+    # numpy.
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.bool_)

@@ -1,17 +1,18 @@
-"""The far side of `sandbox`: run as a script, it confines one untrusted program, watches it, and leaves nothing behind.
+"""Script started by `sandbox.run_program`: confine one untrusted program, watch it, and clean up.
 
-`sandbox.run_program` starts `python -I -S sandbox_child.py LIFELINE` and writes one line of JSON to it. This process, the
-watcher, makes a directory, forks, and the fork confines itself and becomes the program (execve). The watcher collects what
-it prints, ends it at the limits, kills everything that descends from it, removes the directory and prints one line of JSON.
-It does the same as soon as LIFELINE, a pipe, is closed: the process that wanted the answer is gone, perhaps by SIGKILL.
+`sandbox.run_program` starts `python -I -S child.py PARENT_PIPE` and writes one line of JSON to it. This
+process, the watcher, makes a directory and forks; the fork confines itself and becomes the program (execve).
+The watcher collects the output, ends the program at its limits, kills all descendants, removes the directory
+and prints one line of JSON. It also ends and cleans up when PARENT_PIPE is closed, because the calling
+process is then gone.
 
-A file of its own, and only the standard library: `-I` finds no package, and a start has to take milliseconds.
+It imports only the standard library, because `-I` finds no package and a start must take milliseconds.
 
-What confines the program, none of it needs root (`sandbox` says what is allowed and why, and what works on this machine):
+The program is confined by these layers, none of which needs root (`sandbox` declares what is allowed):
 
 seccomp     a filter of system calls
-landlock    rules for paths; needs Linux 6.2, until then Landlock does not stop the truncation of a file that may be read
-namespaces  where one of the two is missing: user, mount, network, IPC and PID namespaces, a root of read-only binds
+landlock    rules for paths; needs Linux 6.2, before which a readable file could be truncated
+namespaces  if one of the two is missing: user, mount, network, IPC and PID namespaces with a read-only root
 
 See seccomp(2), landlock(7), user_namespaces(7), mount_setattr(2).
 """
@@ -33,8 +34,9 @@ from typing import Any
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-# Numbers of system calls on x86_64 and aarch64; from 424 on all architectures share them.
-_CHECKED = {
+# Numbers of system calls on x86_64 and aarch64; from 424 on, all architectures share them.
+_MACHINES = ("x86_64", "aarch64")
+_CALLS = {
     "clone": (56, 220),
     "kill": (62, 129),
     "tgkill": (234, 131),
@@ -42,54 +44,45 @@ _CHECKED = {
     "socketpair": (53, 199),
     "fcntl": (72, 25),
     "ioctl": (16, 29),
+    "pivot_root": (155, 41),
+    "capset": (126, 91),
 }
-_PIVOT_ROOT = (155, 41)
-_CAPSET = (126, 91)
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT, _MOUNT_SETATTR = 444, 445, 446, 442
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_COLUMN = {"x86_64": 0, "aarch64": 1}
 
 _CLONE_THREAD = 0x00010000
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
-_CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET, _CLONE_NEWCGROUP = (
-    0x10000000,
-    0x20000000,
-    0x40000000,
-    0x02000000,
-)
-_CLONE_NEW = (
-    _CLONE_NEWNS
-    | _CLONE_NEWUTS
-    | _CLONE_NEWIPC
-    | _CLONE_NEWUSER
-    | _CLONE_NEWPID
-    | _CLONE_NEWNET
-    | _CLONE_NEWCGROUP
-)
+_CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+_CLONE_NEW = 0x7E020000  # any of the above, or CLONE_NEWCGROUP
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 22, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
 
-TICK_S = 0.05
-"""How often threads and files are counted."""
+COUNT_EVERY_S = 0.05
+"""Seconds between counts of threads and files."""
 
 
 def check(result: int, what: str) -> int:
-    """The result of a call into the C library; OSError with errno's reason where it is negative."""
+    """Return the result of a C library call. Raises OSError with errno's reason if it is negative."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
 
 
+def call_number(name: str, machine: str | None = None) -> int:
+    """Return the number of a system call in _CALLS."""
+    return _CALLS[name][_MACHINES.index(machine or platform.machine())]
+
+
 def syscall(number: int, what: str, *args: Any) -> int:
-    """A system call that the C library has no function for. An int argument goes in as a C long."""
+    """Make a system call without a C library function. An int argument is passed as a C long."""
     return check(LIBC.syscall(number, *(ctypes.c_long(a) if isinstance(a, int) else a for a in args)), what)
 
 
 def prctl(option: int, what: str, *args: Any) -> None:
-    """prctl(2); all five arguments, since some options refuse rubbish in those they do not use."""
+    """Call prctl(2) with all five arguments, because some options check unused ones."""
     padded = [*args, 0, 0, 0, 0][:4]
     check(LIBC.prctl(option, *(ctypes.c_ulong(a) if isinstance(a, int) else a for a in padded)), what)
 
@@ -98,6 +91,7 @@ def prctl(option: int, what: str, *args: Any) -> None:
 
 _LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+_DENY = _FAIL | errno.EPERM
 
 
 def _op(code: int, k: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -105,49 +99,40 @@ def _op(code: int, k: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _load_arg(index: int) -> bytes:
-    """The low 32 bits, which is all that the kernel looks at in the arguments checked here (both machines little-endian)."""
+    """Load the low 32 bits of an argument (both machines are little-endian), which the rules below test."""
     return _op(_LOAD, 16 + 8 * index)
 
 
-def _only(
-    index: int, allowed: list[int], *, verdict: int = _ALLOW, otherwise: int = _FAIL | errno.EPERM
-) -> list[bytes]:
-    """`verdict` if the argument is one of `allowed`."""
-    tests = [op for value in allowed for op in (_op(_EQUAL, value, 0, 1), _op(_RETURN, verdict))]
+def _rule(index: int, listed: list[int], *, if_listed: int = _ALLOW, otherwise: int = _DENY) -> list[bytes]:
+    """Return `if_listed` for a call whose argument `index` is in `listed`, else `otherwise`."""
+    tests = [op for value in listed for op in (_op(_EQUAL, value, 0, 1), _op(_RETURN, if_listed))]
     return [_load_arg(index), *tests, _op(_RETURN, otherwise)]
 
 
 def seccomp_filter(machine: str, pid: int, denied_calls: list[int], missing_calls: list[int]) -> bytes:
-    """The BPF program for the process `pid` (its number in its own PID namespace); 8 bytes per instruction.
+    """Return the BPF program for the process `pid` (in its own PID namespace), 8 bytes per instruction.
 
-    `denied_calls` fail with EPERM, `missing_calls` with ENOSYS, and those of _CHECKED depend on their arguments.
+    `denied_calls` fail with EPERM, `missing_calls` with ENOSYS, and some others depend on their arguments.
     """
-    column, denied = _COLUMN[machine], _FAIL | errno.EPERM
-    clone = [
-        _load_arg(0),
-        _op(_BITS, _CLONE_NEW, 0, 1),
-        _op(_RETURN, denied),
-        _op(_BITS, _CLONE_THREAD, 0, 1),
-        _op(_RETURN, _ALLOW),
-        _op(_RETURN, denied),
-    ]
+    bits = ((_CLONE_NEW, _DENY), (_CLONE_THREAD, _ALLOW))
+    clone = [op for mask, verdict in bits for op in (_op(_BITS, mask, 0, 1), _op(_RETURN, verdict))]
     bodies = {
-        "clone": clone,
-        "kill": _only(0, [pid, 0]),  # 0 is its own group, in which it is alone
-        "tgkill": _only(0, [pid]),
-        "prlimit64": _only(0, [pid, 0]),
-        "socketpair": _only(0, [1]),  # AF_UNIX
-        # F_SETOWN, F_SETSIG and F_SETOWN_EX make the kernel send a signal of choice to any process of the user; a lease
-        # (F_SETLEASE) makes others wait at open().
-        "fcntl": _only(1, [8, 10, 15, 1024], verdict=denied, otherwise=_ALLOW),
-        # FIOSETOWN and SIOCSPGRP as F_SETOWN; TIOCSTI and TIOCLINUX type into a terminal.
-        "ioctl": _only(1, [0x8901, 0x8902, 0x5412, 0x541C], verdict=denied, otherwise=_ALLOW),
+        "clone": [_load_arg(0), *clone, _op(_RETURN, _DENY)],
+        "kill": _rule(0, [pid, 0]),  # 0 is its own group, of which it is the only member
+        "tgkill": _rule(0, [pid]),
+        "prlimit64": _rule(0, [pid, 0]),
+        "socketpair": _rule(0, [1]),  # AF_UNIX
+        # F_SETOWN, F_SETSIG and F_SETOWN_EX make the kernel send a chosen signal to any process of the user;
+        # a lease (F_SETLEASE) makes others wait in open().
+        "fcntl": _rule(1, [8, 10, 15, 1024], if_listed=_DENY, otherwise=_ALLOW),
+        # FIOSETOWN and SIOCSPGRP act as F_SETOWN; TIOCSTI and TIOCLINUX insert terminal input.
+        "ioctl": _rule(1, [0x8901, 0x8902, 0x5412, 0x541C], if_listed=_DENY, otherwise=_ALLOW),
     }
     program = [_op(_LOAD, 4), _op(_EQUAL, _AUDIT_ARCH[machine], 1, 0), _op(_RETURN, _KILL), _op(_LOAD, 0)]
     if machine == "x86_64":  # the x32 calls are a second set of numbers for the same calls
         program += [_op(_AT_LEAST, 0x40000000, 0, 1), _op(_RETURN, _KILL)]
-    rules = {_CHECKED[name][column]: body for name, body in bodies.items()}
-    rules |= {number: [_op(_RETURN, denied)] for number in denied_calls}
+    rules = {call_number(name, machine): body for name, body in bodies.items()}
+    rules |= {number: [_op(_RETURN, _DENY)] for number in denied_calls}
     rules |= {number: [_op(_RETURN, _FAIL | errno.ENOSYS)] for number in missing_calls}
     for number, body in rules.items():
         program += [_op(_EQUAL, number, 0, len(body)), *body]
@@ -163,14 +148,15 @@ def apply_seccomp(denied_calls: list[int], missing_calls: list[int]) -> None:
 
 # ---- Landlock ----
 
-# Rights of linux/landlock.h by bit: execute 0, write 1, read 2, list 3, remove 4 and 5, make 6-12 (char 6, dir 7, regular 8,
-# socket 9, FIFO 10, block 11, symlink 12), refer 13 (ABI 2), truncate 14 (ABI 3), ioctl on devices 15 (ABI 5).
+# Rights of linux/landlock.h by bit: execute 0, write 1, read 2, list 3, remove 4 and 5, make 6-12 (char 6,
+# dir 7, regular 8, socket 9, FIFO 10, block 11, symlink 12), refer 13 (ABI 2), truncate 14 (ABI 3), device
+# ioctl 15 (ABI 5).
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 _MAKE_DEVICES_AND_SOCKETS = 1 << 6 | 1 << 9 | 1 << 11
 
 
 def landlock_abi() -> int:
-    """The version of Landlock that the kernel has, 0 for none; below 3 it does not protect files from truncation."""
+    """Return the kernel's version of Landlock, 0 for none; below 3 it does not prevent truncation."""
     return max(0, LIBC.syscall(ctypes.c_long(_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
@@ -179,17 +165,15 @@ def apply_landlock(readable: list[str], devices: list[str], writable: str) -> No
     if abi < 3:
         raise OSError(errno.ENOSYS, f"Landlock ABI {abi}, 3 is needed")
     every = (1 << (16 if abi >= 5 else 15)) - 1
-    # TCP bind and connect (ABI 4); abstract Unix sockets and signals to outside (ABI 6). No rule allows any of them.
+    # No rule allows TCP bind and connect (ABI 4), abstract Unix sockets or signals to others (ABI 6).
     attributes = struct.pack("QQQ", every, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     ruleset = syscall(_LANDLOCK_CREATE, "Landlock", ctypes.c_char_p(attributes), size, 0)
 
     def allow(path: str, rights: int) -> None:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        if not stat.S_ISDIR(os.fstat(fd).st_mode):
-            rights &= (
-                _EXECUTE | _WRITE | _READ | _TRUNCATE
-            )  # the kernel refuses rights of directories on a file
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):  # the kernel rejects rights of directories on a file
+            rights &= _EXECUTE | _WRITE | _READ | _TRUNCATE
         rule = struct.pack("=Qi", rights, fd)
         syscall(_LANDLOCK_ADD, f"Landlock rule for {path}", ruleset, 1, ctypes.c_char_p(rule), 0)
         os.close(fd)
@@ -207,7 +191,7 @@ def apply_landlock(readable: list[str], devices: list[str], writable: str) -> No
 
 
 def enter_user_namespace() -> None:
-    """New user and PID namespaces; the next fork is process 1 of the latter, and its end is the end of all in there."""
+    """Enter new user and PID namespaces; the next fork is process 1, and the rest is killed at its end."""
     uid, gid = os.getuid(), os.getgid()
     check(LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWPID), "user namespace")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -216,7 +200,7 @@ def enter_user_namespace() -> None:
 
 
 def apply_namespaces(readable: list[str], devices: list[str], writable: str, root: str) -> None:
-    """No network, and a file system of read-only binds of `readable` and `devices` beside the writable directory."""
+    """Remove the network; build a root of read-only binds of `readable` and `devices`, and of `writable`."""
     check(LIBC.unshare(_CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS), "namespaces")
     private, recursive, bind, nosuid, nodev = 1 << 18, 1 << 14, 1 << 12, 2, 4
     _mount(None, "/", None, private | recursive)
@@ -237,10 +221,9 @@ def apply_namespaces(readable: list[str], devices: list[str], writable: str, roo
             _set_read_only(target, 0x8000)  # AT_RECURSIVE
     _set_read_only(root, 0)
     os.chdir(root)
-    # pivot_root(2), "pivot_root(".", ".")": the old root ends up on top of the new one, and is taken off.
-    syscall(
-        _PIVOT_ROOT[_COLUMN[platform.machine()]], "pivot_root", ctypes.c_char_p(b"."), ctypes.c_char_p(b".")
-    )
+    # pivot_root(2), "pivot_root(".", ".")": the old root is then on top of the new one and is unmounted.
+    here = ctypes.c_char_p(b".")
+    syscall(call_number("pivot_root"), "pivot_root", here, here)
     check(LIBC.umount2(b".", 2), "umount")
 
 
@@ -251,27 +234,25 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int) -> Non
 
 def _set_read_only(target: str, flags: int) -> None:
     attributes = struct.pack("QQQQ", 1 | 2, 0, 0, 0)  # read-only, nosuid
-    path = ctypes.c_char_p(os.fsencode(target))
-    syscall(
-        _MOUNT_SETATTR, f"read-only {target}", -100, path, flags, ctypes.c_char_p(attributes), len(attributes)
-    )
+    path, buffer = ctypes.c_char_p(os.fsencode(target)), ctypes.c_char_p(attributes)
+    syscall(_MOUNT_SETATTR, f"read-only {target}", -100, path, flags, buffer, len(attributes))
 
 
 # ---- the program ----
 
 
 def drop_capabilities() -> None:
-    """Root without its privileges owns root's files and no more; the bounding set keeps exec from giving them back."""
+    """Drop all capabilities; emptying the bounding set keeps execve from restoring them to root."""
     capability = 0
     while LIBC.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) == 0:
         capability += 1
     prctl(_PR_CAP_AMBIENT, "ambient capabilities", 4)
     header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
-    syscall(_CAPSET[_COLUMN[platform.machine()]], "capset", ctypes.c_char_p(header), ctypes.c_char_p(none))
+    syscall(call_number("capset"), "capset", ctypes.c_char_p(header), ctypes.c_char_p(none))
 
 
 def limit_resources(limits: dict[str, Any]) -> None:
-    """The limits of setrlimit(2), soft and hard alike, so that the program cannot raise them."""
+    """Set the soft and hard limits of setrlimit(2), so that the program cannot raise them."""
     mib = 1 << 20
     wanted = {
         resource.RLIMIT_AS: limits["memory_mib"] * mib,
@@ -279,7 +260,7 @@ def limit_resources(limits: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_STACK: 8 * mib,  # of each thread that asks for nothing else, out of RLIMIT_AS
+        resource.RLIMIT_STACK: 8 * mib,  # default for each thread, within RLIMIT_AS
     }
     for kind, value in wanted.items():
         hard = resource.getrlimit(kind)[1]
@@ -292,21 +273,17 @@ def limit_resources(limits: dict[str, Any]) -> None:
 def become_program(
     job: dict[str, Any], box: str, root: str, fds: tuple[int, int, int], failed: int, watcher: int
 ) -> None:
-    """Confine this process, the watcher's fork, and execve the program. Returns only by raising."""
+    """Confine this process, the watcher's fork, and execve the program. Never returns; raises on failure."""
     os.setsid()
     namespaces = "namespaces" in job["layers"]
     prctl(_PR_SET_PDEATHSIG, "parent-death signal", int(signal.SIGKILL))
-    if not namespaces and os.getppid() != watcher:  # seen from a new PID namespace every parent is 0
+    if not namespaces and os.getppid() != watcher:  # in a new PID namespace the parent's pid is 0
         os._exit(1)
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
     os.closerange(3, failed)
     os.closerange(failed + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    for number in (
-        signal.SIGPIPE,
-        signal.SIGXFSZ,
-        signal.SIGINT,
-    ):  # Python's own settings would survive execve
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # Python's settings would survive execve
         signal.signal(number, signal.SIG_DFL)
     os.umask(0o077)
     if namespaces:
@@ -327,28 +304,20 @@ def become_program(
 
 
 def descendants(root: int) -> list[int]:
-    """Processes below `root`, nearest first. Those orphaned are children of the watcher, the nearest subreaper."""
-    found, waiting = [], [root]
-    while waiting:
-        pid = waiting.pop(0)
+    """Return all descendants of `root`, nearest first; orphans are children of the watcher, a subreaper."""
+    found = [root]
+    for pid in found:  # grows during the iteration
         try:
-            threads = os.listdir(f"/proc/{pid}/task")
-            texts = [_read(f"/proc/{pid}/task/{thread}/children") for thread in threads]
-        except FileNotFoundError:  # it has ended meanwhile
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children") as file:
+                    found += map(int, file.read().split())
+        except FileNotFoundError:  # it has ended
             continue
-        children = [int(child) for text in texts for child in text.split()]
-        found += children
-        waiting += children
-    return found
-
-
-def _read(path: str) -> str:
-    with open(path) as file:
-        return file.read()
+    return found[1:]
 
 
 def count_tasks() -> int:
-    """Processes and threads below this one."""
+    """Return the number of descendant processes and their threads."""
     total = 0
     for pid in descendants(os.getpid()):
         try:
@@ -359,7 +328,7 @@ def count_tasks() -> int:
 
 
 def kill_descendants() -> None:
-    """Kill all that descends from this process and wait until it is gone. What is stopped cannot fork, so first stop all."""
+    """Kill all descendants and wait for them; all are stopped first, so that none can fork."""
     seen: set[int] = set()
     while new := set(descendants(os.getpid())) - seen:
         seen |= new
@@ -381,7 +350,7 @@ def _send(pids: Any, number: int) -> None:
 
 
 def exceeds(box: str, *, max_files: int, max_bytes: int) -> bool:
-    """Whether a directory holds more entries or bytes; looks at `max_files` of them at most."""
+    """Return whether a directory holds more entries or bytes; examine at most `max_files` entries."""
     files, size, waiting = 0, 0, [box]
     while waiting:
         try:
@@ -392,16 +361,18 @@ def exceeds(box: str, *, max_files: int, max_bytes: int) -> bool:
                         return True
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
-        except (FileNotFoundError, PermissionError):  # removed meanwhile, or a directory made with mode 0
+        except (FileNotFoundError, PermissionError):  # just removed, or a directory made with mode 0
             continue
-        except OSError:  # a path too long to be walked
+        except OSError:  # the path is too long
             return True
     return False
 
 
 def remove_directory(path: str) -> None:
-    """Remove a directory and all in it. Subdirectories are moved up before they are emptied: a program can nest them deeper
-    than a path can be long and than shutil.rmtree can recurse.
+    """Remove a directory and its contents.
+
+    Subdirectories are moved up before they are emptied: a program can nest them deeper than a path can be
+    long and than shutil.rmtree can recurse.
     """
     top = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     moved = 0
@@ -422,7 +393,7 @@ def remove_directory(path: str) -> None:
 
 
 def start(job: dict[str, Any], top: str) -> tuple[int, str, int, int]:
-    """Fork the program: its pid, its directory, and the reading ends of its output and its errors."""
+    """Fork the program; return its pid, its directory, and the reading ends of its stdout and stderr."""
     box, root = f"{top}/box", f"{top}/root"
     os.mkdir(box)
     os.mkdir(root)
@@ -453,19 +424,19 @@ def start(job: dict[str, Any], top: str) -> tuple[int, str, int, int]:
     return pid, box, out, err
 
 
-def watch(job: dict[str, Any], started: tuple[int, str, int, int], lifeline: int) -> dict[str, Any] | None:
-    """Collect the output until the program ends or passes a limit; None if nobody waits for it any more."""
+def watch(job: dict[str, Any], started: tuple[int, str, int, int], parent: int) -> dict[str, Any] | None:
+    """Collect the output until the program ends or exceeds a limit; None if the pipe `parent` is closed."""
     pid, box, out, err = started
     limits, begin = job["limits"], time.monotonic()
     output: dict[int, bytearray] = {out: bytearray(), err: bytearray()}
     poll = select.poll()
-    for fd in (out, err, lifeline):
+    for fd in (out, err, parent):
         os.set_blocking(fd, False)
         poll.register(fd, select.POLLIN)
-    open_pipes, next_count, end, code = {out, err}, begin + TICK_S, "", 0
+    open_pipes, next_count, end, code = {out, err}, begin + COUNT_EVERY_S, "", 0
     while not end:
         for fd, _ in poll.poll(20 if open_pipes else 2):
-            if fd == lifeline:
+            if fd == parent:
                 return None
             if not _collect(fd, output[fd], limits["output_bytes"]):
                 poll.unregister(fd)
@@ -480,28 +451,23 @@ def watch(job: dict[str, Any], started: tuple[int, str, int, int], lifeline: int
         elif now - begin > limits["wall_s"]:
             end = "time"
         elif now >= next_count:
-            next_count = now + TICK_S
+            next_count = now + COUNT_EVERY_S
             if count_tasks() > limits["tasks"]:
                 end = "tasks"
-            # 1 MiB more, so that a file of the largest size, beside the program's own, is no reason.
+            # 1 MiB more, so that one file of the largest size is allowed beside the program's own.
             elif exceeds(box, max_files=limits["files"], max_bytes=limits["disk_mib"] + 1 << 20):
                 end = "disk"
     for fd in open_pipes:
         _collect(fd, output[fd], limits["output_bytes"])
     if end == "exit" and any(len(data) > limits["output_bytes"] for data in output.values()):
         end = "output"
-    texts = [bytes(output[fd][: limits["output_bytes"]]).decode("utf-8", "replace") for fd in (out, err)]
-    return {
-        "end": end,
-        "code": code,
-        "stdout": texts[0],
-        "stderr": texts[1],
-        "seconds": time.monotonic() - begin,
-    }
+    texts = (bytes(output[fd][: limits["output_bytes"]]).decode("utf-8", "replace") for fd in (out, err))
+    result = dict(zip(("stdout", "stderr"), texts, strict=True))
+    return {"end": end, "code": code, **result, "seconds": time.monotonic() - begin}
 
 
 def _collect(fd: int, data: bytearray, limit: int) -> bool:
-    """Read what is there, no more than shows that it is too much; False at the end of the pipe."""
+    """Read available bytes until `data` exceeds the limit; return False at the end of the pipe."""
     while len(data) <= limit:
         try:
             chunk = os.read(fd, 1 << 16)
@@ -514,19 +480,16 @@ def _collect(fd: int, data: bytearray, limit: int) -> bool:
 
 
 def main() -> None:
-    lifeline = int(sys.argv[1])
+    parent = int(sys.argv[1])
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for number in (
-        signal.SIGTERM,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-    ):  # Slurm's, to every process of a step: the program's verdict
-        signal.signal(number, signal.SIG_IGN)  # must not depend on them, and it inherits this
+    # Slurm may send these to every process of a step; the program inherits the setting.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     prctl(_PR_SET_CHILD_SUBREAPER, "subreaper", 1)
     job = json.loads(sys.stdin.buffer.readline())
     top = tempfile.mkdtemp(prefix="lockstep-code-")
     try:
-        result = watch(job, start(job, top), lifeline)
+        result = watch(job, start(job, top), parent)
     except OSError as error:
         result = {"setup_error": str(error)}
     finally:

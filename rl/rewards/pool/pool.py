@@ -1,15 +1,15 @@
-"""Scores samples in worker processes, so that no reward function can hang, fill or end the training process.
+"""Score samples in worker processes, so that no reward function can block or end the training process.
 
-    with ScoringPool(plan, failure_score=0.0, workers=default_workers(8), timeout_s=10, memory_mib=4096) as pool:
+    with ScoringPool(plan, failure_score=0.0, workers=8, timeout_s=10, memory_mib=4096) as pool:
         pool.check()                     # ValueError if the functions cannot be loaded
         scores = pool.score(samples)     # list[Score], in order
 
-Samples go out in chunks, results come back one by one, which gives every call a limit of its own and tells which call a worker
-died in. A worker that is late, dead or talks rubbish is killed with all that it started (see worker.py), its sample gets the
-failure score, and a new worker takes over the rest of the chunk.
+Samples are sent in chunks and results return one by one, so each call has its own time limit and a failure is
+assigned to one call. A worker that is late, dead or sends invalid messages is killed together with every
+process it started (see worker.py); its sample gets the failure score and a new worker continues the chunk.
 
-What this does not do: the workers run as the same user in the same file system. It holds off accidents, not attacks; programs
-that a model wrote belong into a sandbox.
+The workers run as the same user in the same file system: this protects against accidents, not attacks.
+Programs that a model wrote belong in `rl.sandbox`.
 """
 
 import logging
@@ -30,26 +30,26 @@ from rl.rewards.score import Score
 log = logging.getLogger(__name__)
 
 CHUNK_SAMPLES = 64
-"""Most samples sent at a time, and so most calls of an async function that one worker has open."""
+"""Most samples sent at a time, and so most concurrent calls of an async function in one worker."""
 START_ATTEMPTS = 3
-"""Workers that may die one after the other before they are ready."""
+"""Consecutive workers that may die before they are ready."""
 SWEEP_EVERY_S = 1.0
-"""Between the looks for stray processes of a busy worker; each reads all of /proc."""
+"""Seconds between searches for orphaned processes of a busy worker; each search reads all of /proc."""
 
-_said: set[str] = set()
-"""Failures that this process has logged: a function that fails in every step need not say why in every step."""
+_logged: set[str] = set()
+"""Failures that this process has logged; each is logged in full only once."""
 
 
 def default_workers(local_world_size: int) -> int:
-    """Workers of one rank: its share of the cores that this process may use, at least 1.
+    """Return the workers of one rank: its share of the cores that this process may use, at least 1.
 
-    Ask before an engine pins the main thread to a core.
+    Call it before an engine pins the main thread to a core.
     """
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
 class ScoringPool:
-    """Worker processes that call a plan's reward functions. For one thread; starts nothing before the first call."""
+    """Worker processes that call a plan's reward functions. Not thread-safe; started by the first call."""
 
     def __init__(
         self,
@@ -61,76 +61,77 @@ class ScoringPool:
         memory_mib: int,
         startup_s: float = 120.0,
     ):
-        """`timeout_s` limits each call of a sample, `startup_s` the import of the functions, which does not count as a call.
-        `memory_mib` limits the address space of a worker and of each process it starts; 0 is no limit. Relative paths in the
-        plan are looked up from the present working directory. Raises ValueError for numbers out of range.
+        """Check the limits; relative paths in the plan are resolved against the current working directory.
+
+        Args:
+            timeout_s: limit of each call, in seconds.
+            startup_s: limit of a worker's start, the import of the functions included, in seconds.
+            memory_mib: address space of a worker and of each process it starts; 0 for no limit.
+
+        Raises ValueError for numbers out of range.
         """
         if workers < 1:
-            raise ValueError(
-                f"a scoring pool has at least 1 worker, not {workers}; default_workers says how many suit the host."
-            )
+            raise ValueError(f"workers={workers}: a scoring pool needs at least 1.")
         if not 0 < timeout_s < math.inf or not 0 < startup_s < math.inf:
-            raise ValueError(
-                f"timeout_s={timeout_s} and startup_s={startup_s} must be finite and greater than 0 seconds."
-            )
+            raise ValueError(f"timeout_s={timeout_s} and startup_s={startup_s} must be finite and above 0.")
         if memory_mib < 0:
-            raise ValueError(f"memory_mib is {memory_mib}, but must be 0 (no limit) or more.")
+            raise ValueError(f"memory_mib={memory_mib} must be 0 (no limit) or more.")
         self._failure_score, self._num_workers = float(failure_score), workers
         self._timeout_s, self._startup_s = timeout_s, startup_s
-        # Workers are started by the thread that scores, which an engine may have pinned to one core by then.
+        # Passed to the workers because an engine may pin the scoring thread to one core before they start.
         cpus = sorted(os.sched_getaffinity(0))
         self._options = {"memory_mib": memory_mib, "timeout_s": timeout_s, "cpus": cpus}
         self._cwd = os.getcwd()
-        self._greeting = pickle.dumps((plan, list(sys.path)))
+        self._initialization = pickle.dumps((plan, list(sys.path)))
         self._poller = select.poll()
         self._by_fd: dict[int, WorkerProcess] = {}
         self._workers: list[WorkerProcess] = []
         self._leaving: list[WorkerProcess] = []
 
     def score(self, samples: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One Score for each sample, in order; `values` has `score`, `failed` and what else the function returned.
+        """Return one Score per sample, in order, with `score`, `failed` and the function's other values.
 
-        A sample whose call raises, takes longer than the limit, ends its process or returns no finite score gets
-        {"score": failure_score, "failed": 1.0}. The first failure is logged as a warning, with their number; the same failure
-        once per process. Raises nothing that comes from a reward function.
+        A sample whose call raises, exceeds the time limit, ends its process or returns no finite score gets
+        {"score": failure_score, "failed": 1.0}. The number of failures and the first one are logged as a
+        warning; the same failure is described once per process. No exception of a reward function is raised.
 
-        Async calls that a blocked or dead worker had open are made again, fewer at a time, until the guilty one is alone.
+        If a worker dies or blocks during concurrent async calls, these are repeated in ever smaller groups
+        until the failing call is isolated.
         """
-        batch = _Batch(len(samples))
+        jobs = _Jobs(len(samples))
         try:
             for worker in list(self._workers):
-                self._attend(worker, batch)  # who has died while idle must not cost a sample
-            while batch.unfinished:
-                self._start_workers(batch)
+                self._read(worker, jobs)  # detects workers that died while idle
+            while jobs.unfinished:
+                self._start_workers(jobs)
                 for worker in self._workers:
-                    if worker.is_free and batch.has_work:
-                        worker.assign(
-                            batch.take(self._num_workers, worker.is_async), samples, self._timeout_s
-                        )
-                self._await_events(batch)
+                    if worker.is_free and jobs.has_work:
+                        chunk = jobs.take(self._num_workers, worker.is_async)
+                        worker.assign(chunk, samples, self._timeout_s)
+                self._await_events(jobs)
         except BaseException:
-            self.close()  # what the workers still have would be taken for answers of the next call
+            self.close()  # pending results would be taken for answers of the next call
             raise
         for worker in self._workers:
-            worker.ask_to_sweep()
-        self._bury(wait=False)
-        return self._to_scores(batch)
+            worker.request_sweep()
+        self._reap_workers(wait=False)
+        return self._to_scores(jobs)
 
     def check(self) -> None:
         """Raise ValueError if the reward functions cannot be loaded in a worker. Starts the first worker."""
-        batch = _Batch(0)
+        jobs = _Jobs(0)
         while not any(worker.is_ready for worker in self._workers):
             if not self._workers:
-                self._start_worker(batch)
-            self._await_events(batch)
-            if batch.failed_starts >= START_ATTEMPTS:
-                raise ValueError(batch.start_failure)
+                self._start_worker(jobs)
+            self._await_events(jobs)
+            if jobs.failed_starts >= START_ATTEMPTS:
+                raise ValueError(jobs.start_failure)
 
     def close(self) -> None:
-        """End the workers and all that they started. A later `score` starts new ones."""
+        """End the workers and every process they started. A later `score` starts new ones."""
         for worker in list(self._workers):
             self._dismiss(worker)
-        self._bury(wait=True)
+        self._reap_workers(wait=True)
 
     def __enter__(self) -> "ScoringPool":
         return self
@@ -138,24 +139,24 @@ class ScoringPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # Workers ----------------------------------------------------------------------------------------------------------
+    # ---- workers ----
 
-    def _start_workers(self, batch: "_Batch") -> None:
-        """As many as the work that nobody has can use. Where none will start and none is left, that work fails."""
-        while len(self._workers) < min(self._num_workers, batch.unfinished) and batch.has_work:
-            if batch.failed_starts >= START_ATTEMPTS:
+    def _start_workers(self, jobs: "_Jobs") -> None:
+        """Start the workers that the unassigned work can use; fail that work if there are none."""
+        while len(self._workers) < min(self._num_workers, jobs.unfinished) and jobs.has_work:
+            if jobs.failed_starts >= START_ATTEMPTS:
                 break
-            self._start_worker(batch)
-        if batch.failed_starts >= START_ATTEMPTS and not any(worker.is_ready for worker in self._workers):
-            batch.fail_rest()
+            self._start_worker(jobs)
+        if jobs.failed_starts >= START_ATTEMPTS and not any(worker.is_ready for worker in self._workers):
+            jobs.fail_rest()
             for worker in list(self._workers):
                 self._dismiss(worker)
 
-    def _start_worker(self, batch: "_Batch") -> None:
+    def _start_worker(self, jobs: "_Jobs") -> None:
         try:
-            worker = WorkerProcess(self._greeting, self._options, self._cwd, self._startup_s)
-        except OSError as error:  # no more processes, memory or files
-            return batch.note_failed_start(f"a scoring worker cannot be started: {error}")
+            worker = WorkerProcess(self._initialization, self._options, self._cwd, self._startup_s)
+        except OSError as error:  # out of processes, memory or files
+            return jobs.note_failed_start(f"a scoring worker cannot be started: {error}")
         self._workers.append(worker)
         for fd in worker.fds:
             self._by_fd[fd] = worker
@@ -163,138 +164,127 @@ class ScoringPool:
 
     def _dismiss(self, worker: WorkerProcess) -> None:
         for fd in worker.fds:
-            self._forget(fd)
+            self._unregister(fd)
         self._workers.remove(worker)
         self._leaving.append(worker)
-        worker.leave()
+        worker.shut_down()
 
-    def _forget(self, fd: int) -> None:
+    def _unregister(self, fd: int) -> None:
         if self._by_fd.pop(fd, None) is not None:
             self._poller.unregister(fd)
 
-    def _bury(self, *, wait: bool) -> None:
-        """Reap the workers that have left."""
-        self._leaving = [
-            worker for worker in self._leaving if not worker.is_gone(wait=wait or worker.was_killed)
-        ]
+    def _reap_workers(self, *, wait: bool) -> None:
+        """Reap dismissed workers that have ended; `wait` until all have."""
+        self._leaving = [w for w in self._leaving if not w.has_ended(wait=wait or w.was_killed)]
 
-    def _await_events(self, batch: "_Batch") -> None:
-        """Until a worker says something or is late, and what follows from it."""
+    def _await_events(self, jobs: "_Jobs") -> None:
+        """Wait until a worker sends a message or is late, and process it."""
         for worker in self._workers:
-            if worker.hung_up:
-                self._forget(worker.fds[0])  # its end would wake us all the time
-            elif worker.wants_pollout():
+            if worker.is_disconnected:
+                self._unregister(worker.fds[0])  # a closed socket would wake the poller all the time
+            elif worker.needs_poll_update():
                 self._poller.modify(worker.fds[0], select.POLLIN | (select.POLLOUT if worker.outgoing else 0))
         wait_s = min(worker.deadline for worker in self._workers) - time.monotonic() if self._workers else 0.0
         wait_ms = None if wait_s == math.inf else math.ceil(max(wait_s, 0.0) * 1000)
-        events = self._poller.poll(wait_ms)
-        for fd, event in events:
-            if (worker := self._by_fd.get(fd)) is not None:  # else it was dismissed a moment ago
+        for fd, event in self._poller.poll(wait_ms):
+            if (worker := self._by_fd.get(fd)) is not None:  # else it was just dismissed
                 if event & select.POLLOUT:
                     worker.flush()
-                self._attend(worker, batch)
+                self._read(worker, jobs)
         now = time.monotonic()
         for worker in [worker for worker in self._workers if worker.deadline <= now]:
-            if worker in self._workers:  # a failed start dismisses all that are starting
-                self._attend(worker, batch)  # it may have answered while this process was held up
+            if worker in self._workers:  # a failed start dismisses all workers that are starting
+                self._read(worker, jobs)  # it may have answered while this process was suspended
             if worker in self._workers and worker.deadline <= now:
-                self._replace(worker, batch, worker.lateness(self._timeout_s))
+                self._replace(worker, jobs, worker.describe_timeout(self._timeout_s))
 
-    def _attend(self, worker: WorkerProcess, batch: "_Batch") -> None:
-        """Take what it has to say."""
+    def _read(self, worker: WorkerProcess, jobs: "_Jobs") -> None:
+        """Process the messages that a worker has sent."""
         for message in worker.receive():
             if "i" in message:
-                self._take_answer(worker, batch, message)
+                self._record_answer(worker, jobs, message)
             elif "ready" in message:
-                batch.failed_starts = 0
+                jobs.failed_starts = 0
             elif "unloadable" in message:
-                batch.note_failed_start(message["unloadable"], message["traceback"], again=False)
+                jobs.note_failed_start(message["unloadable"], message["traceback"], retry=False)
                 return self._dismiss(worker)
             if worker not in self._workers:
                 return
         if worker.lost:
-            self._replace(worker, batch, worker.lost)
+            self._replace(worker, jobs, worker.lost)
 
-    def _take_answer(self, worker: WorkerProcess, batch: "_Batch", message: dict[str, Any]) -> None:
-        """A message about a sample, which `receive` has found to be in order."""
+    def _record_answer(self, worker: WorkerProcess, jobs: "_Jobs", message: dict[str, Any]) -> None:
+        """Record a valid message about a sample."""
+        index = message["i"]
         if message.get("waiting"):
-            worker.awaited.add(message["i"])
+            worker.awaited.add(index)
         else:
-            del worker.chunk[message["i"]]
-            outcome = (
-                message["error"] if "error" in message else Score(message["values"], message["prediction"])
-            )
-            batch.settle(message["i"], outcome)
+            del worker.chunk[index]
+            error = message.get("error")
+            failed = isinstance(error, str)
+            jobs.finish(index, error if failed else Score(message["values"], message["prediction"]))
         worker.set_deadline(self._timeout_s)
         if message.get("last"):
-            batch.give_back(list(worker.chunk))
+            jobs.give_back(list(worker.chunk))
             worker.chunk.clear()
             self._dismiss(worker)
         elif not worker.chunk and time.monotonic() - worker.swept_at > SWEEP_EVERY_S:
-            worker.ask_to_sweep()
+            worker.request_sweep()
 
-    def _replace(self, worker: WorkerProcess, batch: "_Batch", reason: str) -> None:
-        """Dismiss a worker that is late, dead or talks rubbish; fail the sample it was at, give back the others."""
+    def _replace(self, worker: WorkerProcess, jobs: "_Jobs", reason: str) -> None:
+        """Dismiss a failed worker, fail the sample that it was processing, and give back the others."""
         self._dismiss(worker)
-        self._bury(wait=False)
-        if not worker.is_ready:
-            return batch.note_failed_start(
-                reason, again=bool(worker.lost)
-            )  # not if it was late: that takes minutes
+        self._reap_workers(wait=False)
+        if not worker.is_ready:  # a late start is not repeated, because it takes minutes
+            return jobs.note_failed_start(reason, retry=bool(worker.lost))
         left = list(worker.chunk)
         # Calls are made in order, and the event loop runs after the last of them.
-        at = next((i for i in left if i not in worker.awaited), left[0] if len(left) == 1 else None)
-        if at is not None and worker.was_killed and at not in batch.tried_again:
-            batch.tried_again.add(
-                at
-            )  # by a call before it, or from outside; a call that does it will do it again
-            batch.give_back(left)
-        elif at is not None:
-            batch.settle(at, reason)
-            batch.give_back([i for i in left if i != at])
-        else:  # any of the open calls; so half of them at a time
-            batch.give_back(left[len(left) // 2 :])
-            batch.give_back(left[: len(left) // 2])
+        current = next((i for i in left if i not in worker.awaited), left[0] if len(left) == 1 else None)
+        if current is not None and worker.was_killed and current not in jobs.retried:
+            # An earlier call or another process may have killed the worker, so the call is tried once more.
+            jobs.retried.add(current)
+            jobs.give_back(left)
+        elif current is not None:
+            jobs.finish(current, reason)
+            jobs.give_back([i for i in left if i != current])
+        else:  # any of the awaited calls may have failed: retry them in two halves
+            jobs.give_back(left[len(left) // 2 :])
+            jobs.give_back(left[: len(left) // 2])
 
-    def _to_scores(self, batch: "_Batch") -> list[Score]:
-        failures = [outcome for outcome in batch.outcomes if isinstance(outcome, str)]
+    def _to_scores(self, jobs: "_Jobs") -> list[Score]:
+        failures = [outcome for outcome in jobs.outcomes if isinstance(outcome, str)]
         if failures:
             first = failures[0]
-            details = (
-                "the first failure:\n" + first
-                if first not in _said
-                else "the first failure was logged before"
-            )
-            _said.add(first)
             log.warning(
-                "the reward function failed on %d of %d samples, which get the score %g; %s",
+                "the reward function failed on %d of %d samples, which get the score %g; the first failure%s",
                 len(failures),
-                len(batch.outcomes),
+                len(jobs.outcomes),
                 self._failure_score,
-                details,
+                " was logged before" if first in _logged else ":\n" + first,
             )
+            _logged.add(first)
         return [
             Score({"score": self._failure_score, "failed": 1.0})
             if isinstance(outcome, str)
             else Score({**outcome.values, "failed": 0.0}, outcome.prediction)
-            for outcome in batch.outcomes
+            for outcome in jobs.outcomes
         ]
 
 
-class _Batch:
-    """The samples of one call of `score`, by index: what is to do, and what came of it."""
+class _Jobs:
+    """The samples of one call of `score`, by index: unassigned work and outcomes."""
 
     def __init__(self, num_samples: int):
         self.outcomes: list[Score | str | None] = [None] * num_samples
-        """A score, or why there is none."""
+        """A score, or the reason of a failure."""
         self.unfinished = num_samples
         self.failed_starts = 0
-        """Workers that have died, one after the other, before they were ready; START_ATTEMPTS if it is no use to try again."""
+        """Consecutive workers that died before they were ready; START_ATTEMPTS if a retry is useless."""
         self.start_failure = ""
-        """Why the last of them did, in a sentence."""
+        """Reason of the last failed start, in a sentence."""
         self._start_details = ""
-        self.tried_again: set[int] = set()
-        """Samples that a worker had when it was killed, not necessarily by their call."""
+        self.retried: set[int] = set()
+        """Samples that are repeated because their worker was killed, possibly not by their call."""
         self._next = 0
         self._given_back: deque[list[int]] = deque()
 
@@ -303,8 +293,11 @@ class _Batch:
         return self._next < len(self.outcomes) or bool(self._given_back)
 
     def take(self, num_workers: int, is_async: bool) -> list[int]:
-        """The next chunk. Small towards the end, so that no worker sits on slow samples while others are idle (guided
-        self-scheduling, Polychronopoulos and Kuck 1987); of async calls as many at a time as there may be."""
+        """Return the next chunk of indices.
+
+        Chunks of synchronous calls shrink towards the end, so that no worker is left with slow samples while
+        others are idle (guided self-scheduling, Polychronopoulos and Kuck 1987).
+        """
         if self._given_back:
             return self._given_back.popleft()
         share = math.ceil((len(self.outcomes) - self._next) / (num_workers * (1 if is_async else 4)))
@@ -315,16 +308,16 @@ class _Batch:
         if indices:
             self._given_back.appendleft(indices)
 
-    def settle(self, index: int, outcome: Score | str) -> None:
+    def finish(self, index: int, outcome: Score | str) -> None:
         self.outcomes[index] = outcome
         self.unfinished -= 1
 
-    def note_failed_start(self, sentence: str, details: str = "", *, again: bool = True) -> None:
+    def note_failed_start(self, sentence: str, details: str = "", *, retry: bool = True) -> None:
         self.start_failure, self._start_details = sentence, details or sentence
-        self.failed_starts = self.failed_starts + 1 if again else START_ATTEMPTS
+        self.failed_starts = self.failed_starts + 1 if retry else START_ATTEMPTS
 
     def fail_rest(self) -> None:
-        """All that no worker has, because no worker starts."""
+        """Fail all unassigned samples, because no worker starts."""
         while self.has_work:
             for index in self.take(1, is_async=True):
-                self.settle(index, self._start_details)
+                self.finish(index, self._start_details)

@@ -1,21 +1,22 @@
-"""One worker of the scoring pool: a supervisor, and under it the process that calls the reward functions.
+"""One worker of the scoring pool: a supervisor and its child, the scorer, which calls the reward functions.
 
-    training process --life socket--> supervisor          python -m rl.rewards.pool.worker, runs no foreign code
-                    \\--work socket--> `- scorer           its fork: imports and calls the reward functions
-                                         `- ...           whatever they start
+    training process --control socket--> supervisor        python -m rl.rewards.pool.worker, runs no user code
+                    \\---work socket----> `- scorer         its fork: imports and calls the reward functions
+                                            `- ...         processes that they start
 
-Two processes, because the one that runs foreign code can be stuck, stopped or dead when it has to be killed with all that it
-started. The supervisor is a child subreaper (prctl(2)): a process below it that loses its parent, by a double fork or a dead
-session leader, becomes the supervisor's child and is found there. It ends the whole tree when the training process says so or is
-gone, and itself when the scorer has ended. Its only child is the scorer; any other is a stray (see `Supervisor.sweep`).
+Two processes, because the scorer can be blocked, stopped or dead when it must be killed with its descendants.
+The supervisor is a child subreaper (prctl(2)): a descendant that loses its parent becomes the supervisor's
+child and can be found. The supervisor kills all descendants when the training process closes the control
+socket or ends, and exits after the scorer has ended. Its only regular child is the scorer; any other is an
+orphan (see `Supervisor.sweep`).
 
-On the life socket: SWEEP from the pool, JSON lines {"swept": true} and {"ended": why} to it. On the work socket the pool
-sends pickles, first (plan, sys.path), then chunks [(index, sample), ...]; back come JSON lines, for the pool must not unpickle
-what foreign code could have written:
+On the control socket the pool sends SWEEP and receives JSON lines {"swept": true} and {"ended": reason}. On
+the work socket the pool sends pickles, first (plan, sys.path), then chunks [(index, sample), ...]. It
+receives JSON lines, because it must not unpickle data that user code could have written:
 
-    {"ready": is_async} or {"unloadable": sentence, "traceback": text}       once, after the functions were imported
+    {"ready": is_async} or {"unloadable": sentence, "traceback": text}       once, after the import
     {"i": index, "values": {name: number}, "prediction": text or null}       a score
-    {"i": index, "error": text, "last": bool}                                a failure; last: this process leaves
+    {"i": index, "error": text, "last": bool}                                a failure; last: the scorer exits
     {"i": index, "waiting": true}                                            called, and now awaited
 """
 
@@ -40,119 +41,114 @@ from rl.rewards.score import RejectedResult, Score, encodable
 
 SWEEP = b"s"
 MARK = "LOCKSTEP_SCORING_WORKER"
-"""Environment variable of a worker's processes, by which they are found if the supervisor was killed."""
+"""Environment variable that identifies a worker's processes if the supervisor was killed."""
 MAX_LINE_BYTES = 1 << 20
 MAX_ERROR_CHARS = 4000
 KILLING_S = 10.0
-"""How long the supervisor tries to get rid of what is below it; a process in an uninterruptible wait (NFS) may outlast it."""
+"""Seconds for killing all descendants; a process in an uninterruptible wait may outlast it."""
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    work, life = (socket.socket(fileno=options[name]) for name in ("work", "life"))
-    for ours in (work, life):
-        ours.set_inheritable(
-            False
-        )  # inheritable to get here, but no program of a reward function should have them
-    with contextlib.suppress(OSError):  # the job's CPUs have changed since; then those of the parent will do
+    work, control = (socket.socket(fileno=options[name]) for name in ("work", "control"))
+    for connection in (work, control):
+        connection.set_inheritable(False)  # programs that a reward function starts must not inherit them
+    with contextlib.suppress(OSError):  # the job's CPUs have changed since: keep those of the parent
         os.sched_setaffinity(0, options["cpus"])
-    supervisor = Supervisor(life, parent=options["parent"])
+    supervisor = Supervisor(control, parent=options["parent"])
     pid = os.getpid()
     scorer = os.fork()
     if scorer == 0:
         try:
-            supervisor.leave_to_scorer()
+            supervisor.reset_in_scorer()
             confine(memory_mib=options["memory_mib"], supervisor=pid)
             Scorer(work, timeout_s=options["timeout_s"]).serve()
         finally:
-            os._exit(1)  # nothing of the supervisor's may run here
+            os._exit(1)  # the supervisor's code must not run here
     work.close()
     sys.exit(supervisor.watch(scorer))
 
 
 class Supervisor:
-    """Keeps no process below it alive for longer than the training process wants it."""
+    """Kills all descendants of this process when the scorer or the training process ends."""
 
-    def __init__(self, life: socket.socket, *, parent: int):
-        """Takes over this process's signals. `parent` is the pid of the training process."""
-        self._life, self._parent = life, parent
+    def __init__(self, control: socket.socket, *, parent: int):
+        """Set this process's signal handlers. `parent` is the pid of the training process."""
+        self._control, self._parent = control, parent
         self._scorer = 0
         self._ended: str | None = None
         self._wakeups, self._wakeup_end = socket.socketpair()
         self._wakeup_end.setblocking(False)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
-        # Slurm may send any of these to every process of a step. They are for the training process to act on, which may go on
-        # to score the step's samples: pre-emption begins with a SIGTERM and a time of grace.
+        # Slurm may send these to every process of a step. Only the training process acts on them, and it may
+        # still score the step's samples: pre-emption begins with SIGTERM and a grace period.
         for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(ignored, signal.SIG_IGN)
         for noted in (signal.SIGCHLD, signal.SIGHUP):
-            signal.signal(noted, lambda number, frame: None)  # its number arrives through the wake-up socket
+            signal.signal(noted, lambda number, frame: None)  # its number arrives at the wake-up socket
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        # SIGHUP when the parent dies, and also when only the thread that started us does, hence not SIGKILL. The socket says
-        # it too, but not while a fork of the training process holds a copy of its end.
+        # Not SIGKILL, because the signal is also sent when only the thread that started this process ends.
+        # The socket alone does not suffice: a fork of the training process may hold a copy of its end.
         _prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
-    def leave_to_scorer(self) -> None:
-        """Undo in the forked scorer what was set up for the supervisor."""
+    def reset_in_scorer(self) -> None:
+        """Undo the supervisor's setup in the forked scorer."""
         signal.set_wakeup_fd(-1)
         for noted in (signal.SIGCHLD, signal.SIGHUP):
             signal.signal(noted, signal.SIG_DFL)
-        # Ignored by the scorer, too, but not by what it starts, which a reward function may want to end by SIGTERM.
+        # The scorer ignores SIGTERM, but its children must not: a reward function may end them with it.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-        for ours in (self._life, self._wakeups, self._wakeup_end):
-            ours.close()
+        for connection in (self._control, self._wakeups, self._wakeup_end):
+            connection.close()
 
     def watch(self, scorer: int) -> int:
-        """Until the scorer or the training process has ended. Returns the exit status: 0 if nothing is left below."""
+        """Wait until the scorer or the training process ends; return 0 if no descendant is left, else 1."""
         self._scorer = scorer
         poller = select.poll()
-        poller.register(self._life, select.POLLIN)
+        poller.register(self._control, select.POLLIN)
         poller.register(self._wakeups, select.POLLIN)
-        wanted = True
-        while wanted and self._ended is None and os.getppid() == self._parent:
+        connected = True
+        while connected and self._ended is None and os.getppid() == self._parent:
             for fd, _ in poller.poll():
-                if fd == self._life.fileno():
-                    wanted = self._obey() and wanted
+                if fd == self._control.fileno():
+                    connected = self._serve_request() and connected
                 else:
                     self._wakeups.recv(4096)
             self._reap()
         cleared = self._kill_all()
         if self._ended is not None:
-            self._say({"ended": self._ended})
+            self._send({"ended": self._ended})
         return 0 if cleared else 1
 
     def sweep(self) -> None:
-        """Kill the strays: what has lost its parent, and what is below it.
-
-        What the scorer's own process started and is still above, such as a pool of processes, stays for the next call.
-        """
+        """Kill the orphans and their descendants; descendants of the scorer, such as a process pool, stay."""
         processes = all_processes()
-        own = {self._scorer, *below(self._scorer, processes)}
-        for pid in below(os.getpid(), processes):
-            if pid not in own:
+        kept = {self._scorer, *descendants(self._scorer, processes)}
+        for pid in descendants(os.getpid(), processes):
+            if pid not in kept:
                 _kill(pid)
 
-    def _obey(self) -> bool:
-        """Do what the pool asks; False if it is gone or wants us gone."""
+    def _serve_request(self) -> bool:
+        """Serve a request of the pool; return False if the pool has closed the socket."""
         try:
-            asked = self._life.recv(4096)
+            request = self._control.recv(4096)
         except ConnectionResetError:
-            asked = b""
-        if SWEEP in asked:
+            request = b""
+        if SWEEP in request:
             self.sweep()
-            self._say({"swept": True})
-        return bool(asked)
+            self._send({"swept": True})
+        return bool(request)
 
-    def _say(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the pool may be gone; the life socket's end tells
-            self._life.sendall(json.dumps(message).encode() + b"\n")
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the pool has ended; `watch` notices it
+            self._control.sendall(json.dumps(message).encode() + b"\n")
 
     def _reap(self) -> bool:
-        """Collect what has died; False if there are no children left."""
+        """Collect the exit status of ended children; return False if there are no children left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -165,21 +161,18 @@ class Supervisor:
                 self._ended = f"exit status {code}" if code >= 0 else signal_name(-code)
 
     def _kill_all(self) -> bool:
-        """Kill and reap everything below; False if it did not go in KILLING_S."""
+        """Kill and reap all descendants; return False if some are left after KILLING_S."""
         poller = select.poll()
         poller.register(self._wakeups, select.POLLIN)
         deadline = time.monotonic() + KILLING_S
-        # Round after round: a process can fork between our look at /proc and its death, and its child comes to us.
+        # Repeated, because a process can fork after /proc was read and before it is killed.
         while self._reap() and time.monotonic() < deadline:
             processes = all_processes()
-            found = below(os.getpid(), processes)
-            # A group dies at one blow, so that one that forks on and on does not get away. No group has members elsewhere:
-            # it belongs to one session, and all sessions but ours began below us.
-            for group in {processes[pid].group for pid in found} - {
-                os.getpgid(0),
-                0,
-                1,
-            }:  # kill(-1) would mean everyone
+            found = descendants(os.getpid(), processes)
+            # Groups are killed atomically, so that a process that forks continuously cannot escape. They have
+            # no members elsewhere: a group belongs to one session, and every session but ours was created by
+            # a descendant. kill(-1) would signal every process.
+            for group in {processes[pid].group for pid in found} - {os.getpgid(0), 0, 1}:
                 _kill(-group)
             for pid in found:
                 _kill(pid)
@@ -189,15 +182,13 @@ class Supervisor:
 
 
 def confine(*, memory_mib: int, supervisor: int) -> None:
-    """Limits of the process that will run foreign code; what it starts inherits all but the first."""
+    """Limit this process, which will run user code; its children inherit all limits but the death signal."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         os._exit(1)
-    os.setsid()  # kill(0, ...) reaches no supervisor
+    os.setsid()  # kill(0, ...) does not reach the supervisor
     os.nice(5)
-    with contextlib.suppress(
-        OSError
-    ):  # no writable /proc; then the kernel chooses whom to kill when memory is out
+    with contextlib.suppress(OSError):  # no writable /proc: the kernel then chooses its victim by itself
         Path("/proc/self/oom_score_adj").write_text("1000")
     lower_limit(resource.RLIMIT_CORE, 0)  # a core dump per crash would fill the disk
     if memory_mib:
@@ -205,14 +196,14 @@ def confine(*, memory_mib: int, supervisor: int) -> None:
 
 
 def lower_limit(kind: int, limit: int) -> None:
-    """Set soft and hard limit to `limit`, or to the present hard limit if that is lower."""
+    """Set the soft and hard limit to `limit`, or to the current hard limit if that is lower."""
     hard = resource.getrlimit(kind)[1]
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(kind, (limit, limit))
 
 
 class Scorer:
-    """Calls the reward functions on what comes over the work socket, and answers there."""
+    """Calls the reward functions on the samples from the work socket and sends the results back."""
 
     def __init__(self, work: socket.socket, *, timeout_s: float):
         self._work, self._timeout_s = work, timeout_s
@@ -221,12 +212,12 @@ class Scorer:
         self._runner = None
 
     def serve(self) -> None:
-        """Until the socket's end."""
+        """Score samples until the pool closes the socket."""
         stream = self._work.makefile("rb")
         plan, sys.path[:] = pickle.load(stream)
         try:
             mixture = Mixture(plan)
-        except BaseException as error:  # an import runs foreign code, which may call exit()
+        except BaseException as error:  # an import runs user code, which may call exit()
             sentence = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             return self._send(
                 {"unloadable": encodable(sentence[:MAX_ERROR_CHARS]), "traceback": explain(error)}
@@ -240,12 +231,12 @@ class Scorer:
             waiting = self._call(mixture, chunk)
             if waiting:
                 self._await(waiting)
-                self._tidy()
+                self._restore_state()
 
     def _call(
         self, mixture: Mixture, chunk: Sequence[tuple[int, Mapping[str, Any]]]
     ) -> list[tuple[int, Awaitable[Score]]]:
-        """Score one sample after the other; returns those that must be awaited."""
+        """Score the samples in order; return those that must be awaited."""
         waiting = []
         for index, sample in chunk:
             try:
@@ -258,15 +249,15 @@ class Scorer:
                 else:
                     self._send({"i": index, "waiting": True})
                     waiting.append((index, outcome))
-            self._tidy()
+            self._restore_state()
         return waiting
 
     def _await(self, waiting: Sequence[tuple[int, Awaitable[Score]]]) -> None:
-        """Await all concurrently, each with a limit of its own, and answer each at its end."""
-        import asyncio  # here: it would take half of the time that a worker needs to start, and few functions are async
+        """Await all concurrently, each with its own time limit, and answer each when it completes."""
+        import asyncio  # imported here because it doubles the time that a worker needs to start
 
         async def settle(index: int, outcome: Awaitable[Score]) -> None:
-            # Not wait_for, which runs the call in a task of its own: calls that block would be answered after the last one.
+            # Not wait_for, which runs the call in a separate task: all blocking calls would be answered last.
             try:
                 async with asyncio.timeout(self._timeout_s) as limit:
                     score = await outcome
@@ -278,20 +269,19 @@ class Scorer:
         async def settle_all() -> None:
             await asyncio.gather(*(settle(index, outcome) for index, outcome in waiting))
 
-        if self._runner is None:  # one event loop for good: functions keep connections that belong to it
+        if self._runner is None:  # one event loop for all chunks: functions keep connections bound to it
             self._runner = asyncio.Runner()
         self._runner.run(settle_all())
 
     def _answer(self, index: int, score: Score) -> None:
         message = {"i": index, "values": score.values, "prediction": score.prediction}
-        if sum(map(len, score.values)) > MAX_LINE_BYTES // 32:  # each name may take 12 bytes a character
-            return self._fail(
-                index, RejectedResult(f"{len(score.values)} values are too many for one sample")
-            )
+        if sum(map(len, score.values)) > MAX_LINE_BYTES // 32:  # a character may take 12 bytes
+            error = RejectedResult(f"{len(score.values)} values are too many for one sample")
+            return self._fail(index, error)
         self._send(message)
 
     def _fail(self, index: int, error: BaseException) -> None:
-        # Memory that leaked, or lies about in fragments, would fail the next samples too: leave, a fresh process takes over.
+        # Leaked or fragmented memory would fail the next samples too, so a new process continues with them.
         last = isinstance(error, MemoryError)
         self._send({"i": index, "error": explain(error), "last": last})
         if last:
@@ -299,11 +289,11 @@ class Scorer:
 
     def _send(self, message: dict[str, Any]) -> None:
         if os.getpid() != self._pid:
-            os._exit(0)  # the function forked and let the child return; the sample is the parent's to answer
+            os._exit(0)  # the function forked and its child returned; only the parent answers
         self._work.sendall(json.dumps(message).encode() + b"\n")
 
-    def _tidy(self) -> None:
-        """Undo what would hit the next sample: another working directory, an alarm still set."""
+    def _restore_state(self) -> None:
+        """Reset the alarm and the working directory, which would affect the next sample."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
             moved = os.getcwd() != self._cwd
@@ -314,10 +304,8 @@ class Scorer:
 
 
 def explain(error: BaseException) -> str:
-    """Its traceback, of which a very long one loses its middle."""
-    traceback.clear_frames(
-        error.__traceback__
-    )  # what filled the memory hangs on them, and formatting needs some
+    """Format a traceback; the middle of a very long one is left out."""
+    traceback.clear_frames(error.__traceback__)  # they may hold the objects that filled the memory
     try:
         text = "".join(traceback.format_exception(error)).rstrip()
     except MemoryError:
@@ -336,48 +324,47 @@ def signal_name(number: int) -> str:
     return names.get(number, f"signal {number}")  # real-time signals have no name
 
 
-# Processes ------------------------------------------------------------------------------------------------------------
+# ---- processes ----
 
 
 class Process(NamedTuple):
-    """Where a process belongs."""
+    """Parent and process group of a process."""
 
     parent: int
     group: int
 
 
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
 def all_processes() -> dict[int, Process]:
-    """By pid, from /proc/*/stat; /proc/<pid>/task/*/children would be quicker, but not every kernel has it."""
+    """Return all processes by pid, from /proc/*/stat (not every kernel has /proc/<pid>/task/*/children)."""
     processes = {}
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with (
-            contextlib.suppress(OSError),
-            open(f"/proc/{pid}/stat", "rb") as file,
-        ):  # it may be gone in the meantime
+    for pid in _pids():
+        with contextlib.suppress(OSError):  # it may have ended
             # pid (name) state parent group ...; the name may hold spaces and parentheses
-            fields = file.read().rpartition(b")")[2].split()
-            processes[int(pid)] = Process(int(fields[1]), int(fields[2]))
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            processes[pid] = Process(int(fields[1]), int(fields[2]))
     return processes
 
 
-def below(root: int, processes: Mapping[int, Process]) -> list[int]:
-    """All descendants of `root`, parents before their children."""
+def descendants(root: int, processes: Mapping[int, Process]) -> list[int]:
+    """Return all descendants of `root`, parents before their children."""
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():
         children.setdefault(process.parent, []).append(pid)
     found = list(children.get(root, ()))
-    for pid in found:  # grows as it goes
+    for pid in found:  # grows during the iteration
         found += children.get(pid, ())
     return found
 
 
 def kill_marked(mark: str) -> None:
-    """Kill the processes of this user whose environment has MARK=mark, until there are none or KILLING_S are over."""
-    wanted = f"{MARK}={mark}".encode()
+    """Kill the processes of this user whose environment has MARK=mark, for at most KILLING_S."""
+    entry = f"{MARK}={mark}".encode()
     deadline = time.monotonic() + KILLING_S
-    while found := [
-        pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if wanted in _environment(pid)
-    ]:
+    while found := [pid for pid in _pids() if entry in _environment(pid)]:
         for pid in found:
             _kill(pid)
         if time.monotonic() > deadline:
@@ -385,7 +372,7 @@ def kill_marked(mark: str) -> None:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """Of a process that is not a zombie and belongs to this user; else nothing."""
+    """Return the environment of a process; empty for a zombie or another user's process."""
     try:
         return Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
     except OSError:
@@ -393,8 +380,8 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def _kill(pid: int) -> None:
-    """`pid`, or the process group -pid."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # gone; or a set-uid program
+    """Kill the process `pid`, or the process group -pid."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; or a set-uid program
         os.kill(pid, signal.SIGKILL)
 
 

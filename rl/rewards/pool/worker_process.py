@@ -1,4 +1,4 @@
-"""A worker process of the scoring pool, from the pool's end: what is sent to it, what it says, how it ends (worker.py)."""
+"""The pool's side of a worker process (worker.py): its start, its messages and its end."""
 
 import contextlib
 import json
@@ -18,65 +18,66 @@ from typing import Any
 from rl.rewards.pool.worker import KILLING_S, MARK, MAX_LINE_BYTES, SWEEP, kill_marked, too_slow
 
 ASYNC_GRACE_S = 2.0
-"""How much later than its own time-out an async call is taken to have blocked the event loop."""
+"""Seconds after its own time-out at which an async call counts as blocking the event loop."""
 ENDED_WITHIN_S = 2.0
-"""How long after the scorer's end of the socket was closed its supervisor is given to say why."""
+"""Seconds after the scorer's socket was closed within which the supervisor reports the reason."""
 
 
 class WorkerProcess:
-    """The pool's end of a worker process."""
+    """The pool's connection to a worker process."""
 
-    def __init__(self, greeting: bytes, options: Mapping[str, Any], cwd: str, startup_s: float):
-        """Raises OSError if the process cannot be started."""
+    def __init__(self, initialization: bytes, options: Mapping[str, Any], cwd: str, startup_s: float):
+        """Start the process. Raises OSError if that fails."""
         self._work, work_end = socket.socketpair()
-        self._life, life_end = socket.socketpair()
+        self._control, control_end = socket.socketpair()
         self._mark = uuid.uuid4().hex
-        options = {**options, "work": work_end.fileno(), "life": life_end.fileno(), "parent": os.getpid()}
+        ends = {"work": work_end.fileno(), "control": control_end.fileno()}
+        options = {**options, **ends, "parent": os.getpid()}
         try:
             self._process = subprocess.Popen(
-                # -P: the directory of the run may hold a random.py. The path of this process is set once ours are imported.
+                # -P: the run directory may hold a random.py. The worker sets sys.path after its own imports.
                 [sys.executable, "-P", "-m", "rl.rewards.pool.worker", json.dumps(options)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(work_end.fileno(), life_end.fileno()),
-                start_new_session=True,  # no signals of the terminal, none that the launcher sends to our group
+                pass_fds=tuple(ends.values()),
+                start_new_session=True,  # no signals from the terminal or to the launcher's process group
                 cwd=cwd,
                 env=_environment(self._mark),
             )
         except OSError:
             self._work.close()
-            self._life.close()
+            self._control.close()
             raise
         finally:
             work_end.close()
-            life_end.close()
-        for ours in (self._work, self._life):
-            ours.setblocking(False)
-        self.fds = (self._work.fileno(), self._life.fileno())
-        self.outgoing = memoryview(greeting)
+            control_end.close()
+        for connection in (self._work, self._control):
+            connection.setblocking(False)
+        self.fds = (self._work.fileno(), self._control.fileno())
+        self.outgoing = memoryview(initialization)
         self._polls_out = False
-        self._incoming, self._news = bytearray(), bytearray()
+        self._work_buffer, self._control_buffer = bytearray(), bytearray()
         self.chunk: dict[int, None] = {}
-        """Indices of the samples it has not answered, in order."""
+        """Indices of the samples that are not answered, in order."""
         self.awaited: set[int] = set()
-        """Those of them that are called and awaited."""
+        """Indices in `chunk` that are called and awaited."""
         self.is_ready, self.is_async = False, False
         self.lost: str | None = None
-        """Why it is of no use any more."""
+        """Reason why the worker can no longer be used."""
         self.was_killed = False
-        """Its supervisor is gone without a word: killed, which a call does not do by accident."""
-        self.hung_up = False
-        """The scorer's end is closed; why, its supervisor will say."""
+        """Whether the supervisor ended without a message; a call does not kill it by accident."""
+        self.is_disconnected = False
+        """Whether the scorer's socket is closed; the supervisor will report the reason."""
         self._sweeping = False
-        self.swept_at = self._left_at = time.monotonic()
+        self.swept_at = self._shut_down_at = time.monotonic()
         self.deadline = time.monotonic() + startup_s
         self._startup_s = startup_s
         self.flush()
 
     @property
     def is_free(self) -> bool:
-        return self.is_ready and not self.chunk and not self._sweeping and not self.hung_up
+        return self.is_ready and not self.chunk and not self._sweeping and not self.is_disconnected
 
     def assign(self, indices: list[int], samples: Sequence[Mapping[str, Any]], timeout_s: float) -> None:
         self.chunk, self.awaited = dict.fromkeys(indices), set()
@@ -85,7 +86,7 @@ class WorkerProcess:
         self.flush()
 
     def set_deadline(self, timeout_s: float) -> None:
-        """Of the next answer."""
+        """Set the deadline of the next answer."""
         if not self.chunk:
             self.deadline = math.inf
         elif len(self.awaited) < len(self.chunk):
@@ -93,66 +94,69 @@ class WorkerProcess:
         else:
             self.deadline = time.monotonic() + timeout_s + ASYNC_GRACE_S
 
-    def lateness(self, timeout_s: float) -> str:
-        """What it means that the deadline is over."""
-        if self.hung_up:
+    def describe_timeout(self, timeout_s: float) -> str:
+        """Return why the deadline has passed, for the log."""
+        if self.is_disconnected:
             return "the call closed the connection of its process"
         if not self.is_ready:
-            return f"a scoring worker was not ready within {self._startup_s:g} s: the import of the reward function takes longer"
+            return (
+                f"a scoring worker was not ready after {self._startup_s:g} s, most likely for a slow import"
+            )
         return too_slow(timeout_s) + ", and its process was killed"
 
-    def ask_to_sweep(self) -> None:
-        """Have the strays killed that finished calls have left; it is not free until that is done."""
+    def request_sweep(self) -> None:
+        """Have the orphans of finished calls killed; the worker is not free until that is done."""
         if self.is_ready and not self._sweeping:
             self._sweeping, self.deadline = True, time.monotonic() + KILLING_S
-            with contextlib.suppress(OSError):  # its end is in the news
-                self._life.send(SWEEP)
+            with contextlib.suppress(OSError):  # `receive` notices the worker's end
+                self._control.send(SWEEP)
 
     def flush(self) -> None:
-        """Send as much as there is room for."""
+        """Send as many bytes as the socket accepts."""
         try:
             with contextlib.suppress(BlockingIOError):
                 while self.outgoing:
                     self.outgoing = self.outgoing[self._work.send(self.outgoing) :]
         except OSError:
-            self.outgoing = memoryview(b"")  # its end is in the news
+            self.outgoing = memoryview(b"")  # `receive` notices the worker's end
 
-    def wants_pollout(self) -> bool:
-        """Whether waiting for room to send must be turned on or off."""
+    def needs_poll_update(self) -> bool:
+        """Return whether polling for POLLOUT must be turned on or off."""
         changed = self._polls_out != bool(self.outgoing)
         self._polls_out = bool(self.outgoing)
         return changed
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """The messages from the scorer up to the first that is not valid. Sets `lost` after them at that or at the worker's end.
+        """Yield the scorer's messages up to the first invalid one, then set `lost` if the worker is unusable.
 
-        What a message says must be noted before the next is taken: it decides what is valid then.
+        Each message must be recorded before the next is taken, because it changes which messages are valid.
         """
-        # The supervisor's news first: what the scorer has answered before its end is then there to be read.
-        self.was_killed = _read(self._life, self._news)
+        # The supervisor's messages first: after its last one, all answers of the scorer can be read.
+        self.was_killed = _read(self._control, self._control_buffer)
         ended = "the scoring worker was killed" if self.was_killed else None
-        for line in _lines(self._news):
+        for line in _lines(self._control_buffer):
             message = json.loads(line)
             if "swept" in message:
                 self._sweeping, self.swept_at, self.deadline = False, time.monotonic(), math.inf
             else:
                 ended, self.was_killed = f"the call ended its process: {message['ended']}", False
-        closed = _read(self._work, self._incoming, to_the_end=ended is not None)
-        for line in _lines(self._incoming):
+        closed = _read(self._work, self._work_buffer, to_the_end=ended is not None)
+        for line in _lines(self._work_buffer):
             message = self._validated(line)
             if message is None:
-                self.lost = f"the scoring process wrote something that is no answer: {line[:80]!r}"
+                self.lost = f"the scoring process sent an invalid message: {line[:80]!r}"
                 return
             yield message
-        if len(self._incoming) > MAX_LINE_BYTES:
-            self.lost = "the scoring process wrote something that is no answer, and does not end"
+        if len(self._work_buffer) > MAX_LINE_BYTES:
+            self.lost = "the scoring process sent an invalid message without an end"
         elif ended is not None:
             self.lost = ended
-        elif closed and not self.hung_up:
-            self.hung_up, self.deadline = True, min(self.deadline, time.monotonic() + ENDED_WITHIN_S)
+        elif closed and not self.is_disconnected:
+            self.is_disconnected = True
+            self.deadline = min(self.deadline, time.monotonic() + ENDED_WITHIN_S)
 
     def _validated(self, line: bytes) -> dict[str, Any] | None:
-        """A message of the scorer; None if it is none, for what runs there can write anything."""
+        """Parse a message of the scorer; return None if it is invalid: user code may have written it."""
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
@@ -163,11 +167,8 @@ class WorkerProcess:
             if isinstance(message.get("ready"), bool):
                 self.is_ready, self.is_async, self.deadline = True, message["ready"], math.inf
                 return message
-            return (
-                message
-                if all(isinstance(message.get(key), str) for key in ("unloadable", "traceback"))
-                else None
-            )
+            texts = message.get("unloadable"), message.get("traceback")
+            return message if all(isinstance(text, str) for text in texts) else None
         index = message.get("i")
         if type(index) is not int or index not in self.chunk:
             return None
@@ -176,34 +177,33 @@ class WorkerProcess:
         if message.get("waiting") is True:
             return message if index not in self.awaited else None
         values, prediction = message.get("values"), message.get("prediction")
-        if (
-            not isinstance(values, dict)
-            or "score" not in values
-            or not (prediction is None or isinstance(prediction, str))
-        ):
+        if not isinstance(values, dict) or "score" not in values:
+            return None
+        if not (prediction is None or isinstance(prediction, str)):
             return None
         finite = all(type(value) is float and math.isfinite(value) for value in values.values())
         return message if finite and all(map(str.isprintable, values)) else None
 
-    def leave(self) -> None:
-        """Have it kill all it started and end. Not `close` alone: a fork of this process may hold a copy of the socket."""
-        self._left_at = time.monotonic()
-        self._process.send_signal(signal.SIGCONT)  # it may have been stopped from below
-        for ours in (self._life, self._work):
-            with contextlib.suppress(OSError):  # the other end is gone
-                ours.shutdown(socket.SHUT_RDWR)
-            ours.close()
+    def shut_down(self) -> None:
+        """Make the supervisor kill its descendants and exit, and close the sockets."""
+        self._shut_down_at = time.monotonic()
+        self._process.send_signal(signal.SIGCONT)  # a descendant may have stopped it
+        for connection in (self._control, self._work):
+            # Not `close` alone: a fork of this process may hold a copy of the socket.
+            with contextlib.suppress(OSError):  # the other end is closed
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
-    def is_gone(self, *, wait: bool) -> bool:
-        """Whether it has ended; waits for it if asked to. Kills what is left when it did not clear up after itself."""
-        patience = self._left_at + KILLING_S + 5.0 - time.monotonic()
-        if wait and patience > 0:
+    def has_ended(self, *, wait: bool) -> bool:
+        """Return whether the process has ended; `wait` for it; kill the descendants that it has left."""
+        left_s = self._shut_down_at + KILLING_S + 5.0 - time.monotonic()
+        if wait and left_s > 0:
             try:
-                self._process.wait(patience)
+                self._process.wait(left_s)
             except subprocess.TimeoutExpired:
-                patience = 0.0
+                left_s = 0.0
         if self._process.poll() is None:
-            if patience > 0:
+            if left_s > 0:
                 return False
             self._process.kill()
             self._process.wait()
@@ -213,8 +213,10 @@ class WorkerProcess:
 
 
 def _environment(mark: str) -> dict[str, str]:
-    """Of a worker: it finds this package, is known by its mark, and is one core's worth of a process. OpenBLAS reserves
-    address space for each of its threads, and would hit the limit on a host with many cores."""
+    """Return a worker's environment: the path to this package, its mark, and one thread per library.
+
+    OpenBLAS reserves address space for each of its threads and would exceed the limit on a large host.
+    """
     root = str(Path(__file__).resolve().parents[3])
     python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     threads = dict.fromkeys(
@@ -224,7 +226,7 @@ def _environment(mark: str) -> dict[str, str]:
 
 
 def _read(source: socket.socket, into: bytearray, *, to_the_end: bool = False) -> bool:
-    """Append what is there, 256 KiB of it unless all is wanted; whether the other end is closed."""
+    """Append available bytes, at most 256 KiB unless `to_the_end`; return whether the other end is closed."""
     while True:
         try:
             data = source.recv(1 << 18)
@@ -240,7 +242,7 @@ def _read(source: socket.socket, into: bytearray, *, to_the_end: bool = False) -
 
 
 def _lines(buffer: bytearray) -> list[bytes]:
-    """Take the complete lines out of the buffer."""
+    """Remove and return the complete lines in the buffer."""
     end = buffer.rfind(b"\n") + 1
     lines = bytes(buffer[:end]).split(b"\n")[:-1]
     del buffer[:end]

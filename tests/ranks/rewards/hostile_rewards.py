@@ -1,5 +1,8 @@
-"""Reward functions that do wrong, for test_pool.py. Each scores a number by itself. `misdeeds` does what a response names; others
-what they are named after, some of them only where the response is "bad"."""
+"""Faulty reward functions for test_pool.py; each scores a number by itself.
+
+`fails_as_named` fails in the way that the response names. Others do what their name says, some only if the
+response is "bad".
+"""
 
 import asyncio
 import contextlib
@@ -42,31 +45,14 @@ def recurse():
     return recurse()
 
 
-def write_rubbish():
+def write_everywhere(data):
     for fd in range(3, 64):
         with contextlib.suppress(OSError):
-            os.write(fd, b"rubbish\n" * 10)
+            os.write(fd, data)
     return 1.0
 
 
-def write_without_end():
-    for fd in range(3, 64):
-        with contextlib.suppress(OSError):
-            os.write(fd, b"x" * (1 << 22))
-
-
-def forge():
-    for fd in range(3, 64):
-        with contextlib.suppress(OSError):
-            os.write(fd, b'{"i": 0, "values": {"score": 9.0}, "prediction": null}\n')
-    return 1.0
-
-
-def many_values():
-    return {"score": 1.0} | {f"value {i}": 1.0 for i in range(100_000)}
-
-
-DEEDS = {
+FAILURES = {
     "raises": raises,
     "interrupts": interrupt,
     "recurses": recurse,
@@ -80,20 +66,21 @@ DEEDS = {
     "kills its parent's group": lambda: os.killpg(os.getpgid(os.getppid()), signal.SIGKILL),
     "stops its parent": lambda: [os.kill(os.getppid(), signal.SIGSTOP), os._exit(1)],
     "closes all": lambda: os.closerange(0, 1000),
-    "writes rubbish": write_rubbish,
-    "writes without end": write_without_end,
-    "forges": forge,
+    "writes garbage": lambda: write_everywhere(b"garbage\n" * 10),
+    "writes without end": lambda: write_everywhere(b"x" * (1 << 22)),
+    "forges": lambda: write_everywhere(b'{"i": 0, "values": {"score": 9.0}, "prediction": null}\n'),
+    "forges an error": lambda: write_everywhere(b'{"i": 4, "error": 5, "values": {"score": 9.0}}\n'),
     "returns nan": lambda: float("nan"),
     "returns text": lambda: "1.0",
-    "returns too much": many_values,
+    "returns too much": lambda: {"score": 1.0} | {f"value {i}": 1.0 for i in range(100_000)},
     "sleeps": lambda: time.sleep(1000),
     "spins": spin,
     "stops itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 
 
-def misdeeds(response, **extra):
-    return DEEDS[response]() if response in DEEDS else float(response)
+def fails_as_named(response, **extra):
+    return FAILURES[response]() if response in FAILURES else float(response)
 
 
 def prints(response, **extra):
@@ -158,7 +145,7 @@ DAEMON = (
 
 
 def start_daemon(extra_info):
-    """A process in its own session whose parent is dead, its environment empty."""
+    """Start a process in its own session whose parent has ended; with `clean`, its environment is empty."""
     path = extra_info["pid_file"]
     if os.fork() == 0:
         subprocess.Popen([sys.executable, "-c", DAEMON, path], env={} if extra_info["clean"] else None)
@@ -178,8 +165,8 @@ def leaves_a_daemon(response, extra_info=None, **extra):
     return float(response)
 
 
-def forks_on_and_on(response, extra_info=None, **extra):
-    """A process that is never seen twice."""
+def forks_continuously(response, extra_info=None, **extra):
+    """Start a process that forks and exits, again and again."""
     if not is_good(response):
         if os.fork() == 0:
             while True:

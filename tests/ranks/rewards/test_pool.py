@@ -75,8 +75,8 @@ def my_children():
 
 
 @pytest.fixture(autouse=True)
-def nothing_was_said_before(monkeypatch):
-    monkeypatch.setattr(pool_module, "_said", set())
+def nothing_was_logged_before(monkeypatch):
+    monkeypatch.setattr(pool_module, "_logged", set())
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def no_process_is_left():
     assert my_children() <= before
 
 
-# ---- what goes well ----
+# ---- scores ----
 
 
 def test_scores_details_and_predictions_come_back_in_order():
@@ -99,7 +99,7 @@ def test_scores_details_and_predictions_come_back_in_order():
             assert [s.prediction for s in scores] == [f"<{i}>" for i in range(num_samples)]
 
 
-def test_nothing_starts_before_the_first_call_and_nothing_stays_after_close():
+def test_no_worker_before_the_first_call_or_after_close():
     before = my_children()
     pool = make_pool(REWARDS, "whereabouts", workers=2)
     assert my_children() == before
@@ -110,7 +110,7 @@ def test_nothing_starts_before_the_first_call_and_nothing_stays_after_close():
     assert os.getpgid(0) not in {v["group"] for v in values}
     pool.close()
     assert my_children() == before and not any(map(is_alive, map(int, pids)))
-    assert numbers_of(pool.score(samples_of([4]))) == [4.0]  # it starts anew
+    assert numbers_of(pool.score(samples_of([4]))) == [4.0]  # new workers start
     pool.close()
     pool.close()
 
@@ -135,13 +135,13 @@ def test_each_data_source_has_its_functions():
     samples = samples_of([7]) + [{**samples_of([2])[0], "data_source": "other"}]
     with ScoringPool(plan, failure_score=0.0, workers=1, timeout_s=20, memory_mib=0) as pool:
         mixed, default = pool.score(samples)
-    details = {"misdeeds/score": 7.0, "misdeeds/acc": 1.0, "misdeeds_2/score": 1.0}
+    details = {"hostile_rewards/score": 7.0, "hostile_rewards/acc": 1.0, "hostile_rewards_2/score": 1.0}
     assert mixed.values == {"score": 15.0, "acc": 1.0, **details, "failed": 0.0}
     assert mixed.prediction == "<7>"
     assert default.values == {"score": 1.0, "acc": 1.0, "failed": 0.0}
 
 
-def test_paths_and_modules_are_found_as_in_the_process_that_made_the_pool(tmp_path, monkeypatch):
+def test_paths_and_modules_resolve_as_in_the_parent(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text("def score(**extra):\n    return 0.5\n")
     (tmp_path / "random.py").write_text("1 / 0\n")  # must not shadow the standard library's
     monkeypatch.chdir(tmp_path)
@@ -183,63 +183,49 @@ def test_the_work_beside_the_workers_grows_linearly():
         assert_linear(pool.score, lambda size: samples[:size], len(samples))
 
 
-# ---- what goes wrong in one call ----
+# ---- failures of one call ----
 
 
-AT_ONCE = [
-    "raises",
-    "interrupts",
-    "recurses",
-    "allocates",
-    "exits",
-    "exits at once",
-    "crashes",
-    "kills itself",
-    "kills its group",
-    "kills its parent",
-    "kills its parent's group",
-    "stops its parent",
-    "closes all",
-    "writes rubbish",
-    "writes without end",
-    "forges",
-    "returns nan",
-    "returns text",
-    "returns too much",
-]
+AT_ONCE = """raises;interrupts;recurses;allocates;exits;exits at once;crashes;kills itself;kills its group
+kills its parent;kills its parent's group;stops its parent;closes all;writes garbage;writes without end;forges
+forges an error;returns nan;returns text;returns too much""".replace("\n", ";").split(";")
 LATE = ["sleeps", "spins", "stops itself"]
 
 
-@pytest.mark.parametrize("deeds, timeout_s", [(AT_ONCE, 30.0), (LATE, 1.0)])
+@pytest.mark.parametrize("failures, timeout_s", [(AT_ONCE, 30.0), (LATE, 1.0)])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_call_that_goes_wrong_costs_its_sample_only(deeds, timeout_s, workers):
-    responses = [response for i, deed in enumerate(deeds) for response in (3 * i, deed, 3 * i + 1, 3 * i + 2)]
-    with make_pool(REWARDS, "misdeeds", workers=workers, timeout_s=timeout_s, memory_mib=400) as pool:
+def test_a_call_that_goes_wrong_costs_its_sample_only(failures, timeout_s, workers):
+    responses = [
+        response for i, failure in enumerate(failures) for response in (3 * i, failure, 3 * i + 1, 3 * i + 2)
+    ]
+    with make_pool(REWARDS, "fails_as_named", workers=workers, timeout_s=timeout_s, memory_mib=400) as pool:
         scores = pool.score(samples_of(responses))
-        assert [responses[i] for i in failed_of(scores)] == deeds
+        assert [responses[i] for i in failed_of(scores)] == failures
         assert numbers_of(scores) == [-1.0 if isinstance(r, str) else float(r) for r in responses]
         assert numbers_of(pool.score(samples_of([1, 2]))) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
-    "deed, reason",
+    "failure, reason",
     [
         ("sleeps", "took longer than the limit of 1 s, and its process was killed"),
         ("exits at once", "ended its process: exit status 3"),
         ("crashes", "ended its process: SIGSEGV"),
         ("allocates", "MemoryError"),
-        ("writes rubbish", "wrote something that is no answer: b'rubbish'"),
+        ("writes garbage", "sent an invalid message: b'garbage'"),
         ("returns nan", "the score must be a finite number, it is float nan"),
     ],
 )
-def test_what_went_wrong_is_said(deed, reason, caplog):
-    with make_pool(REWARDS, "misdeeds", timeout_s=1.0 if deed == "sleeps" else 30.0, memory_mib=400) as pool:
-        pool.score(samples_of([deed]))
+def test_the_reason_of_a_failure_is_logged(failure, reason, caplog):
+    with make_pool(
+        REWARDS, "fails_as_named", timeout_s=1.0 if failure == "sleeps" else 30.0, memory_mib=400
+    ) as pool:
+        pool.score(samples_of([failure]))
     assert reason in caplog.text
 
 
 @pytest.mark.parametrize("name", ["prints", "forks", "forks_an_exit", "leaves_an_alarm", "ignores_signals"])
-def test_what_must_not_do_harm(name):
+def test_harmless_side_effects_cost_no_sample(name):
     with make_pool(REWARDS, name) as pool:
         for _ in range(2):
             scores = pool.score(samples_of(range(12)))
@@ -253,7 +239,7 @@ def test_each_call_starts_in_the_same_directory(tmp_path):
 
 
 @pytest.mark.parametrize("end, clean", [("return", True), ("sleep", True), ("kill", False)])
-def test_a_daemon_that_a_call_started_is_gone_afterwards(tmp_path, end, clean):
+def test_a_daemon_that_a_call_started_is_killed(tmp_path, end, clean):
     """Double fork and a session of its own; also when the call then hangs or kills the supervisor."""
     pid_file = tmp_path / "pid"
     samples = samples_of(range(8))
@@ -264,9 +250,9 @@ def test_a_daemon_that_a_call_started_is_gone_afterwards(tmp_path, end, clean):
         assert not wait_until_gone([int(pid) for pid in pid_file.read_text().split()])
 
 
-def test_a_process_that_forks_on_and_on_is_gone_afterwards(tmp_path):
+def test_a_process_that_forks_continuously_is_gone_afterwards(tmp_path):
     heartbeat = tmp_path / "heartbeat"
-    with make_pool(REWARDS, "forks_on_and_on", timeout_s=1.0) as pool:
+    with make_pool(REWARDS, "forks_continuously", timeout_s=1.0) as pool:
         assert failed_of(pool.score(samples_of([0, "bad", 2], heartbeat=str(heartbeat)))) == [1]
     heartbeat.unlink()
     time.sleep(0.3)
@@ -292,7 +278,7 @@ def test_async_calls_of_a_chunk_run_concurrently():
         assert numbers_of(scores) == [float(i) for i in range(60)]
 
 
-def test_an_async_call_that_blocks_the_loop_costs_its_sample_only(monkeypatch):
+def test_a_blocking_async_call_costs_its_sample_only(monkeypatch):
     monkeypatch.setattr(worker_process, "ASYNC_GRACE_S", 0.2)
     with make_pool(REWARDS, "blocks", timeout_s=0.8) as pool:
         scores = pool.score(samples_of([0, 1, "bad", 3]))
@@ -319,16 +305,16 @@ def test_a_slow_import_does_not_count_as_a_call(tmp_path):
 @pytest.mark.parametrize(
     "source, reason",
     [
-        ("import time\ntime.sleep(1000)\n", "was not ready within 1 s"),
+        ("import time\ntime.sleep(1000)\n", "was not ready after 1 s"),
         ("1 / 0\n", "ZeroDivisionError"),
         ("raise SystemExit(2)\n", "SystemExit: 2"),
         ("import os\nos._exit(7)\n", "exit status 7"),
         ("def other(**extra):\n    return 0.0\n", "has no 'score', only other"),
-        ("def score(prompt):\n    return 0.0\n", "take the rest as"),
+        ("def score(prompt):\n    return 0.0\n", "Accept those it does not read"),
         ("data = bytearray(3 << 30)\n", "MemoryError"),
     ],
 )
-def test_functions_that_cannot_be_loaded_fail_every_sample_and_the_check(tmp_path, caplog, source, reason):
+def test_an_import_failure_fails_samples_and_check(tmp_path, caplog, source, reason):
     (tmp_path / "broken.py").write_text(source)
     with make_pool(tmp_path / "broken.py", "score", startup_s=1.0 if "sleep" in source else 60.0) as pool:
         scores = pool.score(samples_of(range(100)))
@@ -347,7 +333,7 @@ def test_a_process_that_cannot_be_started_is_a_failure_too(monkeypatch):
             pool.check()
 
 
-# ---- the life of workers ----
+# ---- ends of workers ----
 
 
 @pytest.mark.parametrize("key", ["pid", "parent"])
@@ -377,7 +363,7 @@ def test_an_interrupted_call_leaves_a_pool_that_works():
 
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with make_pool(REWARDS, "misdeeds") as pool:
+        with make_pool(REWARDS, "fails_as_named") as pool:
             signal.setitimer(signal.ITIMER_REAL, 1.0)
             with pytest.raises(KeyboardInterrupt):
                 pool.score(samples_of(["sleeps", "sleeps"]))
@@ -417,11 +403,11 @@ def test_workers_die_with_the_process_that_started_them(tmp_path):
         process.stdout.close()
 
 
-# ---- what is said ----
+# ---- the log and the arguments ----
 
 
-def test_the_first_failure_is_logged_once_with_the_number_of_failures(caplog):
-    with make_pool(REWARDS, "misdeeds") as pool, caplog.at_level(logging.WARNING):
+def test_the_first_failure_is_logged_once_with_the_count(caplog):
+    with make_pool(REWARDS, "fails_as_named") as pool, caplog.at_level(logging.WARNING):
         pool.score(samples_of([0, "raises", "raises", 3]))
         pool.score(samples_of(["raises"]))
     first, second = [record.getMessage() for record in caplog.records]
@@ -460,3 +446,11 @@ def test_ranks_of_a_host_share_its_cores():
 def test_a_plan_is_plain_data():
     plan = RewardPlan((Component("a:b"),))
     assert json.dumps([plan.default[0].function, plan.default[0].kwargs]) == '["a:b", {}]'
+
+
+def test_a_worker_imports_no_large_package():
+    large = {"numpy", "torch", "transformers", "asyncio", "multiprocessing"}
+    program = f"import sys, rl.rewards.pool.worker; print(*({large} & set(sys.modules)))"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -166,7 +166,7 @@ class TestTransport:
 
     def test_a_silent_fall_back_to_tcp(self):
         (finding,) = read_nccl_log(self.ON_TCP, rdma=["mlx5_0"])
-        assert finding.level == "bad" and "fell back to TCP" in finding.text and "mlx5_0" in finding.text
+        assert finding.level == "bad" and "NCCL uses TCP" in finding.text and "mlx5_0" in finding.text
 
     def test_tcp_where_there_is_nothing_else(self):
         assert levels(read_nccl_log(self.ON_TCP, rdma=[])) == ["ok"]
@@ -185,7 +185,7 @@ class TestReport:
         text = doctor.as_text(by_node, verbose=False)
         assert text.count("model.path") == 1 and "all nodes" in text and text.endswith("--exclude=b")
 
-    def test_what_is_in_order_is_said_on_request(self):
+    def test_passed_checks_are_reported_on_request(self):
         by_node = {"a": [ok("gpus", "8"), Finding("warn", "versions", "other")]}
         assert "gpus" not in doctor.as_text(by_node, verbose=False)
         assert "gpus" in doctor.as_text(by_node, verbose=True)
@@ -229,7 +229,10 @@ def test_faults_of_single_nodes_are_named(config):
         for node, some in report["nodes"].items()
     }
     assert found["node0"] == {}
-    assert found["node1"].keys() == {"clock", "transport"} and "-5.0" in found["node1"]["clock"]
+    assert found["node1"].keys() == {"clock", "transport"}
+    assert (
+        -6 < float(found["node1"]["clock"].split()[0]) < -4
+    )  # the injected 5 s, on a machine that may be busy
     assert found["node2"].keys() == {"paths"} and "train.jsonl" in found["node2"]["paths"]
 
 
@@ -243,7 +246,7 @@ def test_by_hand_on_one_node(config):
         "0",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "1 node, 0 with something bad" in done.stdout
+    assert done.returncode == 0 and "1 node, 0 with a failed check" in done.stdout
     done = subprocess.run([*command, "--gpus", "64"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "--exclude=" in done.stdout
     done = subprocess.run([*command, "run.nmae=x"], capture_output=True, text=True, timeout=60)

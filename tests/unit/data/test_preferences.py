@@ -80,14 +80,14 @@ def test_without_a_prompt_column_the_conversations_hold_it(load):
     assert pair.text == "<user>s<user>1+1=<assistant>" and pair.data_source == "pairs"
 
 
-def test_a_prompt_of_several_turns_is_the_same_with_and_without_repetition(load):
+def test_several_turns_with_and_without_repetition(load):
     chat = [USER, GOOD, {"role": "user", "content": "2+2="}]
     repeated = {"prompt": "2+2=", "chosen": [*chat, BAD], "rejected": [*chat, GOOD]}
     plain, long = load({"prompt": chat, "chosen": [BAD], "rejected": [GOOD]}, repeated)
     assert plain.text == long.text == "<user>1+1=<assistant>2<eos><user>2+2=<assistant>"
 
 
-def test_keys_that_parquet_fills_up_make_no_difference_between_prompt_and_repetition(tmp_path, tokenizer):
+def test_null_keys_are_ignored_in_repetitions(tmp_path, tokenizer):
     row = {"prompt": [USER], "chosen": [USER, {**GOOD, "name": "x"}], "rejected": [USER, BAD]}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "pairs.parquet")
     (pair,) = load_preferences([tmp_path / "pairs.parquet"], tokenizer, **DEFAULTS)
@@ -114,25 +114,28 @@ def test_other_columns_files_and_max_pairs(load):
             {"chosen": [USER, GOOD], "rejected": "three"},
             "differ between column 'chosen' and column 'rejected'",
         ),
-        ({"chosen": [GOOD, USER], "rejected": "three"}, "'chosen' must end with a message of the assistant"),
         (
-            {"chosen": "2", "rejected": []},
-            "column 'rejected' must be the response, or messages .* it is list",
+            {"chosen": [GOOD, USER], "rejected": "three"},
+            "'chosen' must end with a text message of the assistant",
         ),
-        ({"chosen": None, "rejected": "three"}, "column 'chosen' must be the response, .* it is missing"),
-        ({"chosen": "2", "rejected": 3}, "column 'rejected' must be the response, .* it is int 3"),
+        ({"chosen": "2", "rejected": []}, "column 'rejected' must be a string or messages .* not list"),
+        ({"chosen": None, "rejected": "three"}, "column 'chosen' must be a string .* not missing"),
+        ({"chosen": "2", "rejected": 3}, "column 'rejected' must be a string .* not int 3"),
         (
             {"chosen": [{"role": "assistant", "tool_calls": [{"name": "f"}]}], "rejected": "three"},
-            "'chosen' must end with a message of the assistant with text",
+            "'chosen' must end with a text message of the assistant",
         ),
-        ({"prompt": [USER, GOOD], "chosen": "2", "rejected": "3"}, "ends with a message of the assistant"),
+        (
+            {"prompt": [USER, GOOD], "chosen": "2", "rejected": "3"},
+            "must not end with a message of the assistant",
+        ),
         (
             {"prompt": [{**USER, "content": "2+2="}], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            "are not the prompt in column 'prompt'.*set data.prompt_key to \"\"",
+            "differ from the prompt in column 'prompt'.*set data.prompt_key=\"\"",
         ),
         (
             {"prompt": "2+2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            "are not the prompt in column 'prompt'",
+            "differ from the prompt in column 'prompt'",
         ),
         ({"prompt": 5, "chosen": "2", "rejected": "3"}, "column 'prompt' must be a string or a list"),
         ({"prompt": "", "chosen": "2", "rejected": "3"}, "the prompt in column 'prompt' is empty"),
@@ -159,7 +162,7 @@ def test_no_prompt_anywhere_is_refused(load):
 def test_a_tokenizer_without_eos_is_refused(load, tokenizer_dir):
     tokenizer = load_tokenizer(tokenizer_dir)
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no eos_token"):
+    with pytest.raises(ValueError, match="needs an eos_token"):
         load({"prompt": "a", "chosen": "b", "rejected": "c"}, tokenizer=tokenizer)
 
 
@@ -175,12 +178,12 @@ LONG = [
 
 def test_overlong_pairs_under_error_name_what_is_too_long(load):
     with pytest.raises(
-        ValueError, match="1 of 4 prompts have more than data.max_prompt_tokens = 3 tokens, the longest 4"
+        ValueError, match="1 of 4 prompts have more than data.max_prompt_tokens=3 tokens, the longest 4"
     ):
         load(*LONG, max_prompt_tokens=3)
     with pytest.raises(
         ValueError,
-        match="1 of 4 rejected responses have more than rollout.max_response_tokens = 5 tokens.*first tokens",
+        match="1 of 4 rejected responses have more than rollout.max_response_tokens=5 tokens.*first tokens",
     ):
         load(*LONG, max_response_tokens=5)
 
@@ -194,11 +197,11 @@ def test_drop_leaves_out_every_pair_of_which_a_part_is_too_long(load, caplog):
 
 
 def test_drop_that_leaves_no_pair_is_an_error(load):
-    with pytest.raises(ValueError, match="each of the 2 pairs .* would leave nothing"):
+    with pytest.raises(ValueError, match="each of the 2 pairs .* would drop all"):
         load(LONG[0], LONG[1], max_prompt_tokens=3, max_response_tokens=4, overlong="drop")
 
 
-def test_truncation_keeps_the_end_of_the_prompt_and_the_beginning_of_a_response(load, tokenizer):
+def test_truncation_keeps_prompt_end_and_response_start(load, tokenizer):
     row = {"prompt": "01234", "chosen": "abcde", "rejected": "abc"}
     (pair,) = load(row, max_prompt_tokens=3, max_response_tokens=4, overlong="truncate_left")
     assert tokenizer.convert_ids_to_tokens(pair.prompt_ids.tolist()) == ["2", "3", "4"]
@@ -213,7 +216,7 @@ def test_truncation_keeps_the_end_of_the_prompt_and_the_beginning_of_a_response(
 
 
 def test_limits_and_choices_are_checked(load):
-    with pytest.raises(ValueError, match="rollout.max_response_tokens is 0"):
+    with pytest.raises(ValueError, match="rollout.max_response_tokens=0"):
         load(*LONG, max_response_tokens=0)
-    with pytest.raises(ValueError, match="data.overlong_prompts is 'cut'"):
+    with pytest.raises(ValueError, match="data.overlong_prompts='cut'"):
         load(*LONG, overlong="cut")

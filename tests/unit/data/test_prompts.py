@@ -51,7 +51,7 @@ def load(files, tokenizer, **options):
 
 
 @pytest.mark.parametrize("write, name", [(write_parquet, "train.parquet"), (write_jsonl, "train.jsonl")])
-def test_messages_are_rendered_with_the_generation_prompt_and_tokenized(tmp_path, tokenizer, write, name):
+def test_messages_are_rendered_and_tokenized(tmp_path, tokenizer, write, name):
     (prompt,) = load([write(tmp_path / name, [ADDITION])], tokenizer)
     assert prompt.text == "<user>37+58=<assistant>"
     assert prompt.token_ids.dtype == np.int32
@@ -112,9 +112,10 @@ def test_jsonl_values_keep_their_own_type_in_each_row(tmp_path, tokenizer):
     assert [p.ground_truth for p in load([write_jsonl(tmp_path / "a.jsonl", rows)], tokenizer)] == truths
 
 
-def test_keys_that_parquet_fills_up_with_null_do_not_reach_the_template(tmp_path, tokenizer_dir):
+def test_the_template_sees_no_null_keys(tmp_path, tokenizer_dir):
     tokenizer = load_tokenizer(tokenizer_dir)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}{% if m['name'] is defined %}({{ m['name'] }}){% endif %};{% endfor %}"
+    name = "{% if m['name'] is defined %}({{ m['name'] }}){% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}" + name + ";{% endfor %}"
     rows = [
         {
             "prompt": [
@@ -136,7 +137,7 @@ def test_max_prompts_reads_the_first_rows_across_files(tmp_path, tokenizer):
 # ---- conversations and sources ----
 
 
-def test_the_messages_are_kept_without_the_keys_that_parquet_fills_up(tmp_path, tokenizer):
+def test_messages_are_kept_without_null_keys(tmp_path, tokenizer):
     rows = [
         {"prompt": [{"role": "user", "content": "a", "name": "Ann"}]},
         {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]},
@@ -149,7 +150,7 @@ def test_the_messages_are_kept_without_the_keys_that_parquet_fills_up(tmp_path, 
 
 
 @pytest.mark.parametrize("last", ["user", "tool", "system"])
-def test_a_conversation_may_end_with_whatever_the_assistant_answers_to(tmp_path, tokenizer, last):
+def test_a_conversation_may_end_with_any_other_role(tmp_path, tokenizer, last):
     chat = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
@@ -160,10 +161,11 @@ def test_a_conversation_may_end_with_whatever_the_assistant_answers_to(tmp_path,
     assert prompt.messages == chat
 
 
-def test_a_conversation_that_ends_with_the_assistant_is_refused_with_a_way_out(tmp_path, tokenizer):
+def test_a_conversation_must_not_end_with_the_assistant(tmp_path, tokenizer):
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(
-        ValueError, match="row 1: column 'prompt' ends with a message of the assistant.*data.response_key"
+        ValueError,
+        match="row 1: column 'prompt' must not end with a message of the assistant.*data.response_key",
     ):
         load([write_jsonl(tmp_path / "a.jsonl", [{"prompt": chat}])], tokenizer)
 
@@ -202,8 +204,7 @@ def test_the_sft_target_is_tokenized_and_ends_with_eos(tmp_path, tokenizer, resp
 def test_a_missing_sft_target_names_the_row_and_the_key(tmp_path, tokenizer):
     file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": "a"}])
     with pytest.raises(
-        ValueError,
-        match=r"a.jsonl, row 2: answer must be the text to learn, it is missing: .*data.response_key",
+        ValueError, match=r"a.jsonl, row 2: answer must be the target text, not missing: .*data.response_key"
     ):
         load([file], tokenizer, response_key="answer")
 
@@ -211,7 +212,7 @@ def test_a_missing_sft_target_names_the_row_and_the_key(tmp_path, tokenizer):
 def test_sft_without_an_eos_token_is_refused(tmp_path, tokenizer_dir):
     tokenizer = load_tokenizer(tokenizer_dir)
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no eos_token"):
+    with pytest.raises(ValueError, match="needs an eos_token"):
         load([write_jsonl(tmp_path / "a.jsonl", [ADDITION])], tokenizer, response_key="")
 
 
@@ -223,19 +224,15 @@ def lengths_3_to_12(tmp_path):
     return write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * (n - 1) + "="} for n in range(3, 13)])
 
 
-def test_overlong_prompts_under_error_name_the_count_the_longest_the_limit_and_the_choices(
-    lengths_3_to_12, tokenizer
-):
+def test_overlong_error_names_counts_and_remedies(lengths_3_to_12, tokenizer):
     with pytest.raises(ValueError) as raised:
         load([lengths_3_to_12], tokenizer, max_prompt_tokens=10)
     message = str(raised.value)
-    assert "2 of 10 prompts have more than data.max_prompt_tokens = 10 tokens, the longest 12" in message
-    assert all(word in message for word in ("data.overlong_prompts", "error", "drop", "truncate_left"))
+    assert "2 of 10 prompts have more than data.max_prompt_tokens=10 tokens, the longest 12" in message
+    assert all(word in message for word in ("data.overlong_prompts", "drop", "truncate_left"))
 
 
-def test_drop_leaves_overlong_prompts_out_and_keeps_the_row_numbers_of_the_others(
-    lengths_3_to_12, tokenizer, caplog
-):
+def test_overlong_drop_keeps_row_numbers(lengths_3_to_12, tokenizer, caplog):
     with caplog.at_level(logging.INFO):
         prompts = load(
             [lengths_3_to_12], tokenizer, max_prompt_tokens=5, overlong="drop", response_key="prompt"
@@ -259,7 +256,7 @@ def test_a_limit_that_every_prompt_meets_changes_nothing(lengths_3_to_12, tokeni
 
 
 def test_drop_that_leaves_nothing_is_an_error(lengths_3_to_12, tokenizer):
-    with pytest.raises(ValueError, match="10 of 10 prompts .*would leave nothing"):
+    with pytest.raises(ValueError, match="10 of 10 prompts .*would drop all"):
         load([lengths_3_to_12], tokenizer, max_prompt_tokens=2, overlong="drop")
 
 
@@ -275,12 +272,12 @@ def test_a_missing_file_is_named_before_any_other_is_read(tmp_path, tokenizer):
 
 def test_a_file_of_another_kind_is_refused(tmp_path, tokenizer):
     (tmp_path / "a.csv").write_text("prompt\na\n")
-    with pytest.raises(ValueError, match="must be .parquet or .jsonl"):
+    with pytest.raises(ValueError, match="must be .parquet, .jsonl"):
         load([tmp_path / "a.csv"], tokenizer)
 
 
 @pytest.mark.parametrize("write, name", [(write_parquet, "a.parquet"), (write_jsonl, "a.jsonl")])
-def test_a_missing_prompt_column_names_the_columns_found_and_the_key(tmp_path, tokenizer, write, name):
+def test_a_missing_prompt_column_is_reported(tmp_path, tokenizer, write, name):
     file = write(tmp_path / name, [{"question": "a", "answer": "b"}])
     with pytest.raises(
         ValueError, match=rf"{name}.* no column 'prompt', only question, answer: .*data.prompt_key"
@@ -318,7 +315,7 @@ def test_empty_data_is_refused(tmp_path, tokenizer):
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="a.parquet is empty"):
         load([tmp_path / "a.parquet"], tokenizer)
-    with pytest.raises(ValueError, match="no data files"):
+    with pytest.raises(ValueError, match="data.train is empty"):
         load([], tokenizer)
 
 
@@ -371,9 +368,9 @@ def test_a_hub_name_in_place_of_a_directory_is_refused():
         load_tokenizer("Qwen/Qwen3-8B")
 
 
-def test_a_directory_without_a_tokenizer_says_what_it_has(tmp_path):
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="no usable tokenizer .* has model.safetensors"):
+    with pytest.raises(ValueError, match="holds no usable tokenizer .* only model.safetensors"):
         load_tokenizer(tmp_path)
 
 

@@ -52,7 +52,7 @@ def values(rows):
 
 
 @pytest.mark.parametrize("write, name", FORMS)
-def test_all_forms_give_the_same_rows_with_the_columns_asked_for(tmp_path, write, name):
+def test_all_formats_give_the_same_rows(tmp_path, write, name):
     file = write(tmp_path / name)
     rows = read_rows([file], required=WAY_OUT, optional=["reward_model", "absent"])
     assert values(rows) == [{key: row[key] for key in ("prompt", "reward_model")} for row in ROWS]
@@ -80,7 +80,7 @@ def test_files_of_all_forms_are_read_in_order_with_their_number(tmp_path):
     assert [row.number for row in rows] == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2]
 
 
-def test_a_selection_that_was_saved_has_its_own_rows_in_its_own_order(tmp_path):
+def test_a_saved_selection_keeps_its_rows_and_order(tmp_path):
     datasets.Dataset.from_list(ROWS).select([2, 0]).save_to_disk(tmp_path / "picked")
     assert [row.values["other"] for row in read_rows([tmp_path / "picked"], required={"other": ""})] == [2, 0]
 
@@ -102,7 +102,7 @@ def test_several_arrow_files_of_one_directory_are_read_in_order(tmp_path):
 
 
 @pytest.mark.parametrize("write, name", FORMS)
-def test_a_missing_column_says_what_there_is_and_the_way_out(tmp_path, write, name):
+def test_a_missing_column_is_reported_with_a_remedy(tmp_path, write, name):
     with pytest.raises(
         ValueError, match=rf"{name}.* no column 'question', only prompt, .*: name it in data.x"
     ):

@@ -12,7 +12,7 @@ def sampler(num_prompts: int = 10, *, seed: int = 3, shuffle: bool = True) -> Pr
     return PromptSampler(num_prompts, seed=seed, shuffle=shuffle)
 
 
-def test_every_epoch_draws_every_prompt_once_whatever_the_batch_size():
+def test_every_epoch_draws_every_prompt_once():
     drawn = sampler()
     order = np.concatenate([drawn.draw(3) for _ in range(10)])
     assert order.dtype == np.int64
@@ -41,7 +41,7 @@ def test_a_draw_may_exceed_the_number_of_prompts():
     )
 
 
-def test_the_same_seed_gives_the_same_order_and_another_seed_another():
+def test_the_order_depends_on_the_seed():
     assert np.array_equal(sampler(100).draw(250), sampler(100).draw(250))
     assert not np.array_equal(sampler(100, seed=3).draw(100), sampler(100, seed=4).draw(100))
 
@@ -55,7 +55,7 @@ def test_without_shuffling_prompts_come_in_file_order():
 
 
 @pytest.mark.parametrize("num_drawn", [0, 7, 10, 20, 33])
-def test_a_sampler_with_restored_state_continues_where_the_saved_one_stood(num_drawn):
+def test_a_restored_sampler_continues(num_drawn):
     saved = sampler()
     saved.draw(num_drawn)
     restored = sampler()
@@ -83,7 +83,7 @@ def test_a_cursor_beyond_the_data_is_refused():
 def test_no_prompts_or_a_negative_seed_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         sampler(0)
-    with pytest.raises(ValueError, match="run.seed is -1"):
+    with pytest.raises(ValueError, match="run.seed=-1"):
         sampler(seed=-1)
 
 
@@ -127,7 +127,7 @@ def test_sources_come_with_the_share_of_their_weight():
     assert abs(np.corrcoef(picks[:-1], picks[1:])[0, 1]) < 4 / np.sqrt(20_000)
 
 
-def test_each_source_goes_through_all_its_prompts_before_one_comes_again():
+def test_each_source_of_a_mixture_has_its_own_epochs():
     drawn = mixed().draw(3000)
     for i, source in enumerate(SOURCES):
         own = drawn[source_of(drawn) == i]
@@ -156,7 +156,7 @@ def test_a_source_of_weight_0_is_not_drawn_from():
         assert set(drawn) == {i for i, weight in enumerate(weights) if weight}
 
 
-def test_the_epoch_of_a_mixture_is_that_of_the_source_with_the_fewest_rounds():
+def test_the_epoch_of_a_mixture_is_the_smallest():
     drawn = mixed((0.5, 0.0, 0.5), sources=[np.arange(2), np.arange(5), np.arange(10, 20)])
     assert drawn.epoch == 0
     counted = 0
@@ -166,7 +166,7 @@ def test_the_epoch_of_a_mixture_is_that_of_the_source_with_the_fewest_rounds():
 
 
 @pytest.mark.parametrize("num_drawn", [0, 1, 17, 230, 4095, 4096, 4097])
-def test_a_mixture_with_restored_state_continues_where_the_saved_one_stood(num_drawn):
+def test_a_restored_mixture_continues(num_drawn):
     saved = mixed()
     saved.draw(num_drawn)
     state = json.loads(json.dumps(saved.state_dict()))
@@ -183,24 +183,24 @@ def test_another_seed_gives_another_mixture():
 
 
 def test_a_mixture_that_makes_no_sense_is_refused():
-    with pytest.raises(ValueError, match="data.train_weights has 2 numbers for 3 files"):
+    with pytest.raises(ValueError, match="data.train_weights=.* one weight per file, 3"):
         mixed((1, 1))
-    with pytest.raises(ValueError, match="no source"):
+    with pytest.raises(ValueError, match="data.train is empty"):
         mixed((), sources=[])
-    with pytest.raises(ValueError, match="file 1 of data.train has no prompts"):
+    with pytest.raises(ValueError, match="data.train\\[1\\] has no prompts"):
         mixed((1, 1), sources=[np.arange(3), np.arange(0)])
     for wrong in (-1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"data.train_weights\[2\] is"):
+        with pytest.raises(ValueError, match=r"data.train_weights\[2\]="):
             mixed((1, 1, wrong))
     with pytest.raises(ValueError, match="all 0"):
         mixed((0, 0, 0))
-    with pytest.raises(ValueError, match="run.seed is -1"):
+    with pytest.raises(ValueError, match="run.seed=-1"):
         mixed(seed=-1)
 
 
 def test_a_mixture_refuses_the_cursor_of_other_data():
     state = mixed().state_dict()
-    with pytest.raises(ValueError, match="stands in 3 sources, but the training data has 2"):
+    with pytest.raises(ValueError, match="has 3 data sources, but data.train has 2"):
         mixed((1, 1), sources=SOURCES[:2]).load_state_dict(state)
     state["sources"][1]["position"] = 7
     with pytest.raises(
@@ -229,7 +229,7 @@ def test_a_curriculum_decides_order_subset_and_repetition():
     assert drawn.dtype == np.int64 and drawn.tolist() == [4, 3, 0, 0, 1, 2, 3, 4, 4, 3]
 
 
-def test_a_curriculum_is_told_the_epoch_and_given_the_prompts_and_chance():
+def test_a_curriculum_gets_epoch_prompts_and_generator():
     drawn = curriculum(growing).draw(2 + 3 + 4)
     assert (
         sorted(drawn[:2]) == [3, 4] and sorted(drawn[2:5]) == [2, 3, 4] and sorted(drawn[5:]) == [1, 2, 3, 4]
@@ -239,7 +239,7 @@ def test_a_curriculum_is_told_the_epoch_and_given_the_prompts_and_chance():
 
 
 @pytest.mark.parametrize("num_drawn", range(12))
-def test_a_curriculum_with_restored_state_continues_where_the_saved_one_stood(num_drawn):
+def test_a_restored_curriculum_continues(num_drawn):
     saved = curriculum(growing)
     saved.draw(num_drawn)
     state = saved.state_dict()
@@ -251,12 +251,12 @@ def test_a_curriculum_with_restored_state_continues_where_the_saved_one_stood(nu
 
 def test_a_cursor_beyond_the_epoch_of_a_curriculum_is_refused():
     with pytest.raises(
-        ValueError, match="stands at prompt 3 of epoch 1, but data.curriculum gives it 3 prompts"
+        ValueError, match="stands at prompt 3 of epoch 1, but data.curriculum returns 3 prompts"
     ):
         curriculum(growing).load_state_dict({"epoch": 1, "position": 3})
 
 
-def test_a_curriculum_that_sorts_the_prompts_in_place_changes_nothing():
+def test_a_curriculum_may_sort_its_list_in_place():
     def in_place(epoch, prompts, rng):
         prompts.reverse()
         return range(5)
@@ -271,15 +271,18 @@ def test_a_curriculum_that_sorts_the_prompts_in_place_changes_nothing():
     [
         ([], "returned no indices"),
         (np.array([], dtype=int), "returned no indices"),
-        (None, "must return a sequence of indices, it is missing"),
-        (7, "must return a sequence of indices, it is int 7"),
-        ([0, 5], "index 5 is out of range: there are 5 prompts"),
-        ([0, -1], "index -1 is out of range"),
-        ([0.0, 1.0], "flat sequence of integers, it is float64"),
-        ([[0, 1], [2, 3]], r"flat sequence of integers, it is int64 of shape \[2, 2\]"),
+        (None, "must return a sequence of indices, not missing"),
+        (7, "must return a sequence of indices, not int 7"),
+        ([0, 5], "index 5 must be in 0..4"),
+        ([0, -1], "index -1 must be in 0..4"),
+        ([0.0, 1.0], "flat sequence of integers, not float64"),
+        ([[0, 1], [2, 3]], r"flat sequence of integers, not int64 of shape \[2, 2\]"),
         ([[0, 1], [2]], "must return a sequence of indices"),
         (["0", "1"], "flat sequence of integers"),
-        (np.array([True, False, True, True, True]), "returned a mask, not indices: return np.flatnonzero"),
+        (
+            np.array([True, False, True, True, True]),
+            "returned a mask instead of indices: return np.flatnonzero",
+        ),
         (PROMPTS, "flat sequence of integers"),
     ],
 )
@@ -288,7 +291,7 @@ def test_an_order_that_is_no_list_of_indices_is_refused(returned, message):
         curriculum(lambda epoch, prompts, rng: returned)
 
 
-def test_an_order_function_that_fails_says_in_which_epoch():
+def test_a_failing_order_function_names_the_epoch():
     sampler = curriculum(lambda epoch, prompts, rng: {0: [0, 1]}[epoch])
     with pytest.raises(ValueError, match="data.curriculum failed for epoch 1: KeyError: 1"):
         sampler.draw(2)
@@ -297,7 +300,7 @@ def test_an_order_function_that_fails_says_in_which_epoch():
 def test_a_curriculum_needs_prompts_and_a_seed():
     with pytest.raises(ValueError, match="at least one"):
         CurriculumSampler([], growing, seed=0)
-    with pytest.raises(ValueError, match="run.seed is -1"):
+    with pytest.raises(ValueError, match="run.seed=-1"):
         curriculum(growing, seed=-1)
 
 
@@ -310,10 +313,10 @@ def test_an_order_function_is_found_in_a_file_and_in_a_module(tmp_path, monkeypa
     for spec in (f"{tmp_path}/lesson_order.py:order", "lesson_order.py:order", "lesson_order:order"):
         assert curriculum(load_order(spec)).draw(3).tolist() == [0, 1, 2]
     with pytest.raises(
-        ValueError, match="data.curriculum 'lesson_order:missing': lesson_order has no 'missing', only order"
+        ValueError, match="data.curriculum='lesson_order:missing': lesson_order has no 'missing', only order"
     ):
         load_order("lesson_order:missing")
-    with pytest.raises(ValueError, match="data.curriculum 'lesson_order:number': number is not callable"):
+    with pytest.raises(ValueError, match="data.curriculum='lesson_order:number' must be callable"):
         load_order("lesson_order:number")
 
 
@@ -328,5 +331,5 @@ def test_an_order_function_is_found_in_a_file_and_in_a_module(tmp_path, monkeypa
     ],
 )
 def test_an_order_function_that_is_not_there_is_refused(spec, message):
-    with pytest.raises(ValueError, match=f"data.curriculum '{spec}'.*{message}"):
+    with pytest.raises(ValueError, match=f"data.curriculum='{spec}'.*{message}"):
         load_order(spec)

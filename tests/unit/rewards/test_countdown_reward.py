@@ -29,7 +29,7 @@ def reward(response, task=TASK, **kwargs):
         ("1 - 5", {"target": np.int64(-4), "numbers": np.array([5, 1])}),
     ],
 )
-def test_an_expression_of_the_numbers_that_gives_the_target_is_right(expression, task):
+def test_an_expression_that_gives_the_target_is_right(expression, task):
     result = reward(f"So: <answer> {expression} </answer>", task)
     assert result["score"] == result["acc"] == 1.0
     assert reward(f"So it is\n{expression}\n", task)["score"] == 1.0
@@ -82,7 +82,7 @@ def test_the_last_tag_counts_and_can_be_required():
     assert reward(right)["score"] == 1.0 and reward(right, require_tag=True)["score"] == 0.0
 
 
-def test_numbers_may_be_left_out_where_that_is_allowed_but_not_used_twice():
+def test_use_all_false_allows_unused_numbers():
     assert reward("<answer>6 * (5 - 1)</answer>", use_all=False)["score"] == 1.0
     assert reward("<answer>8 + 8 + 8</answer>", use_all=False)["score"] == 0.1
 
@@ -98,7 +98,7 @@ def test_values_are_exact():
     "task", [None, "", "24", "[1, 2]", {"target": 24}, {"numbers": [1]}, {"target": "x", "numbers": [1]}, 7]
 )
 def test_a_task_of_another_form_is_an_error(task):
-    with pytest.raises(ValueError, match="countdown needs reward_model.ground_truth of the form"):
+    with pytest.raises(ValueError, match="countdown needs the form"):
         reward("<answer>1</answer>", task)
 
 

@@ -115,7 +115,7 @@ def test_the_normal_form_of_minerva(answer, normal):
 
 
 def test_a_prompt_without_ground_truth_is_an_error():
-    with pytest.raises(ValueError, match="needs reward_model.ground_truth"):
+    with pytest.raises(ValueError, match="reward_model.ground_truth is missing"):
         reward("Answer: 42", None)
 
 

@@ -56,7 +56,7 @@ def test_the_opening_tag_may_be_part_of_the_prompt():
     assert reward("a</think><answer>b</answer>") == 0.0
 
 
-def test_a_pattern_must_match_the_whole_response_and_sees_line_breaks():
+def test_a_pattern_must_match_the_whole_response():
     assert reward(" a\nb ", pattern="a.b") == 1.0
     assert reward("a\nbc", pattern="a.b") == 0.0
     assert reward("<think>" + "x" * 50_000 + "</think>\n7", pattern=r"<think>.*</think>\s*\d+") == 1.0
@@ -66,9 +66,9 @@ def test_a_pattern_must_match_the_whole_response_and_sees_line_breaks():
 
 
 def test_a_pattern_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="is no regular expression"):
+    with pytest.raises(ValueError, match="must be a regular expression"):
         reward("a", pattern="(")
-    with pytest.raises(ValueError, match="max_chars is 1"):
+    with pytest.raises(ValueError, match="max_chars=1"):
         reward("a", pattern="a", max_chars=1)
 
 

@@ -1,14 +1,9 @@
-import json
-import re
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 
 from rl.rewards.gsm8k import last_number, score
 from tests.timing import assert_linear_in_text
-
-GSM8K_TEST = Path(__file__).resolve().parents[4] / "shared/data/gsm8k/test.jsonl"
 
 
 def acc(response, ground_truth, method="strict"):
@@ -64,7 +59,7 @@ def test_strict_finds_the_number_after_the_last_marker(response, ground_truth):
         ("#### 0.1", "0.10000000000000001"),
     ],
 )
-def test_strict_gives_nothing_for_another_form_or_another_number(response, ground_truth):
+def test_strict_rejects_other_forms_and_numbers(response, ground_truth):
     assert acc(response, ground_truth) == 0.0
 
 
@@ -96,7 +91,7 @@ def test_flexible_gives_nothing_without_the_number_at_the_end(response, ground_t
     assert acc(response, ground_truth, "flexible") == 0.0
 
 
-def test_an_unknown_method_or_a_ground_truth_that_is_no_number_raises():
+def test_wrong_method_or_ground_truth_raises():
     with pytest.raises(ValueError, match="choose strict or flexible"):
         acc("#### 18", "18", "lenient")
     for ground_truth in (None, "", "eighteen", "18 dollars"):
@@ -149,17 +144,3 @@ def test_last_number_is_a_decimal_or_none():
     assert last_number("#### 1,5.250 and 3", strict=True) == Decimal("15.25")
     assert last_number("#### 1,5.250 and 3", strict=False) == Decimal(3)
     assert last_number("nothing", strict=False) is None
-
-
-@pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"needs the GSM8K test set at {GSM8K_TEST}")
-@pytest.mark.parametrize("method", ["strict", "flexible"])
-def test_all_reference_solutions_get_1_and_with_another_final_number_0(method):
-    answers = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text(encoding="utf-8").splitlines()]
-    assert len(answers) == 1319
-    for answer in answers:
-        steps, number = answer.rsplit("####", 1)
-        truth = number.strip().replace(",", "")
-        assert acc(answer, truth, method) == 1.0, answer
-        assert re.fullmatch(r"-?[0-9]+", truth), answer
-        for wrong in (int(truth) + 1, -int(truth) or 1, int(truth) * 10 or 10):
-            assert acc(f"{steps}#### {wrong}", truth, method) == 0.0, (answer, wrong)

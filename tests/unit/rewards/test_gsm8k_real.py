@@ -1,4 +1,4 @@
-"""The GSM8K reward on the data set's own 1,319 reference solutions, and on text that is hard to search."""
+"""The GSM8K reward on reference solutions of the data set, and on text that is hard to search."""
 
 import json
 
@@ -8,12 +8,10 @@ from rl.rewards.gsm8k import score
 from tests.spawn import ROOT
 from tests.timing import assert_linear_in_text
 
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
+GSM8K = ROOT / "tests" / "data" / "gsm8k" / "test.jsonl"
 
 
 def solutions():
-    if not GSM8K.is_file():
-        pytest.skip(f"needs the GSM8K test set at {GSM8K}")
     return [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").splitlines()]
 
 
@@ -24,9 +22,9 @@ def reward(response, truth, method):
 
 
 @pytest.mark.parametrize("method", ["strict", "flexible"])
-def test_every_reference_solution_is_right_and_says_so(method):
+def test_every_reference_solution_is_right(method):
     answers = solutions()
-    assert len(answers) == 1319
+    assert len(answers) == 48
     for answer in answers:
         truth = answer.rpartition("####")[2].strip()
         result = reward(answer, truth, method)
@@ -34,11 +32,11 @@ def test_every_reference_solution_is_right_and_says_so(method):
 
 
 @pytest.mark.parametrize("method", ["strict", "flexible"])
-def test_with_another_final_number_every_one_is_wrong(method):
+def test_another_final_number_is_wrong(method):
     for answer in solutions():
         steps, _, number = answer.rpartition("####")
         truth = int(number.strip().replace(",", ""))
-        for wrong in (truth + 1, -truth - 1, f"{truth}.5", f"{truth}0001"):
+        for wrong in (truth + 1, -truth - 1, truth * 10 or 10, f"{truth}.5", f"{truth}0001"):
             result = reward(f"{steps}#### {wrong}", truth, method)
             assert (result["score"], result["pred"]) == (0.0, str(wrong)), (answer, wrong)
 

@@ -52,10 +52,10 @@ def mixture(file, *entries):
     return Mixture(make_plan("rl.rewards.exact:score", {}, {"toy": entries}))
 
 
-# ---- what the config says ----
+# ---- the config ----
 
 
-def test_a_plan_has_the_default_and_the_components_of_each_source():
+def test_a_plan_holds_default_and_source_components():
     entries = [{"function": "c.d:g", "weight": 2, "kwargs": {"y": [1]}}, {"function": "e.py:h"}]
     plan = make_plan("a.b:f", {"x": 1}, {"math": entries})
     assert plan.default == (Component("a.b:f", 1.0, {"x": 1}, "reward"),)
@@ -75,24 +75,24 @@ def test_one_mapping_stands_for_a_list_of_one():
 @pytest.mark.parametrize(
     "entries, message",
     [
-        ([], r"reward\.sources\.math must be a list of at least one"),
-        ("a:f", r"reward\.sources\.math must be a list"),
-        (["a:f"], r"reward\.sources\.math\[0\] must be a mapping"),
+        ([], r"reward\.sources\.math=\[\] must list at least one"),
+        ("a:f", r"reward\.sources\.math='a:f' must list"),
+        (["a:f"], r"reward\.sources\.math\[0\]='a:f' must be a mapping"),
         ([{"function": "a:f"}, {"weight": 1}], r"reward\.sources\.math\[1\]\.function is missing"),
-        ([{"function": "a"}], r"reward\.sources\.math\[0\]\.function is 'a', but must be package"),
-        ([{"function": None}], r"reward\.sources\.math\[0\]\.function is None"),
+        ([{"function": "a"}], r"reward\.sources\.math\[0\]\.function='a' must be package"),
+        ([{"function": None}], r"reward\.sources\.math\[0\]\.function=None"),
         (
             [{"function": "a:f", "wieght": 1}],
             r"reward\.sources\.math\[0\]\.wieght is unknown; .* function, weight, kwargs",
         ),
         (
             [{"function": "a:f", "weight": "1"}],
-            r"reward\.sources\.math\[0\]\.weight is '1', but must be a finite number",
+            r"reward\.sources\.math\[0\]\.weight='1' must be a finite number",
         ),
-        ([{"function": "a:f", "weight": True}], r"\.weight is True"),
-        ([{"function": "a:f", "weight": float("nan")}], r"\.weight is nan"),
-        ([{"function": "a:f", "kwargs": [1]}], r"reward\.sources\.math\[0\]\.kwargs is \[1\], but must map"),
-        ([{"function": "a:f", "kwargs": {1: 2}}], r"\.kwargs is .* must map keyword names"),
+        ([{"function": "a:f", "weight": True}], r"\.weight=True"),
+        ([{"function": "a:f", "weight": float("nan")}], r"\.weight=nan"),
+        ([{"function": "a:f", "kwargs": [1]}], r"reward\.sources\.math\[0\]\.kwargs=\[1\] must map"),
+        ([{"function": "a:f", "kwargs": {1: 2}}], r"\.kwargs=.* must map keyword names"),
         (
             [{"function": "a:f", "kwargs": {"prompt": 2}}],
             r"reward\.sources\.math\[0\]\.kwargs\.prompt must not be set",
@@ -105,19 +105,19 @@ def test_a_malformed_entry_is_refused_by_its_key(entries, message):
 
 
 def test_sources_that_are_no_mapping_or_no_strings_are_refused():
-    with pytest.raises(ValueError, match="reward.sources must map data sources"):
+    with pytest.raises(ValueError, match="reward.sources=.* must map data sources"):
         check_sources(["a:f"])
-    with pytest.raises(ValueError, match="reward.sources.7: a data source is a string"):
+    with pytest.raises(ValueError, match="reward.sources.7: a data source must be a string"):
         check_sources({7: {"function": "a:f"}})
 
 
-def test_functions_are_imported_when_the_mixture_is_made_and_named_by_their_key(file):
+def test_a_failed_import_names_the_config_key(file):
     plan = make_plan(
         "rl.rewards.exact:score",
         {},
         {"math": [{"function": f"{file}:number"}, {"function": f"{file}:absent"}]},
     )
-    with pytest.raises(ValueError, match=r"^reward\.sources\.math\[1\]\.function .* has no 'absent'"):
+    with pytest.raises(ValueError, match=r"^reward\.sources\.math\[1\]\.function=.* has no 'absent'"):
         Mixture(plan)
 
 
@@ -149,7 +149,7 @@ def test_the_values_of_a_single_function_keep_their_names(file):
     assert score == Score({"score": 0.5, "acc": 1.0, "steps": 3.0}, "2")
 
 
-def test_the_score_is_the_weighted_sum_and_each_function_keeps_its_values(file):
+def test_weighted_sum_and_values_of_each_function(file):
     score = mixture(
         file,
         {"function": "number", "weight": -0.5},
@@ -181,7 +181,7 @@ def test_a_function_that_fails_fails_the_sample(file):
         mixture(file, {"function": "huge"}, {"function": "huge"}).score(SAMPLE)
 
 
-def test_async_functions_give_something_to_await_and_run_concurrently(file):
+def test_async_functions_run_concurrently(file):
     mix = mixture(file, {"function": "later"}, {"function": "number", "weight": 10}, {"function": "later"})
     assert mix.is_async and not mixture(file, {"function": "number"}).is_async
 

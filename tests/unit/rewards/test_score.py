@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -72,7 +70,7 @@ def test_a_missing_module_file_or_function_is_named(tmp_path):
         load_reward_function("rl.rewards.exact:scored", kwargs={})
 
 
-def test_a_module_that_fails_to_import_says_why_and_which_key_names_it(tmp_path):
+def test_a_failed_import_names_reason_and_key(tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0\n")
     for key in ("reward", "reward.sources.math[1]"):
         with pytest.raises(ValueError) as caught:
@@ -83,13 +81,13 @@ def test_a_module_that_fails_to_import_says_why_and_which_key_names_it(tmp_path)
 
 
 def test_something_that_cannot_be_called_is_refused():
-    with pytest.raises(ValueError, match="SAMPLE_KEYS is not callable, it is a tuple"):
+    with pytest.raises(ValueError, match="SAMPLE_KEYS' must be callable, not a tuple"):
         load_reward_function("rl.rewards.loading:SAMPLE_KEYS", kwargs={})
 
 
-def test_a_signature_that_no_call_would_fit_is_refused_before_the_first_sample(tmp_path):
+def test_a_wrong_signature_is_refused_at_loading(tmp_path):
     (tmp_path / "narrow.py").write_text("def score(prompt, response, ground_truth):\n    return 1.0\n")
-    with pytest.raises(ValueError, match="unexpected keyword argument 'data_source'.* take the rest as "):
+    with pytest.raises(ValueError, match="unexpected keyword argument 'data_source'.* does not read as "):
         load_reward_function(f"{tmp_path}/narrow.py:score", kwargs={})
     with pytest.raises(ValueError, match="reward.kwargs must not set prompt"):
         load_reward_function("rl.rewards.exact:score", kwargs={"prompt": "a"})
@@ -107,7 +105,7 @@ def test_numbers_and_dicts_of_numbers_are_scores(result):
     assert type(score.values["score"]) is float
 
 
-def test_other_numbers_of_a_dict_are_kept_and_everything_else_is_left_out():
+def test_only_other_numbers_of_a_dict_are_kept():
     result = {
         "score": 0.5,
         "acc": True,
@@ -156,16 +154,6 @@ def test_a_result_without_a_finite_score_is_rejected(result):
         to_score(result)
 
 
-def test_a_worker_imports_nothing_large():
-    """Its start must be cheap: many start, on every rank, and a new one after every call that is killed."""
-    large = {"numpy", "torch", "transformers", "asyncio", "multiprocessing"}
-    program = f"import sys, rl.rewards.pool.worker; print(*({large} & set(sys.modules)))"
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.split() == []
-
-
 # ---- exact match ----
 
 
@@ -181,11 +169,11 @@ def test_a_worker_imports_nothing_large():
         ("", "", 1.0),
     ],
 )
-def test_exact_match_ignores_white_space_around_and_nothing_else(response, ground_truth, expected):
+def test_exact_match_ignores_only_outer_white_space(response, ground_truth, expected):
     result = exact.score(**{**SAMPLE, "response": response, "ground_truth": ground_truth})
     assert result["score"] == result["acc"] == expected
 
 
-def test_exact_match_without_ground_truth_is_a_failure_not_the_word_none():
-    with pytest.raises(ValueError, match="the prompt has none"):
+def test_exact_match_needs_a_ground_truth():
+    with pytest.raises(ValueError, match="ground_truth is missing"):
         exact.score(**{**SAMPLE, "response": "None", "ground_truth": None})

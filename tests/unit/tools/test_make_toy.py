@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -64,7 +62,7 @@ def test_every_character_is_one_token_and_decodes_to_itself(toy, tokenizer):
         assert "".join(tokenizer.decode([i]) for i in ids) == text
 
 
-def test_special_tokens_are_single_tokens_and_skipped_on_request(tokenizer):
+def test_special_tokens_are_single_and_skippable(tokenizer):
     ids = tokenizer("<user>1<assistant>2<eos><pad><bos><unk>")["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids) == [
         "<user>",
@@ -80,7 +78,7 @@ def test_special_tokens_are_single_tokens_and_skipped_on_request(tokenizer):
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, 2)
 
 
-def test_the_chat_template_puts_the_problem_between_user_and_assistant(tokenizer):
+def test_the_chat_template_marks_user_and_assistant(tokenizer):
     messages = [{"role": "user", "content": "37+58="}]
     assert (
         tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -90,7 +88,7 @@ def test_the_chat_template_puts_the_problem_between_user_and_assistant(tokenizer
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<user>37+58=<assistant>95<eos>"
 
 
-def test_the_model_is_a_float32_qwen2_of_the_size_of_the_tokenizer(toy, tokenizer):
+def test_the_model_is_qwen2_of_the_tokenizer_size(toy, tokenizer):
     config = json.loads((toy / "model/config.json").read_text())
     assert config["architectures"] == ["Qwen2ForCausalLM"]
     assert config["vocab_size"] == len(tokenizer) == 6 + 96
@@ -119,7 +117,7 @@ def test_the_model_generates_from_a_rendered_prompt(toy, tokenizer):
     assert model(**ids).logits.isfinite().all()
 
 
-def test_the_same_seed_writes_the_same_bytes_and_another_seed_other_weights(toy, tmp_path):
+def test_files_depend_only_on_the_seed(toy, tmp_path):
     random_state = torch.random.get_rng_state()
     again = make_toy(tmp_path / "again")
     assert torch.equal(torch.random.get_rng_state(), random_state)
@@ -144,39 +142,10 @@ def test_sizes_and_tying_follow_the_arguments(tmp_path):
     "sizes, message",
     [({"hidden": 130}, "--hidden 130"), ({"heads": 4, "kv_heads": 3}, "multiple of --kv-heads 3")],
 )
-def test_sizes_that_do_not_divide_are_refused_before_anything_is_written(tmp_path, sizes, message):
+def test_sizes_that_do_not_divide_are_refused(tmp_path, sizes, message):
     with pytest.raises(ValueError, match=message):
         make_toy(tmp_path / "toy", **sizes)
     assert not (tmp_path / "toy").exists()
-
-
-def test_it_runs_from_the_command_line(tmp_path):
-    arguments = [
-        "--out",
-        str(tmp_path),
-        "--hidden",
-        "32",
-        "--layers",
-        "1",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "4",
-        "--intermediate",
-        "32",
-        "--tie",
-    ]
-    done = subprocess.run(
-        [sys.executable, "tools/make_toy.py", *arguments], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "model",
-        "pairs.parquet",
-        "test.parquet",
-        "train.parquet",
-    ]
-    assert json.loads((tmp_path / "model/config.json").read_text())["hidden_size"] == 32
 
 
 def test_pairs_have_a_right_answer_and_a_wrong_one(tmp_path):

@@ -1,8 +1,5 @@
 import gzip
 import json
-import os
-import subprocess
-import sys
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -13,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tools.dataset_rows import code_row, countdown_row, dapo_row, last_boxed, math_row
-from tools.prepare_data import main, prepare_gsm8k
+from tools.prepare_data import DATASETS, main, prepare_gsm8k
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-GSM8K = REPOSITORY.parent / "shared/data/gsm8k"
+GSM8K = REPOSITORY / "tests/data/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 
@@ -54,7 +51,7 @@ def test_a_problem_becomes_a_row_with_the_columns_of_verl(tmp_path):
 
 
 def test_a_source_without_the_files_is_refused_with_their_names(tmp_path):
-    with pytest.raises(ValueError, match="lacks train.jsonl and test.jsonl: --source must hold"):
+    with pytest.raises(ValueError, match="lacks train.jsonl and test.jsonl of GSM8K"):
         prepare_gsm8k(tmp_path, tmp_path / "out")
     (tmp_path / "train.jsonl").write_text("")
     with pytest.raises(ValueError, match="lacks test.jsonl"):
@@ -72,35 +69,12 @@ def test_a_source_without_the_files_is_refused_with_their_names(tmp_path):
         '{"question": "a", "answer": 5}',
     ],
 )
-def test_a_line_that_is_no_problem_is_named_and_nothing_is_written(tmp_path, line):
+def test_an_invalid_line_is_named_and_nothing_written(tmp_path, line):
     source = write_source(tmp_path, train=[("a", "#### 1")], test=[("a", "#### 1")])
     (source / "test.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n' + line + "\n")
     with pytest.raises(ValueError, match="test.jsonl, line 2, is not (a GSM8K problem|JSON)"):
         prepare_gsm8k(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_it_runs_from_the_command_line_and_reports_errors_without_a_traceback(tmp_path):
-    write_source(tmp_path / "source", train=[("a", "#### 1")], test=[("a", "#### 1")])
-
-    def run(source):
-        command = [
-            sys.executable,
-            "tools/prepare_data.py",
-            "gsm8k",
-            "--source",
-            str(source),
-            "--out",
-            str(tmp_path / "out"),
-        ]
-        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-
-    done = run(tmp_path / "source")
-    assert done.returncode == 0, done.stderr
-    assert f"{tmp_path}/out/train.parquet: 1 rows" in done.stdout
-    done = run(tmp_path / "nowhere")
-    assert done.returncode == 2
-    assert "lacks train.jsonl" in done.stderr and "Traceback" not in done.stderr
 
 
 def write_jsonl(path, records, *, compress=False):
@@ -177,7 +151,7 @@ def test_math_reads_the_folders_of_hendrycks(tmp_path, caplog):
         (tmp_path / "MATH" / name).write_text(json.dumps(problem))
     with caplog.at_level("INFO"):
         rows = prepare(tmp_path, "math", "--source", tmp_path / "MATH")
-    assert "train: left out 1: the solution has no \\boxed answer" in caplog.text
+    assert "train: dropped 1: the solution has no \\boxed answer" in caplog.text
     assert [row["reward_model"]["ground_truth"] for row in rows["train"]] == ["2", r"\pi"]
     assert rows["test"] == [
         {
@@ -213,9 +187,9 @@ def test_math_reads_jsonl_and_a_train_split_alone(tmp_path):
 # ---- dapo-math and aime ----
 
 DAPO_TEXT = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
-    "(without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer on its own line after "
-    '"Answer:".'
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
 )
 
 
@@ -229,7 +203,7 @@ def dapo_record(problem, answer):
     }
 
 
-def test_dapo_problems_are_written_once_and_contradictory_ones_not_at_all(tmp_path, caplog):
+def test_dapo_copies_and_contradictions_are_dropped(tmp_path, caplog):
     records = [
         dapo_record("A?", "34"),
         dapo_record("B?", "1"),
@@ -248,8 +222,8 @@ def test_dapo_problems_are_written_once_and_contradictory_ones_not_at_all(tmp_pa
     assert rows["train"][0]["prompt"] == [{"role": "user", "content": DAPO_TEXT.format("A?")}]
     assert rows["train"][0]["data_source"] == "math_dapo"
     assert (
-        "5 rows are 3 different problems" in caplog.text
-        and "left out 1: its copies have different" in caplog.text
+        "5 rows are 3 distinct problems" in caplog.text
+        and "dropped 1: its copies have different" in caplog.text
     )
 
 
@@ -304,7 +278,7 @@ def reachable(numbers):
     return values
 
 
-def test_countdown_problems_are_solvable_different_and_reproducible(tmp_path):
+def test_countdown_is_solvable_distinct_and_reproducible(tmp_path):
     rows = prepare(tmp_path / "a", "countdown", "--num-train", "30", "--num-test", "10")
     problems = [row["reward_model"]["ground_truth"] for split in ("train", "test") for row in rows[split]]
     for problem in problems:
@@ -357,7 +331,7 @@ def test_hh_rlhf_reads_gz_and_splits_off_the_last_turn(tmp_path, caplog):
     with caplog.at_level("INFO"):
         rows = prepare(tmp_path, "hh-rlhf", "--source", tmp_path / "hh")
     assert {split: len(found) for split, found in rows.items()} == {"train": 2, "test": 1}
-    assert caplog.text.count("left out 1:") == 5
+    assert caplog.text.count("dropped 1:") == 5
     assert rows["test"] == [
         {
             "data_source": "Anthropic/hh-rlhf",
@@ -432,13 +406,12 @@ def test_code_problems_of_apps_and_code_contests(tmp_path, caplog):
     assert "def add(a, b):" in function and "`add`" in function and "standard input" not in function
     assert {row["data_source"] for row in rows["train"] + rows["test"]} == {"apps"}
     assert (
-        "left out 3: there are no tests" in caplog.text
-        and "left out 1: the tests are not JSON" in caplog.text
+        "dropped 3: there are no tests" in caplog.text and "dropped 1: the tests are not JSON" in caplog.text
     )
-    assert "left out 1: inputs and outputs of the tests do not match" in caplog.text
+    assert "dropped 1: inputs and outputs of the tests do not match" in caplog.text
 
 
-def test_more_rows_than_a_row_group_keep_the_type_of_columns_that_are_empty_at_first(tmp_path):
+def test_column_types_hold_beyond_one_row_group(tmp_path):
     records = [
         {"question": f"Q{i}", "input_output": {"inputs": ["x"], "outputs": ["y"]}} for i in range(2500)
     ]
@@ -458,7 +431,9 @@ def test_a_source_with_nothing_to_read_is_refused(tmp_path, capsys):
     assert "does not exist" in refusal(capsys, "math", "--source", tmp_path / "nowhere")
     (tmp_path / "readme.md").write_text("x")
     write_jsonl(tmp_path / "other.jsonl", [{}])
-    assert "holds no files that are called train or test" in refusal(capsys, "math", "--source", tmp_path)
+    assert "holds no .parquet, .jsonl, .jsonl.gz, .json files named train or test" in refusal(
+        capsys, "math", "--source", tmp_path
+    )
     write_jsonl(tmp_path / "train.jsonl", [])
     assert "train.jsonl is empty" in refusal(capsys, "math", "--source", tmp_path)
     write_jsonl(tmp_path / "train.jsonl", [{"question": "a"}])
@@ -467,19 +442,6 @@ def test_a_source_with_nothing_to_read_is_refused(tmp_path, capsys):
     write_jsonl(tmp_path / "train.jsonl", [{"problem": "a", "solution": "b"}])
     assert "the split train is empty" in refusal(capsys, "math", "--source", tmp_path)
     assert not Path("nowhere").exists()
-
-
-@pytest.mark.parametrize("name", ["gsm8k", "math", "dapo-math", "aime", "hh-rlhf", "code"])
-def test_from_hub_offline_is_refused_in_one_sentence(tmp_path, name):
-    command = [sys.executable, "tools/prepare_data.py", name, "--from-hub", "--out", str(tmp_path / "out")]
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=offline)
-    assert done.returncode == 2
-    error = done.stderr.strip().split("error: ")[1]
-    assert "cannot be loaded from the Hugging Face hub" in error and error.endswith(
-        "name its files with --source."
-    )
-    assert "\n" not in error and "Traceback" not in done.stderr and not (tmp_path / "out").exists()
 
 
 def test_from_hub_takes_the_splits_of_the_data_set(tmp_path, monkeypatch):
@@ -503,7 +465,7 @@ def test_from_hub_takes_the_splits_of_the_data_set(tmp_path, monkeypatch):
 # ---- the requests and the ground truths are those of the reward functions ----
 
 
-def test_the_reward_of_math_reads_the_answer_where_the_prompt_asks_for_it():
+def test_the_math_reward_reads_the_requested_form():
     reward = pytest.importorskip("rl.rewards.math")
     row = math_row({"problem": "P", "solution": r"$\boxed{\frac{1}{2}}$"}, split="train", index=0)
     truth = row["reward_model"]["ground_truth"]
@@ -511,14 +473,14 @@ def test_the_reward_of_math_reads_the_answer_where_the_prompt_asks_for_it():
     assert reward.score("P", r"It is $\boxed{2}$.", truth)["acc"] == 0.0
 
 
-def test_the_reward_of_dapo_reads_the_answer_where_the_prompt_asks_for_it():
+def test_the_dapo_reward_reads_the_requested_form():
     reward = pytest.importorskip("rl.rewards.dapo")
     truth = dapo_row("P", "34", split="train", index=0)["reward_model"]["ground_truth"]
     assert reward.score("P", "So.\nAnswer: 34", truth)["acc"] == 1.0
     assert reward.score("P", "So.\nAnswer: 35", truth)["acc"] == 0.0
 
 
-def test_the_reward_of_countdown_reads_the_expression_where_the_prompt_asks_for_it():
+def test_the_countdown_reward_reads_the_requested_form():
     reward = pytest.importorskip("rl.rewards.countdown")
     truth = countdown_row([3, 5, 7], 22, split="train", index=0)["reward_model"]["ground_truth"]
     assert reward.score("P", "<think>x</think> <answer> 3 * 5 + 7 </answer>", truth)["acc"] == 1.0
@@ -534,10 +496,25 @@ def test_the_reward_of_code_runs_the_tests_of_the_row():
     assert reward.score("P", program.replace("sum", "max"), truth)["acc"] == 0.0
 
 
-@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"needs GSM8K at {GSM8K}")
-def test_the_real_data_set_gives_all_its_rows_with_whole_numbers(tmp_path):
-    assert prepare_gsm8k(GSM8K, tmp_path) == {"train": 7473, "test": 1319}
+def test_rows_of_gsm8k_have_whole_numbers(tmp_path):
+    assert prepare_gsm8k(GSM8K, tmp_path) == {"train": 32, "test": 48}
     for split in ("train", "test"):
         for row in pq.read_table(tmp_path / f"{split}.parquet").to_pylist():
             number = row["reward_model"]["ground_truth"]
             assert number == str(int(number)), row
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_failed_download_is_refused_in_one_sentence(tmp_path, name, monkeypatch, capsys):
+    def fail(*arguments):
+        raise ConnectionError("no route to host.\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(SystemExit):
+        main([name, "--from-hub", "--out", str(tmp_path / "out")])
+    error = capsys.readouterr().err.strip().split("error: ")[1]
+    assert error.startswith(
+        f"{DATASETS[name].hub} cannot be loaded from the Hugging Face hub (no route to host)"
+    )
+    assert error.endswith("pass its files with --source.") and "\n" not in error
+    assert not (tmp_path / "out").exists()

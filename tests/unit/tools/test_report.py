@@ -1,7 +1,6 @@
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def test_table_of_one_run(grpo, capsys):
         "accuracy after, add": ["0.7500 (step 10)"],
         "mean reward, first": ["0.0500 (step 1)"],
         "mean reward, last": ["0.4500 (step 9)"],
-        f"picture: {grpo / 'report.png'}": [],
+        f"plot: {grpo / 'report.png'}": [],
     }
 
 
@@ -95,7 +94,7 @@ def test_several_data_sources_and_rewards_outside_0_1(tmp_path, capsys):
     assert table["wall time, first to last record"] == ["11 h 06 min"]
 
 
-def test_picture_has_both_curves_labelled_axes_and_a_legend(grpo, monkeypatch):
+def test_plot_has_both_curves_labels_and_legend(grpo, monkeypatch):
     import matplotlib.pyplot as plt
 
     monkeypatch.setattr(plt, "close", lambda figure: None)
@@ -118,7 +117,7 @@ def test_picture_has_both_curves_labelled_axes_and_a_legend(grpo, monkeypatch):
         (lambda path: None, "there is no directory"),
         (lambda path: path.mkdir(), "holds no metrics.jsonl"),
         (lambda path: write_run(path, []), "holds no record yet"),
-        (lambda path: write_run(path, [(1, {"x": 1})]), "nothing to draw"),
+        (lambda path: write_run(path, [(1, {"x": 1})]), "nothing to plot"),
         (lambda path: (write_run(path, []) / "metrics.jsonl").write_text("x\n"), "line 1 is not"),
     ],
 )
@@ -136,17 +135,6 @@ def test_table_is_printed_where_matplotlib_is_missing(grpo, monkeypatch, capsys)
     with pytest.raises(SystemExit, match="needs matplotlib"):
         report.main([str(grpo)])
     assert rows(capsys.readouterr().out)["steps"] == ["10"]
-
-
-def test_runs_as_a_script_from_any_directory(grpo, tmp_path):
-    done = subprocess.run(
-        [sys.executable, SCRIPT, grpo], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert "accuracy after, add" in done.stdout and done.stderr == ""
-    missing = subprocess.run(
-        [sys.executable, SCRIPT, "nowhere"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert missing.returncode == 1 and missing.stderr == "report: there is no directory nowhere.\n"
 
 
 def test_several_runs_are_compared_by_their_accuracy(grpo, tmp_path, capsys, monkeypatch):

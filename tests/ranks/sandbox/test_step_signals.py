@@ -1,4 +1,4 @@
-"""Slurm sends a signal to every process of a step: that must not change what a response is worth."""
+"""Signals that Slurm sends to every process of a step do not change the outcome of a program."""
 
 import os
 import signal
@@ -7,17 +7,17 @@ import time
 
 import pytest
 
-from rl.rewards.pool.worker import all_processes, below
+from rl.rewards.pool.worker import all_processes, descendants
 from rl.sandbox.sandbox import Limits, protections, run_program
 
 
 @pytest.mark.skipif(not protections().files, reason="this machine confines nothing")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2], ids=lambda number: number.name)
-def test_a_confined_program_and_its_watcher_outlive_it(number):
+def test_a_program_and_its_watcher_survive_the_signal(number):
     sent = []
 
     def send():
-        while len(found := below(os.getpid(), all_processes())) < 2:  # the watcher, and what it watches
+        while len(found := descendants(os.getpid(), all_processes())) < 2:  # the watcher and the program
             time.sleep(0.01)
         for pid in found:
             os.kill(pid, number)

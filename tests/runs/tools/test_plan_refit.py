@@ -21,7 +21,7 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
 """
-"""Runs a script and says its peak memory in KiB on stderr."""
+"""Program that runs a script and prints its peak memory in KiB to stderr."""
 spec = importlib.util.spec_from_file_location("lockstep_plan_refit", SCRIPT)
 plan_refit = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = plan_refit
@@ -149,7 +149,7 @@ def test_the_table_of_a_published_model(capsys):
     assert float(rows["seconds, gathering"][0]) == pytest.approx(8 * 61.43e9 / 400e9, rel=0.01)
 
 
-def test_deepseek_on_a_thousand_ranks_takes_less_than_a_minute_and_4_gb():
+def test_deepseek_on_a_thousand_ranks():
     options = "--train tp=8,pp=16,ep=32 --rollout tp=32 --world-size 1024".split()
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime  # of CPU time: other tests share the cores
     done = subprocess.run(
@@ -176,7 +176,7 @@ def test_deepseek_on_a_thousand_ranks_takes_less_than_a_minute_and_4_gb():
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
+    "arguments, message",
     [
         (
             "--train tp=3 --rollout tp=1 --world-size 8",
@@ -191,18 +191,7 @@ def test_deepseek_on_a_thousand_ranks_takes_less_than_a_minute_and_4_gb():
         ("--train pp=8 --rollout tp=1 --world-size 8", "training.pp=8 leaves stages without a layer"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(tmp_path, arguments, says, capsys):
+def test_invalid_layouts_are_refused_in_one_line(tmp_path, arguments, message, capsys):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
-    with pytest.raises(SystemExit, match=re.escape(says)):
+    with pytest.raises(SystemExit, match=re.escape(message)):
         plan_refit.main(["--model", str(tmp_path / "config.json"), *arguments.split()])
-
-
-def test_it_runs_as_a_script_with_uneven_stages(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(DENSE))
-    options = (
-        "--train tp=2,pp=3 --rollout tp=2,pp=2 --world-size 12 --ranks-per-node 2 --dtype float32".split()
-    )
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--model", tmp_path, *options], capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "least possible" in done.stdout, done.stderr

@@ -102,7 +102,7 @@ def test_each_form_of_ground_truth_also_as_json():
     ],
 )
 def test_a_ground_truth_without_tests_is_an_error(ground_truth):
-    with pytest.raises(ValueError, match="code reward needs reward_model.ground_truth"):
+    with pytest.raises(ValueError, match="reward_model.ground_truth=.* the code reward needs"):
         reward(RIGHT, ground_truth)
 
 
@@ -181,7 +181,7 @@ def test_programs_with_input_and_output(confined):
         reward("```python\nif __name__ == '__main__':\n    print(2 * int(input()))\n```", DOUBLE)["score"]
         == 1.0
     )
-    with pytest.raises(ValueError, match="max_cases is 0"):
+    with pytest.raises(ValueError, match="max_cases=0"):
         reward(RIGHT, DOUBLE, max_cases=0)
 
 
@@ -275,7 +275,7 @@ def test_leaving_before_the_asserts_does_not_pass_them(confined, leave):
     "ground_truth",
     [{"inputs": ["1"], "outputs": ["271828"]}, {"fn_name": "f", "inputs": [[1]], "outputs": [271828]}],
 )
-def test_expected_values_do_not_go_to_the_process_of_the_program(monkeypatch, ground_truth):
+def test_the_program_cannot_read_expected_values(monkeypatch, ground_truth):
     seen = []
 
     def run_program(source, **options):
