@@ -101,7 +101,7 @@ def watched_run(config, ranks, device) -> int:
     from rl.faults.watchdog import Watch
     from rl.run_directory.record import code_hashes
     from rl.run_directory.status import Status
-    from rl.runtime.collectives import from_first_rank
+    from rl.runtime.collectives import broadcast_object
     from rl.runtime.session import control_group
     from rl.stopping.requests import refuse_if_stopped_by_hand
 
@@ -114,7 +114,7 @@ def watched_run(config, ranks, device) -> int:
         if ranks.rank == 0:
             refuse_if_stopped_by_hand(config.run.dir)
             lock = make_run_directory(config)
-    start = from_first_rank("" if lock is None else lock.token)
+    start = broadcast_object("" if lock is None else lock.token)
     status = Status(
         config.run.dir,
         max_steps=config.run.max_steps,

@@ -18,7 +18,7 @@ from rl.rewards.pool.pool import ScoringPool, default_workers
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import Sampling, seed_of
-from rl.runtime.collectives import sum_over_world
+from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.packing import plan_minibatch
@@ -160,9 +160,7 @@ def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
 
 def gather_by_rank(mine: list) -> list:
     """What each rank has for every world-size-th sample, in the order of the samples, on every rank. Collective."""
-    world = dist.get_world_size()
-    everyone: list = [None] * world
-    dist.all_gather_object(everyone, mine)
+    everyone, world = gather_objects(mine), dist.get_world_size()
     return [everyone[i % world][i // world] for i in range(sum(map(len, everyone)))]
 
 
@@ -170,8 +168,7 @@ def gather_columns(
     results: list[dict[str, float]], mine: list[int], total: int, device: Device
 ) -> dict[str, Tensor]:
     """Every rank's results as columns float32 [total] on every rank; NaN where a sample lacks a number. Collective."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sorted({name for result in results for name in result}))
+    everyone = gather_objects(sorted({name for result in results for name in result}))
     names = sorted({name for rank_names in everyone for name in rank_names})
     table = torch.zeros(len(names), total, dtype=torch.float64)
     for i, result in zip(mine, results):
