@@ -109,9 +109,9 @@ def own_findings(arguments: argparse.Namespace, ranks: Ranks) -> list[Finding]:
 
 def findings_of_all(arguments: argparse.Namespace, ranks: Ranks, own: list[Finding]) -> ByNode:
     """Of every node, with what lies between them. Collective over the world; alike on every rank."""
-    from rl.runtime.rendezvous import meet
+    from rl.runtime.rendezvous import join_ranks
 
-    ranks = meet(ranks)
+    ranks = join_ranks(ranks)
     ranks.export()
     with tempfile.NamedTemporaryFile("r", prefix="nccl-") as log:
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=log.name)

@@ -9,7 +9,10 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return every rank's `value`, in the order of the group's ranks. Values are pickled; they may differ in type and size."""
+    """Return every rank's `value`, in the order of the group's ranks.
+
+    Values are pickled; they may differ in type and size.
+    """
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -23,7 +26,10 @@ def broadcast_object(value: T, source: int = 0, group: dist.ProcessGroup | None 
 
 
 def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the sum of a CPU tensor over all ranks, on the CPU. It is exact where all ranks but one pass 0."""
+    """Return the sum of a CPU tensor over all ranks, on the CPU.
+
+    It is exact where all ranks but one pass 0.
+    """
     moved = values.to(device, copy=True)
     dist.all_reduce(moved)
     return moved.cpu()
