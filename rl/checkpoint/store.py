@@ -43,6 +43,7 @@ from rl.config.options import ConfigError, to_yaml
 from rl.config.schema import Config
 from rl.faults.agreement import fail_together
 from rl.run_directory.record import versions
+from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.training.engine import TrainingEngine
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class CheckpointStore:
 
     def _check_space(self, save: "_Save", mine: int) -> None:
         """Every rank sees the file system that it will write to; together they need the sum."""
-        everyone = _gathered((mine, shutil.disk_usage(self.directory).free))
+        everyone = gather_objects((mine, shutil.disk_usage(self.directory).free))
         needed, free = sum(size for size, _ in everyone), min(free for _, free in everyone)
         if needed > free:
             save.give_up()
@@ -167,7 +168,7 @@ class CheckpointStore:
 
     def _complete(self, save: "_Save") -> None:
         """The commit: what all ranks wrote becomes the newest checkpoint, and others go."""
-        everyone = _gathered((save.written, save.problem))
+        everyone = gather_objects((save.written, save.problem))
         problems = {rank: problem for rank, (_, problem) in enumerate(everyone) if problem is not None}
         if problems:
             save.give_up()
@@ -296,7 +297,7 @@ class CheckpointStore:
                     check_file(path / name, written, contents=self.config.checkpoint.verify)
             except DamagedError as error:
                 problem = str(error)
-        return next((said for said in _gathered(problem) if said is not None), None)
+        return next((said for said in gather_objects(problem) if said is not None), None)
 
     # Loading ----------------------------------------------------------------------------------------------------------
 
@@ -423,7 +424,7 @@ def _reader(path: Path, manifest: Mapping) -> ShardReader:
     index: dict = {}
     with fail_together():
         mine = read_index(path, files[dist.get_rank() :: dist.get_world_size()])
-    for theirs in _gathered(mine):
+    for theirs in gather_objects(mine):
         for name, stored in theirs.items():
             index.setdefault(name, []).extend(stored)
     return ShardReader(path, index)
@@ -446,16 +447,10 @@ def _of_first_rank(read: Callable[[], T]) -> T:
             out[1] = error
         except OSError as error:
             out[1] = ConfigError(str(error))
-    dist.broadcast_object_list(out, src=0)
-    if out[1] is not None:
-        raise out[1]
-    return out[0]
-
-
-def _gathered(value: T) -> list[T]:
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    value, error = broadcast_object(out)
+    if error is not None:
+        raise error
+    return value
 
 
 def _in_words(error: OSError) -> str:

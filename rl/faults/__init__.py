@@ -1,1 +1,2 @@
-"""Faults: found, named, and shared by all ranks."""
+"""Fault detection: phase limits, heartbeats, comparisons between ranks, the report of the first fault, the
+directory's lock."""

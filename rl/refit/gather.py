@@ -14,6 +14,7 @@ from torch import Tensor
 from rl.models.layout import Weight, index
 from rl.refit.transfer import bits
 from rl.rollout.engine import RolloutEngine
+from rl.runtime.collectives import gather_objects
 from rl.training.engine import TrainingEngine
 from rl.training.weights import full_weights
 
@@ -69,7 +70,5 @@ def differences(trainer: TrainingEngine, engine: RolloutEngine, weights: Sequenc
 
 def raise_mismatches(texts: list[str]) -> None:
     """RefitMismatch on every rank if any rank has something to say. Collective over the world."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, texts)
-    if found := [text for texts in everyone for text in texts]:
+    if found := [text for theirs in gather_objects(texts) for text in theirs]:
         raise RefitMismatch(f"after the refit {len(found)} weights differ: " + "; ".join(found[:8]))

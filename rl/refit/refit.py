@@ -20,7 +20,7 @@ from rl.refit.gather import RefitMismatch
 from rl.refit.plan import Plan, plan_refit
 from rl.refit.transfer import Traffic, compare, transfer
 from rl.rollout.engine import RolloutEngine
-from rl.runtime.collectives import sum_over_world
+from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.weights import WeightMap
@@ -77,9 +77,7 @@ def check_refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: i
     link = _link(trainer, engine, buffer_mib)
     sources, destinations = _parameters(trainer, engine, link)
     wrong = compare(link.plan, sources, destinations, engine.device.torch)
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, wrong)
-    again = sorted({number for found in everyone for number, _ in found})[:MAX_SHOWN]
+    again = sorted({number for found in gather_objects(wrong) for number, _ in found})[:MAX_SHOWN]
     weights = [link.in_place[number] for number in again]
     texts = gather.unknown(trainer, engine) + gather.differences(trainer, engine, weights)
     looked_at = [(number, source) for number, source in wrong if number in again]
@@ -114,8 +112,7 @@ def _link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) -> Li
 def _make_link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) -> Link:
     """Collective over the world: all ranks must take the same weights as writable, and know who shares a node."""
     weight_map = trainer.weight_map
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), _not_writable(weight_map, engine)))
+    everyone = gather_objects((socket.gethostname(), _not_writable(weight_map, engine)))
     nodes = [host for host, _ in everyone]
     left_out = set().union(*(numbers for _, numbers in everyone))
     in_place = [weight for number, weight in enumerate(weight_map.weights) if number not in left_out]
@@ -164,9 +161,7 @@ def _comparable(engine: RolloutEngine, weights: list[Weight]) -> list[Weight]:
     """Weights that every rank's engine holds in the layout's shape, if in another dtype. Collective over the world."""
     held, extents = engine.weights(), _extents(weights, engine)
     mine = [w.vllm in held and _fits(held[w.vllm], extents.get(w.vllm), w) for w in weights]
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return [weight for weight, *fits in zip(weights, *everyone) if all(fits)]
+    return [weight for weight, *fits in zip(weights, *gather_objects(mine)) if all(fits)]
 
 
 def _extents(weights: list[Weight], engine: RolloutEngine) -> dict[str, tuple[int, ...]]:

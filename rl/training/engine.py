@@ -23,7 +23,7 @@ from torch import Tensor
 from rl.config.schema import Optimizer, Training
 from rl.data.batch import Batch
 from rl.models import architecture, value_model, value_weights
-from rl.runtime.collectives import sum_over_world
+from rl.runtime.collectives import broadcast_object, sum_over_world
 from rl.runtime.device import Device
 from rl.training.grid import Grid
 from rl.training.model import DTYPES, build_model
@@ -239,12 +239,12 @@ class TrainingEngine:
 
     def _sum_over_replicas(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """The sums of the last stages over the data parallel ranks, on every rank."""
-        names = [list(sums)]
+        names = list(sums)
         if self.grid.pp > 1:  # other stages do not know what the loss reports
-            dist.broadcast_object_list(names, group=self.grid.groups.pp, group_src=self.grid.pp - 1)
+            names = broadcast_object(names, self.grid.pp - 1, self.grid.groups.pp)
         zero = torch.zeros((), dtype=torch.float64)
-        mine = torch.stack([sums[name] if self.grid.speaks else zero for name in names[0]])
-        return dict(zip(names[0], sum_over_world(mine, self.device.torch).tolist()))
+        mine = torch.stack([sums[name] if self.grid.speaks else zero for name in names])
+        return dict(zip(names, sum_over_world(mine, self.device.torch).tolist()))
 
     def _copy_of_weights(self) -> list[Tensor]:
         """In host memory: a second set of weights on the device would be the largest thing there."""

@@ -103,8 +103,8 @@ CHECKS = """
     import torch.distributed as dist
 
     from rl.config.schema import Config
-    from rl.faults.agreement import Agreement, Disagreement, agree_on_table, check_replicas
-    from rl.faults.phase_tracker import Place
+    from rl.faults.agreement import PhaseAgreement, Disagreement, agree_on_table, check_replicas
+    from rl.faults.phase_tracker import PhaseEntry
     from rl.config.options import ConfigError
 
     dist.init_process_group("gloo")
@@ -112,7 +112,7 @@ CHECKS = """
     group = dist.new_group(backend="gloo")
     pair = [dist.new_group([0, 1]), dist.new_group([2])][rank == 2]
     config = Config()
-    place = Place("score", 3, 17, 0.0, 0.0, 60.0)
+    place = PhaseEntry("score", 3, 17, 0.0, 0.0, 60.0)
 
     def outcome(name, action):
         try:
@@ -122,7 +122,7 @@ CHECKS = """
 
     def check(odd_place=place, batch=5, code="a", odd_rank=2):
         mine = rank == odd_rank
-        agreement = Agreement(config, code if mine else "a", group)
+        agreement = PhaseAgreement(config, code if mine else "a", group)
         return agreement.check(odd_place if mine else place, batch if mine else 5, (100 + rank, 7 - rank))
 
     outcome("alike", check)

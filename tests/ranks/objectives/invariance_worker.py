@@ -30,8 +30,8 @@ from rl.algorithms import load, prime
 from rl.config.schema import Config, load_config
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
-from rl.faults.agreement import Agreement
-from rl.faults.phase_tracker import Whereabouts
+from rl.faults.agreement import PhaseAgreement
+from rl.faults.phase_tracker import PhaseTracker
 from rl.objectives.rollout_correction import sequence_weights, token_weights
 from rl.phases.minibatches import MinibatchPlan
 from rl.phases.phases import Phases
@@ -143,8 +143,8 @@ def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
         step=Step(
             device=CPU,
             progress=Progress(enabled=False),
-            watch=SimpleNamespace(where=Whereabouts(config.watchdog.limits, nowhere)),
-            agreement=Agreement(config, "", dist.group.WORLD),
+            watchdog=SimpleNamespace(tracker=PhaseTracker(config.watchdog.limits, nowhere)),
+            agreement=PhaseAgreement(config, "", dist.group.WORLD),
         ),
         engines=Engines(engine, critic=engine, implicit_reward=engine),
         prompts=[],

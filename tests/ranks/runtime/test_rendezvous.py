@@ -24,12 +24,12 @@ from tests.spawn import ROOT
 PROGRAM = """
 import json
 from rl.runtime.ranks import discover
-from rl.runtime.rendezvous import MeetingFailed, meet
+from rl.runtime.rendezvous import RendezvousError, join_ranks
 
 try:
-    ranks = meet(discover())
+    ranks = join_ranks(discover())
     print(json.dumps([ranks.rank, ranks.master_port]))
-except MeetingFailed as error:
+except RendezvousError as error:
     print(json.dumps([str(error), error.silent]))
 """
 
@@ -186,7 +186,9 @@ def test_sixty_four_ranks_meet():
     with ThreadPoolExecutor(63) as threads:
         others = [discover(env | {"SLURM_PROCID": str(rank)}) for rank in range(1, 64)]
         met = list(
-            threads.map(lambda ranks: rendezvous.meet(ranks, env | {"SLURM_PROCID": str(ranks.rank)}), others)
+            threads.map(
+                lambda ranks: rendezvous.join_ranks(ranks, env | {"SLURM_PROCID": str(ranks.rank)}), others
+            )
         )
     assert {ranks.master_port for ranks in met} == {ports(82)[0]} == {answers([first])[0][1]}
 
@@ -195,7 +197,7 @@ def test_without_a_launcher_the_port_is_any_free_one():
     alone = {
         name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RANK", "WORLD"))
     }
-    ranks = rendezvous.meet(discover(alone), alone)
+    ranks = rendezvous.join_ranks(discover(alone), alone)
     with ranks.listener:
         assert ranks.listener.getsockname()[1] == ranks.master_port >= FIRST_PORT
 

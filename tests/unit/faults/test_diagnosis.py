@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from rl.faults.diagnosis import judge, lost_ranks, summary
-from rl.faults.heartbeat import Beat
+from rl.faults.diagnosis import diagnose, lost_ranks, summarize
+from rl.faults.heartbeat import Heartbeat
 from rl.faults.process import this_process
 
 NOW = 1000.0
-WAITS = Beat(
+WAITS = Heartbeat(
     rank=0,
     process=this_process(),
     job="",
@@ -23,15 +23,15 @@ WAITS = Beat(
 )
 
 
-def ranks(*changes: dict) -> list[Beat | None]:
+def ranks(*changes: dict) -> list[Heartbeat | None]:
     return [replace(WAITS, rank=rank, **change) for rank, change in enumerate(changes)]
 
 
 def test_the_rank_that_does_not_wait_is_guilty():
     beats = ranks({}, {}, {"waits": False, "at": "reward.py:7 score"}, {})
-    verdict = judge(beats, NOW, 30)
-    assert verdict.guilty == (2,)
-    said = summary(beats, verdict, NOW, 30)
+    diagnosis = diagnose(beats, NOW, 30)
+    assert diagnosis.at_fault == (2,)
+    said = summarize(beats, diagnosis, NOW, 30)
     assert said.startswith(
         f"rank 2 ({WAITS.process.host}) in score of step 3 for 600 s at reward.py:7 score (not waiting"
     )
@@ -39,15 +39,15 @@ def test_the_rank_that_does_not_wait_is_guilty():
 
 
 def test_a_rank_that_is_behind_is_guilty_whether_it_waits_or_not():
-    assert judge(ranks({}, {"number": 38}, {"waits": False}), NOW, 30).guilty == (1,)
+    assert diagnose(ranks({}, {"number": 38}, {"waits": False}), NOW, 30).at_fault == (1,)
 
 
 def test_a_rank_without_a_heartbeat_comes_before_all_others():
     beats = ranks({"number": 38}, {"time": NOW - 90}, {"waits": False})
-    verdict = judge(beats, NOW, 30)
-    assert verdict.guilty == (1,)
-    assert f"rank 1 ({WAITS.process.host}), last heartbeat 90 s ago in score of step 3 (ended" in summary(
-        beats, verdict, NOW, 30
+    diagnosis = diagnose(beats, NOW, 30)
+    assert diagnosis.at_fault == (1,)
+    assert f"rank 1 ({WAITS.process.host}), last heartbeat 90 s ago in score of step 3 (ended" in summarize(
+        beats, diagnosis, NOW, 30
     )
 
 
@@ -63,13 +63,13 @@ def test_a_rank_that_never_came_is_not_called_lost():
 @pytest.mark.parametrize("waits", [True, False])
 def test_nobody_is_accused_if_all_are_at_one_place(waits):
     beats = ranks({"waits": waits}, {"waits": waits})
-    verdict = judge(beats, NOW, 30)
-    assert verdict.guilty == () and summary(beats, verdict, NOW, 30).startswith(
+    diagnosis = diagnose(beats, NOW, 30)
+    assert diagnosis.at_fault == () and summarize(beats, diagnosis, NOW, 30).startswith(
         "all are at the same place: ranks 0, 1 in score"
     )
 
 
 def test_a_summary_of_a_thousand_ranks_is_one_readable_line():
     beats = ranks(*[{"waits": False} if rank % 2 else {} for rank in range(1000)])
-    said = summary(beats, judge(beats, NOW, 30), NOW, 30)
+    said = summarize(beats, diagnose(beats, NOW, 30), NOW, 30)
     assert "\n" not in said and len(said) < 1000 and "and 496 more ranks" in said and "and 492 more" in said

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl.faults.fault_board import FailedElsewhere, Fault, FaultBoard, is_echo
+from rl.faults.fault_board import FailedElsewhere, Fault, FaultBoard, may_be_secondary
 
 
 @pytest.fixture
@@ -19,17 +19,17 @@ def test_the_first_claim_is_the_fault_of_the_run_on_every_rank(boards):
         Fault("error", 1, "rank 1 failed: 'x' is \"no\"\n"),
         Fault("error", 2, "rank 2 lost its connection"),
     )
-    assert boards[1].claim(mine) == mine
-    assert boards[2].claim(late) == mine and [board.first() for board in boards] == [mine] * 3
+    assert boards[1].post(mine) == mine
+    assert boards[2].post(late) == mine and [board.first() for board in boards] == [mine] * 3
 
 
 def test_ranks_see_who_knows_and_when_the_case_is_closed(boards):
     boards[0].acknowledge()
     boards[2].acknowledge()
-    assert [board.acknowledged() for board in boards] == [2] * 3
-    assert not boards[1].is_closed()
-    boards[0].close_case()
-    assert boards[1].is_closed()
+    assert [board.num_acknowledged() for board in boards] == [2] * 3
+    assert not boards[1].is_reported()
+    boards[0].mark_reported()
+    assert boards[1].is_reported()
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_ranks_see_who_knows_and_when_the_case_is_closed(boards):
     ],
 )
 def test_an_error_that_may_come_of_another_ranks_end_is_an_echo(error):
-    assert is_echo(error)
+    assert may_be_secondary(error)
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_an_error_that_may_come_of_another_ranks_end_is_an_echo(error):
     ],
 )
 def test_an_error_of_the_ranks_own_is_none(error):
-    assert not is_echo(error)
+    assert not may_be_secondary(error)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl.config.schema import Config
-from rl.faults.heartbeat import beat_path
+from rl.faults.heartbeat import heartbeat_path
 from rl.faults.lock import FILE_NAME, LockLost, RunLock, check_lock, make_run_directory
 from rl.faults.process import this_process
 from tests.spawn import ROOT
@@ -37,7 +37,7 @@ def test_a_free_directory_is_locked_with_host_pid_and_job_and_released(tmp_path,
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     lock = take(tmp_path)
     record = json.loads((tmp_path / FILE_NAME).read_text())
-    assert record["pid"] == os.getpid() and record["host"] and record["job"] == "4711" and lock.still_mine()
+    assert record["pid"] == os.getpid() and record["host"] and record["job"] == "4711" and lock.is_held()
     lock.release()
     assert list(tmp_path.iterdir()) == []
 
@@ -50,24 +50,24 @@ def test_a_directory_in_use_is_refused_with_host_pid_and_job(tmp_path, monkeypat
         match=rf"in use by a live run, process {os.getpid()} on .+, Slurm job 4711; .*another run.dir",
     ):
         take(tmp_path)
-    assert lock.still_mine() and [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+    assert lock.is_held() and [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
 
 def test_the_lock_of_an_ended_process_is_taken_over_at_once(tmp_path, dead_pid, capsys):
     leave_behind(tmp_path, pid=dead_pid)
-    assert take(tmp_path).still_mine()
+    assert take(tmp_path).is_held()
     said = capsys.readouterr().err
     assert f"left behind by process {dead_pid}" in said and "its process has ended" in said
 
 
 def test_a_pid_that_another_process_has_now_does_not_keep_the_lock(tmp_path):
     leave_behind(tmp_path, started=1)
-    assert take(tmp_path).still_mine()
+    assert take(tmp_path).is_held()
 
 
 def test_a_lock_from_before_the_host_was_booted_is_stale(tmp_path):
     leave_behind(tmp_path, space="another boot/pid:[1]")
-    assert take(tmp_path).still_mine()
+    assert take(tmp_path).is_held()
 
 
 class TestAnotherHost:
@@ -76,24 +76,24 @@ class TestAnotherHost:
     def test_a_fresh_heartbeat_keeps_the_lock(self, tmp_path):
         leave_behind(tmp_path, **self.ELSEWHERE)
         os.utime(tmp_path / FILE_NAME, (0, 0))
-        beat_path(str(tmp_path), 0).parent.mkdir()
-        beat_path(str(tmp_path), 0).write_text("{}")
+        heartbeat_path(str(tmp_path), 0).parent.mkdir()
+        heartbeat_path(str(tmp_path), 0).write_text("{}")
         with pytest.raises(ValueError, match="on node77"):
             take(tmp_path)
 
     def test_a_heartbeat_older_than_the_limit_does_not(self, tmp_path, capsys):
         leave_behind(tmp_path, **self.ELSEWHERE)
-        beat_path(str(tmp_path), 0).parent.mkdir()
-        beat_path(str(tmp_path), 0).write_text("{}")
-        for path in (tmp_path / FILE_NAME, beat_path(str(tmp_path), 0)):
+        heartbeat_path(str(tmp_path), 0).parent.mkdir()
+        heartbeat_path(str(tmp_path), 0).write_text("{}")
+        for path in (tmp_path / FILE_NAME, heartbeat_path(str(tmp_path), 0)):
             os.utime(path, (time.time() - 100, time.time() - 100))
-        assert take(tmp_path).still_mine() and "no heartbeat for" in capsys.readouterr().err
+        assert take(tmp_path).is_held() and "no heartbeat for" in capsys.readouterr().err
 
     def test_an_earlier_start_of_the_same_job_is_over(self, tmp_path, monkeypatch):
         leave_behind(tmp_path, **self.ELSEWHERE, job="12", restarts=1)
         monkeypatch.setenv("SLURM_JOB_ID", "12")
         monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-        assert take(tmp_path).still_mine()
+        assert take(tmp_path).is_held()
 
     @pytest.mark.parametrize(("answer", "free"), [("RUNNING", False), ("NODE_FAIL", True), ("", True)])
     def test_slurm_is_asked_for_the_state_of_the_job(self, answer, free, tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ class TestAnotherHost:
         (tmp_path / "run").mkdir()
         leave_behind(tmp_path / "run", **self.ELSEWHERE, job="12")
         if free:
-            assert take(tmp_path / "run").still_mine()
+            assert take(tmp_path / "run").is_held()
         else:
             with pytest.raises(ValueError, match="Slurm job 12"):
                 take(tmp_path / "run")

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from rl.config.limits import PhaseLimits
-from rl.faults.heartbeat import Heart, beat_path, read_beat, read_beats
-from rl.faults.phase_tracker import Whereabouts
+from rl.faults.heartbeat import HeartbeatWriter, heartbeat_path, read_heartbeat, read_heartbeats
+from rl.faults.phase_tracker import PhaseTracker
 from rl.faults.process import process_from, resident_bytes, this_process
 
 
@@ -41,17 +41,17 @@ def test_resident_memory_grows_with_what_is_held():
 
 
 @pytest.fixture
-def heart(tmp_path):
+def writer(tmp_path):
     with open(tmp_path / "native.txt", "w") as file:
-        where = Whereabouts(PhaseLimits(), file)
-        where.begin_step(5)
-        yield Heart(str(tmp_path), 3, where)
-        where.close()
+        tracker = PhaseTracker(PhaseLimits(), file)
+        tracker.begin_step(5)
+        yield HeartbeatWriter(str(tmp_path), 3, tracker)
+        tracker.close()
 
 
-def test_a_heartbeat_is_read_as_it_was_written(heart, tmp_path):
-    heart.beat()
-    beat = read_beat(str(tmp_path), 3)
+def test_a_heartbeat_is_read_as_it_was_written(writer, tmp_path):
+    writer.write()
+    beat = read_heartbeat(str(tmp_path), 3)
     assert (beat.rank, beat.phase, beat.step, beat.process) == (
         3,
         "other",
@@ -62,7 +62,7 @@ def test_a_heartbeat_is_read_as_it_was_written(heart, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"rank": 3}'])
-def test_what_is_no_heartbeat_is_none(text, heart, tmp_path):
-    beat_path(str(tmp_path), 1).write_text(text)
-    heart.beat()
-    assert [beat is None for beat in read_beats(str(tmp_path), 4)] == [True, True, True, False]
+def test_what_is_no_heartbeat_is_none(text, writer, tmp_path):
+    heartbeat_path(str(tmp_path), 1).write_text(text)
+    writer.write()
+    assert [beat is None for beat in read_heartbeats(str(tmp_path), 4)] == [True, True, True, False]

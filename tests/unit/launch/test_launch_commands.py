@@ -240,7 +240,7 @@ class TestStatus:
         commands = {name: run_launch(name, "runs/sw") for name in ("status", "report")}
         for done in commands.values():
             assert done.returncode == 0 and len(done.stderr.splitlines()) == 1, done.stderr
-            assert done.stderr.startswith("warning: the queue is not known")
+            assert done.stderr.startswith("warning: Slurm's queue is unavailable")
             assert "Unable to contact" in done.stderr
         shown = states(commands["status"].stdout)
         assert [shown[name] for name in points[:4]] == ["running", "lost", "failed", "unstarted"]
@@ -282,7 +282,7 @@ class TestReport:
 
 def test_help_and_an_unknown_command(place):
     assert "launch sweep" in launch("--help")
-    assert "there is no command sweeep" in launch("sweeep", code=2)
+    assert "sweeep is no command" in launch("sweeep", code=2)
     for command in ("submit", "sweep", "status", "report"):
         assert "usage" in launch(command, "--help")
 

@@ -267,8 +267,8 @@ def test_two_ranks_of_a_real_mpirun(tmp_path):
         pytest.skip("there is no mpirun beside this interpreter or in PATH")
     # To files: mpirun mixes what ranks print.
     program = (
-        "import dataclasses, json, sys; from rl.runtime.ranks import discover; from rl.runtime.rendezvous import meet;"
-        "ranks = dataclasses.replace(meet(discover()), listener=None);"
+        "import dataclasses, json, sys; from rl.runtime.ranks import discover; from rl.runtime.rendezvous import join_ranks;"
+        "ranks = dataclasses.replace(join_ranks(discover()), listener=None);"
         "open(f'{sys.argv[1]}/{ranks.rank}', 'w').write(json.dumps(dataclasses.asdict(ranks)))"
     )
     others = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
