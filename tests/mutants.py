@@ -20,9 +20,9 @@ such as Batch.select. `@stem` after it names the file that defines it, where fun
 `#2` takes the second of several equal expressions. `a|b` is a function that is called either a or b. Of the
 stems of a section, those without a file are passed over.
 
-A mutant replaces one expression or statement of one function. Expressions are compared as syntax. Functions and
-test files are found by name, so an entry remains valid when files are formatted or moved. Mutants are written
-into a temporary copy of the working tree. The tests run in forks of this process, which has imported torch; they
+A mutant replaces one expression or statement of one function. Expressions are compared as syntax. Functions
+and test files are found by name, so an entry remains valid when files are formatted or moved. Mutants are written
+into a temporary copy of the working tree. The tests run in forks of this process, which has imported torch. They
 are run once without any mutant, and must pass.
 """
 
