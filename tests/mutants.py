@@ -21,9 +21,9 @@ such as Batch.select. `@stem` after it names the file that defines it, where fun
 stems of a section, those without a file are passed over.
 
 A mutant replaces one expression or statement of one function. Expressions are compared as syntax. Functions
-and test files are found by name, so an entry remains valid when files are formatted or moved. Mutants are written
-into a temporary copy of the working tree. The tests run in forks of this process, which has imported torch. They
-are run once without any mutant, and must pass.
+and test files are found by name, so an entry remains valid when files are formatted or moved. Mutants are
+written into a temporary copy of the working tree. The tests run in forks of this process, which has imported
+torch. They are run once without any mutant, and must pass.
 """
 
 import argparse
@@ -220,7 +220,7 @@ def pass_unchanged(selections: set[Tests], copy: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="list the mutants and run no test")
-    parser.add_argument("--only", metavar="TEXT", nargs="+", default=[""], help="mutants with TEXT in the name")
+    parser.add_argument("--only", metavar="TEXT", nargs="+", default=[""], help="mutants with TEXT in it")
     options = parser.parse_args()
     begin = time.monotonic()
     table = read_table(TABLE.read_text())
