@@ -16,14 +16,14 @@ caught.
 
 The table has sections `[tests]` with the stems of test files and options of pytest, and entries
 `name: function: old => new`; an indented line continues the one before it. A function has its qualified name,
-such as Batch.select. `@stem` after it names the file that defines it, where functions of several files fit; `#2`
-takes the second of several equal expressions; `a|b` is a function that is called either a or b. Of the stems of
-a section, those without a file are passed over.
+such as Batch.select. `@stem` after it names the file that defines it, where functions of several files fit.
+`#2` takes the second of several equal expressions. `a|b` is a function that is called either a or b. Of the
+stems of a section, those without a file are passed over.
 
-A mutant replaces one expression or statement of one function. Expressions are compared as syntax, and functions
+A mutant replaces one expression or statement of one function. Expressions are compared as syntax. Functions
 and test files are found by name, so an entry remains valid when files are formatted or moved. Mutants are
 written into a temporary copy of the working tree. The tests run in forks of this process, which has imported
-torch; they are run once without any mutant, and must pass.
+torch. They are run once without any mutant, and must pass.
 """
 
 import argparse
@@ -220,9 +220,13 @@ def pass_unchanged(selections: set[Tests], copy: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="list the mutants and run no test")
+<<<<<<< HEAD
     parser.add_argument(
         "--only", metavar="TEXT", nargs="+", default=[""], help="mutants with TEXT in their name"
     )
+=======
+    parser.add_argument("--only", metavar="TEXT", nargs="+", default=[""], help="mutants with TEXT in it")
+>>>>>>> mutants
     options = parser.parse_args()
     begin = time.monotonic()
     table = read_table(TABLE.read_text())
