@@ -220,13 +220,7 @@ def pass_unchanged(selections: set[Tests], copy: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="list the mutants and run no test")
-<<<<<<< HEAD
-    parser.add_argument(
-        "--only", metavar="TEXT", nargs="+", default=[""], help="mutants with TEXT in their name"
-    )
-=======
     parser.add_argument("--only", metavar="TEXT", nargs="+", default=[""], help="mutants with TEXT in it")
->>>>>>> mutants
     options = parser.parse_args()
     begin = time.monotonic()
     table = read_table(TABLE.read_text())
