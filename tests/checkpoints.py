@@ -1,5 +1,5 @@
-"""Tiny Hugging Face checkpoints for tests, with weights that show a wrong layout: biases, norms and routers' biases are random
-too."""
+"""Tiny Hugging Face checkpoints for tests. Biases, norms and routers' biases are random too, so that a wrong
+layout shows."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ SIZES = dict(
     max_position_embeddings=256,
     initializer_range=0.1,
 )
-"""Heads of 32 channels: vLLM's CPU attention wants a multiple of 32."""
+"""Heads have 32 channels because vLLM's CPU attention requires a multiple of 32."""
 LLAMA3_ROPE = dict(
     rope_type="llama3",
     rope_theta=10000.0,
@@ -27,7 +27,7 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
-"""Llama 3.1's scaling with a context so short that the tests' tokens meet kept, mixed and scaled frequencies."""
+"""Llama 3.1's scaling with a context so short that tests use kept, mixed and scaled frequencies."""
 LATENTS = dict(
     num_key_value_heads=4,
     kv_lora_rank=512,
@@ -38,7 +38,7 @@ LATENTS = dict(
     moe_intermediate_size=32,
     first_k_dense_replace=1,
 )
-"""vLLM's CPU attention over latents knows one size: kv_lora_rank + qk_rope_head_dim = 576."""
+"""vLLM's CPU attention over latents requires kv_lora_rank + qk_rope_head_dim = 576."""
 YARN = dict(
     rope_type="yarn",
     rope_theta=10000.0,
@@ -53,10 +53,8 @@ PARTICULAR: dict[str, dict] = {
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": dict(head_dim=64),  # not hidden / heads
     "LlamaForCausalLM": dict(rope_parameters=LLAMA3_ROPE),
-    "MistralForCausalLM": dict(
-        head_dim=64, sliding_window=None, num_hidden_layers=3
-    ),  # PP 2 cuts them unevenly
-    # Dense in its first layer, experts of their own width, heads of another than hidden / heads.
+    "MistralForCausalLM": dict(head_dim=64, sliding_window=None, num_hidden_layers=3),  # PP 2 splits unevenly
+    # A dense first layer, an intermediate size for experts, a head_dim other than hidden / heads.
     "Qwen3MoeForCausalLM": dict(
         head_dim=64,
         num_experts=8,
@@ -91,13 +89,14 @@ PARTICULAR: dict[str, dict] = {
         routed_scaling_factor=1.0,
     ),
 }
-"""Architecture -> what its tiny config has besides SIZES."""
+"""Architecture -> keys of its tiny config besides SIZES."""
 PUBLISHED = {"DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func="sigmoid")}
-"""Keys of published configs that transformers 5 does not write, but vLLM reads."""
+"""Keys of published configs that transformers 5 omits and vLLM reads."""
 
 
 def tiny_config(architecture: str, *, tie: bool = False, **options) -> transformers.PreTrainedConfig:
-    """transformers' config of a random model of 2 layers or 3, 4 heads, 2 KV heads, with the toy's vocabulary."""
+    """Return transformers' config of a random model with 2 or 3 layers, 4 heads, 2 KV heads and the toy's
+    vocabulary."""
     kind = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
     return kind(
         architectures=[architecture],
@@ -111,7 +110,7 @@ def tiny_config(architecture: str, *, tie: bool = False, **options) -> transform
 
 
 def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = False, **options) -> str:
-    """A random model of `tiny_config`, with the toy's tokenizer; returns the directory."""
+    """Save a random model of `tiny_config` with the toy's tokenizer. Returns the directory."""
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(tiny_config(architecture, tie=tie, **options))
     with torch.no_grad():
@@ -126,12 +125,12 @@ def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = Fals
 
 
 def save_qwen2(directory: Path, *, seed: int, tie: bool = False, **sizes: int) -> str:
-    """The same of Qwen2, which tests use where the architecture does not matter."""
+    """Save a Qwen2, for tests in which the architecture does not matter. Returns the directory."""
     return save_tiny("Qwen2ForCausalLM", directory, seed=seed, tie=tie, **sizes)
 
 
 def save_qwen2_classifier(directory: Path, *, seed: int) -> str:
-    """A random Qwen2 sequence classifier with one label, as reward models are; returns the directory."""
+    """Save a random Qwen2 sequence classifier with one label, a reward model. Returns the directory."""
     language_model = transformers.AutoModelForCausalLM.from_pretrained(save_qwen2(directory, seed=seed))
     config = transformers.AutoConfig.from_pretrained(directory, num_labels=1)
     model = transformers.Qwen2ForSequenceClassification(config)
@@ -143,12 +142,12 @@ def save_qwen2_classifier(directory: Path, *, seed: int) -> str:
 
 
 def assert_same_checkpoint(a: Path, b: Path) -> None:
-    """Weights, optimizer, random states and run state of two checkpoints of one layout are the same to the bit."""
+    """Assert that two checkpoints of one layout have bitwise equal weights, optimizer, random states and run
+    state."""
     names = {path.name for path in a.iterdir() if path.suffix == ".safetensors"}
     assert names
     for name in names:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
-    states = [
-        json.loads((path / "state.json").read_text()) | {"metrics": None} for path in (a, b)
-    ]  # which tell the time
+    # Metrics contain times.
+    states = [json.loads((path / "state.json").read_text()) | {"metrics": None} for path in (a, b)]
     assert states[0] == states[1]
