@@ -1,7 +1,11 @@
 """Collectives that belong to no engine."""
 
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -17,3 +21,10 @@ def any_rank(here: bool) -> bool:
     anywhere = torch.tensor(int(here))
     dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
     return bool(anywhere)
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the objects of all ranks, in rank order. Collective over `group`, the world by default."""
+    everyone: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
