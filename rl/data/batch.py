@@ -63,8 +63,8 @@ class Batch:
     """Sum over the vocabulary of the squared probabilities, at each token."""
     labels: Tensor | None = None
     """float32 [N]: what a loss per sample aims at, such as 1 for a right response and 0 for a wrong one."""
-    unit: int = 1
-    """So many samples after one another share a micro-batch: 2 for pairs."""
+    samples_per_unit: int = 1
+    """Number of consecutive samples kept in one micro-batch: 2 for pairs."""
     scores: Tensor | None = None
     """float32 [N]: what the reward function gave."""
     rewards: Tensor | None = None
@@ -184,7 +184,7 @@ def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
         for b in (chosen, rejected)
     ]
     pairs = concatenate(bare).select([i + side * len(chosen) for i in range(len(chosen)) for side in (0, 1)])
-    return replace(pairs, groups=rejected.groups.repeat_interleave(2), unit=2)
+    return replace(pairs, groups=rejected.groups.repeat_interleave(2), samples_per_unit=2)
 
 
 def fingerprint(arrays: Sequence[np.ndarray]) -> int:

@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -45,26 +44,11 @@ from rl.runtime.device import Device
 from rl.runtime.session import control_group
 from rl.stopping.requests import StepAborted, StopRequests
 from rl.training.engine import TrainingEngine
+from rl.training.loss import Loss, Totals
 from rl.training.packing import MicroBatch, MicroBatches, plan_minibatch
 from rl.training.schedule import learning_rate
 
 SAMPLES_FILE = "samples.jsonl"
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Denominators of a mini-batch, over all ranks and micro-batches."""
-
-    num_tokens: float
-    """Response tokens that count (mask 1)."""
-    num_samples: float
-    """Samples with at least one such token."""
-    num_units: float
-    """Units of `Batch.unit` samples, such as pairs."""
-
-
-Loss = Callable[[MicroBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
-"""(loss, metrics) of a micro-batch; both divided by the mini-batch's totals already, so that they add up to it."""
 
 
 class Phases:
@@ -576,7 +560,7 @@ def _totals(batch: Batch, plan: list[MicroBatches]) -> Totals:
     return Totals(
         num_tokens=max(float(tokens), 1.0),
         num_samples=max(float(counted), 1.0),
-        num_units=max(len(samples) / batch.unit, 1.0),
+        num_units=max(len(samples) / batch.samples_per_unit, 1.0),
     )
 
 
