@@ -19,6 +19,9 @@ import os
 import platform
 import sys
 
+PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
+"""Options that make the program print something and exit."""
+
 
 def main() -> int:
     if "--dry-run" in sys.argv[1:]:
@@ -94,10 +97,11 @@ def watched_run(config, ranks, device) -> int:
     from rl.config.options import ConfigError
     from rl.engines.inputs import Inputs
     from rl.faults.agreement import agree_on_config, agree_on_table, fail_together
-    from rl.faults.lock import make_run_directory
+    from rl.faults.lock import is_of_another, make_run_directory
     from rl.faults.watchdog import Watch
     from rl.run_directory.record import code_hashes
-    from rl.run_directory.status import note_failure
+    from rl.run_directory.status import Status
+    from rl.runtime.collectives import from_first_rank
     from rl.runtime.session import control_group
     from rl.stopping.requests import refuse_if_stopped_by_hand
 
@@ -110,13 +114,20 @@ def watched_run(config, ranks, device) -> int:
         if ranks.rank == 0:
             refuse_if_stopped_by_hand(config.run.dir)
             lock = make_run_directory(config)
+    start = from_first_rank("" if lock is None else lock.token)
+    status = Status(
+        config.run.dir,
+        max_steps=config.run.max_steps,
+        leads=ranks.rank == 0,
+        start=start,
+        is_taken_over=lambda: is_of_another(config.run.dir, start),
+    )
     watch = None
     try:
         with fail_together():  # a rank that cannot see rank 0's directory fails here
             store = dist.distributed_c10d._get_default_store()
-            watch = Watch(
-                config.watchdog, config.memory, run_dir=config.run.dir, device=device, store=store, lock=lock
-            )
+            own = dict(run_dir=config.run.dir, device=device, store=store, lock=lock, status=status)
+            watch = Watch(config.watchdog, config.memory, **own)
         with fail_together():
             inputs = Inputs(config, ranks.world_size)
         from rl.run.loop import run  # imports Megatron and vLLM: only now
@@ -126,13 +137,19 @@ def watched_run(config, ranks, device) -> int:
             control_group()
         )  # or the first to leave would look lost to the watch of the others
         return code
-    except ConfigError:
+    except ConfigError as error:
+        status.refuse(str(error))
+        raise
+    except KeyboardInterrupt:
+        status.interrupt()
+        raise
+    except SystemExit as error:  # of a user's file; the other ranks only see that this one is gone
+        status.fail(f"rank {ranks.rank} ({platform.node()}) called sys.exit({error.code!r})")
         raise
     except Exception as error:
         if watch is None:
+            status.fail(f"rank {ranks.rank} failed in start-up: {type(error).__name__}: {error}")
             raise
-        if ranks.rank == 0:
-            note_failure(config.run.dir, error)
         watch.fail(error)
         leave(1, together=False)
     finally:
@@ -193,4 +210,8 @@ def leave(code: int, *, together: bool = True) -> None:
 
 
 if __name__ == "__main__":
+    if PRINTING & set(sys.argv[1:]):
+        from rl.stopping.signals import end_on_closed_pipe
+
+        end_on_closed_pipe()
     leave(main())

@@ -10,7 +10,10 @@ sentence.
 """
 
 import importlib
+import os
 import sys
+
+from rl.stopping.signals import end_on_closed_pipe
 
 COMMANDS = {
     "submit": "launch.submit",
@@ -18,6 +21,7 @@ COMMANDS = {
     "status": "launch.status",
     "report": "launch.sweep_report",
 }
+SUBMITTING = ("submit", "sweep")
 
 
 def main(argv: list[str]) -> int:
@@ -30,11 +34,20 @@ def main(argv: list[str]) -> int:
         )
         return 2
     try:
-        return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+        code = importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the exit
+        said = "error: nobody reads the output; `python -m launch status` shows what was submitted."
+        print(said, file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
+    if not set(SUBMITTING) & set(sys.argv[1:2]) or {"-h", "--help", "--dry-run"} & set(sys.argv):
+        end_on_closed_pipe()  # not in a submission, which would end half-way
     sys.exit(main(sys.argv[1:]))

@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch import slurm
+from launch.arguments import warn
 from rl.config.options import ConfigError
 
 DIRECTORY = "launch"
 """Of a run or a sweep, for batch files, logs and what was submitted."""
 JOBS, SWEEP = "jobs.jsonl", "sweep.json"
+RANK_LOGS = ".ranks"
+"""Suffix of the directory in which slurm/job.sh keeps rank logs and a copy of the run's status.json."""
 SILENT_S = 300.0
 """Seconds without a sign of life after which a run that says running, and whose job Slurm does not know, counts as lost."""
 UNFINISHED = ("stopped", "failed", "lost", "unstarted")
@@ -47,6 +50,8 @@ def find_runs(directory: Path) -> list[Path]:
         raise ConfigError(f"there is no directory {directory}.")
     found: dict[Path, None] = {}
     for place in (directory, *sorted(directory.glob("*/")), *sorted(directory.glob("*/*/"))):
+        if place.suffix == RANK_LOGS:
+            continue
         if (place / DIRECTORY / SWEEP).is_file():
             found |= {place / point["name"]: None for point in read_sweep(place)["points"]}
         elif (
@@ -78,11 +83,22 @@ def noted_jobs(directory: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def read_runs(directories: Iterable[Path]) -> list[RunState]:
-    """The state of each run, Slurm's queue asked once."""
+def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list[RunState]:
+    """Read the state of each run; Slurm's queue is asked once.
+
+    If Slurm does not answer, the states follow from files alone and a warning says so; with `needs_queue`,
+    SlurmError is raised instead.
+    """
     told = [_told(directory) for directory in directories]
     jobs = [_jobs_of(run) for run in told]
-    queue = slurm.states(job for some in jobs for job in some)
+    queue: dict[str, str] | None = None
+    try:
+        queue = slurm.states(job for some in jobs for job in some)
+    except slurm.SlurmError as error:
+        if needs_queue:
+            raise
+        reason = " ".join(str(error).split())
+        warn(f"the queue is not known, so states follow from the runs' files alone: {reason}")
     return [_settled(run, some, queue) for run, some in zip(told, jobs)]
 
 
@@ -129,16 +145,16 @@ def _jobs_of(run: RunState) -> list[str]:
     return [job for job in dict.fromkeys(jobs) if job]
 
 
-def _settled(run: RunState, jobs: list[str], queue: dict[str, str]) -> RunState:
-    """The state that follows from the run's word and from Slurm's."""
-    known = [job for job in jobs if job in queue]
+def _settled(run: RunState, jobs: list[str], queue: dict[str, str] | None) -> RunState:
+    """The state that follows from the run's status and from Slurm's queue; None: the queue is not known."""
+    known = [job for job in jobs if queue and job in queue]
     if run.state == "finished" or (known and queue[known[-1]] == "COMPLETING"):
         return run
     if known:
         return replace(run, job=known[-1], state="running" if queue[known[-1]] == "RUNNING" else "queued")
     job = run.job or (jobs[-1] if jobs else "")
     if run.state == "running":
-        in_slurm = bool(job) and slurm.available()
+        in_slurm = bool(job) and queue is not None and slurm.available()
         if in_slurm or (run.silent_s is not None and run.silent_s > SILENT_S):
             return replace(run, job=job, state="lost")
     return replace(run, job=job)

@@ -15,6 +15,10 @@ from launch.runs import DIRECTORY, note_job
 from rl.config.checks import check
 from rl.config.options import to_yaml
 from rl.config.schema import Config, load_config
+from rl.dry_run.changes import cheapest_change
+from rl.dry_run.estimate import estimate
+from rl.dry_run.hardware import Hardware
+from rl.dry_run.report import report, verdict
 
 
 def main(argv: list[str]) -> int:
@@ -63,18 +67,12 @@ def main(argv: list[str]) -> int:
 
 
 def print_estimate(config: Config, resources: Resources) -> bool:
-    """Print layout, memory and time as train_rl.py --dry-run does, and the GPU-hours of the allocation. Whether it fits; True
-    where that cannot be said here."""
+    """Print layout, memory and time as train_rl.py --dry-run does, and the GPU-hours of the allocation.
+
+    Returns whether the run fits; True for CPU nodes, for which nothing is estimated.
+    """
     if not resources.gpus_per_node:
         print(f"# {resources.world_size} ranks on CPU nodes: no estimate of GPU memory")
-        return True
-    try:
-        from rl.dry_run.changes import cheapest_change
-        from rl.dry_run.estimate import estimate
-        from rl.dry_run.hardware import Hardware
-        from rl.dry_run.report import report, verdict
-    except ModuleNotFoundError as error:
-        print(f"# no memory estimate, because this Python has no {error.name}")
         return True
     found = estimate(config, resources.world_size, Hardware(ranks_per_node=resources.gpus_per_node))
     print(report(found))

@@ -164,7 +164,8 @@ def new_tasks(directory: Path, points: list[Point]) -> list[int]:
 def failed_tasks(directory: Path, points: list[Point]) -> list[int]:
     """Tasks that were submitted, did not finish, and with which nothing goes on by itself."""
     new = new_tasks(directory, points)
-    states = read_runs(directory / point.name for point in points)
+    # A run that waits in a queue that cannot be seen must not be submitted a second time.
+    states = read_runs((directory / point.name for point in points), needs_queue=True)
     return [task for task, run in enumerate(states) if run.state in UNFINISHED and task not in new]
 
 

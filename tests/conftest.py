@@ -1,6 +1,10 @@
-"""pytest options of all tests: a test marked `slow` is skipped unless --slow is given."""
+"""Options and fixtures of all tests. A test marked `slow` is skipped unless --slow is given."""
+
+from pathlib import Path
 
 import pytest
+
+from tests.toy import save_toy, write_config
 
 
 def pytest_addoption(parser):
@@ -18,3 +22,15 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory) -> Path:
+    """Return the directory of the toy task (tests/toy.py), which no test may change."""
+    return save_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def config(toy, tmp_path) -> Path:
+    """Return the config of a GRPO run of two steps on the toy task, into tmp_path/run."""
+    return write_config(tmp_path, toy)

@@ -24,7 +24,10 @@ before leaving; and a process group that a global variable keeps alive past `des
 interpreter's exit ("terminate called without an active exception"), so make groups within functions.
 """
 
+import atexit
 import contextlib
+import functools
+import json
 import os
 import random
 import signal
@@ -58,11 +61,13 @@ def run_ranks(
     timeout: float = 60,
     env: Mapping[str, str] | None = None,
     grace: float = GRACE,
+    fresh: bool = False,
 ) -> list[str]:
     """Run the program as `world_size` ranks; returns the stdout of each.
 
     program: Python source (indented as it stands in the test) or the path of a script. args: sys.argv[1:], as str(arg).
     timeout: seconds until the ranks are killed. env: variables on top of this process's own and of those of a rank.
+    fresh: start an interpreter for each rank instead of forking it, for what depends on imports (tests/fork_server.py).
     Raises RanksFailed when one rank exits with another code than 0; ranks that do not end within `grace` are then killed.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
@@ -76,11 +81,11 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 environ = _environment(rank, world_size, port) | dict(env or {})
-                ranks.append(_Rank(Path(directory), script, args, environ))
+                ranks.append((_Started if fresh else _Forked)(Path(directory), script, args, environ))
             culprit = _wait(ranks, time.monotonic() + timeout)
             if culprit is not None:
                 _wait_for_all(ranks, time.monotonic() + grace)
-            returncodes = [rank.process.poll() for rank in ranks]
+            returncodes = [rank.poll() for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
@@ -112,18 +117,89 @@ def free_port() -> int:
 
 
 class _Rank:
+    """One rank and the files that it writes to: nobody needs to read while a rank writes, as with pipes."""
+
+    pid: int
+
     def __init__(self, directory: Path, script: Path, args: tuple, env: dict[str, str]):
-        # Files, not pipes: nobody needs to read while a rank writes.
         self.stdout, self.stderr = (directory / f"{name}.{env['RANK']}" for name in ("stdout", "stderr"))
-        with self.stdout.open("w") as out, self.stderr.open("w") as err:
-            command = [sys.executable, str(script), *map(str, args)]
-            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
+        self.stdout.touch()
+        self.stderr.touch()
+        self.start([str(script), *map(str, args)], env)
+
+    def start(self, command: list[str], env: dict[str, str]) -> None:
+        raise NotImplementedError
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the rank runs."""
+        raise NotImplementedError
 
     def kill(self) -> None:
         """End the rank and the processes that it started."""
         with contextlib.suppress(ProcessLookupError):  # it left nothing behind
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        while self.poll() is None:
+            time.sleep(0.005)
+
+
+class _Started(_Rank):
+    def start(self, command: list[str], env: dict[str, str]) -> None:
+        with self.stdout.open("w") as out, self.stderr.open("w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, *command], env=env, stdout=out, stderr=err, start_new_session=True
+            )
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+
+class _Forked(_Rank):
+    def start(self, command: list[str], env: dict[str, str]) -> None:
+        script, *arguments = command
+        self.pid = _ask_fork_server(
+            start=dict(
+                script=script,
+                arguments=arguments,
+                directory=os.getcwd(),
+                environ=env,
+                stdout=str(self.stdout),
+                stderr=str(self.stderr),
+            )
+        )
+
+    def poll(self) -> int | None:
+        (code,) = _ask_fork_server(poll=[self.pid])
+        return code
+
+
+def _ask_fork_server(**request: object):
+    server = _fork_server()
+    assert server.stdin is not None and server.stdout is not None
+    print(json.dumps(request), file=server.stdin, flush=True)
+    answer = server.stdout.readline()
+    if not answer:
+        raise RuntimeError(f"tests/fork_server.py ended with {server.wait()}")
+    return json.loads(answer)
+
+
+@functools.cache
+def _fork_server() -> subprocess.Popen:
+    """Start the server, the first time; it ends with this process."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    server = subprocess.Popen(
+        [sys.executable, "-W", "ignore", ROOT / "tests" / "fork_server.py"],
+        env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=path),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # an interrupt of pytest reaches it as the end of its input
+    )
+    atexit.register(server.communicate)
+    assert server.stdout is not None
+    if json.loads(server.stdout.readline() or "null") != "ready":
+        raise RuntimeError(f"tests/fork_server.py ended with {server.wait()}; its error is above")
+    return server
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -141,14 +217,14 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _wait_for_all(ranks: list[_Rank], deadline: float) -> None:
-    while time.monotonic() < deadline and any(rank.process.poll() is None for rank in ranks):
+    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
         time.sleep(0.05)
 
 
 def _wait(ranks: list[_Rank], deadline: float) -> int | None:
     """Until all ranks ended well, the deadline (None), or one failed: which."""
     while time.monotonic() < deadline:
-        codes = [rank.process.poll() for rank in ranks]
+        codes = [rank.poll() for rank in ranks]
         if failed := [rank for rank, code in enumerate(codes) if code]:
             return failed[0]
         if None not in codes:

@@ -1,14 +1,16 @@
-"""One file per algorithm: one step, written in the phases of `rl.phases.phases`.
+"""One file per algorithm: how a batch is collected and what is learned from it, in the methods of `Phases`.
 
-At its top a file declares, as literals, what a run of it needs and which config values make it the published algorithm:
+At its top, a file declares as literals what a run of it needs and the defaults of the published algorithm:
 
     NEEDS = ("samples", "reward")
     DEFAULTS = {"objective.advantage": "rloo", "objective.reward_kl.coef": 0.05}
 
-    def step(phases, config): ...
+    def collect(phases) -> Batch: ...     # draw prompts, generate, score
+    def learn(phases, batch): ...         # log-probs, advantages, updates
 
-`algorithm: path/to/mine.py` in a config runs such a file from anywhere. The declarations are read without running the file,
-because a config is checked before torch is imported.
+The loop (`rl.run.loop`) owns the order of the two. An empty batch means that there is nothing to learn from.
+A path in the configuration, such as `algorithm: path/to/mine.py`, runs a file from anywhere. Declarations are
+read without running the file, because a configuration is checked before torch is imported.
 """
 
 import importlib
@@ -19,7 +21,7 @@ from rl.config.functions import import_file
 
 
 def load(name: str) -> ModuleType:
-    """The module of an algorithm, by name or path."""
+    """Return the module of an algorithm, by name or path."""
     if not name.endswith(".py"):
         return importlib.import_module(f"rl.algorithms.{name}")
     return import_file(describe(name).path)

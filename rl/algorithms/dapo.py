@@ -1,23 +1,23 @@
 """DAPO: decoupled clip and dynamic sampling policy optimization (arXiv:2503.14476).
 
-GRPO with four changes, each a key of its own:
+DAPO is GRPO with four changes, each with a key of its own:
 
-- clip-higher: `objective.clip_high=0.28` above `clip_low=0.2`, so that rare tokens may become more likely;
-- dynamic sampling: a group whose samples all have the same score has no advantage. Such groups are dropped and further
-  prompts drawn, until the batch is full, in at most `dynamic_sampling.max_rounds` rounds; a step that is still short then
-  trains on the groups there are. Groups left over from the last round are dropped;
-- token-level loss: `objective.aggregation=token-mean`;
-- soft overlong punishment: `reward.overlong_buffer_tokens`, off unless set (the paper: 4,096 of 20,480). The spread of a
-  group is that of the scores before it.
+- Clip-higher: `objective.clip_high=0.28` above `clip_low=0.2`, so that unlikely tokens may become more
+  likely.
+- Dynamic sampling: a group whose samples all have the same score has no advantage. Such groups are dropped
+  and further prompts are drawn until the batch is full, in at most `dynamic_sampling.max_rounds` rounds. A
+  step that is still short trains on the groups it has. Surplus groups of the last round are dropped.
+- Token-level loss: `objective.aggregation=token-mean`.
+- Soft overlong penalty: `reward.overlong_buffer_tokens`, off by default (the paper: 4,096 of 20,480). Whether
+  the scores of a group differ is decided before the penalty.
 
-No KL term. Seeds differ between rounds, so a prompt that comes again is sampled anew.
+There is no KL term. Seeds differ between rounds, so that a prompt drawn twice gets different samples.
 """
 
-from rl.config.schema import Config
 from rl.data.batch import Batch, concatenate
 from rl.objectives.advantages import grpo
 from rl.phases.phases import Phases
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.phases.policy_gradient import advantages, policy_loss, token_selection
 
 NEEDS = ("samples", "reward", "groups", "dynamic_sampling")
 DEFAULTS = {
@@ -28,39 +28,34 @@ DEFAULTS = {
 }
 
 
-def step(phases: Phases, config: Config) -> None:
-    batch = sample_until_full(phases, config)
-    if batch is None:
-        return  # not one group has anything to teach
-    phases.log_probs(batch)
-    phases.reward_tokens(batch)
-    with phases.timed("adv"):
-        batch.advantages = advantages(batch, config)
-    phases.update(batch, policy_loss(config), choose=token_choice(config))
-
-
-def sample_until_full(phases: Phases, config: Config) -> Batch | None:
-    """data.prompts_per_step groups whose scores differ, or as many as max_rounds rounds gave; None for none."""
+def collect(phases: Phases) -> Batch:
+    """Return data.prompts_per_step groups whose scores differ, or as many as max_rounds rounds gave."""
+    config = phases.config
     wanted = config.data.prompts_per_step
     kept: list[Batch] = []
     drawn: list[Batch] = []
-    num_kept = rounds = 0
-    while num_kept < wanted and rounds < config.dynamic_sampling.max_rounds:
+    num_kept = 0
+    while num_kept < wanted and len(drawn) < config.dynamic_sampling.max_rounds:
         prompts = phases.draw_prompts(config.dynamic_sampling.prompts_per_round or wanted)
-        batch = phases.generate(prompts, round=rounds)
-        phases.score(batch, prompts)
-        rounds += 1
+        batch = phases.generate(prompts, round=len(drawn))
+        phases.score_samples(batch, prompts)
         drawn.append(batch)
-        spread = grpo(batch.scores, batch.groups, normalize_by_std=False) != 0
-        teaching = batch.groups[spread].unique().tolist()[: wanted - num_kept]
-        if teaching:
-            kept.append(batch.keep_groups(teaching))
-            num_kept += len(teaching)
+        differs = grpo(batch.scores, batch.groups, normalize_by_std=False) != 0
+        informative = batch.groups[differs].unique().tolist()[: wanted - num_kept]
+        num_kept += len(informative)
+        if informative:
+            kept.append(batch.keep_groups(informative))
     everything = concatenate(drawn)
     phases.log_generated(everything)
-    phases.metrics |= {
-        "dapo/rounds": rounds,
-        "dapo/drawn_groups": int(everything.groups.max()) + 1,
-        "dapo/kept_groups": num_kept,
-    }
-    return concatenate(kept) if kept else None
+    phases.metrics["dapo/rounds"] = len(drawn)
+    phases.metrics["dapo/drawn_groups"] = int(everything.groups.max()) + 1
+    phases.metrics["dapo/kept_groups"] = num_kept
+    return concatenate(kept) if kept else everything.keep_groups([])
+
+
+def learn(phases: Phases, batch: Batch) -> None:
+    phases.log_probs(batch)
+    phases.apply_kl_penalty(batch)
+    with phases.timed("adv"):
+        batch.advantages = advantages(batch, phases.config)
+    phases.update(batch, policy_loss(phases.config), select_tokens=token_selection(phases.config))

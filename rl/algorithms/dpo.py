@@ -1,34 +1,45 @@
 """DPO: direct preference optimization (arXiv:2305.18290), from pairs in the data.
 
-No reward and no generation: the policy learns to prefer the chosen response of each pair over the rejected one, by more
-than the reference policy (the one that the run starts from) does.
+There is no reward and no generation. The policy learns to prefer the chosen response of each pair over the
+rejected one by more than the reference policy does, which is the policy that the run starts from.
 
     L = -E[ log sigmoid(beta (log pi(y_w)/pi_ref(y_w) - log pi(y_l)/pi_ref(y_l))) ]
 
-`preference.loss` has hinge and IPO in its place. data.prompts_per_step counts pairs; both responses of a pair share a
-micro-batch. Online variants: `spin` (the data's response against one's own) and `sppo` (one's own against each other).
+`preference.loss` selects the hinge or IPO loss instead. data.prompts_per_step counts pairs; both responses of
+a pair are in one micro-batch. Online variants are `spin` (the data's response against the policy's) and
+`sppo` (the policy's responses against each other).
 """
 
 from functools import partial
 
 from rl.config.schema import Config
-from rl.objectives.preference import log_ratios, pair_loss
-from rl.phases.phases import MicroBatch, Phases, Totals
+from rl.data.batch import Batch
+from rl.objectives.preference import counted, log_ratios, pair_loss
+from rl.phases.phases import Phases
+from rl.training.loss import Totals
+from rl.training.packing import MicroBatch
 
 NEEDS = ("pairs", "reference", "preference")
 DEFAULTS = {}
 
 
-def step(phases: Phases, config: Config) -> None:
-    batch = phases.draw_pairs()
+def collect(phases: Phases) -> Batch:
+    return phases.draw_pairs()
+
+
+def learn(phases: Phases, batch: Batch) -> None:
     phases.reference(batch)
-    phases.update(batch, partial(loss, config=config))
+    phases.update(batch, partial(loss, config=phases.config))
 
 
 def loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Mean over the mini-batch's pairs."""
+    """Return the mean over the mini-batch's pairs.
+
+    A pair with a response without a counted token is left out.
+    """
     preference = config.preference
     ratios = log_ratios(micro.logprobs, micro.ref_logprobs, micro.mask, micro.lengths)
+    ratios = ratios[counted(micro.mask, micro.lengths, unit=2)]
     value, stats = pair_loss(
         ratios, beta=preference.beta, loss=preference.loss, label_smoothing=preference.label_smoothing
     )

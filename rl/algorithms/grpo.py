@@ -1,34 +1,40 @@
 """GRPO: group relative policy optimization (DeepSeekMath, arXiv:2402.03300), and Dr.GRPO (arXiv:2503.20783).
 
-For each prompt a group of G responses is sampled. The advantage of a response is its reward minus the group's mean, over
-the group's standard deviation; there is no critic. The policy maximises PPO's clipped objective on every token of the
-response, minus kl_coef times the KL divergence from the reference policy.
+A group of G responses is sampled for each prompt. The advantage of a response is its reward minus the group's
+mean, divided by the group's standard deviation; there is no critic. The policy maximises PPO's clipped
+objective on every token of the response, minus kl_coef times the KL divergence from the reference policy.
 
-    J = E[ sum_t min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A) - kl_coef KL_t ],   r_t = pi(y_t) / pi_old(y_t)
+    J = E[ sum_t min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A) - kl_coef KL_t ]
+    r_t = pi(y_t) / pi_old(y_t)
 
-Differences from the paper: tokens are averaged over the whole mini-batch (`objective.aggregation: token-mean`, as DAPO and
-verl do), the paper's own is `seq-mean-token-mean`; KL is off unless `objective.kl_coef` says otherwise. Dr.GRPO is
-`objective.normalize_by_std=false objective.aggregation=seq-mean-token-sum-norm`.
+Differences from the paper: the loss is the mean over all tokens of the mini-batch
+(`objective.aggregation=token-mean`, as in DAPO and verl), where the paper's is `seq-mean-token-mean`; and KL
+is off unless `objective.kl_coef` is set. Dr.GRPO is `objective.normalize_by_std=false
+objective.aggregation=seq-mean-token-sum-norm`.
 
-Any advantage that needs groups and no model of its own, and any loss, can stand in these phases: GSPO, CISPO, GMPO, SAPO,
-Clip-Cov and the rest are `objective.loss`, OPO, GPG, GDPO, pass@k and token baselines `objective.advantage`
-(docs/algorithms.md).
+Any advantage that needs groups but no model of its own can be used here (`objective.advantage`: OPO, GPG,
+GDPO, pass@k, token baselines), and any loss (`objective.loss`: GSPO, CISPO, GMPO, SAPO, Clip-Cov, ...).
+docs/algorithms.md lists them.
 """
 
-from rl.config.schema import Config
+from rl.data.batch import Batch
 from rl.phases.phases import Phases
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.phases.policy_gradient import advantages, policy_loss, token_selection
 
 NEEDS = ("samples", "reward", "groups")
 DEFAULTS = {"objective.advantage": "grpo", "objective.loss": "ppo"}
 
 
-def step(phases: Phases, config: Config) -> None:
+def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    phases.score(batch, prompts)
+    phases.score_samples(batch, prompts)
+    return batch
+
+
+def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
-    phases.reward_tokens(batch)
+    phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
-        batch.advantages = advantages(batch, config)
-    phases.update(batch, policy_loss(config), choose=token_choice(config))
+        batch.advantages = advantages(batch, phases.config)
+    phases.update(batch, policy_loss(phases.config), select_tokens=token_selection(phases.config))

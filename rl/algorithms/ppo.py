@@ -1,22 +1,24 @@
-"""PPO: proximal policy optimization with a critic (arXiv:1707.06347, as for language models in arXiv:2203.02155).
+"""PPO: proximal policy optimization with a critic (arXiv:1707.06347, for language models arXiv:2203.02155).
 
-A critic V estimates the reward to come at every token. Advantages are generalised advantage estimates (arXiv:1506.02438),
-whitened over the batch; the reward of a token is minus its KL divergence from the reference policy, plus the score at the
-last one. Policy and critic learn from the same mini-batches:
+A critic V estimates the future reward at every token. Advantages are generalised advantage estimates
+(arXiv:1506.02438), whitened over the batch. The reward of a token is minus its KL divergence from the
+reference policy, plus the score at the last token. Policy and critic learn from the same mini-batches:
 
-    delta_t = r_t + gamma V_{t+1} - V_t,   A_t = sum_{s >= t} (gamma lam)^(s - t) delta_s,   target_t = A_t + V_t
+    delta_t = r_t + gamma V_{t+1} - V_t,   A_t = sum_{s >= t} (gamma lam)^(s - t) delta_s
+    target_t = A_t + V_t
     J = E[ min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) ]
     L_critic = E[ max((V - target)^2, (clip(V, V_old - c, V_old + c) - target)^2) ] / 2
 
-The critic is a model of its own (`critic.path`, own optimizer); started from a language model its values begin at 0, and
-`critic.warmup_steps` lets it learn before the policy moves. `objective.reward_kl.controller=adaptive` moves the weight of
-the divergence (arXiv:1909.08593). Critic losses are averaged over tokens, whatever `objective.aggregation` is.
+The critic is a separate model (`critic.path`) with its own optimizer. If it starts from a language model, its
+values begin at 0, and `critic.warmup_steps` lets it learn before the policy changes. With
+`objective.reward_kl.controller=adaptive` the KL coefficient is adapted (arXiv:1909.08593). The critic's loss
+is the mean over tokens for every `objective.aggregation`.
 """
 
-from rl.config.schema import Config
+from rl.data.batch import Batch
 from rl.objectives.returns import gae, whiten
 from rl.phases.phases import Phases
-from rl.phases.policy_gradient import policy_loss, token_choice
+from rl.phases.policy_gradient import policy_loss, token_selection
 
 NEEDS = ("samples", "reward", "critic")
 DEFAULTS = {
@@ -27,19 +29,23 @@ DEFAULTS = {
 }
 
 
-def step(phases: Phases, config: Config) -> None:
-    goal = config.objective
+def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    phases.score(batch, prompts)
+    phases.score_samples(batch, prompts)
+    return batch
+
+
+def learn(phases: Phases, batch: Batch) -> None:
+    config, goal = phases.config, phases.config.objective
     phases.log_probs(batch)
     phases.values(batch)
-    phases.reward_tokens(batch)
+    phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
         advantages, batch.returns = gae(
             batch.token_rewards, batch.old_values, batch.lengths, batch.mask, gamma=goal.gamma, lam=goal.lam
         )
         batch.advantages = whiten(advantages, batch.mask) if goal.whiten else advantages
     phases.update_critic(batch)
-    if phases.step > config.critic.warmup_steps:
-        phases.update(batch, policy_loss(config), choose=token_choice(config))
+    if phases.step.number > config.critic.warmup_steps:
+        phases.update(batch, policy_loss(config), select_tokens=token_selection(config))

@@ -1,71 +1,76 @@
 """PRIME: process reinforcement through implicit rewards (arXiv:2502.01456).
 
-A second language model, started from the same weights, learns during the run to tell right responses from wrong ones, by
-cross-entropy on sigmoid(beta log(phi(y) / phi_ref(y))). Its log-ratio at a token is then a reward for that token, without
-any label of steps:
+A second language model phi starts from the same weights as the policy and learns during the run to
+distinguish correct from wrong responses, by cross-entropy on sigmoid(beta log(phi(y) / phi_ref(y))). Its
+log-ratio at a token is then a reward for that token, without any labels of steps:
 
     r_t = beta log(phi(y_t) / phi_ref(y_t))
-    A_t = process_coef * sum_{s >= t} gamma^(s - t) (r_s - leave-one-out mean) + outcome_coef * (outcome - leave-one-out mean)
+    A_t = process_coef * sum_{s >= t} gamma^(s - t) (r_s - leave-one-out mean)
+          + outcome_coef * (outcome - leave-one-out mean)
 
-and the policy learns from A, whitened over the batch, with PPO's loss. Prompts that the policy answers nearly always or nearly never right are left out
-of the step (`implicit_reward.min_accuracy`, `max_accuracy`). Rewards are taken before the reward model's own update, as in the
-paper's algorithm 1, and log-probs of the reward model are those at temperature 1. The outcome is the reward function's `acc`,
-or its score where it gives none, between 0 and 1.
+The policy learns from A, whitened over the batch, with PPO's loss. Prompts whose mean outcome is outside of
+`implicit_reward.min_accuracy` and `max_accuracy` are left out of the step. Rewards are computed before the
+reward model's own update, as in the paper's algorithm 1, from log-probs at temperature 1. The outcome is the
+reward function's `acc`, or its score where it returns no `acc`, between 0 and 1.
 """
 
 from functools import partial
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.objectives.preference import log_ratios, outcome_loss
+from rl.objectives.preference import counted, log_ratios, outcome_loss
 from rl.objectives.returns import prime
 from rl.objectives.segments import segment_mean
-from rl.phases.phases import MicroBatch, Phases, Totals
-from rl.phases.policy_gradient import policy_loss, token_choice
+from rl.phases.phases import Phases
+from rl.phases.policy_gradient import policy_loss, token_selection
+from rl.training.loss import Totals
+from rl.training.packing import MicroBatch
 
 NEEDS = ("samples", "reward", "groups", "implicit_reward")
 DEFAULTS = {"objective.advantage": "prime", "objective.loss": "ppo"}
 
 
-def step(phases: Phases, config: Config) -> None:
+def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    phases.score(batch, prompts)
-    batch = of_medium_difficulty(phases, batch, config)
-    if batch is None:
-        return
+    phases.score_samples(batch, prompts)
+    return of_medium_difficulty(phases, batch)
+
+
+def learn(phases: Phases, batch: Batch) -> None:
+    config = phases.config
     phases.log_probs(batch)
     process_rewards = phases.implicit_rewards(batch)
     phases.update_implicit_reward(batch, partial(reward_loss, config=config))
     with phases.timed("adv"):
-        model = config.implicit_reward
         batch.advantages = prime(
             process_rewards,
             batch.labels,
             batch.groups,
             batch.lengths,
             batch.mask,
-            process_coef=model.process_coef,
-            outcome_coef=model.outcome_coef,
+            process_coef=config.implicit_reward.process_coef,
+            outcome_coef=config.implicit_reward.outcome_coef,
             gamma=config.objective.gamma,
         )
-    phases.update(batch, policy_loss(config), choose=token_choice(config))
+    phases.update(batch, policy_loss(config), select_tokens=token_selection(config))
 
 
-def of_medium_difficulty(phases: Phases, batch: Batch, config: Config) -> Batch | None:
-    """The groups whose mean outcome is within bounds, with outcomes as labels; None if there is none."""
+def of_medium_difficulty(phases: Phases, batch: Batch) -> Batch:
+    """Return the groups whose mean outcome is within bounds, possibly none, with outcomes as labels."""
     batch.labels = batch.outcomes.clamp(0, 1)
     means = segment_mean(batch.labels, batch.groups.bincount())
-    bounds = config.implicit_reward
+    bounds = phases.config.implicit_reward
     kept = ((means >= bounds.min_accuracy) & (means <= bounds.max_accuracy)).nonzero().squeeze(1).tolist()
     phases.metrics["prime/kept_groups"] = len(kept)
-    return batch.keep_groups(kept) if kept else None
+    return batch.keep_groups(kept)
 
 
 def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Cross-entropy of the implicit reward model, mean over the mini-batch's samples."""
-    ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)
-    value, stats = outcome_loss(ratios, micro.labels, beta=config.implicit_reward.beta)
+    """Return the reward model's cross-entropy, the mean over the samples that have a counted token."""
+    enters = counted(micro.mask, micro.lengths)
+    ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)[enters]
+    value, stats = outcome_loss(ratios, micro.labels[enters], beta=config.implicit_reward.beta)
     total = value.sum() / totals.num_samples
     return total, {
         "implicit_reward/loss": total,

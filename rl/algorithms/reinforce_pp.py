@@ -1,31 +1,36 @@
 """REINFORCE++ (arXiv:2501.03262), and its variant with a group baseline.
 
-REINFORCE with PPO's clipped loss and no critic. The KL divergence from the reference policy is subtracted from the reward of
-every token; the advantage of a token is the reward from there to the end, and advantages are whitened over all tokens of
-the whole batch, not over the group of a prompt:
+REINFORCE with PPO's clipped loss and without a critic. The KL divergence from the reference policy is
+subtracted from the reward of every token. The advantage of a token is the sum of the rewards from there to
+the end. Advantages are whitened over all tokens of the whole batch, not over the group of a prompt:
 
     A_t = sum_{s >= t} gamma^(s - t) (score at the last token - reward_kl.coef * log(pi(y_s) / pi_ref(y_s)))
     A'_t = (A_t - mean A) / std A
 
-One sample per prompt is enough. `objective.advantage=reinforce++-baseline` first takes the group's mean off the reward of a
-sample, for several samples per prompt; the paper pairs it with `objective.reward_kl.coef=0`, and a k2 divergence in the
-loss (`objective.kl_coef`, `objective.kl_estimator=k2`).
+One sample per prompt is enough. `objective.advantage=reinforce++-baseline` first subtracts the group's mean
+from the reward of a sample, for several samples per prompt. The paper combines it with
+`objective.reward_kl.coef=0` and a k2 divergence in the loss (`objective.kl_coef`,
+`objective.kl_estimator=k2`).
 """
 
-from rl.config.schema import Config
+from rl.data.batch import Batch
 from rl.phases.phases import Phases
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.phases.policy_gradient import advantages, policy_loss, token_selection
 
 NEEDS = ("samples", "reward", "groups")
 DEFAULTS = {"objective.advantage": "reinforce++", "objective.loss": "ppo", "objective.reward_kl.coef": 0.01}
 
 
-def step(phases: Phases, config: Config) -> None:
+def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    phases.score(batch, prompts)
+    phases.score_samples(batch, prompts)
+    return batch
+
+
+def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
-    phases.reward_tokens(batch)
+    phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
-        batch.advantages = advantages(batch, config)
-    phases.update(batch, policy_loss(config), choose=token_choice(config))
+        batch.advantages = advantages(batch, phases.config)
+    phases.update(batch, policy_loss(phases.config), select_tokens=token_selection(phases.config))

@@ -2,15 +2,15 @@
 
     A(y) = R(y) - R(greedy response),   J = E[ A(y) log pi(y) ]
 
-The greedy response is generated with the same weights, scored, and not trained on. One sample per prompt is enough; the
-baseline costs one more. The divergence from the reference policy is a term of the loss here (`objective.kl_coef`), not of
-the reward, where the greedy response would need one too. The loss is PPO's by default, whose gradient is REINFORCE's while
-the policy is the one that sampled.
+The greedy response is generated with the same weights and scored, but not trained on. One sample per prompt
+is enough; the baseline costs one more. The KL divergence from the reference policy is a term of the loss
+(`objective.kl_coef`): as a term of the reward it would be needed for the greedy response too. The default
+loss is PPO's, whose gradient equals that of REINFORCE as long as the policy is the one that sampled.
 """
 
-from rl.config.schema import Config
+from rl.data.batch import Batch
 from rl.phases.phases import Phases
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.phases.policy_gradient import advantages, policy_loss, token_selection
 
 NEEDS = ("samples", "reward", "greedy_baseline")
 DEFAULTS = {
@@ -21,13 +21,17 @@ DEFAULTS = {
 }
 
 
-def step(phases: Phases, config: Config) -> None:
+def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    baselines = phases.greedy_rewards(prompts)  # one per prompt
-    phases.score(batch, prompts)
+    batch.baselines = phases.greedy_rewards(prompts)[batch.groups]
+    phases.score_samples(batch, prompts)
+    return batch
+
+
+def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
-    phases.reward_tokens(batch)
+    phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
-        batch.advantages = advantages(batch, config, baselines=baselines[batch.groups])
-    phases.update(batch, policy_loss(config), choose=token_choice(config))
+        batch.advantages = advantages(batch, phases.config)
+    phases.update(batch, policy_loss(phases.config), select_tokens=token_selection(phases.config))

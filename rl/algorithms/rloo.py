@@ -1,19 +1,19 @@
 """RLOO: REINFORCE with a leave-one-out baseline (Ahmadian et al., 'Back to Basics', arXiv:2402.14740).
 
-k responses are sampled for each prompt; each one's baseline is the mean reward of the other k - 1. The whole response is one
-action, and the KL divergence from the reference policy is part of its reward:
+k responses are sampled for each prompt; the baseline of a response is the mean reward of the other k - 1. The
+whole response is one action, and the KL divergence from the reference policy is part of its reward:
 
     R(y) = score(y) - reward_kl.coef * log(pi(y) / pi_ref(y))
     J = E[ 1/k sum_i (R(y_i) - mean_{j != i} R(y_j)) log pi(y_i) ]
 
-Differences: the loss is PPO's by default, whose gradient is that of REINFORCE while the policy is the one that sampled (one
-update per step), and which stays right for several; `objective.loss=reinforce` is the paper's. A sample's loss is the sum
-over its tokens, as log pi(y) is: `seq-mean-token-sum`; verl averages over tokens instead.
+Differences: the default loss is PPO's. Its gradient equals that of REINFORCE with one update per step, and it
+stays valid for several; `objective.loss=reinforce` is the paper's. A sample's loss is the sum over its
+tokens, as log pi(y) is (`seq-mean-token-sum`); verl averages over tokens.
 """
 
-from rl.config.schema import Config
+from rl.data.batch import Batch
 from rl.phases.phases import Phases
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.phases.policy_gradient import advantages, policy_loss, token_selection
 
 NEEDS = ("samples", "reward", "groups")
 DEFAULTS = {
@@ -24,12 +24,16 @@ DEFAULTS = {
 }
 
 
-def step(phases: Phases, config: Config) -> None:
+def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    phases.score(batch, prompts)
+    phases.score_samples(batch, prompts)
+    return batch
+
+
+def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
-    phases.reward_tokens(batch)  # minus the divergence from the reference policy
+    phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
-        batch.advantages = advantages(batch, config)
-    phases.update(batch, policy_loss(config), choose=token_choice(config))
+        batch.advantages = advantages(batch, phases.config)
+    phases.update(batch, policy_loss(phases.config), select_tokens=token_selection(phases.config))

@@ -2,24 +2,31 @@
 
     loss = - sum_t log pi(y_t | x, y_<t) / number of response tokens in the mini-batch
 
-Only response tokens (with the end-of-sequence token) count. Same engine, packing, optimizer and checkpoints as the RL
-algorithms; no generation engine is built unless validation asks for one. A step is one batch of data.prompts_per_step.
+Only response tokens count, with the end-of-sequence token. Engine, packing, optimizer and checkpoints are
+those of the RL algorithms; no generation engine is built unless validation needs one. A step is one batch of
+data.prompts_per_step.
 """
 
-from rl.config.schema import Config
+from rl.data.batch import Batch
 from rl.objectives.aggregate import aggregate
-from rl.phases.phases import MicroBatch, Phases, Totals
+from rl.phases.phases import Phases
+from rl.training.loss import Totals
+from rl.training.packing import MicroBatch
 
 NEEDS = ("responses",)
 DEFAULTS = {}
 
 
-def step(phases: Phases, config: Config) -> None:
-    phases.update(phases.targets(phases.draw_prompts()), loss)
+def collect(phases: Phases) -> Batch:
+    return phases.targets(phases.draw_prompts())
+
+
+def learn(phases: Phases, batch: Batch) -> None:
+    phases.update(batch, loss)
 
 
 def loss(micro: MicroBatch, totals: Totals):
-    """Negative log-likelihood of one micro-batch, divided by the mini-batch's tokens."""
+    """Return the negative log-likelihood of a micro-batch, divided by the mini-batch's tokens."""
     nll = aggregate(
         -micro.logprobs,
         micro.mask,

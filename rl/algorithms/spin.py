@@ -1,31 +1,33 @@
 """SPIN: self-play fine-tuning (arXiv:2401.01335), online.
 
-The data's response to a prompt is the chosen one, a response of the policy itself the rejected one; the policy that sampled
-is also the reference. DPO's loss on such pairs (the paper's equation 4.7, with its logistic loss) pulls the policy towards
-the data until it can no longer be told from it:
+The data's response to a prompt is the chosen one, and a response of the policy itself is the rejected one;
+the policy that sampled is also the reference. DPO's loss on such pairs (the paper's equation 4.7 with its
+logistic loss) moves the policy towards the data until the two cannot be distinguished:
 
     L = -E[ log sigmoid(beta (log pi(y_data)/pi_t(y_data) - log pi(y_own)/pi_t(y_own))) ]
 
-The paper fixes pi_t for an iteration of thousands of pairs; here an iteration is a step, with as many updates as
-`training.prompts_per_minibatch` and `training.epochs` make of it.
+The paper keeps pi_t for an iteration of thousands of pairs. Here an iteration is a step, with the number of
+updates that `training.prompts_per_minibatch` and `training.epochs` give.
 """
 
 from functools import partial
 
 from rl.algorithms.dpo import loss
-from rl.config.schema import Config
-from rl.data.batch import pair_up
+from rl.data.batch import Batch, pair_up
 from rl.phases.phases import Phases
 
 NEEDS = ("samples", "responses", "preference")
 DEFAULTS = {"rollout.samples_per_prompt": 1}
 
 
-def step(phases: Phases, config: Config) -> None:
+def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     data = phases.targets(prompts)
     own = phases.generate(prompts)
-    batch = pair_up(chosen=data.select(own.groups.tolist()), rejected=own)
+    return pair_up(chosen=data.select(own.groups.tolist()), rejected=own)
+
+
+def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
-    batch.ref_logprobs = batch.old_logprobs  # the opponent is the policy as it sampled
-    phases.update(batch, partial(loss, config=config))
+    batch.ref_logprobs = batch.old_logprobs  # the opponent is the policy that sampled
+    phases.update(batch, partial(loss, config=phases.config))

@@ -18,6 +18,11 @@ from rl.config.reward_sources import check_sources
 from rl.config.schema import Config, algorithm_of, learns_from_samples, needs_engine
 from rl.models.sizes import expert_width, num_experts, num_kv_heads
 
+
+def is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
 AT_LEAST_ONE = ("at least 1", lambda v: v >= 1)
 NOT_NEGATIVE = ("0 or more and finite", lambda v: 0 <= v < math.inf)
 POSITIVE = ("greater than 0 and finite", lambda v: 0 < v < math.inf)
@@ -26,6 +31,11 @@ FRACTION = ("from 0 to 1", lambda v: 0 <= v <= 1)
 BELOW_ONE = ("at least 0 and less than 1", lambda v: 0 <= v < 1)
 BELOW_HALF = ("at least 0 and less than 0.5", lambda v: 0 <= v < 0.5)
 FINITE = ("finite", math.isfinite)
+FINITE_OR_LIST = (
+    "a finite number, or a list of finite numbers",
+    lambda v: all(map(is_finite, v)) if isinstance(v, list) else is_finite(v),
+)
+ONE_OR_MORE = ("1 or more and finite", lambda v: 1 <= v < math.inf)
 ZERO_OR_ABOVE_ONE = ("0 (off) or greater than 1 and finite", lambda v: v == 0 or 1 < v < math.inf)
 
 OPTIMIZER = {
@@ -84,6 +94,7 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "objective.cov_low": FINITE,
     "objective.cov_high": FINITE,
     "objective.kl_cov_coef": NOT_NEGATIVE,
+    "objective.dppo_max_ratio": ONE_OR_MORE,
     "objective.dro_beta": POSITIVE,
     "objective.reward_kl.coef": NOT_NEGATIVE,
     "objective.reward_kl.target": POSITIVE,
@@ -92,8 +103,8 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "rollout_correction.truncate_samples": NOT_NEGATIVE,
     "rollout_correction.icepop_low": NOT_NEGATIVE,
     "rollout_correction.icepop_high": NOT_NEGATIVE,
-    "rollout_correction.reject_low": FINITE,
-    "rollout_correction.reject_high": FINITE,
+    "rollout_correction.reject_low": FINITE_OR_LIST,
+    "rollout_correction.reject_high": FINITE_OR_LIST,
     "critic.warmup_steps": NOT_NEGATIVE,
     "critic.value_clip": NOT_NEGATIVE,
     "implicit_reward.beta": POSITIVE,

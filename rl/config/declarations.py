@@ -70,6 +70,11 @@ def describe(name: str) -> Algorithm:
         ) from error
     if unknown := [need for need in needs if need not in NEEDS]:
         raise ConfigError(f"algorithm {name} needs '{unknown[0]}', which is none of {listed(NEEDS, 'or')}.")
-    if not any(isinstance(node, ast.FunctionDef) and node.name == "step" for node in tree.body):
-        raise ConfigError(f"algorithm {name} has no function step(phases, config).")
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if missing := [function for function in ("collect", "learn") if function not in functions]:
+        renamed = " (step(phases, config) was split into collect and learn)" if "step" in functions else ""
+        raise ConfigError(
+            f"algorithm={name} defines no function {missing[0]}; define collect(phases) -> Batch and "
+            f"learn(phases, batch){renamed}."
+        )
     return Algorithm(path, needs, defaults)

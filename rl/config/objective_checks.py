@@ -39,7 +39,8 @@ READERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "normalize_by_std": ("advantage", ("grpo", "grpo-passk")),
     "clip_low": ("loss", CLIPPED),
     "clip_high": ("loss", CLIPPED),
-    "dual_clip": ("loss", ("ppo", "clip-cov")),
+    "dual_clip": ("loss", ("ppo",)),
+    "dppo_max_ratio": ("loss", ("dppo-tv", "dppo-kl")),
     "sapo_tau_positive": ("loss", ("sapo",)),
     "sapo_tau_negative": ("loss", ("sapo",)),
     "cov_fraction": ("loss", ("clip-cov", "kl-cov")),
@@ -56,6 +57,9 @@ SMALL_CLIP = {
     "dppo-kl": "bounds a divergence in nats, and its paper takes 0.05",
 }
 """Losses to which the default clip range means something else, and what."""
+
+SAMPLE_MEANS = ("gspo", "sapo")
+"""Losses whose papers, and verl whatever its loss_agg_mode, average over the tokens of each sample first."""
 
 SECTION_OF_NEED = {
     "critic": Critic(),
@@ -258,18 +262,19 @@ def check_correction(config: Config) -> None:
             f"rollout_correction.icepop_low={fix.icepop_low} and icepop_high={fix.icepop_high} drop tokens on which engine and trainer "
             "agree, whose ratio is 1; use bounds around it, such as 0.5 and 5."
         )
-    if fix.reject != "none" and not (
-        fix.reject_low <= 0 <= fix.reject_high and fix.reject_low < fix.reject_high
-    ):
-        raise ConfigError(
-            f"rollout_correction.reject={fix.reject} keeps divergences from reject_low={fix.reject_low} to reject_high={fix.reject_high} "
-            "nats, but tokens on which engine and trainer agree have 0; use bounds around it, such as 0 and 0.5."
-        )
+    rejections = fix.rejections
+    for rejection in rejections:
+        if not (rejection.low <= 0 <= rejection.high and rejection.low < rejection.high):
+            raise ConfigError(
+                f"rollout_correction.reject={rejection.name} keeps divergences from "
+                f"reject_low={rejection.low} to reject_high={rejection.high} nats, but tokens on which "
+                "engine and trainer agree have 0; use bounds around it, such as 0 and 0.5."
+            )
     if config.objective.loss == "gmpo" and (fix.truncate_tokens or fix.icepop_high):
         raise ConfigError(
             f"rollout_correction.{weighs[0]} weighs single tokens, but objective.loss=gmpo has one loss per sample; use truncate_samples or reject."
         )
-    if fix.reject == "none" and (fix.reject_low or fix.reject_high):
+    if not rejections and (fix.reject_low or fix.reject_high):
         raise ConfigError(
             "rollout_correction.reject_low and reject_high are bounds for rollout_correction.reject, which is none."
         )
@@ -277,13 +282,13 @@ def check_correction(config: Config) -> None:
         raise ConfigError(
             "rollout_correction.bypass=true leaves out the forward pass that objective.advantage=optimal-token-baseline reads; set one of them."
         )
-    if fix.bypass and (weighs or fix.reject != "none"):
-        keys = [*weighs, *(["reject"] if fix.reject != "none" else [])]
+    if fix.bypass and (weighs or rejections):
+        keys = [*weighs, *(["reject"] if rejections else [])]
         raise ConfigError(
             f"rollout_correction.bypass=true takes the engine's log-probs for the old policy's, which leaves {keys[0]} nothing to correct; "
             "set one of them."
         )
-    if (fix.bypass or weighs or fix.reject != "none") and config.objective.loss == "none":
+    if (fix.bypass or weighs or rejections) and config.objective.loss == "none":
         raise ConfigError(
             f"rollout_correction is for policy gradients, and algorithm={config.algorithm} is none."
         )
@@ -296,6 +301,17 @@ def objective_warnings(config: Config) -> list[str]:
     if small is not None and goal.clip_low == goal.clip_high == 0.2:
         found.append(
             f"objective.clip_low=0.2 and clip_high=0.2 are PPO's; objective.loss={goal.loss} {small}."
+        )
+    if goal.loss in SAMPLE_MEANS and goal.aggregation != "seq-mean-token-mean":
+        found.append(
+            f"objective.aggregation={goal.aggregation} is not the mean of objective.loss={goal.loss}, whose "
+            "paper and verl average over the tokens of each sample first; set "
+            "objective.aggregation=seq-mean-token-mean."
+        )
+    if goal.reward_kl.controller == "adaptive" and goal.reward_kl.target >= 1:
+        found.append(
+            f"objective.reward_kl.target={goal.reward_kl.target:g} is in nats per token, and so much hardly "
+            "bounds the policy; use 0.1 or so, or divide a target per sample by the mean response length."
         )
     needs = ADVANTAGE_NEEDS.get(goal.advantage, algorithm_of(config).needs)
     if "groups" in needs and config.rollout.samples_per_prompt == 1:

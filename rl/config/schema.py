@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rl.config.declarations import Algorithm, describe
 from rl.config.limits import Agreement, Memory, Watchdog
-from rl.config.options import build, read
+from rl.config.options import ConfigError, build, read
 
 
 @dataclass
@@ -283,9 +283,10 @@ class RewardKl:
     estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Estimator of the divergence of a token."""
     controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: after each step the weight is moved so that the divergence of a sample approaches `target`."""
-    target: float = 6.0
-    """adaptive: wanted divergence of a sample, in nats."""
+    """adaptive: each step moves the weight so that the mean divergence of a token approaches `target`."""
+    target: float = 0.1
+    """adaptive: target of `actor/reward_kl_penalty`, in nats per token; verl's default. The 6 nats per sample
+    of arXiv:1909.08593 are 6 / (mean response length) here."""
     horizon: int = 10000
     """adaptive: samples over which the weight may change by about a fifth."""
 
@@ -348,19 +349,22 @@ class Objective:
     clip_high: float = 0.2
     """The probability ratio is clipped from above at 1 + clip_high."""
     dual_clip: float = 3.0
-    """ppo, clip-cov: bound of the loss for negative advantages, as a factor of the advantage. 0 turns it off."""
+    """ppo: bound of the loss for negative advantages, as a factor of the advantage. 0 turns it off."""
+    dppo_max_ratio: float = 20.0
+    """dppo-tv, dppo-kl: largest weight of a token by its probability ratio; verl's `clip_ratio_c`."""
     sapo_tau_positive: float = 1.0
     """sapo: temperature of the gate where the advantage is positive."""
     sapo_tau_negative: float = 1.05
     """sapo: temperature of the gate where it is negative."""
     cov_fraction: float = 0.0002
-    """clip-cov, kl-cov: share of the mini-batch's tokens that are picked (the papers: 2e-4 and 2e-3 to 2e-2)."""
+    """clip-cov, kl-cov: share of the mini-batch's tokens that are picked. The paper's runs take 2e-4 for
+    clip-cov, and for kl-cov 2e-3 with a model of 7B parameters and 2e-4 with one of 32B."""
     cov_low: float = 1.0
     """clip-cov: tokens are picked among those with a covariance of at least this."""
     cov_high: float = 5.0
     """clip-cov: and of at most this."""
     kl_cov_coef: float = 1.0
-    """kl-cov: weight of the divergence on the tokens picked."""
+    """kl-cov: weight of the divergence on the tokens picked. The paper's runs take 1; verl's default: 0.1."""
     dro_beta: float = 0.1
     """dro: weight of the squared log ratio."""
     kl_coef: float = 0.0
@@ -370,6 +374,30 @@ class Objective:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     reward_kl: RewardKl = field(default_factory=RewardKl)
+
+
+REJECTIONS = ("token-k1", "token-k2", "token-k3", "sample-k1", "sample-k2", "sample-k3")
+"""Names of the criteria of `rollout_correction.reject`."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """One criterion of `rollout_correction.reject`."""
+
+    name: str
+    """One of REJECTIONS."""
+    low: float
+    """Lower bound in nats."""
+    high: float
+    """Upper bound in nats."""
+
+    @property
+    def level(self) -> Literal["token", "sequence"]:
+        return "token" if self.name.startswith("token") else "sequence"
+
+    @property
+    def statistic(self) -> Literal["k1", "k2", "k3"]:
+        return self.name.partition("-")[2]
 
 
 @dataclass
@@ -384,17 +412,47 @@ class RolloutCorrection:
     """IcePop: a token's loss is weighed by its ratio, and dropped where that is below this (its authors: 0.5)."""
     icepop_high: float = 0.0
     """IcePop: and dropped where the ratio is above this (its authors: 5). 0: off."""
-    reject: Literal["none", "token-k1", "token-k2", "token-k3", "sample-k1", "sample-k2", "sample-k3"] = (
-        "none"
-    )
-    """Drop tokens, or samples, whose divergence by this estimator (for samples: its mean over tokens) leaves the bounds."""
-    reject_low: float = 0.0
-    """Lower bound in nats, 0 or less: k1 may be negative, k2 and k3 are not."""
-    reject_high: float = 0.0
-    """Upper bound in nats."""
+    reject: str = "none"
+    """Drop tokens, or samples, whose divergence by this estimator (for samples: its mean over tokens) leaves
+    the bounds. One of token-k1, token-k2, token-k3, sample-k1, sample-k2, sample-k3, or several with commas
+    between them: a token then has to pass each one."""
+    reject_low: Any = 0.0
+    """Lower bound in nats, 0 or less: k1 may be negative, k2 and k3 are not. With several criteria one number
+    for all of them, or a list with one for each."""
+    reject_high: Any = 0.0
+    """Upper bound in nats, as reject_low."""
     bypass: bool = False
     """Take the engine's log-probs for those of the old policy: no forward pass for them, and ratios start from what was
     sampled from. The other keys then have nothing to correct."""
+
+    @property
+    def rejections(self) -> list[Rejection]:
+        """The criteria of `reject` with their bounds, in its order; none for "none".
+
+        Raises ConfigError for an unknown or repeated criterion, and for a list of bounds of another length.
+        """
+        names = [name.strip() for name in self.reject.split(",")]
+        if names == ["none"]:
+            return []
+        unknown = [name for name in names if name not in REJECTIONS]
+        if unknown:
+            raise ConfigError(
+                f"rollout_correction.reject={self.reject} holds '{unknown[0]}', but must be none, or one or "
+                f"more of {', '.join(REJECTIONS)} with commas between them."
+            )
+        if len(set(names)) < len(names):
+            raise ConfigError(f"rollout_correction.reject={self.reject} repeats a criterion; name each once.")
+        bounds = {}
+        for key in ("reject_low", "reject_high"):
+            value = getattr(self, key)
+            bounds[key] = value if isinstance(value, list) else [value] * len(names)
+            if len(bounds[key]) != len(names):
+                raise ConfigError(
+                    f"rollout_correction.{key} has {len(value)} numbers for {len(names)} criteria in "
+                    f"rollout_correction.reject={self.reject}; give one number, or one for each."
+                )
+        criteria = zip(names, bounds["reject_low"], bounds["reject_high"], strict=True)
+        return [Rejection(*criterion) for criterion in criteria]
 
 
 @dataclass

@@ -1,31 +1,35 @@
-"""The samples of a step. Alike on every rank, on the CPU: the algorithm is replicated, only the model is not.
+"""The samples of a step, identical on every rank, on the CPU: the algorithm is replicated, only the models
+are not.
 
-N samples, T response tokens of all samples laid end to end in sample order. A token column is float32 [T]; a sample
-column has shape [N]. Attributes are filled phase by phase and are None before.
+`N` samples; `T` response tokens of all samples, laid end to end in sample order. A token column has shape [T]
+and is float32 unless another type is given; a sample column has shape [N]. Attributes are filled phase by
+phase and are None before.
 """
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-TOKEN_COLUMNS = (
+LOSS_COLUMNS = (
     "mask",
     "old_logprobs",
     "ref_logprobs",
+    "weight_versions",
     "advantages",
     "loss_weights",
-    "chosen",
+    "selected_tokens",
     "old_values",
     "returns",
     "implicit_ref_logprobs",
 )
-"""What losses read: the columns that travel into micro-batches."""
+"""Token columns that losses may read: they travel into micro-batches."""
 
-ALL_TOKEN_COLUMNS = (*TOKEN_COLUMNS, "rollout_logprobs", "token_rewards", "sum_p_squared")
+TOKEN_COLUMNS = (*LOSS_COLUMNS, "rollout_logprobs", "token_rewards", "sum_p_squared")
 
 
 @dataclass
@@ -35,44 +39,54 @@ class Batch:
     response_ids: list[np.ndarray]
     """N arrays int32 [R_i]; R_i may be 0."""
     groups: Tensor
-    """int64 [N]: samples of one prompt of this step have one number, 0.. in the order drawn."""
+    """int64 [N]: number of the sample's prompt in this step, 0.. in the order drawn."""
     truncated: Tensor
     """bool [N]: the response ended at the length limit."""
     mask: Tensor | None = None
-    """1 for tokens that the policy chose, 0 for others (tool output). Default: all 1."""
+    """1 for tokens that the policy sampled, 0 for others (tool output) and for rejected ones. Default: all 1.
+    """
     rollout_logprobs: Tensor | None = None
-    """Log-prob of each token in the distribution it was sampled from, by the engine."""
+    """Log-prob of each token by the engine, in the distribution it was sampled from."""
+    weight_versions: Tensor | None = None
+    """int32 [T]: version of the policy that sampled each token (`TrainingEngine.version`)."""
     old_logprobs: Tensor | None = None
     """Log-prob by the trainer, before this step's updates."""
     ref_logprobs: Tensor | None = None
     """Log-prob by the reference policy."""
+    baselines: Tensor | None = None
+    """remax: float32 [N], the reward of the greedy response to the sample's prompt."""
     advantages: Tensor | None = None
     loss_weights: Tensor | None = None
-    """Weight of each token's policy loss, for the engine's probabilities not being the trainer's."""
-    chosen: Tensor | None = None
-    """1 for tokens that a loss treats apart, by statistics over the whole mini-batch."""
+    """Importance weight of each token's loss, for the mismatch between engine and trainer."""
+    selected_tokens: Tensor | None = None
+    """1 for tokens that a loss treats differently, selected by statistics over the whole mini-batch."""
     implicit_ref_logprobs: Tensor | None = None
-    """prime: log-prob by the reward model as it was at the start."""
+    """prime: log-prob by the implicit reward model as it was at the start."""
     token_rewards: Tensor | None = None
-    """Reward of each token; they add up to `rewards`, but for samples without a token that counts."""
+    """Reward of each token. Their sum over a sample is `rewards`, except for samples without a counted token.
+    """
     old_values: Tensor | None = None
-    """The critic's estimate before each token, before this step's updates."""
+    """Value before each token by the critic, before this step's updates."""
     returns: Tensor | None = None
-    """What the critic learns."""
+    """Target of the critic."""
     sum_p_squared: Tensor | None = None
     """Sum over the vocabulary of the squared probabilities, at each token."""
     labels: Tensor | None = None
-    """float32 [N]: what a loss per sample aims at, such as 1 for a right response and 0 for a wrong one."""
+    """float32 [N]: target of a loss per sample, such as 1 for a correct response and 0 for a wrong one."""
     samples_per_unit: int = 1
     """Number of consecutive samples kept in one micro-batch: 2 for pairs."""
     scores: Tensor | None = None
-    """float32 [N]: what the reward function gave."""
+    """float32 [N]: result of the reward function."""
     rewards: Tensor | None = None
-    """float32 [N]: scores after the algorithm's own terms (penalties, KL); what advantages are made of."""
+    """float32 [N]: scores after penalties and the KL term. Advantages are computed from them."""
     score_details: dict[str, Tensor] = field(default_factory=dict)
     """Other numbers of the reward function, float32 [N] each, NaN where a sample lacks one."""
-    plans: list | None = None
-    """Micro-batches of each mini-batch (`rl.training.packing`), once they are planned."""
+    cursor: dict[str, Any] | None = None
+    """State of the sampler after the prompts of this batch were drawn.
+
+    A checkpoint taken after the batch was learned from stores it, so that a resumed run draws the prompts
+    that follow.
+    """
 
     def __post_init__(self):
         if self.mask is None:
@@ -84,66 +98,84 @@ class Batch:
 
     @property
     def fingerprint(self) -> int:
-        """A number that tells its token ids from others."""
+        """Hash of the token ids, 63 bits."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self.prompt_ids + self.response_ids)
         return self._fingerprint
 
     @property
     def lengths(self) -> Tensor:
-        """Response tokens of each sample, int64 [N]."""
+        """Number of response tokens of each sample, int64 [N]."""
         return torch.tensor([len(ids) for ids in self.response_ids], dtype=torch.int64)
 
     @property
     def prompt_lengths(self) -> Tensor:
-        """Prompt tokens of each sample, int64 [N]."""
+        """Number of prompt tokens of each sample, int64 [N]."""
         return torch.tensor([len(ids) for ids in self.prompt_ids], dtype=torch.int64)
 
     @property
     def offsets(self) -> Tensor:
-        """First position of each sample in a token column, and the end: int64 [N + 1]."""
+        """First position of each sample in a token column, then the end of the column: int64 [N + 1]."""
         return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
 
     def select(self, samples: list[int]) -> "Batch":
-        """These samples, in this order, with all that was filled in; plans are to be made anew."""
+        """Return these samples, in this order, with all filled columns."""
         offsets, index = self.offsets, torch.tensor(samples, dtype=torch.int64)
         tokens = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in samples]
         tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *tokens])
-        columns = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                columns[name] = value[tokens if name in ALL_TOKEN_COLUMNS else index]
-        columns["score_details"] = {name: column[index] for name, column in self.score_details.items()}
+        columns = {
+            name: value[tokens if name in TOKEN_COLUMNS else index]
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
         return replace(
             self,
             prompt_ids=[self.prompt_ids[i] for i in samples],
             response_ids=[self.response_ids[i] for i in samples],
-            plans=None,
+            score_details={name: column[index] for name, column in self.score_details.items()},
             **columns,
         )
 
     def keep_groups(self, groups: list[int]) -> "Batch":
-        """The samples of these groups, which are numbered anew from 0 in the order given."""
+        """Return the samples of these groups, renumbered from 0 in the given order.
+
+        An empty list gives an empty batch.
+        """
         members = [(self.groups == group).nonzero().squeeze(1).tolist() for group in groups]
         kept = self.select([i for samples in members for i in samples])
-        sizes = torch.tensor([len(samples) for samples in members])
+        sizes = torch.tensor([len(samples) for samples in members], dtype=torch.int64)
         return replace(kept, groups=torch.arange(len(groups)).repeat_interleave(sizes))
 
     @property
     def outcomes(self) -> Tensor:
-        """Right or wrong, float32 [N]: the reward function's `acc`; where it gives none the score, and 0 where it failed."""
+        """Correctness, float32 [N]: the reward function's `acc`, its score where it returns no `acc`, 0 where
+        it failed.
+        """
         assert self.scores is not None, "the batch has not been scored"
         worth = self.scores.masked_fill(self.score_details["failed"] > 0, 0.0)
         accuracy = self.score_details.get("acc", worth)
         return torch.where(accuracy.isnan(), worth, accuracy)
 
-    def token_columns(self) -> dict[str, Tensor]:
-        """The token columns that are filled."""
-        return {name: column for name in TOKEN_COLUMNS if (column := getattr(self, name)) is not None}
+    def loss_columns(self) -> dict[str, Tensor]:
+        """Return the filled token columns that losses may read."""
+        return {name: column for name in LOSS_COLUMNS if (column := getattr(self, name)) is not None}
+
+
+def given_responses(prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> Batch:
+    """Return a batch of responses that the data gives instead of the policy; each is a group of its own."""
+    return Batch(
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        groups=torch.arange(len(prompt_ids)),
+        truncated=torch.zeros(len(prompt_ids), dtype=torch.bool),
+    )
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """One batch of all samples, in order; groups are numbered on. The batches must have the same columns filled."""
+    """Return one batch of all samples, in order, with groups renumbered.
+
+    The batches must have the same columns filled.
+    """
     first = batches[0]
     columns: dict = {}
     for name, value in vars(first).items():
@@ -153,25 +185,27 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     for batch in batches:
         groups.append(batch.groups + start)
         start = int(groups[-1].max()) + 1
-    names = {name for batch in batches for name in batch.score_details}
+    names = sorted({name for batch in batches for name in batch.score_details})
     missing = torch.tensor(float("nan"))
     columns["score_details"] = {
         name: torch.cat([batch.score_details.get(name, missing.expand(len(batch))) for batch in batches])
-        for name in sorted(names)
+        for name in names
     }
     return replace(
         first,
         prompt_ids=[ids for batch in batches for ids in batch.prompt_ids],
         response_ids=[ids for batch in batches for ids in batch.response_ids],
         groups=torch.cat(groups),
-        plans=None,
         **columns,
     )
 
 
 def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
-    """Pairs, sample k of each: the chosen response at 2k, the rejected one at 2k + 1, in the rejected one's group. Only tokens
-    and masks."""
+    """Return pairs of sample k of each: the chosen response at 2k, the rejected one at 2k + 1, in the
+    rejected one's group.
+
+    Only tokens and masks are kept.
+    """
     assert len(chosen) == len(rejected), f"{len(chosen)} and {len(rejected)} responses"
     bare = [
         Batch(
@@ -188,7 +222,7 @@ def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
 
 
 def fingerprint(arrays: Sequence[np.ndarray]) -> int:
-    """A number of 63 bits made of int32 arrays, their lengths and their order."""
+    """Return a hash of int32 arrays, their lengths and their order, 63 bits."""
     lengths = np.fromiter(map(len, arrays), np.int32, len(arrays))
     digest = hashlib.blake2b(b"".join([lengths, *arrays]), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -167,9 +167,10 @@ def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
     if Path(path, "config.json").is_file():
         return read_hf_config(path, key=key)
     named = Path(path).name.lower()
-    fitting = [directory for directory in SHAPES.iterdir() if named.startswith(directory.name)]
+    published = sorted(SHAPES.glob("*/"))  # none beside an installed copy of the program
+    fitting = [directory for directory in published if named.startswith(directory.name)]
     if not fitting:
-        known = listed(sorted(directory.name for directory in SHAPES.iterdir()), "or")
+        known = listed([directory.name for directory in published] or [f"{SHAPES} is missing"], "or")
         raise ConfigError(
             f"{key}={path} has no config.json here, and its name begins with none of the published shapes "
             f"({known}); give --model-shape FILE."

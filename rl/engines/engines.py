@@ -1,4 +1,4 @@
-"""The models of a run on this rank: those of the training grid, and those that generate."""
+"""The models of a run on this rank: those of the training grid and those that generate."""
 
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ from rl.training.grid import Grid
 
 @dataclass
 class Engines:
-    """None: the run has no use for it."""
+    """The models of a run. A model that the run does not need is None."""
 
     policy: TrainingEngine
     critic: TrainingEngine | None = None
@@ -36,28 +36,30 @@ class Engines:
 
     @property
     def training(self) -> list[TrainingEngine]:
-        """All models of the training grid, the one that only scores included."""
+        """All models of the training grid, with the reward model, which does not learn."""
         return [*self.learning.values(), *([self.reward_model] if self.reward_model is not None else [])]
 
     def offload(self, *, weights: bool) -> None:
-        """Give the memory of all training models' gradients and optimizer states, and with `weights` of their weights, to others."""
+        """Release the device memory of gradients and optimizer states, with `weights` also of weights, of all
+        training models.
+        """
         for model in self.training:
             model.offload(weights=weights)
 
     def reload(self) -> None:
-        """Bring back what `offload` gave away."""
+        """Restore what `offload` released."""
         for model in self.training:
             model.reload()
 
     def close(self) -> None:
-        """Give vLLM's groups back. Collective over the world."""
+        """Destroy vLLM's groups. Collective over the world."""
         generating = [engine for engine in (self.rollout, self.judge) if engine is not None]
         if generating:
             generating[0].close()  # both use the same groups
 
 
 def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> TrainingEngine:
-    """The policy in training. Collective over the world."""
+    """Return the policy in training. Collective over the world."""
     return TrainingEngine(
         config.model.path,
         hf,
@@ -72,14 +74,17 @@ def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> Traini
 
 
 def offload_of(config: Config, device: Device) -> str:
-    """`training.offload`, decided where it is auto."""
+    """Return `training.offload`, resolved if it is auto."""
     if config.training.offload == "auto":
         return "all" if device.is_cuda else "none"
     return config.training.offload
 
 
 def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *, generate: bool) -> Engines:
-    """All models that the config asks for; `generate`: those that generate too. Collective over the world."""
+    """Build all models that the configuration needs. Collective over the world.
+
+    generate: also build those that generate or score.
+    """
     needs = algorithm_of(config).needs
     engines = Engines(build_policy(config, inputs.models["policy"].hf, grid, device))
 
@@ -105,9 +110,8 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
         engines.reward_model = build("reward_model", values=True)
     away = offload_of(config, device)
     if away != "none" and generate:
-        engines.offload(
-            weights=away == "all"
-        )  # vLLM wants its share of the memory to be free while it is built
+        # vLLM requires its memory fraction to be free while it initialises.
+        engines.offload(weights=away == "all")
     if generate and needs_engine(config):
         engines.rollout = RolloutEngine(
             config.model.path,

@@ -1,4 +1,4 @@
-"""What a run reads before any model is built, so that input that cannot work is refused in seconds."""
+"""The input of a run, read before any model is built, so that unusable input is refused within seconds."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -21,7 +21,7 @@ from rl.rewards.mixture import Mixture
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A checkpoint that the run reads."""
+    """A Hugging Face checkpoint that the run reads."""
 
     path: str
     hf: dict
@@ -31,7 +31,8 @@ class ModelFiles:
 class Inputs:
     """Models' configs, tokenizer, prompts and reward functions.
 
-    Raises ValueError (ConfigError among them) with one sentence for the user. Not collective: each rank reads for itself.
+    Raises ValueError or ConfigError with one sentence for the user. Not collective: every rank reads its own
+    copy.
     """
 
     def __init__(self, config: Config, world_size: int):
@@ -72,17 +73,17 @@ class Inputs:
             )
         )
         self.order = load_order(config.data.curriculum) if config.data.curriculum else None
-        self.sampler()  # a curriculum that gives no order is refused here
+        self.sampler()  # refuses a curriculum that returns no order
         self.held_out: list[Prompt] = []
         if config.data.val and config.validation.every:
             self.held_out = self._prompts(config.data.val, max_prompts=config.validation.max_prompts)
         self.rewards: RewardPlan | None = None
         if needs_reward(config):
             self.rewards = make_plan(config.reward.function, config.reward.kwargs, config.reward.sources)
-            Mixture(self.rewards)  # a function that is missing or cannot be called is refused here
+            Mixture(self.rewards)  # refuses a function that is missing or cannot be called
 
     def sampler(self) -> PromptSampler | MixedSampler | CurriculumSampler:
-        """The order of the training prompts, from its beginning."""
+        """Return a sampler of the training prompts at its beginning."""
         data, seed = self.config.data, self.config.run.seed
         if self.order is not None:
             return CurriculumSampler(self.prompts, self.order, seed=seed)
@@ -95,8 +96,11 @@ class Inputs:
     def _model(
         self, key: str, own_path: str, world_size: int, *, head: Literal["", "optional", "needed"] = ""
     ) -> ModelFiles:
-        """The checkpoint that the config's `key` names, or the policy's: its layout fits and its tensors are there. `head`: it
-        is a value model, whose head may be missing or not."""
+        """Return the checkpoint that the config's `key` names, or the policy's, after checking layout and
+        tensors.
+
+        head: for a value model, whether its checkpoint may or must have a value head.
+        """
         path = own_path or self.config.model.path
         hf = read_hf_config(path, key=key if own_path else "model.path")
         body = value_model(hf) if head else hf
@@ -115,7 +119,7 @@ class Inputs:
         return ModelFiles(path, hf)
 
     def _same_tokens(self, name: str) -> None:
-        """Raise ConfigError if a model that is given the policy's token ids knows them as others."""
+        """Raise ConfigError if a model that reads the policy's token ids has another vocabulary."""
         model, policy = self.models[name], self.models["policy"]
         if model.path == policy.path:
             return
@@ -124,8 +128,8 @@ class Inputs:
             or model.hf["vocab_size"] < policy.hf["vocab_size"]
         ):
             raise ConfigError(
-                f"{name}.path={model.path} has another vocabulary than model.path={policy.path}, whose token ids it is given; "
-                "use a checkpoint with the same tokenizer."
+                f"{name}.path={model.path} has another vocabulary than model.path={policy.path}, whose token "
+                "ids it reads; use a checkpoint with the same tokenizer."
             )
 
     def _prompts(
@@ -157,11 +161,11 @@ class Inputs:
 
 
 def check_template(template: str) -> None:
-    """Raise ConfigError if a judge's template has other places to fill than it is given values for."""
+    """Raise ConfigError if a judge's template has fields other than prompt, response and ground_truth."""
     try:
         template.format(prompt="", response="", ground_truth="")
     except (KeyError, IndexError, ValueError) as error:
         raise ConfigError(
-            f"reward.judge.template cannot be filled in ({type(error).__name__}: {error}); it may hold {{prompt}}, {{response}} and "
-            "{ground_truth}, and any other brace must be doubled."
+            f"reward.judge.template cannot be formatted ({type(error).__name__}: {error}); its fields are "
+            "{prompt}, {response} and {ground_truth}, and any other brace must be doubled."
         ) from error

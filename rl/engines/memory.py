@@ -1,4 +1,6 @@
-"""The training models and the generation engine take turns with the memory of a rank."""
+"""How the training models and the generation engine share the memory of a rank: one of them holds it at a
+time.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,37 +11,40 @@ from rl.refit.refit import check_refit, refit, traffic_metrics
 from rl.runtime.device import Device
 
 
-class Turns:
-    """Whose turn it is. Every rank calls the same methods; changing to the engine may refit, which is collective."""
+class MemorySharing:
+    """Gives the memory to training or to generation. Every rank calls the same methods in the same order."""
 
     def __init__(self, config: Config, device: Device, engines: Engines):
         self.config, self.device, self.engines = config, device, engines
         self.offload = offload_of(config, device)
         self._num_refits = 0
-        self._engine_has_weights_of = -1
 
-    def to_engine(
-        self, version: int, step: int, refitting: Callable[[], AbstractContextManager]
+    def to_generation(
+        self, step: int, refit_phase: Callable[[], AbstractContextManager[None]]
     ) -> dict[str, float]:
-        """Wake the engine with the weights of `version`, a number of updates; returns the metrics of the refit, if there was
-        one. `refitting` is entered around a refit."""
+        """Wake the engine with the policy's present weights; return the metrics of the refit, if one was
+        needed.
+
+        A refit is needed if the engine holds another version of the weights, or lost them while it slept
+        (CUDA). It is collective over the world and runs within `refit_phase()`.
+        """
         policy, engine = self.engines.policy, self.engines.rollout
         assert engine is not None, "this run has no generation engine"
         slept, metrics = not engine.awake, {}
-        self._send_away(weights=False)
+        self._offload(weights=False)
         if slept:
             engine.wake_weights()
-        if self._engine_has_weights_of != version or (self.device.is_cuda and slept):
+        if engine.weights_version != policy.version or (self.device.is_cuda and slept):
             assert policy.has_weights, "the policy cannot have learned while the engine was awake"
-            with refitting():
+            with refit_phase():
                 traffic = refit(policy, engine, buffer_mib=self.config.refit.buffer_mib)
                 metrics = traffic_metrics(traffic, self.device)
-                self._engine_has_weights_of = version
+                engine.weights_version = policy.version
                 self._num_refits += 1
                 every = self.config.refit.check_every
                 if self._num_refits == 1 or (every and step % every == 0):
                     check_refit(policy, engine, buffer_mib=self.config.refit.buffer_mib)
-        self._send_away(weights=True)
+        self._offload(weights=True)
         if slept:
             engine.wake_cache()
         return metrics
@@ -50,7 +55,7 @@ class Turns:
             self.engines.rollout.sleep()
         self.engines.reload()
 
-    def _send_away(self, *, weights: bool) -> None:
-        """What the training models do not need: gradients and optimizer state, and with `weights` those too."""
+    def _offload(self, *, weights: bool) -> None:
+        """Offload gradients and optimizer state of the training models, with `weights` also their weights."""
         if self.offload != "none":
             self.engines.offload(weights=weights and self.offload == "all")

@@ -77,6 +77,12 @@ def check_lock(lock: RunLock | None) -> None:
         )
 
 
+def is_of_another(run_dir: str, token: str) -> bool:
+    """Whether the directory's lock is held with another token. A lock that was released is nobody's."""
+    owner = _read(Path(run_dir, FILE_NAME))
+    return owner is not None and owner.get("token") != token
+
+
 def _record(token: str) -> dict[str, Any]:
     return this_process().as_dict() | {
         "job": os.environ.get("SLURM_JOB_ID", ""),

@@ -27,6 +27,7 @@ from rl.faults.heartbeat import Heart, read_beats
 from rl.faults.lock import RunLock
 from rl.faults.phase_tracker import Place, Whereabouts
 from rl.faults.process import GIB, resident_bytes
+from rl.run_directory.status import Status
 from rl.runtime.device import Device
 
 POLL_S = 0.5
@@ -35,6 +36,9 @@ POLL_S = 0.5
 ACK_S = 7.5
 """So long the rank that found an overrun waits for the other ranks' stacks: above `place.BACKSTOP_S`, so that those of a rank
 whose interpreter lock is held are there too."""
+
+VERDICT_S = 2.0
+"""Time in which the rank that found an overrun reads heartbeats and reports the guilty rank, in seconds."""
 
 CAUSE_S = 4.0
 """So long a rank that met a closed connection waits for the rank which is the cause to say so itself."""
@@ -56,6 +60,7 @@ class Watch:
         run_dir: exists, and is shared by all ranks.
         store: that of the default process group.
         lock: of run_dir, on rank 0; released when this process ends.
+        status: of this start, in which the cause of the run's end is written.
     """
 
     def __init__(
@@ -67,7 +72,9 @@ class Watch:
         device: Device,
         store: dist.Store,
         lock: RunLock | None,
+        status: Status,
     ):
+        self.status = status
         self.config, self.memory, self.run_dir, self.device, self.lock = (
             watchdog,
             memory,
@@ -128,7 +135,9 @@ class Watch:
             self._end_without_store(error)
         except Exception as error:
             # A thread that dies leaves a run unwatched: it would find its first hang too late.
-            print(f"error: the watchdog of rank {self.rank} failed: {error!r}", file=sys.stderr, flush=True)
+            said = f"the watchdog of rank {self.rank} ({platform.node()}) failed: {error!r}"
+            print(f"error: {said}", file=sys.stderr, flush=True)
+            self.status.fail(said)
             self._exit()
 
     def _beat(self) -> None:
@@ -162,11 +171,15 @@ class Watch:
         elif fault.kind == "overrun":
             self._dump_stacks()
             self._acknowledge()
-            self._wait_until(self._board.is_closed, ACK_S)
+            self._wait_until(self._board.is_closed, ACK_S + VERDICT_S)
+            self.status.fail(fault.said)
         else:
             self._say_elsewhere(fault)
+            if fault.rank == self.rank:
+                self.status.fail(fault.said)
             self._acknowledge()
             self._wait_until(self._all_know, ACK_S)
+            self.status.fail(fault.said)  # the rank that found the fault may have ended before it wrote this
             if fault.rank != self.rank:
                 time.sleep(LINGER_S)  # not to wait for anything: to be later than the culprit
         self._exit()
@@ -186,9 +199,10 @@ class Watch:
         beats, now = read_beats(self.run_dir, self.world_size), time.time()
         silent_s = ACK_S + 2  # who can has written one since this overrun was found
         verdict = diagnosis.judge(beats, now, silent_s)
-        self._say(
-            f"{fault.said}: {diagnosis.summary(beats, verdict, now, silent_s)}; stacks in {self._path(STACKS)}"
-        )
+        summary = diagnosis.summary(beats, verdict, now, silent_s)
+        said = f"{fault.said}: {summary}; stacks in {self._path(STACKS)}"
+        self._say(said)
+        self.status.fail(said)
         self._board.close_case()
         time.sleep(
             LINGER_S
@@ -211,9 +225,11 @@ class Watch:
             return
         beats = read_beats(self.run_dir, self.world_size)
         lost = [rank for rank, beat in enumerate(beats) if beat is not None and beat.process.is_gone()]
+        gone = f"the store that ranks meet in has gone, with rank 0 or torchrun's agent: {_line(error)}"
+        said = self._lost(lost, beats) if lost else gone
         if self.rank == min(set(range(self.world_size)) - set(lost)):
-            gone = f"the store that ranks meet in has gone, with rank 0 or torchrun's agent: {_line(error)}"
-            self._say(self._lost(lost, beats) if lost else gone)
+            self._say(said)
+        self.status.fail(said)
         self._exit()
 
     def _dump_stacks(self) -> None:
@@ -272,10 +288,15 @@ class Watch:
                 print(trace, end="", file=sys.stderr)
             if first == mine:
                 self._say(mine.said)
+                self.status.fail(mine.said)
         if first.rank != self.rank:
             self._say_elsewhere(first)
         self._acknowledge()
-        self._wait_until(self._all_know, ACK_S)
+        if first.kind == "overrun":
+            self._wait_until(self._board.is_closed, ACK_S + VERDICT_S)
+        else:
+            self._wait_until(self._all_know, ACK_S)
+        self.status.fail(first.said)  # the rank that found the fault may have ended before it wrote this
         self._unlock()
         if first.rank != self.rank:
             time.sleep(LINGER_S)  # not to wait for anything: to be later than the culprit

@@ -1,17 +1,21 @@
-"""Parts common to the dense decoders: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU. Plain
-data, no Megatron.
+"""Parts common to the dense decoders: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
+
+Plain data: importing this imports neither torch nor Megatron, which a login node may lack.
 
 The file of an architecture adds its biases, its norms of queries and keys, and the configs that it refuses.
 Shapes: `H` hidden, `F` intermediate, `V` vocabulary, `q` = heads x channels, `kv` = KV heads x channels.
 """
 
-import math
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING
 
 from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Cut, Weight, qkv
 from rl.models.sizes import head_dim, num_kv_heads
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -101,6 +105,8 @@ def scaled_frequencies(hf: dict) -> Tensor | None:
     `apply_scaling`; `rope_type: llama3` in transformers). Megatron 0.16.1 has this with fixed C and fixed
     frequency factors.
     """
+    import torch  # only training calls this
+
     rope = rope_parameters(hf)
     if rope["rope_type"] != "llama3":
         return None

@@ -4,17 +4,21 @@ Megatron and vLLM hold fused and split parameters. Megatron interleaves query, k
 vLLM concatenates them. Both concatenate gate and up, pad the vocabulary and split over tensor parallel ranks.
 A list of `Piece`s, boxes of Hugging Face tensors with their place in the parameter, describes each parameter.
 This description drives reading and writing checkpoints, the refit and its equality check. Plain data: no
-torch.distributed, no Megatron, no vLLM.
+torch, no Megatron, no vLLM.
 """
+
+from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from rl.models.boxes import Box, index, whole
+
+if TYPE_CHECKING:  # importing this needs no torch, which a login node may lack
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,7 @@ def expert_down(expert: int) -> Cut:
     return Cut(_row, _stacked(_row, expert))
 
 
-def assemble(weight: Weight, shards: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def assemble(weight: Weight, shards: list[Tensor]) -> dict[str, Tensor]:
     """Return the full Hugging Face tensors of a weight, given the Megatron shards of all tensor parallel
     ranks in order."""
     out = {name: shards[0].new_empty(shape) for name, shape in zip(weight.hf, weight.shapes)}

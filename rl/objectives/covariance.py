@@ -64,7 +64,7 @@ def clip_cov_tokens(
         mask: bool or 0/1 [T].
         clip_low, clip_high: those of the loss.
         fraction: chosen are max(1, floor(fraction T)) tokens, T without the masked ones, or all candidates if they are
-            fewer. The paper: 2e-4.
+            fewer. The paper's runs: 2e-4.
         cov_low, cov_high: bounds of the covariance. The paper: 1 and 5, with advantages of variance 1.
         seed: of the choice. Vary it from update to update.
 
@@ -98,7 +98,7 @@ def kl_cov_tokens(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, fractio
         logprobs, advantages: floating [T], T tokens of the whole mini-batch.
         mask: bool or 0/1 [T].
         fraction: chosen are max(1, floor(fraction T)) tokens, T without the masked ones; of equal ones the first. The
-            paper: 2e-3 for a model of 7B parameters, 2e-4 for 32B.
+            paper's runs: 2e-3 for a model of 7B parameters, 2e-4 for 32B.
 
     Returns:
         bool [T].
@@ -124,7 +124,6 @@ def clip_cov(
     *,
     clip_low: float,
     clip_high: float,
-    dual_clip: float = 0.0,
 ) -> Loss:
     """PPO's loss, and 0 for the tokens chosen, which keep their place in every denominator (equation 12, and verl).
 
@@ -132,19 +131,16 @@ def clip_cov(
         logprobs, old_logprobs, advantages: floating [T], T tokens of a micro-batch.
         mask: bool or 0/1 [T].
         chosen: bool or 0/1 [T], from `clip_cov_tokens`.
-        clip_low, clip_high, dual_clip: those of `ppo`. The paper has no dual clip.
+        clip_low, clip_high: those of `ppo`. The authors' runs set both to 1. There is no dual clip, as in the
+            paper and in verl.
 
     Returns:
         token_loss [T] and statistics: those of `ppo`, and
             pg_covfrac: tokens chosen. (verl logs these as pg_clipfrac.)
-
-    Raises:
-        ValueError: dual_clip is neither 0 nor greater than 1.
     """
     chosen = chosen.bool() & mask.bool()
-    token_loss, stats = ppo(
-        logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
+    clip = dict(clip_low=clip_low, clip_high=clip_high, dual_clip=0.0)
+    token_loss, stats = ppo(logprobs, old_logprobs, advantages, mask, **clip)
     token_loss = torch.where(chosen, 0.0, token_loss)
     return token_loss, stats | {"pg_covfrac": chosen.to(token_loss.dtype).sum()}
 
@@ -167,7 +163,7 @@ def kl_cov(
         logprobs, old_logprobs, advantages: floating [T], T tokens of a micro-batch.
         mask: bool or 0/1 [T].
         chosen: bool or 0/1 [T], from `kl_cov_tokens`.
-        kl_cov_coef: weight of the penalty. The paper: 1.
+        kl_cov_coef: weight of the penalty. The paper's runs: 1. verl's default: 0.1.
 
     Returns:
         token_loss [T] and statistics, as in `rl.objectives.policy_loss`. (verl's ppo_kl is here that of |log-ratio|.)

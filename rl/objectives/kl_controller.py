@@ -37,7 +37,8 @@ class AdaptiveKL:
 
     Args:
         init_coef: first weight, > 0: from 0 it could never move.
-        target: wanted divergence, > 0, in the units of `current_kl`. In the paper: nats per sample, 6.
+        target: wanted divergence, > 0, in the units of `current_kl`. In the paper: 6 nats per sample. A run
+            takes nats per token, as verl does, whose default is 0.1.
         horizon: samples, > 0. lm-human-preferences: 10000.
 
     Raises:

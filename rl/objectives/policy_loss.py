@@ -233,7 +233,8 @@ def dppo_tv(
 
     Args:
         clip_low, clip_high: radii of the trust region in probability, for tokens made rarer and more frequent.
-        max_ratio: the ratio is truncated to this. The paper warns of small values (section 5.4); verl's default.
+        max_ratio: the ratio is truncated to this. The paper warns of small values (section 5.4); verl's
+            default is 20.
 
     Returns:
         token_loss and statistics, see the module.

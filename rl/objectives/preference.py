@@ -18,6 +18,19 @@ def log_ratios(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, lengths: Te
     return segment_sum(torch.where(mask.bool(), logprobs - ref_logprobs, 0.0), lengths)
 
 
+def counted(mask: Tensor, lengths: Tensor, *, unit: int = 1) -> Tensor:
+    """Return whether each sample enters the losses, bool [B]: every sample of its unit has an unmasked token.
+
+    A response without an unmasked token has a log-ratio of 0 whatever the policy does, so it says nothing
+    about the policy, and a pair with such a response compares nothing. Losses take
+    `log_ratios(...)[counted(...)]`, and divide by the number of units counted in the whole mini-batch.
+
+    mask: bool or 0/1 [T]; lengths: int64 [B]; unit: consecutive samples in a unit, 2 for pairs, divides B.
+    """
+    has_tokens = segment_sum(mask.double(), lengths) > 0
+    return has_tokens.view(-1, unit).all(1).repeat_interleave(unit)
+
+
 def pair_loss(
     ratios: Tensor, *, beta: float, loss: Literal["sigmoid", "hinge", "ipo"], label_smoothing: float = 0.0
 ) -> tuple[Tensor, dict[str, Tensor]]:

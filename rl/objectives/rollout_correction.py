@@ -29,6 +29,9 @@ from torch import Tensor
 from rl.objectives.policy_loss import MAX_LOG_RATIO, masked_log_ratio
 from rl.objectives.segments import expand, segment_sum
 
+USUAL_UPPER = 2.0
+"""verl's default for the truncation of weights."""
+
 Level = Literal["token", "sequence"]
 Statistic = Literal["k1", "k2", "k3"]
 
@@ -160,24 +163,46 @@ def _check_upper(upper: float) -> None:
 
 @torch.no_grad()
 def metrics(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, mask: Tensor
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+    *,
+    level: Level = "token",
+    upper: float = USUAL_UPPER,
 ) -> dict[str, float]:
-    """How far engine and trainer are apart, under verl's names with its prefix `rollout_corr/`.
+    """Measure how far engine and trainer are apart, under verl's names with its prefix `rollout_corr/`.
 
     Of tokens, means over all unmasked ones:
         kl, k3_kl: k1 and k3 estimates of KL(engine || trainer), nats.
         chi2_token: w^2 - 1, the chi-squared divergence.
-        rollout_is_mean, _std, _min, _max: of w before any truncation. The mean is 1 but for noise if `rollout_logprobs` are
-            those of the distribution sampled from, so it tells a bug from a gap. (verl's are of the truncated weights.)
+        rollout_is_mean, _std, _min, _max: of w before any truncation. The mean is 1 but for noise if
+            `rollout_logprobs` are those of the distribution sampled from, so it tells a bug from a gap.
+            (verl's std is that of truncated weights.)
         rollout_is_eff_sample_size: (mean w)^2 / mean w^2, the share of the batch that is left, 0 to 1.
     Of samples, means over those with an unmasked token, where ppl is exp(-mean log-probability of its tokens):
         training_ppl, training_log_ppl, rollout_ppl, rollout_log_ppl: of the trainer and of the engine.
         ppl_ratio: training ppl / rollout ppl.
         log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min: log of that ratio.
         chi2_seq: (product of w)^2 - 1.
+    Of weights before truncation, at `level`: w of a token, or the product of w over a sample on each of its
+    tokens. High is above `upper`, low below 1 / upper.
+        rollout_is_ratio_fraction_high, _low: share of the tokens, or samples, with a high or low weight.
+        rollout_is_seq_mean, _std, _min, _max: of the samples' mean weights; the std is unbiased, 0 for one
+            sample.
+        rollout_is_seq_max_deviation: largest distance of a sample's mean weight from 1.
+        rollout_is_seq_fraction_high, _low: share of the samples with a high or low mean weight.
+
+    Args:
+        level: what is weighed: tokens, or whole samples.
+        upper: the bound that the weights are truncated to, positive.
 
     Computed in float64. An empty dict where no token is unmasked.
+
+    Raises:
+        ValueError: upper is not positive.
     """
+    _check_upper(upper)
     mask = mask.bool()
     if not mask.any():
         return {}
@@ -201,6 +226,7 @@ def metrics(
     )
     log_ppl, rollout_log_ppl = log_ppl / counts[counts > 0], rollout_log_ppl / counts[counts > 0]
     diff = log_ppl - rollout_log_ppl
+    products = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     values |= {
         "training_ppl": log_ppl.exp().mean(),
         "training_log_ppl": log_ppl.mean(),
@@ -211,6 +237,117 @@ def metrics(
         "log_ppl_abs_diff": diff.abs().mean(),
         "log_ppl_diff_max": diff.max(),
         "log_ppl_diff_min": diff.min(),
-        "chi2_seq": (2 * log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp().mean() - 1,
+        "chi2_seq": (2 * products).exp().mean() - 1,
+    }
+    per_sample = products.exp()
+    weighed = per_sample
+    if level == "token":
+        weighed = weights
+        per_sample = _sample_means(log_ratio.exp(), mask, lengths)
+    values |= {
+        "rollout_is_ratio_fraction_high": _share(weighed > upper),
+        "rollout_is_ratio_fraction_low": _share(weighed < 1 / upper),
+        "rollout_is_seq_mean": per_sample.mean(),
+        "rollout_is_seq_std": _unbiased_std(per_sample),
+        "rollout_is_seq_max": per_sample.max(),
+        "rollout_is_seq_min": per_sample.min(),
+        "rollout_is_seq_max_deviation": (per_sample - 1).abs().max(),
+        "rollout_is_seq_fraction_high": _share(per_sample > upper),
+        "rollout_is_seq_fraction_low": _share(per_sample < 1 / upper),
     }
     return {f"rollout_corr/{name}": float(value) for name, value in values.items()}
+
+
+@torch.no_grad()
+def criterion_metrics(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+    kept: Tensor,
+    *,
+    level: Level,
+    statistic: Statistic,
+    low: float,
+    high: float,
+) -> dict[str, float]:
+    """Measure one criterion of `reject`, under verl's names `rollout_corr/rollout_rs_<criterion>_*`.
+
+    <criterion> is token_k1 .. token_k3 or seq_mean_k1 .. seq_mean_k3, and the divergence that of a token, or
+    the mean of a sample on each of its tokens. Samples are those with an unmasked token.
+        mean, std: over the unmasked tokens; the std of the divergence cut to the bounds.
+        max, min, fraction_high, fraction_low: over the tokens, or samples, that the criterion judges; the
+            shares are those above `high` and below `low`.
+        seq_mean, seq_std, seq_max, seq_min, seq_max_deviation, seq_fraction_high, seq_fraction_low: over the
+            samples' means; the std is unbiased, 0 for one sample; the deviation is the largest absolute
+            value.
+        masked_fraction, seq_masked_fraction: share of the tokens rejected, and of the samples that lose a
+            token.
+
+    `kept` [T] is the result of `reject` with the same arguments. Computed in float64. An empty dict where no
+    token is unmasked.
+    """
+    mask = mask.bool()
+    if not mask.any():
+        return {}
+    log_ratio = masked_log_ratio(old_logprobs.double(), rollout_logprobs.double(), mask)
+    divergence = _divergence(log_ratio, statistic)
+    per_sample = _sample_means(divergence, mask, lengths)
+    per_token, judged = divergence[mask], divergence[mask]
+    if level == "sequence":
+        counts = segment_sum(mask.double(), lengths).long()
+        per_token, judged = expand(per_sample, counts[counts > 0]), per_sample
+    values = {
+        "mean": per_token.mean(),
+        "max": judged.max(),
+        "min": judged.min(),
+        "fraction_high": _share(judged > high),
+        "fraction_low": _share(judged < low),
+        "std": per_token.clamp(low, high).std(correction=0),
+        "seq_mean": per_sample.mean(),
+        "seq_std": _unbiased_std(per_sample),
+        "seq_max": per_sample.max(),
+        "seq_min": per_sample.min(),
+        "seq_max_deviation": per_sample.abs().max(),
+        "seq_fraction_high": _share(per_sample > high),
+        "seq_fraction_low": _share(per_sample < low),
+    }
+    name = f"rollout_rs_{'token' if level == 'token' else 'seq_mean'}_{statistic}"
+    values |= _masked_fractions(lengths, mask, kept)
+    return {f"rollout_corr/{name}_{key}": float(value) for key, value in values.items()}
+
+
+@torch.no_grad()
+def rejection_metrics(lengths: Tensor, mask: Tensor, kept: Tensor) -> dict[str, float]:
+    """Return the share of the unmasked tokens that the criteria reject together, and of the samples hit.
+
+    Their names are verl's, `rollout_corr/rollout_rs_masked_fraction` and `rollout_rs_seq_masked_fraction`.
+    `mask` and `kept` [T]: before and after. An empty dict where no token is unmasked.
+    """
+    if not mask.any():
+        return {}
+    fractions = _masked_fractions(lengths, mask.bool(), kept)
+    return {f"rollout_corr/rollout_rs_{key}": float(value) for key, value in fractions.items()}
+
+
+def _masked_fractions(lengths: Tensor, mask: Tensor, kept: Tensor) -> dict[str, Tensor]:
+    lost = (mask & ~kept.bool()).double()
+    counts = segment_sum(mask.double(), lengths)
+    return {
+        "masked_fraction": lost.sum() / mask.sum(),
+        "seq_masked_fraction": _share(segment_sum(lost, lengths)[counts > 0] > 0),
+    }
+
+
+def _sample_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """Mean of float64 [T] over the unmasked tokens of each sample that has one."""
+    counts = segment_sum(mask.double(), lengths)
+    return segment_sum(torch.where(mask, values, 0.0), lengths)[counts > 0] / counts[counts > 0]
+
+
+def _unbiased_std(values: Tensor) -> Tensor:
+    return values.std() if len(values) > 1 else values.new_zeros(())
+
+
+def _share(flags: Tensor) -> Tensor:
+    return flags.double().mean()

@@ -11,6 +11,10 @@ from torch import Tensor
 from rl.objectives.policy_loss import MAX_LOG_RATIO, Loss, masked_log_ratio, summed
 from rl.objectives.segments import expand, segment_sum
 
+MAX_LOG_SAMPLE_RATIO = 10.0
+"""gspo: log of the largest ratio of a sample, as in verl. Ratios of e^10 = 22,026 mean that the policy is
+lost; the bound keeps their loss finite, and beyond it the gradient is 0."""
+
 
 def _mean(x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     """Mean over each sample's unmasked tokens: x [T], 0 at masked positions -> [B]. 0 for a sample without any."""
@@ -29,7 +33,7 @@ def gspo(
 ) -> Loss:
     """Group Sequence Policy Optimization in its token form (GSPO-token, arXiv:2507.18071, equations 13 and 14).
 
-        s   = exp(mean over the sample of (logprobs - old_logprobs))
+        s   = exp(min(mean over the sample of (logprobs - old_logprobs), 10))
         s_t = sg(s) exp(logprobs_t - sg(logprobs_t))
         loss_t = max(-s_t A_t, -clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
 
@@ -50,9 +54,9 @@ def gspo(
     mask = mask.bool()
     logprobs, old_logprobs = torch.where(mask, logprobs, 0.0), torch.where(mask, old_logprobs, 0.0)
     advantages = torch.where(mask, advantages, 0.0)
-    # The mean is clamped, not the tokens: one outlier among many tokens needs no clamp, and the paper has none.
-    log_s = _mean((logprobs - old_logprobs).detach(), mask, lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = expand(log_s.exp(), lengths) * torch.exp(logprobs - logprobs.detach())
+    # The mean is capped, not the tokens: one outlier among many tokens needs no cap, and the paper has none.
+    log_s = expand(_mean((logprobs - old_logprobs).detach(), mask, lengths), lengths)
+    ratio = (log_s + (logprobs - logprobs.detach())).clamp(max=MAX_LOG_SAMPLE_RATIO).exp()
 
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)

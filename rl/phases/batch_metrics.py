@@ -1,13 +1,14 @@
-"""Numbers of a batch for the log: pure functions, alike on every rank. Metric names are verl's."""
+"""Metrics of a batch: pure functions with identical results on every rank. Metric names are verl's."""
 
 import torch
 from torch import Tensor
 
 from rl.data.batch import Batch
+from rl.objectives.segments import segment_sum
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
-    """Mean, largest and smallest of some values [n]; nothing for none."""
+    """Return mean, maximum and minimum of values [n] as metrics; no metrics if n is 0."""
     if not len(values):
         return {}
     return {
@@ -18,23 +19,64 @@ def spread(name: str, values: Tensor) -> dict[str, float]:
 
 
 def token_mean(values: Tensor, mask: Tensor) -> float:
-    """Mean of a token column [T] over the tokens that count."""
+    """Return the mean of a token column [T] over the tokens with mask 1."""
     kept = torch.where(mask > 0, values, 0.0)
     return float(kept.double().sum() / mask.sum().clamp(min=1))
 
 
-def length_metrics(batch: Batch) -> dict[str, float]:
-    """Lengths of responses and prompts in tokens."""
-    clipped = {"response_length/clip_ratio": float(batch.truncated.float().mean())}
-    return (
-        spread("response_length", batch.lengths.float())
-        | spread("prompt_length", batch.prompt_lengths.float())
-        | clipped
-    )
+def sample_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """Return each sample's mean of a token column [T] over its counted tokens, float64.
+
+    A sample without a counted token is left out.
+    """
+    counts = segment_sum(mask.double(), lengths)
+    sums = segment_sum(torch.where(mask > 0, values.double(), 0.0), lengths)
+    return sums[counts > 0] / counts[counts > 0]
+
+
+def length_metrics(batch: Batch, *, max_prompt_tokens: int) -> dict[str, float]:
+    """Measure responses and prompts in tokens.
+
+    `clip_ratio` is the share of the responses that ended at the length limit, or of the prompts of
+    `max_prompt_tokens`. A response without a token counts as aborted, as in verl;
+    `response_length_non_aborted/*` leaves such responses out.
+    """
+    responses, prompts = batch.lengths.float(), batch.prompt_lengths.float()
+    metrics = spread("response_length", responses) | spread("prompt_length", prompts)
+    metrics["response_length/clip_ratio"] = float(batch.truncated.float().mean())
+    metrics["prompt_length/clip_ratio"] = float((prompts >= max_prompt_tokens).float().mean())
+    finished = batch.lengths > 0
+    metrics["response/aborted_ratio"] = 1.0 - float(finished.float().mean())
+    if finished.any():
+        metrics |= spread("response_length_non_aborted", responses[finished])
+        clipped = batch.truncated[finished].float().mean()
+        metrics["response_length_non_aborted/clip_ratio"] = float(clipped)
+    return metrics
+
+
+def balance_metrics(num_tokens: list[int], ranks: list[list[int]]) -> dict[str, float]:
+    """Measure how evenly the data parallel ranks share a step's tokens: verl's `global_seqlen/*`.
+
+    `num_tokens[i]` counts prompt and response of sample i; `ranks` holds the samples of each data parallel
+    rank. `balanced_min` and `balanced_max` are sums of tokens of a rank; `min`, `max` and `minmax_diff` those
+    that ranks would have if the samples were dealt in their order, an equal number to each; `mean` is the
+    same for both.
+    """
+    bounds = [len(num_tokens) * rank // len(ranks) for rank in range(len(ranks) + 1)]
+    dealt = [sum(num_tokens[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
+    balanced = [sum(num_tokens[i] for i in samples) for samples in ranks]
+    return {
+        "global_seqlen/min": min(dealt),
+        "global_seqlen/max": max(dealt),
+        "global_seqlen/minmax_diff": max(dealt) - min(dealt),
+        "global_seqlen/balanced_min": min(balanced),
+        "global_seqlen/balanced_max": max(balanced),
+        "global_seqlen/mean": sum(num_tokens) / len(ranks),
+    }
 
 
 def score_metrics(batch: Batch) -> dict[str, float]:
-    """What the reward function gave."""
+    """Return metrics of the scores and of the reward function's other numbers."""
     metrics = {"reward/failures": float(batch.score_details["failed"].sum())} | spread(
         "critic/score", batch.scores
     )
@@ -43,7 +85,11 @@ def score_metrics(batch: Batch) -> dict[str, float]:
 
 
 def engine_gap(batch: Batch, logprobs: Tensor) -> dict[str, float]:
-    """How far the engine's probabilities of the sampled tokens are from the trainer's (`logprobs` [T])."""
+    """Return mean and maximum absolute difference of the sampled tokens' probabilities between engine and
+    trainer.
+
+    logprobs: the trainer's, float32 [T].
+    """
     if batch.rollout_logprobs is None:
         return {}
     gap = torch.where(batch.mask > 0, (logprobs.exp() - batch.rollout_logprobs.exp()).abs(), 0.0)

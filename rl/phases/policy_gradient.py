@@ -1,11 +1,10 @@
 """The policy gradient that a config names, made of the pure functions in `rl.objectives`.
 
-An algorithm's file asks for `advantages(batch, config)` and `policy_loss(config)`; which formulas those are is
-`objective.advantage`, `objective.loss` and `objective.aggregation`. What makes no sense together was refused before
-(`rl.config.objective_checks`).
+An algorithm's file asks for `advantages(batch, config)` and `policy_loss(config)`; which formulas those are
+is `objective.advantage`, `objective.loss` and `objective.aggregation`. What makes no sense together was
+refused before (`rl.config.objective_checks`).
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -21,17 +20,19 @@ from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.sequence_loss import gmpo, gspo
-from rl.phases.phases import Loss, MicroBatch, Totals
+from rl.phases.updates import TokenSelection
+from rl.training.loss import Loss, Totals
+from rl.training.packing import MicroBatch
 
 NOT_REWARDS = ("acc", "failed", "judge", "reward_model", "score")
 """Details of a score that are no reward of their own."""
 
 
-def advantages(batch: Batch, config: Config, *, baselines: Tensor | None = None) -> Tensor:
+def advantages(batch: Batch, config: Config) -> Tensor:
     """Advantages of every token of the batch, float32 [T], by `objective.advantage`.
 
-    Reads batch.rewards [N] and batch.token_rewards [T]. `baselines` [N]: remax only. The
-    estimators that come with a model of their own, gae and prime, are called by the files of their algorithms.
+    Reads batch.rewards [N] and batch.token_rewards [T]. `baselines` [N]: remax only. The estimators that come
+    with a model of their own, gae and prime, are called by the files of their algorithms.
     """
     goal, groups, lengths, mask = config.objective, batch.groups, batch.lengths, batch.mask
     if goal.advantage == "reinforce++":
@@ -48,10 +49,10 @@ def advantages(batch: Batch, config: Config, *, baselines: Tensor | None = None)
             sum_p_squared=batch.sum_p_squared,
             weights=batch.loss_weights,
         )
-    return expand(_per_sample(batch, goal, baselines), lengths)
+    return expand(_per_sample(batch, goal), lengths)
 
 
-def _per_sample(batch: Batch, goal: Objective, baselines: Tensor | None) -> Tensor:
+def _per_sample(batch: Batch, goal: Objective) -> Tensor:
     rewards, groups = batch.rewards, batch.groups
     if goal.advantage == "grpo":
         return per_sample.grpo(rewards, groups, normalize_by_std=goal.normalize_by_std)
@@ -66,8 +67,8 @@ def _per_sample(batch: Batch, goal: Objective, baselines: Tensor | None) -> Tens
     if goal.advantage == "gdpo":
         columns, weights = _reward_columns(batch, goal)
         return per_sample.gdpo(columns, groups, weights=weights)
-    assert goal.advantage == "remax" and baselines is not None, goal.advantage
-    return per_sample.remax(rewards, baselines)
+    assert goal.advantage == "remax" and batch.baselines is not None, goal.advantage
+    return per_sample.remax(rewards, batch.baselines)
 
 
 def _reward_columns(batch: Batch, goal: Objective) -> tuple[Tensor, Tensor]:
@@ -132,26 +133,24 @@ def _token_loss(micro: MicroBatch, goal: Objective) -> tuple[Tensor, dict[str, T
         case "dro":
             return per_token.dro(*inputs, beta=goal.dro_beta)
         case "dppo-tv":
-            return per_token.dppo_tv(*inputs, **clip)
+            return per_token.dppo_tv(*inputs, **clip, max_ratio=goal.dppo_max_ratio)
         case "dppo-kl":
-            return per_token.dppo_kl(*inputs, **clip)
+            return per_token.dppo_kl(*inputs, **clip, max_ratio=goal.dppo_max_ratio)
         case "gspo":
             return gspo(*inputs, micro.lengths, **clip)
         case "gmpo":
             return gmpo(*inputs, micro.lengths, **clip)
         case "clip-cov":
-            return covariance.clip_cov(*inputs, micro.chosen, **clip, dual_clip=goal.dual_clip)
+            return covariance.clip_cov(*inputs, micro.selected_tokens, **clip)
         case "kl-cov":
-            return covariance.kl_cov(*inputs, micro.chosen, kl_cov_coef=goal.kl_cov_coef)
+            return covariance.kl_cov(*inputs, micro.selected_tokens, kl_cov_coef=goal.kl_cov_coef)
     raise AssertionError(goal.loss)
 
 
-Choice = Callable[[Batch, Tensor, int], Tensor]
-"""(mini-batch, log-probs under the present weights [T], seed) -> 1 for the tokens chosen, [T]."""
-
-
-def token_choice(config: Config) -> Choice | None:
-    """For losses that treat some tokens of a mini-batch apart, by statistics over all of it: how they are chosen."""
+def token_selection(config: Config) -> TokenSelection | None:
+    """For losses that treat some tokens of a mini-batch apart, by statistics over all of it: how they are
+    chosen.
+    """
     goal = config.objective
     if goal.loss == "clip-cov":
         return lambda batch, logprobs, seed: covariance.clip_cov_tokens(

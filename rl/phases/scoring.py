@@ -1,207 +1,93 @@
-"""What a response is worth: the reward function's number, plus a reward model's and a judge's where the config has them."""
+"""The scoring phase: what each response is worth, logged and written down for people to read."""
 
-import os
-from collections.abc import Callable
+from pathlib import Path
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
-from rl.engines.inputs import Inputs
-from rl.rewards.pool.pool import ScoringPool, default_workers
-from rl.rollout.engine import RolloutEngine, Sampling, seed_of
-from rl.rollout.exchange import exchange
-from rl.runtime.collectives import sum_over_world
-from rl.runtime.device import Device
-from rl.training.engine import TrainingEngine
-from rl.training.packing import plan_minibatch
+from rl.engines.memory import MemorySharing
+from rl.phases.batch_metrics import score_metrics
+from rl.phases.reward_shaping import overlong_penalty
+from rl.phases.scorer import Scorer
+from rl.phases.step import Step
+from rl.run_directory.samples import FILE_NAME, append_samples
 
 
-class Scorer:
-    """Scores batches. Each rank calls the reward function on every world-size-th sample, in worker processes of its own; a
-    reward model and a judge run on all ranks together."""
+class Scoring:
+    """Fills the scores and rewards of a batch. Methods are collective over the world.
 
-    def __init__(self, config: Config, inputs: Inputs, device: Device, engines: Engines, pool: ScoringPool):
-        self.config, self.device, self.tokenizer, self.pool = config.reward, device, inputs.tokenizer, pool
-        self.micro_batch_tokens, self.seed = config.training.micro_batch_tokens, config.run.seed
-        self.model = (
-            None
-            if engines.reward_model is None
-            else (engines.reward_model, inputs.tokenizers["reward_model"])
-        )
-        self.judge = None
-        if engines.judge is not None:
-            assert inputs.judge_parser is not None
-            self.judge = (engines.judge, inputs.tokenizers["judge"], inputs.judge_parser)
-
-    def score(
-        self, batch: Batch, prompts: list[Prompt], *, predictions: bool
-    ) -> tuple[dict[str, Tensor], list[str | None] | None]:
-        """Columns float32 [N] of the batch's samples, alike on every rank: `score`, `failed` (0 or 1), and the other numbers of
-        the reward function, NaN where a sample lacks one. With `predictions` also the answer found in each response.
-
-        Collective over the world.
-        """
-        world, rank = dist.get_world_size(), dist.get_rank()
-        mine = list(range(rank, len(batch), world))
-        texts = self.tokenizer.batch_decode([batch.response_ids[i] for i in mine], skip_special_tokens=True)
-        owners = [prompts[int(batch.groups[i])] for i in mine]
-        scores = self.pool.score([_sample(prompt, text) for prompt, text in zip(owners, texts)])
-        columns = gather_columns([score.values for score in scores], mine, len(batch), self.device)
-        answers = gather_by_rank([score.prediction for score in scores]) if predictions else None
-        if self.model is not None:
-            given = self._model_scores(*self.model, batch, owners, texts)
-            columns |= {"reward_model": given, "score": columns["score"] + self.config.model.coef * given}
-        if self.judge is not None:
-            given, failed = self._judge_scores(*self.judge, batch, owners, texts)
-            columns["judge"] = torch.where(failed > 0, torch.nan, given)
-            columns["failed"] = torch.maximum(columns["failed"], failed)
-            columns["score"] = columns["score"] + self.config.judge.coef * given
-        failed = columns["failed"] > 0
-        columns["score"] = columns["score"].masked_fill(failed, self.config.failure_score)
-        if "acc" in columns:  # a failed sample is a wrong one
-            columns["acc"] = columns["acc"].masked_fill(failed, 0.0)
-        return columns, answers
-
-    def _model_scores(
-        self,
-        model: TrainingEngine,
-        tokenizer: PreTrainedTokenizerBase,
-        batch: Batch,
-        owners: list[Prompt],
-        texts: list[str],
-    ) -> Tensor:
-        """The reward model's number at the last token of each conversation, float32 [N]."""
-        ids = gather_by_rank([_conversation(tokenizer, prompt, text) for prompt, text in zip(owners, texts)])
-        # A response of one token, of which only the place before it is read.
-        end = np.zeros(1, np.int32)
-        count = len(batch)
-        conversations = Batch(
-            ids, [end] * count, groups=torch.arange(count), truncated=torch.zeros(count, dtype=torch.bool)
-        )
-        plan = plan_minibatch(
-            conversations, list(range(count)), dp=model.grid.dp, max_tokens=self.micro_batch_tokens
-        )
-        return model.forward(conversations, [plan], ("values",))[0]
-
-    def _judge_scores(
-        self,
-        engine: RolloutEngine,
-        tokenizer: PreTrainedTokenizerBase,
-        parse: Callable[[str], float],
-        batch: Batch,
-        owners: list[Prompt],
-        texts: list[str],
-    ) -> tuple[Tensor, Tensor]:
-        """The judge's number for each response and whether it failed, float32 [N] each. Where it failed the number is 0."""
-        judge = self.config.judge
-        questions = [
-            judge.template.format(prompt=prompt.text, response=text, ground_truth=prompt.ground_truth)
-            for prompt, text in zip(owners, texts)
-        ]
-        ids = gather_by_rank([_question(tokenizer, question) for question in questions])
-        asked = [i for i, tokens in enumerate(ids) if len(tokens) <= judge.max_prompt_tokens]
-        sampling = Sampling(
-            samples_per_prompt=1,
-            temperature=judge.temperature,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-            max_tokens=judge.max_response_tokens,
-            stop=(),
-            stop_token_ids=(),
-        )
-        questions_asked = [ids[i] for i in asked]
-        engine.wake_weights()
-        engine.wake_cache()
-        samples = engine.generate(questions_asked, sampling, [seed_of(self.seed, "judge", i) for i in asked])
-        engine.sleep()
-        answers = exchange(questions_asked, samples if engine.rank_in_replica == 0 else [], 1, self.device)
-        values, failed = torch.zeros(len(batch)), torch.ones(len(batch))
-        for i, text in zip(asked, tokenizer.batch_decode(answers.response_ids, skip_special_tokens=True)):
-            try:
-                values[i], failed[i] = float(parse(text)), 0.0
-            except (
-                Exception
-            ):  # whatever a parser stumbles over, it is this sample's answer that cannot be read
-                continue
-        return values, failed
-
-
-def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
-    """This rank's worker processes. Before the engines, which pin this thread to a core. Not collective.
-
-    Raises ValueError if a worker cannot load the reward functions within its limits.
+    Args:
+        scorer: None: this run has no reward.
+        tokenizer: the policy's, to decode the samples written to samples.jsonl.
     """
-    assert inputs.rewards is not None
-    own_cores = "SLURM_CPUS_PER_TASK" in os.environ  # then the task is bound to them already
-    pool = ScoringPool(
-        inputs.rewards,
-        failure_score=config.reward.failure_score,
-        workers=config.reward.workers
-        or default_workers(1 if own_cores else int(os.environ["LOCAL_WORLD_SIZE"])),
-        timeout_s=config.reward.timeout_s,
-        memory_mib=config.reward.memory_mib,
-    )
-    try:
-        pool.check()
-    except ValueError:
-        pool.close()
-        raise
-    return pool
 
+    def __init__(
+        self,
+        config: Config,
+        step: Step,
+        engines: Engines,
+        memory: MemorySharing,
+        scorer: Scorer | None,
+        tokenizer,
+    ):
+        self._config, self._step, self._engines, self._memory = config, step, engines, memory
+        self._scorer, self._tokenizer = scorer, tokenizer
+        self._written_step = -1
 
-def gather_by_rank(mine: list) -> list:
-    """What each rank has for every world-size-th sample, in the order of the samples, on every rank. Collective."""
-    world = dist.get_world_size()
-    everyone: list = [None] * world
-    dist.all_gather_object(everyone, mine)
-    return [everyone[i % world][i // world] for i in range(sum(map(len, everyone)))]
+    def fill_scores(
+        self, batch: Batch, prompts: list[Prompt], *, timing: str, predictions: bool = False
+    ) -> list[str | None] | None:
+        """Fill `scores`, `rewards` (equal to them) and `score_details`.
 
+        timing: seconds are logged as timing_s/<timing>. With `predictions`, returns the answer that the
+        reward function found in each response, None where it reports none.
+        """
+        assert self._scorer is not None, "this run has no reward"
+        if self._engines.reward_model is not None or self._engines.judge is not None:
+            self._memory.to_training()
+        with self._step.phase("score", timing=timing, batch=batch.fingerprint):
+            columns, answers = self._scorer.score(batch, prompts, predictions=predictions)
+        batch.scores = columns.pop("score")
+        batch.rewards = batch.scores.clone()
+        batch.score_details = columns
+        return answers
 
-def gather_columns(
-    results: list[dict[str, float]], mine: list[int], total: int, device: Device
-) -> dict[str, Tensor]:
-    """Every rank's results as columns float32 [total] on every rank; NaN where a sample lacks a number. Collective."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sorted({name for result in results for name in result}))
-    names = sorted({name for rank_names in everyone for name in rank_names})
-    table = torch.zeros(len(names), total, dtype=torch.float64)
-    for i, result in zip(mine, results):
-        table[:, i] = torch.tensor([result.get(name, float("nan")) for name in names], dtype=torch.float64)
-    return dict(zip(names, sum_over_world(table, device.torch).float()))
+    def score_samples(self, batch: Batch, prompts: list[Prompt]) -> None:
+        """Fill and log `scores`, `rewards` (scores minus the overlong penalty) and `score_details`."""
+        self.fill_scores(batch, prompts, timing="reward")
+        if self._config.reward.overlong_buffer_tokens:
+            penalties = overlong_penalty(batch, self._config)
+            batch.rewards = batch.rewards + penalties
+            self._step.metrics["reward/overlong_penalty/mean"] = float(penalties.mean())
+        self._step.metrics |= score_metrics(batch)
+        self._write_samples(batch, prompts)
 
+    def greedy_rewards(self, batch: Batch, prompts: list[Prompt]) -> Tensor:
+        """Return the rewards of a batch with one response per prompt, float32 [prompts], and log their mean."""
+        self.fill_scores(batch, prompts, timing="reward")
+        if self._config.reward.overlong_buffer_tokens:
+            batch.rewards = batch.rewards + overlong_penalty(batch, self._config)
+        self._step.metrics["critic/baseline/mean"] = float(batch.rewards.mean())
+        return batch.rewards
 
-def _sample(prompt: Prompt, response: str) -> dict:
-    return dict(
-        prompt=prompt.text,
-        response=response,
-        ground_truth=prompt.ground_truth,
-        data_source=prompt.data_source,
-        extra_info=prompt.extra_info,
-    )
-
-
-def _conversation(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str) -> np.ndarray:
-    """Token ids of prompt and response as the reward model knows them."""
-    if prompt.messages is None or tokenizer.chat_template is None:
-        return np.array(tokenizer(prompt.text + response)["input_ids"], np.int32)
-    messages = [*prompt.messages, {"role": "assistant", "content": response}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-
-
-def _question(tokenizer: PreTrainedTokenizerBase, question: str) -> np.ndarray:
-    """Token ids of a question to the judge, as a user's message."""
-    if tokenizer.chat_template is None:
-        return np.array(tokenizer(question)["input_ids"], np.int32)
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-    )
-    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+    def _write_samples(self, batch: Batch, prompts: list[Prompt]) -> None:
+        """Write the first logging.samples samples of the step; only rank 0, once per step."""
+        count, number = min(self._config.logging.samples, len(batch)), self._step.number
+        if dist.get_rank() > 0 or not count or self._written_step == number:
+            return
+        self._written_step = number
+        rows = [
+            {
+                "training/global_step": number,
+                "prompt": prompts[int(batch.groups[i])].text,
+                "response": self._tokenizer.decode(batch.response_ids[i]),
+                "ground_truth": prompts[int(batch.groups[i])].ground_truth,
+                "score": float(batch.scores[i]),
+            }
+            for i in range(count)
+        ]
+        append_samples(Path(self._config.run.dir, FILE_NAME), rows)

@@ -4,6 +4,12 @@ The recipe published with DAPO (arXiv:2503.14476, section 3.3 and its code in ve
 at, and the strings are compared after the normalisation of Minerva (Lewkowycz et al., arXiv:2206.14858, appendix D.1).
 What that normalisation does is kept to the letter, odd as some of it is ("a " vanishes inside words too): scores must be
 comparable with published ones.
+
+The published code (verl's math_dapo.compute_score) has two modes, and so has this function. The default mode
+reads only the last `Answer:` line, which DAPO's prompt asks for: a right \\boxed{42} without `Answer:` scores
+-1, there and here. A box on the `Answer:` line is unwrapped. The other mode, `strict_box` (there
+`strict_box_verify`), reads only the last box. For prompts that ask for a box set
+`reward.kwargs.strict_box=true`, or use `rl.rewards.math:score`, which scores 1 or 0.
 """
 
 import re
@@ -59,10 +65,12 @@ _REMOVED = (
 def score(
     prompt: str, response: str, ground_truth: Any, *, strict_box: bool = False, **extra: Any
 ) -> dict[str, float | str]:
-    """`score` 1.0 if the answer is right and -1.0 if not or if there is none, `acc` 1.0 or 0.0, `pred` the answer.
+    """Return `score` 1.0 for a right answer, else -1.0; `acc` 1.0 or 0.0; and the answer as `pred`.
 
-    The answer is what follows the last `Answer:` in the last 300 characters, up to the end of the line, normalised like
-    the ground truth. With `strict_box` it is the content of the last \\boxed{} in the last 100 characters, to the letter.
+    The answer is what follows the last `Answer:` in the last 300 characters, up to the end of the line,
+    normalised like the ground truth; a box elsewhere is not read. With `strict_box` the answer is the content
+    of the last \\boxed{} in the last 100 characters, compared without normalisation, and `Answer:` is not
+    read.
 
     Raises ValueError for a prompt without ground truth.
     """

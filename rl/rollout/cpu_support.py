@@ -1,6 +1,6 @@
-"""Makes vLLM's CPU build usable inside a trainer. Each patch with its reason; nothing is patched on CUDA.
+"""Patches that make vLLM's CPU build usable inside a trainer, each with its reason.
 
-`install` runs before the engine is built.
+Nothing is patched on CUDA.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 
 @functools.cache
 def install() -> None:
-    """Once per process; does nothing where vLLM runs on CUDA."""
+    """Apply the patches once per process, before the engine is built; does nothing on CUDA."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -24,9 +24,12 @@ def install() -> None:
 
 
 def _keep_weights_alive() -> None:
-    """The CPU build packs each linear layer's weight into a oneDNN handle and replaces `layer.weight` by an empty tensor,
-    or, for embeddings and tied heads, computes with a packed copy that an update never reaches: silently wrong logits.
-    With torch's own matrix product the parameters are what is computed with, and writing into them is the update."""
+    """Make linear layers compute with their parameters, so that a write to a parameter is an update.
+
+    The CPU build packs each linear layer's weight into a oneDNN handle and replaces `layer.weight` by an
+    empty tensor. For embeddings and tied heads it computes with a packed copy that an update never reaches:
+    the logits are silently wrong.
+    """
     import vllm.model_executor.layers.utils as layers
 
     def live_linear(layer, remove_weight):
@@ -36,8 +39,11 @@ def _keep_weights_alive() -> None:
 
 
 def _keep_experts_alive() -> None:
-    """The same for mixtures of experts: the CPU build packs w13_weight and w2_weight once and computes with that copy, whatever
-    is loaded later. Its kernel also wants an expert's part of a multiple of 32 channels, which small models have not."""
+    """Do the same for mixtures of experts: the CPU build packs w13_weight and w2_weight once and computes
+    with that copy.
+
+    Its kernel also requires a multiple of 32 channels per rank and expert, which small models do not have.
+    """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
@@ -58,9 +64,11 @@ def _live_experts(
     apply_router_weight_on_input,
     **_,
 ):
-    """Sum of each token's experts, one expert after the other. In the place of CPUUnquantizedExperts.apply.
+    """Sum the outputs of each token's experts, one expert after the other; replaces
+    CPUUnquantizedExperts.apply.
 
-    output, hidden_states [T, H]; w1 [E, 2F/tp, H], gate over up; w2 [E, H, F/tp]; topk_weights, topk_ids [T, k].
+    output, hidden_states [T, H]; w1 [E, 2F/tp, H], gate over up; w2 [E, H, F/tp]; topk_weights, topk_ids [T,
+    k].
     """
     assert activation.value == "silu" and expert_map is None and not apply_router_weight_on_input
     total = torch.zeros(hidden_states.shape, dtype=torch.float32)
@@ -73,8 +81,11 @@ def _live_experts(
 
 
 def _shared_memory_names_of_this_job() -> None:
-    """The names in /dev/shm of the tensor parallel communicator are constant per host: two jobs on one host would write
-    into each other's, and after a crash every later job would fail with errno 17. The job's meeting point is in them."""
+    """Put host, Slurm job and port into the tensor parallel communicator's names in /dev/shm.
+
+    Otherwise they are constant per host: two jobs on one host would write into each other's memory, and after
+    a crash every later job would fail with errno 17.
+    """
     import vllm.distributed.device_communicators.cpu_communicator as communicator
 
     shared = communicator._CPUSHMDistributed
@@ -93,8 +104,10 @@ _shared_memory_names: list[str] = []
 
 
 def unlink_shared_memory() -> None:
-    """Take the segments' names out of /dev/shm once every rank has opened them: the memory then goes with the last process,
-    however that ends. Call after a barrier."""
+    """Unlink the segments in /dev/shm after every rank has opened them (call it after a barrier).
+
+    The memory is then freed with the last process, also after a crash.
+    """
     for name in _shared_memory_names:
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}*"):
             path.unlink(missing_ok=True)
@@ -102,18 +115,22 @@ def unlink_shared_memory() -> None:
 
 
 class KvCache:
-    """The KV cache of the CPU engine, whose memory can be given back and taken again. All layers' views share storages,
-    which stay where they are; only their size changes."""
+    """The KV cache of the CPU engine, whose memory can be released and restored.
+
+    The views of all layers share storages. The storages keep their identity; only their size changes.
+    """
 
     def __init__(self, tensors):
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         self.storages = [(storage, storage.nbytes()) for storage in storages.values()]
 
     def release(self) -> None:
+        """Free the memory."""
         for storage, _ in self.storages:
             storage.resize_(0)
 
     def restore(self) -> None:
+        """Allocate the memory again, zeroed."""
         for storage, num_bytes in self.storages:
             if storage.nbytes() == 0:
                 storage.resize_(num_bytes)

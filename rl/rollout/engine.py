@@ -1,17 +1,13 @@
-"""The generation engine: vLLM inside this process, one replica per `rollout.tp` neighbouring ranks, no server.
+"""The generation engine: vLLM inside this process, one replica per `rollout.tp` adjacent ranks.
 
-vLLM's `external_launcher` makes every rank of a replica run the same engine schedule on the same requests; replicas are
-independent of each other. Requirements that follow, all met here: each request has its own seed (ranks would otherwise
-sample from their own generators: silent garbage, then a hang), and ranks of a replica add requests at the same steps.
+With vLLM's `external_launcher`, every rank of a replica runs the same engine schedule on the same requests;
+replicas are independent of each other. Two requirements follow. Each request has a seed of its own: with the
+engine's generators, ranks would sample different tokens, and hang later. And the ranks of a replica add and
+abort requests at the same engine steps, in the same order.
 """
 
-import hashlib
 import itertools
-import os
-import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,40 +16,14 @@ import torch.distributed as dist
 from rl.config.schema import Rollout
 from rl.rollout import cpu_support
 from rl.rollout.queue import Queue, SharedQueue, StaticQueue
+from rl.rollout.response import Completion, Request, Response, Sample, SingleTurn
+from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.vllm_model import build_llm
+from rl.runtime.collectives import any_rank
 from rl.runtime.device import Device
 
 INTERRUPT_TURNS = 16
-"""Engine steps between two looks at whether to go on; a step takes 10 ms and more."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn."""
-
-    samples_per_prompt: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    max_tokens: int
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One generated response."""
-
-    prompt: int
-    """Which of the prompts given to `generate`."""
-    number: int
-    """Which of the prompt's samples."""
-    token_ids: np.ndarray
-    """int32 [R], the end-of-sequence token included if there is one."""
-    logprobs: np.ndarray
-    """float32 [R], in the distribution that was sampled from (after temperature, top-p, ...)."""
-    truncated: bool
-    """Ended at max_tokens."""
+"""Engine steps between two checks of `interrupt`; a step takes 10 ms and more."""
 
 
 class RolloutEngine:
@@ -65,9 +35,10 @@ class RolloutEngine:
         dtype: of the weights.
         max_tokens: longest prompt and response together.
         seed: of the engine's own generators; samples have seeds of their own.
-        name: tells the engines of one job apart.
-        frozen: the weights are read from `path` and stay; on CUDA in the GPU's memory, since vLLM's sleeping allocator serves
-            one engine per process. Otherwise they are undefined until the first refit.
+        name: distinguishes the engines of one job.
+        frozen: the weights are read from `path` and do not change; on CUDA they stay in the GPU's memory,
+            since vLLM's sleeping allocator serves one engine per process. Otherwise they are undefined until
+            the first refit.
     """
 
     def __init__(
@@ -88,29 +59,41 @@ class RolloutEngine:
         self.num_replicas = world // self.tp
         self.replica, self.rank_in_replica = divmod(rank, self.tp)
         cpu_support.install()
-        with _trainer_state_kept(device):
-            self.llm = _build_llm(path, rollout, dtype, max_tokens, seed, device, frozen)
+        self.llm = build_llm(
+            path, rollout, dtype=dtype, max_tokens=max_tokens, seed=seed, device=device, frozen=frozen
+        )
         if not device.is_cuda:
             dist.barrier()
             cpu_support.unlink_shared_memory()
         # Garbage collection of the LLM would destroy the trainer's default process group.
         self.llm.llm_engine.engine_core._finalizer.detach()
+        _abort_in_order(self.llm.llm_engine.engine_core)
         self.model = self.llm.apply_model(lambda model: model)[0]
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._cpu_cache = None if device.is_cuda else cpu_support.KvCache(self._runner.kv_caches)
         self._replica_group = _own_replica_group(world, self.tp, rank)
         self._queues_made = 0
         self.awake = True
-        """Whether it holds its memory and may generate."""
+        """Whether the engine holds its memory and may generate."""
+        self.weights_version = -1
+        """Version of the policy whose weights the engine holds (`TrainingEngine.version`); -1: none yet."""
 
     def close(self) -> None:
-        """Give vLLM's groups and shared memory back. Collective over the replica; the engine is of no use afterwards."""
+        """Destroy vLLM's groups and shared memory.
+
+        Collective over the replica; the engine is unusable afterwards.
+        """
         from vllm.distributed.parallel_state import destroy_model_parallel
 
         destroy_model_parallel()
 
+    # Memory and weights -----------------------------------------------------------------------------------
+
     def sleep(self) -> None:
-        """Give the engine's memory to the trainer. On CUDA the weights go too: each refit rewrites all of them."""
+        """Release the engine's memory for the trainer.
+
+        On CUDA the weights are released too: each refit writes all.
+        """
         self.awake = False
         self.llm.reset_prefix_cache()
         if self._cpu_cache is not None:
@@ -125,8 +108,8 @@ class RolloutEngine:
             self.llm.wake_up(tags=["weights"])
 
     def wake_cache(self) -> None:
-        """Take the KV cache's memory again, after a refit and before `generate`."""
-        self.device.release_cached_memory()  # what the refit gathered
+        """Allocate the KV cache again, after a refit and before `generate`."""
+        self.device.release_cached_memory()  # the buffers of the refit
         if self._cpu_cache is not None:
             self._cpu_cache.restore()
         elif not self.frozen:
@@ -134,8 +117,10 @@ class RolloutEngine:
         self.awake = True
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """This rank's weights by vLLM's name. W_UV and W_UK_T of multi-head latent attention are none: vLLM takes them from
-        kv_b_proj.weight, and `derive_weights` does so again."""
+        """Return this rank's weights by vLLM's name, without W_UV and W_UK_T of multi-head latent attention.
+
+        vLLM derives those two from kv_b_proj.weight, and `derive_weights` does so again.
+        """
         return {
             name: parameter
             for name, parameter in self.model.named_parameters()
@@ -144,7 +129,10 @@ class RolloutEngine:
 
     @torch.no_grad()
     def derive_weights(self) -> None:
-        """Bring what vLLM computed from weights after loading up to date, in the same memory. After every write to weights."""
+        """Recompute, in the same memory, the tensors that vLLM derives from weights after loading.
+
+        Call it after every write to weights.
+        """
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
         for module in self.model.modules():
@@ -153,21 +141,27 @@ class RolloutEngine:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Write whole Hugging Face tensors into this rank's shards through vLLM's own reloading, which packs or quantises them as
-        at the start, and forget what was computed with the old ones. All tensors of a module must be among them."""
+        """Write whole Hugging Face tensors into this rank's shards through vLLM's own reloading.
+
+        The reloading packs or quantises them as at the start. All tensors of a module must be among them.
+        """
         self._runner.reload_weights(weights_iterator=weights)
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Derive anew what depends on the weights, wait for the writes, and forget what was computed with the old ones."""
+        """Recompute what depends on the weights and drop cached results of the old ones."""
         self.derive_weights()
         self.device.synchronize()
-        assert self.llm.reset_prefix_cache(reset_running_requests=True), (
-            "the engine kept cache blocks of old weights"
-        )
+        is_reset = self.llm.reset_prefix_cache(reset_running_requests=True)
+        assert is_reset, "the engine kept cache blocks of old weights"
+
+    # Generation -------------------------------------------------------------------------------------------
 
     def queue(self, num_items: int) -> Queue:
-        """The work of one `generate` call, over all replicas. Made the same number of times on every rank."""
+        """Return the work of one `generate` call, shared by all replicas.
+
+        Every rank calls it the same number of times.
+        """
         self._queues_made += 1
         if self.config.deterministic:
             return StaticQueue(num_items, replica=self.replica, num_replicas=self.num_replicas)
@@ -183,23 +177,28 @@ class RolloutEngine:
         progress=None,
         interrupt: Callable[[], bool] | None = None,
     ) -> list[Sample] | None:
-        """The samples of those prompts that this replica drew; None if `interrupt`, asked now and then, was true on a rank of it.
+        """Return the samples of those prompts that this replica drew; None if it was interrupted.
 
-        prompts: int32 [P_i] token ids each; seeds: one per prompt; sample j of prompt i is drawn with `seed_of(seeds[i], j)`,
-        so that what is sampled does not depend on which replica draws it.
+        Args:
+            prompts: int32 [P_i] token ids each.
+            seeds: one per prompt; sample j of prompt i is drawn with `seed_of(seeds[i], j)`, so that it does
+                not depend on which replica draws the prompt.
+            interrupt: called every INTERRUPT_TURNS engine steps; true on any rank of the replica ends the
+                call.
         """
         engine, queue = self.llm.llm_engine, self.queue(len(prompts))
         n = sampling.samples_per_prompt
         # No replica holds more than its share, or the first to start would take all.
         share = -(-len(prompts) // self.num_replicas) * n
         capacity = max(n, min(self.config.max_concurrent_samples, share))
-        running: set[str] = set()
-        more, out = True, []
+        running: dict[str, Response] = {}
+        finished: list[Sample] = []
+        more = True
         for turn in itertools.count():
             if not more and not running:
-                return out
+                return finished
             if interrupt is not None and turn % INTERRUPT_TURNS == 0 and self._any_in_replica(interrupt()):
-                engine.abort_request(list(running))
+                engine.abort_request(sorted(running))
                 return None
             while more and len(running) + n <= capacity:
                 item = queue.draw()
@@ -207,32 +206,36 @@ class RolloutEngine:
                     more = False
                     break
                 for number in range(n):
-                    params = _params(sampling, seed_of(seeds[item], number))
-                    request = f"{item}.{number}"
-                    engine.add_request(request, {"prompt_token_ids": prompts[item].tolist()}, params)
-                    running.add(request)
-            finished = [output for output in engine.step() if output.finished] if running else []
-            running -= {output.request_id for output in finished}
-            out += [_sample(output) for output in finished]
+                    seed = seed_of(seeds[item], number)
+                    request = Request(prompts[item].tolist(), seed, sampling.max_tokens)
+                    self._submit(SingleTurn(item, number, request), sampling, running)
+            num_before = len(finished)
+            for output in engine.step() if running else []:
+                if output.finished:
+                    response = running.pop(output.request_id)
+                    response.receive(_completion(output.outputs[0], self.weights_version))
+                    if not self._submit(response, sampling, running):
+                        finished.append(response.sample())
             if progress is not None:
-                progress.update(len(finished) * self.num_replicas)
+                progress.update((len(finished) - num_before) * self.num_replicas)
+
+    def _submit(self, response: Response, sampling: Sampling, running: dict[str, Response]) -> bool:
+        """Give the response's next request to vLLM; return False if the response is complete instead."""
+        request = response.next_request()
+        if request is None:
+            return False
+        request_id = f"{response.prompt}.{response.number}"
+        prompt = {"prompt_token_ids": request.token_ids}
+        self.llm.llm_engine.add_request(request_id, prompt, _params(sampling, request))
+        running[request_id] = response
+        return True
 
     def _any_in_replica(self, here: bool) -> bool:
-        """Whether it is true on a rank of this replica. Collective over the replica."""
-        if self.tp == 1:
-            return here
-        anywhere = torch.tensor(int(here))
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._replica_group)
-        return bool(anywhere)
+        """Return whether it is true on any rank of this replica. Collective over the replica."""
+        return here if self.tp == 1 else any_rank(here, self._replica_group)
 
 
-def seed_of(*parts: object) -> int:
-    """A seed of 63 bits that is a function of the parts: run seed, step, prompt, sample number."""
-    digest = hashlib.blake2b(".".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def _params(sampling: Sampling, seed: int):
+def _params(sampling: Sampling, request: Request):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -241,99 +244,45 @@ def _params(sampling: Sampling, seed: int):
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        max_tokens=sampling.max_tokens,
+        max_tokens=request.max_tokens,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
-        seed=seed,
+        seed=request.seed,
         logprobs=0,  # the sampled token's only
         flat_logprobs=True,
-        detokenize=bool(
-            sampling.stop
-        ),  # stop strings are looked for in text; otherwise the trainer decodes in batches
+        # Stop strings are matched in text; otherwise the trainer decodes in batches.
+        detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def _sample(output) -> Sample:
-    prompt, number = map(int, output.request_id.split("."))
-    completion = output.outputs[0]
-    return Sample(
-        prompt=prompt,
-        number=number,
-        token_ids=np.asarray(completion.token_ids, np.int32),
-        logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
-        truncated=completion.finish_reason == "length",
+def _completion(output, weights_version: int) -> Completion:
+    return Completion(
+        token_ids=np.asarray(output.token_ids, np.int32),
+        logprobs=np.asarray(output.logprobs.logprobs, np.float32),
+        truncated=output.finish_reason == "length",
+        weights_version=weights_version,
     )
 
 
-def _build_llm(
-    path: str, rollout: Rollout, dtype: str, max_tokens: int, seed: int, device: Device, frozen: bool
-):
-    from vllm import LLM, ModelRegistry
+def _abort_in_order(client) -> None:
+    """Make vLLM free aborted requests in the given order, identical on all ranks of a replica.
 
-    from rl.models import SUPPORTED, read_hf_config
+    Within one call vLLM frees requests in the order of a set of strings, and both the ids and the hashes of
+    strings are random per process. The order decides which cached prefix is evicted first. If ranks evict
+    different prefixes, they later compute different numbers of tokens and their collectives no longer match.
+    Interrupts abort requests, and so does vLLM itself for every response that ends at a stop string.
+    """
+    abort = client.abort_requests
 
-    hf = read_hf_config(path)
-    for name in set(hf["architectures"]) & set(
-        SUPPORTED
-    ):  # skips a subprocess of about 10 s that inspects the model's class
-        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-    options: dict = {}
-    if not frozen and hf.get(
-        "quantization_config"
-    ):  # the trainer's weights, which come by refits, are not quantised
-        options = dict(hf_overrides={"quantization_config": None})
-    if device.is_cuda:
-        options |= dict(
-            enable_sleep_mode=not frozen,
-            enforce_eager=rollout.enforce_eager,
-            # FlashInfer's kernels reorder the experts' weights in place, in the same shape: a refit would write them as they
-            # lie in a checkpoint, and nothing would look wrong. Triton's compute with them as they are.
-            moe_backend="auto" if frozen else "triton",
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-        )
-    else:
-        options |= dict(
-            enforce_eager=True,
-            kv_cache_memory_bytes=rollout.cpu_kv_cache_mib << 20,
-            # vLLM's CPU rotary kernel is wrong for 3-dimensional queries (DeepSeek).
-            compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
-        )
-        if "kv_lora_rank" in hf:  # the other choice, on hosts with AMX, takes kv_b_proj.weight away
-            options |= dict(attention_backend="CPU_MLA")
-    return LLM(
-        path,
-        distributed_executor_backend="external_launcher",
-        tensor_parallel_size=rollout.tp,
-        dtype=dtype,
-        load_format="auto" if frozen else "dummy",  # the first refit writes every weight
-        max_model_len=max_tokens,
-        max_num_seqs=rollout.max_concurrent_samples,
-        logprobs_mode="processed_logprobs",  # the log-probs of the distribution that is sampled from
-        seed=seed,
-        disable_log_stats=True,
-        **options,
-    )
+    def abort_requests(request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            abort([request_id])
+
+    client.abort_requests = abort_requests
 
 
-@contextmanager
-def _trainer_state_kept(device: Device):
-    """vLLM's constructor seeds every generator, changes LOCAL_WORLD_SIZE and replaces torch.set_num_threads. It takes its
-    GPU from LOCAL_RANK, which is another number where each rank sees one GPU (srun --gpus-per-task)."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    environment = {name: os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    set_num_threads = torch.set_num_threads
-    if device.is_cuda:
-        os.environ["LOCAL_RANK"] = str(device.torch.index)
-    yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-    torch.set_num_threads = set_num_threads
-    os.environ.update(environment)
-
-
-def _own_replica_group(world: int, tp: int, rank: int):
-    """A gloo group of the replica's ranks. Every rank makes every group."""
+def _own_replica_group(world: int, tp: int, rank: int) -> dist.ProcessGroup:
+    """Return a gloo group of the replica's ranks. Every rank makes every group. Collective over the world."""
     groups = [dist.new_group(list(range(first, first + tp)), backend="gloo") for first in range(0, world, tp)]
     return groups[rank // tp]

@@ -1,24 +1,28 @@
-"""Every rank's samples to every rank: token ids and log-probs, a few bytes per token, so that the algorithm sees it all."""
+"""Exchange of samples: every rank receives all samples, a few bytes per token."""
 
 import numpy as np
 import torch
 
 from rl.data.batch import Batch
-from rl.rollout.engine import Sample
+from rl.rollout.response import Sample
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
 
 
-def exchange(prompts: list[np.ndarray], mine: list[Sample], samples_per_prompt: int, device: Device) -> Batch:
-    """The batch of all samples, ordered by prompt and sample number, alike on every rank. Collective over the world.
+def exchange(prompts: list[np.ndarray], own: list[Sample], samples_per_prompt: int, device: Device) -> Batch:
+    """Return the batch of all samples, ordered by prompt and sample number. Collective over the world.
 
-    prompts: int32 [P_i] token ids each. `mine` are samples that no other rank gives. Lengths first, then the columns laid out by them: each position is
-    written by one rank and 0 elsewhere, so that a sum over ranks is exact.
+    Lengths are exchanged first; the token columns are laid out by them. Each position is written by one rank
+    and is 0 on the others, so that a sum over ranks is exact.
+
+    Args:
+        prompts: int32 [P_i] token ids each.
+        own: the samples of this rank; no other rank has them.
     """
     total = len(prompts) * samples_per_prompt
-    places = [sample.prompt * samples_per_prompt + sample.number for sample in mine]
+    places = [sample.prompt * samples_per_prompt + sample.number for sample in own]
     header = torch.zeros(3, total, dtype=torch.int64)  # length, truncated, times generated
-    for place, sample in zip(places, mine):
+    for place, sample in zip(places, own):
         header[:, place] = torch.tensor([len(sample.token_ids), sample.truncated, 1])
     lengths, truncated, times = sum_over_world(header, device.torch)
     assert bool((times == 1).all()), (
@@ -26,18 +30,21 @@ def exchange(prompts: list[np.ndarray], mine: list[Sample], samples_per_prompt: 
     )
 
     ends = lengths.cumsum(0)
-    tokens = torch.zeros(int(lengths.sum()), dtype=torch.int32)
-    logprobs = torch.zeros(len(tokens))
-    for place, sample in zip(places, mine):
+    columns = torch.zeros(3, int(lengths.sum()), dtype=torch.int32)  # token ids, mask, weight versions
+    logprobs = torch.zeros(columns.shape[1])
+    for place, sample in zip(places, own):
         span = slice(int(ends[place] - lengths[place]), int(ends[place]))
-        tokens[span] = torch.from_numpy(sample.token_ids)
+        values = np.stack([sample.token_ids, sample.mask, sample.weight_versions])
+        columns[:, span] = torch.from_numpy(values)
         logprobs[span] = torch.from_numpy(sample.logprobs)
-    tokens = sum_over_world(tokens, device.torch).numpy()
+    token_ids, mask, weight_versions = sum_over_world(columns, device.torch)
     groups = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
     return Batch(
         prompt_ids=[prompts[g] for g in groups],
-        response_ids=np.split(tokens, ends[:-1].numpy()),
+        response_ids=np.split(token_ids.numpy(), ends[:-1].numpy()),
         groups=groups,
         truncated=truncated > 0,
+        mask=mask.float(),
         rollout_logprobs=sum_over_world(logprobs, device.torch),
+        weight_versions=weight_versions.clone(),
     )

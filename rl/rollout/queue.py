@@ -1,4 +1,7 @@
-"""Which replica generates which prompt. Items are numbers 0..n-1; every rank of a replica sees the same draws."""
+"""Work queues: which replica generates which prompt.
+
+Items are 0..n-1; every rank of a replica draws the same.
+"""
 
 from typing import Protocol
 
@@ -7,13 +10,14 @@ import torch.distributed as dist
 
 
 class Queue(Protocol):
+    """The work of one call of the engine."""
+
     def draw(self) -> int | None:
-        """The next item for this replica, or None when there is none left. Called at the same point of the schedule by
-        every rank of the replica."""
+        """Return the next item for this replica, or None if none is left. Collective over the replica."""
 
 
 class StaticQueue:
-    """Replica r of R takes items r, r + R, r + 2R, ...: repeatable, and no communication."""
+    """Gives items r, r + R, r + 2R, ... to replica r of R: deterministic and without communication."""
 
     def __init__(self, num_items: int, *, replica: int, num_replicas: int):
         self._items = iter(range(replica, num_items, num_replicas))
@@ -23,9 +27,9 @@ class StaticQueue:
 
 
 class SharedQueue:
-    """A counter in the job's TCPStore: whoever is free takes the next item, so a replica with short responses takes more.
+    """Counts in the job's TCPStore: a free replica takes the next item.
 
-    The replica's first rank draws and broadcasts within the replica's (gloo) group.
+    The replica's first rank draws and broadcasts the item over the replica's gloo group.
     """
 
     def __init__(self, num_items: int, *, name: str, replica_group):

@@ -1,11 +1,29 @@
-"""How responses are drawn in training and for greedy baselines, from the config."""
+"""How responses are sampled, and the seeds of samples."""
+
+import hashlib
+from dataclasses import dataclass, replace
 
 from rl.config.schema import Config
-from rl.rollout.engine import Sampling
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters of one call of the engine."""
+
+    samples_per_prompt: int
+    temperature: float
+    """0: greedy."""
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int
+    """Longest response in tokens."""
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
 
 
 def train_sampling(config: Config) -> Sampling:
-    """Sampling of training batches."""
+    """Return the sampling of training batches."""
     rollout = config.rollout
     return Sampling(
         samples_per_prompt=rollout.samples_per_prompt,
@@ -20,15 +38,12 @@ def train_sampling(config: Config) -> Sampling:
 
 
 def greedy_sampling(config: Config) -> Sampling:
-    """One response per prompt, the most probable token each time, out of the whole vocabulary."""
-    rollout = config.rollout
-    return Sampling(
-        samples_per_prompt=1,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        max_tokens=rollout.max_response_tokens,
-        stop=tuple(rollout.stop),
-        stop_token_ids=tuple(rollout.stop_token_ids),
-    )
+    """Return the sampling of one greedy response per prompt, from the whole vocabulary."""
+    training = train_sampling(config)
+    return replace(training, samples_per_prompt=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+
+
+def seed_of(*parts: object) -> int:
+    """Return a seed of 63 bits, a function of the parts (run seed, step, prompt, sample number)."""
+    digest = hashlib.blake2b(".".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

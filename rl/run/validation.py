@@ -1,7 +1,7 @@
-"""Validation on held-out prompts: a greedy response to each, and sampled ones, as the config asks.
+"""Validation on held-out prompts, with a greedy response to each, several sampled ones, or both.
 
-`val-core/<data_source>/acc/mean@1` is the greedy accuracy; with k samples there are mean@k, best@k (pass@k) and maj@k too
-(`rl.run.validation_metrics`).
+`val-core/<data_source>/acc/mean@1` is the greedy accuracy. With k samples, mean@k, best@k (pass@k) and maj@k
+are logged (`rl.run.validation_metrics`).
 """
 
 from collections import defaultdict
@@ -12,15 +12,15 @@ import numpy as np
 from rl.config.schema import Config
 from rl.data.prompts import Prompt
 from rl.phases.phases import Phases
-from rl.rollout.engine import Sampling
-from rl.rollout.sampling import greedy_sampling, train_sampling
+from rl.rollout.sampling import Sampling, greedy_sampling, train_sampling
 from rl.run.validation_metrics import validation_metrics
 
 
 def validate(phases: Phases, prompts: list[Prompt], config: Config) -> None:
-    """Generate and score responses to every held-out prompt; logs the metrics of each data source.
+    """Generate and score responses to every held-out prompt, and log the metrics of each data source.
 
-    The accuracy of a sample is the reward function's `acc`, or its score where it gives none; 0 if the function failed.
+    The accuracy of a sample is the reward function's `acc`, its score where it returns no `acc`, and 0 where
+    it failed.
     """
     if config.validation.greedy:
         _measure(phases, prompts, greedy_sampling(config), purpose="validation")
@@ -29,7 +29,7 @@ def validate(phases: Phases, prompts: list[Prompt], config: Config) -> None:
 
 
 def validation_sampling(config: Config) -> Sampling:
-    """Sampling of the responses of which there are several per prompt."""
+    """Return the sampling for several responses per prompt."""
     validation = config.validation
     return replace(
         train_sampling(config),
@@ -39,9 +39,9 @@ def validation_sampling(config: Config) -> Sampling:
 
 
 def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpose: str) -> None:
-    batch = phases.sample(prompts, sampling, purpose=purpose, timing="testing")
+    batch = phases.generation.sample(prompts, sampling, purpose=purpose, timing="testing")
     several = sampling.samples_per_prompt > 1
-    predictions = phases.judge(batch, prompts, timing="testing", predictions=several)
+    predictions = phases.scoring.fill_scores(batch, prompts, timing="testing", predictions=several)
     variables = {"acc": batch.outcomes, "score": batch.scores}
     variables |= {
         name: column for name, column in batch.score_details.items() if name not in ("acc", "failed")
@@ -56,4 +56,4 @@ def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpo
         source: {name: table[rows] for name, table in tables.items()} for source, rows in members.items()
     }
     votes = None if answers is None else {source: answers[rows].tolist() for source, rows in members.items()}
-    phases.metrics |= validation_metrics(values, votes)
+    phases.step.metrics |= validation_metrics(values, votes)

@@ -1,16 +1,21 @@
-"""Statistics over k samples per held-out prompt: mean, spread, best, worst and majority. Pure numpy, no state.
+"""Statistics over k samples per held-out prompt: mean, spread, best, worst and majority. Pure numpy, no
+state.
 
-P prompts of one data source, k samples of each; `values` is float [P, k], a statistic is one number per prompt, float64 [P].
+P prompts of one data source, k samples of each; `values` is float [P, k], a statistic is one number per
+prompt, float64 [P].
 
-Names are those of verl (`process_validation_metrics` and the trainer's `val-core`/`val-aux`), so that dashboards carry over:
+Names are those of verl (`process_validation_metrics` and the trainer's `val-core`/`val-aux`), so that
+dashboards carry over:
 
-    val-core/<source>/acc/mean@k          and, for k > 1, best@k/mean and maj@k/mean: the headline
-    val-aux/<source>/acc/best@n/mean      for n = 2, 4, ... below k; worst@n/mean, maj@n/mean, std@k
+    val-core/<source>/acc/mean@k          and, for k > 1, best@k/* and maj@k/*: the headline
+    val-aux/<source>/acc/best@n/mean      for n = 2, 4, ... below k; worst@n/*, maj@n/*, std@k
+    val-aux/<source>/acc/best@n/std       the standard deviation over the subsets of n samples of a prompt
     val-aux/<source>/<variable>/...       the same without maj for what else the reward function returned
 
-Two things differ from verl, which resamples with replacement 1,000 times: best@n and worst@n here are exact expectations over
-the subsets of n of the k samples (so best@k is the best of all k, and for accuracies best@n is the unbiased pass@n of
-arXiv:2107.03374), and a sample without an extracted answer does not vote.
+Two things differ from verl, which resamples with replacement 1,000 times: best@n and worst@n here are exact,
+mean and standard deviation, over the subsets of n of the k samples (so best@k is the best of all k, its std
+is 0, and for accuracies best@n is the unbiased pass@n of arXiv:2107.03374), and a sample without an extracted
+answer does not vote.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,14 +46,25 @@ def std_at(values: np.ndarray) -> np.ndarray:
 def best_at(values: np.ndarray, n: int) -> np.ndarray:
     """best@n: expected maximum of n of the k samples, drawn without replacement.
 
-    With v_1 <= ... <= v_k the i-th is the maximum of comb(i-1, n-1) of the comb(k, n) subsets. For values 0 and 1, c of them
-    1, that is pass@n = 1 - comb(k-c, n) / comb(k, n), arXiv:2107.03374 eq. 1.
+    With v_1 <= ... <= v_k the i-th is the maximum of comb(i-1, n-1) of the comb(k, n) subsets. For values 0
+    and 1, c of them 1, that is pass@n = 1 - comb(k-c, n) / comb(k, n), arXiv:2107.03374 eq. 1.
     """
     ordered = np.sort(np.asarray(values, dtype=np.float64), axis=1)
-    k = ordered.shape[1]
+    return ordered @ _share_of_maxima(ordered.shape[1], n)
+
+
+def best_std_at(values: np.ndarray, n: int) -> np.ndarray:
+    """best@n/std: standard deviation of the maximum of n of the k samples, over all subsets; 0 for n = k."""
+    ordered = np.sort(np.asarray(values, dtype=np.float64), axis=1)
+    shares = _share_of_maxima(ordered.shape[1], n)
+    return np.sqrt(np.square(ordered - (ordered @ shares)[:, None]) @ shares)
+
+
+def _share_of_maxima(k: int, n: int) -> np.ndarray:
+    """Share of the subsets of n of k samples in which the i-th lowest sample is the maximum, float64 [k]."""
     assert 1 <= n <= k, (n, k)
     # Exact integers, divided once: binomials of k = 1024 overflow a float.
-    return ordered @ np.array([comb(i, n - 1) / comb(k, n) for i in range(k)])
+    return np.array([comb(i, n - 1) / comb(k, n) for i in range(k)])
 
 
 def worst_at(values: np.ndarray, n: int) -> np.ndarray:
@@ -56,14 +72,25 @@ def worst_at(values: np.ndarray, n: int) -> np.ndarray:
     return 0.0 - best_at(-np.asarray(values, dtype=np.float64), n)  # a plain minus would make -0.0 of 0
 
 
+def worst_std_at(values: np.ndarray, n: int) -> np.ndarray:
+    """worst@n/std: standard deviation of the minimum of n of the k samples, over all subsets."""
+    return best_std_at(-np.asarray(values, dtype=np.float64), n)
+
+
 def majority_at(values: np.ndarray, predictions: Predictions, n: int, *, seed: int = 0) -> np.ndarray:
     """maj@n: expected value of the most frequent answer among n of the k samples, drawn without replacement.
 
-    The value of an answer is the mean over its samples; between answers with equally many votes it is the mean of theirs, so
-    that the order of the samples decides nothing. A None does not vote; where nobody votes, the mean over the samples counts
-    (for an accuracy that is 0: there is nothing to be right). Exact if there are at most NUM_SUBSETS subsets, as for n = k;
-    else the mean over NUM_SUBSETS random ones, the same for each prompt, from `seed`.
+    The value of an answer is the mean over its samples; between answers with equally many votes it is the
+    mean of theirs, so that the order of the samples decides nothing. A None does not vote; where nobody
+    votes, the mean over the samples counts (for an accuracy that is 0: there is nothing to be right). Exact
+    if there are at most NUM_SUBSETS subsets, as for n = k; else the mean over NUM_SUBSETS random ones, the
+    same for each prompt, from `seed`.
     """
+    return _majorities(values, predictions, n, seed).mean(axis=1)
+
+
+def _majorities(values: np.ndarray, predictions: Predictions, n: int, seed: int) -> np.ndarray:
+    """Value of the most frequent answer in each of the D subsets of each prompt, float64 [P, D]."""
     values = np.asarray(values, dtype=np.float64)
     k = values.shape[1]
     assert 1 <= n <= k, (n, k)
@@ -85,10 +112,11 @@ def validation_metrics(
 ) -> dict[str, float]:
     """All statistics of all data sources, averaged over their prompts, under verl's names.
 
-    values: data source -> variable -> for each prompt float [k], with one k per source. A NaN is a sample that lacks the
-        variable; such a variable has only mean@k, over the samples that have it, and none of them no metric at all.
-    predictions: data source -> extracted answers, where the reward function gives them (`pred`); without them, or if every
-        one is None, there is no maj@n.
+    values: data source -> variable -> for each prompt float [k], with one k per source. A NaN is a sample
+        that lacks the variable; such a variable has only mean@k, over the samples that have it, and none of
+        them no metric at all.
+    predictions: data source -> extracted answers, where the reward function gives them (`pred`); without
+        them, or if every one is None, there is no maj@n.
     core: the variable of `val-core`; `score` for a source that lacks it.
     seed: of the random subsets of maj@n.
     """
@@ -123,9 +151,12 @@ def _statistics(values: np.ndarray, predictions: Predictions | None, seed: int) 
         found[f"std@{k}"] = std_at(values)
     for n in _subset_sizes(k):
         found[f"best@{n}/mean"] = best_at(values, n)
+        found[f"best@{n}/std"] = best_std_at(values, n)
         found[f"worst@{n}/mean"] = worst_at(values, n)
+        found[f"worst@{n}/std"] = worst_std_at(values, n)
         if predictions is not None:
-            found[f"maj@{n}/mean"] = majority_at(values, predictions, n, seed=seed)
+            majorities = _majorities(values, predictions, n, seed)
+            found[f"maj@{n}/mean"], found[f"maj@{n}/std"] = majorities.mean(axis=1), majorities.std(axis=1)
     return {name: float(per_prompt.mean()) for name, per_prompt in found.items()}
 
 
@@ -135,7 +166,9 @@ def _subset_sizes(k: int) -> list[int]:
 
 
 def _subsets(k: int, n: int, seed: int) -> np.ndarray:
-    """Subsets of n of k samples as 0/1, float [D, k]: all of them, or NUM_SUBSETS random ones if they are more."""
+    """Subsets of n of k samples as 0/1, float [D, k]: all of them, or NUM_SUBSETS random ones if they are
+    more.
+    """
     if comb(k, n) <= NUM_SUBSETS:
         chosen = np.array(list(combinations(range(k), n)))
     else:
@@ -145,11 +178,11 @@ def _subsets(k: int, n: int, seed: int) -> np.ndarray:
     return subsets
 
 
-def _majority(values: np.ndarray, answers: Sequence[str | None], subsets: np.ndarray) -> float:
-    """Mean over the subsets [D, k] of the value of the majority answer, for one prompt with values [k]."""
+def _majority(values: np.ndarray, answers: Sequence[str | None], subsets: np.ndarray) -> np.ndarray:
+    """Value of the majority answer in each subset [D, k] for one prompt with values [k], float64 [D]."""
     codes = {answer: code for code, answer in enumerate(dict.fromkeys(a for a in answers if a is not None))}
-    if not codes:
-        return float(values.mean())
+    if not codes:  # then each subset would count by its mean
+        return np.full(len(subsets), values.mean())
     gave = np.zeros((len(answers), len(codes)))  # [k, A]: sample i gave answer a
     for i, answer in enumerate(answers):
         if answer is not None:
@@ -160,4 +193,4 @@ def _majority(values: np.ndarray, answers: Sequence[str | None], subsets: np.nda
     num_winners = winners.sum(axis=1)
     of_majority = (mean_of_answer * winners).sum(axis=1) / np.maximum(num_winners, 1)
     of_nobody = (subsets @ values) / subsets.sum(axis=1)
-    return float(np.where(num_winners > 0, of_majority, of_nobody).mean())
+    return np.where(num_winners > 0, of_majority, of_nobody)

@@ -16,10 +16,17 @@ def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return moved.cpu()
 
 
-def any_rank(here: bool) -> bool:
-    """Whether it is true on some rank. Collective over the world."""
+def from_first_rank(text: str) -> str:
+    """Return rank 0's text on every rank. Collective over the world."""
+    texts = [text]
+    dist.broadcast_object_list(texts, src=0)
+    return texts[0]
+
+
+def any_rank(here: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether it is true on any rank. Collective over `group`, the world by default."""
     anywhere = torch.tensor(int(here))
-    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
     return bool(anywhere)
 
 

@@ -20,6 +20,14 @@ def _note(number, frame) -> None:
     _terminate = True
 
 
+def end_on_closed_pipe() -> None:
+    """Let a reader that leaves, as in `... --help | head`, end this process silently, as is usual on Unix.
+
+    For commands that only print. Python would raise BrokenPipeError from the print or the flush at the exit.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
 def asked_by_signal() -> signal.Signals | None:
     """The signal that has asked this process to stop, if one has."""
     if _terminate:

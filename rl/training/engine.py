@@ -65,7 +65,7 @@ class TrainingEngine:
         self.config, self.grid, self.device, self.temperature = training, grid, device, temperature
         self.adam = optimizer
         self.version = 0
-        """Number of optimizer updates since the run began. Whoever loads a checkpoint sets it."""
+        """Number of optimizer updates since the run began; the run restores it from a checkpoint."""
         hf = value_model(hf) if values else hf
         model = build_model(hf, training, DTYPES[dtype], grid, values=values).to(device.torch)
         self.model = model

@@ -163,6 +163,6 @@ def pack(batch: Batch, samples: list[int], *, multiple: int, device: torch.devic
         targets=on_device(targets, torch.int64),
         lengths=batch.lengths[samples].to(device),
         column_index=index,
-        columns={name: column[index].to(device) for name, column in batch.token_columns().items()},
+        columns={name: column[index].to(device) for name, column in batch.loss_columns().items()},
         labels=None if batch.labels is None else batch.labels[samples].to(device),
     )

@@ -14,7 +14,7 @@ import train_rl
 
 PLACES = {
     "generate": ("rl.rollout.engine", "RolloutEngine.generate"),
-    "score": ("rl.phases.scoring", "Scorer.score"),
+    "score": ("rl.phases.scorer", "Scorer.score"),
     "log_probs": ("rl.training.engine", "TrainingEngine.forward"),
     "update": ("rl.training.engine", "TrainingEngine.update"),
     "refit": ("rl.engines.memory", "refit"),
@@ -67,7 +67,14 @@ def read_other_data(phases, *args):
 KINDS = {
     function.__name__: function
     for function in (
-        hang_here, hold_the_interpreter_lock, raise_here, run_out_of_memory, kill_this_rank, grow, flip_a_bit, lose_the_lock,
+        hang_here,
+        hold_the_interpreter_lock,
+        raise_here,
+        run_out_of_memory,
+        kill_this_rank,
+        grow,
+        flip_a_bit,
+        lose_the_lock,
         read_other_data,
     )
 }

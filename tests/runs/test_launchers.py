@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.spawn import ROOT, free_port
-from tools.make_toy import make_toy
+from tests.spawn import free_port
+from tests.toy import SFT, TRAIN, write_config
 
 PYTHON = Path(sys.executable)
 MPIRUN = shutil.which("mpirun", path=f"{PYTHON.parent}:{os.environ['PATH']}")
@@ -21,30 +21,29 @@ MPI = pytest.mark.skipif(
 )
 LAUNCHERS = {
     "python": (1, [PYTHON]),
-    "torchrun": (2, [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]),
+    "torchrun": (
+        2,
+        [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())],
+    ),
     "mpirun": (2, [MPIRUN, "-n", "2", PYTHON]),
 }
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Path:
-    return make_toy(tmp_path_factory.mktemp("toy"), layers=2)
-
-
-@pytest.mark.parametrize("launcher", [pytest.param(name, marks=MPI if name == "mpirun" else ()) for name in LAUNCHERS])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(name, marks=MPI if name == "mpirun" else ()) for name in LAUNCHERS]
+)
 def test_ranks_find_each_other(launcher, toy, tmp_path):
     world_size, command = LAUNCHERS[launcher]
-    (tmp_path / "config.yaml").write_text(
-        f"""
-        algorithm: sft
-        run: {{max_steps: 2, dir: {tmp_path}/run}}
-        model: {{path: {toy}/model, dtype: float32}}
-        data: {{train: [{toy}/train.parquet], max_prompt_tokens: 16, prompts_per_step: 8}}
-        """
+    config = write_config(tmp_path, toy, *SFT)
+    inherited = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    arguments = [TRAIN, "--config", config]
+    result = subprocess.run(
+        [*command, *arguments], env=inherited, capture_output=True, text=True, timeout=120
     )
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    arguments = [ROOT / "train_rl.py", "--config", tmp_path / "config.yaml"]
-    result = subprocess.run([*command, *arguments], env=inherited, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count(f"{world_size} rank") == 1  # one world, and its first rank speaks
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

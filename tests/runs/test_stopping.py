@@ -10,37 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.records import comparable
-from tools.make_toy import make_toy
-
-TRAIN = ROOT / "train_rl.py"
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Path:
-    return make_toy(tmp_path_factory.mktemp("toy"), layers=2, intermediate=128)
+from tests.spawn import RanksFailed, run_ranks
+from tests.toy import TRAIN, write_config
 
 
 @pytest.fixture
 def config(toy, tmp_path) -> Path:
-    """GRPO of four steps on the toy task, a few samples at a time, so that a generation takes a while."""
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"""
-        algorithm: grpo
-        run: {{name: test, dir: {tmp_path}/run, max_steps: 4}}
-        model: {{path: {toy}/model, dtype: float32}}
-        data: {{train: [{toy}/train.parquet], max_prompt_tokens: 16, prompts_per_step: 16}}
-        training: {{micro_batch_tokens: 200, prompts_per_minibatch: 8, optimizer: {{lr: 1.0e-3}}}}
-        rollout:
-          {{samples_per_prompt: 4, max_response_tokens: 48, deterministic: true, cpu_kv_cache_mib: 16, max_concurrent_samples: 4}}
-        reward: {{function: "{tmp_path}/distinct.py:score"}}
-        logging: {{tensorboard: false}}
-        """
+    """Return the config of GRPO of four steps, a few samples at a time: a generation takes a while."""
+    batch = ("data.prompts_per_step=16", "training.prompts_per_minibatch=8", "run.max_steps=4")
+    return write_config(
+        tmp_path, toy, *batch, "rollout.max_response_tokens=48", "rollout.max_concurrent_samples=4"
     )
-    (tmp_path / "distinct.py").write_text("def score(prompt, response, ground_truth, **extra):\n    return len(set(response)) / 6\n")
-    return path
 
 
 def status(run: Path) -> dict:
@@ -68,7 +49,9 @@ def test_a_stop_in_a_generation_leaves_a_checkpoint_from_which_the_run_is_the_sa
     run_ranks(2, TRAIN, "--config", config, timeout=240)
     watcher.join()
     stopped = status(tmp_path / "run")
-    assert (stopped["state"], stopped["reason"]) == ("stopped", "the file 'stop'") and stopped["checkpoint_step"] == stopped["step"] < 4
+    assert (stopped["state"], stopped["reason"]) == ("stopped", "the file 'stop'") and stopped[
+        "checkpoint_step"
+    ] == stopped["step"] < 4
     # It stays stopped until the file is gone.
     with pytest.raises(RanksFailed) as refused:
         run_ranks(2, TRAIN, "--config", config, timeout=240)
@@ -88,7 +71,12 @@ def test_a_stop_in_a_generation_leaves_a_checkpoint_from_which_the_run_is_the_sa
 @pytest.mark.parametrize("way, stopped_at", [("redo", 0), ("finish", 1)])
 def test_what_becomes_of_the_generation(config, tmp_path, way, stopped_at):
     """USR2 while the first step generates, for several seconds: it is dropped, or the step completed."""
-    long = ("rollout.max_response_tokens=200", "data.prompts_per_step=256", "rollout.max_concurrent_samples=64", "run.max_steps=2")
+    long = (
+        "rollout.max_response_tokens=200",
+        "data.prompts_per_step=256",
+        "rollout.max_concurrent_samples=64",
+        "run.max_steps=2",
+    )
     overrides = (f"run.on_stop_in_generation={way}", *long, "training.micro_batch_tokens=2000")
     command = [str(part) for part in (sys.executable, TRAIN, "--config", config, *overrides)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)

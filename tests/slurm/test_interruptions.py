@@ -2,7 +2,6 @@
 by Slurm and compared with one that nobody disturbed."""
 
 import re
-import time
 
 import pytest
 
@@ -68,11 +67,9 @@ def test_a_node_that_loses_power(cluster, start, undisturbed, tmp_path):
     job, log = start(overrides=every)
     at_step(tmp_path / "run", 3)
     node = cluster.run("scontrol", "show", "hostnames", cluster.job(job)["NodeList"]).split()[1]
-    lost = time.monotonic()
     cluster.switch("lose-node", node)
     try:
-        cluster.wait(job, states=("PENDING", "REQUEUED", "COMPLETING"))
-        assert time.monotonic() - lost < 60
+        cluster.wait(job, states=("PENDING", "REQUEUED", "COMPLETING"), timeout=60)
         facts = cluster.wait(job)
     finally:
         cluster.switch("start-node", node)

@@ -105,10 +105,13 @@ ALGORITHM = """
     NEEDS = ("responses",)
     DEFAULTS = {{}}
 
-    def step(phases, config):
-        if phases.step == 2 and dist.get_rank() == 1:
+    def collect(phases):
+        if phases.step.number == 2 and dist.get_rank() == 1:
             {misdeed}
-        phases.update(phases.targets(phases.draw_prompts()), loss)
+        return phases.targets(phases.draw_prompts())
+
+    def learn(phases, batch):
+        phases.update(batch, loss)
 """
 FAILURES = {
     "raises": (

@@ -20,7 +20,6 @@ FLOORS = (
 """Rooms of rl/ from the top floor to the ground."""
 
 
-
 def rooms_imported_by(room: str) -> dict[str, set[str]]:
     """Rooms that the files of a room import, each with the importing files."""
     found: dict[str, set[str]] = {}

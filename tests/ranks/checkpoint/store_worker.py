@@ -39,10 +39,14 @@ from rl.runtime.session import session  # noqa: E402
 from rl.training.packing import plan_minibatch  # noqa: E402
 from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
 
+ADAM = dict(lr=1e-3, eps=1e-2)
+"""The epsilon is larger than most gradients, which are clipped to a norm of 1: with the default of 1e-8
+rounding decides the steps of weights whose gradient is near 0."""
+
 
 def trainer_of(model: str, layout: str, device: Device, dtype: str):
     tp, pp = map(int, layout.split("x"))
-    optimizer = Optimizer(lr=1e-3, weight_decay=0.1)
+    optimizer = Optimizer(weight_decay=0.1, **ADAM)
     training = Training(tp=tp, pp=pp, micro_batch_tokens=64, optimizer=optimizer)
     config = Config(model=Model(path=model, dtype=dtype), training=training)
     return build_policy(config, read_hf_config(model), new_grid(tp, pp), device)
@@ -70,7 +74,7 @@ def update(trainer, batch: Batch) -> dict[str, float]:
         loss = -micro.logprobs.sum() / len(batch)
         return loss, {"loss": loss}
 
-    return trainer.update(batch, plan, minus_logprobs, lr=1e-3)
+    return trainer.update(batch, plan, minus_logprobs, lr=ADAM["lr"])
 
 
 def logprobs(trainer, batch: Batch) -> torch.Tensor:
@@ -89,8 +93,8 @@ def furthest(a: dict, b: dict) -> float:
 
 def layouts(device: Device, model: str, directory: str) -> dict:
     """Per dtype and layout, differences from the run that saved at TP 2: of weights and of the next step
-    absolutely, of log-probs, loss and norm relatively."""
-    batch, found = batch_of(read_hf_config(model)["vocab_size"]), {}
+    absolutely, of log-probs, loss and norm relatively. Of Adam, its options."""
+    batch, found = batch_of(read_hf_config(model)["vocab_size"]), {"adam": ADAM}
     for dtype in ("float32", "bfloat16"):
         store = CheckpointStore(Config(run=Run(dir=f"{directory}/{dtype}")))
         trainer = trainer_of(model, "2x1", device, dtype)

@@ -10,9 +10,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.checkpoints import save_qwen2
+from tests import bounds
+from tests.checkpoints import SIZES, save_qwen2
 from tests.spawn import ROOT, RanksFailed, run_ranks
 from tools.make_toy import make_toy
+
+GRADIENT = bounds.of_gradient(SIZES["num_hidden_layers"], SIZES["hidden_size"])
+"""Of a loss and a norm, relative. An epsilon of 1e-2 keeps Adam from amplifying it in the second step."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,7 @@ def config(tmp_path_factory) -> Path:
         run: {{max_steps: 4}}
         model: {{path: {model}, dtype: float32}}
         data: {{train: [{directory}/toy/train.parquet], max_prompt_tokens: 16, prompts_per_step: 8}}
-        training: {{optimizer: {{lr: 1.0e-3, weight_decay: 0.1}}}}
+        training: {{optimizer: {{lr: 1.0e-3, eps: 1.0e-2, weight_decay: 0.1}}}}
         checkpoint: {{every: 1}}
         logging: {{tensorboard: false}}
         """
@@ -62,8 +66,8 @@ def test_a_run_continues_on_another_world_and_layout(config, tmp_path):
         assert resumed.keys() == {1, 2, 3, 4}
         for step in (3, 4):
             for metric in ("sft/loss", "actor/grad_norm"):
-                where = (name, step, metric)
-                assert resumed[step][metric] == pytest.approx(straight[step][metric], rel=1e-5), where
+                expected = pytest.approx(straight[step][metric], rel=GRADIENT)
+                assert resumed[step][metric] == expected, (name, step, metric)
         environments = {path.name for path in (tmp_path / name).glob("environment*.json")}
         assert environments == {"environment.json", "environment-after-step-2.json"}
 

@@ -4,10 +4,14 @@ another layout and with another ep."""
 import json
 from pathlib import Path
 
-from tests.checkpoints import save_tiny
+from tests import bounds
+from tests.checkpoints import SIZES, save_tiny
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent.parent / "training" / "moe_store_worker.py"
+GRADIENT = bounds.of_gradient(layers=3, width=SIZES["hidden_size"])
+STEP = bounds.of_adam_step(lr=1e-3, eps=1e-2, gradient=GRADIENT)  # gradients are clipped to a norm of 1
+SMALLEST_NORM = 0.2  # of a weight: 8 biases of a router, of standard deviation 0.2
 
 
 def test_a_run_with_experts_continues_in_any_layout(tmp_path):
@@ -17,4 +21,4 @@ def test_a_run_with_experts_continues_in_any_layout(tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())
     for layout, ((loaded, where), (continued, after)) in found.items():
         assert loaded == 0.0, (layout, where)
-        assert continued < 1e-4, (layout, after)
+        assert continued <= STEP / SMALLEST_NORM, (layout, after)

@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -35,3 +36,30 @@ def test_a_dry_run_imports_neither_megatron_nor_vllm():
         "{'megatron', 'vllm'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=120)
+
+
+def test_a_dry_run_needs_only_pyyaml_and_numpy():
+    """`pip install .` on a login node installs these two; the test hides all other packages."""
+    code = """
+        import importlib.abc
+        import sys
+        from pathlib import Path
+
+        here = {path.stem for path in Path().iterdir()} | sys.stdlib_module_names | {"yaml", "numpy"}
+
+        class LoginNode(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name.partition(".")[0] not in here:
+                    raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+        sys.meta_path.insert(0, LoginNode())
+        sys.argv = ["train_rl.py", *sys.argv[1:]]
+        import train_rl
+        assert train_rl.main() == 0
+    """
+    arguments = ("--config", "configs/ppo_deepseek671b.yaml", "--dry-run", "--world-size", "512")
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "671.03 B parameters" in done.stdout
+    assert done.stdout.rstrip().splitlines()[-1].startswith("FITS")

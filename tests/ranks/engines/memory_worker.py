@@ -18,16 +18,16 @@ def bytes_held(model) -> int:
 
 
 def printing_run(config, ranks, device):
-    from rl.engines.memory import Turns
+    from rl.engines.memory import MemorySharing
 
-    to_engine = Turns.to_engine
+    to_generation = MemorySharing.to_generation
 
     def and_print(self, *args):
-        metrics = to_engine(self, *args)
+        metrics = to_generation(self, *args)
         print(json.dumps([bytes_held(model) for model in self.engines.training]))
         return metrics
 
-    Turns.to_engine = and_print
+    MemorySharing.to_generation = and_print
     run(config, ranks, device)
 
 

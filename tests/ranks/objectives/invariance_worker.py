@@ -15,6 +15,7 @@ their order by more than 1e-7.
 import json
 import os
 import random
+import re
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -32,10 +33,12 @@ from rl.engines.engines import Engines
 from rl.faults.agreement import Agreement
 from rl.faults.phase_tracker import Whereabouts
 from rl.objectives.rollout_correction import sequence_weights, token_weights
+from rl.phases.minibatches import MinibatchPlan
 from rl.phases.phases import Phases
-from rl.phases.policy_gradient import policy_loss, token_choice
-from rl.rollout.engine import Sample
+from rl.phases.policy_gradient import policy_loss, token_selection
+from rl.phases.step import Step
 from rl.rollout.exchange import exchange
+from rl.rollout.response import Sample
 from rl.run_directory.progress import Progress
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
@@ -46,6 +49,8 @@ CPU = Device(torch.device("cpu"), "gloo")
 VOCAB, PLACES = 23, 40
 MINIBATCHES = ((1, 7, 3, 2, 3), (6, 4, 1, 5))
 """Sizes of the groups in each of two mini-batches, cut as `Phases` cuts nine groups: 16 samples each, also in pairs."""
+LAYOUT = re.compile(f"{MACHINE.pattern}|global_seqlen/")
+"""Metrics that may differ between splits: those of the machine, and how evenly the ranks share the tokens."""
 NUM_PROMPTS, NUM_SAMPLES = 8, 4
 """Of a generation phase."""
 
@@ -79,6 +84,7 @@ class ToyEngine:
     def __init__(self):
         self.grid = SimpleNamespace(dp=dist.get_world_size())
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
+        self.version = 0
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def micro_batches(self, batch, plan):
@@ -120,6 +126,7 @@ class ToyEngine:
                 gradient[name] = parameter.grad.clone()
             dist.all_reduce(gradient[name])
         self.gradients.append(gradient)
+        self.version += 1
         return dict(
             zip(
                 sums,
@@ -133,17 +140,19 @@ def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
     engine, nowhere = ToyEngine(), open(os.devnull, "w")
     phases = kind(
         config,
-        device=CPU,
+        step=Step(
+            device=CPU,
+            progress=Progress(enabled=False),
+            watch=SimpleNamespace(where=Whereabouts(config.watchdog.limits, nowhere)),
+            agreement=Agreement(config, "", dist.group.WORLD),
+        ),
         engines=Engines(engine, critic=engine, implicit_reward=engine),
-        tokenizer=None,
         prompts=[],
         sampler=None,
         scorer=None,
-        progress=Progress(enabled=False),
-        watch=SimpleNamespace(where=Whereabouts(config.watchdog.limits, nowhere)),
-        agreement=Agreement(config, "", dist.group.WORLD),
+        tokenizer=None,
     )
-    phases.begin_step(1)
+    phases.step.begin(1)
     return phases
 
 
@@ -220,10 +229,8 @@ def random_plan(samples: range, unit: int, world_size: int, rng: random.Random) 
     return [micros[rank * per_rank : (rank + 1) * per_rank] for rank in range(world_size)]
 
 
-def plans_of(how: str, name: str, batch: Batch) -> list | None:
-    """Micro-batches of both mini-batches. None: `Phases` plans them as in a run."""
-    if how == "planned":
-        return None
+def plans_of(how: str, name: str, batch: Batch) -> list:
+    """Micro-batches of both mini-batches."""
     first = sum(MINIBATCHES[0])
     parts = range(first), range(first, len(batch))
     if how == "whole":
@@ -244,7 +251,7 @@ def learn(phases: Phases, batch: Batch) -> None:
     elif config.objective.loss == "none":
         phases.update(batch, partial(load(config.algorithm).loss, config=config))
     else:
-        phases.update(batch, policy_loss(config), choose=token_choice(config))
+        phases.update(batch, policy_loss(config), select_tokens=token_selection(config))
 
 
 def gradients(name: str, config: Config) -> dict:
@@ -254,10 +261,14 @@ def gradients(name: str, config: Config) -> dict:
     found = {}
     for how in splits:
         phases, batch = new_phases(config), mini_batches(config)
-        batch.plans = plans_of(how, name, batch)
+        planner = phases.updates._planner
+        if how != "planned":
+            planner._batch = batch
+            planner._plans = [MinibatchPlan(plan) for plan in plans_of(how, name, batch)]
         learn(phases, batch)
-        empty = sum(not micro for plan in batch.plans for rank in plan for micro in rank)
-        metrics = {key: value for key, value in phases.metrics.items() if not MACHINE.match(key)}
+        plans = [plan.micro_batches for plan in planner.plans(batch)]
+        empty = sum(not micro for plan in plans for rank in plan for micro in rank)
+        metrics = {key: value for key, value in phases.metrics.items() if not LAYOUT.match(key)}
         found[how] = {"gradients": phases.engines.policy.gradients, "metrics": metrics, "empty": empty}
     return found
 
@@ -295,11 +306,11 @@ class SampledRun(Phases):
             rng = random.Random(f"owners {round}")
             owners = [rng.randrange(min(dist.get_world_size(), 3)) for _ in samples]
             mine = [sample for sample, owner in zip(samples, owners) if owner == dist.get_rank()]
-            batch = exchange(prompt_ids, rng.sample(mine, len(mine)), NUM_SAMPLES, self.device)
+            batch = exchange(prompt_ids, rng.sample(mine, len(mine)), NUM_SAMPLES, self.step.device)
         batch.mask = torch.from_numpy(np.concatenate(batch.response_ids) % 5 != 0).float()
         return batch
 
-    def score(self, batch, prompts):
+    def score_samples(self, batch, prompts):
         sums = torch.tensor([float(ids.sum()) for ids in batch.response_ids])
         batch.scores = sums % 3 / 2
         batch.rewards = batch.scores.clone()
@@ -309,7 +320,7 @@ class SampledRun(Phases):
     def greedy_rewards(self, prompts):
         return torch.tensor([p % 3 / 2 for p in prompts])
 
-    def update(self, batch, loss, *, choose=None):
+    def update(self, batch, loss, *, select_tokens=None):
         self.trained = batch
 
     def update_critic(self, batch):
@@ -325,14 +336,21 @@ def sample_of(prompts: list[int], i: int, number: int) -> Sample:
     length = 0 if (prompts[i] * NUM_SAMPLES + number) % 11 == 5 else int(rng.integers(1, 25))
     logprobs = -rng.gamma(2.0, 1.0, length).astype(np.float32)
     return Sample(
-        i, number, rng.integers(VOCAB, size=length).astype(np.int32), logprobs, truncated=length > 20
+        prompt=i,
+        number=number,
+        token_ids=rng.integers(VOCAB, size=length).astype(np.int32),
+        logprobs=logprobs,
+        truncated=length > 20,
+        mask=np.ones(length, np.int32),
+        weight_versions=np.zeros(length, np.int32),
     )
 
 
 def trained_batch(config: Config, *, direct: bool) -> dict:
     phases = new_phases(config, SampledRun)
     phases.direct = direct
-    load(config.algorithm).step(phases, config)
+    algorithm = load(config.algorithm)
+    algorithm.learn(phases, algorithm.collect(phases))
     batch = phases.trained
     assert batch.advantages.dtype == torch.float32
     return {

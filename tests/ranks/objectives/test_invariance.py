@@ -15,6 +15,7 @@ from rl.config.checks import check
 from rl.config.objective_checks import check_loss
 from rl.config.options import ConfigError
 from rl.config.schema import Objective, load_config
+from tests import bounds
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "invariance_worker.py"
@@ -23,7 +24,8 @@ LOSSES, ADVANTAGES, AGGREGATIONS, ESTIMATORS = (
     [name for name in get_args(get_type_hints(Objective)[key]) if name != "none"]
     for key in ("loss", "advantage", "aggregation", "kl_estimator")
 )
-TOLERANCE = 1e-6
+GRADIENT = bounds.of_sum(32)  # a row of a table collects about ten tokens, of two signs
+METRIC = bounds.of_sum(300)  # a mini-batch has about 250 tokens
 TOY = ["model.path=toy", "data.train=toy.jsonl"]
 
 # Such that the clip, the bound or the choice of the loss binds on a good part of the tokens.
@@ -31,12 +33,7 @@ OPTIONS = {
     "ppo": ["objective.dual_clip=1.3"],
     "gspo": ["objective.clip_low=0.02", "objective.clip_high=0.03"],
     "gmpo": ["objective.clip_low=0.3", "objective.clip_high=0.4"],
-    "clip-cov": [
-        "objective.cov_fraction=0.1",
-        "objective.cov_low=0.2",
-        "objective.cov_high=3.0",
-        "objective.dual_clip=1.3",
-    ],
+    "clip-cov": ["objective.cov_fraction=0.1", "objective.cov_low=0.2", "objective.cov_high=3.0"],
     "kl-cov": ["objective.cov_fraction=0.1", "objective.kl_cov_coef=0.7"],
     "dppo-tv": ["objective.clip_low=0.01", "objective.clip_high=0.02"],
     "dppo-kl": ["objective.clip_low=0.005", "objective.clip_high=0.01"],
@@ -133,9 +130,8 @@ def test_gradient_does_not_depend_on_ranks_or_micro_batches(results, case, world
             assert any(gradient.any() for gradient in b.values())
             for name in b:  # one by one: a small table must not hide behind a large one
                 difference, norm = (a[name].double() - b[name].double()).norm(), b[name].double().norm()
-                assert difference <= TOLERANCE * norm, (
-                    f"{how}, update {update}, {name}: {difference / norm:.1e}"
-                )
+                where = f"{how}, update {update}, {name}: {difference / norm:.1e}"
+                assert difference <= GRADIENT * norm, where
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -145,7 +141,7 @@ def test_loss_and_metrics_do_not_depend_on_ranks_or_micro_batches(results, case,
     assert sum(key.rpartition("/")[2] == "loss" for key in reference) >= 1
     for rank in results[world_size]:
         for how, found in rank["losses"][case].items():
-            assert found["metrics"] == pytest.approx(reference, rel=TOLERANCE, abs=TOLERANCE / 10), how
+            assert found["metrics"] == pytest.approx(reference, rel=METRIC, abs=METRIC), how
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -198,7 +194,8 @@ def test_advantages_tell_samples_apart_and_are_whitened_where_they_should_be(res
     kept = found["advantages"][found["mask"] > 0].double()
     assert kept.isfinite().all() and kept.unique().numel() > 2 and 0 in found["lengths"]
     if case in ("gae", "prime", "reinforce++", "reinforce++-baseline"):
-        assert abs(kept.mean()) < 1e-6 and kept.var() == pytest.approx(1, rel=1e-6)
+        error = bounds.of_sum(kept.numel())
+        assert abs(kept.mean()) < error and kept.var() == pytest.approx(1, rel=error)
 
 
 def test_a_run_may_have_such_configs():

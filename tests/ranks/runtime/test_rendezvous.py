@@ -64,10 +64,11 @@ def start(env):
     )
 
 
-def answers(processes):
+def answers(processes, timeout=60):
+    """What each says; the seconds are a guard against hanging."""
     out = []
     for process in processes:
-        said, error = process.communicate(timeout=60)
+        said, error = process.communicate(timeout=timeout)
         assert process.returncode == 0, error
         out.append(json.loads(said))
     return out
@@ -134,9 +135,7 @@ def test_two_jobs_of_one_first_candidate_and_a_stranger_on_the_second_do_not_col
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_node():
-    started = time.monotonic()
     said = answers(meeting(77, ranks=[0, 1, 2], LOCKSTEP_JOIN_TIMEOUT="3"))
-    assert time.monotonic() - started < 30
     sentence, silent = said[0]
     assert not silent and re.search(
         r"rank 3 of 4 did not come within 3 s .* missing on node2 \(1 of 2 came\)", sentence
@@ -150,10 +149,9 @@ def test_a_first_rank_that_does_not_come_is_named_by_the_others():
 
 
 def test_an_address_that_does_not_resolve_is_said_at_once():
-    started = time.monotonic()
-    [(sentence, _)] = answers(meeting(79, ranks=[1], MASTER_ADDR="nowhere.invalid"))
+    lost = meeting(79, ranks=[1], MASTER_ADDR="nowhere.invalid", LOCKSTEP_JOIN_TIMEOUT="1000")
+    [(sentence, _)] = answers(lost)
     assert "nowhere.invalid, has no address on" in sentence and "MASTER_ADDR" in sentence
-    assert time.monotonic() - started < 20
 
 
 def test_a_rank_of_an_earlier_attempt_is_no_rank_of_this_one():
@@ -167,7 +165,7 @@ def test_a_caller_that_hangs_up_or_says_nothing_keeps_nobody_waiting():
     first = start(step(81, 0))
     address = ("127.0.0.1", ports(81)[0])
     for word in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 600):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:
             try:
                 caller = socket.create_connection(address)

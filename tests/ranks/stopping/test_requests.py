@@ -21,7 +21,7 @@ out = {}
 def requests(max_time="", **environ):
     return StopRequests(str(run), max_time=max_time, environ=environ)
 
-def seen(stop, deadline=10.0):
+def seen(stop, deadline=60.0):
     # Within a generation ranks look into the store now and then; the other one has to have put its word there.
     end = time.monotonic() + deadline
     while time.monotonic() < end:

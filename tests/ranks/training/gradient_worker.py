@@ -5,7 +5,8 @@ packings.
 
 The gradient is read off an optimizer step with an epsilon so large that Adam is gradient descent with
 learning rate 1: what is compared went through the pipeline, data parallel and distributed optimizer code that
-a run uses. Rank 0 saves {Hugging Face name: gradient}, loss and gradient norm to OUT_DIR/NAME.pt.
+a run uses. Rank 0 saves {Hugging Face name: gradient}, the norms of the weights, loss and gradient norm to
+OUT_DIR/NAME.pt.
 """
 
 import sys
@@ -32,7 +33,8 @@ from rl.phases.policy_gradient import policy_loss  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.packing import MicroBatch, plan_minibatch  # noqa: E402
 
-EPS = 1e4
+EPS = 1e7
+"""The step is g / (1 + |g| / EPS) for a gradient g: below the rounding of float32 for gradients up to 1."""
 
 
 def config_of(checkpoint: str, tp: int, pp: int, micro_batch_tokens: int) -> Config:
@@ -98,7 +100,8 @@ def megatron(config: Config, device, tp: int, pp: int) -> dict:
     )
     terms = trainer.update(batch, plan, loss, lr=EPS)
     gradient = {name: before[name] - tensor for name, tensor in trainer.full_weights()}
-    return {"gradient": gradient, "terms": terms}
+    weights = {name: tensor.double().norm() for name, tensor in before.items()}
+    return {"gradient": gradient, "terms": terms, "weights": weights}
 
 
 def weight_decay(config: Config, device) -> dict[str, float]:

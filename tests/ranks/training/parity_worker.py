@@ -31,8 +31,9 @@ from rl.data.batch import Batch  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import architecture, read_hf_config  # noqa: E402
 from rl.refit.refit import check_refit, refit  # noqa: E402
-from rl.rollout.engine import RolloutEngine, Sampling  # noqa: E402
+from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
+from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.packing import plan_minibatch  # noqa: E402
 from rl.training.weights import load_hf  # noqa: E402
@@ -175,6 +176,7 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
                     k: difference(f, e)
                     for k, f, e in zip(("megatron", "entropy", "sum_p_squared"), found, expected)
                 }
+                sides["largest"] = float(expected[0].abs().max())  # log-prob: rounding is relative to it
                 traffic = refit(trainer, engine)
                 check_refit(trainer, engine)
                 drawn = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(batch))))

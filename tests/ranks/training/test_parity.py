@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoints import save_tiny
+from tests import bounds
+from tests.checkpoints import SIZES, save_tiny
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "parity_worker.py"
@@ -32,6 +33,9 @@ CASES = {
 ALWAYS = ("qwen2", "llama3-tied", "deepseek-v3")
 """The others are for `--slow`: what sets them apart is also seen in tests/unit/models and
 tests/ranks/refit."""
+LAYERS = 3  # the most that one of the models has
+LOGPROB = bounds.of_logits(LAYERS, SIZES["hidden_size"])
+GRADIENT = bounds.of_gradient(LAYERS, SIZES["hidden_size"])
 
 
 def run_parity(
@@ -54,17 +58,14 @@ def assert_equal_logprobs(results: dict, layouts: list[str], *, fallback: bool =
     for case, found in results.items():
         assert found["sampled_tokens"] > 50 and bool(found["fallback"]) == fallback, case
         for side in ("megatron", "entropy", "sum_p_squared", "vllm"):
-            assert found[side] < 1e-4, (case, side)
+            assert found[side] <= LOGPROB * found["largest"], (case, side)
 
 
 def assert_equal_gradients(results: dict, layouts: list[str]) -> None:
     for layout in layouts:
         found = results[f"{layout} b"]
-        assert found["gradient"] < 1e-5 and found["norm"] < 1e-6, (
-            layout,
-            found["worst_gradient"],
-            found["norm"],
-        )
+        where = (layout, found["worst_gradient"], found["norm"])
+        assert max(found["gradient"], found["norm"]) <= GRADIENT, where
 
 
 def assert_same_tensors(exported: Path, source: Path) -> None:

@@ -63,7 +63,8 @@ def megatron(checkpoint: str, device, tp: int, pp: int, tokens: int) -> dict:
 
     terms = critic.update(batch, plan, loss, lr=EPS)
     gradient = {name: before[name] - tensor for name, tensor in critic.full_weights()}
-    return {"values": values, "gradient": gradient, "terms": terms}
+    weights = {name: tensor.double().norm() for name, tensor in before.items()}
+    return {"values": values, "gradient": gradient, "terms": terms, "weights": weights}
 
 
 def hugging_face(checkpoint: str) -> dict:

@@ -11,7 +11,17 @@ import pytest
 from tests.spawn import ROOT, run_ranks
 from tools import doctor
 from tools.link_checks import judge_pairs, pair_rounds, read_nccl_log
-from tools.node_checks import Finding, bad, check_disks, check_gpus, check_readable, check_versions, judge_disk, ok, read_gpus
+from tools.node_checks import (
+    Finding,
+    bad,
+    check_disks,
+    check_gpus,
+    check_readable,
+    check_versions,
+    judge_disk,
+    ok,
+    read_gpus,
+)
 
 FINE = "NVIDIA H100 80GB HBM3, 4, 81559, 0, 1980, 1980, Not Active, Not Active"
 NODES = """
@@ -61,7 +71,9 @@ class TestGpus:
         assert levels(read_gpus(FINE.replace("81559, 0,", "81559, [N/A],"), expected=1)) == ["ok"]
 
     def test_a_driver_that_fails_is_a_finding(self, tmp_path, monkeypatch):
-        (tmp_path / "nvidia-smi").write_text("#!/bin/bash\necho 'Unable to determine the device handle for GPU0000:3B:00.0'\nexit 255\n")
+        (tmp_path / "nvidia-smi").write_text(
+            "#!/bin/bash\necho 'Unable to determine the device handle for GPU0000:3B:00.0'\nexit 255\n"
+        )
         (tmp_path / "nvidia-smi").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         (finding,) = check_gpus(expected=None)
@@ -78,7 +90,9 @@ class TestNode:
         (finding,) = check_disks([tmp_path], min_free_gib=1e9)
         assert finding.level == "bad" and "less than 1e+09 GiB" in finding.text
 
-    @pytest.mark.parametrize("inodes, free, level", [(0, 0, "ok"), (1000000, 500, "bad"), (1000000, 900000, "ok")])
+    @pytest.mark.parametrize(
+        "inodes, free, level", [(0, 0, "ok"), (1000000, 500, "bad"), (1000000, 900000, "ok")]
+    )
     def test_inodes_run_out_where_they_are_counted(self, inodes, free, level):
         disk = os.statvfs_result((4096, 4096, 1 << 30, 1 << 30, 1 << 30, inodes, free, free, 0, 255))
         assert judge_disk(Path("/x"), disk, min_free_gib=10.0).level == level
@@ -101,7 +115,9 @@ class TestNode:
         import importlib.metadata
 
         real = importlib.metadata.version
-        monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "megatron-core" else real(name))
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name: "9.9" if name == "megatron-core" else real(name)
+        )
         (finding,) = check_versions()
         assert finding.level == "warn" and "megatron-core 9.9 (tested: 0.16.1)" in finding.text
 
@@ -121,12 +137,18 @@ class TestPairs:
     def test_the_node_with_the_slow_link_is_bad_and_not_those_who_met_it(self):
         names = ["a", "b", "c", "d"]
         speeds = {(x, y): 3.0 if "c" in (x, y) else 40.0 for i, x in enumerate(names) for y in names[i + 1 :]}
-        found = {host: finding.level for host, (finding,) in judge_pairs(speeds, slow_share=0.5, min_gb_s=0).items()}
+        found = {
+            host: finding.level
+            for host, (finding,) in judge_pairs(speeds, slow_share=0.5, min_gb_s=0).items()
+        }
         assert found == {"a": "warn", "b": "warn", "c": "bad", "d": "warn"}
         assert set(levels(f for (f,) in judge_pairs(speeds, slow_share=0.5, min_gb_s=50).values())) == {"bad"}
 
     def test_two_equal_nodes_are_fine(self):
-        assert levels(f for (f,) in judge_pairs({("a", "b"): 1.0}, slow_share=0.5, min_gb_s=0).values()) == ["ok", "ok"]
+        assert levels(f for (f,) in judge_pairs({("a", "b"): 1.0}, slow_share=0.5, min_gb_s=0).values()) == [
+            "ok",
+            "ok",
+        ]
 
 
 class TestTransport:
@@ -196,14 +218,24 @@ def test_nodes_in_order(config):
 def test_faults_of_single_nodes_are_named(config):
     code, report = examined(config, "faulty")
     assert code == 2 and report["exclude"] == ["node1", "node2"]
-    found = {node: {f["check"]: f["text"] for f in some if f["level"] == "bad"} for node, some in report["nodes"].items()}
+    found = {
+        node: {f["check"]: f["text"] for f in some if f["level"] == "bad"}
+        for node, some in report["nodes"].items()
+    }
     assert found["node0"] == {}
     assert found["node1"].keys() == {"clock", "transport"} and "-5.0" in found["node1"]["clock"]
     assert found["node2"].keys() == {"paths"} and "train.jsonl" in found["node2"]["paths"]
 
 
 def test_by_hand_on_one_node(config):
-    command = [sys.executable, str(ROOT / "tools" / "doctor.py"), "--config", str(config), "--min-free-gib", "0"]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "doctor.py"),
+        "--config",
+        str(config),
+        "--min-free-gib",
+        "0",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "1 node, 0 with something bad" in done.stdout
     done = subprocess.run([*command, "--gpus", "64"], capture_output=True, text=True, timeout=60)

@@ -63,8 +63,11 @@ def test_an_unknown_algorithm_is_refused_with_those_there_are():
 OWN = 'NEEDS = ("samples", "reward")\nDEFAULTS = {"objective.advantage": "reinforce++", "objective.loss": "ppo"}\n'
 
 
+FUNCTIONS = "def collect(phases): ...\ndef learn(phases, batch): ...\n"
+
+
 def test_an_algorithm_of_ones_own_is_a_file(tmp_path):
-    (tmp_path / "mine.py").write_text(OWN + "import torch\ndef step(phases, config): ...\n")
+    (tmp_path / "mine.py").write_text(OWN + "import torch\n" + FUNCTIONS)
     config = config_with(f"algorithm={tmp_path}/mine.py")
     assert config.objective.advantage == "reinforce++" and check(config) == []
 
@@ -72,14 +75,12 @@ def test_an_algorithm_of_ones_own_is_a_file(tmp_path):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("def step(phases, config): ...", "must set NEEDS, a tuple, and DEFAULTS"),
-        (OWN, "no function step"),
-        (
-            OWN.replace('"reward"', '"rewards"') + "def step(phases, config): ...",
-            "needs 'rewards', which is none of",
-        ),
-        ("def step(", "cannot be read"),
-        ("NEEDS = tuple(range(3))\nDEFAULTS = {}\ndef step(phases, config): ...", "as literals"),
+        (FUNCTIONS, "must set NEEDS, a tuple, and DEFAULTS"),
+        (OWN + "def collect(phases): ...", "defines no function learn"),
+        (OWN + "def step(phases, config): ...", "was split into collect and learn"),
+        (OWN.replace('"reward"', '"rewards"') + FUNCTIONS, "needs 'rewards', which is none of"),
+        ("def learn(", "cannot be read"),
+        ("NEEDS = tuple(range(3))\nDEFAULTS = {}\n" + FUNCTIONS, "as literals"),
     ],
 )
 def test_an_unfit_file_is_refused_with_the_reason(tmp_path, text, words):
@@ -111,7 +112,10 @@ def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
         assert "one advantage per sample" in error("algorithm=ppo", f"objective.loss={loss}", mean, *clip)
         assert "would weigh samples by their length" in error(f"objective.loss={loss}", *clip)
     else:
-        assert check(config_with("algorithm=ppo", f"objective.loss={loss}", *clip)) == []
+        warnings = check(config_with("algorithm=ppo", f"objective.loss={loss}", *clip))
+        assert len(warnings) == (loss in ("gspo", "sapo"))
+        assert all("average over the tokens of each sample first" in warning for warning in warnings)
+        assert check(config_with("algorithm=ppo", f"objective.loss={loss}", mean, *clip)) == []
 
 
 @pytest.mark.parametrize(
@@ -171,6 +175,18 @@ def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
             "objective.loss=gmpo has one loss per sample",
         ),
         (["rollout_correction.reject_high=2"], "which is none"),
+        (["rollout_correction.reject=token-k4"], "holds 'token-k4', but must be none, or one or more"),
+        (["rollout_correction.reject=none,token-k1"], "holds 'none'"),
+        (["rollout_correction.reject=token-k2,token-k2"], "repeats a criterion"),
+        (
+            ["rollout_correction.reject=token-k1,sample-k3", "rollout_correction.reject_high=[1, 2, 3]"],
+            "reject_high has 3 numbers for 2 criteria",
+        ),
+        (
+            ["rollout_correction.reject=token-k1,sample-k3", "rollout_correction.reject_high=[1, 0]"],
+            "reject=sample-k3 keeps divergences from reject_low=0.0 to reject_high=0 nats",
+        ),
+        (["rollout_correction.reject_high=high"], "must be a finite number, or a list"),
         (
             ["objective.advantage=gdpo", "objective.reward_kl.coef=0.1"],
             "takes objective.reward_columns of the reward function",
@@ -185,6 +201,8 @@ def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
             "has no effect with objective.advantage=grpo; gae, reinforce++ and prime read it",
         ),
         (["objective.dro_beta=0.3"], "objective.loss=ppo; dro reads it"),
+        (["objective.loss=clip-cov", "objective.dual_clip=10"], "with objective.loss=clip-cov; ppo reads it"),
+        (["objective.dppo_max_ratio=5"], "dppo-tv and dppo-kl read it"),
         (
             ["algorithm=sft", "objective.kl_coef=0.1"],
             "objective.kl_coef=0.1 has no effect with algorithm=sft",
@@ -210,7 +228,12 @@ def test_what_makes_no_sense_is_refused_with_the_reason(overrides, words):
     [
         (["algorithm=rloo", "rollout.samples_per_prompt=1"], "every advantage is 0"),
         (["objective.loss=reinforce", "training.epochs=2"], "does not know that the policy has moved"),
-        (["objective.loss=gspo"], "its paper takes 0.0003"),
+        (["objective.loss=gspo", "objective.aggregation=seq-mean-token-mean"], "its paper takes 0.0003"),
+        (["objective.loss=sapo"], "set objective.aggregation=seq-mean-token-mean"),
+        (
+            ["algorithm=ppo", "objective.reward_kl.controller=adaptive", "objective.reward_kl.target=6"],
+            "target=6 is in nats per token",
+        ),
         (["objective.kl_coef=0.1", "objective.kl_estimator=k1"], "mean gradient of 0"),
         (["algorithm=ppo", "critic.warmup_steps=100"], "the policy never moves"),
         (["algorithm=ppo", "critic.optimizer.warmup_steps=100"], "the run ends within the warm-up"),
@@ -230,6 +253,26 @@ def test_one_sample_per_prompt_is_enough_for_reinforce_pp():
 def test_a_key_names_advantages_or_losses_that_there_are(key):
     chooser, readers = READERS[key]
     assert set(readers) <= set(ADVANTAGES if chooser == "advantage" else LOSSES) and hasattr(Objective(), key)
+
+
+@pytest.mark.parametrize(
+    "reject, low, high, expected",
+    [
+        ("none", "0", "0", []),
+        ("token-k1", "-0.7", "0.7", [("token-k1", -0.7, 0.7)]),
+        ("token-k1, sample-k3", "[-0.7, 0]", "[0.7, 0.1]", [("token-k1", -0.7, 0.7), ("sample-k3", 0, 0.1)]),
+        ("sample-k2,token-k2", "0", "0.5", [("sample-k2", 0, 0.5), ("token-k2", 0, 0.5)]),
+    ],
+)
+def test_rejection_takes_one_criterion_or_several(reject, low, high, expected):
+    bounds = (f"rollout_correction.reject_low={low}", f"rollout_correction.reject_high={high}")
+    config = config_with(f"rollout_correction.reject={reject}", *bounds)
+    assert check(config) == []
+    found = config.rollout_correction.rejections
+    assert [(criterion.name, criterion.low, criterion.high) for criterion in found] == expected
+    for criterion in found:
+        assert criterion.level == ("sequence" if criterion.name.startswith("sample") else "token")
+        assert criterion.statistic == criterion.name[-2:]
 
 
 def test_one_key_turns_token_level_truncation_on():

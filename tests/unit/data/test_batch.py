@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from rl.data.batch import ALL_TOKEN_COLUMNS, TOKEN_COLUMNS, Batch, concatenate, pair_up
+from rl.data.batch import LOSS_COLUMNS, TOKEN_COLUMNS, Batch, concatenate, pair_up
+from rl.phases.batch_metrics import balance_metrics, length_metrics, sample_means
 
-SAMPLE_COLUMNS = ("groups", "truncated", "labels", "scores", "rewards")
+SAMPLE_COLUMNS = ("groups", "truncated", "baselines", "labels", "scores", "rewards")
 NAN = float("nan")
 
 
@@ -33,9 +34,10 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         scores=column(count),
         rewards=column(count),
         samples_per_unit=unit,
-        plans=[[[[0]]]],
+        baselines=column(count),
+        cursor={"epoch": 1},
         score_details={name: column(count) for name in details},
-        **{name: column(total) for name in ALL_TOKEN_COLUMNS},
+        **{name: column(total) for name in TOKEN_COLUMNS},
     )
     assert all(getattr(batch, field.name) is not None for field in fields(Batch))
     return batch
@@ -44,7 +46,7 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
 def samples_of(batch, *, groups=True):
     """Everything that belongs to each sample, as plain data."""
     ends, out = np.cumsum(batch.lengths.tolist()), []
-    columns = {name: column for name in ALL_TOKEN_COLUMNS if (column := getattr(batch, name)) is not None}
+    columns = {name: column for name in TOKEN_COLUMNS if (column := getattr(batch, name)) is not None}
     for i, (end, length) in enumerate(zip(ends, batch.lengths.tolist())):
         tokens = {name: column[end - length : end].tolist() for name, column in columns.items()}
         per_sample = {
@@ -72,8 +74,8 @@ def same_types(found, batch):
 def test_every_tensor_of_a_batch_is_a_token_column_or_a_sample_column():
     batch = full_batch(0)
     tensors = {field.name for field in fields(Batch) if isinstance(getattr(batch, field.name), torch.Tensor)}
-    assert tensors == set(ALL_TOKEN_COLUMNS) | set(SAMPLE_COLUMNS)
-    assert set(TOKEN_COLUMNS) < set(ALL_TOKEN_COLUMNS)
+    assert tensors == set(TOKEN_COLUMNS) | set(SAMPLE_COLUMNS)
+    assert set(LOSS_COLUMNS) < set(TOKEN_COLUMNS)
 
 
 def test_lengths_offsets_and_the_mask_by_default():
@@ -87,18 +89,18 @@ def test_lengths_offsets_and_the_mask_by_default():
     )
     assert batch.lengths.dtype == batch.offsets.dtype == torch.int64
     assert batch.mask.tolist() == [1.0] * 5 and batch.mask.dtype == torch.float32
-    assert list(batch.token_columns()) == ["mask"]
+    assert list(batch.loss_columns()) == ["mask"]
 
 
 def test_token_columns_are_those_that_losses_read_and_are_filled():
     batch = full_batch(0)
-    assert tuple(batch.token_columns()) == TOKEN_COLUMNS
-    assert all(column is getattr(batch, name) for name, column in batch.token_columns().items())
-    batch.chosen = batch.returns = None
-    assert set(TOKEN_COLUMNS) - set(batch.token_columns()) == {"chosen", "returns"}
+    assert tuple(batch.loss_columns()) == LOSS_COLUMNS
+    assert all(column is getattr(batch, name) for name, column in batch.loss_columns().items())
+    batch.selected_tokens = batch.returns = None
+    assert set(LOSS_COLUMNS) - set(batch.loss_columns()) == {"selected_tokens", "returns"}
 
 
-# select ---------------------------------------------------------------------------------------------------------------
+# select -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -117,25 +119,25 @@ def test_select_takes_all_that_belongs_to_the_samples_in_the_order_given(seed):
         assert samples_of(found) == [before[i] for i in chosen]
         assert len(found) == len(chosen) and found.mask.shape == (int(found.lengths.sum()),)
         same_types(found, batch)
-    assert samples_of(batch) == before and batch.plans is not None
+    assert samples_of(batch) == before
 
 
-def test_select_leaves_columns_empty_that_were_and_plans_to_be_made_anew():
+def test_select_keeps_empty_columns_empty():
     batch = full_batch(1, unit=2)
     batch.advantages = batch.labels = None
     found = batch.select([0, 1])
-    assert found.advantages is None and found.labels is None and found.plans is None and found.samples_per_unit == 2
+    assert found.advantages is None and found.labels is None and found.samples_per_unit == 2
 
 
 def test_a_selection_shares_no_column_with_its_batch():
     batch = full_batch(2)
     found = batch.select(list(range(10)))
-    for name in (*ALL_TOKEN_COLUMNS, *SAMPLE_COLUMNS):
+    for name in (*TOKEN_COLUMNS, *SAMPLE_COLUMNS):
         getattr(found, name).zero_()
     assert samples_of(batch) == samples_of(full_batch(2))
 
 
-# keep_groups ----------------------------------------------------------------------------------------------------------
+# keep_groups ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -149,7 +151,6 @@ def test_keep_groups_keeps_whole_groups_and_numbers_them_in_the_order_given(seed
         samples[i] for k in kept for i in range(starts[k], starts[k + 1])
     ]
     assert found.groups.tolist() == [new for new, k in enumerate(kept) for _ in range(sizes[k])]
-    assert found.plans is None
     same_types(found, batch)
 
 
@@ -160,7 +161,7 @@ def test_keep_groups_finds_samples_of_a_group_that_do_not_lie_together():
     assert found.groups.tolist() == [0, 0, 1, 1, 1]
 
 
-# concatenate ----------------------------------------------------------------------------------------------------------
+# concatenate ------------------------------------------------------------------------------------------------
 
 
 def test_concatenate_keeps_order_and_all_columns_and_numbers_groups_on():
@@ -170,7 +171,6 @@ def test_concatenate_keeps_order_and_all_columns_and_numbers_groups_on():
         sample for batch in batches for sample in samples_of(batch, groups=False)
     ]
     assert found.groups.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 4, 4, 5, 6, 6, 6, 6, 6]
-    assert found.plans is None
     same_types(found, batches[0])
 
 
@@ -203,14 +203,15 @@ def test_concatenate_has_nan_where_a_batch_lacks_a_number_of_the_score():
     assert all(column.shape == (5,) and column.dtype == torch.float32 for column in found.values())
 
 
-# pair_up --------------------------------------------------------------------------------------------------------------
+# pair_up ----------------------------------------------------------------------------------------------------
 
 
 def test_pair_up_interleaves_chosen_and_rejected_in_units_of_two():
     chosen, rejected = full_batch(1, sizes=(1,) * 10), full_batch(2)
     pairs = pair_up(chosen=chosen, rejected=rejected)
     assert pairs.samples_per_unit == 2 and len(pairs) == 20
-    # The rejected ones are the policy's own, several to a prompt: a mini-batch of prompts takes all pairs of each.
+    # The rejected ones are the policy's own, several to a prompt: a mini-batch of prompts takes all pairs of
+    # each.
     assert pairs.groups.tolist() == [0] * 6 + [1] * 2 + [2] * 8 + [3] * 4
     sides = [samples_of(batch) for batch in (chosen, rejected)]
     for i, (prompt, response, tokens, per_sample, details) in enumerate(samples_of(pairs)):
@@ -239,9 +240,14 @@ def test_pair_up_keeps_the_mask_of_each_response():
 def test_pairs_stay_pairs_when_selected_kept_and_concatenated():
     pairs = pair_up(chosen=full_batch(1), rejected=full_batch(2))
     kept, samples = pairs.keep_groups([3, 1]), samples_of(pairs, groups=False)
-    assert kept.samples_per_unit == 2 and samples_of(kept, groups=False) == [samples[i] for i in (16, 17, 18, 19, 6, 7)]
+    assert kept.samples_per_unit == 2 and samples_of(kept, groups=False) == [
+        samples[i] for i in (16, 17, 18, 19, 6, 7)
+    ]
     both = concatenate([kept, pairs])
-    assert both.samples_per_unit == 2 and samples_of(both, groups=False) == samples_of(kept, groups=False) + samples
+    assert (
+        both.samples_per_unit == 2
+        and samples_of(both, groups=False) == samples_of(kept, groups=False) + samples
+    )
     assert both.groups.tolist() == [0] * 4 + [1] * 2 + [2] * 6 + [3] * 2 + [4] * 8 + [5] * 4
 
 
@@ -250,7 +256,7 @@ def test_pair_up_of_unequal_numbers_is_refused():
         pair_up(chosen=full_batch(1), rejected=full_batch(2, sizes=(2,)))
 
 
-# outcomes -------------------------------------------------------------------------------------------------------------
+# outcomes ---------------------------------------------------------------------------------------------------
 
 
 def scored(scores, **details):
@@ -295,3 +301,61 @@ def test_a_selection_has_a_fingerprint_of_its_own_also_if_that_of_its_batch_was_
         len({before, batch.select(everything[::-1]).fingerprint, batch.select(everything[:-1]).fingerprint})
         == 3
     )
+
+
+# Metrics of a batch -----------------------------------------------------------------------------------------
+
+
+def lengths_of(responses, prompts, truncated):
+    batch = Batch(
+        prompt_ids=[np.zeros(n, np.int32) for n in prompts],
+        response_ids=[np.zeros(n, np.int32) for n in responses],
+        groups=torch.arange(len(responses)),
+        truncated=torch.tensor(truncated),
+    )
+    return length_metrics(batch, max_prompt_tokens=5)
+
+
+def test_lengths_of_prompts_and_responses_with_and_without_aborted_ones():
+    assert lengths_of([4, 0, 2, 0], [5, 3, 5, 2], [True, False, False, False]) == pytest.approx(
+        {
+            "response_length/mean": 1.5,
+            "response_length/max": 4,
+            "response_length/min": 0,
+            "response_length/clip_ratio": 0.25,
+            "response_length_non_aborted/mean": 3,
+            "response_length_non_aborted/max": 4,
+            "response_length_non_aborted/min": 2,
+            "response_length_non_aborted/clip_ratio": 0.5,
+            "response/aborted_ratio": 0.5,
+            "prompt_length/mean": 3.75,
+            "prompt_length/max": 5,
+            "prompt_length/min": 2,
+            "prompt_length/clip_ratio": 0.5,
+        }
+    )
+
+
+def test_a_batch_of_aborted_responses_has_no_lengths_of_others():
+    metrics = lengths_of([0, 0], [1, 2], [False, False])
+    assert metrics["response/aborted_ratio"] == 1 and not any("non_aborted" in name for name in metrics)
+
+
+def test_balance_of_tokens_over_the_ranks_by_hand():
+    found = balance_metrics([10, 20, 30, 1, 2, 3], [[2], [0, 1, 3, 4, 5]])
+    assert found == {
+        "global_seqlen/min": 6,
+        "global_seqlen/max": 60,
+        "global_seqlen/minmax_diff": 54,
+        "global_seqlen/balanced_min": 30,
+        "global_seqlen/balanced_max": 36,
+        "global_seqlen/mean": 33,
+    }
+    # Five samples on two ranks: two and three.
+    assert balance_metrics([1, 2, 4, 8, 16], [[4], [0, 1, 2, 3]])["global_seqlen/max"] == 28
+
+
+def test_sample_means_leave_out_samples_without_a_counted_token():
+    values, mask = torch.tensor([1.0, 3.0, NAN, NAN, 5.0]), torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0])
+    means = sample_means(values, mask, torch.tensor([2, 0, 2, 1]))
+    assert means.tolist() == [2.0, 5.0] and means.dtype == torch.float64

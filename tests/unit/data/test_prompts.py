@@ -1,7 +1,6 @@
 import json
 import logging
 import socket
-import time
 
 import numpy as np
 import pyarrow as pa
@@ -9,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl.data.prompts import load_prompts, load_tokenizer
+from tests.timing import assert_linear
 from tools.make_toy import build_tokenizer
 
 ADDITION = {
@@ -380,13 +380,14 @@ def test_a_directory_without_a_tokenizer_says_what_it_has(tmp_path):
 # ---- speed ----
 
 
-def test_7473_prompts_of_the_size_of_gsm8k_load_in_seconds(tmp_path, tokenizer):
+def test_time_to_load_grows_linearly_up_to_the_size_of_gsm8k(tmp_path, tokenizer):
     question = (
         "Natalia sold 48 clips to her friends in April, and then half as many in May. " * 3
         + " How many in all?" * 4
     )
     row = {**ADDITION, "prompt": [{"role": "user", "content": question}]}
-    file = write_parquet(tmp_path / "a.parquet", [row] * 7473)
-    start = time.perf_counter()
-    assert len(load([file], tokenizer, max_prompt_tokens=1024)) == 7473
-    assert time.perf_counter() - start < 10.0  # about 2 s alone on a core
+
+    def file_of(size):
+        return write_parquet(tmp_path / f"{size}.parquet", [row] * size)
+
+    assert_linear(lambda file: load([file], tokenizer, max_prompt_tokens=1024), file_of, 7473)

@@ -114,17 +114,21 @@ class TestAnotherHost:
 def test_of_many_that_come_for_one_stale_lock_one_gets_it(tmp_path, dead_pid):
     leave_behind(tmp_path, pid=dead_pid)
     program = (
-        "import sys, time\nfrom pathlib import Path\nfrom rl.faults.lock import RunLock\n"
-        "while time.time() < float(sys.argv[2]): pass\n"
+        "import sys\nfrom pathlib import Path\nfrom rl.faults.lock import RunLock\n"
+        "print('ready', flush=True)\nsys.stdin.readline()\n"
         "try:\n    RunLock.take(Path(sys.argv[1]), silent_s=60)\n    print('mine', flush=True)\n"
         "except ValueError:\n    print('refused', flush=True)\n"
         "sys.stdin.read()\n"
     )
-    command = [sys.executable, "-c", program, tmp_path, str(time.time() + 4)]
+    command = [sys.executable, "-c", program, tmp_path]
     takers = [
         subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(6)
     ]
+    assert [taker.stdout.readline() for taker in takers] == ["ready\n"] * 6
+    for taker in takers:  # all have imported what they need: from here on they race
+        taker.stdin.write("go\n")
+        taker.stdin.flush()
     answers = [taker.stdout.readline().strip() for taker in takers]
     for taker in takers:
         taker.communicate()

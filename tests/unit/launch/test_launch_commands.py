@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -51,15 +52,14 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def launch(*arguments, code=0):
+def run_launch(*arguments):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "launch", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def launch(*arguments, code=0):
+    done = run_launch(*arguments)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout if code == 0 else done.stderr
@@ -213,6 +213,40 @@ class TestStatus:
             write_status(place / "runs" / name, "running", time=time.time() - age)
         assert states(launch("status")) == {"a=quiet": "lost", "b=alive": "running"}
 
+    def test_logs_of_ranks_are_no_run(self, place):
+        """slurm/job.sh keeps a copy of status.json beside the ranks' logs."""
+        launch("sweep", "sweep.yaml")
+        sweep, alone = place / "runs" / "sw", place / "runs" / "a=1"
+        write_status(alone, "finished")
+        for directory in (sweep, alone):
+            write_status(directory / "launch" / "job-101_0.ranks", "finished")
+        write_status(place / "job-7.ranks", "finished")  # a batch file that was submitted by hand, from here
+        assert "6 runs: 6 unstarted" in launch("status", "runs/sw")
+        assert "1 runs: 1 finished" in launch("status", "runs/a=1")
+        assert "7 runs: 6 unstarted, 1 finished" in launch("status", ".")
+
+    def test_states_follow_from_files_if_slurm_does_not_answer(self, place):
+        launch("sweep", "sweep.yaml")
+        sweep = place / "runs" / "sw"
+        written = json.loads((sweep / "launch" / "sweep.json").read_text())
+        points = [point["name"] for point in written["points"]]
+        write_status(sweep / points[0], "running", job="101_0")
+        write_status(sweep / points[1], "running", job="101_1", time=time.time() - 1000)
+        write_status(sweep / points[2], "failed", job="101_2")
+        record = {"training/global_step": 1, "time": 1, "critic/score/mean": 0}
+        (sweep / points[0] / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        no_controller = "#!/bin/bash\necho 'error: Unable to contact slurm controller' >&2\nexit 1\n"
+        (place / "bin" / "squeue").write_text(no_controller)
+        commands = {name: run_launch(name, "runs/sw") for name in ("status", "report")}
+        for done in commands.values():
+            assert done.returncode == 0 and len(done.stderr.splitlines()) == 1, done.stderr
+            assert done.stderr.startswith("warning: the queue is not known")
+            assert "Unable to contact" in done.stderr
+        shown = states(commands["status"].stdout)
+        assert [shown[name] for name in points[:4]] == ["running", "lost", "failed", "unstarted"]
+        # What may wait in the queue is not submitted a second time.
+        assert "Unable to contact" in launch("sweep", "sweep.yaml", "--only", "failed", code=2)
+
     def test_a_directory_that_is_not_there(self, place):
         assert "nowhere" in launch("status", "nowhere", code=2)
 
@@ -253,12 +287,38 @@ def test_help_and_an_unknown_command(place):
         assert "usage" in launch(command, "--help")
 
 
+def run_into_closed_pipe(*arguments):
+    """The command with a stdout whose reader has left, as in `... | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "launch", *arguments]
+        options = dict(stderr=subprocess.PIPE, env=environment, text=True, timeout=60)
+        return subprocess.run(command, stdout=pipe, **options)
+
+
+def test_a_reader_that_leaves_ends_it_silently(place):
+    (place / "runs").mkdir()
+    dry = ("submit", *TestSubmit.arguments, "--dry-run")
+    for arguments in (("--help",), ("status",), ("submit", "--help"), dry):
+        done = run_into_closed_pipe(*arguments)
+        assert (done.returncode, done.stderr) == (-signal.SIGPIPE, ""), arguments
+
+
+def test_a_submission_nobody_reads_says_where_to_look(place):
+    done = run_into_closed_pipe("submit", *TestSubmit.arguments)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "python -m launch status" in done.stderr
+
+
 def test_submitting_needs_neither_torch_nor_submitit(place):
     code = (
         "import sys\n"
         "for name in ('torch', 'submitit', 'matplotlib', 'transformers'): sys.modules[name] = None\n"
         "from launch.__main__ import main\n"
-        "assert main(['submit', '--config', 'config.yaml', '--nodes', '1']) == 0\n"
+        "submit = ['submit', '--config', 'config.yaml', '--nodes', '1', '--', 'model.path=qwen2.5-0.5b']\n"
+        "assert main(submit) == 0\n"
         "assert main(['sweep', 'sweep.yaml']) == 0\n"
         "assert main(['status', 'runs']) == 0\n"
     )
@@ -270,4 +330,4 @@ def test_submitting_needs_neither_torch_nor_submitit(place):
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert "no memory estimate" in done.stdout
+    assert "FITS" in done.stdout  # the estimate needs no torch either

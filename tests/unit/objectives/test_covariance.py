@@ -11,7 +11,7 @@ from tests.unit.objectives.splits import assert_any_split_gives_the_same
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CLIPS = dict(clip_low=0.2, clip_high=0.3)
 BOUNDS = dict(cov_low=0.5, cov_high=3.0)
-OPTIONS = {clip_cov: CLIPS | {"dual_clip": 1.5}, kl_cov: {"kl_cov_coef": 0.7}}
+OPTIONS = {clip_cov: CLIPS, kl_cov: {"kl_cov_coef": 0.7}}
 both = pytest.mark.parametrize("loss", OPTIONS, ids=lambda loss: loss.__name__)
 
 
@@ -134,7 +134,7 @@ def test_fractions_outside_of_one_are_refused(fraction):
         clip_cov_tokens(*[torch.ones(2)] * 4, **CLIPS, **BOUNDS, fraction=fraction, seed=0)
 
 
-def reference_clip_cov(logprob, old, advantage, chosen, clip_low, clip_high, dual_clip):
+def reference_clip_cov(logprob, old, advantage, chosen, clip_low, clip_high):
     if chosen:
         return 0.0, 0.0
     log_ratio = min(max(logprob - old, -20.0), 20.0)
@@ -143,8 +143,6 @@ def reference_clip_cov(logprob, old, advantage, chosen, clip_low, clip_high, dua
         return -advantage * (1 + clip_high), 0.0
     if advantage < 0 and ratio < 1 - clip_low:
         return -advantage * (1 - clip_low), 0.0
-    if advantage < 0 and ratio > dual_clip:
-        return -advantage * dual_clip, 0.0
     return -advantage * ratio, 0.0 if abs(logprob - old) > 20 else -advantage * ratio
 
 

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from rl.objectives.preference import log_ratios, outcome_loss, pair_loss, sppo_loss, win_rates
+from rl.algorithms import dpo, prime, sppo
+from rl.config.schema import load_config
+from rl.data.batch import Batch
+from rl.objectives.preference import counted, log_ratios, outcome_loss, pair_loss, sppo_loss, win_rates
+from rl.phases.phases import _totals
+from rl.training.packing import pack
 
 NAN = float("nan")
 PAIR_LOSSES = [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)]
@@ -106,6 +111,80 @@ def test_empty_and_wholly_masked_responses_have_log_ratio_0():
     logprobs, ref, mask, lengths = (torch.tensor(x) for x in batch(0))
     ratios = log_ratios(logprobs, ref, mask, lengths)
     assert ratios[[0, 5, 7]].tolist() == [0.0, 0.0, 0.0] and ratios.count_nonzero() >= 6
+
+
+# Samples of which no token counts ---------------------------------------------------------------------------
+
+
+def test_counted_by_hand():
+    mask, lengths = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0]), torch.tensor([2, 2, 0, 1, 1, 0])
+    assert counted(mask, lengths).tolist() == [True, False, False, True, True, False]
+    assert counted(mask.bool(), lengths, unit=2).tolist() == [False] * 6
+    assert counted(mask, torch.tensor([1, 0, 3, 0, 1, 1]), unit=2).tolist() == [False] * 4 + [True] * 2
+    assert counted(torch.zeros(0), torch.zeros(0, dtype=torch.int64), unit=2).tolist() == []
+
+
+def preference_batch(unit):
+    """Eight samples; of 1 and 4 the mask drops every token, 5 is empty."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 4, 2, 5, 3, 0, 6, 1]
+    batch = Batch(
+        prompt_ids=[np.ones(2, np.int32)] * 8,
+        response_ids=[np.ones(length, np.int32) for length in lengths],
+        groups=torch.arange(8) // 2,
+        truncated=torch.zeros(8, dtype=torch.bool),
+        samples_per_unit=unit,
+    )
+    batch.mask[3:7], batch.mask[14:17], batch.mask[8] = 0.0, 0.0, 0.0
+    for name in ("old_logprobs", "ref_logprobs", "implicit_ref_logprobs"):
+        setattr(batch, name, -2 + torch.randn(24, generator=generator))
+    batch.labels = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
+    return batch
+
+
+LOSSES = {
+    "prime": (prime.reward_loss, 1, [0, 2, 3, 6, 7]),
+    "sppo": (sppo.loss, 1, [0, 2, 3, 6, 7]),
+    "dpo": (dpo.loss, 2, [2, 3, 6, 7]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_samples_without_a_counted_token_enter_nothing(name):
+    loss, unit, kept = LOSSES[name]
+    config = load_config(None, [f"algorithm={name}", "model.path=toy", "data.train=toy.jsonl"])
+
+    def outcome(batch, logprobs):
+        everything = list(range(len(batch)))
+        micro = pack(batch, everything, multiple=1, device=torch.device("cpu"))
+        micro.logprobs = logprobs.clone().requires_grad_()
+        value, metrics = loss(micro, _totals(batch, [[everything]]), config=config)
+        value.backward()
+        return {key: float(metric.detach()) for key, metric in metrics.items()}, micro.logprobs.grad
+
+    whole = preference_batch(unit)
+    entering = torch.repeat_interleave(torch.isin(torch.arange(8), torch.tensor(kept)), whole.lengths)
+    logprobs = -2 + torch.randn(24, generator=torch.Generator().manual_seed(1))
+    found, gradient = outcome(whole, logprobs)
+    expected, expected_gradient = outcome(whole.select(kept), logprobs[entering])
+    assert found == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(gradient[entering], expected_gradient)
+    assert not gradient[~entering].any() and expected_gradient.any()
+    for key, value in found.items():
+        assert not key.endswith("accuracy") or 0 <= value <= 1, key
+
+
+def test_a_batch_in_which_no_token_counts_has_loss_0():
+    for name, (loss, unit, _) in LOSSES.items():
+        config = load_config(None, [f"algorithm={name}", "model.path=toy", "data.train=toy.jsonl"])
+        batch = preference_batch(unit)
+        batch.mask = torch.zeros(24)
+        micro = pack(batch, list(range(8)), multiple=1, device=torch.device("cpu"))
+        micro.logprobs = torch.zeros(24, requires_grad=True)
+        value, metrics = loss(micro, _totals(batch, [[list(range(8))]]), config=config)
+        value.backward()
+        assert [float(metric.detach()) for metric in metrics.values()] == [0.0] * len(metrics), name
+        assert not micro.logprobs.grad.any()
 
 
 # Pairs ----------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from rl.objectives.rollout_correction import icepop, metrics, reject, sequence_weights, token_weights
+from rl.objectives.rollout_correction import (
+    criterion_metrics,
+    icepop,
+    metrics,
+    reject,
+    rejection_metrics,
+    sequence_weights,
+    token_weights,
+)
 
 STATISTICS = ["k1", "k2", "k3"]
 LEVELS = ["token", "sequence"]
@@ -171,8 +179,9 @@ def test_batches_without_an_unmasked_token(lengths, size):
     assert metrics(nothing, nothing, lengths, mask) == {}
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("seed", range(3))
-def test_metrics_against_the_reference(seed):
+def test_metrics_against_the_reference(seed, level):
     old, rollout, lengths, mask = batch(seed)
     p, q = old.numpy(), rollout.numpy()
     samples = [tokens for tokens in samples_of(lengths.tolist(), mask.tolist()) if tokens]
@@ -201,11 +210,77 @@ def test_metrics_against_the_reference(seed):
         "log_ppl_diff_min": diff.min(),
         "chi2_seq": (product**2).mean() - 1,
     }
-    values = metrics(old, rollout, lengths, mask)
+    of_sample = product
+    if level == "token":
+        ratios = [[math.exp(clamped(p[t] - q[t])) for t in tokens] for tokens in samples]
+        of_sample = np.array([np.mean(of_tokens) for of_tokens in ratios])
+    weighed = w if level == "token" else product
+    expected |= {
+        "rollout_is_ratio_fraction_high": (weighed > 1.3).mean(),
+        "rollout_is_ratio_fraction_low": (weighed < 1 / 1.3).mean(),
+        "rollout_is_seq_mean": of_sample.mean(),
+        "rollout_is_seq_std": of_sample.std(ddof=1),
+        "rollout_is_seq_max": of_sample.max(),
+        "rollout_is_seq_min": of_sample.min(),
+        "rollout_is_seq_max_deviation": np.abs(of_sample - 1).max(),
+        "rollout_is_seq_fraction_high": (of_sample > 1.3).mean(),
+        "rollout_is_seq_fraction_low": (of_sample < 1 / 1.3).mean(),
+    }
+    assert all(0 < expected[f"rollout_is_ratio_fraction_{side}"] < 1 for side in ("low", "high"))
+    values = metrics(old, rollout, lengths, mask, level=level, upper=1.3)
     assert values == pytest.approx(
         {f"rollout_corr/{name}": value for name, value in expected.items()}, rel=1e-9
     )
     assert all(type(value) is float for value in values.values())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("seed", range(2))
+def test_criterion_metrics_against_the_reference(seed, statistic, level):
+    old, rollout, lengths, mask = batch(seed)
+    x = (old - rollout).tolist()
+    low, high = {"k1": (-0.1, 0.05), "k2": (0.0, 0.02), "k3": (0.0, 0.02)}[statistic]
+    options = dict(level=level, statistic=statistic, low=low, high=high)
+    kept = reject(old, rollout, lengths, mask, **options)
+    samples = [tokens for tokens in samples_of(lengths.tolist(), mask.tolist()) if tokens]
+    values = [np.array([statistic_of(clamped(x[t]), statistic) for t in tokens]) for tokens in samples]
+    means = np.array([v.mean() for v in values])
+    if level == "sequence":
+        values = [np.full(len(v), v.mean()) for v in values]
+    tokens, lost = np.concatenate(values), [any(not kept[t] for t in tokens) for tokens in samples]
+    judged = tokens if level == "token" else means
+    expected = {
+        "mean": tokens.mean(),
+        "max": judged.max(),
+        "min": judged.min(),
+        "fraction_high": (judged > high).mean(),
+        "fraction_low": (judged < low).mean(),
+        "std": tokens.clip(low, high).std(),
+        "seq_mean": means.mean(),
+        "seq_std": means.std(ddof=1),
+        "seq_max": means.max(),
+        "seq_min": means.min(),
+        "seq_max_deviation": np.abs(means).max(),
+        "seq_fraction_high": (means > high).mean(),
+        "seq_fraction_low": (means < low).mean(),
+        "masked_fraction": 1 - kept.sum().item() / mask.sum().item(),
+        "seq_masked_fraction": np.mean(lost),
+    }
+    name = f"rollout_corr/rollout_rs_{'token' if level == 'token' else 'seq_mean'}_{statistic}"
+    found = criterion_metrics(old, rollout, lengths, mask, kept, **options)
+    expected_names = {f"{name}_{key}": value for key, value in expected.items()}
+    assert found == pytest.approx(expected_names, rel=1e-9, abs=1e-12)
+    assert 0 < expected["masked_fraction"] < 1 and all(type(value) is float for value in found.values())
+
+
+def test_rejection_metrics_by_hand():
+    lengths, mask = torch.tensor([2, 0, 2, 1]), torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])
+    found = rejection_metrics(lengths, mask, torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]))
+    assert found == pytest.approx(
+        {"rollout_corr/rollout_rs_masked_fraction": 1 / 3, "rollout_corr/rollout_rs_seq_masked_fraction": 0.5}
+    )
+    assert rejection_metrics(lengths, mask * 0, mask * 0) == {}
 
 
 def test_untruncated_weights_average_to_one_over_what_the_engine_samples():

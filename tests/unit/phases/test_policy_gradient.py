@@ -11,12 +11,15 @@ import torch
 from rl.config.schema import Objective, load_config
 from rl.data.batch import Batch
 from rl.objectives import advantages as per_sample
-from rl.objectives import covariance, returns, sequence_loss
+from rl.objectives import covariance, returns, rollout_correction, sequence_loss
 from rl.objectives import policy_loss as per_token
 from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
-from rl.phases.phases import Totals
-from rl.phases.policy_gradient import advantages, policy_loss, token_choice
+from rl.objectives.kl_controller import AdaptiveKL
+from rl.phases.correction import correct_rollout
+from rl.phases.policy_gradient import advantages, policy_loss, token_selection
+from rl.phases.reward_shaping import KlPenalty
+from rl.training.loss import Totals
 from rl.training.packing import pack
 
 LOSSES, ADVANTAGES, AGGREGATIONS, ESTIMATORS = (
@@ -115,9 +118,8 @@ EXPECTED = {
 
 
 def found(batch, name, **objective):
-    return advantages(
-        batch, config_of(advantage=name, **objective), baselines=BASELINES if name == "remax" else None
-    )
+    batch.baselines = BASELINES
+    return advantages(batch, config_of(advantage=name, **objective))
 
 
 def test_every_estimator_has_its_expectation_here():
@@ -242,6 +244,7 @@ def test_gdpo_without_any_number_beside_the_score_is_refused():
 # {loss: (function, {key of the config: (argument of the function, default, another value)})}
 TWO_CLIPS = {"clip_low": ("clip_low", 0.2, 0.05), "clip_high": ("clip_high", 0.2, 0.05)}
 DUAL_CLIP = {"dual_clip": ("dual_clip", 3.0, 1.1)}
+DPPO = {"dppo_max_ratio": ("max_ratio", 20.0, 1.01)}
 FUNCTIONS = {
     "ppo": (per_token.ppo, TWO_CLIPS | DUAL_CLIP),
     "reinforce": (per_token.reinforce, {}),
@@ -252,14 +255,19 @@ FUNCTIONS = {
         {"sapo_tau_positive": ("tau_pos", 1.0, 2.0), "sapo_tau_negative": ("tau_neg", 1.05, 3.0)},
     ),
     "dro": (per_token.dro, {"dro_beta": ("beta", 0.1, 0.7)}),
-    "dppo-tv": (per_token.dppo_tv, TWO_CLIPS),
-    "dppo-kl": (per_token.dppo_kl, TWO_CLIPS),
+    "dppo-tv": (per_token.dppo_tv, TWO_CLIPS | DPPO),
+    "dppo-kl": (per_token.dppo_kl, TWO_CLIPS | DPPO),
     "gspo": (sequence_loss.gspo, TWO_CLIPS),
     "gmpo": (sequence_loss.gmpo, TWO_CLIPS),
-    "clip-cov": (covariance.clip_cov, TWO_CLIPS | DUAL_CLIP),
+    "clip-cov": (covariance.clip_cov, TWO_CLIPS),
     "kl-cov": (covariance.kl_cov, {"kl_cov_coef": ("kl_cov_coef", 1.0, 0.3)}),
 }
-EXTRA_ARGUMENT = {"gspo": "lengths", "gmpo": "lengths", "clip-cov": "chosen", "kl-cov": "chosen"}
+EXTRA_ARGUMENT = {
+    "gspo": "lengths",
+    "gmpo": "lengths",
+    "clip-cov": "selected_tokens",
+    "kl-cov": "selected_tokens",
+}
 KEYS = [(loss, key) for loss, (_, keys) in FUNCTIONS.items() for key in keys]
 SAME = {"reinforce", "gpg"}
 
@@ -303,7 +311,7 @@ def test_every_loss_has_its_function_here():
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_policy_loss_is_the_mean_of_the_pure_function(loss, aggregation):
-    micro = micro_batch(chosen=chosen())
+    micro = micro_batch(selected_tokens=chosen())
     value, metrics = run(micro, loss=loss, aggregation=aggregation)
     token_loss, stats = token_loss_of(loss, micro)
     assert same_value_and_gradient(micro, value, mean(micro, token_loss, aggregation))
@@ -315,7 +323,7 @@ def test_policy_loss_is_the_mean_of_the_pure_function(loss, aggregation):
 
 
 def test_no_two_losses_are_the_same_but_those_of_reinforce_and_gpg():
-    micro = micro_batch(chosen=chosen())
+    micro = micro_batch(selected_tokens=chosen())
     values = {loss: run(micro, loss=loss)[0] for loss in LOSSES}
     for one, other in itertools.combinations(values, 2):
         assert same_value_and_gradient(micro, values[one], values[other]) == ({one, other} == SAME), (
@@ -326,7 +334,7 @@ def test_no_two_losses_are_the_same_but_those_of_reinforce_and_gpg():
 
 @pytest.mark.parametrize("loss, key", KEYS, ids=[f"{loss}-{key}" for loss, key in KEYS])
 def test_each_key_of_a_loss_reaches_it(loss, key):
-    micro = micro_batch(chosen=chosen())
+    micro = micro_batch(selected_tokens=chosen())
     _, default, another = FUNCTIONS[loss][1][key]
     value, _ = run(micro, loss=loss, **{key: another})
     assert same_value_and_gradient(micro, value, mean(micro, token_loss_of(loss, micro, **{key: another})[0]))
@@ -425,7 +433,7 @@ def test_masked_tokens_may_hold_nan_in_every_column_of_the_trainer():
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_only_the_covariance_losses_choose_tokens(loss):
-    assert (token_choice(config_of(loss=loss)) is not None) == (loss in ("clip-cov", "kl-cov"))
+    assert (token_selection(config_of(loss=loss)) is not None) == (loss in ("clip-cov", "kl-cov"))
 
 
 COV = dict(cov_fraction=1.0, cov_low=0.1, cov_high=2.0, clip_low=0.25, clip_high=0.3)
@@ -435,7 +443,7 @@ COV = dict(cov_fraction=1.0, cov_low=0.1, cov_high=2.0, clip_low=0.25, clip_high
 def choice(loss, seed=5, **objective):
     batch = example()
     logprobs = micro_batch().logprobs.detach()
-    return token_choice(config_of(loss=loss, **(COV | objective)))(batch, logprobs, seed), batch, logprobs
+    return token_selection(config_of(loss=loss, **(COV | objective)))(batch, logprobs, seed), batch, logprobs
 
 
 @pytest.mark.parametrize(
@@ -475,9 +483,80 @@ def test_kl_cov_chooses_with_the_keys_of_the_config(fraction):
 
 @pytest.mark.parametrize("loss", ["clip-cov", "kl-cov"])
 def test_the_loss_reads_the_column_of_chosen_tokens(loss):
-    none, some = micro_batch(chosen=torch.zeros(60)), micro_batch(chosen=chosen())
+    none, some = micro_batch(selected_tokens=torch.zeros(60)), micro_batch(selected_tokens=chosen())
     expected = float((chosen() * some.mask).sum()) / TOTALS.num_tokens
     assert float(run(some, loss=loss)[1]["actor/pg_covfrac"]) == pytest.approx(expected)
     assert run(none, loss=loss)[1]["actor/pg_covfrac"] == 0
-    with pytest.raises(AttributeError, match="no chosen"):
+    with pytest.raises(AttributeError, match="no selected_tokens"):
         run(micro_batch(), loss=loss)
+
+
+# What phases make of the batch before the loss --------------------------------------------------------------
+
+
+def config_with(*overrides):
+    return load_config(None, ["model.path=toy", "data.train=toy.jsonl", *overrides])
+
+
+def test_the_reward_kl_is_a_mean_per_token_of_each_sample():
+    # As verl's apply_kl_penalty: the mean over a sample's tokens, then over samples, for the controller too.
+    batch = example()
+    batch.rewards = torch.zeros(10)
+    batch.mask[5:17] = 0.0  # sample 2 has no token that counts, sample 1 is empty
+    lengths = batch.lengths.tolist()
+    divergence = ((batch.old_logprobs - batch.ref_logprobs) * batch.mask).split(lengths)
+    per_sample = [float(d.sum() / m.sum()) for d, m in zip(divergence, batch.mask.split(lengths)) if m.sum()]
+    keys = ["coef=0.5", "controller=adaptive", "target=0.1", "horizon=1000"]
+    penalty = KlPenalty(config_with("algorithm=ppo", *[f"objective.reward_kl.{key}" for key in keys]))
+    metrics = penalty.apply(batch, step=1)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(np.mean(per_sample), rel=1e-5)
+    assert len(per_sample) < 10
+    expected = AdaptiveKL(0.5, target=0.1, horizon=1000)
+    expected.update(float(np.mean(per_sample)), len(per_sample))
+    assert penalty.controller.coef == expected.coef != 0.5
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    # The penalty itself is per token, and a sample's reward loses the sum.
+    assert batch.rewards.tolist() == pytest.approx([-0.5 * float(d.sum()) for d in divergence], abs=1e-5)
+
+
+def example_with_a_gap():
+    """`example`, with log-probs of an engine that are not the trainer's."""
+    batch = example()
+    gap = torch.randn(60, generator=torch.Generator().manual_seed(3))
+    batch.rollout_logprobs = batch.old_logprobs + 0.3 * gap
+    return batch
+
+
+def test_a_token_has_to_pass_every_criterion_of_rejection():
+    batch = example_with_a_gap()
+    before = batch.mask.clone()
+    pair = batch.old_logprobs, batch.rollout_logprobs, batch.lengths, before
+    one = rollout_correction.reject(*pair, level="token", statistic="k1", low=-0.3, high=0.3)
+    other = rollout_correction.reject(*pair, level="sequence", statistic="k3", low=0.0, high=0.05)
+    keys = ["reject=token-k1,sample-k3", "reject_low=[-0.3, 0]", "reject_high=[0.3, 0.05]"]
+    correction = config_with(*[f"rollout_correction.{key}" for key in keys]).rollout_correction
+    found = correct_rollout(batch, correction)
+    assert torch.equal(batch.mask, one * other)
+    assert 0 < batch.mask.sum() < min(one.sum(), other.sum()) and max(one.sum(), other.sum()) < before.sum()
+    share = 1 - float(batch.mask.sum() / before.sum())
+    metrics = {name.removeprefix("rollout_corr/"): value for name, value in found.items()}
+    assert metrics["rejected_fraction"] == pytest.approx(share)
+    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(share)
+    for name, kept in (("token_k1", one), ("seq_mean_k3", other)):
+        expected = 1 - float(kept.sum() / before.sum())
+        assert metrics[f"rollout_rs_{name}_masked_fraction"] == pytest.approx(expected)
+
+
+def test_the_weights_that_are_measured_are_those_of_the_config():
+    for keys, level, upper in (
+        ([], "token", 2.0),
+        (["truncate_tokens=1.1"], "token", 1.1),
+        (["truncate_samples=1.2"], "sequence", 1.2),
+        (["icepop_low=0.5", "icepop_high=1.3"], "token", 1.3),
+    ):
+        batch = example_with_a_gap()
+        correction = config_with(*[f"rollout_correction.{key}" for key in keys]).rollout_correction
+        found = correct_rollout(batch, correction)
+        pair = batch.old_logprobs, batch.rollout_logprobs, batch.lengths, batch.mask
+        expected = rollout_correction.metrics(*pair, level=level, upper=upper)
+        assert found.items() >= expected.items() and len(expected) == 27

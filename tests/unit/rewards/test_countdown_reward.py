@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rl.rewards.countdown import evaluate, score
-from tests.timing import cpu_seconds
+from tests.timing import assert_linear_in_text
 
 TASK = {"target": 24, "numbers": [1, 5, 6, 8]}
 
@@ -105,7 +105,6 @@ def test_a_task_of_another_form_is_an_error(task):
 @pytest.mark.parametrize(
     "unit", ["(", "1+", "-", "<answer>", "</answer>", "=", "\n", " ", "1", "<answer>1</answer>"]
 )
-def test_a_hundred_thousand_characters_take_less_than_50_ms(unit):
-    body = unit * (100_000 // len(unit))
-    for response in (body, f"<answer>{body}</answer>", body + "<answer>1</answer>"):
-        assert cpu_seconds(reward, response) < 0.05, (unit, response[:20])
+def test_time_grows_linearly_up_to_100_000_characters(unit):
+    around = (("", ""), ("<answer>", "</answer>"), ("", "<answer>1</answer>"))
+    assert_linear_in_text(reward, unit, around)

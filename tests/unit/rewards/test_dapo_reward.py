@@ -1,7 +1,7 @@
 import pytest
 
 from rl.rewards.dapo import normalize, score
-from tests.timing import cpu_seconds
+from tests.timing import assert_linear_in_text
 
 
 def reward(response, ground_truth="42", **kwargs):
@@ -63,6 +63,15 @@ def test_only_the_last_300_characters_are_looked_at():
     assert reward("Answer: 42\n" + "x" * 290)["acc"] == 0.0
 
 
+@pytest.mark.parametrize("response", ["so \\boxed{42}", "\\boxed{41}, no: \\boxed{42}."])
+def test_a_bare_box_counts_only_with_strict_box(response):
+    # As verl's math_dapo.compute_score without and with strict_box_verify.
+    assert reward(response) == {"score": -1.0, "acc": 0.0, "pred": "[INVALID]"}
+    assert reward(response, strict_box=True) == {"score": 1.0, "acc": 1.0, "pred": "42"}
+    assert reward(response + "\nAnswer: 43", strict_box=True)["score"] == 1.0
+    assert reward(response.replace("42", "43") + "\nAnswer: 42")["score"] == 1.0
+
+
 def test_the_strict_form_is_a_box_to_the_letter():
     assert reward("so \\boxed{42}", strict_box=True) == {"score": 1.0, "acc": 1.0, "pred": "42"}
     assert reward("\\boxed{41} \\boxed{\\frac{1}{2}}", "\\frac{1}{2}", strict_box=True)["acc"] == 1.0
@@ -114,7 +123,6 @@ def test_a_prompt_without_ground_truth_is_an_error():
     "unit", ["Answer:", "Answer", " ", "$", "\\boxed{", "{", "\\text{", "frac", "Answer:\n", "\\text{a}"]
 )
 @pytest.mark.parametrize("strict_box", [True, False])
-def test_a_hundred_thousand_characters_take_less_than_50_ms(unit, strict_box):
-    body = unit * (100_000 // len(unit))
-    for response in (body, "Answer: " + body, body + "Answer: 42"):
-        assert cpu_seconds(reward, response, strict_box=strict_box) < 0.05, (unit, response[:20])
+def test_time_grows_linearly_up_to_100_000_characters(unit, strict_box):
+    around = (("", ""), ("Answer: ", ""), ("", "Answer: 42"))
+    assert_linear_in_text(lambda response: reward(response, strict_box=strict_box), unit, around)

@@ -1,7 +1,6 @@
 import asyncio
 import inspect
 import pickle
-import time
 
 import pytest
 
@@ -10,6 +9,7 @@ from rl.rewards.mixture import Mixture, short_names
 from rl.rewards.score import RejectedResult, Score
 
 SAMPLE = {"prompt": "p", "response": "2", "ground_truth": "2", "data_source": "toy", "extra_info": {}}
+HANG_S = 60
 
 FUNCTIONS = """
 import asyncio
@@ -29,8 +29,9 @@ def broken(**extra):
 def huge(**extra):
     return 1e308
 
-async def later(response, **extra):
-    await asyncio.sleep(0.3)
+async def later(response, extra_info, **extra):
+    if "barrier" in extra_info:
+        await extra_info["barrier"].wait()
     return {"score": float(response), "pred": "later"}
 
 async def broken_later(**extra):
@@ -184,15 +185,14 @@ def test_async_functions_give_something_to_await_and_run_concurrently(file):
     mix = mixture(file, {"function": "later"}, {"function": "number", "weight": 10}, {"function": "later"})
     assert mix.is_async and not mixture(file, {"function": "number"}).is_async
 
-    async def timed():
-        start = time.perf_counter()
-        score = await mix.score(SAMPLE)
-        return score, time.perf_counter() - start
+    async def meet():
+        # Neither call of `later` returns before both have begun: one after the other they would never return.
+        sample = SAMPLE | {"extra_info": {"barrier": asyncio.Barrier(2)}}
+        return await asyncio.wait_for(mix.score(sample), HANG_S)
 
-    score, seconds = asyncio.run(timed())
+    score = asyncio.run(meet())
     assert score.values == {"score": 24.0, "rules/score": 2.0, "rules_2/score": 2.0, "rules_3/score": 2.0}
     assert score.prediction == "later"
-    assert 0.3 <= seconds < 0.59  # one after the other: 0.6
 
 
 def test_an_async_function_that_fails_fails_the_sample(file):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from rl.rewards.qa import normalize, score, token_f1
-from tests.timing import cpu_seconds
+from tests.timing import assert_linear_in_text
 
 
 def reward(response, ground_truth, **kwargs):
@@ -71,7 +71,6 @@ def test_another_metric_is_an_error():
 
 
 @pytest.mark.parametrize("unit", ["a ", "<answer>", "</answer>", "the", "\n", " ", ".", "<answer>a</answer>"])
-def test_a_hundred_thousand_characters_take_less_than_50_ms(unit):
-    body = unit * (100_000 // len(unit))
-    for response in (body, "<answer>" + body + "</answer>", body + "<answer>Paris</answer>"):
-        assert cpu_seconds(reward, response, ["Paris", "Rome"]) < 0.05, (unit, response[:20])
+def test_time_grows_linearly_up_to_100_000_characters(unit):
+    around = (("", ""), ("<answer>", "</answer>"), ("", "<answer>Paris</answer>"))
+    assert_linear_in_text(lambda response: reward(response, ["Paris", "Rome"]), unit, around)

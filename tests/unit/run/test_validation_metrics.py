@@ -6,7 +6,16 @@ from math import comb, isclose
 import numpy as np
 import pytest
 
-from rl.run.validation_metrics import best_at, majority_at, mean_at, std_at, validation_metrics, worst_at
+from rl.run.validation_metrics import (
+    best_at,
+    best_std_at,
+    majority_at,
+    mean_at,
+    std_at,
+    validation_metrics,
+    worst_at,
+    worst_std_at,
+)
 
 
 def random_values(num_prompts=7, k=6, *, seed=0, binary=False):
@@ -35,6 +44,16 @@ def test_best_and_worst_are_the_means_over_all_subsets(n):
     values = random_values()
     np.testing.assert_allclose(best_at(values, n), [over_subsets(row, n, max) for row in values], rtol=1e-12)
     np.testing.assert_allclose(worst_at(values, n), [over_subsets(row, n, min) for row in values], rtol=1e-12)
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_the_std_of_best_and_worst_is_that_over_all_subsets(n):
+    values = random_values()
+    subsets = list(combinations(range(6), n))
+    for std_of, reduce in ((best_std_at, np.max), (worst_std_at, np.min)):
+        expected = [np.std([reduce(row[list(subset)]) for subset in subsets]) for row in values]
+        np.testing.assert_allclose(std_of(values, n), expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(best_std_at(values, 1), std_at(values), rtol=1e-12)
 
 
 @pytest.mark.parametrize("k, n", [(1, 1), (8, 1), (8, 3), (8, 8), (200, 100)])
@@ -125,11 +144,18 @@ def test_core_metrics_are_those_of_the_largest_subset_and_the_rest_is_auxiliary(
             "val-core/openai/gsm8k/acc/mean@4": 0.625,
             "val-aux/openai/gsm8k/acc/std@4": (0.1875**0.5) / 2,
             "val-aux/openai/gsm8k/acc/best@2/mean": (0.5 + 1) / 2,
+            "val-aux/openai/gsm8k/acc/best@2/std": 0.5 / 2,
             "val-aux/openai/gsm8k/acc/worst@2/mean": 0.5,
+            "val-aux/openai/gsm8k/acc/worst@2/std": 0.0,
+            # Six pairs of answers: three ties with the right one, worth 1/2 each, and three without it.
             "val-aux/openai/gsm8k/acc/maj@2/mean": ((2 * 0.5 + 0.5) / 6 + 1) / 2,
+            "val-aux/openai/gsm8k/acc/maj@2/std": 0.25 / 2,
             "val-core/openai/gsm8k/acc/best@4/mean": 1.0,
+            "val-core/openai/gsm8k/acc/best@4/std": 0.0,
             "val-aux/openai/gsm8k/acc/worst@4/mean": 0.5,
+            "val-aux/openai/gsm8k/acc/worst@4/std": 0.0,
             "val-core/openai/gsm8k/acc/maj@4/mean": 0.5,
+            "val-core/openai/gsm8k/acc/maj@4/std": 0.0,
         }
     )
 
@@ -150,10 +176,8 @@ def test_sizes_are_powers_of_two_and_the_number_of_samples():
         "best@8",
         "best@12",
     }
-    assert [name for name in names if name.startswith("val-core")] == [
-        "val-core/a/acc/mean@12",
-        "val-core/a/acc/best@12/mean",
-    ]
+    core = [name.removeprefix("val-core/a/acc/") for name in names if name.startswith("val-core")]
+    assert core == ["mean@12", "best@12/mean", "best@12/std"]
 
 
 def test_without_acc_the_score_is_the_core_variable():

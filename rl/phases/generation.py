@@ -1,0 +1,74 @@
+"""The generation phase: prompts in, a batch of sampled responses out."""
+
+import time
+
+from rl.config.schema import Config
+from rl.data.batch import Batch, fingerprint
+from rl.data.prompts import Prompt
+from rl.engines.engines import Engines
+from rl.engines.memory import MemorySharing
+from rl.phases.step import Step
+from rl.rollout.exchange import exchange
+from rl.rollout.sampling import Sampling, seed_of
+from rl.runtime.collectives import any_rank
+from rl.stopping.requests import StepAborted, StopRequests
+
+
+class Generation:
+    """Generates with the current weights of the policy.
+
+    Args:
+        stop: what may abort the generation of a training step; None: nothing does.
+    """
+
+    def __init__(
+        self, config: Config, step: Step, engines: Engines, memory: MemorySharing, stop: StopRequests | None
+    ):
+        self._config, self._step, self._engines, self._memory, self._stop = (
+            config,
+            step,
+            engines,
+            memory,
+            stop,
+        )
+
+    def sample(
+        self, prompts: list[Prompt], sampling: Sampling, *, purpose: str, timing: str, abortable: bool = False
+    ) -> Batch:
+        """Sample responses to the prompts. Collective over the world.
+
+        Args:
+            sampling: how responses are sampled, and how many per prompt.
+            purpose: distinguishes the seeds of this call from those of other calls in the run.
+            timing: seconds are logged as timing_s/<timing>.
+            abortable: a stop request ends the generation, unless this step has updated a model.
+
+        Raises:
+            StepAborted: on every rank, after a stop request.
+        """
+        self._wake_engine()
+        engine, step = self._engines.rollout, self._step
+        assert engine is not None, "this run has no generation engine"
+        # Seeds follow the place in the draw: samples of a prompt that is drawn twice must differ.
+        seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
+        ids = [prompt.token_ids for prompt in prompts]
+        total = len(prompts) * sampling.samples_per_prompt
+        abortable = abortable and self._stop is not None and not step.has_updated
+        started = time.perf_counter()
+        with step.phase("generate", timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
+            interrupt = self._stop.within_generation if abortable and self._stop is not None else None
+            own = engine.generate(ids, sampling, seeds, progress=bar, interrupt=interrupt)
+            if abortable and any_rank(own is None):
+                raise StepAborted
+            # Every rank of a replica holds the same samples; its first rank contributes them.
+            own = own if own is not None and engine.rank_in_replica == 0 else []
+            batch = exchange(ids, own, sampling.samples_per_prompt, self._step.device)
+        if abortable:
+            step.abortable_s += time.perf_counter() - started
+        return batch
+
+    def _wake_engine(self) -> None:
+        step = self._step
+        step.metrics |= self._memory.to_generation(
+            step.number, lambda: step.phase("refit", timing="update_weights")
+        )

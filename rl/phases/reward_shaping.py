@@ -1,0 +1,63 @@
+"""Terms that the algorithm adds to a sample's score: the overlong penalty and the KL penalty."""
+
+import torch
+from torch import Tensor
+
+from rl.config.schema import Config
+from rl.data.batch import Batch
+from rl.objectives.kl import kl
+from rl.objectives.kl_controller import AdaptiveKL, FixedKL
+from rl.objectives.returns import place_at_end
+from rl.objectives.segments import segment_sum
+from rl.phases.batch_metrics import sample_means, spread
+from rl.rewards.length import overlong_penalties
+
+
+def overlong_penalty(batch: Batch, config: Config) -> Tensor:
+    """Return the penalty of each sample for its length, float32 [N], 0 or negative (`reward.overlong_*`,
+    DAPO).
+    """
+    penalties = overlong_penalties(
+        batch.lengths.numpy(),
+        max_tokens=config.rollout.max_response_tokens,
+        buffer_tokens=config.reward.overlong_buffer_tokens,
+        penalty=config.reward.overlong_penalty,
+    )
+    return torch.from_numpy(penalties).float()
+
+
+class KlPenalty:
+    """The KL divergence from the reference policy as part of the reward (`objective.reward_kl`), with its
+    coefficient.
+    """
+
+    def __init__(self, config: Config):
+        self._penalty, self._critic_warmup = config.objective.reward_kl, config.critic.warmup_steps
+        adaptive = self._penalty.controller == "adaptive" and self._penalty.coef
+        self.controller = (
+            AdaptiveKL(self._penalty.coef, self._penalty.target, self._penalty.horizon)
+            if adaptive
+            else FixedKL(self._penalty.coef)
+        )
+
+    def apply(self, batch: Batch, step: int) -> dict[str, float]:
+        """Fill `token_rewards` and subtract the penalty from `rewards`; return the metrics.
+
+        A token's reward is minus the coefficient times its divergence, plus the sample's reward at the last
+        token. `rewards` become their sums. An adaptive coefficient is updated for the next step.
+        """
+        batch.token_rewards = place_at_end(batch.rewards, batch.lengths, batch.mask)
+        metrics: dict[str, float] = {}
+        if self._penalty.coef:
+            coef = self.controller.coef
+            divergence = kl(
+                batch.old_logprobs, batch.ref_logprobs, batch.mask, estimator=self._penalty.estimator
+            )
+            per_token = sample_means(divergence, batch.mask, batch.lengths)
+            mean_kl = float(per_token.mean()) if len(per_token) else 0.0
+            metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coef}
+            batch.token_rewards = batch.token_rewards - coef * divergence
+            batch.rewards = batch.rewards - coef * segment_sum(divergence, batch.lengths)
+            if step > self._critic_warmup:  # before, the policy does not change
+                self.controller.update(mean_kl, len(per_token))
+        return metrics | spread("critic/rewards", batch.rewards)

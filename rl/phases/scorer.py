@@ -1,0 +1,219 @@
+"""Scores of responses by the reward function, a reward model and a judge."""
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rl.config.schema import Config
+from rl.data.batch import Batch
+from rl.data.prompts import Prompt
+from rl.engines.engines import Engines
+from rl.engines.inputs import Inputs
+from rl.rewards.pool.pool import ScoringPool, default_workers
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.exchange import exchange
+from rl.rollout.sampling import Sampling, seed_of
+from rl.runtime.collectives import sum_over_world
+from rl.runtime.device import Device
+from rl.training.engine import TrainingEngine
+from rl.training.packing import plan_minibatch
+
+
+class Scorer:
+    """Scores batches.
+
+    Each rank calls the reward function on every world-size-th sample, in its own worker processes. A reward
+    model and a judge run on all ranks together.
+    """
+
+    def __init__(self, config: Config, inputs: Inputs, device: Device, engines: Engines, pool: ScoringPool):
+        self.config, self.device, self.tokenizer, self.pool = config.reward, device, inputs.tokenizer, pool
+        self.micro_batch_tokens, self.seed = config.training.micro_batch_tokens, config.run.seed
+        self.model = (
+            None
+            if engines.reward_model is None
+            else (engines.reward_model, inputs.tokenizers["reward_model"])
+        )
+        self.judge = None
+        if engines.judge is not None:
+            assert inputs.judge_parser is not None
+            self.judge = (engines.judge, inputs.tokenizers["judge"], inputs.judge_parser)
+
+    def score(
+        self, batch: Batch, prompts: list[Prompt], *, predictions: bool
+    ) -> tuple[dict[str, Tensor], list[str | None] | None]:
+        """Return columns float32 [N] and, with `predictions`, the answer found in each response. Collective
+        over the world.
+
+        The columns are `score`, `failed` (0 or 1) and the reward function's other numbers, NaN where a sample
+        lacks one.
+        """
+        world, rank = dist.get_world_size(), dist.get_rank()
+        mine = list(range(rank, len(batch), world))
+        texts = self.tokenizer.batch_decode([batch.response_ids[i] for i in mine], skip_special_tokens=True)
+        owners = [prompts[int(batch.groups[i])] for i in mine]
+        scores = self.pool.score([_sample(prompt, text) for prompt, text in zip(owners, texts)])
+        columns = gather_columns([score.values for score in scores], mine, len(batch), self.device)
+        answers = gather_by_rank([score.prediction for score in scores]) if predictions else None
+        if self.model is not None:
+            given = self._model_scores(*self.model, batch, owners, texts)
+            columns |= {"reward_model": given, "score": columns["score"] + self.config.model.coef * given}
+        if self.judge is not None:
+            given, failed = self._judge_scores(*self.judge, batch, owners, texts)
+            columns["judge"] = torch.where(failed > 0, torch.nan, given)
+            columns["failed"] = torch.maximum(columns["failed"], failed)
+            columns["score"] = columns["score"] + self.config.judge.coef * given
+        failed = columns["failed"] > 0
+        columns["score"] = columns["score"].masked_fill(failed, self.config.failure_score)
+        if "acc" in columns:  # a failed sample is a wrong one
+            columns["acc"] = columns["acc"].masked_fill(failed, 0.0)
+        return columns, answers
+
+    def _model_scores(
+        self,
+        model: TrainingEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        batch: Batch,
+        owners: list[Prompt],
+        texts: list[str],
+    ) -> Tensor:
+        """Return the reward model's value at the last token of each conversation, float32 [N]."""
+        ids = gather_by_rank([_conversation(tokenizer, prompt, text) for prompt, text in zip(owners, texts)])
+        # A response of one token: only the value at the position before it is read.
+        end = np.zeros(1, np.int32)
+        count = len(batch)
+        conversations = Batch(
+            ids, [end] * count, groups=torch.arange(count), truncated=torch.zeros(count, dtype=torch.bool)
+        )
+        plan = plan_minibatch(
+            conversations, list(range(count)), dp=model.grid.dp, max_tokens=self.micro_batch_tokens
+        )
+        return model.forward(conversations, [plan], ("values",))[0]
+
+    def _judge_scores(
+        self,
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        parse: Callable[[str], float],
+        batch: Batch,
+        owners: list[Prompt],
+        texts: list[str],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the judge's grade of each response, 0 where it failed, and whether it failed, float32 [N]
+        each.
+        """
+        judge = self.config.judge
+        questions = [
+            judge.template.format(prompt=prompt.text, response=text, ground_truth=prompt.ground_truth)
+            for prompt, text in zip(owners, texts)
+        ]
+        ids = gather_by_rank([_question(tokenizer, question) for question in questions])
+        asked = [i for i, tokens in enumerate(ids) if len(tokens) <= judge.max_prompt_tokens]
+        sampling = Sampling(
+            samples_per_prompt=1,
+            temperature=judge.temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            max_tokens=judge.max_response_tokens,
+            stop=(),
+            stop_token_ids=(),
+        )
+        questions_asked = [ids[i] for i in asked]
+        engine.wake_weights()
+        engine.wake_cache()
+        samples = engine.generate(questions_asked, sampling, [seed_of(self.seed, "judge", i) for i in asked])
+        engine.sleep()
+        answers = exchange(questions_asked, samples if engine.rank_in_replica == 0 else [], 1, self.device)
+        values, failed = torch.zeros(len(batch)), torch.ones(len(batch))
+        for i, text in zip(asked, tokenizer.batch_decode(answers.response_ids, skip_special_tokens=True)):
+            try:
+                values[i], failed[i] = float(parse(text)), 0.0
+            except Exception:  # a user's parser may raise anything; only this sample's grade is lost
+                continue
+        return values, failed
+
+
+def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
+    """Start this rank's worker processes, before the engines, which pin this thread to a core. Not
+    collective.
+
+    Raises ValueError if a worker cannot load the reward functions within its limits.
+    """
+    assert inputs.rewards is not None
+    own_cores = "SLURM_CPUS_PER_TASK" in os.environ  # the task is bound to its cores
+    pool = ScoringPool(
+        inputs.rewards,
+        failure_score=config.reward.failure_score,
+        workers=config.reward.workers
+        or default_workers(1 if own_cores else int(os.environ["LOCAL_WORLD_SIZE"])),
+        timeout_s=config.reward.timeout_s,
+        memory_mib=config.reward.memory_mib,
+    )
+    try:
+        pool.check()
+    except ValueError:
+        pool.close()
+        raise
+    return pool
+
+
+def gather_by_rank(mine: list) -> list:
+    """Return every rank's items, given for every world-size-th sample, in sample order.
+
+    Collective over the world.
+    """
+    world = dist.get_world_size()
+    everyone: list = [None] * world
+    dist.all_gather_object(everyone, mine)
+    return [everyone[i % world][i // world] for i in range(sum(map(len, everyone)))]
+
+
+def gather_columns(
+    results: list[dict[str, float]], mine: list[int], total: int, device: Device
+) -> dict[str, Tensor]:
+    """Return every rank's results as columns float32 [total], NaN where a sample lacks a number.
+
+    Collective over the world.
+    """
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sorted({name for result in results for name in result}))
+    names = sorted({name for rank_names in everyone for name in rank_names})
+    table = torch.zeros(len(names), total, dtype=torch.float64)
+    for i, result in zip(mine, results):
+        table[:, i] = torch.tensor([result.get(name, float("nan")) for name in names], dtype=torch.float64)
+    return dict(zip(names, sum_over_world(table, device.torch).float()))
+
+
+def _sample(prompt: Prompt, response: str) -> dict:
+    return dict(
+        prompt=prompt.text,
+        response=response,
+        ground_truth=prompt.ground_truth,
+        data_source=prompt.data_source,
+        extra_info=prompt.extra_info,
+    )
+
+
+def _conversation(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str) -> np.ndarray:
+    """Return token ids of prompt and response by the reward model's tokenizer."""
+    if prompt.messages is None or tokenizer.chat_template is None:
+        return np.array(tokenizer(prompt.text + response)["input_ids"], np.int32)
+    messages = [*prompt.messages, {"role": "assistant", "content": response}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def _question(tokenizer: PreTrainedTokenizerBase, question: str) -> np.ndarray:
+    """Return token ids of a question to the judge, as a user message."""
+    if tokenizer.chat_template is None:
+        return np.array(tokenizer(question)["input_ids"], np.int32)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+    )
+    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)

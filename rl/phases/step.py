@@ -1,0 +1,79 @@
+"""The step being taken: its number, its metrics, and the frame around each of its phases."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rl.faults.agreement import Agreement
+from rl.faults.process import GIB, resident_bytes, return_free_memory
+from rl.faults.watchdog import Watch
+from rl.run_directory.progress import Progress
+from rl.runtime.device import Device
+
+
+class Step:
+    """Number and metrics of the present step.
+
+    Phases of one run share one object, which begins again at every step.
+    """
+
+    def __init__(self, *, device: Device, progress: Progress, watch: Watch, agreement: Agreement):
+        self.device, self.progress, self.watch, self.agreement = device, progress, watch, agreement
+        self.number = 0
+        self.metrics: dict[str, float] = {}
+        self.num_tokens = 0
+        """Prompt and response tokens of this step's policy updates."""
+        self.has_updated = False
+        """Once true, the step can no longer be aborted and retried: some model was updated in it."""
+        self.abortable_s = 0.0
+        """Seconds of this step in which a stop request could have aborted it."""
+        self._first: int | None = None
+
+    @property
+    def is_first_of_start(self) -> bool:
+        """Whether it is the first step since the processes started."""
+        return self.number == self._first
+
+    def begin(self, number: int) -> None:
+        """Begin step `number` with empty metrics. Step 0 is the validation before training."""
+        self.number, self.metrics = number, {"training/global_step": number}
+        self.num_tokens, self.has_updated, self.abortable_s = 0, False, 0.0
+        if self._first is None and number > 0:
+            self._first = number
+        return_free_memory()
+        self.watch.where.begin_step(number)
+        self.agreement.begin_step()
+
+    @contextmanager
+    def phase(self, name: str, *, timing: str, batch: int = 0) -> Iterator[None]:
+        """Run the body as the phase `name` of `rl.faults.phase_tracker.PHASES`. Collective over the world.
+
+        The watchdog applies the phase's time limit. Before the body, ranks compare what they are about to do:
+        the phase, the step, and the fingerprint `batch` of the token ids. The seconds in the body are added
+        to timing_s/<timing>.
+        """
+        with self.watch.where.phase(name, self.number) as place:
+            with self.timed("agreement"):
+                is_cuda = self.device.is_cuda
+                peak = torch.cuda.max_memory_allocated(self.device.torch) if is_cuda else 0
+                host, peak = self.agreement.check(place, batch, (resident_bytes(), peak))
+            largest = max(host / GIB, self.metrics.get("perf/host_memory_gib", 0.0))
+            self.metrics["perf/host_memory_gib"] = largest
+            if is_cuda:
+                self.metrics["perf/device_memory_peak_gib"] = peak / GIB
+            with self.timed(timing):
+                yield
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds in the body to timing_s/<name>."""
+        start = time.perf_counter()
+        yield
+        key = f"timing_s/{name}"
+        self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
+
+    def bar(self, name: str, total: int):
+        """Return a progress bar over `total` samples, as a context manager."""
+        return self.progress.phase(f"step {self.number} {name}", total, "samples")

@@ -1,0 +1,101 @@
+"""The checkpoints of a run: which one it continues from, and what they hold beside the models."""
+
+from rl.checkpoint.rng import reseed_rng
+from rl.checkpoint.store import CheckpointStore, Saved
+from rl.config.options import ConfigError
+from rl.config.schema import Config
+from rl.phases.phases import Phases
+from rl.rollout.sampling import seed_of
+from rl.run_directory.status import Status
+
+
+def find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | None, Saved | None]:
+    """Return the newest checkpoint of this run, and the one that checkpoint.resume names if it is to be read.
+
+    Raises ConfigError, before any model is built, if checkpoint.resume=never meets checkpoints of an earlier
+    run: retention and the next resume would take them for this run's.
+    """
+    newest, resume = store.newest(), config.checkpoint.resume
+    if newest is not None and resume == "never" and config.checkpoint.every:
+        raise ConfigError(
+            f"checkpoint.resume=never, but {store.directory} holds checkpoints of an earlier run; "
+            "set checkpoint.resume=auto to continue it, or another run.dir."
+        )
+    is_path = resume not in ("auto", "never")
+    reads_named = is_path and (newest is None or config.checkpoint.weights_only)
+    return newest, store.named(resume) if reads_named else None
+
+
+class RunCheckpoints:
+    """Reads and writes the checkpoints of one run. Methods are collective over the world."""
+
+    def __init__(self, config: Config, store: CheckpointStore, phases: Phases, status: Status):
+        self._config, self._store, self._phases, self._status = config, store, phases, status
+
+    def resume(self, newest: Saved | None, named: Saved | None) -> tuple[int, dict[str, float]]:
+        """Load the run's newest checkpoint, or the one that checkpoint.resume names, if there is one.
+
+        Returns the step to continue after and its metrics.
+        """
+        config, phases = self._config, self._phases
+        models = phases.engines.learning
+        if named is not None and config.checkpoint.weights_only:
+            self._store.load_weights(named, models)
+            for model in models.values():
+                model.start_from_present_weights()
+            phases.step.progress.line(f"weights of {named.path}")
+            named = None
+        saved = named if newest is None else newest
+        if saved is None or config.checkpoint.resume == "never":
+            # A reward function, for example, may draw from a generator that nobody has seeded.
+            reseed_rng(seed_of(config.run.seed, "start"))
+            return 0, {}
+        state = self._store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))
+        try:
+            phases.kl_penalty.controller.load_state_dict(state["kl_controller"])
+        except ValueError as error:
+            raise ConfigError(
+                f"{saved.path} was written with another objective.reward_kl.controller: {error}"
+            ) from error
+        try:
+            phases.sampler.load_state_dict(state["sampler"])
+        except ValueError as error:
+            raise ConfigError(f"{saved.path} was written with other data: {error}") from error
+        phases.engines.policy.version = state.get("policy_version", 0)  # absent in checkpoints of version 0.1
+        return state["step"], state["metrics"]
+
+    def state(self, cursor: dict) -> dict:
+        """Return what a checkpoint holds beside the models. Not collective.
+
+        cursor: state of the sampler after the batch that was learned from last (`Batch.cursor`).
+        """
+        return {
+            "sampler": cursor,
+            "kl_controller": self._phases.kl_penalty.controller.state_dict(),
+            "policy_version": self._phases.engines.policy.version,
+        }
+
+    def save(self, step: int, state: dict, metrics: dict[str, float]) -> None:
+        """Write the checkpoint of a step, or begin to; nothing happens if it was written.
+
+        The models must be as they were at the step's end; `state` and `metrics` belong to that moment.
+        """
+        with self._phases.saving():
+            self._store.save(step, self._phases.engines.learning, state, metrics)
+        self._note_complete()
+
+    def poll(self) -> None:
+        """Complete a checkpoint that is written in the background, if all of it is on disk."""
+        if self._store.is_saving:
+            with self._phases.timed("save_checkpoint"):
+                self._store.poll()
+            self._note_complete()
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        self._store.close()
+        self._note_complete()
+
+    def _note_complete(self) -> None:
+        if self._store.complete_step is not None:
+            self._status.write(checkpoint_step=self._store.complete_step)
