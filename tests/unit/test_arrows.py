@@ -14,7 +14,8 @@ FLOORS = (
     ("training", "rollout"),
     ("stopping", "faults"),
     ("run_directory", "runtime", "data", "rewards"),
-    ("config", "models", "objectives", "sandbox"),
+    ("config",),
+    ("models", "objectives", "sandbox"),
 )
 """Rooms of rl/ from the top floor to the ground."""
 

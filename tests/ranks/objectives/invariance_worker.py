@@ -180,7 +180,7 @@ def mini_batches(config: Config) -> Batch:
         else torch.arange(len(sizes)).repeat_interleave(sizes),
         truncated=torch.zeros(count, dtype=torch.bool),
         mask=(torch.rand(int(lengths.sum()), generator=generator) > 0.2).float(),
-        unit=2 if pairs else 1,
+        samples_per_unit=2 if pairs else 1,
     )
     start = int(batch.offsets[12])
     batch.mask[start : start + int(lengths[12])] = 0.0  # a sample of which no token counts
@@ -236,7 +236,7 @@ def plans_of(how: str, name: str, batch: Batch) -> list:
     if how == "whole":
         return [[[list(part)]] for part in parts]
     rng = random.Random(f"{name} {dist.get_world_size()}")
-    return [random_plan(part, batch.unit, dist.get_world_size(), rng) for part in parts]
+    return [random_plan(part, batch.samples_per_unit, dist.get_world_size(), rng) for part in parts]
 
 
 def learn(phases: Phases, batch: Batch) -> None:

@@ -16,7 +16,7 @@ def batch_of(group_sizes, unit=1):
         response_ids=[np.ones(1 + i % 3, np.int32) for i in range(count)],
         groups=torch.arange(len(group_sizes)).repeat_interleave(torch.tensor(group_sizes)),
         truncated=torch.zeros(count, dtype=torch.bool),
-        unit=unit,
+        samples_per_unit=unit,
     )
 
 
