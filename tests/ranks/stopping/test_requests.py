@@ -22,8 +22,7 @@ def requests(max_time="", **environ):
     return StopRequests(str(run), max_time=max_time, environ=environ)
 
 def seen(stop, deadline=60.0):
-    # Within a generation ranks look into the store now and then; the other one has to have put its word
-    # there.
+    # During a generation ranks check the store from time to time; the other rank must have set its key.
     end = time.monotonic() + deadline
     while time.monotonic() < end:
         if stop.is_requested():
@@ -129,7 +128,8 @@ def test_a_lead_that_is_too_short_is_reported_once(tmp_path):
     [first, _] = ranks(
         """
 stop = requests(LOCKSTEP_SIGNAL_LEAD="120")
-out["warnings"] = [stop.record_step(500.0, 0.0, unstoppable=80.0), stop.record_step(500.0, 41.0, unstoppable=80.0), stop.record_step(500.0, 0.0, unstoppable=900.0)]
+steps = [(0.0, 80.0), (41.0, 80.0), (0.0, 900.0)]  # seconds of the checkpoint, and those that a stop waits for
+out["warnings"] = [stop.record_step(500.0, save, unstoppable=rest) for save, rest in steps]
 out["unknown"] = requests(LOCKSTEP_SIGNAL_LEAD="").record_step(500.0, 500.0, unstoppable=500.0)
 """,
         tmp_path,

@@ -143,8 +143,8 @@ def test_accuracies_by_data_source():
 def test_step_line_shows_every_headline_number():
     line = step_line(7, 100, FULL | {"val-core/gsm8k/acc/mean@1": 0.4123, "timing_s/testing": 123.4})
     assert line == (
-        "step   7/100 | reward  0.531 len   213 tok/s  5235 grad    0.12 loss -0.00123 |  45.6 s: gen 12.3 train 30.1 "
-        "logp  2.0 refit  1.2 score  0.1 | val  123 acc 0.412"
+        "step   7/100 | reward  0.531 len   213 tok/s  5235 grad    0.12 loss -0.00123 |  45.6 s: gen 12.3 "
+        "train 30.1 logp  2.0 refit  1.2 score  0.1 | val  123 acc 0.412"
     )
 
 
