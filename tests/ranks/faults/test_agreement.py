@@ -15,13 +15,13 @@ PROGRAM = """
     from rl.faults.agreement import agree_on_config, fail_together
 
     dist.init_process_group("gloo")
-    rank, said = dist.get_rank(), {}
+    rank, outcomes = dist.get_rank(), {}
 
     def outcome(name, action):
         try:
-            said[name] = action()
+            outcomes[name] = action()
         except ConfigError as error:
-            said[name] = f"ConfigError: {error}"
+            outcomes[name] = f"ConfigError: {error}"
 
     def read(*failing):
         with fail_together():
@@ -63,7 +63,7 @@ def test_ranks_go_on_if_none_fails(outcomes):
 
 
 @pytest.mark.parametrize(("case", "culprit"), [("first", 0), ("second", 1)])
-def test_every_rank_fails_if_one_does_and_the_error_names_it(outcomes, case, culprit):
+def test_every_rank_fails_if_one_does(outcomes, case, culprit):
     assert [rank[case] for rank in outcomes] == [
         f"ConfigError: no file on host {culprit} (on rank {culprit})"
     ] * 2
@@ -73,7 +73,7 @@ def test_an_error_of_all_ranks_names_none(outcomes):
     assert [rank["both"] for rank in outcomes] == ["ConfigError: no file on host 0"] * 2
 
 
-def test_equal_configs_agree_also_after_others_did_not(outcomes):
+def test_equal_configs_agree(outcomes):
     assert [rank[case] for rank in outcomes for case in ("same", "after")] == ["agreed"] * 4
 
 
@@ -103,7 +103,7 @@ CHECKS = """
     from rl.config.options import ConfigError
 
     dist.init_process_group("gloo")
-    rank, said = dist.get_rank(), {}
+    rank, outcomes = dist.get_rank(), {}
     group = dist.new_group(backend="gloo")
     pair = [dist.new_group([0, 1]), dist.new_group([2])][rank == 2]
     config = Config()
@@ -111,9 +111,9 @@ CHECKS = """
 
     def outcome(name, action):
         try:
-            said[name] = action()
+            outcomes[name] = action()
         except (Disagreement, ConfigError) as error:
-            said[name] = str(error)
+            outcomes[name] = str(error)
 
     def check(odd_place=place, batch=5, code="a", odd_rank=2):
         mine = rank == odd_rank
@@ -173,9 +173,9 @@ def test_ranks_that_agree_learn_the_largest_memory(found):
     ],
 )
 def test_every_rank_names_the_field_and_the_odd_rank(found, case, field, rank):
-    for said in (theirs[case] for theirs in found):
-        assert said.startswith(f"ranks disagree on the {field} before ") and f": rank {rank} (" in said
-        assert said.count("rank ") == 1 and "the other 2 ranks: " in said
+    for text in (theirs[case] for theirs in found):
+        assert text.startswith(f"ranks disagree on the {field} before ") and f": rank {rank} (" in text
+        assert text.count("rank ") == 1 and "the other 2 ranks: " in text
 
 
 def test_different_phases_are_named(found):
