@@ -91,9 +91,7 @@ def main() -> int:
 
 def watched_run(config, ranks, device) -> int:
     """Lock the run directory, start the watchdog, run, and return the exit code. Collective over the world.
-
-    Raises ConfigError on every rank. Any other error is reported, and then ends the process.
-    """
+    Raises ConfigError on every rank. Any other error is reported, and then ends the process."""
     import torch.distributed as dist
 
     from rl.config.options import ConfigError

@@ -48,7 +48,7 @@ class Resources:
                 "GPUs and ranks per node, cores per task and the signal's lead must be 0 or more."
             )
         if not self.gpus_per_node and not self.ranks_per_node:
-            raise ConfigError("with 0 GPUs per node, ranks per node must be at least 1; give e.g. 2.")
+            raise ConfigError("a CPU node (0 GPUs per node) needs at least 1 rank per node; give e.g. 2.")
         if self.gpus_per_node and self.ranks_per_node:
             raise ConfigError("a node has a rank per GPU; give ranks per node only with 0 GPUs per node.")
         if self.signal_lead_s >= seconds(self.time):

@@ -38,10 +38,7 @@ LITERALS = (int, float, str, bool, type(None))
 
 
 def holds(condition: str, values: Mapping[str, Any]) -> bool:
-    """Return whether the condition is true of the values, dotted key -> value.
-
-    Raise ConfigError if it is invalid.
-    """
+    """Return whether the condition is true of the values, dotted key -> value. Raises ConfigError."""
     try:
         tree = ast.parse(condition, mode="eval")
     except (SyntaxError, ValueError):

@@ -184,10 +184,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def name_of(values: Mapping[str, Any], short: Mapping[str, str]) -> str:
-    """Return the name of a point, valid for a directory: lr=1e-06_seed=2.
-
-    A long name ends in a hash of the whole.
-    """
+    """Return the name of a point, valid for a directory: lr=1e-06_seed=2. A long name ends in a hash."""
     name = "_".join(f"{short[key]}={_word(value)}" for key, value in values.items())
     if len(name) <= LONGEST_NAME:
         return name

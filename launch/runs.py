@@ -20,8 +20,7 @@ JOBS, SWEEP = "jobs.jsonl", "sweep.json"
 RANK_LOGS = ".ranks"
 """Suffix of the directory in which slurm/job.sh keeps rank logs and a copy of the run's status.json."""
 SILENT_S = 300.0
-"""Seconds without a heartbeat after which a run in state running, whose job is not in the queue, counts as
-lost."""
+"""Seconds without a heartbeat after which a running run, whose job is not in the queue, counts as lost."""
 UNFINISHED = ("stopped", "failed", "lost", "unstarted")
 """States in which a run does not continue by itself."""
 
@@ -86,11 +85,8 @@ def noted_jobs(directory: Path) -> list[dict]:
 
 
 def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list[RunState]:
-    """Return the state of each run, with one call of squeue.
-
-    If Slurm does not answer, the states follow from files alone, with a warning; with `needs_queue`
-    SlurmError is raised.
-    """
+    """Return the state of each run, with one call of squeue. If Slurm does not answer, the states follow from
+    files alone, with a warning; with `needs_queue` SlurmError is raised."""
     reported = [_reported(directory) for directory in directories]
     jobs = [_jobs_of(run) for run in reported]
     queue: dict[str, str] | None = None

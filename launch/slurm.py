@@ -46,10 +46,8 @@ def submit(file: str, *, options: Sequence[str] = ()) -> str:
 
 
 def states(jobs: Iterable[str]) -> dict[str, str]:
-    """Return the states of those jobs that are in the queue, e.g. 17 -> RUNNING; {} without Slurm.
-
-    A task of an array is 17_3, in the argument and in the result.
-    """
+    """Return the states of those jobs that are in the queue, e.g. 17 -> RUNNING; {} without Slurm. A task of
+    an array is 17_3, in the argument and in the result."""
     ids = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}
     if not ids or not available():
         return {}

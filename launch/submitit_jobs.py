@@ -72,12 +72,8 @@ def executor(
         time=minutes,
         signal_delay_s=signal_lead_s,
     )
-    if gpus_per_node:
-        options["gpus_per_node"] = gpus_per_node
-    if at_a_time:
-        options["array_parallelism"] = at_a_time
-    if partition:
-        options["partition"] = partition
+    optional = {"gpus_per_node": gpus_per_node, "array_parallelism": at_a_time, "partition": partition}
+    options |= {name: value for name, value in optional.items() if value}
     # As in slurm/job.sh: a rank that fails ends all, and each rank sees all GPUs of its node.
     srun = ["--kill-on-bad-exit=1", *(["--gpu-bind=none"] if gpus_per_node else [])]
     made.update_parameters(

@@ -1,2 +1,1 @@
-"""Fault detection: phase limits, heartbeats, comparisons between ranks, the report of the first fault, the
-directory's lock."""
+"""Faults: phase limits, heartbeats, comparisons between ranks, the first fault's report, the lock."""

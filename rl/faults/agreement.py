@@ -145,10 +145,7 @@ def _usual(values: Sequence[Hashable]) -> Any:
 
 
 def name_odd_ranks(values: Sequence, hosts: Sequence[str]) -> str:
-    """Return 'rank 3 (node2) has x; the other 7 ranks: y'.
-
-    Of two ranks the second is listed; either may be wrong.
-    """
+    """Return 'rank 3 (node2) has x; the other 7 ranks: y'. Of two ranks, either may be wrong."""
     usual = _usual(values)
     odd = [f"rank {rank} ({hosts[rank]}) has {value}" for rank, value in enumerate(values) if value != usual]
     more = f" and {len(odd) - 8} more" if len(odd) > 8 else ""

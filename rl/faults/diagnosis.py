@@ -15,8 +15,7 @@ class Diagnosis:
 
 
 def lost_ranks(heartbeats: list[Heartbeat | None], now: float, silent_s: float) -> list[int]:
-    """Return ranks whose process has ended, or whose heartbeat is more than `silent_s` older than `now` (Unix
-    time)."""
+    """Return ranks that have ended, or whose heartbeat is more than `silent_s` older than `now`."""
     return [
         rank
         for rank, beat in enumerate(heartbeats)
@@ -25,11 +24,8 @@ def lost_ranks(heartbeats: list[Heartbeat | None], now: float, silent_s: float) 
 
 
 def diagnose(heartbeats: list[Heartbeat | None], now: float, silent_s: float) -> Diagnosis:
-    """Return the ranks for which the others wait.
-
-    Lost ranks come first, then ranks that are behind in the program, then ranks that do not wait while others
-    do.
-    """
+    """Return the ranks for which the others wait. Lost ranks come first, then ranks that are behind in the
+    program, then ranks that do not wait while others do."""
     if lost := lost_ranks(heartbeats, now, silent_s):
         return Diagnosis(tuple(lost), "ended, or held by native code")
     present = [beat for beat in heartbeats if beat is not None]
@@ -69,8 +65,7 @@ def summarize(
 
 
 def _describe(beat: Heartbeat, now: float, silent_s: float) -> str:
-    """Return 'rank 1 (node2) in score of step 3 for 612 s at reward.py:12 score', or its last heartbeat if it
-    is lost."""
+    """Return 'rank 1 (node2) in score of step 3 for 612 s at reward.py:12 score', or its last heartbeat."""
     if now - beat.time > silent_s or beat.process.is_gone():
         return last_heartbeat(beat, now)
     at = f" at {beat.at}" if beat.at else ""

@@ -22,8 +22,7 @@ CONNECTION = re.compile(
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """error: an exception; overrun: a phase over its limit; lost: a rank ended; memory: over the host memory
-    limit."""
+    """error: an exception; overrun: a phase over its limit; lost: a rank ended; memory: above the limit."""
     rank: int
     """The rank that found the fault."""
     message: str
@@ -39,8 +38,7 @@ class Disagreement(RuntimeError):
 
 
 def may_be_secondary(error: BaseException) -> bool:
-    """Return whether another rank's end may have caused the error: a closed connection, a collective's
-    time-out."""
+    """Return whether another rank's end may be the cause: a closed connection, a collective's time-out."""
     if isinstance(error, (FailedElsewhere, dist.DistError)):
         return True
     is_io = isinstance(error, (RuntimeError, ConnectionError, TimeoutError))
@@ -69,8 +67,7 @@ class FaultBoard:
         return _fault(self._store.get("first")) if self._store.check(["first"]) else None
 
     def acknowledge(self) -> None:
-        """Count this rank among those that have read the first fault and written their stacks if it requires
-        them."""
+        """Count this rank among those that have read the first fault, and written stacks if required."""
         self._store.add("seen", 1)
 
     def num_acknowledged(self) -> int:

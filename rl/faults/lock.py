@@ -62,10 +62,7 @@ class RunLock:
         return cls(path, token)
 
     def is_held(self) -> bool:
-        """Return whether this run still holds the lock.
-
-        Check before replacing or removing a file in the directory.
-        """
+        """Return whether this run still holds the lock. Check before replacing or removing files there."""
         return (_read(self.path) or {}).get("token") == self.token
 
     def release(self) -> None:
@@ -160,8 +157,7 @@ def _why_stale(owner: dict[str, Any], directory: Path, silent_s: float) -> str |
 
 
 def _job_states(job: str) -> set[str] | None:
-    """Return the states that squeue lists for a job; empty if it has left the queue, None if squeue does not
-    answer."""
+    """Return the states that squeue lists for a job; empty if the job is gone, None without an answer."""
     command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
     try:
         out = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S)

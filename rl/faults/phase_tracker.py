@@ -81,10 +81,7 @@ class PhaseTracker:
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[PhaseEntry]:
-        """Track the body as the phase `name`.
-
-        After an exception the phase stays current, so that reports name it.
-        """
+        """Track the body as the phase `name`, which stays current after an exception, for the report."""
         outer = self.current
         self._enter(name, step)
         yield self.current
@@ -98,10 +95,7 @@ class PhaseTracker:
         faulthandler.cancel_dump_traceback_later()
 
     def main_frame(self) -> tuple[str, bool]:
-        """Return the main thread's innermost frame outside of libraries, and whether it waits for ranks.
-
-        The frame is 'file:line function'.
-        """
+        """Return the main thread's innermost frame outside of libraries, and whether it waits for ranks."""
         frame = innermost = sys._current_frames().get(self._main_thread)
         if innermost is None:
             return "", False
@@ -112,8 +106,5 @@ class PhaseTracker:
 
 
 def _is_library(path: str) -> bool:
-    """Return whether a file belongs to a library.
-
-    This package does not, although it may be installed among them.
-    """
+    """Return whether a file belongs to a library; not this package, although it may be installed too."""
     return any(part in path for part in LIBRARIES) and not path.startswith(PACKAGE)

@@ -22,8 +22,7 @@ class Process:
     """Boot id and pid namespace. Containers on one host have namespaces of their own."""
 
     def is_gone(self) -> bool | None:
-        """Return whether the process has ended (a zombie has), or None if it is in a space this process
-        cannot see."""
+        """Return whether the process has ended (a zombie has), or None if this process cannot see it."""
         if self.space != _space():
             # A host that was rebooted runs none of the earlier processes.
             rebooted = self.host == platform.node() and self.space.partition("/")[0] != _boot_id()
@@ -42,10 +41,7 @@ def this_process() -> Process:
 
 
 def process_from(record: dict[str, Any]) -> Process:
-    """Return the process of a record that has `as_dict`'s keys among others.
-
-    KeyError or TypeError if it has not.
-    """
+    """Return the process of a record with `as_dict`'s keys. Raises KeyError or TypeError without them."""
     return Process(str(record["host"]), int(record["pid"]), int(record["started"]), str(record["space"]))
 
 
@@ -56,10 +52,8 @@ def resident_bytes() -> int:
 
 
 def return_free_memory() -> None:
-    """Make glibc return freed memory to the system; does nothing with another C library.
-
-    Between tensors of many sizes glibc keeps more and more of it: a few per cent in 100 steps of a small run.
-    """
+    """Make glibc return freed memory to the system; does nothing with another C library. Between tensors of
+    many sizes glibc keeps more and more of it: a few per cent in 100 steps of a small run."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

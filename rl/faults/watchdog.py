@@ -34,10 +34,8 @@ POLL_S = 0.5
 """Interval of the thread's checks, in seconds."""
 
 ACK_S = 7.5
-"""Longest wait for the other ranks' stacks after an overrun, in seconds.
-
-It exceeds `phase_tracker.BACKSTOP_S`, and so includes the stacks of a rank whose interpreter lock is held.
-"""
+"""Longest wait for the other ranks' stacks after an overrun, in seconds. It exceeds
+`phase_tracker.BACKSTOP_S`, and so includes the stacks of a rank whose interpreter lock is held."""
 
 DIAGNOSIS_S = 2.0
 """Time in which the rank that found an overrun reads heartbeats and reports the rank at fault, in seconds."""
@@ -211,10 +209,7 @@ class Watchdog:
         self._end_for(self._board.post(Fault("memory", self.rank, message)))
 
     def _end_without_store(self, error: Exception) -> None:
-        """End this process after the process that holds the store: rank 0 or torchrun's agent.
-
-        Normal at the end of a run.
-        """
+        """End this process because the store's process ended. Does nothing at the end of a run."""
         if self._failing.is_set() or self._stop.wait(CAUSE_S):
             return
         heartbeats = self._heartbeats()
@@ -250,10 +245,8 @@ class Watchdog:
     # Errors of the main thread --------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Report an error of the main thread and wait until every rank knows it. Then exit with code 1.
-
-        If another rank's fault was first, the error is only written to this rank's file.
-        """
+        """Report an error of the main thread, after which the caller exits, and wait until all ranks know it.
+        If another rank's fault was first, the error is only written to this rank's file."""
         self._failing.set()
         self.tracker.close()  # the main thread runs, and ends by itself
         label, rank = self.tracker.current.label, f"rank {self.rank} ({self._host})"
@@ -274,8 +267,7 @@ class Watchdog:
             self._end_without_store(no_store)
 
     def _share(self, error: BaseException, trace: str, message: str) -> None:
-        """Post the error unless another rank's fault comes first, report the first fault, and wait for all
-        ranks."""
+        """Post the error unless another fault is first; report the first fault; wait for all ranks."""
         first, is_own = None, False
         if may_be_secondary(error):
             self._wait_until(lambda: self._board.first() is not None, CAUSE_S)

@@ -32,8 +32,7 @@ TIMING_LABELS = {
     "ref": "ref",
     "adv": "adv",
 }
-"""Labels of timing_s/<key> in the console line, the most important first; other timings follow under their
-own names."""
+"""Labels of timing_s/<key> in the console line, the most important first; others keep their names."""
 
 HIDDEN_TIMINGS = {"step", "agreement"}
 """Timings that the list leaves out: the whole step, and what is too short to be of interest."""
@@ -144,29 +143,20 @@ def _parse(line: str) -> dict | None:
 
 def keep_lines_up_to(path: Path, step: int | None) -> None:
     """Drop the records of later steps from a file of JSON lines with the key training/global_step.
-
-    step: None drops all. The file exists afterwards.
-    """
-    _replace(path, [] if step is None or not path.exists() else _lines_up_to(path, step))
-
-
-def _lines_up_to(path: Path, step: int) -> list[str]:
+    None drops all records. The file exists afterwards."""
     kept = []
-    for number, line in enumerate(_whole_lines(path), start=1):
+    lines = _whole_lines(path) if step is not None and path.exists() else []
+    for number, line in enumerate(lines, start=1):
         record = _parse(line)
         if record is None:
             # A node that crashed can leave such a line, which must not prevent the run from resuming.
             log.warning("%s, line %d is not a record and is dropped: %r", path, number, line[:80])
         elif record[STEP] <= step:
-            kept.append(line)
-    return kept
-
-
-def _replace(path: Path, lines: list[str]) -> None:
+            kept.append(line + "\n")
     # In one rename, so that a job killed here leaves either the old file or the new one.
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in lines)
+        file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)

@@ -79,9 +79,7 @@ class Status:
 
     def fail(self, reason: str) -> None:
         """Write that the run failed and why, unless its end is written already. For any rank and thread.
-
-        Never raises OSError, so that a full disk cannot prevent the end of a run.
-        """
+        Never raises OSError, so that a full disk cannot prevent the end of a run."""
         self._end("failed", reason)
 
     def refuse(self, reason: str) -> None:

@@ -9,10 +9,7 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return every rank's `value`, in the order of the group's ranks.
-
-    Values are pickled; they may differ in type and size.
-    """
+    """Return every rank's `value`, in the order of the group's ranks. Values are pickled."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -23,18 +23,14 @@ class Device:
             torch.cuda.synchronize(self.torch)
 
     def release_cached_memory(self) -> None:
-        """Return cached but unused memory to the driver, so that the other engine of this process can
-        allocate it."""
+        """Return cached memory to the driver, so that the other engine of this process can allocate it."""
         if self.is_cuda:
             torch.cuda.empty_cache()
 
 
 def choose_device(local_rank: int) -> Device:
-    """Return this rank's CUDA device and make it current, or the CPU if there is no GPU.
-
-    The index is `local_rank % device_count`, because with `srun --gpus-per-task=1` every rank sees one
-    device.
-    """
+    """Return this rank's CUDA device and make it current, or the CPU if there is no GPU. The index is
+    `local_rank % device_count`, because with `srun --gpus-per-task=1` every rank sees one device."""
     if not torch.cuda.is_available():
         return Device(torch.device("cpu"), "gloo")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())

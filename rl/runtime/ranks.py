@@ -46,9 +46,7 @@ class Ranks:
 
 def discover(environ: Mapping[str, str] | None = None) -> Ranks:
     """Return this process's rank, world and address. Collective over MPI_COMM_WORLD under mpirun, else local.
-
-    Raises ValueError if the launcher's variables contradict each other.
-    """
+    Raises ValueError if the launcher's variables contradict each other."""
     env = os.environ if environ is None else environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
@@ -85,8 +83,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
 
 
 def _started_by_mpirun(env: Mapping[str, str]) -> bool:
-    """Return whether mpirun did: Open MPI's sets OMPI_COMM_WORLD_SIZE, MPICH's hydra MPI_LOCALNRANKS (srun
-    --mpi=pmi2 sets neither)."""
+    """Return whether mpirun did: Open MPI sets the first name, MPICH's hydra the second, srun neither."""
     return "OMPI_COMM_WORLD_SIZE" in env or "MPI_LOCALNRANKS" in env
 
 
@@ -138,10 +135,8 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Expand Slurm's `gpu[01-03,7],login` to ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login'].
-
-    `scontrol show hostnames` does the same, but containers often lack it.
-    """
+    """Expand Slurm's `gpu[01-03,7],login` to ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']. `scontrol show
+    hostnames` does the same, but containers often lack it."""
     return [host for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for host in _expand(part)]
 
 

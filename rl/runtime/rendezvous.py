@@ -33,8 +33,7 @@ JOIN_TIMEOUT = "LOCKSTEP_JOIN_TIMEOUT"
 """Environment variable: seconds that the ranks of a step wait for each other; default JOIN_S."""
 JOIN_S = 60.0
 ANSWER_S = 2.0
-"""Longest wait for a connection, and for an answer of a listener that may belong to another program, in
-seconds."""
+"""Longest wait for a connection or an answer of a listener, in seconds; it may be another program."""
 RETRY_S = 0.25
 """Pause between two rounds through the candidate ports, in seconds."""
 
@@ -75,10 +74,7 @@ def join_ranks(
 
 
 def candidate_ports(env: Mapping[str, str]) -> list[int]:
-    """Return the ports of a step in the order of trial, a function of the ids of job and step.
-
-    The elements of a job array have ids of their own.
-    """
+    """Return the ports of a step in the order of trial, a function of the ids of job and step."""
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", "0"))
     first = int(env["SLURM_JOB_ID"]) * 7 + int(step) * 4001
     # Random distances, so that two jobs that share one candidate do not share the rest.
@@ -87,8 +83,7 @@ def candidate_ports(env: Mapping[str, str]) -> list[int]:
 
 
 def outside_ephemeral_range(ports: list[int]) -> list[int]:
-    """Return the ports that this host's kernel does not use for outgoing connections; all if it uses every
-    one."""
+    """Return the ports that the kernel does not use for outgoing connections; all if it uses every one."""
     try:
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except OSError:  # a container without /proc
@@ -97,8 +92,7 @@ def outside_ephemeral_range(ports: list[int]) -> list[int]:
 
 
 def listen(ports: list[int], backlog: int) -> socket.socket | None:
-    """Return a socket that listens at the first free port, on all addresses of this host; None if none is
-    free."""
+    """Return a socket that listens at the first free port, on all addresses; None if none is free."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     backlog = max(backlog, 128)
@@ -205,10 +199,8 @@ def _describe_missing(
 def _arrivals(
     listener: socket.socket, token: str, deadline: float
 ) -> Iterator[tuple[socket.socket, int, str]]:
-    """Yield (connection, rank, node) of each rank of this step that connects, until the deadline.
-
-    Clients of another step are refused. A client that sends nothing delays nobody.
-    """
+    """Yield (connection, rank, node) of each rank of this step that connects, until the deadline. Clients of
+    another step are refused. A client that sends nothing delays nobody."""
     listener.setblocking(False)
     poller = select.poll()
     poller.register(listener, select.POLLIN)

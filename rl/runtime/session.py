@@ -69,11 +69,8 @@ def control_group() -> dist.ProcessGroup:
 
 
 def leave_together(ranks: Ranks) -> bool:
-    """Wait until every rank is about to exit, at most EXIT_TIMEOUT; return whether all arrived.
-
-    A launcher kills the other ranks when the first one exits with an error, perhaps before rank 0 has
-    reported it.
-    """
+    """Wait until every rank is about to exit, at most EXIT_TIMEOUT; return whether all arrived. A launcher
+    kills the other ranks when the first one exits with an error, perhaps before rank 0 has reported it."""
     try:
         if not dist.is_initialized():
             _initialise(ranks, "gloo", EXIT_TIMEOUT)
@@ -84,10 +81,8 @@ def leave_together(ranks: Ranks) -> bool:
 
 
 def _initialise(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None:
-    """Connect to the store, and initialise the default group. May raise RendezvousError.
-
-    torchrun's agent holds the store. Under other launchers rank 0 does, on the socket of the rendezvous.
-    """
+    """Connect to the store, and initialise the default group. May raise RendezvousError. torchrun's agent
+    holds the store. Under other launchers rank 0 does, on the socket of the rendezvous."""
     options = dict(rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     if ranks.launcher == "torchrun":
         dist.init_process_group(backend, init_method="env://", **options)

@@ -88,10 +88,7 @@ class StopRequests:
         return StopDecision(REASONS[int(requests[0])], bool(requests[1]))
 
     def is_requested(self) -> bool:
-        """Return whether a stop by any rank is visible in the store.
-
-        For a generation; cheap and not collective.
-        """
+        """Return whether a stop is visible in the store. For a generation; cheap, not collective."""
         now = time.monotonic()
         if now - self._checked < POLL_S:
             return False

@@ -25,10 +25,8 @@ def _record_sigterm(number, frame) -> None:
 
 
 def end_on_closed_pipe() -> None:
-    """End this process silently when the reader of its output exits, as in `... --help | head`.
-
-    For commands that only print. Otherwise Python raises BrokenPipeError from the print or the flush at exit.
-    """
+    """End this process silently when the reader of its output exits, as in `... --help | head`. For commands
+    that only print. Otherwise Python raises BrokenPipeError from the print or the flush at exit."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
