@@ -9,7 +9,9 @@ from tests.spawn import ROOT
 
 
 def test_seeds_are_the_same_in_every_process_whatever_its_hash_seed():
-    program = "from rl.rollout.sampling import seed_of; print(seed_of(1, 'train.3', 17), seed_of(seed_of(1, 'train.3', 17), 2))"
+    program = (
+        "from rl.rollout.sampling import seed_of as s; print(s(1, 'train.3', 17), s(s(1, 'train.3', 17), 2))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={
