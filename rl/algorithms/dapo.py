@@ -14,7 +14,7 @@ No KL term. Seeds differ between rounds, so a prompt that comes again is sampled
 """
 
 from rl.data.batch import Batch, concatenate
-from rl.objectives.advantages import grpo
+from rl.objectives.advantages.grpo import grpo
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import advantages, policy_loss, token_selection
 

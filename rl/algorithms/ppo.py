@@ -14,7 +14,8 @@ the divergence (arXiv:1909.08593). Critic losses are averaged over tokens, whate
 """
 
 from rl.data.batch import Batch
-from rl.objectives.returns import gae, whiten
+from rl.objectives.advantages.gae import gae
+from rl.objectives.returns import whiten
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import policy_loss, token_selection
 

@@ -525,8 +525,9 @@ def tree_docs(cls: type) -> dict[str, str]:
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name -> the string literal that stands under the field in the source of `cls` or a base class."""
-    docs = {}
+    """Return field name -> doc: the string literal under the field in the source of `cls` or a base class, or the
+    field's metadata "doc"."""
+    docs = {field.name: field.metadata["doc"] for field in fields(cls) if "doc" in field.metadata}
     for ancestor in (c for c in reversed(cls.__mro__) if is_dataclass(c)):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body
         for statement, following in zip(definition.body, definition.body[1:]):

@@ -4,23 +4,26 @@ Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B]
 allowed.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from rl.objectives.segments import segment_sum
 
-Mode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
+MODES = {
+    "token-mean": "sum over tokens / num_tokens (DAPO)",
+    "token-sum": "sum over tokens",
+    "seq-mean-token-sum": "sum over tokens / num_samples",
+    "seq-mean-token-mean": "sum over samples of (mean over tokens) / num_samples (GRPO's paper)",
+    "seq-mean-token-sum-norm": "sum over tokens / num_samples / `rollout.max_response_tokens` (Dr.GRPO)",
+}
+"""Name of each mean -> formula; denominators are those of the whole mini-batch. The configuration reads this literal."""
 
 
 def aggregate(
     token_loss: Tensor,
     mask: Tensor,
     lengths: Tensor,
-    mode: Mode,
+    mode: str,
     *,
     num_tokens: float,
     num_samples: float,
@@ -73,4 +76,4 @@ def aggregate(
                 f"seq-mean-token-sum-norm needs norm > 0, such as the maximum response length, not {norm}"
             )
         return token_loss.sum() / max(num_samples, 1) / norm
-    raise ValueError(f"aggregation mode {mode!r} is not one of {', '.join(Mode.__args__)}")
+    raise ValueError(f"aggregation mode {mode!r} is not one of {', '.join(MODES)}")

@@ -4,8 +4,6 @@ Shapes: `T` response tokens, flat. At masked positions the inputs may hold anyth
 the first nonlinear operation, so neither value nor gradient sees them.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -14,12 +12,18 @@ MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 """k3 only: the estimate of one token is clamped to this from above, as in verl. Where it binds the gradient is 0."""
 
-Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
-ESTIMATORS: tuple[str, ...] = Estimator.__args__
-"""Names of the estimators."""
+ESTIMATORS = {
+    "k1": "d",
+    "abs": "|d|",
+    "k2": "d^2 / 2",
+    "k3": "exp(-d) - 1 + d",
+    "k1+": "value of k1, gradient of k2",
+    "k3+": "value of k3, gradient of k2",
+}
+"""Name of each estimator -> formula, with d = log pi - log pi_ref. The configuration reads this literal."""
 
 
-def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: Estimator) -> Tensor:
+def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: str) -> Tensor:
     """One-sample estimate of KL(policy || reference) for tokens drawn from the policy.
 
     With d = logprobs - ref_logprobs (Schulman, 'Approximating KL divergence', http://joschu.net/blog/kl-approx.html):
