@@ -120,11 +120,12 @@ class Formula:
 
 def assigned(tree: ast.Module) -> dict[str, ast.expr]:
     """Return the values assigned to single names at the top level of a module."""
-    return {
-        node.targets[0].id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
+    found = {}
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name) and node.value:
+            found[target.id] = node.value
+    return found
 
 
 @functools.cache

@@ -112,7 +112,7 @@ class Layer:
 
     def put(self, section: Any, name: str, value: Any, prefix: str, text: str | None = None) -> None:
         """Set the field `name` of `section`, whose dotted key is `prefix`."""
-        annotation = annotations(type(section)).get(name)
+        annotation = annotations(type(section)).get(name)  # type: ignore[arg-type]
         if annotation is None:
             self.unknown(prefix, name, leaf=name)
         key = join(prefix, name)
@@ -134,7 +134,7 @@ class Layer:
         section, prefix = config, ""
         *parents, leaf = dotted.split(".")
         for depth, name in enumerate(parents):
-            annotation = annotations(type(section)).get(name)
+            annotation = annotations(type(section)).get(name)  # type: ignore[arg-type]
             if annotation is None:
                 self.unknown(prefix, name, leaf=leaf)
             prefix = join(prefix, name)
@@ -290,7 +290,7 @@ def show(value: Any, width: int = 70) -> str:
 
 
 @functools.cache
-def annotations(cls: type) -> dict[str, Any]:
+def annotations(cls: Any) -> dict[str, Any]:
     """Field name -> type, in order."""
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in fields(cls)}
@@ -303,7 +303,7 @@ def tree_keys(cls: type, prefix: str = "") -> dict[str, Any]:
     for name, annotation in annotations(cls).items():
         keys[join(prefix, name)] = annotation
         if is_dataclass(annotation):
-            keys |= tree_keys(annotation, join(prefix, name))
+            keys |= tree_keys(annotation, join(prefix, name))  # type: ignore[arg-type]
     return keys
 
 
@@ -379,7 +379,7 @@ class Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
@@ -439,8 +439,8 @@ def read_override(argument: str) -> Override:
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value of every leaf, in order. A dict[str, ...] field is a leaf."""
-    leaves = {}
-    for name in annotations(type(config)):
+    leaves: dict[str, Any] = {}
+    for name in annotations(type(config)):  # type: ignore[arg-type]
         value = getattr(config, name)
         leaves |= flatten(value, join(prefix, name)) if is_dataclass(value) else {join(prefix, name): value}
     return leaves
@@ -530,7 +530,9 @@ def field_docs(cls: type) -> dict[str, str]:
     docs = {field.name: field.metadata["doc"] for field in fields(cls) if "doc" in field.metadata}
     for ancestor in (c for c in reversed(cls.__mro__) if is_dataclass(c)):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body
+        assert isinstance(definition, ast.ClassDef)
         for statement, following in zip(definition.body, definition.body[1:]):
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                assert isinstance(statement.target, ast.Name)
                 docs[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
     return docs

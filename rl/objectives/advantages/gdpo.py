@@ -14,7 +14,7 @@ from rl.objectives.advantages.grpo import grpo
 from rl.objectives.groups import divide
 
 NEEDS = ("groups",)
-KEYS = {
+KEYS: dict[str, tuple] = {
     "reward_columns": (
         "list[str]",
         [],
