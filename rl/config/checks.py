@@ -1,7 +1,7 @@
 """Checks of a configuration by itself: ranges and contradictions.
 
-`check` is a pure function, so that every rank raises the same ConfigError: one sentence with the numbers and the remedy.
-`rl.config.layout_checks` checks a configuration against the number of ranks and the model.
+`check` is a pure function, so that every rank raises the same ConfigError: one sentence with the numbers and
+the remedy. `rl.config.layout_checks` checks a configuration against the number of ranks and the model.
 """
 
 import math
@@ -16,7 +16,6 @@ from rl.config.ranges import ranges_of
 from rl.config.reward_sources import check_sources
 from rl.config.schema import Config, algorithm_of, learns_from_samples
 
-
 OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
 
 REQUIRED = {
@@ -27,7 +26,7 @@ REQUIRED = {
 
 
 def check(config: Config) -> list[str]:
-    """Raise ConfigError for the first thing that is wrong with the config by itself; return warnings, one sentence each."""
+    """Return warnings, one sentence each. Raises ConfigError for the first error."""
     values = flatten(config)
     for key, what in REQUIRED.items():
         if not values[key]:
@@ -49,7 +48,8 @@ def check_names(config: Config) -> None:
         )
     if not re.fullmatch(FORM, config.reward.function):
         raise ConfigError(
-            f"reward.function is {show(config.reward.function)}, but must be package.module:name or path/to/file.py:name."
+            f"reward.function is {show(config.reward.function)}, but must be package.module:name or "
+            "path/to/file.py:name."
         )
     check_sources(config.reward.sources)
     if config.run.max_time:
@@ -75,18 +75,21 @@ def check_contradictions(config: Config) -> None:
     check_checkpoint(config)
     if config.watchdog.lost_s < 4 * config.watchdog.beat_s:
         raise ConfigError(
-            f"watchdog.lost_s={config.watchdog.lost_s:g} leaves no room for a late heartbeat: use at least four times "
+            f"watchdog.lost_s={config.watchdog.lost_s:g} leaves no room for a late heartbeat: use at least "
+            "four times "
             f"watchdog.beat_s={config.watchdog.beat_s:g}."
         )
     buffer, limit = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer > limit:
         raise ConfigError(
-            f"reward.overlong_buffer_tokens={buffer} is more than rollout.max_response_tokens={limit}, the end of the buffer."
+            f"reward.overlong_buffer_tokens={buffer} is more than rollout.max_response_tokens={limit}, the "
+            "end of the buffer."
         )
     validation = config.validation
     if config.data.val and validation.every and not validation.greedy and not validation.samples_per_prompt:
         raise ConfigError(
-            "validation.greedy=false and validation.samples_per_prompt=0 leave nothing to validate with; set one of them."
+            "validation.greedy=false and validation.samples_per_prompt=0 leave nothing to validate with; "
+            "set one of them."
         )
     step, minibatch = config.data.prompts_per_step, config.training.prompts_per_minibatch
     if minibatch > step:
@@ -98,7 +101,8 @@ def check_contradictions(config: Config) -> None:
         below = max(n for n in divisors(step) if n < minibatch)
         above = min(n for n in divisors(step) if n > minibatch)
         raise ConfigError(
-            f"training.prompts_per_minibatch={minibatch} does not divide data.prompts_per_step={step}; use {below} or {above}."
+            f"training.prompts_per_minibatch={minibatch} does not divide data.prompts_per_step={step}; use "
+            f"{below} or {above}."
         )
 
 
@@ -106,19 +110,23 @@ def check_data(config: Config) -> None:
     data, needs = config.data, algorithm_of(config).needs
     if data.train_weights and len(data.train_weights) != len(data.train):
         raise ConfigError(
-            f"data.train_weights has {len(data.train_weights)} numbers for {len(data.train)} files of data.train; give one for each."
+            f"data.train_weights has {len(data.train_weights)} numbers for {len(data.train)} files of "
+            "data.train; give one for each."
         )
     if any(not 0 < weight < math.inf for weight in data.train_weights):
         raise ConfigError(
-            f"data.train_weights holds {min(data.train_weights)}, but a share must be greater than 0 and finite."
+            f"data.train_weights holds {min(data.train_weights)}, but a share must be greater than 0 and "
+            "finite."
         )
     if data.train_weights and data.curriculum:
         raise ConfigError(
-            "data.curriculum orders all prompts, so data.train_weights cannot weigh their files too; set one of them."
+            "data.curriculum orders all prompts, so data.train_weights cannot weigh their files too; set "
+            "one of them."
         )
     if "pairs" in needs and (data.curriculum or data.train_weights):
         raise ConfigError(
-            f"algorithm={config.algorithm} reads pairs, which have neither data.curriculum nor data.train_weights."
+            f"algorithm={config.algorithm} reads pairs, which have neither data.curriculum nor "
+            "data.train_weights."
         )
 
 
@@ -126,24 +134,27 @@ def check_checkpoint(config: Config) -> None:
     checkpoint = config.checkpoint
     if checkpoint.keep_best and not checkpoint.best_metric:
         raise ConfigError(
-            f"checkpoint.keep_best={checkpoint.keep_best} needs checkpoint.best_metric, the name of the metric that is meant."
+            f"checkpoint.keep_best={checkpoint.keep_best} needs checkpoint.best_metric, the name of the "
+            "metric that is meant."
         )
     if checkpoint.weights_only and checkpoint.resume in ("auto", "never"):
         raise ConfigError(
-            f"checkpoint.weights_only=true needs a path in checkpoint.resume, not {checkpoint.resume}: that of the run, or of its "
+            f"checkpoint.weights_only=true needs a path in checkpoint.resume, not {checkpoint.resume}: that "
+            "of the run, or of its "
             "checkpoint, whose weights are to be taken."
         )
 
 
 def warnings(config: Config) -> list[str]:
-    """What is allowed but unlikely to be meant."""
+    """Return one sentence for each setting that is allowed but probably unintended."""
     rollout, values = config.rollout, flatten(config)
     found = []
     for section in OPTIMIZERS:
         warmup, min_lr = values[f"{section}.warmup_steps"], values[f"{section}.min_lr"]
         if warmup >= config.run.max_steps:
             found.append(
-                f"{section}.warmup_steps={warmup} is not less than run.max_steps={config.run.max_steps}: the run ends within the warm-up."
+                f"{section}.warmup_steps={warmup} is not less than run.max_steps={config.run.max_steps}: "
+                "the run ends within the warm-up."
             )
         if min_lr and values[f"{section}.schedule"] == "constant":
             found.append(
@@ -151,7 +162,8 @@ def warnings(config: Config) -> list[str]:
             )
     if config.critic.warmup_steps >= config.run.max_steps:
         found.append(
-            f"critic.warmup_steps={config.critic.warmup_steps} is not less than run.max_steps={config.run.max_steps}: the policy never moves."
+            f"critic.warmup_steps={config.critic.warmup_steps} is not less than "
+            f"run.max_steps={config.run.max_steps}: the policy never moves."
         )
     if shared := [path for path in config.data.val if path in config.data.train]:
         found.append(f"{shared[0]} is in data.train and in data.val: validation measures training prompts.")
@@ -163,7 +175,8 @@ def warnings(config: Config) -> list[str]:
         and checkpoint.every % (validation.every or 1)
     ):
         found.append(
-            f"checkpoint.every={checkpoint.every} is no multiple of validation.every={validation.every}: checkpoints of steps "
+            f"checkpoint.every={checkpoint.every} is no multiple of validation.every={validation.every}: "
+            "checkpoints of steps "
             f"without {checkpoint.best_metric} can not be among the best."
         )
     if not learns_from_samples(config):
@@ -171,7 +184,9 @@ def warnings(config: Config) -> list[str]:
     found += objective_warnings(config)
     if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
         found.append(
-            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p} sample from a truncated "
-            "distribution, but the trainer's log-probs are those of the whole one; 1, 0 and 0 make the two agree."
+            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p} sample from a "
+            "truncated "
+            "distribution, but the trainer's log-probs are those of the whole one; 1, 0 and 0 make the two "
+            "agree."
         )
     return found

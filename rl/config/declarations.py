@@ -1,7 +1,7 @@
 """Declarations of algorithms, advantage estimators and losses: literals at the top of their files.
 
-The literals are read without running the files, because a configuration is checked before torch is imported, and also
-where torch is not installed.
+The literals are read without running the files, because a configuration is checked before torch is imported,
+and also where torch is not installed.
 """
 
 import ast
@@ -28,8 +28,8 @@ NEEDS = {
     "implicit_reward": "a reward model that learns during the run",
     "dynamic_sampling": "further rounds of generation in a step",
 }
-"""Models and data that an algorithm may need. A run builds and reads what its algorithm names, and rejects settings of
-the rest."""
+"""Models and data that an algorithm may need. A run builds and reads what its algorithm names, and rejects
+settings of the rest."""
 
 
 # Algorithms -----------------------------------------------------------------------------------------------
@@ -130,7 +130,8 @@ def assigned(tree: ast.Module) -> dict[str, ast.expr]:
 
 @functools.cache
 def formulas(room: str) -> dict[str, Formula]:
-    """Return config name -> declarations of the files of rl/objectives/<room>, which is advantages or losses."""
+    """Return config name -> declarations of the files of rl/objectives/<room>, which is advantages or
+    losses."""
     paths = sorted((OBJECTIVES / room).glob("[a-z]*.py"))
     return {path.stem.replace("_pp", "++").replace("_", "-"): read_formula(path) for path in paths}
 

@@ -1,6 +1,7 @@
 """Checks of a configuration against the number of ranks and the model: layouts, sizes and positions.
 
-All are pure functions, so that every rank raises the same ConfigError: one sentence with the numbers and the remedy.
+All are pure functions, so that every rank raises the same ConfigError: one sentence with the numbers and the
+    remedy.
 """
 
 import math
@@ -19,16 +20,16 @@ def check_layout(
     *,
     path: str | None = None,
 ) -> None:
-    """Raise ConfigError for the first thing that does not fit the number of ranks or the model.
+    """Raise ConfigError for the first setting that does not fit the number of ranks or the model.
 
-    `hf` is the config.json of the model in `path` (default: model.path, which generates too), `supported` the architectures
-    there is code for. A pure function of its arguments, so
-    every rank raises the same.
+    `hf` is the config.json of the model in `path` (default: model.path, which generates too), `supported` the
+    architectures there is code for. Every rank raises the same error.
     """
     architectures = hf.get("architectures") or []
     if not set(architectures) & set(supported):
         raise ConfigError(
-            f"The model in {path or config.model.path} has the architecture {', '.join(architectures) or '(none)'}; "
+            f"The model in {path or config.model.path} has the architecture "
+            f"{', '.join(architectures) or '(none)'}; "
             f"supported: {listed(sorted(supported), 'and')}."
         )
     check_training_grid(config, world_size, hf)
@@ -43,7 +44,7 @@ def check_layout(
 
 
 def check_judge(config: Config, world_size: int, hf: dict[str, Any]) -> None:
-    """The same for the judge, which only generates; `hf` is its config.json."""
+    """Check the layout of the judge, which only generates; `hf` is its config.json."""
     judge = config.reward.judge
     try:
         check_rollout_grid(config, world_size, hf)
@@ -57,12 +58,14 @@ def check_judge(config: Config, world_size: int, hf: dict[str, Any]) -> None:
 
 
 def check_positions(hf: dict[str, Any], prompt: tuple[str, int], response: tuple[str, int]) -> None:
-    """The longest prompt and response, each a key and its value, fit into the model's positions."""
+    """Raise ConfigError if the longest prompt and response, each a key and its value, exceed the model's
+    positions."""
     positions, total = model_size(hf, "max_position_embeddings"), prompt[1] + response[1]
     if total > positions:
         raise ConfigError(
             f"{prompt[0]}={prompt[1]} and {response[0]}={response[1]} add up to {total} tokens, "
-            f"but the model has {positions} positions (max_position_embeddings); lower them to {positions} together."
+            f"but the model has {positions} positions (max_position_embeddings); lower them to {positions} "
+            "together."
         )
 
 
@@ -70,7 +73,8 @@ def check_training_grid(config: Config, world_size: int, hf: dict[str, Any]) -> 
     tp, pp = config.training.tp, config.training.pp
     if world_size % (tp * pp):
         raise ConfigError(
-            f"training.tp={tp} times training.pp={pp} is {tp * pp}, which does not divide the world of {world_size} ranks; "
+            f"training.tp={tp} times training.pp={pp} is {tp * pp}, which does not divide the world of "
+            f"{world_size} ranks; "
             f"use a product of {listed(divisors(world_size), 'or')}."
         )
     sizes = split_sizes(hf) | {"{} key/value heads": num_kv_heads(hf)}
@@ -80,7 +84,8 @@ def check_training_grid(config: Config, world_size: int, hf: dict[str, Any]) -> 
     if pp > layers:
         fits = [n for n in divisors(world_size // tp) if n <= layers]
         raise ConfigError(
-            f"training.pp={pp} leaves stages without a layer, the model has {layers}; use {listed(fits, 'or')}."
+            f"training.pp={pp} leaves stages without a layer, the model has {layers}; use "
+            f"{listed(fits, 'or')}."
         )
     check_expert_grid(config, world_size, hf)
 
@@ -91,7 +96,8 @@ def check_expert_grid(config: Config, world_size: int, hf: dict[str, Any]) -> No
     if not experts:
         if ep > 1 or training.etp:
             raise ConfigError(
-                f"training.ep={ep} and training.etp={training.etp} split experts, but the model has none; leave them out."
+                f"training.ep={ep} and training.etp={training.etp} split experts, but the model has none; "
+                "leave them out."
             )
         return
     check_divides(
@@ -108,18 +114,22 @@ def check_expert_grid(config: Config, world_size: int, hf: dict[str, Any]) -> No
     )
     if world_size % (etp * ep * pp):
         raise ConfigError(
-            f"The experts' grid of training.ep={ep} x etp={etp} x training.pp={pp} is {etp * ep * pp}, which does not divide the "
+            f"The experts' grid of training.ep={ep} x etp={etp} x training.pp={pp} is {etp * ep * pp}, "
+            "which does not divide the "
             f"world of {world_size} ranks; use a product of {listed(divisors(world_size), 'or')}."
         )
-    # megatron-core 0.16.1 then adds up the experts' gradients over data parallel ranks only, not over tensor parallel ones.
+    # megatron-core 0.16.1 then adds up the experts' gradients over data parallel ranks only, not over tensor
+    # parallel ones.
     if ep == 1 and etp != tp:
         raise ConfigError(
-            f"training.etp={etp} differs from training.tp={tp}, which works only with training.ep above 1; leave it out."
+            f"training.etp={etp} differs from training.tp={tp}, which works only with training.ep above 1; "
+            "leave it out."
         )
     # Routers choose for whole tokens, which lie on one tensor parallel rank under sequence parallelism only.
     if tp > 1 and not training.sequence_parallel:
         raise ConfigError(
-            f"training.sequence_parallel=false with training.tp={tp} cannot train a mixture of experts; set it to true."
+            f"training.sequence_parallel=false with training.tp={tp} cannot train a mixture of experts; set "
+            "it to true."
         )
 
 
@@ -129,7 +139,8 @@ def check_rollout_grid(config: Config, world_size: int, hf: dict[str, Any]) -> N
         sizes |= {"experts' intermediate size of {}": expert_width(hf)}
     if world_size % tp:
         raise ConfigError(
-            f"rollout.tp={tp} does not divide the world of {world_size} ranks; use {listed(divisors(world_size), 'or')}."
+            f"rollout.tp={tp} does not divide the world of {world_size} ranks; use "
+            f"{listed(divisors(world_size), 'or')}."
         )
     # vLLM replicates key/value heads when there are fewer of them than ranks; Megatron does not.
     fits = [n for n in divisors(world_size) if all(size % n == 0 for size in sizes.values())]
@@ -147,7 +158,7 @@ def check_rollout_grid(config: Config, world_size: int, hf: dict[str, Any]) -> N
 
 
 def check_minibatch(config: Config, world_size: int) -> None:
-    """A mini-batch has a sample for every data parallel rank."""
+    """Raise ConfigError if a mini-batch has fewer samples than there are data parallel ranks."""
     tp, pp, step = config.training.tp, config.training.pp, config.data.prompts_per_step
     dp = world_size // (tp * pp)
     needs = algorithm_of(config).needs
@@ -163,13 +174,15 @@ def check_minibatch(config: Config, world_size: int) -> None:
     else:
         advice = f"raise data.prompts_per_step to at least {needed}"
     raise ConfigError(
-        f"A mini-batch of {prompts} prompts x {samples} samples is too small for the data parallel size of {dp} "
+        f"A mini-batch of {prompts} prompts x {samples} samples is too small for the data parallel size of "
+        f"{dp} "
         f"({world_size} ranks / (tp={tp} x pp={pp})); {advice}."
     )
 
 
 def check_divides(key: str, value: int, sizes: dict[str, int], fits: list[int]) -> None:
-    """`value` must divide each of the model's `sizes` (words with a {} -> size); `fits` are the values that would do."""
+    """Raise ConfigError if `value` does not divide one of the model's `sizes` (words with a {} -> size);
+    `fits` are valid values."""
     for words, size in sizes.items():
         if size % value:
             raise ConfigError(
@@ -178,7 +191,7 @@ def check_divides(key: str, value: int, sizes: dict[str, int], fits: list[int]) 
 
 
 def split_sizes(hf: dict[str, Any]) -> dict[str, int]:
-    """What tensor parallelism splits evenly, in training and in generation."""
+    """Return the sizes that tensor parallelism splits evenly, in training and in generation."""
     return {
         "{} attention heads": model_size(hf, "num_attention_heads"),
         "hidden size of {}": model_size(hf, "hidden_size"),
@@ -187,19 +200,19 @@ def split_sizes(hf: dict[str, Any]) -> dict[str, int]:
 
 
 def num_experts(hf: dict[str, Any]) -> int:
-    """Routed experts of a layer, by the key of each family; 0 for a dense model."""
+    """Return the number of routed experts of a layer; 0 for a dense model."""
     return next(
         (hf[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if hf.get(key)), 0
     )
 
 
 def expert_width(hf: dict[str, Any]) -> int:
-    """Intermediate size of one routed expert."""
+    """Return the intermediate size of one routed expert."""
     return hf.get("moe_intermediate_size") or model_size(hf, "intermediate_size")
 
 
 def num_kv_heads(hf: dict[str, Any]) -> int:
-    """Absent in configs from before grouped-query attention."""
+    """Return the number of key/value heads, which configs from before grouped-query attention lack."""
     return hf.get("num_key_value_heads") or model_size(hf, "num_attention_heads")
 
 

@@ -1,6 +1,8 @@
-"""Checks of algorithm, advantage, loss and aggregation: do they fit together? Every error gives the reason and the remedy.
+"""Checks of algorithm, advantage, loss and aggregation: do they fit together? Every error gives the reason
+and the remedy.
 
-The declarations of the chosen estimator and loss (`rl.config.declarations.Formula`) decide; no name of one stands here.
+The declarations of the chosen estimator and loss (`rl.config.declarations.Formula`) decide; no name of one
+stands here.
 """
 
 import functools
@@ -22,7 +24,8 @@ from rl.config.schema import (
 )
 
 COSTLY = frozenset({"critic", "greedy_baseline", "implicit_reward"})
-"""Needs that an algorithm provides for one advantage estimator; with another estimator they would be wasted."""
+"""Needs that an algorithm provides for one advantage estimator; with another estimator they would be
+wasted."""
 
 SECTION_OF_NEED = {
     "critic": Critic(),
@@ -69,7 +72,8 @@ def check_sections(config: Config) -> None:
 
 
 def check_advantage(config: Config) -> None:
-    """Raise ConfigError if the algorithm does not provide what the estimator needs, or provides it in vain."""
+    """Raise ConfigError if the algorithm does not provide what the estimator needs, or provides it in
+    vain."""
     algorithm, name = config.algorithm, config.objective.advantage
     needs, defaults = set(algorithm_of(config).needs), algorithm_of(config).defaults
     own = defaults.get("objective.advantage", "none")
@@ -77,7 +81,8 @@ def check_advantage(config: Config) -> None:
         for key in ("advantage", "loss"):
             if getattr(config.objective, key) != "none" and not algorithm.endswith(".py"):
                 raise ConfigError(
-                    f"objective.{key}={getattr(config.objective, key)}, but algorithm={algorithm} has a loss of "
+                    f"objective.{key}={getattr(config.objective, key)}, but algorithm={algorithm} has a "
+                    "loss of "
                     "its own; leave it out."
                 )
         return
@@ -96,13 +101,15 @@ def check_advantage(config: Config) -> None:
         )
     if wasted := (needs & COSTLY) - required:
         raise ConfigError(
-            f"algorithm={algorithm} provides {in_words(wasted)}, which objective.advantage={name} does not read; "
+            f"algorithm={algorithm} provides {in_words(wasted)}, which objective.advantage={name} does not "
+            "read; "
             f"use objective.advantage={own}, or algorithm=grpo."
         )
     columns, weights = config.objective.reward_columns, config.objective.reward_weights
     if weights and len(weights) != len(columns):
         raise ConfigError(
-            f"objective.reward_weights has {len(weights)} numbers for {len(columns)} objective.reward_columns; "
+            f"objective.reward_weights has {len(weights)} numbers for {len(columns)} "
+            "objective.reward_columns; "
             "give one for each."
         )
     if not ADVANTAGES[name].columns & {"rewards", "token_rewards"}:
@@ -115,7 +122,8 @@ def check_advantage(config: Config) -> None:
 
 
 def check_reward_terms(config: Config) -> None:
-    """Raise ConfigError for a term of the reward, if the estimator reads single numbers of the reward function."""
+    """Raise ConfigError for a term of the reward, if the estimator reads single numbers of the reward
+    function."""
     reward = config.reward
     terms = {
         "objective.reward_kl.coef": config.objective.reward_kl.coef,
@@ -126,7 +134,8 @@ def check_reward_terms(config: Config) -> None:
     for key, value in terms.items():
         if value:
             raise ConfigError(
-                f"{key}={value} is a term of the reward, but objective.advantage={config.objective.advantage} "
+                f"{key}={value} is a term of the reward, but "
+                f"objective.advantage={config.objective.advantage} "
                 "reads single numbers of the reward function; leave it out."
             )
 
@@ -151,7 +160,8 @@ def check_unread(config: Config) -> None:
         for key, value in unread.items():
             if value:
                 raise ConfigError(
-                    f"objective.{key}={value} has no effect with algorithm={config.algorithm}, which has a loss of "
+                    f"objective.{key}={value} has no effect with algorithm={config.algorithm}, which has a "
+                    "loss of "
                     "its own; leave it out."
                 )
     preference = config.preference
@@ -162,13 +172,15 @@ def check_unread(config: Config) -> None:
         )
     if config.algorithm == "sppo" and (preference.loss != "sigmoid" or preference.label_smoothing):
         raise ConfigError(
-            "preference.loss and label_smoothing are for pairs, but algorithm=sppo has a loss of its own and reads "
+            "preference.loss and label_smoothing are for pairs, but algorithm=sppo has a loss of its own "
+            "and reads "
             "only preference.beta; leave them out."
         )
 
 
 def suits(algorithm: str, advantage: str) -> bool:
-    """Return whether a shipped algorithm provides what the estimator needs, and nothing costly beyond that."""
+    """Return whether a shipped algorithm provides what the estimator needs, and nothing costly beyond
+    that."""
     needs, required = set(describe(algorithm).needs), set(ADVANTAGES[advantage].needs)
     is_policy_gradient = "objective.advantage" in describe(algorithm).defaults
     return is_policy_gradient and required <= needs and needs & COSTLY <= required
@@ -180,7 +192,8 @@ def check_reward_kl(config: Config) -> None:
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     if penalty.coef and penalty.controller == "adaptive" and penalty.horizon <= 0.2 * samples:
         raise ConfigError(
-            f"objective.reward_kl.horizon={penalty.horizon} lets the weight fall to 0 or below in one step of "
+            f"objective.reward_kl.horizon={penalty.horizon} lets the weight fall to 0 or below in one step "
+            "of "
             f"{samples} samples; use more than {math.ceil(0.2 * samples)}, such as 10000."
         )
     if penalty.controller == "adaptive" and not penalty.coef:
@@ -196,7 +209,8 @@ def check_loss(config: Config) -> None:
     bounds = config.implicit_reward
     if bounds.min_accuracy > bounds.max_accuracy:
         raise ConfigError(
-            f"implicit_reward.min_accuracy={bounds.min_accuracy} is above max_accuracy={bounds.max_accuracy}, so "
+            f"implicit_reward.min_accuracy={bounds.min_accuracy} is above "
+            f"max_accuracy={bounds.max_accuracy}, so "
             "that no prompt would be left; lower it."
         )
     estimator, loss = goal.chosen
@@ -204,7 +218,8 @@ def check_loss(config: Config) -> None:
         return
     if loss.per_sample and goal.aggregation != "seq-mean-token-mean":
         raise ConfigError(
-            f"objective.loss={goal.loss} is one number per sample, which objective.aggregation={goal.aggregation} "
+            f"objective.loss={goal.loss} is one number per sample, which "
+            f"objective.aggregation={goal.aggregation} "
             "would weigh by the sample's length; use seq-mean-token-mean."
         )
     if loss.per_sample and estimator is not None and estimator.per_token:
@@ -215,21 +230,25 @@ def check_loss(config: Config) -> None:
     for low, high in loss.ascending:
         if getattr(goal, low) >= getattr(goal, high):
             raise ConfigError(
-                f"objective.{low}={getattr(goal, low)} is not below objective.{high}={getattr(goal, high)}; lower it."
+                f"objective.{low}={getattr(goal, low)} is not below objective.{high}={getattr(goal, high)}; "
+                "lower it."
             )
 
 
 def check_correction(config: Config) -> None:
-    """Raise ConfigError for a rollout correction with two weights per token, bounds out of order, or no effect."""
+    """Raise ConfigError for a rollout correction with two weights per token, bounds out of order, or no
+    effect."""
     fix = config.rollout_correction
     weights = [name for name in ("truncate_tokens", "truncate_samples", "icepop_high") if getattr(fix, name)]
     if len(weights) > 1:
         raise ConfigError(
-            f"rollout_correction.{weights[0]} and {weights[1]} both weigh a token by its ratio; set one of them."
+            f"rollout_correction.{weights[0]} and {weights[1]} both weigh a token by its ratio; set one of "
+            "them."
         )
     if (fix.icepop_low or fix.icepop_high) and not fix.icepop_low <= 1 <= fix.icepop_high:
         raise ConfigError(
-            f"rollout_correction.icepop_low={fix.icepop_low} and icepop_high={fix.icepop_high} drop tokens on "
+            f"rollout_correction.icepop_low={fix.icepop_low} and icepop_high={fix.icepop_high} drop tokens "
+            "on "
             "which engine and trainer agree, whose ratio is 1; use bounds around it, such as 0.5 and 5."
         )
     rejections = fix.rejections
@@ -243,12 +262,14 @@ def check_correction(config: Config) -> None:
     estimator, loss = config.objective.chosen
     if loss is not None and loss.per_sample and (fix.truncate_tokens or fix.icepop_high):
         raise ConfigError(
-            f"rollout_correction.{weights[0]} weighs single tokens, but objective.loss={config.objective.loss} has "
+            f"rollout_correction.{weights[0]} weighs single tokens, but "
+            f"objective.loss={config.objective.loss} has "
             "one loss per sample; use truncate_samples or reject."
         )
     if not rejections and (fix.reject_low or fix.reject_high):
         raise ConfigError(
-            "rollout_correction.reject_low and reject_high are bounds for rollout_correction.reject, which is none; "
+            "rollout_correction.reject_low and reject_high are bounds for rollout_correction.reject, which "
+            "is none; "
             "set it, or leave them out."
         )
     if fix.bypass and estimator is not None and "sum_p_squared" in estimator.columns:
@@ -259,12 +280,14 @@ def check_correction(config: Config) -> None:
     if fix.bypass and (weights or rejections):
         keys = [*weights, *(["reject"] if rejections else [])]
         raise ConfigError(
-            "rollout_correction.bypass=true uses the engine's log-probs as those of the old policy, which leaves "
+            "rollout_correction.bypass=true uses the engine's log-probs as those of the old policy, which "
+            "leaves "
             f"{keys[0]} nothing to correct; set one of them."
         )
     if (fix.bypass or weights or rejections) and loss is None:
         raise ConfigError(
-            f"rollout_correction is for policy gradients, but algorithm={config.algorithm} is none; leave it out."
+            f"rollout_correction is for policy gradients, but algorithm={config.algorithm} is none; leave "
+            "it out."
         )
 
 
@@ -274,7 +297,8 @@ def objective_warnings(config: Config) -> list[str]:
     estimator, loss = goal.chosen
     if loss is not None and loss.small_clip and goal.clip_low == goal.clip_high == 0.2:
         found.append(
-            f"objective.clip_low=0.2 and clip_high=0.2 are PPO's, but objective.loss={goal.loss} {loss.small_clip}."
+            f"objective.clip_low=0.2 and clip_high=0.2 are PPO's, but objective.loss={goal.loss} "
+            f"{loss.small_clip}."
         )
     if loss is not None and loss.aggregation and goal.aggregation != loss.aggregation:
         found.append(
@@ -290,19 +314,22 @@ def objective_warnings(config: Config) -> list[str]:
     needs = algorithm_of(config).needs if estimator is None else estimator.needs
     if "groups" in needs and config.rollout.samples_per_prompt == 1:
         found.append(
-            f"rollout.samples_per_prompt=1 leaves algorithm={config.algorithm} no group to compare with, and every "
+            f"rollout.samples_per_prompt=1 leaves algorithm={config.algorithm} no group to compare with, "
+            "and every "
             "advantage is 0; use 2 or more."
         )
     minibatch = config.training.prompts_per_minibatch
     several = config.training.epochs > 1 or (minibatch and minibatch < config.data.prompts_per_step)
     if goal.kl_coef and goal.kl_estimator == "k1":
         found.append(
-            "objective.kl_estimator=k1 in the loss has a mean gradient of 0, so it does not bound the policy; use "
+            "objective.kl_estimator=k1 in the loss has a mean gradient of 0, so it does not bound the "
+            "policy; use "
             "k2, k3 or k1+."
         )
     if loss is not None and not loss.uses_ratio and several:
         found.append(
-            f"objective.loss={goal.loss} has no ratio to correct for the updates of the policy since the samples "
+            f"objective.loss={goal.loss} has no ratio to correct for the updates of the policy since the "
+            "samples "
             "were drawn, but a step has several updates; set training.prompts_per_minibatch=0 and "
             "training.epochs=1, or use objective.loss=ppo."
         )

@@ -1,4 +1,5 @@
-"""The tables of docs/algorithms.md, generated from the declarations of advantage estimators, losses, means and KL.
+"""The tables of docs/algorithms.md, generated from the declarations of advantage estimators, losses, means
+and KL.
 
     python -m rl.config.tables          write the tables into docs/algorithms.md
 

@@ -1,13 +1,13 @@
 """Covariance of log-probability and advantage, by which Clip-Cov and KL-Cov select tokens (arXiv:2505.22617).
 
-To first order a policy-gradient step lowers the entropy by this covariance, and a handful of tokens carries nearly all of
-it (table 1 there). For one token, with means over all the tokens (equation 10):
+To first order a policy-gradient step lowers the entropy by this covariance, and a handful of tokens carries
+nearly all of it (table 1 there). For one token, with means over all the tokens (equation 10):
 
     cov = (logprobs - mean logprobs) (advantages - mean advantages)
 
-The selection needs the whole mini-batch, over all micro-batches and ranks, and gives the same tokens wherever it is called
-with the same arguments; its result is then cut like `advantages`. (verl selects within each micro-batch, so there the
-result depends on its size.)
+The selection needs the whole mini-batch, over all micro-batches and ranks, and gives the same tokens wherever
+it is called with the same arguments; its result is then cut like `advantages`. (verl selects within each
+micro-batch, so there the result depends on its size.)
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Rewards, returns and whitening per token: the mathematics that the estimators with `PER_TOKEN` share.
 
-Shapes and conventions are those of `rl.objectives.advantages`: `N` samples, `T` response tokens, `T'` those that the
-mask keeps. Functions first drop the masked tokens and work on the rest, so that no formula below has a mask in it.
+Shapes and conventions are those of `rl.objectives.advantages`: `N` samples, `T` response tokens, `T'` those
+that the mask keeps. Functions first drop the masked tokens and work on the rest, so that no formula below has
+a mask in it.
 """
 
 import torch
@@ -29,7 +30,8 @@ def place_at_end(scores: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def returns(token_rewards: Tensor, lengths: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """Return the discounted reward to go, [T]: G_t = r_t + gamma * G_{t+1} over the unmasked tokens of a response.
+    """Return the discounted reward to go, [T]: G_t = r_t + gamma * G_{t+1} over the unmasked tokens of a
+    response.
 
     Args:
         token_rewards: floating [T].
@@ -47,10 +49,11 @@ def returns(token_rewards: Tensor, lengths: Tensor, mask: Tensor, *, gamma: floa
 
 @torch.no_grad()
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
-    """Return (x - mean) / sqrt(variance + eps) over all unmasked tokens of the batch, [T], 0 at masked positions.
+    """Return (x - mean) / sqrt(variance + eps) over all unmasked tokens of the batch, [T], 0 at masked
+    positions.
 
-    The variance is unbiased (divided by count - 1), as in verl and TRL. One token has no variance: a batch of one
-    unmasked token gets 0 (verl raises an error), with or without `shift_mean`.
+    The variance is unbiased (divided by count - 1), as in verl and TRL. One token has no variance: a batch of
+    one unmasked token gets 0 (verl raises an error), with or without `shift_mean`.
 
     Args:
         x: floating [T].
@@ -69,7 +72,8 @@ def require_fraction(name: str, value: float) -> None:
 
 
 def kept(lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (keep bool [T], number of kept tokens of each sample int64 [N]). RuntimeError if lengths do not sum to T."""
+    """Return (keep bool [T], number of kept tokens of each sample int64 [N]). RuntimeError if lengths do not
+    sum to T."""
     keep = mask.bool()
     return keep, segment_sum(keep.double(), lengths).long()
 
@@ -90,9 +94,9 @@ def tokens_after(counts: Tensor) -> Tensor:
 def reward_to_go(x: Tensor, counts: Tensor, discount: float) -> Tensor:
     """Return y_t = x_t + discount * y_{t+1} within each sample: float64 [T'] -> [T'].
 
-    By doubling: once y_t holds the `reach` terms from t on, adding discount^reach * y_{t+reach} makes it hold twice as
-    many. This takes log2(longest response) passes over flat tensors, where the recurrence would need a kernel per
-    position, and no padding.
+    By doubling: once y_t holds the `reach` terms from t on, adding discount^reach * y_{t+reach} makes it hold
+    twice as many. This takes log2(longest response) passes over flat tensors, where the recurrence would need
+    a kernel per position, and no padding.
     """
     after = tokens_after(counts)
     longest = int(counts.max()) if len(counts) else 0
@@ -108,8 +112,8 @@ def whiten_kept(x: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Ten
     """Whiten float64 [T'] without masked tokens; see `whiten`."""
     if len(x) < 2:
         return torch.zeros_like(x)
-    # Against the first token: equal numbers then give exactly 0, where a rounding error of the mean would become 1e4
-    # times larger.
+    # Against the first token: equal numbers then give exactly 0, where a rounding error of the mean would
+    # become 1e4 times larger.
     relative = x - x[0]
     centered = relative - relative.mean()
     whitened = centered * torch.rsqrt(centered.square().sum() / (len(x) - 1) + eps)

@@ -1,9 +1,9 @@
 """The policy gradient that a configuration names, composed of the pure functions in `rl.objectives`.
 
-An algorithm's file calls `advantages(batch, config)` and `policy_loss(config)`; `objective.advantage`, `objective.loss`
-and `objective.aggregation` choose the formulas. Each formula is one file, whose function names its inputs: positional
-parameters are columns of the batch, keyword-only ones are keys of the section `objective`.
-`rl.config.objective_checks` rejects combinations that do not fit together.
+An algorithm's file calls `advantages(batch, config)` and `policy_loss(config)`; `objective.advantage`,
+`objective.loss` and `objective.aggregation` choose the formulas. Each formula is one file, whose function
+names its inputs: positional parameters are columns of the batch, keyword-only ones are keys of the section
+`objective`. `rl.config.objective_checks` rejects combinations that do not fit together.
 """
 
 import importlib
@@ -51,7 +51,8 @@ def policy_loss(config: Config) -> Loss:
 
 
 def token_selection(config: Config) -> TokenSelection | None:
-    """Return the selection of the tokens that the loss treats differently, or None if it treats all equally."""
+    """Return the selection of the tokens that the loss treats differently, or None if it treats all
+    equally."""
     _, loss = config.objective.chosen
     assert loss is not None, "the algorithm has no policy gradient"
     module = importlib.import_module(f"rl.objectives.losses.{loss.function}")
@@ -68,8 +69,8 @@ def arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a function of `rl.objectives` by name.
 
-    A positional parameter is the column of its name, a keyword-only one the key of its name in the section `objective`;
-    `given` comes first. A parameter without column or key keeps its default.
+    A positional parameter is the column of its name, a keyword-only one the key of its name in the section
+    `objective`; `given` comes first. A parameter without column or key keeps its default.
     """
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():

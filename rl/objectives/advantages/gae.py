@@ -2,9 +2,9 @@
 
     delta_t = r_t + gamma * V_{t+1} - V_t;   A_t = delta_t + gamma * lam * A_{t+1};   return_t = A_t + V_t
 
-t counts unmasked tokens, so the bootstrap is the value of the next unmasked token. The value after a response's last
-token is 0, also if it was cut off at the length limit, as in TRL and verl. The algorithm (`rl/algorithms/ppo.py`) calls
-this function, and whitens its result if `objective.whiten` is set.
+t counts unmasked tokens, so the bootstrap is the value of the next unmasked token. The value after a
+response's last token is 0, also if it was cut off at the length limit, as in TRL and verl. The algorithm
+(`rl/algorithms/ppo.py`) calls this function, and whitens its result if `objective.whiten` is set.
 """
 
 import torch
@@ -52,7 +52,8 @@ def gae(
     )
     keep, counts = kept(lengths, mask)
     rewards, values = token_rewards[keep].double(), old_values[keep].double()
-    # At the end of a response, roll brings the first value of the next one; `where` discards it, and a NaN with it.
+    # At the end of a response, roll brings the first value of the next one; `where` discards it, and a NaN
+    # with it.
     next_values = torch.where(tokens_after(counts) > 0, values.roll(-1), 0.0)
     advantages = reward_to_go(rewards + gamma * next_values - values, counts, gamma * lam)
     dtype = token_rewards.dtype

@@ -2,9 +2,9 @@
 
     sum_k = weights_k * (column_k - group mean) / (group std + eps);   A = sum / (batch std of sum + eps)
 
-Adding first would let different combinations of rewards collapse into the same advantage. Both standard deviations are
-unbiased. The batch statistics are over samples, as in the paper; verl whitens over tokens. The paper also subtracts the
-batch mean of the sum, which is 0, because the sum is 0 over each group.
+Adding first would let different combinations of rewards collapse into the same advantage. Both standard
+deviations are unbiased. The batch statistics are over samples, as in the paper; verl whitens over tokens. The
+paper also subtracts the batch mean of the sum, which is 0, because the sum is 0 over each group.
 """
 
 import torch
@@ -43,7 +43,8 @@ def gdpo(
     """Return the advantages of several rewards, [N].
 
     Args:
-        score_details: numbers of the reward function, floating [N] each; NaN, where a sample lacks one, counts as 0.
+        score_details: numbers of the reward function, floating [N] each; NaN, where a sample lacks one,
+            counts as 0.
         groups: int64 [N].
         reward_columns: names of the rewards. Empty: all but NOT_REWARDS.
         reward_weights: weight of each. Empty: 1.
@@ -56,7 +57,8 @@ def gdpo(
     missing = [name for name in names if name not in score_details]
     if missing or not names:
         raise ValueError(
-            f"objective.reward_columns requires {', '.join(missing) or 'at least one number'} besides the score, "
+            f"objective.reward_columns requires {', '.join(missing) or 'at least one number'} besides the "
+            "score, "
             f"but the reward function returns {', '.join(sorted(score_details)) or 'none'}; change either."
         )
     columns = [score_details[name].nan_to_num(0.0) for name in names]

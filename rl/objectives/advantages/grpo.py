@@ -1,9 +1,10 @@
 """GRPO's group-relative advantage: a reward against those of the other samples of the same prompt.
 
-    A = (r - mean_G r) / (std_G r + eps)        GRPO's outcome supervision (DeepSeekMath, arXiv:2402.03300, section 4.1.2)
+    A = (r - mean_G r) / (std_G r + eps)        GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1.2)
     A = r - mean_G r                            without `normalize_by_std`: Dr.GRPO (arXiv:2503.20783)
 
-The standard deviation is the unbiased estimate (n - 1), as in verl and TRL; the paper does not say which.
+The first is the paper's outcome supervision. The standard deviation is the unbiased estimate (n - 1), as in
+verl and TRL; the paper does not say which.
 """
 
 import torch

@@ -1,9 +1,10 @@
 """Pass@k for k the size of the group: only the best sample counts, by what the group would lose without it.
 
-    A = r_max - r_second for the best sample, 0 for the others        arXiv:2503.19595, leave-one-out of the maximum
+    A = r_max - r_second for the best sample, 0 for the others        arXiv:2503.19595
 
-Samples that share the best reward all get 0, because the group loses nothing without one of them. `normalize_by_std`
-divides by the group's unbiased standard deviation + eps, as verl does by default.
+This is the leave-one-out advantage of the maximum. Samples that share the best reward all get 0, because the
+group loses nothing without one of them. `normalize_by_std` divides by the group's unbiased standard deviation
++ eps, as verl does by default.
 """
 
 import torch

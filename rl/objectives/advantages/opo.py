@@ -2,8 +2,8 @@
 
     A = r - sum_G(length * r) / sum_G(length)
 
-The baseline minimises the variance of the policy gradient if the squared norm of a response's score function grows like
-its length. Lengths are counted tokens. In a group without any, the baseline is the plain mean.
+The baseline minimises the variance of the policy gradient if the squared norm of a response's score function
+grows like its length. Lengths are counted tokens. In a group without any, the baseline is the plain mean.
 """
 
 import torch

@@ -1,16 +1,18 @@
-"""PRIME (arXiv:2502.01456, equation 5): implicit process rewards and outcomes, each less its leave-one-out baseline.
+"""PRIME (arXiv:2502.01456, equation 5): implicit process rewards and outcomes, each less its leave-one-out
+baseline.
 
     A_t = process_coef * sum_{s >= t} gamma^(s - t) * (r_s - mean of the others' mean r)
         + outcome_coef * (outcome - mean of the others' outcome)
 
-whitened over the tokens of the batch at the end, as in the authors' code, which also has the coefficients (5 and 5).
-"The others" are the other samples of the group; a sample's mean r is over its unmasked tokens ("the averaged implicit
-process rewards"), and a sample without such tokens is not among the others. The outcome is not discounted. The authors'
-code instead subtracts (sum of all means - r_s) / (n - 1), which leaves out the token's own reward and not its sample's
-mean; with gamma 1 both agree at the first token only. Here the equation of the paper is used.
+whitened over the tokens of the batch at the end, as in the authors' code, which also has the coefficients (5
+and 5). "The others" are the other samples of the group; a sample's mean r is over its unmasked tokens ("the
+averaged implicit process rewards"), and a sample without such tokens is not among the others. The outcome is
+not discounted. The authors' code instead subtracts (sum of all means - r_s) / (n - 1), which leaves out the
+token's own reward and not its sample's mean; with gamma 1 both agree at the first token only. Here the
+equation of the paper is used.
 
-Without others a term is 0; a group of one enters the whitening with 0, as in `reinforce_pp_baseline`. The algorithm
-(`rl/algorithms/prime.py`) calls this function.
+Without others a term is 0; a group of one enters the whitening with 0, as in `reinforce_pp_baseline`. The
+algorithm (`rl/algorithms/prime.py`) calls this function.
 """
 
 import torch

@@ -10,7 +10,8 @@ SOURCE = "2310.10505"
 
 @torch.no_grad()
 def remax(rewards: Tensor, baselines: Tensor) -> Tensor:
-    """Return rewards - baselines, [N]; baselines hold the reward of the greedy response to the prompt of each sample."""
+    """Return rewards - baselines, [N]; baselines hold the reward of the greedy response to the prompt of each
+    sample."""
     assert rewards.shape == baselines.shape and rewards.dim() == 1, (
         f"{tuple(rewards.shape)} rewards for {tuple(baselines.shape)} baselines"
     )

@@ -1,4 +1,5 @@
-"""REINFORCE leave-one-out (Ahmadian et al., arXiv:2402.14740): a reward less the mean of the others of its group.
+"""REINFORCE leave-one-out (Ahmadian et al., arXiv:2402.14740): a reward less the mean of the others of its
+group.
 
 A = r - mean of the others = n / (n - 1) * (r - mean_G r) for a group of n
 """

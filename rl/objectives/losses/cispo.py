@@ -2,8 +2,8 @@
 
     loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs
 
-Unlike in PPO, a token outside the bounds keeps its gradient, with a bounded weight. The paper clips from above only: a
-clip_low of 1 or more leaves the ratio unbounded from below.
+Unlike in PPO, a token outside the bounds keeps its gradient, with a bounded weight. The paper clips from
+above only: a clip_low of 1 or more leaves the ratio unbounded from below.
 """
 
 import torch

@@ -1,7 +1,8 @@
-"""Clip-Cov (Cui et al., arXiv:2505.22617): some tokens of high covariance get no gradient. See `rl.objectives.covariance`.
+"""Clip-Cov (Cui et al., arXiv:2505.22617): some tokens of high covariance get no gradient. See
+`rl.objectives.covariance`.
 
-PPO's loss without the dual clip, as in the paper and in verl, and 0 for the selected tokens, which keep their place in
-every denominator (equation 12). The authors' runs set clip_low and clip_high to 1.
+PPO's loss without the dual clip, as in the paper and in verl, and 0 for the selected tokens, which keep their
+place in every denominator (equation 12). The authors' runs set clip_low and clip_high to 1.
 """
 
 import torch
@@ -63,8 +64,8 @@ def select_tokens(
 ) -> Tensor:
     """Return the tokens of a mini-batch that `clip_cov` leaves out, drawn at random (equation 11), bool [T].
 
-    Candidates are the unmasked tokens with cov_low <= cov <= cov_high that PPO's clip does not cut already. Selected are
-    max(1, floor(cov_fraction * unmasked tokens)) of them, or all if they are fewer.
+    Candidates are the unmasked tokens with cov_low <= cov <= cov_high that PPO's clip does not cut already.
+    Selected are max(1, floor(cov_fraction * unmasked tokens)) of them, or all if they are fewer.
 
     Args:
         logprobs, old_logprobs, advantages: floating [T], T tokens of the whole mini-batch.
@@ -83,8 +84,8 @@ def select_tokens(
     ratio = masked_log_ratio(logprobs, old_logprobs, mask).exp()
     cut = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
     candidates = torch.nonzero(mask & ~cut & (cov >= cov_low) & (cov <= cov_high)).squeeze(1)
-    # One draw per position, on the CPU: the selection does not depend on the device, and does not change for other tokens
-    # when one token is no longer a candidate.
+    # One draw per position, on the CPU: the selection does not depend on the device, and does not change for
+    # other tokens when one token is no longer a candidate.
     generator = torch.Generator().manual_seed(seed)
     draws = torch.rand(len(mask), dtype=torch.float64, generator=generator).to(mask.device)
     selected = torch.zeros_like(mask)

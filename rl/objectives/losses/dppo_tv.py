@@ -2,9 +2,9 @@
 
     loss = -sg(min(r, dppo_max_ratio)) A logprobs where the token is inside the trust region, else 0
 
-With p and q the probabilities of the sampled token under the policy and the old one, a token is outside if A > 0 and
-p - q > clip_high, or A <= 0 and q - p > clip_low. That is a distance between two distributions over (this token, any
-other), unlike PPO's r, which moves a lot for rare tokens that hardly matter.
+With p and q the probabilities of the sampled token under the policy and the old one, a token is outside if A
+> 0 and p - q > clip_high, or A <= 0 and q - p > clip_low. That is a distance between two distributions over
+(this token, any other), unlike PPO's r, which moves a lot for rare tokens that hardly matter.
 """
 
 import torch
@@ -37,9 +37,10 @@ def dppo_tv(
     """Return the loss of each token [T] and statistics.
 
     Args:
-        clip_low, clip_high: radii of the trust region in probability, for tokens made rarer and more frequent.
-        dppo_max_ratio: the ratio is truncated to this. The paper warns of small values (section 5.4); verl's default
-            is 20.
+        clip_low, clip_high: radii of the trust region in probability, for tokens made rarer and more
+            frequent.
+        dppo_max_ratio: the ratio is truncated to this. The paper warns of small values (section 5.4); verl's
+            default is 20.
 
     Statistics:
         pg_clipfrac: tokens outside the trust region.

@@ -4,9 +4,10 @@
     s_t = sg(s) exp(logprobs_t - sg(logprobs_t))
     loss_t = max(-s_t A_t, -clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
 
-Every token of a sample has the same ratio, and the clip keeps or drops all those whose advantages have one sign. With
-one advantage per sample and seq-mean-token-mean, value and gradient are those of GSPO (equation 5). The paper's bounds
-are narrow, 3e-4 and 4e-4: s is a geometric mean and moves far less than the ratio of a token.
+Every token of a sample has the same ratio, and the clip keeps or drops all those whose advantages have one
+sign. With one advantage per sample and seq-mean-token-mean, value and gradient are those of GSPO (equation
+5). The paper's bounds are narrow, 3e-4 and 4e-4: s is a geometric mean and moves far less than the ratio of a
+token.
 """
 
 import torch
@@ -21,8 +22,8 @@ FORMULA = "PPO's with the sample's ratio exp(mean log-ratio), gradient through e
 SOURCE = "2507.18071"
 
 MAX_LOG_SAMPLE_RATIO = 10.0
-"""Log of the largest ratio of a sample, as in verl. A ratio of e^10 = 22,026 means that training has diverged; the
-bound keeps the loss finite, and beyond it the gradient is 0."""
+"""Log of the largest ratio of a sample, as in verl. A ratio of e^10 = 22,026 means that training has
+diverged; the bound keeps the loss finite, and beyond it the gradient is 0."""
 
 
 def gspo(

@@ -1,9 +1,10 @@
-"""KL-Cov (Cui et al., arXiv:2505.22617): a penalty on the tokens of highest covariance. See `rl.objectives.covariance`.
+"""KL-Cov (Cui et al., arXiv:2505.22617): a penalty on the tokens of highest covariance. See
+`rl.objectives.covariance`.
 
     loss = -r A,  and + kl_cov_coef |logprobs - old_logprobs| for the selected tokens
 
-Equation 14 has KL(old || policy) there; its authors' code and verl use this distance, as here. Its gradient at equal
-policies is 0, so it acts from the second update of a step on. There is no clip.
+Equation 14 has KL(old || policy) there; its authors' code and verl use this distance, as here. Its gradient
+at equal policies is 0, so it acts from the second update of a step on. There is no clip.
 """
 
 import torch

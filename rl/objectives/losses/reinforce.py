@@ -2,8 +2,8 @@
 
     loss = -A logprobs
 
-It is valid only while the policy is the one that sampled, so for one update per step. `old_logprobs` enters `ppo_kl`
-alone, which shows how far the policy has moved.
+It is valid only while the policy is the one that sampled, so for one update per step. `old_logprobs` enters
+`ppo_kl` alone, which shows how far the policy has moved.
 """
 
 import torch

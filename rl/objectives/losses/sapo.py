@@ -1,10 +1,12 @@
 """Soft Adaptive Policy Optimization (arXiv:2511.20347): a gate that decays smoothly instead of a clip.
 
-    loss = -A (4 / tau) sigmoid(tau (r - 1)),    tau = sapo_tau_positive where A > 0, sapo_tau_negative elsewhere
+    loss = -A (4 / tau) sigmoid(tau (r - 1))
+    tau = sapo_tau_positive where A > 0, sapo_tau_negative elsewhere
 
-At r = 1 its gradient is that of PPO, -A. It decays on both sides, faster for a greater tau. The paper sets the negative
-tau (1.05) above the positive one (1.0), since negative advantages raise the logits of all the tokens that were not
-sampled. At r = 1 the loss itself is -2 A / tau, so its value is not comparable to that of another loss.
+At r = 1 its gradient is that of PPO, -A. It decays on both sides, faster for a greater tau. The paper sets
+the negative tau (1.05) above the positive one (1.0), since negative advantages raise the logits of all the
+tokens that were not sampled. At r = 1 the loss itself is -2 A / tau, so its value is not comparable to that
+of another loss.
 """
 
 import torch
@@ -35,10 +37,12 @@ def sapo(
     sapo_tau_positive: float,
     sapo_tau_negative: float,
 ) -> Loss:
-    """Return the loss of each token [T] and statistics. Raises ValueError if a temperature is not positive."""
+    """Return the loss of each token [T] and statistics. Raises ValueError if a temperature is not
+    positive."""
     if not (sapo_tau_positive > 0 and sapo_tau_negative > 0):
         raise ValueError(
-            f"sapo_tau_positive={sapo_tau_positive} and sapo_tau_negative={sapo_tau_negative} must be positive; "
+            f"sapo_tau_positive={sapo_tau_positive} and sapo_tau_negative={sapo_tau_negative} must be "
+            "positive; "
             "the paper uses 1.0 and 1.05."
         )
     mask = mask.bool()
