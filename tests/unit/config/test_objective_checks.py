@@ -7,6 +7,7 @@ from rl.config.declarations import NEEDS, describe, shipped
 from rl.config.objective_checks import readers
 from rl.config.options import ConfigError
 from rl.config.schema import ADVANTAGES, LOSSES, Objective, load_config
+from tests.each import each
 
 CLIPPED = readers()["clip_low"][1]
 
@@ -69,7 +70,7 @@ def test_an_algorithm_of_ones_own_is_a_file(tmp_path):
     assert config.objective.advantage == "reinforce++" and check(config) == []
 
 
-@pytest.mark.parametrize(
+@each(
     "text, words",
     [
         (FUNCTIONS, "must set NEEDS, a tuple, and DEFAULTS"),
@@ -86,7 +87,7 @@ def test_an_unfit_file_is_refused_with_the_reason(tmp_path, text, words):
         config_with(f"algorithm={tmp_path}/mine.py")
 
 
-@pytest.mark.parametrize("advantage", ADVANTAGES)
+@each("advantage", ADVANTAGES)
 def test_grpo_takes_every_advantage_that_wants_no_model_or_baseline_of_its_own(advantage):
     if advantage in ("gae", "remax", "prime"):
         said = error(f"objective.advantage={advantage}")
@@ -111,7 +112,7 @@ def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
         assert check(config_with("algorithm=ppo", f"objective.loss={loss}", mean, *clip)) == []
 
 
-@pytest.mark.parametrize(
+@each(
     "overrides, words",
     [
         (
@@ -216,7 +217,7 @@ def test_what_makes_no_sense_is_refused_with_the_reason(overrides, words):
     assert words in error(*overrides)
 
 
-@pytest.mark.parametrize(
+@each(
     "overrides, words",
     [
         (["algorithm=rloo", "rollout.samples_per_prompt=1"], "every advantage is 0"),
@@ -250,7 +251,7 @@ def test_every_parameter_of_a_formula_is_a_key_or_has_a_default():
         assert not unknown and set(formula.needs) <= set(NEEDS), (formula.function, unknown)
 
 
-@pytest.mark.parametrize(
+@each(
     "reject, low, high, expected",
     [
         ("none", "0", "0", []),

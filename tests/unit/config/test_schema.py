@@ -11,6 +11,7 @@ from rl.config.layout_checks import check_layout
 from rl.config.options import ConfigError, flatten, help_text, load, to_yaml, tree_docs
 from rl.config.ranges import ranges_of
 from rl.config.schema import Config, load_config, resolve
+from tests.each import each
 
 SUPPORTED = ["Qwen3ForCausalLM", "LlamaForCausalLM"]
 HF = {
@@ -49,7 +50,7 @@ def layout_error(world_size, *overrides, **hf):
 # The tree
 
 
-@pytest.mark.parametrize("key", flatten(Config()))
+@each("key", flatten(Config()))
 def test_every_key_has_a_doc_and_is_in_the_help(key):
     assert tree_docs(Config)[key]
     assert f"  {key}  (" in help_text(Config, 120)
@@ -69,7 +70,7 @@ def test_the_config_survives_the_round_trip_through_yaml(tmp_path):
     assert config.training.optimizer.lr == 1e-6
 
 
-@pytest.mark.parametrize(
+@each(
     "override, nearest",
     [
         ("run.learning_rate=1e-6", "training.optimizer.lr"),
@@ -92,7 +93,8 @@ def test_a_mistyped_key_leads_to_the_one_that_was_meant(override, nearest):
 def test_options_and_config_load_neither_torch_nor_vllm_nor_megatron():
     program = (
         "import sys\nfrom rl.config.schema import Config\nfrom rl.config.options import parse_command_line\n"
-        "assert not {'torch', 'vllm', 'megatron', 'numpy'} & set(sys.modules)\nparse_command_line(Config, sys.argv[1:])"
+        "assert not {'torch', 'vllm', 'megatron', 'numpy'} & set(sys.modules)\nparse_command_line(Config, "
+        "sys.argv[1:])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, "--help"],
@@ -111,7 +113,7 @@ def test_the_defaults_with_model_and_data_pass_without_a_warning():
     assert check(config_with()) == []
 
 
-@pytest.mark.parametrize("key, empty", [("model.path", ""), ("data.train", "[]"), ("data.prompt_key", "")])
+@each("key, empty", [("model.path", ""), ("data.train", "[]"), ("data.prompt_key", "")])
 def test_a_required_key_that_is_missing_is_named(key, empty):
     assert check_error(f"{key}={empty}").startswith(f"{key} is empty, but a run needs it: set it to ")
 
@@ -121,17 +123,17 @@ def test_every_numeric_key_has_a_range():
     assert set(ranges_of(Config)) == numeric
 
 
-@pytest.mark.parametrize("key", [key for key, value in flatten(Config()).items() if type(value) is float])
+@each("key", [key for key, value in flatten(Config()).items() if type(value) is float])
 def test_nan_is_out_of_every_range(key):
     assert check_error(f"{key}=.nan").startswith(f"{key} is nan, but must be ")
 
 
-@pytest.mark.parametrize("key", [key for key, value in flatten(Config()).items() if type(value) is int])
+@each("key", [key for key, value in flatten(Config()).items() if type(value) is int])
 def test_a_count_is_not_negative(key):
     assert check_error(f"{key}=-1").startswith(f"{key} is -1, but must be ")
 
 
-@pytest.mark.parametrize(
+@each(
     "key, value, words",
     [
         ("run.max_steps", "0", "at least 1"),
@@ -162,7 +164,7 @@ def test_a_value_out_of_range_is_named_with_the_range(key, value, words):
     )
 
 
-@pytest.mark.parametrize(
+@each(
     "override",
     [
         "objective.clip_low=1",
@@ -188,7 +190,7 @@ def test_a_run_name_that_is_no_plain_path_component_is_an_error(name):
     assert error.startswith("run.name is ") and "use a plain name without '/'" in error
 
 
-@pytest.mark.parametrize("function", ["", "rl.rewards.exact", "a.py:", ":f", "a.py:f()", "a:1f"])
+@each("function", ["", "rl.rewards.exact", "a.py:", ":f", "a.py:f()", "a:1f"])
 def test_a_reward_function_needs_a_module_and_a_name(function):
     error = check_error(f"reward.function='{function}'")
     assert (
@@ -196,7 +198,7 @@ def test_a_reward_function_needs_a_module_and_a_name(function):
     )
 
 
-@pytest.mark.parametrize("function", ["rl.rewards.exact:score", "my/own.py:f_1", "C:/x.py:f"])
+@each("function", ["rl.rewards.exact:score", "my/own.py:f_1", "C:/x.py:f"])
 def test_a_reward_function_in_a_module_or_a_file_passes(function):
     assert check(config_with(f"reward.function={function}")) == []
 
@@ -214,7 +216,8 @@ def test_a_negative_stop_token_is_an_error():
 
 def test_a_minibatch_larger_than_the_step_is_an_error():
     assert check_error("data.prompts_per_step=8", "training.prompts_per_minibatch=16") == (
-        "training.prompts_per_minibatch=16 is larger than data.prompts_per_step=8; use at most 8, or 0 for the whole batch."
+        "training.prompts_per_minibatch=16 is larger than data.prompts_per_step=8; use at most 8, or 0 for "
+        "the whole batch."
     )
 
 
@@ -224,7 +227,7 @@ def test_a_minibatch_that_does_not_divide_the_step_is_an_error_with_its_neighbou
     )
 
 
-@pytest.mark.parametrize("minibatch", [0, 1, 4, 12])
+@each("minibatch", [0, 1, 4, 12])
 def test_a_minibatch_that_divides_the_step_passes(minibatch):
     assert check(config_with("data.prompts_per_step=12", f"training.prompts_per_minibatch={minibatch}")) == []
 
@@ -254,7 +257,7 @@ def test_a_decay_that_rises_is_an_error():
     )
 
 
-@pytest.mark.parametrize(
+@each(
     "overrides, words",
     [
         (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "no group", "2 or more"]),
@@ -299,7 +302,7 @@ def test_resolve_keeps_a_given_run_directory():
 # check_layout
 
 
-@pytest.mark.parametrize(
+@each(
     "world_size, overrides",
     [
         (1, []),
@@ -330,12 +333,11 @@ def test_a_model_without_the_key_for_key_value_heads_has_as_many_as_attention_he
     check_layout(config_with("training.tp=8"), 8, hf, SUPPORTED)
 
 
-@pytest.mark.parametrize(
-    "architectures, shown", [(["MambaForCausalLM"], "MambaForCausalLM"), ([], "(none)"), (None, "(none)")]
-)
+@each("architectures, shown", [(["MambaForCausalLM"], "MambaForCausalLM"), ([], "(none)"), (None, "(none)")])
 def test_an_unsupported_architecture_is_named_with_those_supported(architectures, shown):
     assert layout_error(1, architectures=architectures) == (
-        f"The model in /models/toy has the architecture {shown}; supported: LlamaForCausalLM and Qwen3ForCausalLM."
+        f"The model in /models/toy has the architecture {shown}; supported: LlamaForCausalLM and "
+        "Qwen3ForCausalLM."
     )
 
 
@@ -355,7 +357,8 @@ def test_a_size_missing_from_the_model_is_named(name):
 
 def test_a_world_the_training_grid_does_not_divide_is_an_error():
     assert layout_error(8, "training.tp=2", "training.pp=3") == (
-        "training.tp=2 times training.pp=3 is 6, which does not divide the world of 8 ranks; use a product of 1, 2, 4 or 8."
+        "training.tp=2 times training.pp=3 is 6, which does not divide the world of 8 ranks; use a product "
+        "of 1, 2, 4 or 8."
     )
 
 
@@ -366,8 +369,8 @@ def test_a_world_the_rollout_does_not_divide_is_an_error():
     )
 
 
-@pytest.mark.parametrize("key", ["training", "rollout"])
-@pytest.mark.parametrize(
+@each("key", ["training", "rollout"])
+@each(
     "hf, words",
     [
         ({"num_attention_heads": 4}, "4 attention heads"),
@@ -404,7 +407,8 @@ def test_training_needs_key_value_heads_that_it_divides():
 def test_rollout_needs_key_value_heads_that_it_divides_or_repeats():
     sizes = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96, "vocab_size": 190}
     assert layout_error(12, "rollout.tp=4", **sizes) == (
-        "rollout.tp=4 is neither a divisor nor a multiple of the model's 6 key/value heads; use 1, 2, 3, 6 or 12."
+        "rollout.tp=4 is neither a divisor nor a multiple of the model's 6 key/value heads; use 1, 2, 3, 6 "
+        "or 12."
     )
 
 
@@ -417,12 +421,13 @@ def test_stages_without_a_layer_are_an_error():
 
 def test_a_minibatch_with_fewer_samples_than_data_parallel_ranks_is_an_error():
     assert layout_error(64, "training.tp=2", "data.prompts_per_step=4", "rollout.samples_per_prompt=4") == (
-        "A mini-batch of 4 prompts x 4 samples is too small for the data parallel size of 32 (64 ranks / (tp=2 x pp=1)); "
+        "A mini-batch of 4 prompts x 4 samples is too small for the data parallel size of 32 (64 ranks / "
+        "(tp=2 x pp=1)); "
         "raise data.prompts_per_step to at least 8."
     )
 
 
-@pytest.mark.parametrize("ranks, advised", [(20, 6), (24, 6), (25, 12), (48, 12)])
+@each("ranks, advised", [(20, 6), (24, 6), (25, 12), (48, 12)])
 def test_a_small_minibatch_of_a_large_step_is_told_a_divisor(ranks, advised):
     error = layout_error(
         ranks, "data.prompts_per_step=12", "training.prompts_per_minibatch=2", "rollout.samples_per_prompt=4"
@@ -458,6 +463,7 @@ def test_a_run_without_an_engine_is_not_held_to_a_rollout_layout():
 
 def test_more_tokens_than_the_model_has_positions_are_an_error():
     assert layout_error(1, "data.max_prompt_tokens=1024", "rollout.max_response_tokens=4000") == (
-        "data.max_prompt_tokens=1024 and rollout.max_response_tokens=4000 add up to 5024 tokens, but the model has 4096 "
+        "data.max_prompt_tokens=1024 and rollout.max_response_tokens=4000 add up to 5024 tokens, but the "
+        "model has 4096 "
         "positions (max_position_embeddings); lower them to 4096 together."
     )

@@ -1,4 +1,5 @@
-"""The shipped configurations: each reads, passes the checks without a warning, and its layout fits its model and world."""
+"""The shipped configurations: each reads, passes the checks without a warning, and its layout fits its model
+and world."""
 
 import json
 import re

@@ -3,6 +3,7 @@ import math
 import pytest
 
 from rl.objectives.kl_controller import AdaptiveKL, FixedKL
+from tests.each import each
 
 
 def test_fixed_weight_stays():
@@ -14,7 +15,7 @@ def test_fixed_weight_stays():
     assert controller.coef == 0.05
 
 
-@pytest.mark.parametrize(
+@each(
     "current_kl, factor",
     [
         (6.0, 1.0),
@@ -62,7 +63,7 @@ def test_checkpoint_of_a_fixed_weight_is_refused():
         AdaptiveKL(0.1, target=6.0, horizon=1000).load_state_dict(FixedKL(0.1).state_dict())
 
 
-@pytest.mark.parametrize(
+@each(
     "arguments",
     [(0.0, 6.0, 1000), (0.1, 0.0, 1000), (0.1, 6.0, 0), (math.nan, 6.0, 1000), (0.1, math.inf, 1000)],
 )
