@@ -136,7 +136,7 @@ def test_gradient_does_not_depend_on_ranks_or_micro_batches(results, case, world
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @each("case", CASES)
-def test_loss_and_metrics_do_not_depend_on_ranks_or_micro_batches(results, case, world_size):
+def test_metrics_do_not_depend_on_ranks_or_micro_batches(results, case, world_size):
     reference = results[1][0]["losses"][case]["whole"]["metrics"]
     assert sum(key.rpartition("/")[2] == "loss" for key in reference) >= 1
     for rank in results[world_size]:
@@ -164,7 +164,7 @@ def test_what_sets_the_losses_apart_takes_part_in_the_comparison(results):
     assert "critic/vf_clipfrac" in metrics["critic"] and "preference/accuracy" in metrics["spin"]
 
 
-def test_all_losses_and_means_are_compared_with_and_without_further_terms():
+def test_all_losses_means_and_terms_are_compared():
     policy = {name: keys for name, keys in CASES.items() if name not in OTHERS}
     for loss in LOSSES:
         of_loss = [keys for keys in policy.values() if f"objective.loss={loss}" in keys]
@@ -189,7 +189,7 @@ def test_every_rank_has_the_advantages_of_one_process(results, case, world_size)
 
 
 @each("case", ADVANTAGE_CASES)
-def test_advantages_tell_samples_apart_and_are_whitened_where_they_should_be(results, case):
+def test_advantages_differ_and_are_whitened(results, case):
     found = results[1][0]["advantages"][case]["direct"]
     kept = found["advantages"][found["mask"] > 0].double()
     assert kept.isfinite().all() and kept.unique().numel() > 2 and 0 in found["lengths"]

@@ -227,7 +227,7 @@ def test_grpo_eps_is_added_to_the_std():
     torch.testing.assert_close(advantages, torch.tensor([-expected, expected], dtype=torch.float64))
 
 
-def test_passk_pays_the_best_sample_its_lead_and_nothing_for_a_shared_lead():
+def test_passk_pays_the_lead_of_the_best_sample():
     scores, groups = torch.tensor([3.0, 1.0, 1.0, 7.0, 2.0, 1.0]), torch.tensor([0, 1, 1, 0, 0, 1])
     assert grpo_passk(scores, groups, normalize_by_std=False).tolist() == [0.0, 0.0, 0.0, 4.0, 0.0, 0.0]
     # Scores 3, 7, 2: mean 4, unbiased variance (1 + 9 + 4) / 2 = 7.

@@ -57,7 +57,7 @@ def chosen_set(chosen):
 
 @each("fraction", [1e-6, 0.03, 0.1, 1.0])
 @each("seed", range(3))
-def test_clip_cov_chooses_the_wanted_number_among_the_eligible_tokens(seed, fraction):
+def test_clip_cov_selects_the_quota_among_eligible_tokens(seed, fraction):
     arguments = batch(seed)[:4]
     candidates = eligible(*(x.tolist() for x in arguments), **CLIPS, **BOUNDS)
     chosen = clip_cov_tokens(*arguments, **CLIPS, **BOUNDS, cov_fraction=fraction, seed=7)
@@ -65,7 +65,7 @@ def test_clip_cov_chooses_the_wanted_number_among_the_eligible_tokens(seed, frac
     assert len(chosen_set(chosen)) == min(max(1, int(fraction * int(arguments[3].sum()))), len(candidates))
 
 
-def test_clip_cov_choice_repeats_with_its_seed_and_is_uniform_over_seeds():
+def test_clip_cov_selection_is_seeded_and_uniform():
     arguments = batch(0, size=60)[:4]
     candidates = eligible(*(x.tolist() for x in arguments), **CLIPS, **BOUNDS)
     options = CLIPS | BOUNDS | {"cov_fraction": 1e-6}
@@ -166,7 +166,7 @@ REFERENCES = {clip_cov: reference_clip_cov, kl_cov: reference_kl_cov}
 
 @both
 @each("seed", range(3))
-def test_loss_value_gradient_and_statistics_against_the_reference(seed, loss):
+def test_loss_gradient_and_statistics_against_the_reference(seed, loss):
     logprobs, old, advantages, mask, chosen = batch(seed)
     leaf = logprobs.clone().requires_grad_()
     token_loss, stats = loss(leaf, old, advantages, mask, chosen, **OPTIONS[loss])
@@ -208,7 +208,7 @@ def test_gradient_against_finite_differences(loss):
 
 @both
 @each("bad", [float("nan"), float("inf"), -float("inf")])
-def test_masked_positions_never_reach_loss_gradient_or_statistics(bad, loss):
+def test_masked_positions_enter_nothing(bad, loss):
     logprobs, old, advantages, mask, chosen = batch(4)
 
     def outcome(fill):
@@ -233,7 +233,7 @@ def test_empty_micro_batch_gives_nothing(loss):
 @each("mode", MODES)
 @both
 @each("seed", range(3))
-def test_choice_over_the_mini_batch_makes_any_split_give_the_same_loss_and_gradient(seed, loss, mode):
+def test_selection_makes_any_split_give_the_same_loss(seed, loss, mode):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 12, (10,), generator=generator)
     lengths[[2, 9]], lengths[4] = 0, 1

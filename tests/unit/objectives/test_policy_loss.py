@@ -130,7 +130,7 @@ def test_log_ratio_is_clamped_before_exp():
 
 @each("as_float", [False, True])
 @each("bad", [float("nan"), float("inf"), -float("inf")])
-def test_masked_positions_never_reach_value_gradient_or_statistics(bad, as_float):
+def test_masked_positions_enter_nothing(bad, as_float):
     logprobs, old, advantages, mask = tensors(*batch(4))
     clips = CLIPS[2]
     clean_leaf = logprobs.clone().requires_grad_()
@@ -355,7 +355,7 @@ def test_masked_positions_never_reach_other_losses(bad, as_float, name):
 
 
 @every_loss
-def test_no_token_and_only_masked_tokens_give_zeros_in_other_losses(name):
+def test_no_counted_token_gives_zeros_in_other_losses(name):
     loss, options, _ = LOSSES[name]
     for size in (0, 1):
         leaf = torch.full((size,), -1.0, requires_grad=True)
@@ -368,7 +368,7 @@ def test_no_token_and_only_masked_tokens_give_zeros_in_other_losses(name):
 @each("mode", MODES)
 @pytest.mark.parametrize("name", [*LOSSES, "ppo"])
 @each("seed", range(3))
-def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_statistics(seed, name, mode):
+def test_any_split_gives_the_same_loss_and_gradient(seed, name, mode):
     loss, options, _ = LOSSES[name] if name in LOSSES else (ppo, CLIPS[2], None)
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 12, (10,), generator=generator)

@@ -301,7 +301,7 @@ def test_discounts_outside_0_and_1_are_refused(fraction):
 # numbers
 
 
-def test_score_goes_to_the_last_unmasked_token_and_is_dropped_without_one():
+def test_score_goes_to_the_last_unmasked_token():
     lengths = torch.tensor([3, 0, 2, 1])
     mask = torch.tensor([1, 1, 0, 0, 0, 1])
     rewards = place_at_end(torch.tensor([1.0, 2.0, 3.0, 4.0]), lengths, mask)
@@ -348,7 +348,7 @@ def test_gae_hand_numbers_with_a_masked_token_between():
     assert targets.tolist() == [0.3125, 0.0, 1.0]
 
 
-def test_gae_with_lambda_1_is_returns_minus_values_and_its_targets_are_the_returns():
+def test_gae_with_lambda_1_is_returns_minus_values():
     b = tensors(batch(12))
     advantages, targets = gae(*cols(b, "rewards", "values", *SEGMENTS), gamma=0.9, lam=1.0)
     to_go = returns(*cols(b, "rewards", *SEGMENTS), gamma=0.9)
@@ -384,7 +384,7 @@ def test_reinforce_pp_whitens_rewards_to_go():
     )
 
 
-def test_reinforce_pp_baseline_treats_a_group_of_one_as_a_group_of_equal_scores():
+def test_reinforce_pp_baseline_of_a_group_of_one():
     scores, lengths = torch.tensor([1.0, 0.0, 9.0, 4.0, 4.0]), torch.tensor([3, 1, 1, 1, 1])
     advantages = reinforce_pp_baseline(scores, torch.tensor([0, 0, 1, 2, 2]), lengths, torch.ones(7))
     # Tokens 1/2 three times, -1/2, 0 three times: mean 1/7, unbiased variance (1 - 7/49) / 6 = 1/7.
@@ -413,14 +413,14 @@ def test_optimal_token_baseline_hand_numbers():
     assert alone.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_optimal_token_baseline_of_certain_tokens_is_the_plain_mean():
+def test_optimal_token_baseline_of_certain_tokens():
     certain = {"old_logprobs": torch.zeros(2), "sum_p_squared": torch.ones(2) - 1e-7}
     rewards, lengths = torch.tensor([1.0, 0.0]), torch.tensor([1, 1])
     advantages = optimal_token_baseline(rewards, torch.tensor([0, 0]), lengths, torch.ones(2), **certain)
     assert advantages.tolist() == [0.5, -0.5]
 
 
-def test_optimal_token_baseline_takes_a_negative_rounding_error_of_an_energy_for_zero():
+def test_optimal_token_baseline_clamps_negative_energies():
     # Energies 2e-7 and -1e-7: as weights of either sign they would put the baseline at 2, outside the rewards
     # 1 and 0.
     nearly_certain = {
@@ -434,7 +434,7 @@ def test_optimal_token_baseline_takes_a_negative_rounding_error_of_an_energy_for
     assert advantages.tolist() == [0.0, -1.0]
 
 
-def test_optimal_token_baseline_minimises_the_weighted_square_of_the_advantages():
+def test_optimal_token_baseline_minimises_the_variance():
     """The defining property: at each position, moving the baseline either way increases sum(W * A^2)."""
     rng = np.random.default_rng(0)
     p, rewards, lengths = rng.uniform(0.1, 0.9, 12), torch.tensor(rng.normal(size=12)), torch.full((6,), 2)

@@ -113,7 +113,7 @@ def test_rejection_against_the_reference(seed, statistic, level):
 
 @each("level", LEVELS)
 @each("statistic", STATISTICS)
-def test_equal_engines_weigh_one_and_reject_nothing_even_at_bounds_of_zero(statistic, level):
+def test_equal_engines_weigh_one_and_reject_nothing(statistic, level):
     old, _, lengths, mask = (x.float() if x.is_floating_point() else x for x in batch(0))
     assert torch.equal(token_weights(old, old, mask, upper=2.0), mask.float())
     assert torch.equal(sequence_weights(old, old, lengths, mask, upper=2.0), mask.float())
@@ -144,7 +144,7 @@ def test_masked_positions_never_reach_any_result(bad):
 
 @each("statistic", STATISTICS)
 @each("bad", [float("nan"), -float("inf")])
-def test_token_without_a_finite_logprob_is_rejected_and_takes_its_sample_but_no_other_along(bad, statistic):
+def test_nonfinite_logprob_rejects_its_token_and_sample(bad, statistic):
     old, rollout, lengths = torch.zeros(4), torch.tensor([0.0, bad, 0.0, 0.0]), torch.tensor([3, 1])
     options = dict(statistic=statistic, low=-1e9, high=1e9)
     kept = [reject(old, rollout, lengths, torch.ones(4), level=level, **options).tolist() for level in LEVELS]
@@ -285,7 +285,7 @@ def test_rejection_metrics_by_hand():
     assert rejection_metrics(lengths, mask * 0, mask * 0) == {}
 
 
-def test_untruncated_weights_average_to_one_over_what_the_engine_samples():
+def test_untruncated_weights_average_to_one():
     generator = torch.Generator().manual_seed(0)
     engine, trainer = (torch.log_softmax(torch.randn(50, generator=generator), 0) for _ in range(2))
     tokens = torch.multinomial(engine.exp(), 200_000, replacement=True, generator=generator)

@@ -141,7 +141,7 @@ def test_gmpo_hand_numbers():
     assert stats["pg_clipfrac"].item() == 2
 
 
-def test_gspo_with_one_advantage_per_sample_has_value_and_gradient_of_the_sequence_objective():
+def test_gspo_equals_the_sequence_objective():
     logprobs, old, advantages, mask, lengths = tensors(*batch(11))
     leaf = logprobs.requires_grad_()
     token_loss, _ = gspo(leaf, old, advantages, mask, lengths, **CLIPS[gspo])
@@ -171,7 +171,7 @@ def test_gmpo_under_its_aggregation_against_finite_differences():
     assert torch.autograd.gradcheck(objective, (logprobs.requires_grad_(),))
 
 
-def test_gmpo_loss_bounds_the_unclipped_one_whatever_the_signs_of_its_tokens():
+def test_gmpo_loss_bounds_the_unclipped_one():
     logprobs, old, advantages, mask, lengths = tensors(*batch(6))
     advantages = advantages + torch.randn(
         len(advantages), dtype=torch.float64, generator=torch.Generator().manual_seed(0)
@@ -206,7 +206,7 @@ def test_gspo_resolves_the_narrow_bounds_of_the_paper_in_float32():
 @both
 @each("as_float", [False, True])
 @each("bad", [float("nan"), float("inf"), -float("inf")])
-def test_masked_positions_never_reach_value_gradient_or_statistics(bad, as_float, loss):
+def test_masked_positions_enter_nothing(bad, as_float, loss):
     logprobs, old, advantages, mask, lengths = tensors(*batch(4))
 
     def outcome(fill, mask_given):
@@ -235,7 +235,7 @@ def test_batches_without_an_unmasked_token_give_zeros(lengths, loss):
 @each("mode", MODES)
 @both
 @each("seed", range(4))
-def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_statistics(seed, loss, mode):
+def test_any_split_gives_the_same_loss_and_gradient(seed, loss, mode):
     logprobs, old, advantages, mask, lengths = tensors(*batch(seed))
     leaf = logprobs.requires_grad_()
 

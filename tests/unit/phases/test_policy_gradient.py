@@ -165,7 +165,7 @@ def test_opo_weighs_by_the_tokens_that_enter_the_loss():
     assert not torch.allclose(found(batch, "opo"), by_length)
 
 
-def test_the_optimal_token_baseline_takes_the_weights_of_the_loss():
+def test_the_optimal_token_baseline_reads_loss_weights():
     batch = example()
     plain = found(batch, "optimal-token-baseline")
     batch.loss_weights = torch.rand(len(batch.mask), generator=torch.Generator().manual_seed(9))
@@ -201,7 +201,7 @@ def test_gdpo_takes_0_where_a_sample_lacks_a_number():
     assert torch.equal(found(batch, "gdpo"), expected_of("gdpo", zeroed))
 
 
-def test_gdpo_names_the_column_that_the_reward_function_does_not_give_and_those_it_gives():
+def test_gdpo_names_missing_columns():
     with pytest.raises(
         ConfigError,
         match="requires tone, wit besides the score, but .* returns acc, failed, format, length, score",
@@ -298,7 +298,7 @@ def test_policy_loss_is_the_mean_of_the_pure_function(loss, aggregation):
     } == pytest.approx(expected)
 
 
-def test_no_two_losses_are_the_same_but_those_of_reinforce_and_gpg():
+def test_only_reinforce_and_gpg_are_the_same_loss():
     micro = micro_batch(selected_tokens=chosen())
     values = {loss: run(micro, loss=loss)[0] for loss in LOSSES}
     for one, other in itertools.combinations(values, 2):
@@ -388,7 +388,7 @@ def test_the_constant_norm_is_the_longest_response_allowed():
     assert value.item() == pytest.approx(total.item() / 50)
 
 
-def test_masked_tokens_may_hold_nan_in_every_column_of_the_trainer():
+def test_masked_tokens_may_hold_nan_in_every_column():
     nothing = example().mask == 0
     columns = ("old_logprobs", "ref_logprobs", "advantages")
     dirty = micro_batch(
