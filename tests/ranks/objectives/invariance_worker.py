@@ -1,15 +1,16 @@
-"""One rank of test_invariance.py: gradients of mini-batches under random splits, and advantages of exchanged samples.
+"""One rank of test_invariance.py: gradients of mini-batches under random splits, and advantages of exchanged
+samples.
 
     invariance_worker.py CASES.json OUT_DIR WORLD_SIZE [...]
 
-CASES.json: {"losses": {name: overrides of the config}, "advantages": {name: overrides}}. What runs is the code of a run, from
-`Phases` and the algorithms' own `step` down to the pure functions; only the engines are toys. The ranks form a world of each
-size in turn, the first ranks alone where it is smaller: a process costs seconds of imports, a world none. Each rank saves what
-it found to OUT_DIR/WORLD_SIZE.RANK.pt.
+CASES.json: {"losses": {name: overrides of the config}, "advantages": {name: overrides}}. What runs is the
+code of a run, from `Phases` and the algorithms' own `step` down to the pure functions; only the engines are
+toys. The ranks form a world of each size in turn, the first ranks alone where it is smaller: a process costs
+seconds of imports, a world none. Each rank saves what it found to OUT_DIR/WORLD_SIZE.RANK.pt.
 
-The toy model adds a table of the token before and a table of the place, row by row: the forward pass of a token is the same to
-the bit in whatever micro-batch it lies, and a parameter collects about ten tokens, too few for float32 sums to depend on
-their order by more than 1e-7.
+The toy model adds a table of the token before and a table of the place, row by row: the forward pass of a
+token is the same to the bit in whatever micro-batch it lies, and a parameter collects about ten tokens, too
+few for float32 sums to depend on their order by more than 1e-7.
 """
 
 import json
@@ -48,18 +49,20 @@ from tests.records import MACHINE
 CPU = Device(torch.device("cpu"), "gloo")
 VOCAB, PLACES = 23, 40
 MINIBATCHES = ((1, 7, 3, 2, 3), (6, 4, 1, 5))
-"""Sizes of the groups in each of two mini-batches, cut as `Phases` cuts nine groups: 16 samples each, also in pairs."""
+"""Sizes of the groups in each of two mini-batches, cut as `Phases` cuts nine groups: 16 samples each, also in
+pairs."""
 LAYOUT = re.compile(f"{MACHINE.pattern}|global_seqlen/")
 """Metrics that may differ between splits: those of the machine, and how evenly the ranks share the tokens."""
 NUM_PROMPTS, NUM_SAMPLES = 8, 4
 """Of a generation phase."""
 
 
-# Engines --------------------------------------------------------------------------------------------------------------
+# Engines ----------------------------------------------------------------------------------------------------
 
 
 class Tables(torch.nn.Module):
-    """Outputs of every response token, float32 [R], from the token before it and its place in the sequence."""
+    """Outputs of every response token, float32 [R], from the token before it and its place in the
+    sequence."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -79,7 +82,8 @@ class Tables(torch.nn.Module):
 
 
 class ToyEngine:
-    """What `Phases` asks of a training engine. An update keeps the gradient, summed over ranks, and takes no step."""
+    """What `Phases` asks of a training engine. An update keeps the gradient, summed over ranks, and takes no
+    step."""
 
     def __init__(self):
         self.grid = SimpleNamespace(dp=dist.get_world_size())
@@ -156,7 +160,7 @@ def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
     return phases
 
 
-# Gradients ------------------------------------------------------------------------------------------------------------
+# Gradients --------------------------------------------------------------------------------------------------
 
 
 def mini_batches(config: Config) -> Batch:
@@ -219,7 +223,8 @@ def fill_columns(batch: Batch, config: Config, generator: torch.Generator) -> No
 
 
 def random_plan(samples: range, unit: int, world_size: int, rng: random.Random) -> list:
-    """The samples, whole units in any order, in 1 to 5 micro-batches of each rank, one of which is left empty."""
+    """The samples, whole units in any order, in 1 to 5 micro-batches of each rank, one of which is left
+    empty."""
     per_rank = rng.randint(2 if world_size == 1 else 1, 5)
     micros = [[] for _ in range(per_rank * world_size)]
     units = [list(range(i, i + unit)) for i in samples[::unit]]
@@ -240,7 +245,8 @@ def plans_of(how: str, name: str, batch: Batch) -> list:
 
 
 def learn(phases: Phases, batch: Batch) -> None:
-    """The updates that the algorithm makes of such a batch; of ppo the critic's, of prime the reward model's."""
+    """The updates that the algorithm makes of such a batch; of ppo the critic's, of prime the reward
+    model's."""
     config = phases.config
     if config.algorithm == "ppo":
         phases.update_critic(batch)
@@ -255,7 +261,8 @@ def learn(phases: Phases, batch: Batch) -> None:
 
 
 def gradients(name: str, config: Config) -> dict:
-    """{split: gradients of both updates, means of the metrics over them, micro-batches without a sample}. "whole" is what the
+    """{split: gradients of both updates, means of the metrics over them, micro-batches without a sample}.
+    "whole" is what the
     others are held against: one rank and one micro-batch for each update."""
     splits = (["whole"] if dist.get_world_size() == 1 else []) + ["random", "planned"]
     found = {}
@@ -273,11 +280,12 @@ def gradients(name: str, config: Config) -> dict:
     return found
 
 
-# Advantages -----------------------------------------------------------------------------------------------------------
+# Advantages -------------------------------------------------------------------------------------------------
 
 
 class SampledRun(Phases):
-    """Phases whose samples are spread over the ranks at random, scored by their tokens, and kept instead of learnt from."""
+    """Phases whose samples are spread over the ranks at random, scored by their tokens, and kept instead of
+    learnt from."""
 
     direct = False
     """Lay the batch out here instead of exchanging it."""

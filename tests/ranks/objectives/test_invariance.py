@@ -1,12 +1,12 @@
-"""One mini-batch, one gradient, and one batch, one set of advantages: on 1, 2 and 4 ranks, however the samples are split.
+"""One mini-batch, one gradient, and one batch, one set of advantages: on 1, 2 and 4 ranks, however the
+samples are split.
 
-tests/ranks/training/test_gradients.py shows the same of Megatron's layouts for one loss; here it is every loss with every mean, with
-a toy for a model. The work is in invariance_worker.py.
+tests/ranks/training/test_gradients.py shows the same of Megatron's layouts for one loss; here it is every
+loss with every mean, with a toy for a model. The work is in invariance_worker.py.
 """
 
 import json
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -14,16 +14,16 @@ import torch
 from rl.config.checks import check
 from rl.config.objective_checks import check_loss
 from rl.config.options import ConfigError
-from rl.config.schema import Objective, load_config
+from rl.config.schema import ADVANTAGES, LOSSES, load_config
+from rl.objectives.aggregate import MODES
+from rl.objectives.kl import ESTIMATORS
 from tests import bounds
+from tests.each import each
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "invariance_worker.py"
 WORLD_SIZES = [1, 2, 4]
-LOSSES, ADVANTAGES, AGGREGATIONS, ESTIMATORS = (
-    [name for name in get_args(get_type_hints(Objective)[key]) if name != "none"]
-    for key in ("loss", "advantage", "aggregation", "kl_estimator")
-)
+AGGREGATIONS, KL_ESTIMATORS = list(MODES), list(ESTIMATORS)
 GRADIENT = bounds.of_sum(32)  # a row of a table collects about ten tokens, of two signs
 METRIC = bounds.of_sum(300)  # a mini-batch has about 250 tokens
 TOY = ["model.path=toy", "data.train=toy.jsonl"]
@@ -42,7 +42,7 @@ OPTIONS = {
 
 def terms(number: int) -> list[str]:
     """Nothing more than the loss, or KL and entropy too, or those and a weight on each token, in turn."""
-    estimator = ESTIMATORS[number % len(ESTIMATORS)]
+    estimator = KL_ESTIMATORS[number % len(KL_ESTIMATORS)]
     extra = ["objective.kl_coef=0.1", f"objective.kl_estimator={estimator}", "objective.entropy_coef=0.05"]
     return [[], extra, [*extra, "rollout_correction.truncate_tokens=1.5"]][number % 3]
 
@@ -117,11 +117,11 @@ def results(tmp_path_factory):
     return {n: [torch.load(directory / f"{n}.{rank}.pt") for rank in range(n)] for n in WORLD_SIZES}
 
 
-# Gradients ------------------------------------------------------------------------------------------------------------
+# Gradients --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_gradient_does_not_depend_on_ranks_or_micro_batches(results, case, world_size):
     reference = results[1][0]["losses"][case]["whole"]["gradients"]
     for how, found in results[world_size][0]["losses"][case].items():
@@ -135,8 +135,8 @@ def test_gradient_does_not_depend_on_ranks_or_micro_batches(results, case, world
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("case", CASES)
-def test_loss_and_metrics_do_not_depend_on_ranks_or_micro_batches(results, case, world_size):
+@each("case", CASES)
+def test_metrics_do_not_depend_on_ranks_or_micro_batches(results, case, world_size):
     reference = results[1][0]["losses"][case]["whole"]["metrics"]
     assert sum(key.rpartition("/")[2] == "loss" for key in reference) >= 1
     for rank in results[world_size]:
@@ -164,7 +164,7 @@ def test_what_sets_the_losses_apart_takes_part_in_the_comparison(results):
     assert "critic/vf_clipfrac" in metrics["critic"] and "preference/accuracy" in metrics["spin"]
 
 
-def test_all_losses_and_means_are_compared_with_and_without_further_terms():
+def test_all_losses_means_and_terms_are_compared():
     policy = {name: keys for name, keys in CASES.items() if name not in OTHERS}
     for loss in LOSSES:
         of_loss = [keys for keys in policy.values() if f"objective.loss={loss}" in keys]
@@ -175,11 +175,11 @@ def test_all_losses_and_means_are_compared_with_and_without_further_terms():
         assert any(f"rollout_correction.{weight}=1.5" in keys for keys in of_loss)
 
 
-# Advantages -----------------------------------------------------------------------------------------------------------
+# Advantages -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("case", ADVANTAGE_CASES)
+@each("case", ADVANTAGE_CASES)
 def test_every_rank_has_the_advantages_of_one_process(results, case, world_size):
     reference = results[1][0]["advantages"][case]["direct"]
     for rank in results[world_size]:
@@ -188,8 +188,8 @@ def test_every_rank_has_the_advantages_of_one_process(results, case, world_size)
             assert torch.equal(found[name], expected), name
 
 
-@pytest.mark.parametrize("case", ADVANTAGE_CASES)
-def test_advantages_tell_samples_apart_and_are_whitened_where_they_should_be(results, case):
+@each("case", ADVANTAGE_CASES)
+def test_advantages_differ_and_are_whitened(results, case):
     found = results[1][0]["advantages"][case]["direct"]
     kept = found["advantages"][found["mask"] > 0].double()
     assert kept.isfinite().all() and kept.unique().numel() > 2 and 0 in found["lengths"]

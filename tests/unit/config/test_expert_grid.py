@@ -53,7 +53,7 @@ def test_layouts_whose_experts_fit_are_accepted(world_size, overrides):
     accept(world_size, *overrides)
 
 
-def test_a_number_of_experts_that_does_not_split_is_refused_with_those_that_would():
+def test_experts_that_do_not_split_are_rejected():
     assert refuse(4, "training.ep=4").startswith(
         "training.ep=4 does not divide the model's 6 experts; use 1 or 2."
     )
@@ -68,7 +68,7 @@ def test_experts_of_a_dense_model_are_refused():
     assert "the model has none" in refuse(2, "training.ep=2", num_experts=None)
 
 
-def test_experts_whole_on_every_tensor_parallel_rank_are_refused_without_expert_parallelism():
+def test_etp_other_than_tp_requires_ep():
     assert "training.etp=1 differs from training.tp=2" in refuse(2, "training.tp=2", "training.etp=1")
 
 
@@ -79,14 +79,14 @@ def test_tensor_parallel_experts_need_sequence_parallelism():
     accept(2, "training.ep=2", "training.sequence_parallel=false")
 
 
-def test_experts_narrower_than_either_tensor_parallel_size_are_refused():
+def test_too_narrow_experts_are_rejected():
     assert "experts' intermediate size of 24" in refuse(
         16, "training.tp=4", "training.ep=2", "training.etp=16"
     )
     assert "rollout.tp=16" in refuse(16, "rollout.tp=16", num_attention_heads=16)
 
 
-def test_the_size_of_the_experts_tensor_parallelism_where_none_is_given():
+def test_the_default_of_etp():
     assert [Training(tp=4, ep=ep, etp=etp).expert_tp for ep, etp in ((1, 0), (2, 0), (2, 2), (1, 4))] == [
         4,
         1,

@@ -7,6 +7,7 @@ from rl.config.declarations import NEEDS, describe, shipped
 from rl.config.objective_checks import readers
 from rl.config.options import ConfigError
 from rl.config.schema import ADVANTAGES, LOSSES, Objective, load_config
+from tests.each import each
 
 CLIPPED = readers()["clip_low"][1]
 
@@ -28,7 +29,7 @@ def test_each_shipped_algorithm_passes_with_its_own_defaults(name):
     assert set(describe(name).needs) <= set(NEEDS)
 
 
-def test_the_shipped_algorithms_are_those_that_the_readme_promises():
+def test_the_shipped_algorithms_are_those_of_the_readme():
     assert shipped() == [
         "dapo",
         "dpo",
@@ -44,7 +45,7 @@ def test_the_shipped_algorithms_are_those_that_the_readme_promises():
     ]
 
 
-def test_an_algorithm_sets_defaults_that_file_and_overrides_still_win_over(tmp_path):
+def test_file_and_overrides_win_over_an_algorithm(tmp_path):
     assert config_with("algorithm=dapo").objective.clip_high == 0.28
     assert config_with("algorithm=dapo", "objective.clip_high=0.4").objective.clip_high == 0.4
     (tmp_path / "config.yaml").write_text("algorithm: rloo\nobjective: {aggregation: token-mean}\n")
@@ -57,7 +58,9 @@ def test_an_unknown_algorithm_is_refused_with_those_there_are():
         config_with("algorithm=grop")
 
 
-OWN = 'NEEDS = ("samples", "reward")\nDEFAULTS = {"objective.advantage": "reinforce++", "objective.loss": "ppo"}\n'
+OWN = """NEEDS = ("samples", "reward")
+DEFAULTS = {"objective.advantage": "reinforce++", "objective.loss": "ppo"}
+"""
 
 
 FUNCTIONS = "def collect(phases): ...\ndef learn(phases, batch): ...\n"
@@ -69,7 +72,7 @@ def test_an_algorithm_of_ones_own_is_a_file(tmp_path):
     assert config.objective.advantage == "reinforce++" and check(config) == []
 
 
-@pytest.mark.parametrize(
+@each(
     "text, words",
     [
         (FUNCTIONS, "must set NEEDS, a tuple, and DEFAULTS"),
@@ -86,8 +89,8 @@ def test_an_unfit_file_is_refused_with_the_reason(tmp_path, text, words):
         config_with(f"algorithm={tmp_path}/mine.py")
 
 
-@pytest.mark.parametrize("advantage", ADVANTAGES)
-def test_grpo_takes_every_advantage_that_wants_no_model_or_baseline_of_its_own(advantage):
+@each("advantage", ADVANTAGES)
+def test_grpo_takes_advantages_without_a_costly_need(advantage):
     if advantage in ("gae", "remax", "prime"):
         said = error(f"objective.advantage={advantage}")
         fitting = {"gae": "ppo", "remax": "remax", "prime": "prime"}[advantage]
@@ -97,7 +100,7 @@ def test_grpo_takes_every_advantage_that_wants_no_model_or_baseline_of_its_own(a
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
+def test_which_losses_go_with_grpo_and_ppo(loss):
     clip = ("objective.clip_low=0.01", "objective.clip_high=0.02") if loss in CLIPPED else ()
     mean = "objective.aggregation=seq-mean-token-mean"
     assert check(config_with(f"objective.loss={loss}", mean, *clip)) == []
@@ -111,7 +114,7 @@ def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
         assert check(config_with("algorithm=ppo", f"objective.loss={loss}", mean, *clip)) == []
 
 
-@pytest.mark.parametrize(
+@each(
     "overrides, words",
     [
         (
@@ -216,7 +219,7 @@ def test_what_makes_no_sense_is_refused_with_the_reason(overrides, words):
     assert words in error(*overrides)
 
 
-@pytest.mark.parametrize(
+@each(
     "overrides, words",
     [
         (["algorithm=rloo", "rollout.samples_per_prompt=1"], "every advantage is 0"),
@@ -250,7 +253,7 @@ def test_every_parameter_of_a_formula_is_a_key_or_has_a_default():
         assert not unknown and set(formula.needs) <= set(NEEDS), (formula.function, unknown)
 
 
-@pytest.mark.parametrize(
+@each(
     "reject, low, high, expected",
     [
         ("none", "0", "0", []),

@@ -1,4 +1,5 @@
-"""The shipped configurations: each reads, passes the checks without a warning, and its layout fits its model and world."""
+"""The shipped configurations: each reads, passes the checks without a warning, and its layout fits its model
+and world."""
 
 import json
 import re
@@ -27,12 +28,12 @@ PRODUCTION = {
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "configs")))
-def test_every_shipped_config_passes_its_checks_without_a_warning(path):
+def test_every_shipped_config_passes_without_a_warning(path):
     assert check(load_config(path)) == []
 
 
 @pytest.mark.parametrize("name", PRODUCTION)
-def test_the_layout_of_a_production_config_fits_its_model_and_world(name):
+def test_layouts_of_production_configs_fit(name):
     model, world_size = PRODUCTION[name]
     hf = json.loads((ROOT / "configs" / "models" / model / "config.json").read_text())
     check_layout(load_config(ROOT / "configs" / f"{name}.yaml"), world_size, hf, SUPPORTED)

@@ -18,8 +18,9 @@ def assert_any_split_gives_the_same(
 ) -> None:
     """Cut the samples at random into five micro-batches, of which the last is empty.
 
-    loss: from indices of tokens and of samples to the loss per token and the statistics. leaf: float64 [T], what the gradient
-    is taken with respect to. lengths: int64 [B]. mask: [T]. mode: how losses per token become one.
+    loss: from indices of tokens and of samples to the loss per token and the statistics. leaf: float64 [T],
+    what the gradient is taken with respect to. lengths: int64 [B]. mask: [T]. mode: how losses per token
+    become one.
     """
     whole = dict(num_tokens=int(mask.sum()), num_samples=len(lengths), norm=7.0)
 

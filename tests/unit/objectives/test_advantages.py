@@ -11,6 +11,7 @@ from rl.objectives.advantages.grpo_passk import grpo_passk
 from rl.objectives.advantages.opo import opo as opo_of_tokens
 from rl.objectives.advantages.remax import remax
 from rl.objectives.advantages.rloo import rloo
+from tests.each import each
 
 
 def gdpo(columns, groups, *, weights, **options):
@@ -28,7 +29,8 @@ def opo(rewards, groups, counts):
     return advantages[ends - 1]
 
 
-# ------------------------------------------------------------------ second implementation: sample by sample, float64
+# ------------------------------------------------------------------ second implementation: sample by sample,
+# float64
 
 
 def ref_grpo(scores, groups, normalize_by_std, eps=1e-6):
@@ -116,7 +118,8 @@ every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
 
 def batch(seed, few_values=False):
-    """Scattered groups of 1 to 16 samples, two of one; columns [N, 3], groups [N], lengths [N] with a group all empty."""
+    """Scattered groups of 1 to 16 samples, two of one; columns [N, 3], groups [N], lengths [N] with a group
+    all empty."""
     rng = np.random.default_rng(seed)
     groups = np.repeat(rng.choice(1000, 9, replace=False) - 500, [1, 2, 3, 5, 8, 1, 4, 7, 16])
     lengths = rng.integers(0, 20, len(groups))
@@ -132,12 +135,13 @@ def tensors(*arrays):
     return [torch.tensor(array) for array in arrays]
 
 
-# ------------------------------------------------------------------------------------------------- every estimator
+# ------------------------------------------------------------------------------------------------- every
+# estimator
 
 
 @every_estimator
-@pytest.mark.parametrize("few_values", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@each("few_values", [False, True])
+@each("seed", range(4))
 def test_random_unequal_scattered_groups_against_the_reference(name, seed, few_values):
     estimate, reference = ESTIMATORS[name]
     data = batch(seed, few_values)
@@ -159,8 +163,8 @@ def test_sample_without_companions_gets_exactly_zero(name):
 
 
 @every_estimator
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", range(2, 17))
+@each("dtype", [torch.float32, torch.float64])
+@each("size", range(2, 17))
 def test_equal_scores_give_exactly_zero(name, size, dtype):
     # 0.1 is no binary fraction: its mean is off by a rounding error, which the small std would blow up.
     lengths = torch.arange(size) * 7
@@ -186,7 +190,7 @@ def test_order_of_samples_does_not_matter(name):
 
 
 @every_estimator
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_dtype_is_kept_and_no_graph(name, dtype):
     columns, groups, lengths = tensors(*batch(6))
     advantages = ESTIMATORS[name][0](columns.to(dtype).requires_grad_(), groups, lengths)
@@ -199,7 +203,8 @@ def test_empty_batch(name):
     assert ESTIMATORS[name][0](torch.zeros(0, 3), nothing, nothing).shape == (0,)
 
 
-# -------------------------------------------------------------------------------------------------- hand numbers
+# -------------------------------------------------------------------------------------------------- hand
+# numbers
 
 
 def test_grpo_hand_numbers_with_std():
@@ -222,7 +227,7 @@ def test_grpo_eps_is_added_to_the_std():
     torch.testing.assert_close(advantages, torch.tensor([-expected, expected], dtype=torch.float64))
 
 
-def test_passk_pays_the_best_sample_its_lead_and_nothing_for_a_shared_lead():
+def test_passk_pays_the_lead_of_the_best_sample():
     scores, groups = torch.tensor([3.0, 1.0, 1.0, 7.0, 2.0, 1.0]), torch.tensor([0, 1, 1, 0, 0, 1])
     assert grpo_passk(scores, groups, normalize_by_std=False).tolist() == [0.0, 0.0, 0.0, 4.0, 0.0, 0.0]
     # Scores 3, 7, 2: mean 4, unbiased variance (1 + 9 + 4) / 2 = 7.
@@ -275,7 +280,7 @@ def test_gpg_scales_by_all_samples_over_those_in_mixed_groups():
     assert gpg(scores, groups, norm=2.0).tolist() == [0.75, -0.75, 0.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan")])
+@each("norm", [0.0, -1.0, float("nan")])
 def test_gpg_refuses_a_norm_that_is_not_positive(norm):
     with pytest.raises(ValueError, match="of gpg divides the advantages and must be positive"):
         gpg(torch.zeros(2), torch.zeros(2).long(), norm=norm)

@@ -4,6 +4,7 @@ import torch
 
 from rl.objectives.aggregate import aggregate
 from tests import bounds
+from tests.each import each
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 NORM = 7.0
@@ -29,7 +30,8 @@ def reference(token_loss, mask, lengths, mode):
 
 
 def batch(seed, dtype=torch.float64, num_samples=12):
-    """token_loss, mask, lengths; with empty and one-token samples, a wholly masked one, and zeros inside masks."""
+    """token_loss, mask, lengths; with empty and one-token samples, a wholly masked one, and zeros inside
+    masks."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 40, (num_samples,), generator=generator)
     lengths[[0, 5, num_samples - 1]] = 0
@@ -46,7 +48,7 @@ def denominators(mask, lengths):
 
 
 # Two samples and an empty one; the first token of the second is masked.
-@pytest.mark.parametrize(
+@each(
     "mode, expected",
     [
         ("token-mean", 15 / 4),
@@ -62,8 +64,8 @@ def test_hand_numbers(mode, expected):
     assert loss.dim() == 0 and loss.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(3))
+@each("mode", MODES)
+@each("seed", range(3))
 def test_value_and_gradient_against_the_reference(seed, mode):
     token_loss, mask, lengths = batch(seed)
     leaf = token_loss.requires_grad_()
@@ -74,7 +76,7 @@ def test_value_and_gradient_against_the_reference(seed, mode):
     np.testing.assert_allclose(grad, expected_grad, rtol=1e-12)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each("mode", MODES)
 def test_gradient_against_finite_differences(mode):
     token_loss, mask, lengths = batch(9, num_samples=9)
     assert torch.autograd.gradcheck(
@@ -83,8 +85,8 @@ def test_gradient_against_finite_differences(mode):
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(8))
+@each("mode", MODES)
+@each("seed", range(8))
 def test_shares_of_any_split_sum_to_the_whole(seed, mode):
     token_loss, mask, lengths = batch(seed, torch.float32, num_samples=16)
     whole = denominators(mask, lengths)
@@ -106,8 +108,8 @@ def test_shares_of_any_split_sum_to_the_whole(seed, mode):
     torch.testing.assert_close(split_grad, grad, rtol=bounds.of_sum(num_parts), atol=0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@each("mode", MODES)
+@each("bad", [float("nan"), float("inf")])
 def test_masked_positions_never_reach_value_or_gradient(bad, mode):
     token_loss, mask, lengths = batch(1)
     clean = aggregate(token_loss, mask, lengths, mode, **denominators(mask, lengths))
@@ -117,8 +119,8 @@ def test_masked_positions_never_reach_value_or_gradient(bad, mode):
     assert torch.equal(dirty, clean) and grad.isfinite().all() and not grad[~mask].any()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("lengths", [[], [0, 0], [2, 1]])
+@each("mode", MODES)
+@each("lengths", [[], [0, 0], [2, 1]])
 def test_nothing_to_learn_from_gives_zero_and_a_zero_gradient(lengths, mode):
     leaf = torch.full((sum(lengths),), float("nan"), requires_grad=True)
     lengths = torch.tensor(lengths, dtype=torch.int64)
@@ -128,7 +130,7 @@ def test_nothing_to_learn_from_gives_zero_and_a_zero_gradient(lengths, mode):
     assert loss.item() == 0 and not grad.any()
 
 
-@pytest.mark.parametrize("norm", [None, 0])
+@each("norm", [None, 0])
 def test_norm_is_required_where_it_is_used(norm):
     ones, lengths = torch.ones(1), torch.tensor([1])
     with pytest.raises(ValueError, match="norm"):

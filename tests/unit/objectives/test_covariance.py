@@ -9,6 +9,7 @@ from rl.objectives.losses.clip_cov import select_tokens as clip_cov_tokens
 from rl.objectives.losses.kl_cov import kl_cov
 from rl.objectives.losses.kl_cov import select_tokens as kl_cov_tokens
 from rl.objectives.losses.ppo import ppo
+from tests.each import each
 from tests.unit.objectives.splits import assert_any_split_gives_the_same
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -54,9 +55,9 @@ def chosen_set(chosen):
     return set(torch.nonzero(chosen).squeeze(1).tolist())
 
 
-@pytest.mark.parametrize("fraction", [1e-6, 0.03, 0.1, 1.0])
-@pytest.mark.parametrize("seed", range(3))
-def test_clip_cov_chooses_the_wanted_number_among_the_eligible_tokens(seed, fraction):
+@each("fraction", [1e-6, 0.03, 0.1, 1.0])
+@each("seed", range(3))
+def test_clip_cov_selects_the_quota_among_eligible_tokens(seed, fraction):
     arguments = batch(seed)[:4]
     candidates = eligible(*(x.tolist() for x in arguments), **CLIPS, **BOUNDS)
     chosen = clip_cov_tokens(*arguments, **CLIPS, **BOUNDS, cov_fraction=fraction, seed=7)
@@ -64,7 +65,7 @@ def test_clip_cov_chooses_the_wanted_number_among_the_eligible_tokens(seed, frac
     assert len(chosen_set(chosen)) == min(max(1, int(fraction * int(arguments[3].sum()))), len(candidates))
 
 
-def test_clip_cov_choice_repeats_with_its_seed_and_is_uniform_over_seeds():
+def test_clip_cov_selection_is_seeded_and_uniform():
     arguments = batch(0, size=60)[:4]
     candidates = eligible(*(x.tolist() for x in arguments), **CLIPS, **BOUNDS)
     options = CLIPS | BOUNDS | {"cov_fraction": 1e-6}
@@ -92,8 +93,8 @@ def test_clip_cov_hand_numbers():
     assert not clip_cov_tokens(logprobs, old, advantages, torch.ones(5), **options | dict(cov_low=1.01)).any()
 
 
-@pytest.mark.parametrize("fraction", [1e-6, 0.03, 0.2, 1.0])
-@pytest.mark.parametrize("seed", range(3))
+@each("fraction", [1e-6, 0.03, 0.2, 1.0])
+@each("seed", range(3))
 def test_kl_cov_chooses_the_greatest_covariances(seed, fraction):
     logprobs, _, advantages, mask, _ = batch(seed)
     cov = covariances(*(x.tolist() for x in (logprobs, advantages, mask)))
@@ -109,7 +110,7 @@ def test_kl_cov_breaks_ties_by_position():
     assert chosen.tolist() == [True, True, True, False, False, False]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@each("bad", [float("nan"), float("inf")])
 def test_choice_ignores_what_masked_positions_hold(bad):
     logprobs, old, advantages, mask, _ = batch(1)
     dirty = [torch.where(mask, x, bad) for x in (logprobs, old, advantages)]
@@ -123,7 +124,7 @@ def test_choice_ignores_what_masked_positions_hold(bad):
     )
 
 
-@pytest.mark.parametrize("size", [0, 3])
+@each("size", [0, 3])
 def test_choice_among_no_unmasked_token_is_empty(size):
     empty = torch.full((size,), float("nan"))
     mask = torch.zeros(size)
@@ -132,7 +133,7 @@ def test_choice_among_no_unmasked_token_is_empty(size):
     assert kl_cov_tokens(empty, empty, mask, cov_fraction=0.5).tolist() == [False] * size
 
 
-@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.5, float("nan")])
+@each("fraction", [0.0, -0.1, 1.5, float("nan")])
 def test_fractions_outside_of_one_are_refused(fraction):
     with pytest.raises(ValueError, match="fraction"):
         kl_cov_tokens(*[torch.ones(2)] * 3, cov_fraction=fraction)
@@ -164,8 +165,8 @@ REFERENCES = {clip_cov: reference_clip_cov, kl_cov: reference_kl_cov}
 
 
 @both
-@pytest.mark.parametrize("seed", range(3))
-def test_loss_value_gradient_and_statistics_against_the_reference(seed, loss):
+@each("seed", range(3))
+def test_loss_gradient_and_statistics_against_the_reference(seed, loss):
     logprobs, old, advantages, mask, chosen = batch(seed)
     leaf = logprobs.clone().requires_grad_()
     token_loss, stats = loss(leaf, old, advantages, mask, chosen, **OPTIONS[loss])
@@ -206,8 +207,8 @@ def test_gradient_against_finite_differences(loss):
 
 
 @both
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_masked_positions_never_reach_loss_gradient_or_statistics(bad, loss):
+@each("bad", [float("nan"), float("inf"), -float("inf")])
+def test_masked_positions_enter_nothing(bad, loss):
     logprobs, old, advantages, mask, chosen = batch(4)
 
     def outcome(fill):
@@ -229,10 +230,10 @@ def test_empty_micro_batch_gives_nothing(loss):
     assert token_loss.shape == empty.grad.shape == (0,) and all(value.item() == 0 for value in stats.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each("mode", MODES)
 @both
-@pytest.mark.parametrize("seed", range(3))
-def test_choice_over_the_mini_batch_makes_any_split_give_the_same_loss_and_gradient(seed, loss, mode):
+@each("seed", range(3))
+def test_selection_makes_any_split_give_the_same_loss(seed, loss, mode):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 12, (10,), generator=generator)
     lengths[[2, 9]], lengths[4] = 0, 1

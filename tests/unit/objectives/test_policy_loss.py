@@ -12,6 +12,7 @@ from rl.objectives.losses.gpg import gpg
 from rl.objectives.losses.ppo import ppo
 from rl.objectives.losses.reinforce import reinforce
 from rl.objectives.losses.sapo import sapo
+from tests.each import each
 from tests.unit.objectives.splits import assert_any_split_gives_the_same
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -23,7 +24,8 @@ CLIPS = [
 
 
 def reference(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip):
-    """Token by token, float64, by cases instead of min and max. Returns loss, gradient for logprobs, statistics."""
+    """Token by token, float64, by cases instead of min and max. Returns loss, gradient for logprobs,
+    statistics."""
     loss, grad = np.zeros(len(mask)), np.zeros(len(mask))
     stats = {"ppo_kl": 0.0, "pg_clipfrac": 0.0, "pg_clipfrac_lower": 0.0}
     for t in range(len(mask)):
@@ -48,7 +50,8 @@ def reference(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dua
 
 
 def batch(seed, size=200):
-    """logprobs, old_logprobs, advantages, mask as float64 arrays; a spread of ratios, some zero advantages and masks."""
+    """logprobs, old_logprobs, advantages, mask as float64 arrays; a spread of ratios, some zero advantages
+    and masks."""
     rng = np.random.default_rng(seed)
     old = rng.normal(-2, 1, size)
     logprobs = old + rng.normal(0, 0.5, size)
@@ -61,7 +64,7 @@ def tensors(*arrays):
     return [torch.tensor(array) for array in arrays]
 
 
-@pytest.mark.parametrize(
+@each(
     "ratio, advantage, loss, clipped, lower",
     [
         (1.0, 2.0, -2.0, 0, 0),
@@ -82,8 +85,8 @@ def test_hand_numbers(ratio, advantage, loss, clipped, lower):
     assert stats["ppo_kl"].item() == pytest.approx(-math.log(ratio))
 
 
-@pytest.mark.parametrize("clips", CLIPS)
-@pytest.mark.parametrize("seed", range(3))
+@each("clips", CLIPS)
+@each("seed", range(3))
 def test_value_gradient_and_statistics_against_the_reference(seed, clips):
     logprobs, old, advantages, mask = batch(seed)
     expected_loss, expected_grad, expected_stats = reference(logprobs, old, advantages, mask, **clips)
@@ -100,7 +103,7 @@ def test_value_gradient_and_statistics_against_the_reference(seed, clips):
     )
 
 
-@pytest.mark.parametrize("clips", CLIPS)
+@each("clips", CLIPS)
 def test_gradient_against_finite_differences(clips):
     logprobs, old, advantages, mask = batch(3, size=40)
     arguments = tensors(old, advantages, mask)
@@ -125,9 +128,9 @@ def test_log_ratio_is_clamped_before_exp():
     assert torch.autograd.grad(token_loss.sum(), logprobs)[0].tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("as_float", [False, True])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_masked_positions_never_reach_value_gradient_or_statistics(bad, as_float):
+@each("as_float", [False, True])
+@each("bad", [float("nan"), float("inf"), -float("inf")])
+def test_masked_positions_enter_nothing(bad, as_float):
     logprobs, old, advantages, mask = tensors(*batch(4))
     clips = CLIPS[2]
     clean_leaf = logprobs.clone().requires_grad_()
@@ -142,7 +145,7 @@ def test_masked_positions_never_reach_value_gradient_or_statistics(bad, as_float
     assert not token_loss[~mask].any() and not grad[~mask].any()
 
 
-@pytest.mark.parametrize("size, kept", [(0, 0), (1, 1), (1, 0)])
+@each("size, kept", [(0, 0), (1, 1), (1, 0)])
 def test_no_token_and_one_token(size, kept):
     logprobs = torch.zeros(size, requires_grad=True)
     mask = torch.full((size,), bool(kept))
@@ -153,13 +156,14 @@ def test_no_token_and_one_token(size, kept):
     assert all(value.item() == 0 and value.dim() == 0 for value in stats.values())
 
 
-@pytest.mark.parametrize("dual_clip", [1.0, 0.5, -3.0])
+@each("dual_clip", [1.0, 0.5, -3.0])
 def test_dual_clip_that_would_undo_the_clip_is_refused(dual_clip):
     with pytest.raises(ValueError, match="dual_clip"):
         ppo(*[torch.zeros(1)] * 4, clip_low=0.2, clip_high=0.2, dual_clip=dual_clip)
 
 
-# The other losses of one token. Each reference returns loss, slope for the log-probability, and what counts as clipped.
+# The other losses of one token. Each reference returns loss, slope for the log-probability, and what counts
+# as clipped.
 
 
 def ratio_of(logprob, old):
@@ -237,7 +241,7 @@ def probabilities(seed, size=300):
 
 
 @every_loss
-@pytest.mark.parametrize("seed", range(3))
+@each("seed", range(3))
 def test_other_losses_against_their_references(seed, name):
     loss, options, reference = LOSSES[name]
     logprobs, old, advantages, mask = probabilities(seed)
@@ -262,7 +266,7 @@ def test_other_losses_against_their_references(seed, name):
     assert not any(value.requires_grad or value.dim() for value in stats.values())
 
 
-@pytest.mark.parametrize(
+@each(
     "name, ratio, old_probability, advantage, loss, slope",
     [
         ("reinforce", 2.0, 0.25, 3.0, -3 * math.log(0.5), -3.0),
@@ -332,8 +336,8 @@ def test_sure_tokens_and_absurd_ratios_stay_finite_in_float32(name):
 
 
 @every_loss
-@pytest.mark.parametrize("as_float", [False, True])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@each("as_float", [False, True])
+@each("bad", [float("nan"), float("inf"), -float("inf")])
 def test_masked_positions_never_reach_other_losses(bad, as_float, name):
     loss, options, _ = LOSSES[name]
     logprobs, old, advantages, mask = tensors(*probabilities(4))
@@ -351,7 +355,7 @@ def test_masked_positions_never_reach_other_losses(bad, as_float, name):
 
 
 @every_loss
-def test_no_token_and_only_masked_tokens_give_zeros_in_other_losses(name):
+def test_no_counted_token_gives_zeros_in_other_losses(name):
     loss, options, _ = LOSSES[name]
     for size in (0, 1):
         leaf = torch.full((size,), -1.0, requires_grad=True)
@@ -361,10 +365,10 @@ def test_no_token_and_only_masked_tokens_give_zeros_in_other_losses(name):
         assert all(value.item() == 0 and value.dim() == 0 for value in stats.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each("mode", MODES)
 @pytest.mark.parametrize("name", [*LOSSES, "ppo"])
-@pytest.mark.parametrize("seed", range(3))
-def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_statistics(seed, name, mode):
+@each("seed", range(3))
+def test_any_split_gives_the_same_loss_and_gradient(seed, name, mode):
     loss, options, _ = LOSSES[name] if name in LOSSES else (ppo, CLIPS[2], None)
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 12, (10,), generator=generator)
@@ -378,7 +382,7 @@ def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_statistic
     assert_any_split_gives_the_same(split_loss, leaf, lengths, mask, mode, seed)
 
 
-@pytest.mark.parametrize(
+@each(
     "loss, options, message",
     [
         (sapo, dict(sapo_tau_positive=0.0, sapo_tau_negative=1.0), "must be positive"),

@@ -10,6 +10,7 @@ from rl.data.batch import Batch
 from rl.objectives.preference import counted, log_ratios, outcome_loss, pair_loss, sppo_loss, win_rates
 from rl.phases.minibatches import MinibatchPlan
 from rl.training.packing import pack
+from tests.each import each
 
 NAN = float("nan")
 PAIR_LOSSES = [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)]
@@ -18,7 +19,8 @@ pair_losses = pytest.mark.parametrize(
 )
 
 
-# ------------------------------------------------------------------- second implementation: one at a time, python's floats
+# ------------------------------------------------------------------- second implementation: one at a time,
+# python's floats
 
 
 def log1pexp(x):
@@ -59,7 +61,8 @@ def ref_win_rates(scores, groups):
 
 
 def batch(seed, num_samples=12):
-    """logprobs, ref_logprobs, mask float64 [T] and lengths; empty, one-token and wholly masked responses among them."""
+    """logprobs, ref_logprobs, mask float64 [T] and lengths; empty, one-token and wholly masked responses
+    among them."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, 20, num_samples)
     lengths[[0, 5]], lengths[[3, num_samples - 1]] = 0, 1
@@ -70,7 +73,8 @@ def batch(seed, num_samples=12):
     return logprobs, ref, mask, lengths
 
 
-# Log-ratios -----------------------------------------------------------------------------------------------------------
+# Log-ratios
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_log_ratio_is_the_sum_over_unmasked_tokens_by_hand():
@@ -79,7 +83,7 @@ def test_log_ratio_is_the_sum_over_unmasked_tokens_by_hand():
     assert ratios.tolist() == [-0.5, 0.0, 0.5]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each("seed", range(3))
 def test_log_ratios_and_their_gradient_against_the_loop(seed):
     logprobs, ref, mask, lengths = batch(seed)
     leaf = torch.tensor(logprobs, requires_grad=True)
@@ -92,8 +96,8 @@ def test_log_ratios_and_their_gradient_against_the_loop(seed):
     np.testing.assert_array_equal(grad, mask * np.repeat(weights.numpy(), lengths))
 
 
-@pytest.mark.parametrize("bad", [NAN, float("inf"), -float("inf")])
-@pytest.mark.parametrize("as_float", [True, False])
+@each("bad", [NAN, float("inf"), -float("inf")])
+@each("as_float", [True, False])
 def test_masked_positions_never_reach_value_or_gradient(bad, as_float):
     logprobs, ref, mask, lengths = (torch.tensor(x) for x in batch(4))
     clean = log_ratios(logprobs, ref, mask, lengths)
@@ -187,10 +191,10 @@ def test_a_batch_in_which_no_token_counts_has_loss_0():
         assert not micro.logprobs.grad.any()
 
 
-# Pairs ----------------------------------------------------------------------------------------------------------------
+# Pairs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "loss, smoothing, margin, value, slope",
     [
         ("sigmoid", 0.0, 0.0, math.log(2), -0.25),
@@ -224,7 +228,7 @@ def test_pair_losses_by_hand(loss, smoothing, margin, value, slope):
 
 
 @pair_losses
-@pytest.mark.parametrize("beta", [0.05, 1.0])
+@each("beta", [0.05, 1.0])
 def test_pair_losses_gradients_and_statistics_against_the_loop(loss, smoothing, beta):
     ratios = np.random.default_rng(7).normal(0, 2, 40)
     leaf = torch.tensor(ratios, requires_grad=True)
@@ -259,9 +263,9 @@ def test_gradient_from_tokens_against_finite_differences(loss, smoothing):
     assert torch.autograd.gradcheck(of, (logprobs.requires_grad_(),))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("dtype", [torch.float32, torch.float64])
 @pair_losses
-@pytest.mark.parametrize("margin", [1e4, -1e4])
+@each("margin", [1e4, -1e4])
 def test_extreme_margins_have_finite_values_and_gradients(loss, smoothing, margin, dtype):
     ratios = torch.tensor([margin / 2, -margin / 2], dtype=dtype, requires_grad=True)
     value, stats = pair_loss(ratios, beta=1.0, loss=loss, label_smoothing=smoothing)
@@ -298,7 +302,7 @@ def test_an_unknown_pair_loss_is_refused_with_those_there_are():
         pair_loss(torch.zeros(2), beta=0.1, loss="logistic")
 
 
-# SPPO -----------------------------------------------------------------------------------------------------------------
+# SPPO -------------------------------------------------------------------------------------------------------
 
 
 def test_sppo_by_hand():
@@ -317,7 +321,7 @@ def test_sppo_against_the_loop_and_finite_differences():
     assert torch.autograd.gradcheck(lambda leaf: sppo_loss(leaf, labels, eta=4.0), (leaf,))
 
 
-@pytest.mark.parametrize("ratio", [1e4, -1e4])
+@each("ratio", [1e4, -1e4])
 def test_sppo_of_an_extreme_log_ratio_is_finite(ratio):
     leaf = torch.tensor([ratio], requires_grad=True)
     loss = sppo_loss(leaf, torch.tensor([0.5]), eta=10.0)
@@ -325,7 +329,7 @@ def test_sppo_of_an_extreme_log_ratio_is_finite(ratio):
     assert loss.item() == pytest.approx(1e8) and leaf.grad.item() == pytest.approx(2 * ratio)
 
 
-# Win rates ------------------------------------------------------------------------------------------------------------
+# Win rates --------------------------------------------------------------------------------------------------
 
 
 def test_win_rates_by_hand():
@@ -334,9 +338,9 @@ def test_win_rates_by_hand():
     assert win_rates(scores, groups).tolist() == pytest.approx([2 / 3, 0.5 / 3, 0.5 / 3, 1.0, 0.5, 0.5, 0.5])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("seed", range(5))
-def test_win_rates_against_brute_force_with_ties_and_groups_in_any_order(seed, dtype):
+@each("dtype", [torch.float32, torch.float64])
+@each("seed", range(5))
+def test_win_rates_against_brute_force(seed, dtype):
     rng = np.random.default_rng(seed)
     scores, groups = (
         rng.integers(0, 4, 50) / 3,
@@ -355,7 +359,7 @@ def test_win_rates_average_to_one_half_in_every_group():
         assert rates[groups == group].mean().item() == pytest.approx(0.5)
 
 
-def test_win_rates_of_a_group_of_one_of_equal_scores_and_of_nothing():
+def test_win_rates_of_trivial_groups():
     assert win_rates(torch.tensor([-3.0]), torch.tensor([8])).tolist() == [0.5]
     assert win_rates(torch.full((5,), 0.1), torch.zeros(5, dtype=torch.int64)).tolist() == [0.5] * 5
     assert win_rates(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
@@ -367,10 +371,10 @@ def test_win_rates_have_no_graph_and_leave_the_scores_alone():
     assert scores.tolist() == [1.0, 2.0]
 
 
-# The implicit reward model --------------------------------------------------------------------------------------------
+# The implicit reward model ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "ratio, label, value, slope",
     [
         (0.0, 1.0, math.log(2), -0.25),
@@ -405,8 +409,8 @@ def test_outcome_loss_against_the_loop_and_finite_differences():
     assert torch.autograd.gradcheck(lambda leaf: outcome_loss(leaf, aims, beta=0.05)[0], (leaf,))
 
 
-@pytest.mark.parametrize("label", [0.0, 1.0])
-@pytest.mark.parametrize("ratio", [1e4, -1e4])
+@each("label", [0.0, 1.0])
+@each("ratio", [1e4, -1e4])
 def test_outcome_loss_of_an_extreme_log_ratio_is_finite(ratio, label):
     leaf = torch.tensor([ratio], requires_grad=True)
     loss, stats = outcome_loss(leaf, torch.tensor([label]), beta=1.0)

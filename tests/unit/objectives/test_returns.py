@@ -10,11 +10,13 @@ from rl.objectives.advantages.prime import prime
 from rl.objectives.advantages.reinforce_pp import reinforce_pp
 from rl.objectives.advantages.reinforce_pp_baseline import reinforce_pp_baseline
 from rl.objectives.returns import place_at_end, returns, whiten
+from tests.each import each
 
 NAN = float("nan")
 
-# ------------------------------------------------------- second implementation: sample by sample, token by token, float64
-# A batch `b` is a dict of arrays; `split` gives the unmasked tokens of each sample, `merge` is its inverse.
+# ------------------------------------------------------- second implementation: sample by sample, token by
+# token, float64 A batch `b` is a dict of arrays; `split` gives the unmasked tokens of each sample, `merge` is
+# its inverse.
 
 
 def split(b, column):
@@ -166,7 +168,8 @@ PER_TOKEN = ("mask", "rewards", "values", "logprobs", "squares", "weights")
 
 
 def batch(seed, mask_dtype=np.float64):
-    """Ragged, with empty, fully masked and one-token responses, groups of one, holes in the mask and NaN in the holes."""
+    """Ragged, with empty, fully masked and one-token responses, groups of one, holes in the mask and NaN in
+    the holes."""
     rng = np.random.default_rng(seed)
     groups = np.repeat(rng.choice(1000, 8, replace=False) - 500, [1, 2, 3, 5, 1, 4, 2, 6])
     lengths = rng.integers(2, 14, len(groups))
@@ -209,12 +212,13 @@ def permuted(b, order):
     return {name: b[name][order if name in PER_SAMPLE else tokens] for name in b}, tokens
 
 
-# ------------------------------------------------------------------------------------------------- every estimator
+# ------------------------------------------------------------------------------------------------- every
+# estimator
 
 
 @every_estimator
-@pytest.mark.parametrize("mask_dtype", [np.float64, np.bool_])
-@pytest.mark.parametrize("seed", range(4))
+@each("mask_dtype", [np.float64, np.bool_])
+@each("seed", range(4))
 def test_random_ragged_batches_against_the_reference(name, seed, mask_dtype):
     estimate, reference = ESTIMATORS[name]
     b = batch(seed, mask_dtype)
@@ -235,7 +239,7 @@ def test_order_of_samples_does_not_matter(name):
 
 
 @every_estimator
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_dtype_is_kept_and_no_graph(name, dtype):
     b = tensors(batch(8), dtype)
     for column in ("scores", "rewards", "values", "logprobs"):
@@ -246,7 +250,7 @@ def test_dtype_is_kept_and_no_graph(name, dtype):
 
 
 @every_estimator
-@pytest.mark.parametrize("num_samples", [0, 3])
+@each("num_samples", [0, 3])
 def test_batch_without_tokens(name, num_samples):
     b = {column: torch.zeros(0) for column in PER_TOKEN}
     b |= {"scores": torch.ones(num_samples), "groups": torch.zeros(num_samples).long()}
@@ -269,17 +273,18 @@ def test_lengths_that_do_not_sum_to_the_tokens_are_refused(name):
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp_baseline", "otb_with_tail", "prime"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("dtype", [torch.float32, torch.float64])
 def test_equal_scores_give_exactly_zero(name, dtype):
     b = tensors(batch(11), dtype)
     b["scores"] = torch.full_like(b["scores"], 0.1)
-    # For OTB equal rewards to go, for PRIME equal process rewards: a power of two, so that their means are exact.
+    # For OTB equal rewards to go, for PRIME equal process rewards: a power of two, so that their means are
+    # exact.
     at_end = place_at_end(b["scores"], b["lengths"], b["mask"])
     b["rewards"] = at_end if name == "otb_with_tail" else torch.full_like(b["rewards"], 0.125)
     assert not ESTIMATORS[name][0](b).any()
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.1, NAN])
+@each("fraction", [-0.1, 1.1, NAN])
 def test_discounts_outside_0_and_1_are_refused(fraction):
     x, lengths, scores = torch.ones(2), torch.tensor([2]), torch.ones(1)
     with pytest.raises(ValueError, match="gamma="):
@@ -292,10 +297,11 @@ def test_discounts_outside_0_and_1_are_refused(fraction):
         prime(x, scores, lengths, lengths, x, process_coef=1.0, outcome_coef=1.0, gamma=fraction)
 
 
-# ---------------------------------------------------------------------------------------------------- hand numbers
+# ---------------------------------------------------------------------------------------------------- hand
+# numbers
 
 
-def test_score_goes_to_the_last_unmasked_token_and_is_dropped_without_one():
+def test_score_goes_to_the_last_unmasked_token():
     lengths = torch.tensor([3, 0, 2, 1])
     mask = torch.tensor([1, 1, 0, 0, 0, 1])
     rewards = place_at_end(torch.tensor([1.0, 2.0, 3.0, 4.0]), lengths, mask)
@@ -342,7 +348,7 @@ def test_gae_hand_numbers_with_a_masked_token_between():
     assert targets.tolist() == [0.3125, 0.0, 1.0]
 
 
-def test_gae_with_lambda_1_is_returns_minus_values_and_its_targets_are_the_returns():
+def test_gae_with_lambda_1_is_returns_minus_values():
     b = tensors(batch(12))
     advantages, targets = gae(*cols(b, "rewards", "values", *SEGMENTS), gamma=0.9, lam=1.0)
     to_go = returns(*cols(b, "rewards", *SEGMENTS), gamma=0.9)
@@ -357,14 +363,14 @@ def test_whiten_hand_numbers():
     assert whiten(x, mask, eps=3.0).tolist() == pytest.approx([-0.5, 0.0, 0.5, 0.0])
 
 
-@pytest.mark.parametrize("shift_mean", [True, False])
+@each("shift_mean", [True, False])
 def test_whiten_of_no_or_one_token_is_zero(shift_mean):
     x = torch.tensor([5.0, NAN, 7.0])
     assert whiten(x, torch.tensor([0, 0, 0]), shift_mean=shift_mean).tolist() == [0.0, 0.0, 0.0]
     assert whiten(x, torch.tensor([0, 0, 1]), shift_mean=shift_mean).tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("dtype", [torch.float32, torch.float64])
 def test_whiten_of_equal_numbers_is_exactly_zero(dtype):
     assert not whiten(torch.full((1001,), 0.1, dtype=dtype), torch.ones(1001)).any()
 
@@ -378,7 +384,7 @@ def test_reinforce_pp_whitens_rewards_to_go():
     )
 
 
-def test_reinforce_pp_baseline_treats_a_group_of_one_as_a_group_of_equal_scores():
+def test_reinforce_pp_baseline_of_a_group_of_one():
     scores, lengths = torch.tensor([1.0, 0.0, 9.0, 4.0, 4.0]), torch.tensor([3, 1, 1, 1, 1])
     advantages = reinforce_pp_baseline(scores, torch.tensor([0, 0, 1, 2, 2]), lengths, torch.ones(7))
     # Tokens 1/2 three times, -1/2, 0 three times: mean 1/7, unbiased variance (1 - 7/49) / 6 = 1/7.
@@ -388,7 +394,8 @@ def test_reinforce_pp_baseline_treats_a_group_of_one_as_a_group_of_equal_scores(
 
 
 def test_optimal_token_baseline_hand_numbers():
-    # Two samples with rewards to go (1, 1) and (0): energies 1 - 2p + sum p^2 of 0.5 and 1.5 at the first token.
+    # Two samples with rewards to go (1, 1) and (0): energies 1 - 2p + sum p^2 of 0.5 and 1.5 at the first
+    # token.
     rewards, lengths, groups = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([2, 1]), torch.tensor([3, 3])
     probabilities, squares = torch.tensor([0.5, 0.9, 0.1]), torch.tensor([0.5, 0.9, 0.7])
     columns = {"old_logprobs": probabilities.log(), "sum_p_squared": squares}
@@ -406,15 +413,16 @@ def test_optimal_token_baseline_hand_numbers():
     assert alone.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_optimal_token_baseline_of_certain_tokens_is_the_plain_mean():
+def test_optimal_token_baseline_of_certain_tokens():
     certain = {"old_logprobs": torch.zeros(2), "sum_p_squared": torch.ones(2) - 1e-7}
     rewards, lengths = torch.tensor([1.0, 0.0]), torch.tensor([1, 1])
     advantages = optimal_token_baseline(rewards, torch.tensor([0, 0]), lengths, torch.ones(2), **certain)
     assert advantages.tolist() == [0.5, -0.5]
 
 
-def test_optimal_token_baseline_takes_a_negative_rounding_error_of_an_energy_for_zero():
-    # Energies 2e-7 and -1e-7: as weights of either sign they would put the baseline at 2, outside the rewards 1 and 0.
+def test_optimal_token_baseline_clamps_negative_energies():
+    # Energies 2e-7 and -1e-7: as weights of either sign they would put the baseline at 2, outside the rewards
+    # 1 and 0.
     nearly_certain = {
         "old_logprobs": torch.zeros(2),
         "sum_p_squared": torch.tensor([1 + 2e-7, 1 - 1e-7], dtype=torch.float64),
@@ -426,7 +434,7 @@ def test_optimal_token_baseline_takes_a_negative_rounding_error_of_an_energy_for
     assert advantages.tolist() == [0.0, -1.0]
 
 
-def test_optimal_token_baseline_minimises_the_weighted_square_of_the_advantages():
+def test_optimal_token_baseline_minimises_the_variance():
     """The defining property: at each position, moving the baseline either way increases sum(W * A^2)."""
     rng = np.random.default_rng(0)
     p, rewards, lengths = rng.uniform(0.1, 0.9, 12), torch.tensor(rng.normal(size=12)), torch.full((6,), 2)

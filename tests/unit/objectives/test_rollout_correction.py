@@ -13,13 +13,15 @@ from rl.objectives.rollout_correction import (
     sequence_weights,
     token_weights,
 )
+from tests.each import each
 
 STATISTICS = ["k1", "k2", "k3"]
 LEVELS = ["token", "sequence"]
 
 
 def batch(seed, num_samples=16):
-    """old, rollout, lengths, mask; with empty, one-token and wholly masked samples, and outliers on both sides."""
+    """old, rollout, lengths, mask; with empty, one-token and wholly masked samples, and outliers on both
+    sides."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, 15, num_samples)
     lengths[[0, 5, num_samples - 1]], lengths[[1, 7]] = 0, 1
@@ -72,8 +74,8 @@ def test_hand_numbers():
     assert kept("sequence", "k2", 0.0, 0.2) == [0.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("upper", [0.5, 1.3, 1e12])
-@pytest.mark.parametrize("seed", range(3))
+@each("upper", [0.5, 1.3, 1e12])
+@each("seed", range(3))
 def test_weights_against_the_reference(seed, upper):
     old, rollout, lengths, mask = batch(seed)
     x = (old - rollout).tolist()
@@ -91,9 +93,9 @@ def test_weights_against_the_reference(seed, upper):
     assert 0 < (popped > 0).sum() < mask.sum()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("statistic", STATISTICS)
-@pytest.mark.parametrize("seed", range(3))
+@each("level", LEVELS)
+@each("statistic", STATISTICS)
+@each("seed", range(3))
 def test_rejection_against_the_reference(seed, statistic, level):
     old, rollout, lengths, mask = batch(seed)
     x = (old - rollout).tolist()
@@ -109,9 +111,9 @@ def test_rejection_against_the_reference(seed, statistic, level):
     assert 0 < kept.sum() < mask.sum()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("statistic", STATISTICS)
-def test_equal_engines_weigh_one_and_reject_nothing_even_at_bounds_of_zero(statistic, level):
+@each("level", LEVELS)
+@each("statistic", STATISTICS)
+def test_equal_engines_weigh_one_and_reject_nothing(statistic, level):
     old, _, lengths, mask = (x.float() if x.is_floating_point() else x for x in batch(0))
     assert torch.equal(token_weights(old, old, mask, upper=2.0), mask.float())
     assert torch.equal(sequence_weights(old, old, lengths, mask, upper=2.0), mask.float())
@@ -123,7 +125,7 @@ def test_equal_engines_weigh_one_and_reject_nothing_even_at_bounds_of_zero(stati
     assert values["rollout_corr/kl"] == values["rollout_corr/k3_kl"] == values["rollout_corr/chi2_seq"] == 0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@each("bad", [float("nan"), float("inf"), -float("inf")])
 def test_masked_positions_never_reach_any_result(bad):
     old, rollout, lengths, mask = batch(4)
 
@@ -140,9 +142,9 @@ def test_masked_positions_never_reach_any_result(bad):
         assert torch.equal(clean, dirty) and clean.isfinite().all() and clean.any()
 
 
-@pytest.mark.parametrize("statistic", STATISTICS)
-@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
-def test_token_without_a_finite_logprob_is_rejected_and_takes_its_sample_but_no_other_along(bad, statistic):
+@each("statistic", STATISTICS)
+@each("bad", [float("nan"), -float("inf")])
+def test_nonfinite_logprob_rejects_its_token_and_sample(bad, statistic):
     old, rollout, lengths = torch.zeros(4), torch.tensor([0.0, bad, 0.0, 0.0]), torch.tensor([3, 1])
     options = dict(statistic=statistic, low=-1e9, high=1e9)
     kept = [reject(old, rollout, lengths, torch.ones(4), level=level, **options).tolist() for level in LEVELS]
@@ -160,7 +162,7 @@ def test_results_are_constants_of_the_input_dtype():
     assert all(x.dtype == torch.float32 and not x.requires_grad for x in results)
 
 
-@pytest.mark.parametrize("lengths, size", [([], 0), ([0, 0], 0), ([2, 1], 3)])
+@each("lengths, size", [([], 0), ([0, 0], 0), ([2, 1], 3)])
 def test_batches_without_an_unmasked_token(lengths, size):
     nothing, lengths, mask = (
         torch.full((size,), float("nan")),
@@ -179,8 +181,8 @@ def test_batches_without_an_unmasked_token(lengths, size):
     assert metrics(nothing, nothing, lengths, mask) == {}
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("seed", range(3))
+@each("level", LEVELS)
+@each("seed", range(3))
 def test_metrics_against_the_reference(seed, level):
     old, rollout, lengths, mask = batch(seed)
     p, q = old.numpy(), rollout.numpy()
@@ -234,9 +236,9 @@ def test_metrics_against_the_reference(seed, level):
     assert all(type(value) is float for value in values.values())
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("statistic", STATISTICS)
-@pytest.mark.parametrize("seed", range(2))
+@each("level", LEVELS)
+@each("statistic", STATISTICS)
+@each("seed", range(2))
 def test_criterion_metrics_against_the_reference(seed, statistic, level):
     old, rollout, lengths, mask = batch(seed)
     x = (old - rollout).tolist()
@@ -283,7 +285,7 @@ def test_rejection_metrics_by_hand():
     assert rejection_metrics(lengths, mask * 0, mask * 0) == {}
 
 
-def test_untruncated_weights_average_to_one_over_what_the_engine_samples():
+def test_untruncated_weights_average_to_one():
     generator = torch.Generator().manual_seed(0)
     engine, trainer = (torch.log_softmax(torch.randn(50, generator=generator), 0) for _ in range(2))
     tokens = torch.multinomial(engine.exp(), 200_000, replacement=True, generator=generator)
@@ -294,7 +296,7 @@ def test_untruncated_weights_average_to_one_over_what_the_engine_samples():
     assert values["rollout_corr/k3_kl"] == pytest.approx(divergence, rel=0.02)
 
 
-@pytest.mark.parametrize("upper", [0.0, -1.0, float("nan")])
+@each("upper", [0.0, -1.0, float("nan")])
 def test_truncation_to_nothing_is_refused(upper):
     with pytest.raises(ValueError, match="truncated"):
         token_weights(*[torch.zeros(1)] * 3, upper=upper)
@@ -302,13 +304,13 @@ def test_truncation_to_nothing_is_refused(upper):
         sequence_weights(torch.zeros(1), torch.zeros(1), torch.tensor([1]), torch.ones(1), upper=upper)
 
 
-@pytest.mark.parametrize("low, high", [(1.1, 5.0), (0.5, 0.9), (-0.1, 5.0), (5.0, 0.5)])
+@each("low, high", [(1.1, 5.0), (0.5, 0.9), (-0.1, 5.0), (5.0, 0.5)])
 def test_icepop_bounds_that_drop_tokens_in_agreement_are_refused(low, high):
     with pytest.raises(ValueError, match="1 must be among"):
         icepop(*[torch.zeros(1)] * 3, low=low, high=high)
 
 
-@pytest.mark.parametrize(
+@each(
     "options, message",
     [
         (dict(level="token", statistic="k1", low=0.5, high=2.0), "give their logs"),

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from rl.objectives.segments import expand, segment_mean, segment_sum
+from tests.each import each
 
 LENGTHS = torch.tensor([2, 0, 3, 1, 0])
 
@@ -22,14 +23,14 @@ def test_expand_repeats_each_value_by_its_length():
     assert expand(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), LENGTHS).tolist() == [1.0, 1.0, 3.0, 3.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize("function, size", [(segment_sum, 6), (segment_mean, 6), (expand, 5)])
+@each("function, size", [(segment_sum, 6), (segment_mean, 6), (expand, 5)])
 def test_first_and_second_derivatives_against_finite_differences(function, size):
     x = double(size)
     assert torch.autograd.gradcheck(function, (x, LENGTHS))
     assert torch.autograd.gradgradcheck(lambda x: function(x, LENGTHS).pow(3), (x,))
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+@each("lengths", [[], [0], [0, 0]])
 def test_batch_without_tokens_gives_zeros_and_an_empty_gradient(lengths):
     x = torch.zeros(0, requires_grad=True)
     lengths = torch.tensor(lengths, dtype=torch.int64)
@@ -62,7 +63,7 @@ def test_lengths_that_do_not_sum_to_the_tokens_are_refused():
         segment_sum(torch.ones(3), torch.tensor([4, -1]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_dtype_is_kept(dtype):
     x = torch.ones(6, dtype=dtype)
     assert segment_sum(x, LENGTHS).dtype == segment_mean(x, LENGTHS).dtype == dtype

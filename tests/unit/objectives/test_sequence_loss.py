@@ -7,6 +7,7 @@ import torch
 from rl.objectives.aggregate import aggregate
 from rl.objectives.losses.gmpo import gmpo
 from rl.objectives.losses.gspo import gspo
+from tests.each import each
 from tests.unit.objectives.splits import assert_any_split_gives_the_same
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -62,7 +63,8 @@ REFERENCES = {gspo: reference_gspo, gmpo: reference_gmpo}
 
 
 def batch(seed, num_samples=14):
-    """Arrays of float64; empty, one-token and wholly masked samples, samples without advantage, one far off."""
+    """Arrays of float64; empty, one-token and wholly masked samples, samples without advantage, one far
+    off."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, 15, num_samples)
     lengths[[0, 5, num_samples - 1]], lengths[[1, 7]] = 0, 1
@@ -82,8 +84,8 @@ def tensors(*arrays):
 
 
 @both
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@each("per_token", [False, True])
+@each("seed", range(4))
 def test_value_gradient_and_statistics_against_the_reference(seed, per_token, loss):
     logprobs, old, advantages, mask, lengths = batch(seed)
     if per_token:
@@ -103,7 +105,8 @@ def test_value_gradient_and_statistics_against_the_reference(seed, per_token, lo
 
 
 def test_gspo_hand_numbers():
-    # Sample 1: ratios 4 and 1, geometric mean 2, cut at 1.5 for the positive advantage only. Sample 2: ratio 1/2, kept.
+    # Sample 1: ratios 4 and 1, geometric mean 2, cut at 1.5 for the positive advantage only. Sample 2: ratio
+    # 1/2, kept.
     leaf = torch.tensor([math.log(4.0), 0.0, math.log(0.5)], requires_grad=True)
     advantages, lengths = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([2, 1])
     token_loss, stats = gspo(
@@ -125,7 +128,8 @@ def test_gspo_caps_the_ratio_of_a_sample_at_e_to_the_10():
 
 
 def test_gmpo_hand_numbers():
-    # Sample 1: log-ratios 1 (cut to 0.5) and -1.5 (kept as the advantage is positive); mean -0.5. Sample 2: -2, cut to -0.5.
+    # Sample 1: log-ratios 1 (cut to 0.5) and -1.5 (kept as the advantage is positive); mean -0.5. Sample 2:
+    # -2, cut to -0.5.
     leaf = torch.tensor([1.0, -1.5, -2.0], requires_grad=True)
     advantages, lengths = torch.tensor([2.0, 2.0, -1.0]), torch.tensor([2, 1])
     token_loss, stats = gmpo(
@@ -137,7 +141,7 @@ def test_gmpo_hand_numbers():
     assert stats["pg_clipfrac"].item() == 2
 
 
-def test_gspo_with_one_advantage_per_sample_has_value_and_gradient_of_the_sequence_objective():
+def test_gspo_equals_the_sequence_objective():
     logprobs, old, advantages, mask, lengths = tensors(*batch(11))
     leaf = logprobs.requires_grad_()
     token_loss, _ = gspo(leaf, old, advantages, mask, lengths, **CLIPS[gspo])
@@ -167,7 +171,7 @@ def test_gmpo_under_its_aggregation_against_finite_differences():
     assert torch.autograd.gradcheck(objective, (logprobs.requires_grad_(),))
 
 
-def test_gmpo_loss_bounds_the_unclipped_one_whatever_the_signs_of_its_tokens():
+def test_gmpo_loss_bounds_the_unclipped_one():
     logprobs, old, advantages, mask, lengths = tensors(*batch(6))
     advantages = advantages + torch.randn(
         len(advantages), dtype=torch.float64, generator=torch.Generator().manual_seed(0)
@@ -200,9 +204,9 @@ def test_gspo_resolves_the_narrow_bounds_of_the_paper_in_float32():
 
 
 @both
-@pytest.mark.parametrize("as_float", [False, True])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_masked_positions_never_reach_value_gradient_or_statistics(bad, as_float, loss):
+@each("as_float", [False, True])
+@each("bad", [float("nan"), float("inf"), -float("inf")])
+def test_masked_positions_enter_nothing(bad, as_float, loss):
     logprobs, old, advantages, mask, lengths = tensors(*batch(4))
 
     def outcome(fill, mask_given):
@@ -218,7 +222,7 @@ def test_masked_positions_never_reach_value_gradient_or_statistics(bad, as_float
 
 
 @both
-@pytest.mark.parametrize("lengths", [[], [0, 0], [1], [2, 0, 1]])
+@each("lengths", [[], [0, 0], [1], [2, 0, 1]])
 def test_batches_without_an_unmasked_token_give_zeros(lengths, loss):
     leaf = torch.full((sum(lengths),), float("nan"), requires_grad=True)
     arguments = [leaf.detach()] * 2 + [torch.zeros(len(leaf)), torch.tensor(lengths, dtype=torch.int64)]
@@ -228,10 +232,10 @@ def test_batches_without_an_unmasked_token_give_zeros(lengths, loss):
     assert all(value.item() == 0 for value in stats.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each("mode", MODES)
 @both
-@pytest.mark.parametrize("seed", range(4))
-def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_statistics(seed, loss, mode):
+@each("seed", range(4))
+def test_any_split_gives_the_same_loss_and_gradient(seed, loss, mode):
     logprobs, old, advantages, mask, lengths = tensors(*batch(seed))
     leaf = logprobs.requires_grad_()
 

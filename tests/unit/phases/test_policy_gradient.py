@@ -22,6 +22,7 @@ from rl.phases.policy_gradient import advantages, policy_loss, token_selection
 from rl.phases.reward_shaping import KlPenalty
 from rl.training.loss import Totals
 from rl.training.packing import pack
+from tests.each import each
 
 OWN_MODEL = {"gae", "prime"}
 """Estimators that the files of their algorithms call."""
@@ -35,7 +36,8 @@ def config_of(**objective):
 
 
 def example(seed=0):
-    """Ten samples of three prompts, empty and one-token responses and masked tokens among them; every column filled."""
+    """Ten samples of three prompts, empty and one-token responses and masked tokens among them; every column
+    filled."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([5, 0, 12, 1, 8, 3, 9, 4, 16, 2])
     total = int(lengths.sum())
@@ -73,7 +75,7 @@ def micro_batch(seed=0, **columns):
     return micro
 
 
-# Advantages -----------------------------------------------------------------------------------------------------------
+# Advantages -------------------------------------------------------------------------------------------------
 
 
 def function(room, name):
@@ -138,7 +140,7 @@ def test_no_two_estimators_are_the_same():
         assert not torch.allclose(results[one], results[other]), (one, other)
 
 
-@pytest.mark.parametrize(
+@each(
     "name, option",
     [
         ("grpo", {"normalize_by_std": False}),
@@ -163,7 +165,7 @@ def test_opo_weighs_by_the_tokens_that_enter_the_loss():
     assert not torch.allclose(found(batch, "opo"), by_length)
 
 
-def test_the_optimal_token_baseline_takes_the_weights_of_the_loss():
+def test_the_optimal_token_baseline_reads_loss_weights():
     batch = example()
     plain = found(batch, "optimal-token-baseline")
     batch.loss_weights = torch.rand(len(batch.mask), generator=torch.Generator().manual_seed(9))
@@ -199,7 +201,7 @@ def test_gdpo_takes_0_where_a_sample_lacks_a_number():
     assert torch.equal(found(batch, "gdpo"), expected_of("gdpo", zeroed))
 
 
-def test_gdpo_names_the_column_that_the_reward_function_does_not_give_and_those_it_gives():
+def test_gdpo_names_missing_columns():
     with pytest.raises(
         ConfigError,
         match="requires tone, wit besides the score, but .* returns acc, failed, format, length, score",
@@ -217,7 +219,7 @@ def test_gdpo_without_any_number_beside_the_score_is_refused():
         found(batch, "gdpo")
 
 
-# Losses ---------------------------------------------------------------------------------------------------------------
+# Losses -----------------------------------------------------------------------------------------------------
 
 CLIP = {"clip_low": 0.05, "clip_high": 0.05}
 OTHER_VALUES = {
@@ -282,7 +284,7 @@ def test_every_loss_has_its_function_here():
     assert set(OTHER_VALUES) == set(LOSSES)
 
 
-@pytest.mark.parametrize("aggregation", list(MODES))
+@each("aggregation", list(MODES))
 @pytest.mark.parametrize("loss", LOSSES)
 def test_policy_loss_is_the_mean_of_the_pure_function(loss, aggregation):
     micro = micro_batch(selected_tokens=chosen())
@@ -296,7 +298,7 @@ def test_policy_loss_is_the_mean_of_the_pure_function(loss, aggregation):
     } == pytest.approx(expected)
 
 
-def test_no_two_losses_are_the_same_but_those_of_reinforce_and_gpg():
+def test_only_reinforce_and_gpg_are_the_same_loss():
     micro = micro_batch(selected_tokens=chosen())
     values = {loss: run(micro, loss=loss)[0] for loss in LOSSES}
     for one, other in itertools.combinations(values, 2):
@@ -315,7 +317,7 @@ def test_each_key_of_a_loss_reaches_it(loss, key):
     assert not same_value_and_gradient(micro, value, run(micro, loss=loss)[0])
 
 
-@pytest.mark.parametrize("aggregation", list(MODES))
+@each("aggregation", list(MODES))
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
 def test_loss_weights_multiply_the_loss_of_each_token(loss, aggregation):
     weights = torch.rand(60, generator=torch.Generator().manual_seed(2)) * 2
@@ -338,8 +340,8 @@ def test_loss_weights_leave_kl_and_entropy_alone():
     assert metrics["actor/pg_loss"] == 0 and run(plain, loss="ppo")[0] != 0
 
 
-@pytest.mark.parametrize("aggregation", list(MODES))
-@pytest.mark.parametrize("estimator", list(ESTIMATORS))
+@each("aggregation", list(MODES))
+@each("estimator", list(ESTIMATORS))
 def test_the_kl_term(estimator, aggregation):
     micro = micro_batch()
     value, metrics = run(micro, loss="ppo", aggregation=aggregation, kl_coef=0.3, kl_estimator=estimator)
@@ -368,7 +370,7 @@ def test_without_a_kl_term_no_reference_policy_is_wanted():
         run(micro, loss="ppo", kl_coef=0.1)
 
 
-@pytest.mark.parametrize("aggregation", list(MODES))
+@each("aggregation", list(MODES))
 def test_the_entropy_bonus_is_subtracted(aggregation):
     micro = micro_batch()
     value, _ = run(micro, loss="ppo", aggregation=aggregation, entropy_coef=0.4)
@@ -386,7 +388,7 @@ def test_the_constant_norm_is_the_longest_response_allowed():
     assert value.item() == pytest.approx(total.item() / 50)
 
 
-def test_masked_tokens_may_hold_nan_in_every_column_of_the_trainer():
+def test_masked_tokens_may_hold_nan_in_every_column():
     nothing = example().mask == 0
     columns = ("old_logprobs", "ref_logprobs", "advantages")
     dirty = micro_batch(
@@ -401,7 +403,7 @@ def test_masked_tokens_may_hold_nan_in_every_column_of_the_trainer():
     assert torch.equal(dirty.values, clean.values) and torch.equal(dirty.logprobs.grad, clean.logprobs.grad)
 
 
-# Tokens that a loss treats apart --------------------------------------------------------------------------------------
+# Tokens that a loss treats apart ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -419,7 +421,7 @@ def choice(loss, seed=5, **objective):
     return token_selection(config_of(loss=loss, **(COV | objective)))(batch, logprobs, seed), batch, logprobs
 
 
-@pytest.mark.parametrize(
+@each(
     "key, value",
     [("cov_fraction", 0.05), ("cov_low", 0.6), ("cov_high", 0.5), ("clip_low", 0.9), ("clip_high", 5.0)],
 )
@@ -437,7 +439,7 @@ def test_clip_cov_chooses_by_the_seed():
     )
 
 
-@pytest.mark.parametrize("fraction", [0.05, 0.2])
+@each("fraction", [0.05, 0.2])
 def test_kl_cov_chooses_with_the_keys_of_the_config(fraction):
     result, batch, logprobs = choice("kl-cov", cov_fraction=fraction)
     inputs = logprobs, batch.advantages, batch.mask
