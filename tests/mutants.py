@@ -142,16 +142,14 @@ def mutated(mutant: Mutant, program: list[Definition]) -> tuple[Path, str]:
 
 
 def arguments_of(tests: Tests, root: Path) -> list[str]:
-    """Return the arguments of pytest, with all files of the stems. Raises Stale if there is none."""
+    """Return the arguments of pytest, with all files of the stems. Raises Stale for a stem without a file."""
     out: list[str] = []
     for word in tests:
-        if not word.startswith("test_"):
-            out.append(word)
-            continue
         # tests/unit before tests/runs and tests/ranks, which take longer to fail.
-        out += map(str, sorted((root / "tests").rglob(f"{word}.py"), reverse=True))
-    if not any(word.endswith(".py") for word in out):
-        raise Stale(f"no file in tests for {' '.join(tests)}")
+        files = sorted((root / "tests").rglob(f"{word}.py"), reverse=True) if word.startswith("test_") else []
+        if word.startswith("test_") and not files:
+            raise Stale(f"no file {word}.py in tests")
+        out += map(str, files or [word])
     return out
 
 
