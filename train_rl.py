@@ -1,14 +1,16 @@
-"""Reinforcement learning on a large language model, one SPMD program: every rank runs this file.
+"""Reinforcement learning on a large language model as one SPMD program: every rank runs this file.
 
     torchrun --nproc-per-node 2 train_rl.py --config configs/quickstart.yaml run.max_steps=10
     srun python train_rl.py --config configs/qwen2.5-0.5b_gsm8k_grpo_1gpu.yaml
     mpirun -n 2 python train_rl.py --config configs/quickstart.yaml
     python train_rl.py --config configs/quickstart.yaml
 
-`--help` lists every key, `--print-config` prints the resolved configuration, `--dry-run --world-size N` says on a machine
-without a GPU whether the run would fit into memory on N of them (`--dry-run --help`). Exit code 0: done; 2: the input cannot
-work, said in one sentence by the first rank; 75: stopped for time or by a signal, the same command goes on; 1: anything else,
-with the first cause in the last lines of the log (docs/faults.md).
+`--help` lists every key. `--print-config` prints the resolved configuration. `--dry-run --world-size N`
+estimates, on a machine without a GPU, whether the run fits into the memory of N GPUs (`--dry-run --help`).
+
+Exit codes: 0, done; 2, the input is invalid, and rank 0 prints one sentence; 75, stopped by a time limit or a
+signal, and the same command continues the run; 1, a fault, whose cause is in the last lines of the log
+(docs/faults.md).
 """
 
 import atexit
@@ -20,34 +22,40 @@ import platform
 import sys
 
 PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
-"""Options that make the program print something and exit."""
+"""Options that make the program print and exit."""
 
 
 def main() -> int:
+    """Read the command line, start torch.distributed, and run.
+
+    Returns the exit code; exits if it is not 0.
+    """
     if "--dry-run" in sys.argv[1:]:
         from rl.dry_run.command import main as dry_run
 
         return dry_run(sys.argv[1:])
     from rl.stopping.signals import expect_signals
 
-    expect_signals()  # before any thread, which would be hit by what this one blocks
-    # Nothing here imports torch: --help, --print-config and a typo take a fraction of a second.
+    expect_signals()  # before any thread exists, which would receive the signals that this one blocks
+    # No import of torch until the configuration is checked, so that --help and a typo take a fraction of a
+    # second.
     from rl.config.checks import check
     from rl.config.options import ConfigError, parse_command_line, to_yaml
     from rl.config.schema import Config, load_config
     from rl.runtime.ranks import discover
+    from rl.runtime.rendezvous import RendezvousError, join_ranks
 
     ranks = None
     try:
         ranks = discover()
-        quiet = io.StringIO()  # usage and --help are for the first rank to print
-        out, err = (sys.stdout, sys.stderr) if ranks.rank == 0 else (quiet, quiet)
+        nowhere = io.StringIO()  # only rank 0 prints the usage and --help
+        out, err = (sys.stdout, sys.stderr) if ranks.rank == 0 else (nowhere, nowhere)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             command = parse_command_line(Config, sys.argv[1:], description=__doc__)
         config = load_config(command.config, command.overrides)
         warnings = check(config)
     except ValueError as error:
-        return _refuse(error, ranks)
+        return refuse(error, ranks)
     if command.print_config:
         if ranks.rank == 0:
             print(to_yaml(config), end="")
@@ -55,17 +63,13 @@ def main() -> int:
     if ranks.rank == 0:
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
-
-    from rl.runtime.rendezvous import MeetingFailed, meet
-
     try:
-        ranks = meet(
-            ranks
-        )  # before torch is imported, which takes a while at scale: a rank that is missing shall be known
-    except MeetingFailed as error:
+        ranks = join_ranks(ranks)  # before the slow import of torch, so that missing ranks are reported early
+    except RendezvousError as error:
         if not error.silent:
             print(f"error (rank {ranks.rank} on {platform.node()}): {error}", file=sys.stderr, flush=True)
         return 1
+
     prepare_environment(ranks)
     from rl.runtime.session import leave_together, session
 
@@ -73,35 +77,31 @@ def main() -> int:
     with session(ranks, start_up) as device:
         try:
             code = watched_run(config, ranks, device)
-            if code:
-                leave(
-                    code, together=leave_together(ranks)
-                )  # a launcher ends the slower ranks when the first one leaves so
+            if code:  # together, because a launcher ends the slower ranks when the first one exits
+                leave(code, together=leave_together(ranks))
         except ConfigError as error:
-            return _refuse(error, ranks)
+            return refuse(error, ranks)
         except KeyboardInterrupt:
             if ranks.rank == 0:
-                print(
-                    f"interrupted; the same command goes on from the newest checkpoint in {config.run.dir}",
-                    file=sys.stderr,
-                )
+                where = f"from the newest checkpoint in {config.run.dir}"
+                print(f"interrupted; the same command continues {where}", file=sys.stderr)
             leave(130, together=False)
     return 0
 
 
 def watched_run(config, ranks, device) -> int:
-    """The run, with its directory locked and watched over; returns the exit code. Collective over the world; raises ConfigError
-    on every rank alike."""
+    """Lock the run directory, start the watchdog, run, and return the exit code. Collective over the world.
+    Raises ConfigError on every rank. Any other error is reported, and then ends the process."""
     import torch.distributed as dist
 
     from rl.config.options import ConfigError
     from rl.engines.inputs import Inputs
     from rl.faults.agreement import agree_on_config, agree_on_table, fail_together
     from rl.faults.lock import is_of_another, make_run_directory
-    from rl.faults.watchdog import Watch
+    from rl.faults.watchdog import Watchdog
     from rl.run_directory.record import code_hashes
     from rl.run_directory.status import Status
-    from rl.runtime.collectives import from_first_rank
+    from rl.runtime.collectives import broadcast_object
     from rl.runtime.session import control_group
     from rl.stopping.requests import refuse_if_stopped_by_hand
 
@@ -114,7 +114,7 @@ def watched_run(config, ranks, device) -> int:
         if ranks.rank == 0:
             refuse_if_stopped_by_hand(config.run.dir)
             lock = make_run_directory(config)
-    start = from_first_rank("" if lock is None else lock.token)
+    start = broadcast_object("" if lock is None else lock.token)
     status = Status(
         config.run.dir,
         max_steps=config.run.max_steps,
@@ -122,20 +122,18 @@ def watched_run(config, ranks, device) -> int:
         start=start,
         is_taken_over=lambda: is_of_another(config.run.dir, start),
     )
-    watch = None
+    watchdog = None
     try:
-        with fail_together():  # a rank that cannot see rank 0's directory fails here
+        with fail_together():  # fails on a rank that cannot see rank 0's directory
             store = dist.distributed_c10d._get_default_store()
             own = dict(run_dir=config.run.dir, device=device, store=store, lock=lock, status=status)
-            watch = Watch(config.watchdog, config.memory, **own)
+            watchdog = Watchdog(config.watchdog, config.memory, **own)
         with fail_together():
             inputs = Inputs(config, ranks.world_size)
-        from rl.run.loop import run  # imports Megatron and vLLM: only now
+        from rl.run.loop import run  # imports Megatron and vLLM, so only now
 
-        code = run(config, inputs, device, watch)
-        dist.monitored_barrier(
-            control_group()
-        )  # or the first to leave would look lost to the watch of the others
+        code = run(config, inputs, device, watchdog)
+        dist.monitored_barrier(control_group())  # else the first rank to exit would look lost to the others
         return code
     except ConfigError as error:
         status.refuse(str(error))
@@ -143,44 +141,45 @@ def watched_run(config, ranks, device) -> int:
     except KeyboardInterrupt:
         status.interrupt()
         raise
-    except SystemExit as error:  # of a user's file; the other ranks only see that this one is gone
+    except SystemExit as error:  # raised by a user's file; the other ranks only see that this rank has ended
         status.fail(f"rank {ranks.rank} ({platform.node()}) called sys.exit({error.code!r})")
         raise
     except Exception as error:
-        if watch is None:
+        if watchdog is None:
             status.fail(f"rank {ranks.rank} failed in start-up: {type(error).__name__}: {error}")
             raise
-        watch.fail(error)
+        watchdog.fail(error)
         leave(1, together=False)
     finally:
-        if watch is not None:
-            watch.close()
+        if watchdog is not None:
+            watchdog.close()
 
 
 def prepare_environment(ranks) -> None:
-    """Variables that libraries read when they are first imported."""
+    """Set the variables that libraries read when they are first imported."""
     ranks.export()
-    # With --cpus-per-task Slurm binds each task to its own cores: they are not to be shared again.
+    # With --cpus-per-task Slurm binds each task to its own cores, which are then not divided among the ranks
+    # again.
     own_cpus = os.environ.get("SLURM_CPUS_PER_TASK") if ranks.launcher == "slurm" else None
     cpus = own_cpus or max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
-    os.environ.setdefault("OMP_NUM_THREADS", str(cpus))
-    # A waiting OpenMP thread must not spin: with more threads than cores a generation takes 20 times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # vLLM on CPU warns of its NUMA binding on every rank
-    os.environ.setdefault(
-        "TORCH_FR_BUFFER_SIZE", "2000"
-    )  # the flight recorder: last collectives, for the watchdog's dump
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model is a directory; nobody should wait for a hub
+    defaults = {
+        "OMP_NUM_THREADS": str(cpus),
+        # Spinning OpenMP threads make a generation 20 times slower if there are more threads than cores.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # vLLM on CPU warns of its NUMA binding on every rank
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that the flight recorder keeps for the watchdog's dump
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",  # a model is a directory; no rank waits for a hub
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
 
 
-def _refuse(error: Exception, ranks) -> int:
-    """Every rank fails alike and the first says why; a rank that fails alone says so itself."""
+def refuse(error: Exception, ranks) -> int:
+    """Report invalid input and exit with code 2: rank 0 if all ranks fail, else each rank that fails."""
     if ranks is None or ranks.rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
     if ranks is not None and ranks.world_size > 1:
@@ -189,19 +188,19 @@ def _refuse(error: Exception, ranks) -> int:
         together = leave_together(ranks)
         if not together and ranks.rank > 0:
             print(f"error (rank {ranks.rank}): {error}", file=sys.stderr, flush=True)
-        leave(
-            2, together=together
-        )  # at once: the launcher would end a slower rank by a signal, and report that
+        leave(2, together=together)  # at once, because the launcher would end a slower rank by a signal
     return 2
 
 
 def leave(code: int, *, together: bool = True) -> None:
-    """Exit handlers run, the teardown of the interpreter does not: gloo groups that Megatron and vLLM still hold then have
-    running threads, and now and then end a finished run with SIGABRT. `together`: every rank leaves."""
+    """Run the exit handlers and end the process without the interpreter's teardown.
+
+    Threads of gloo groups that Megatron and vLLM still hold sometimes end a finished run with SIGABRT in the
+    teardown.
+    together: whether every rank exits.
+    """
     atexit._run_exitfuncs()
-    mpi = sys.modules.get(
-        "mpi4py.MPI"
-    )  # its finaliser is none of atexit's, and Open MPI calls a rank without it failed
+    mpi = sys.modules.get("mpi4py.MPI")  # Open MPI reports a rank that does not finalise as failed
     if mpi is not None and together and not mpi.Is_finalized():
         mpi.Finalize()
     sys.stdout.flush()

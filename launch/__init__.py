@@ -1,1 +1,1 @@
-"""Runs on Slurm: batch files written and submitted, sweeps, what became of runs. Needs neither torch nor submitit to submit."""
+"""Runs on Slurm: batch files, submission, sweeps, state of runs. Works without torch and submitit."""

@@ -1,12 +1,12 @@
-"""Submit runs and look after them.
+"""Submit runs and show their state.
 
     python -m launch submit --config FILE --nodes N [--time T] [...] [--dry-run] [-- key=value ...]
     python -m launch sweep SWEEP.yaml [--only failed] [--dry-run]
     python -m launch status [DIR ...]
     python -m launch report SWEEP
 
-Each command has a --help of its own; docs/launch.md has examples. Exit code 0: done; 2: the input cannot work, said in one
-sentence.
+Each command has its own --help; docs/launch.md has examples. Exit codes: 0, done; 2, the input is invalid,
+and one sentence is printed.
 """
 
 import importlib
@@ -29,18 +29,18 @@ def main(argv: list[str]) -> int:
         print(__doc__.strip())
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
-        print(
-            f"error: there is no command {argv[0]}; the commands are {', '.join(COMMANDS)}.", file=sys.stderr
-        )
+        print(f"error: {argv[0]} is no command; use one of {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     try:
         code = importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the exit
-        said = "error: nobody reads the output; `python -m launch status` shows what was submitted."
-        print(said, file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes the rest
+        print(
+            "error: the output was closed; `python -m launch status` shows what was submitted.",
+            file=sys.stderr,
+        )
         return 2
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -49,5 +49,5 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     if not set(SUBMITTING) & set(sys.argv[1:2]) or {"-h", "--help", "--dry-run"} & set(sys.argv):
-        end_on_closed_pipe()  # not in a submission, which would end half-way
+        end_on_closed_pipe()  # not during a submission, which it would interrupt
     sys.exit(main(sys.argv[1:]))

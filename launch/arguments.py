@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 import argparse
 import shlex
@@ -6,58 +6,44 @@ import sys
 
 from launch.batch_file import Resources
 
+OPTIONS = {
+    "nodes": ("N", "nodes"),
+    "gpus_per_node": ("N", "GPUs, one rank each (8); 0: CPU nodes"),
+    "ranks_per_node": ("N", "ranks of a CPU node"),
+    "cpus_per_task": ("N", "cores of a rank (the site's default)"),
+    "time": ("T", "time limit (1-00:00:00)"),
+    "mem": ("SIZE", "memory of a node (GPU nodes: all)"),
+    "account": ("NAME", "account (your site's default)"),
+    "partition": ("NAME", "partition (your site's default)"),
+    "qos": ("NAME", "qos (your site's default)"),
+    "signal_lead_s": ("S", "seconds before the end at which the run stops and saves (600)"),
+}
+"""Field of `Resources` -> (placeholder, help) of its option."""
+
 
 def add_resources(parser: argparse.ArgumentParser) -> None:
-    """An option for each field of `Resources`."""
-    default = Resources()
-    group = parser.add_argument_group("what to ask Slurm for")
-    group.add_argument("--nodes", metavar="N", type=int, required=True, help="nodes")
-    gpus = default.gpus_per_node
-    group.add_argument(
-        "--gpus-per-node",
-        metavar="N",
-        type=int,
-        default=gpus,
-        help=f"GPUs, a rank each ({gpus}); 0: CPU nodes",
-    )
-    group.add_argument("--ranks-per-node", metavar="N", type=int, default=0, help="ranks of a CPU node")
-    group.add_argument(
-        "--cpus-per-task", metavar="N", type=int, default=0, help="cores of a rank (what the site gives)"
-    )
-    group.add_argument("--time", metavar="T", default=default.time, help=f"time limit ({default.time})")
-    group.add_argument("--mem", metavar="SIZE", default="", help="memory of a node (GPU nodes: all)")
-    for name in ("account", "partition", "qos"):
-        group.add_argument(f"--{name}", metavar="NAME", default="", help=f"{name} (your site's default)")
-    lead = default.signal_lead_s
-    lead_help = f"seconds before the end to stop and save in ({lead})"
-    group.add_argument("--signal-lead", metavar="S", type=int, default=lead, help=lead_help)
-    group.add_argument("--no-requeue", action="store_true", help="the job is never requeued")
-    sbatch_help = "any other option of sbatch, as --sbatch=--constraint=h100"
+    """Add an option for each field of `Resources`."""
+    group = parser.add_argument_group("resources")
+    for name, (placeholder, text) in OPTIONS.items():
+        default = getattr(Resources(), name)
+        option = "--" + name.removesuffix("_s").replace("_", "-")
+        options = dict(dest=name, metavar=placeholder, type=type(default), help=text)
+        group.add_argument(option, default=default, required=name == "nodes", **options)
+    group.add_argument("--no-requeue", dest="requeue", action="store_false", help="the job is never requeued")
+    sbatch_help = "any other option of sbatch, e.g. --sbatch=--constraint=h100"
     group.add_argument("--sbatch", metavar="OPTION", action="append", default=[], help=sbatch_help)
 
 
 def resources_of(arguments: argparse.Namespace) -> Resources:
-    """Raises ConfigError for resources that cannot be."""
-    resources = Resources(
-        nodes=arguments.nodes,
-        gpus_per_node=arguments.gpus_per_node,
-        ranks_per_node=arguments.ranks_per_node,
-        cpus_per_task=arguments.cpus_per_task,
-        time=arguments.time,
-        mem=arguments.mem,
-        account=arguments.account,
-        partition=arguments.partition,
-        qos=arguments.qos,
-        signal_lead_s=arguments.signal_lead,
-        requeue=not arguments.no_requeue,
-        sbatch=arguments.sbatch,
-    )
+    """Return the resources of the options. Raises ConfigError for invalid ones."""
+    values = {name: getattr(arguments, name) for name in (*OPTIONS, "requeue", "sbatch")}
+    resources = Resources(**values)
     resources.check()
     return resources
 
 
 def as_typed(command: str, argv: list[str]) -> str:
-    """The command line, in one line, to note in a file."""
+    """Return the command line as one line."""
     return f"python -m launch {command} {shlex.join(argv)}".replace("\n", " ")
 
 

@@ -1,4 +1,4 @@
-"""Batch files, as they lie in slurm/: plain bash around slurm/job.sh, to be read, edited and submitted again."""
+"""Batch files like those of slurm/: plain bash around slurm/job.sh, to be edited and submitted again."""
 
 import shlex
 from collections.abc import Sequence
@@ -12,50 +12,49 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass
 class Resources:
-    """What a job asks Slurm for."""
+    """Resources that a job requests from Slurm."""
 
     nodes: int = 1
     """Nodes."""
     gpus_per_node: int = 8
-    """GPUs of a node, a rank each. 0: CPU nodes."""
+    """GPUs of a node, one rank each. 0: CPU nodes."""
     ranks_per_node: int = 0
     """Ranks of a CPU node."""
     cpus_per_task: int = 0
-    """Cores of a rank. 0: what the site gives."""
+    """Cores of a rank. 0: the site's default."""
     time: str = "1-00:00:00"
-    """Time limit, as Slurm writes it."""
+    """Time limit in Slurm's format."""
     mem: str = ""
-    """Memory of a node. Empty: all of it on GPU nodes, what the site gives on CPU nodes."""
+    """Memory of a node. Empty: all of it on GPU nodes, the site's default on CPU nodes."""
     account: str = ""
-    """Empty: the site's default; the same for the next two."""
+    """Account. Empty: the site's default, as for the next two."""
     partition: str = ""
     """Partition."""
     qos: str = ""
     """Quality of service."""
     signal_lead_s: int = 600
-    """Seconds before the end at which all ranks are told to stop and save."""
+    """Seconds before the end at which Slurm signals all ranks to stop and save."""
     requeue: bool = True
-    """Whether the job may be put back into the queue, to go on."""
+    """Whether the job may be requeued to continue."""
     sbatch: list[str] = field(default_factory=list)
     """Further options of sbatch, e.g. --constraint=h100."""
 
     def check(self) -> None:
-        """Raise ConfigError for what cannot be."""
+        """Raise ConfigError for invalid values."""
         if self.nodes < 1:
-            raise ConfigError(f"nodes is {self.nodes}, but must be at least 1.")
+            raise ConfigError(f"nodes={self.nodes}, but must be at least 1.")
         if min(self.gpus_per_node, self.ranks_per_node, self.cpus_per_task, self.signal_lead_s) < 0:
             raise ConfigError(
                 "GPUs and ranks per node, cores per task and the signal's lead must be 0 or more."
             )
         if not self.gpus_per_node and not self.ranks_per_node:
-            raise ConfigError(
-                "with 0 GPUs per node the number of ranks of a CPU node is needed, e.g. 2 (ranks per node)."
-            )
+            raise ConfigError("a CPU node (0 GPUs per node) needs at least 1 rank per node; give e.g. 2.")
         if self.gpus_per_node and self.ranks_per_node:
             raise ConfigError("a node has a rank per GPU; give ranks per node only with 0 GPUs per node.")
         if self.signal_lead_s >= seconds(self.time):
             raise ConfigError(
-                f"the signal {self.signal_lead_s} s before the end comes before the start of a job of {self.time}."
+                f"the signal {self.signal_lead_s} s before the end comes before the start of a job of "
+                f"{self.time}."
             )
         for option in self.sbatch:
             if not option.startswith("-"):
@@ -69,12 +68,12 @@ class Resources:
 
     @property
     def gpu_hours(self) -> float:
-        """That the allocation may take at most."""
+        """Largest number of GPU-hours of the allocation."""
         return self.nodes * self.gpus_per_node * seconds(self.time) / 3600
 
 
 def seconds(time: str) -> int:
-    """Slurm's time format: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    """Parse Slurm's format: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
     days, _, rest = time.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdigit() for part in [*parts, days or "0"]) or len(parts) > 3:
@@ -91,8 +90,11 @@ def seconds(time: str) -> int:
 def render(
     resources: Resources, *, name: str, logs: Path, config: str, overrides: Sequence[str], command: str
 ) -> str:
-    """The batch file of one run. logs: directory of the job's and the ranks' logs. command: what wrote the file, for its
-    reader."""
+    """Return the batch file of one run.
+
+    logs: directory of the job's and the ranks' logs. command: the command that writes the file, for a
+    comment.
+    """
     header = _header(resources, name=name, output=f"{logs}/%x-%j.out", command=command)
     return "\n".join([header, _source(logs), "", _train(config, overrides)]) + "\n"
 
@@ -100,11 +102,14 @@ def render(
 def render_sweep(
     resources: Resources, *, name: str, logs: Path, config: str, points: Path, command: str, array: str
 ) -> str:
-    """The batch file of a job array. points: directory with a file of overrides, one per line, for each task. array: sbatch's
-    --array, e.g. 0-5%2."""
+    """Return the batch file of a job array.
+
+    points: directory with a file per task, which has one override per line. array: sbatch's --array, e.g.
+    0-5%2.
+    """
     header = _header(resources, name=name, output=f"{logs}/%x-%A_%a.out", command=command, array=array)
     body = f"""
-# Overrides of this task, one per line; a run is known by its name there, not by the task's number.
+# Overrides of this task, one per line. Its run is identified by run.name there, not by the task's number.
 points={shlex.quote(str(points))}
 mapfile -t overrides <"$points/$SLURM_ARRAY_TASK_ID"
 say "point $SLURM_ARRAY_TASK_ID: ${{overrides[*]}}"
@@ -136,8 +141,8 @@ def _header(resources: Resources, *, name: str, output: str, command: str, array
         [
             "#!/usr/bin/env bash",
             f"# Written by: {command}",
-            "# To change something, edit and submit it: sbatch FILE. slurm/job.sh has what a job does, slurm/site.sh what is",
-            "# particular to a site.",
+            "# To change it, edit the file and submit it: sbatch FILE. slurm/job.sh defines what a job does,",
+            "# slurm/site.sh has the settings of a site.",
             "#",
             *(f"#SBATCH {option}" for option in [*options, *resources.sbatch]),
         ]
@@ -150,7 +155,7 @@ def _source(logs: Path) -> str:
 
 
 def _train(config: str, overrides: Sequence[str]) -> str:
-    """One argument per line where they are many."""
+    """Return the call of `train`, with one argument per line if there are many."""
     words = [shlex.quote(word) for word in ("train", config, *overrides)]
     line = " ".join(words)
     return (

@@ -1,10 +1,10 @@
-"""Conditions of a sweep file: comparisons and arithmetic over a point's keys, and nothing else.
+"""Conditions of a sweep file: comparisons and arithmetic over a point's keys.
 
     training.tp * training.pp > 8
     training.optimizer.lr >= 1e-5 and rollout.samples_per_prompt in [4, 8]
 
-Evaluated by walking the syntax tree over a short list of node types: no calls, no attributes of objects, no indexing, no
-loops, so that a sweep file is data and cannot run code.
+The syntax tree may contain only a few node types: no calls, attributes of objects, indexing or loops. A sweep
+file is therefore data and cannot run code.
 """
 
 import ast
@@ -38,7 +38,7 @@ LITERALS = (int, float, str, bool, type(None))
 
 
 def holds(condition: str, values: Mapping[str, Any]) -> bool:
-    """Whether the condition is true of the values, dotted key -> value. ConfigError for what is no condition."""
+    """Return whether the condition is true of the values, dotted key -> value. Raises ConfigError."""
     try:
         tree = ast.parse(condition, mode="eval")
     except (SyntaxError, ValueError):
@@ -62,7 +62,7 @@ def _value(node: ast.expr, values: Mapping[str, Any], condition: str) -> Any:
     if isinstance(node, (ast.Name, ast.Attribute)):
         return _key(node, values, condition)
     if isinstance(node, ast.BoolOp):
-        # As Python does: what follows a decided part is not looked at.
+        # As in Python, a part that decides the result ends the evaluation.
         decided = isinstance(node.op, ast.Or)
         return next((True for part in node.values if bool(of(part)) == decided), False) == decided
     if isinstance(node, ast.UnaryOp) and type(node.op) in UNARY:
@@ -73,13 +73,13 @@ def _value(node: ast.expr, values: Mapping[str, Any], condition: str) -> Any:
         terms = [of(term) for term in (node.left, *node.comparators)]
         return all(COMPARE[type(op)](a, b) for op, a, b in zip(node.ops, terms, terms[1:]))
     raise ConfigError(
-        f"'{condition}' has more than keys, numbers, strings, lists, comparisons, arithmetic, and, or and not: "
-        f"'{ast.unparse(node)}' is not taken."
+        f"'{condition}' contains '{ast.unparse(node)}', but a condition has only keys, numbers, strings, "
+        "lists, comparisons, arithmetic, and, or and not."
     )
 
 
 def _key(node: ast.expr, values: Mapping[str, Any], condition: str) -> Any:
-    """A dotted key, which Python's grammar reads as attributes of a name."""
+    """Return the value of a dotted key, which Python's grammar parses as attributes of a name."""
     dotted = ast.unparse(node)
     constants = {"true": True, "false": False, "null": None}
     if dotted in constants:

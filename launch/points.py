@@ -1,14 +1,17 @@
-"""The points of a sweep: which values of which keys, and what each run is called.
+"""The points of a sweep: the values of each point's keys, and its name.
 
-    grid:   {training.optimizer.lr: [1e-6, 2e-6], rollout.samples_per_prompt: [4, 8, 16]}     every combination
-    zip:    {training.tp: [1, 2], training.pp: [2, 1]}                                         first with first, and so on
+    grid:   {training.optimizer.lr: [1e-6, 2e-6], rollout.samples_per_prompt: [4, 8, 16]}     every
+        combination
+    zip:    {training.tp: [1, 2], training.pp: [2, 1]}                                         first with
+        first, and so on
     random: {points: 10, seed: 0, keys: {objective.clip_high: {uniform: [0.2, 0.3]}}}          draws
-    seeds:  [1, 2, 3]                                                                          run.seed of each
+    seeds:  [1, 2, 3]                                                                          run.seed of
+        each
     skip:   ["training.tp * training.pp > 8"]                                                  leave these out
     only:   ["rollout.samples_per_prompt > 4 or training.optimizer.lr < 2e-6"]                 keep these
 
-All combinations of grid, zip, random and seeds are taken, less those that a condition leaves out. A name follows from a
-point's own values, so that a point keeps its run when others are added.
+The points are all combinations of grid, zip, random and seeds that satisfy the conditions. A name follows
+from a point's own values, so that a point keeps its run when others are added.
 """
 
 import hashlib
@@ -24,6 +27,7 @@ from launch.conditions import holds
 from rl.config.options import ConfigError, show
 
 LONGEST_NAME = 120
+"""Largest length of a point's name, in characters."""
 SEED = "run.seed"
 
 
@@ -37,14 +41,15 @@ class Point:
 
     @property
     def overrides(self) -> list[str]:
-        """As `train_rl.py` takes them."""
+        """The values as arguments of train_rl.py."""
         return [f"{key}={_override(value)}" for key, value in self.values.items()]
 
 
 def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Point]:
-    """The points of a sweep file's grid, zip, random and seeds, in that order of turns, the last fastest.
+    """Return the points of a sweep file's grid, zip, random and seeds; seeds vary fastest.
 
-    known: value of every key of the config without the sweep, for conditions. ConfigError for what is wrong.
+    known: value of every key of the config without the sweep, for conditions. Raises ConfigError for an
+    invalid sweep.
     """
     parts = [
         _grid(_mapping(sweep, "grid")),
@@ -66,7 +71,7 @@ def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Poin
         dict(itertools.chain.from_iterable(part.items() for part in parts))
         for parts in itertools.product(*parts)
     ]
-    kept = [values for values in combined if _wanted(sweep, known | values)]
+    kept = [values for values in combined if _is_selected(sweep, known | values)]
     if not kept:
         raise ConfigError("the conditions of the sweep (skip, only) leave no point.")
     short = short_names(keys)
@@ -111,7 +116,7 @@ def _list(section: str, key: str, values: Any) -> list:
 
 
 def _random(section: dict) -> list[dict]:
-    """Draws that depend on the seed and the place of the draw alone: more points keep the first ones."""
+    """Return draws by seed, number and key alone, so that more points keep the first ones."""
     if not section:
         return [{}]
     if section.keys() != {"points", "seed", "keys"}:
@@ -139,17 +144,17 @@ def _draw(key: str, spec: Any, rng: random.Random) -> Any:
             if kind == "integer" and all(isinstance(v, int) for v in values):
                 return rng.randint(low, high)
     raise ConfigError(
-        f"random draws {key} from {show(spec)}; write one of uniform: [low, high], log_uniform: [low, high] (above 0), "
-        "integer: [first, last], choice: [values]."
+        f"random draws {key} from {show(spec)}; write one of uniform: [low, high], log_uniform: [low, high] "
+        "(above 0), integer: [first, last], choice: [values]."
     )
 
 
 def _rounded(value: float) -> float:
-    """Four digits: the name then shows the value that ran."""
+    """Round to four digits, so that the name shows the exact value."""
     return float(f"{value:.4g}")
 
 
-def _wanted(sweep: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+def _is_selected(sweep: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     for section in ("skip", "only"):
         conditions = sweep.get(section) or []
         if not isinstance(conditions, list) or not all(
@@ -163,11 +168,11 @@ def _wanted(sweep: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     return True
 
 
-# Names ------------------------------------------------------------------------------------------------------------------
+# Names --------------------------------------------------------------------------------------------------
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """The shortest ends of the keys that tell them apart: lr, or training.optimizer.lr beside critic.optimizer.lr."""
+    """Return the shortest distinct suffix: lr, or training.optimizer.lr beside critic.optimizer.lr."""
     out = {}
     for key in keys:
         parts = key.split(".")
@@ -179,7 +184,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def name_of(values: Mapping[str, Any], short: Mapping[str, str]) -> str:
-    """The name of a point, fit for a directory: lr=1e-06_seed=2. A long one ends in a hash of the whole."""
+    """Return the name of a point, valid for a directory: lr=1e-06_seed=2. A long name ends in a hash."""
     name = "_".join(f"{short[key]}={_word(value)}" for key, value in values.items())
     if len(name) <= LONGEST_NAME:
         return name
@@ -200,7 +205,7 @@ def _override(value: Any) -> str:
 
 
 def tasks_text(tasks: Iterable[int]) -> str:
-    """Numbers of tasks as sbatch --array takes them: 0,2-5."""
+    """Return task numbers in the format of sbatch --array: 0,2-5."""
     out: list[list[int]] = []
     for task in sorted(tasks):
         if out and out[-1][1] == task - 1:

@@ -1,7 +1,7 @@
-"""What has become of runs, from their directories and Slurm's queue.
+"""The state of runs, from their directories and Slurm's queue.
 
-Reads only what a run writes (`status.json`, `metrics.jsonl`, `heartbeat/`) and `launch/jobs.jsonl`, which the launch commands
-write.
+Reads the files of a run (`status.json`, `metrics.jsonl`, `heartbeat/`) and of the launch commands
+(`launch/jobs.jsonl`).
 """
 
 import json
@@ -15,37 +15,38 @@ from launch.arguments import warn
 from rl.config.options import ConfigError
 
 DIRECTORY = "launch"
-"""Of a run or a sweep, for batch files, logs and what was submitted."""
+"""Subdirectory of a run or a sweep for batch files, logs and submissions."""
 JOBS, SWEEP = "jobs.jsonl", "sweep.json"
 RANK_LOGS = ".ranks"
 """Suffix of the directory in which slurm/job.sh keeps rank logs and a copy of the run's status.json."""
 SILENT_S = 300.0
-"""Seconds without a sign of life after which a run that says running, and whose job Slurm does not know, counts as lost."""
+"""Seconds without a heartbeat after which a running run, whose job is not in the queue, counts as lost."""
 UNFINISHED = ("stopped", "failed", "lost", "unstarted")
-"""States in which nothing goes on without help."""
+"""States in which a run does not continue by itself."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """One run. None: not known."""
+    """The state of one run; None for unknown fields."""
 
     directory: Path
     state: str
-    """queued, running, stopped (to be continued), finished, failed, lost (killed without a word) or unstarted."""
+    """queued, running, stopped (can continue), finished, failed, lost (ended without a report) or unstarted.
+    """
     step: int | None = None
     max_steps: int | None = None
     reward: float | None = None
     """Mean score of the last step."""
     silent_s: float | None = None
-    """Age of the oldest rank's last heartbeat, of a run that goes on."""
+    """Age of the oldest heartbeat of any rank, of a run in progress."""
     attempts: int | None = None
-    """Starts of its job."""
+    """Number of starts of its job."""
     job: str = ""
     reason: str = ""
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """The run directories in a directory, itself or up to two levels below; of a sweep all points, started or not."""
+    """Return the run directories: the directory itself and up to two levels below; all points of a sweep."""
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}.")
     found: dict[Path, None] = {}
@@ -64,7 +65,7 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 def read_sweep(directory: Path) -> dict:
-    """What `launch sweep` wrote down of a sweep: name, config and points. ConfigError if it is none."""
+    """Return the record of `launch sweep`: name, config and points. Raise ConfigError if there is none."""
     path = directory / DIRECTORY / SWEEP
     if not path.is_file():
         raise ConfigError(f"{directory} holds no {DIRECTORY}/{SWEEP}; it is not the directory of a sweep.")
@@ -72,25 +73,22 @@ def read_sweep(directory: Path) -> dict:
 
 
 def note_job(directory: Path, job: str, **facts) -> None:
-    """Append a submission to the jobs of a run's or a sweep's `launch` directory."""
+    """Append a submission to the list in a `launch` directory."""
     with (directory / JOBS).open("a") as file:
         file.write(json.dumps({"job": job, "time": round(time.time(), 3), **facts}) + "\n")
 
 
 def noted_jobs(directory: Path) -> list[dict]:
-    """The submissions so far, oldest first."""
+    """Return the submissions in a `launch` directory, oldest first."""
     path = directory / JOBS
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list[RunState]:
-    """Read the state of each run; Slurm's queue is asked once.
-
-    If Slurm does not answer, the states follow from files alone and a warning says so; with `needs_queue`,
-    SlurmError is raised instead.
-    """
-    told = [_told(directory) for directory in directories]
-    jobs = [_jobs_of(run) for run in told]
+    """Return the state of each run, with one call of squeue. If Slurm does not answer, the states follow from
+    files alone, with a warning; with `needs_queue` SlurmError is raised."""
+    reported = [_reported(directory) for directory in directories]
+    jobs = [_jobs_of(run) for run in reported]
     queue: dict[str, str] | None = None
     try:
         queue = slurm.states(job for some in jobs for job in some)
@@ -98,12 +96,12 @@ def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list
         if needs_queue:
             raise
         reason = " ".join(str(error).split())
-        warn(f"the queue is not known, so states follow from the runs' files alone: {reason}")
-    return [_settled(run, some, queue) for run, some in zip(told, jobs)]
+        warn(f"Slurm's queue is unavailable, so states follow from the runs' files alone: {reason}")
+    return [_settled(run, some, queue) for run, some in zip(reported, jobs)]
 
 
-def _told(directory: Path) -> RunState:
-    """What the run itself says."""
+def _reported(directory: Path) -> RunState:
+    """Return the state that the run's own files report."""
     status = _read_json(directory / "status.json")
     last = _last_record(directory / "metrics.jsonl")
     step = last.get("training/global_step")
@@ -125,7 +123,7 @@ def _told(directory: Path) -> RunState:
 
 
 def _silence(directory: Path, otherwise: float | None) -> float | None:
-    """Seconds since the oldest rank's last heartbeat, or since `otherwise` where there are none."""
+    """Return seconds since the oldest heartbeat of any rank, or since `otherwise` if there is none."""
     beats = [
         record["time"] for path in directory.glob("heartbeat/rank_*.json") if (record := _read_json(path))
     ]
@@ -134,7 +132,7 @@ def _silence(directory: Path, otherwise: float | None) -> float | None:
 
 
 def _jobs_of(run: RunState) -> list[str]:
-    """The job that the run names, and the newest one that was submitted for it."""
+    """Return the job in the run's status, and the newest one that was submitted for it."""
     own = noted_jobs(run.directory / DIRECTORY)[-1:]
     jobs = [run.job, *(noted["job"] for noted in own)]
     sweep = run.directory.parent / DIRECTORY
@@ -146,7 +144,7 @@ def _jobs_of(run: RunState) -> list[str]:
 
 
 def _settled(run: RunState, jobs: list[str], queue: dict[str, str] | None) -> RunState:
-    """The state that follows from the run's status and from Slurm's queue; None: the queue is not known."""
+    """Return the state that follows from the run's files and Slurm's queue (None: unavailable)."""
     known = [job for job in jobs if queue and job in queue]
     if run.state == "finished" or (known and queue[known[-1]] == "COMPLETING"):
         return run
@@ -161,7 +159,7 @@ def _settled(run: RunState, jobs: list[str], queue: dict[str, str] | None) -> Ru
 
 
 def _read_json(path: Path) -> dict | None:
-    """None where there is no file, or one that is being written."""
+    """Return the content, or None if the file is missing or incomplete."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -169,7 +167,7 @@ def _read_json(path: Path) -> dict | None:
 
 
 def _last_record(path: Path) -> dict:
-    """The last whole line of a metrics file; {} if there is none."""
+    """Return the last complete record of a metrics file, or {}."""
     if not path.is_file():
         return {}
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The Slurm commands that launching needs, each with a time limit and an error that says what to do."""
+"""Calls of Slurm's commands, with a time limit and errors that name a remedy."""
 
 import os
 import re
@@ -10,17 +10,17 @@ TIMEOUT_S = 60
 
 
 class SlurmError(ValueError):
-    """A Slurm command is missing or refused what it was asked."""
+    """A Slurm command is missing, failed or did not answer."""
 
 
 def available() -> bool:
-    """Whether this machine can ask a Slurm cluster."""
+    """Return whether this machine has Slurm's commands."""
     return shutil.which("squeue") is not None
 
 
 def run(*command: str) -> str:
-    """The output of a Slurm command. SlurmError if it is missing, fails or does not answer."""
-    # Variables of a job that this shell is in would become those of the new one.
+    """Return the output of a Slurm command. Raise SlurmError if it is missing, fails or does not answer."""
+    # Inside a job, its variables would become those of the new one.
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -30,7 +30,8 @@ def run(*command: str) -> str:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     except FileNotFoundError:
         raise SlurmError(
-            f"{command[0]} is not on this machine; submit from a login node of a Slurm cluster, or use --dry-run."
+            f"{command[0]} is not on this machine; submit from a login node of a Slurm cluster, or use "
+            "--dry-run."
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]} did not answer within {TIMEOUT_S} s; is slurmctld up?") from None
@@ -45,11 +46,11 @@ def submit(file: str, *, options: Sequence[str] = ()) -> str:
 
 
 def states(jobs: Iterable[str]) -> dict[str, str]:
-    """Slurm's state of those of the jobs that are in the queue, e.g. 17 -> RUNNING. A task of an array is 17_3, in the argument
-    as in the answer. Empty where there is no Slurm."""
-    wanted = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}
-    if not wanted or not available():
+    """Return the states of those jobs that are in the queue, e.g. 17 -> RUNNING; {} without Slurm. A task of
+    an array is 17_3, in the argument and in the result."""
+    ids = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}
+    if not ids or not available():
         return {}
-    # All of the user's: squeue fails as a whole when it is asked for one job that it has forgotten.
+    # All jobs of the user, because squeue fails if one of the given jobs is no longer known.
     found = dict(line.split() for line in run("squeue", "--me", "-h", "-r", "-o", "%i %T").splitlines())
-    return {job: state for job, state in found.items() if job in wanted}
+    return {job: state for job, state in found.items() if job in ids}

@@ -1,7 +1,8 @@
 """`python -m launch status [DIR ...]`: a table of runs.
 
-DIR is a run directory, a sweep, or a directory with such (default: runs). States: queued, running, stopped (to be continued),
-finished, failed, lost (its job is gone, or it has been silent for minutes, and it never said why), unstarted.
+DIR is a run directory, a sweep, or a directory of these (default: runs). States: queued, running, stopped
+(can continue), finished, failed, lost (ended without a report: its job has ended, or it has had no heartbeat
+for minutes), unstarted.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> int:
 
 
 def table(runs: list[RunState]) -> str:
-    """One line per run; '-' for what is not known."""
+    """Return one line per run; '-' for unknown values."""
     rows = [["run", "state", "step", "reward", "heartbeat", "attempts", "job", "reason"]]
     for run in runs:
         steps = None if run.step is None else f"{run.step}" + (f"/{run.max_steps}" if run.max_steps else "")
@@ -58,7 +59,7 @@ def _cell(value: object) -> str:
 
 
 def age(seconds: float) -> str:
-    """12 s, 3 min, 2 h or 5 d, rounded down."""
+    """Return 12 s, 3 min, 2 h or 5 d, rounded down."""
     for limit, unit, word in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
             return f"{int(seconds // unit)} {word}"

@@ -1,7 +1,8 @@
 """`python -m launch submit`: one run as a Slurm job.
 
-Writes RUN_DIR/launch/job.sbatch, prints it with the resolved config, what it needs of memory and time, and the GPU-hours,
-and submits it. What follows -- are config overrides. With --dry-run nothing is submitted; the file stays.
+Writes RUN_DIR/launch/job.sbatch, prints it with the resolved config, the estimate of memory and time and the
+GPU-hours, and submits it. Arguments after -- are config overrides. With --dry-run nothing is submitted, but
+the file is written.
 """
 
 import argparse
@@ -29,9 +30,9 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
-    parser.add_argument("--dry-run", action="store_true", help="write and print, but submit nothing")
+    parser.add_argument("--dry-run", action="store_true", help="write and print, but do not submit")
     parser.add_argument(
-        "--force", action="store_true", help="submit although the memory estimate says that it does not fit"
+        "--force", action="store_true", help="submit even if the memory estimate does not fit"
     )
     add_resources(parser)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="config overrides, after --")
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
     print(f"# {file}\n{text}\n# resolved config\n{to_yaml(config)}")
     fits = print_estimate(config, resources)
     if not fits and not arguments.force:
-        print("not submitted, since it does not fit; --force submits it", file=sys.stderr)
+        print("not submitted: it does not fit; --force submits it", file=sys.stderr)
         return 2
     if arguments.dry_run:
         print(f"\nnot submitted (--dry-run); sbatch {file}")
@@ -67,10 +68,8 @@ def main(argv: list[str]) -> int:
 
 
 def print_estimate(config: Config, resources: Resources) -> bool:
-    """Print layout, memory and time as train_rl.py --dry-run does, and the GPU-hours of the allocation.
-
-    Returns whether the run fits; True for CPU nodes, for which nothing is estimated.
-    """
+    """Print the report of train_rl.py --dry-run and the GPU-hours; return whether the run fits. For CPU nodes
+    nothing is estimated, and the result is True."""
     if not resources.gpus_per_node:
         print(f"# {resources.world_size} ranks on CPU nodes: no estimate of GPU memory")
         return True

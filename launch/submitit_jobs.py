@@ -1,4 +1,4 @@
-"""submitit in front of runs: jobs submitted from Python, arrays by map_array, and its checkpoint protocol mapped to ours.
+"""Runs as submitit jobs: submission from Python, arrays by map_array, requeueing by submitit's checkpoints.
 
     from launch.submitit_jobs import Train, executor
 
@@ -7,9 +7,10 @@
     many = jobs.map_array(Train(), ["configs/quickstart.yaml"] * 2, [["run.name=b"], ["run.name=c"]])
     print(job.result())                 # {'state': 'finished', 'step': 150, ...}: the run's status.json
 
-submitit starts one task per rank and tells the first one by SIGUSR2 when its time is up or it is pre-empted; there
-`Train.checkpoint` waits until train_rl.py, which got the same signal, has stopped with a checkpoint, and hands submitit the same
-call again: the job is requeued and the run goes on by its name. Everything else works without submitit.
+submitit starts one task per rank, and sends SIGUSR2 to the first one when its time is over or it is
+pre-empted. There `Train.checkpoint` waits until train_rl.py, which receives the same signal, has stopped with
+a checkpoint, and returns the same call to submitit: the job is requeued and the run continues under its name.
+Everything else works without submitit.
 """
 
 import json
@@ -27,11 +28,11 @@ from rl.config.options import ConfigError
 from rl.config.schema import load_config
 
 STOPPED_EXIT = 75
-"""Exit code of train_rl.py: stopped in order, to be continued."""
+"""Exit code of train_rl.py for a run that stopped and can continue."""
 
 
 class RunFailed(RuntimeError):
-    """train_rl.py ended with an error; its own words are in the task's log."""
+    """train_rl.py ended with an error, which is in the task's log."""
 
 
 def executor(
@@ -48,12 +49,12 @@ def executor(
     max_restarts: int = 100,
     sbatch: dict[str, Any] | None = None,
 ):
-    """A submitit executor for Slurm.
+    """Return a submitit executor for Slurm. Raises ConfigError if submitit or Slurm is missing.
 
-    folder: for submitit's pickles and logs, on a disk that all nodes see. at_a_time: most tasks of an array at once; 0: all.
-    signal_lead_s: how long before the end of the time limit the ranks are told. max_restarts: how often a job whose time is up
-    goes back into the queue. sbatch: further options by name.
-    Raises ConfigError if submitit or Slurm is missing.
+    folder: for submitit's pickles and logs, on a disk that all nodes share.
+    at_a_time: largest number of an array's tasks that run at once; 0: no limit.
+    signal_lead_s: seconds before the end of the time limit at which the ranks receive the signal.
+    max_restarts: how often a job is requeued after its time limit. sbatch: further options by name.
     """
     try:
         import submitit
@@ -71,13 +72,9 @@ def executor(
         time=minutes,
         signal_delay_s=signal_lead_s,
     )
-    if gpus_per_node:
-        options["gpus_per_node"] = gpus_per_node
-    if at_a_time:
-        options["array_parallelism"] = at_a_time
-    if partition:
-        options["partition"] = partition
-    # As slurm/job.sh starts ranks: one that fails ends all, and each sees all GPUs of its node.
+    optional = {"gpus_per_node": gpus_per_node, "array_parallelism": at_a_time, "partition": partition}
+    options |= {name: value for name, value in optional.items() if value}
+    # As in slurm/job.sh: a rank that fails ends all, and each rank sees all GPUs of its node.
     srun = ["--kill-on-bad-exit=1", *(["--gpu-bind=none"] if gpus_per_node else [])]
     made.update_parameters(
         **options, srun_args=srun, additional_parameters={"requeue": True, **(sbatch or {})}
@@ -86,7 +83,7 @@ def executor(
 
 
 class Train:
-    """A run of train_rl.py as a function that submitit can submit: called once on every rank."""
+    """A run of train_rl.py as a function that submitit calls on every rank."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
@@ -96,9 +93,9 @@ class Train:
         return {"_process": None, "_code": None}
 
     def __call__(self, config: str, overrides: Sequence[str] = ()) -> dict:
-        """Run to the end; returns the run's status.json. Raises RunFailed."""
+        """Run to the end; return the run's status.json. Raises RunFailed."""
         command = [sys.executable, "-u", str(ROOT / "train_rl.py"), "--config", config, *overrides]
-        # Blocked until the program has said what the signal means to it.
+        # Blocked until the program has set up its handling of the signal.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         try:
             self._process = subprocess.Popen(command, env=_environment())
@@ -106,7 +103,7 @@ class Train:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
         code = self._wait()
         if code == STOPPED_EXIT and _is_first_rank():
-            # It stopped by itself (run.max_time): what submitit does at the end of its time is what is wanted.
+            # It stopped by itself (run.max_time); submitit requeues it as at the end of its time.
             os.kill(os.getpid(), signal.SIGUSR2)
         if code not in (0, STOPPED_EXIT):
             raise RunFailed(
@@ -116,22 +113,22 @@ class Train:
         return json.loads(status.read_text())
 
     def checkpoint(self, config: str, overrides: Sequence[str] = ()):
-        """Called by submitit in the first rank's handler of SIGUSR2: let the run stop, and ask for the same call again."""
+        """Stop the run and return the same call. Called by submitit's SIGUSR2 handler on the first rank."""
         from submitit.helpers import DelayedSubmission
 
-        if self._process is not None and self._wait(tell=True) not in (0, STOPPED_EXIT):
+        if self._process is not None and self._wait(stop=True) not in (0, STOPPED_EXIT):
             print(
-                f"train_rl.py ended with {self._code} instead of stopping; it goes on from a checkpoint",
+                f"train_rl.py exited with {self._code}, not {STOPPED_EXIT}; it continues from a checkpoint",
                 file=sys.stderr,
             )
         return DelayedSubmission(Train(), config, overrides)
 
-    def _wait(self, *, tell: bool = False) -> int:
-        """The exit code of the program. tell: tell it to stop; Slurm did too, where it sent the signal to all processes."""
+    def _wait(self, *, stop: bool = False) -> int:
+        """Return the exit code of the program. stop: send it the signal first."""
         assert self._process is not None
-        if tell and self._code is None:
+        if stop and self._code is None:
             self._process.send_signal(signal.SIGUSR2)
-        # Without Popen's lock, which the interrupted call of the same thread may hold.
+        # Not Popen.wait, whose lock the interrupted call of the same thread may hold.
         while self._code is None:
             status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
             self._code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

@@ -1,8 +1,9 @@
-"""`python -m launch sweep SWEEP.yaml`: many runs as one job array, a directory each.
+"""`python -m launch sweep SWEEP.yaml`: many runs as one job array, with a directory each.
 
-Writes SWEEP_DIR/launch (the batch file, the overrides of each point, what was submitted) and submits one array, of which at most
-`at_a_time` run at once. Called again it submits points that are new in the file; with --only failed those that did not
-finish and are not in the queue, which go on from their checkpoints. docs/launch.md describes the file.
+Writes SWEEP_DIR/launch (the batch file, the overrides of each point, the submissions) and submits one array,
+of which at most `at_a_time` tasks run at once. A second call submits points that are new in the file; with
+--only failed it submits those that did not finish and are not in the queue, which continue from their
+checkpoints. docs/launch.md describes the file.
 """
 
 import argparse
@@ -33,7 +34,7 @@ class SweepFile:
     config: str = ""
     """YAML file of the run that is varied. Required."""
     at_a_time: int = 0
-    """Most points that run at once (the % of sbatch --array). 0: no limit."""
+    """Largest number of points that run at once (the % of sbatch --array). 0: no limit."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Dotted keys and values of all points."""
     grid: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class SweepFile:
     zip: dict[str, Any] = field(default_factory=dict)
     """Keys with equally long lists: first with first, second with second."""
     random: dict[str, Any] = field(default_factory=dict)
-    """points, seed, and keys with what to draw from: uniform, log_uniform, integer, choice."""
+    """points, seed, and keys with their distribution: uniform, log_uniform, integer, choice."""
     seeds: Any = None
     """A number of seeds, or a list of them, for run.seed."""
     skip: list[str] = field(default_factory=list)
@@ -49,7 +50,7 @@ class SweepFile:
     only: list[str] = field(default_factory=list)
     """Conditions over keys; points for which one does not hold are left out."""
     job: Resources = field(default_factory=Resources)
-    """What each point asks Slurm for."""
+    """Resources of each point."""
 
 
 def main(argv: list[str]) -> int:
@@ -60,8 +61,8 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="SWEEP.yaml", help="the sweep")
-    parser.add_argument("--only", choices=["failed"], help="submit again what did not finish")
-    parser.add_argument("--dry-run", action="store_true", help="write and print, but submit nothing")
+    parser.add_argument("--only", choices=["failed"], help="submit again the points that did not finish")
+    parser.add_argument("--dry-run", action="store_true", help="write and print, but do not submit")
     arguments = parser.parse_args(argv)
     sweep = read_file(arguments.file)
     directory = Path(sweep.dir or f"runs/{sweep.name}").absolute()
@@ -69,13 +70,13 @@ def main(argv: list[str]) -> int:
     first = check_points(sweep, directory, found)
     points = write_points(sweep, directory, found)
     tasks = failed_tasks(directory, points) if arguments.only else new_tasks(directory, points)
-    wanted = {point.name for point in found}
-    tasks = [task for task in tasks if points[task].name in wanted]
+    names = {point.name for point in found}
+    tasks = [task for task in tasks if points[task].name in names]
     if not tasks:
-        again = "" if arguments.only else "; --only failed submits again those that did not finish"
-        print(
-            f"nothing to submit: none of the {len(found)} points is {'unfinished' if arguments.only else 'new'}{again}"
+        which = (
+            "unfinished" if arguments.only else "new; --only failed submits again those that did not finish"
         )
+        print(f"nothing to submit: none of the {len(found)} points is {which}")
         return 0
     file = _write_batch_file(sweep, directory, tasks, command=as_typed("sweep", argv))
     print(f"# {file}\n{file.read_text()}")
@@ -93,15 +94,15 @@ def main(argv: list[str]) -> int:
 
 
 def read_file(path: str) -> SweepFile:
-    """A sweep file; ConfigError for what is wrong in it."""
+    """Read and check a sweep file. Raises ConfigError if it is invalid."""
     sweep = load(SweepFile, path)
     for key in ("name", "config"):
         if not getattr(sweep, key):
-            raise ConfigError(f"{key} is empty in {path}, but a sweep needs it.")
+            raise ConfigError(f"{key} is empty in {path}, but a sweep requires it.")
     if "/" in sweep.name or sweep.name != sweep.name.strip():
         raise ConfigError(f"name of {path} is '{sweep.name}', but names a directory: use a plain name.")
     if sweep.at_a_time < 0:
-        raise ConfigError(f"at_a_time of {path} is {sweep.at_a_time}, but must be 0 or more.")
+        raise ConfigError(f"at_a_time={sweep.at_a_time} in {path}, but must be 0 or more.")
     sweep.job.check()
     return sweep
 
@@ -111,7 +112,7 @@ def _overrides(sweep: SweepFile) -> list[str]:
 
 
 def overrides_of(sweep: SweepFile, directory: Path, point: Point) -> list[str]:
-    """All overrides of a point's run."""
+    """Return all overrides of a point's run."""
     return [
         *_overrides(sweep),
         *point.overrides,
@@ -121,7 +122,10 @@ def overrides_of(sweep: SweepFile, directory: Path, point: Point) -> list[str]:
 
 
 def check_points(sweep: SweepFile, directory: Path, points: list[Point]) -> Config:
-    """Check the config of every point and return that of the first. ConfigError names the point."""
+    """Check the config of every point; return that of the first.
+
+    Raises ConfigError, which names the point.
+    """
     configs, warnings = [], {}
     for point in points:
         try:
@@ -135,7 +139,7 @@ def check_points(sweep: SweepFile, directory: Path, points: list[Point]) -> Conf
 
 
 def write_points(sweep: SweepFile, directory: Path, points: list[Point]) -> list[Point]:
-    """Write the points down and return them by task number: points that were there before keep theirs."""
+    """Write the points; return them by task number. Points of an earlier call keep their numbers."""
     place = directory / DIRECTORY
     before = read_sweep(directory)["points"] if (place / SWEEP).is_file() else []
     known = [Point(**point) for point in before]
@@ -143,12 +147,10 @@ def write_points(sweep: SweepFile, directory: Path, points: list[Point]) -> list
     every = known + [point for point in points if point.name not in names]
     (place / "points").mkdir(parents=True, exist_ok=True)
     tasks = {point.name: task for task, point in enumerate(every)}
-    for point in points:  # again for those that were there, whose common overrides may be others now
+    for point in points:  # also earlier ones, whose common overrides may have changed
         lines = overrides_of(sweep, directory, point)
         if broken := [line for line in lines if "\n" in line]:
-            raise ConfigError(
-                f"{broken[0]!r} has a line break, which a sweep cannot pass on; put it into the config file."
-            )
+            raise ConfigError(f"{broken[0]!r} has a line break; put it into the config file.")
         (place / "points" / str(tasks[point.name])).write_text("\n".join(lines) + "\n")
     facts = {"name": sweep.name, "config": sweep.config, "points": [vars(point) for point in every]}
     (place / SWEEP).write_text(json.dumps(facts, indent=1) + "\n")
@@ -156,15 +158,15 @@ def write_points(sweep: SweepFile, directory: Path, points: list[Point]) -> list
 
 
 def new_tasks(directory: Path, points: list[Point]) -> list[int]:
-    """Tasks that were never submitted."""
+    """Return the tasks that were never submitted."""
     submitted = {task for noted in noted_jobs(directory / DIRECTORY) for task in noted["tasks"]}
     return [task for task in range(len(points)) if task not in submitted]
 
 
 def failed_tasks(directory: Path, points: list[Point]) -> list[int]:
-    """Tasks that were submitted, did not finish, and with which nothing goes on by itself."""
+    """Return the tasks that were submitted, did not finish, and do not continue by themselves."""
     new = new_tasks(directory, points)
-    # A run that waits in a queue that cannot be seen must not be submitted a second time.
+    # Without the queue, a run that waits there would be submitted twice.
     states = read_runs((directory / point.name for point in points), needs_queue=True)
     return [task for task, run in enumerate(states) if run.state in UNFINISHED and task not in new]
 

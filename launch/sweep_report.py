@@ -1,8 +1,9 @@
 """`python -m launch report SWEEP`: the curves of a sweep's runs in one picture, and a page with their values.
 
-SWEEP is the directory of a sweep (or several run directories). Writes SWEEP/report.png and SWEEP/report.html, which needs nothing
-but a browser: the picture, and a row per run with the swept values, the state, and the first, best and last value of the metric.
-The metric is the held-out accuracy where the runs have one, else the mean reward; --metric takes any other of metrics.jsonl.
+SWEEP is the directory of a sweep (or several run directories). Writes SWEEP/report.png and SWEEP/report.html,
+a single file with the picture and a row per run: the swept values, the state, and the first, best and last
+value of the metric. The metric is the held-out accuracy if the runs have one, else the mean reward; --metric
+selects another one of metrics.jsonl.
 """
 
 import argparse
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> int:
         "directories", metavar="SWEEP", type=Path, nargs="+", help="directory of a sweep, or run directories"
     )
     parser.add_argument("--metric", metavar="NAME", default="", help="a metric's name, e.g. actor/entropy")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="where to write (the sweep's directory)")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="output directory (the sweep's directory)")
     arguments = parser.parse_args(argv)
     values = swept_values(arguments.directories)
     runs = read_runs(values)
@@ -33,21 +34,20 @@ def main(argv: list[str]) -> int:
         run.directory: read_run(run.directory) for run in runs if (run.directory / "metrics.jsonl").is_file()
     }
     if not records:
-        raise ConfigError("none of the runs has written a metric yet.")
+        raise ConfigError("no run has written a metric yet.")
     metric, curves = curves_of(records, arguments.metric)
     out = arguments.out or arguments.directories[0]
     draw_curves({path.name: points for path, points in curves.items()}, out / "report.png", label=metric)
     (out / "report.html").write_text(
         page(out.absolute().name, metric, runs, values, curves, out / "report.png")
     )
-    print(
-        f"picture: {out / 'report.png'}\npage: {out / 'report.html'}\n{len(curves)} of {len(runs)} runs have {metric}"
-    )
+    print(f"picture: {out / 'report.png'}\npage: {out / 'report.html'}")
+    print(f"{len(curves)} of {len(runs)} runs have {metric}")
     return 0
 
 
 def swept_values(directories: list[Path]) -> dict[Path, dict]:
-    """Run directory -> the values of its point; {} for a run of no sweep."""
+    """Return the values of each run directory's point; {} for a run outside of a sweep."""
     values: dict[Path, dict] = {}
     for directory in directories:
         if (directory / DIRECTORY / SWEEP).is_file():
@@ -60,7 +60,7 @@ def swept_values(directories: list[Path]) -> dict[Path, dict]:
 
 
 def curves_of(records: dict[Path, list[dict]], metric: str) -> tuple[str, dict[Path, list[Point]]]:
-    """What is compared, and each run's points of it. ConfigError if no run has any."""
+    """Return the metric's name and each run's points. Raises ConfigError if no run has any."""
     if metric:
         name, curves = metric, {path: metric_points(some, metric) for path, some in records.items()}
     elif any(accuracy_points(some) for some in records.values()):
@@ -83,7 +83,7 @@ def page(
     curves: dict[Path, list[Point]],
     picture: Path,
 ) -> str:
-    """The page; the best last value first."""
+    """Return the page; the run with the best last value is first."""
     keys = list(dict.fromkeys(key for some in values.values() for key in some))
     head = ["run", *keys, "state", "step", "first", "best", "last"]
 
@@ -103,7 +103,8 @@ def page(
         "\n".join(
             [
                 f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title>",
-                "<style>body{font:14px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:left}img{max-width:100%}</style>",
+                "<style>body{font:14px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:left}"
+                "img{max-width:100%}</style>",
                 f"<h1>{html.escape(title)}</h1><p>{html.escape(metric)}</p>",
                 f"<img alt='curves' src='data:image/png;base64,{image}'>",
                 "<table>",

@@ -1,18 +1,18 @@
 # shellcheck shell=bash
-# What the batch files of this directory share; each of them sources it. Nothing here is about one site: that is site.sh.
+# Shared by the batch files of this directory, which source it. The settings of one site are in site.sh.
 #
-#   train CONFIG [key=value ...]    one srun of train_rl.py, a rank per GPU; requeues the job if the run is to go on
+#   train CONFIG [key=value ...]    one srun of train_rl.py, a rank per GPU; requeues the job if the run can continue
 #   once COMMAND ...                one task on one node, for preparations
 #
 # Read from the environment (set them in site.sh, or export them before sbatch):
 #   LOCKSTEP_ROOT     the checkout; default: the directory in which sbatch was called
-#   LOCKSTEP_LOGS     where the ranks' logs go; default: the directory in which the job starts
+#   LOCKSTEP_LOGS     directory of the ranks' logs; default: the directory in which the job starts
 #   CONTAINER         none, pyxis:IMAGE or apptainer:IMAGE;  CONTAINER_MOUNTS  SRC:DST[,SRC:DST ...] of either
 #   PYTHON            the interpreter of the ranks; default: python (of the modules and the venv that site.sh loads)
 #   SRUN_MPI          srun's --mpi; default none, because ranks find each other without MPI
-#   NO_REQUEUE=1      never requeue: resubmit by hand, or use chain.sbatch
+#   NO_REQUEUE=1      never requeue; resubmit by hand, or use chain.sbatch
 #   RETRY_CRASHED=1   requeue also after a crash, not only after an orderly stop
-#   MAX_ATTEMPTS      starts in a row that bring no newer checkpoint, after which the job gives up; default 3
+#   MAX_ATTEMPTS      number of consecutive starts without a newer checkpoint, after which the job gives up; default 3
 
 set -eu
 : "${LOCKSTEP_ROOT:=${SLURM_SUBMIT_DIR:?this is a batch file: submit it with sbatch}}"
@@ -20,7 +20,7 @@ set -eu
 if [ -f "$LOCKSTEP_ROOT/slurm/site.sh" ]; then source "$LOCKSTEP_ROOT/slurm/site.sh"; fi
 
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
-    job_id=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID} # SLURM_JOB_ID would requeue another task of the array
+    job_id=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID} # SLURM_JOB_ID would requeue another task
 else
     job_id=$SLURM_JOB_ID
 fi
@@ -33,42 +33,42 @@ say() { echo "job $job_id: $*"; }
 
 nodes=$SLURM_JOB_NUM_NODES
 gpus=${SLURM_GPUS_ON_NODE:-0}
-tasks=${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))} # as asked for by --ntasks-per-node, else one per GPU
+tasks=${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))} # --ntasks-per-node if given, else one per GPU
 cpus=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / tasks))}
 if [ "$cpus" -lt 1 ]; then cpus=1; fi
-export SRUN_CPUS_PER_TASK=$cpus # since Slurm 22.05 srun does not take it from sbatch
+export SRUN_CPUS_PER_TASK=$cpus # since Slurm 22.05 srun does not inherit it from sbatch
 
 # Environment of the ranks -------------------------------------------------------------------------------------------------
 
-export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # compute nodes have no internet; nobody shall wait for it
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # compute nodes have no internet access
 export PYTHONUNBUFFERED=1
-# Compiled kernels on a disk of the node: thousands of small files, written by all ranks at once.
+# Compiled kernels go to a disk of the node: thousands of small files, written by all ranks at once.
 cache=${SLURM_TMPDIR:-/tmp}/lockstep-cache-$(id -u)
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor VLLM_CACHE_ROOT=$cache/vllm
-export LOCKSTEP_STATUS=$rank_logs/status.json # a copy of the run's status.json: the decisions below are taken from it
+export LOCKSTEP_STATUS=$rank_logs/status.json # a copy of the run's status.json, for the decisions below
 
-# When Slurm will end the job, and how long before that it sends USR2: the program warns if a step and a save take longer.
+# The end of the job, and the lead of USR2 before it: the program warns if a step and a save take longer than the lead.
 if [ -z "${SLURM_JOB_END_TIME:-}" ]; then # set by Slurm 23.02 and newer
     SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null) || SLURM_JOB_END_TIME=
     export SLURM_JOB_END_TIME
 fi
 lead=$(sed -n 's/^#SBATCH --signal=USR2@\([0-9]*\).*/\1/p' "$0")
-export LOCKSTEP_SIGNAL_LEAD=${LOCKSTEP_SIGNAL_LEAD:-$lead} # set it beside an sbatch --signal of your own
+export LOCKSTEP_SIGNAL_LEAD=${LOCKSTEP_SIGNAL_LEAD:-$lead} # set it together with your own sbatch --signal
 
-# Limits; srun passes them on to the ranks.
+# Limits; srun passes them to the ranks.
 ulimit -c 0                                                 # a core file per rank would fill the disk
-ulimit -S -n "$(ulimit -H -n)"                              # the first rank holds a connection to every other one
+ulimit -S -n "$(ulimit -H -n)"                              # rank 0 holds a connection to every other one
 ulimit -l unlimited 2>/dev/null || say "memlock is limited to $(ulimit -l) KiB; RDMA needs it unlimited (ask your site)"
 
 # One task per GPU, each of which sees all GPUs of its node (--gpu-bind=none): binding breaks CUDA IPC and local ranks. Slurm
-# then leaves CUDA_VISIBLE_DEVICES unset, so take whole nodes (--exclusive) where the site does not confine jobs to devices.
+# then leaves CUDA_VISIBLE_DEVICES unset, so use whole nodes (--exclusive) if the site does not confine jobs to devices.
 launch=(srun --nodes="$nodes" --ntasks="$((nodes * tasks))" --ntasks-per-node="$tasks" --cpus-per-task="$cpus"
     --kill-on-bad-exit=1 --mpi="${SRUN_MPI:-none}" --export=ALL
     --output="$rank_logs/rank-%t.log" --open-mode=append)
 single=(srun --nodes=1 --ntasks=1 --cpus-per-task="$cpus" --mpi="${SRUN_MPI:-none}" --export=ALL)
 if [ "$gpus" -gt 0 ]; then launch+=(--gpus-per-node="$gpus" --gpu-bind=none); fi
 
-inside=() # what stands before the command of a rank
+inside=() # prefix of a rank's command
 container=${CONTAINER:-none}
 case $container in
 none) ;;
@@ -88,18 +88,18 @@ apptainer:*)
     ;;
 esac
 
-# Starting, and going on ---------------------------------------------------------------------------------------------------
+# Starting, and continuing ---------------------------------------------------------------------------------------------------
 
 once() { "${single[@]}" "${inside[@]}" "$@"; }
 
-# The step of the newest checkpoint, as the program last said.
+# Print the step of the newest checkpoint, as the program last reported it.
 checkpoint_step() {
     local step=
     if [ -f "$LOCKSTEP_STATUS" ]; then step=$(sed -n 's/.*"checkpoint_step": \([0-9]*\).*/\1/p' "$LOCKSTEP_STATUS"); fi
     echo "${step:-0}"
 }
 
-# End the job if start number $1 without a newer checkpoint would be one too many.
+# End the job if start number $1 without a newer checkpoint exceeds MAX_ATTEMPTS.
 allow_start() {
     if [ "$1" -gt "${MAX_ATTEMPTS:-3}" ]; then
         say "gives up: ${MAX_ATTEMPTS:-3} starts brought no checkpoint after step $started_at" >&2
@@ -107,7 +107,7 @@ allow_start() {
     fi
 }
 
-# Put the job back into the queue after exit code $1, if that is allowed, and end with that code.
+# Requeue the job after exit code $1, if that is allowed, and exit with that code.
 requeue() {
     if [ "${NO_REQUEUE:-0}" = 1 ]; then
         say "not requeued (NO_REQUEUE=1); the same sbatch command goes on after step $(checkpoint_step)"
@@ -119,8 +119,7 @@ requeue() {
     exit "$1" # Slurm ends this script anyway
 }
 
-# The last lines of the ranks that fell silent first among those that spoke of an error in this attempt. The first rank's stand
-# above.
+# Print the last lines of the ranks that reported an error in this attempt and stopped writing first. Rank 0's are above.
 show_errors() {
     local file
     find "$rank_logs" -name 'rank-[1-9]*.log' -newer "$rank_logs/attempts" -exec grep -lZ -i -E 'error|exception' {} + |
@@ -133,23 +132,23 @@ show_errors() {
 train() {
     local config=$1 code=0
     shift
-    # The first rank writes into the job's own log, where people look.
+    # Rank 0 writes into the job's own log.
     ln -sfn "$(readlink /proc/$$/fd/1)" "$rank_logs/rank-0.log"
     "${launch[@]}" "${inside[@]}" "${PYTHON:-python}" "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@" \
         2>"$rank_logs/srun.log" || code=$?
-    cat "$rank_logs/srun.log" >&2 # which tasks ended on which nodes, and how: at the end of the log, below all tracebacks
+    cat "$rank_logs/srun.log" >&2 # which tasks ended on which nodes, and how; below all tracebacks
     case $code in
     0) return 0 ;;
-    75) requeue 75 ;; # stopped in order, to be continued
+    75) requeue 75 ;; # stopped; the run can continue
     esac
     show_errors >&2
     say "the run failed with exit code $code; the logs of the ranks are in $rank_logs" >&2
-    # 2: the input cannot work, and will not work the next time either.
+    # 2: the input is invalid, also for the next start.
     if [ "$code" -ne 2 ] && [ "${RETRY_CRASHED:-0}" = 1 ]; then requeue "$code"; fi
     exit "$code"
 }
 
-# This start, counted here so that one which a lost node cuts short counts too: anew after each newer checkpoint.
+# The number of starts since the newest checkpoint, counted here so that a start that a lost node ends counts too.
 attempts=0 last=none started_at=$(checkpoint_step)
 if [ -f "$rank_logs/attempts" ]; then read -r attempts last <"$rank_logs/attempts"; fi
 if [ "$started_at" != "$last" ]; then attempts=0; fi

@@ -38,7 +38,7 @@ LATENTS = dict(
     moe_intermediate_size=32,
     first_k_dense_replace=1,
 )
-"""vLLM's CPU attention over latents knows one size: kv_lora_rank + qk_rope_head_dim = 576."""
+"""vLLM's CPU attention over latents requires kv_lora_rank + qk_rope_head_dim = 576."""
 YARN = dict(
     rope_type="yarn",
     rope_theta=10000.0,
@@ -53,10 +53,8 @@ PARTICULAR: dict[str, dict] = {
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": dict(head_dim=64),  # not hidden / heads
     "LlamaForCausalLM": dict(rope_parameters=LLAMA3_ROPE),
-    "MistralForCausalLM": dict(
-        head_dim=64, sliding_window=None, num_hidden_layers=3
-    ),  # PP 2 cuts them unevenly
-    # Dense in its first layer, experts of their own width, heads of another than hidden / heads.
+    "MistralForCausalLM": dict(head_dim=64, sliding_window=None, num_hidden_layers=3),  # PP 2 splits unevenly
+    # A dense first layer, an intermediate size for experts, a head_dim other than hidden / heads.
     "Qwen3MoeForCausalLM": dict(
         head_dim=64,
         num_experts=8,
@@ -91,9 +89,9 @@ PARTICULAR: dict[str, dict] = {
         routed_scaling_factor=1.0,
     ),
 }
-"""Architecture -> what its tiny config has besides SIZES."""
+"""Architecture -> keys of its tiny config besides SIZES."""
 PUBLISHED = {"DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func="sigmoid")}
-"""Keys of published configs that transformers 5 does not write, but vLLM reads."""
+"""Keys of published configs that transformers 5 omits and vLLM reads."""
 
 
 def tiny_config(architecture: str, *, tie: bool = False, **options) -> transformers.PreTrainedConfig:
@@ -148,7 +146,6 @@ def assert_same_checkpoint(a: Path, b: Path) -> None:
     assert names
     for name in names:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
-    states = [
-        json.loads((path / "state.json").read_text()) | {"metrics": None} for path in (a, b)
-    ]  # which tell the time
+    # Metrics contain times.
+    states = [json.loads((path / "state.json").read_text()) | {"metrics": None} for path in (a, b)]
     assert states[0] == states[1]

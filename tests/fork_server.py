@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 import types
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -112,7 +113,9 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
-    changed = import_all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # libraries' notes on what a CPU host lacks
+        changed = import_all()
     gc.collect()
     gc.freeze()  # ranks need not look at these objects, and their pages stay shared
     threads = len(os.listdir("/proc/self/task"))

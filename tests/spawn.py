@@ -188,7 +188,7 @@ def _fork_server() -> subprocess.Popen:
     """Start the server, the first time; it ends with this process."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     server = subprocess.Popen(
-        [sys.executable, "-W", "ignore", ROOT / "tests" / "fork_server.py"],
+        [sys.executable, ROOT / "tests" / "fork_server.py"],
         env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=path),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

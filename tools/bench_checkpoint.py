@@ -27,13 +27,13 @@ from train_rl import leave, prepare_environment  # noqa: E402
 def measure(args: argparse.Namespace, ranks) -> None:
     import torch.distributed as dist
 
-    from rl.checkpoint.contents import optimizers_of
     from rl.checkpoint.store import CheckpointStore
     from rl.config.schema import Checkpoint, Config, Model, Run, Training
     from rl.engines.engines import build_policy
     from rl.models import read_hf_config
     from rl.runtime.session import session
     from rl.training.grid import build_grid
+    from rl.training.optimizer import optimizer_parts
 
     out = Path(args.out)
     with session(ranks) as device:
@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace, ranks) -> None:
         policy = build_policy(
             config, read_hf_config(config.model.path), build_grid(tp=args.tp, pp=1, seed=0), device
         )
-        for optimizer in optimizers_of(policy):
+        for optimizer in optimizer_parts(policy.optimizer):
             optimizer._init_optimizer_states_with_dummy_values()
         report = print if ranks.rank == 0 else (lambda *_: None)
         seconds: dict[bool, list[float]] = {}

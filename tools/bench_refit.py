@@ -185,10 +185,9 @@ def timed(way, device) -> float:
 
 def print_results(args, trainer, seconds, num_bytes, differing, rank) -> None:
     """Print the table on rank 0; exit with 1 if the two refits differ. Collective over the world."""
-    import torch.distributed as dist
+    from rl.runtime.collectives import gather_objects
 
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (num_bytes, differing))
+    everyone = gather_objects((num_bytes, differing))
     wrong = sorted({name for _, names in everyone for name in names})
     if rank == 0:
         size = sum(math.prod(shape) for weight in trainer.weight_map.weights for shape in weight.shapes) / 1e6

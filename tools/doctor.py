@@ -92,20 +92,20 @@ def own_findings(arguments: argparse.Namespace, ranks: Ranks) -> list[Finding]:
 
 def findings_of_all(arguments: argparse.Namespace, ranks: Ranks, own: list[Finding]) -> ByNode:
     """Return the findings of every node and its links, identical on all ranks. Collective over the world."""
-    from rl.runtime.rendezvous import meet
+    from rl.runtime.rendezvous import join_ranks
 
-    ranks = meet(ranks)
+    ranks = join_ranks(ranks)
     ranks.export()
     with tempfile.NamedTemporaryFile("r", prefix="nccl-") as log:
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=log.name)
         import torch.distributed as dist
 
+        from rl.runtime.collectives import gather_objects
         from rl.runtime.session import session
         from tools.link_checks import check_clocks, check_transport, judge_pairs, measure_pairs
 
         with session(ranks) as device:
-            hosts: list = [None] * ranks.world_size
-            dist.all_gather_object(hosts, socket.gethostname())
+            hosts = gather_objects(socket.gethostname())
             by_node = check_clocks(hosts, max_skew_s=arguments.max_skew)
             if arguments.rounds:
                 speeds = measure_pairs(hosts, device, mib=arguments.mib, rounds=arguments.rounds)
@@ -114,9 +114,7 @@ def findings_of_all(arguments: argparse.Namespace, ranks: Ranks, own: list[Findi
                 ).items():
                     by_node[host] += findings
             own = own + check_transport(hosts, device, log.read())
-            every: list = [None] * ranks.world_size
-            dist.all_gather_object(every, own)
-            for host, findings in zip(hosts, every):
+            for host, findings in zip(hosts, gather_objects(own)):
                 # A finding of several ranks of a node is reported once.
                 by_node[host] += [finding for finding in findings if finding not in by_node[host]]
             dist.barrier()

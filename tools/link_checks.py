@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rl.runtime.collectives import gather_objects
 from rl.runtime.device import Device
 from tools.node_checks import Finding, bad, ok, warn
 
@@ -99,9 +100,7 @@ def measure_pairs(
         for a, b in pairs:
             if dist.get_rank() in (leaders[a], leaders[b]):
                 mine = (a, b), _all_reduce_speed([leaders[a], leaders[b]], device, mib)
-        every: list = [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
-        for found in every:
+        for found in gather_objects(mine):
             if found is not None:
                 (a, b), speed = found
                 pair = hosts[leaders[a]], hosts[leaders[b]]

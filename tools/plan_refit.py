@@ -29,7 +29,7 @@ from rl.config.schema import Config, Rollout, Training  # noqa: E402
 from rl.models import architecture  # noqa: E402
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts  # noqa: E402
 from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT  # noqa: E402
-from rl.refit.traffic import Survey, survey_refit  # noqa: E402
+from rl.refit.traffic import RefitTraffic, refit_traffic  # noqa: E402
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 GIB = 1 << 30
@@ -52,12 +52,12 @@ def main(argv: list[str] | None = None) -> None:
     add("--nic-gbps", default=400.0, help="Gbit/s of a rank, each way, between nodes (400)", **speed)
     args = parser.parse_args(argv)
     try:
-        survey = survey_of(args)
+        traffic = traffic_of(args)
     except (OSError, ValueError) as error:
         sys.exit(f"plan_refit: {error}")
     print(
         report(
-            survey,
+            traffic,
             nvlink_gbps=args.nvlink_gbps,
             nic_gbps=args.nic_gbps,
             one_node=args.world_size <= args.ranks_per_node,
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     )
 
 
-def survey_of(args: argparse.Namespace) -> Survey:
+def traffic_of(args: argparse.Namespace) -> RefitTraffic:
     """Compute the traffic of the given layouts. Raises OSError, and ValueError for invalid layouts."""
     hf = json.loads((args.model / "config.json" if args.model.is_dir() else args.model).read_text())
     if not hf.get("architectures") or not hf.get("num_hidden_layers"):
@@ -80,7 +80,7 @@ def survey_of(args: argparse.Namespace) -> Survey:
     check_training_grid(config, world, hf)
     check_rollout_grid(config, world, hf)
     training, experts = config.training, count_experts(weights)
-    return survey_refit(
+    return refit_traffic(
         weights,
         TrainingPlacement(
             world,
@@ -115,19 +115,19 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def report(survey: Survey, *, nvlink_gbps: float, nic_gbps: float, one_node: bool) -> str:
+def report(traffic: RefitTraffic, *, nvlink_gbps: float, nic_gbps: float, one_node: bool) -> str:
     """Return the table and the time estimates."""
-    received = survey.near_in + survey.far_in
+    received = traffic.near_in + traffic.far_in
     rows = {
-        "stays on the rank": survey.stays,
-        "received within the node": survey.near_in,
-        "received from other nodes": survey.far_in,
+        "stays on the rank": traffic.stays,
+        "received within the node": traffic.near_in,
+        "received from other nodes": traffic.far_in,
         "received": received,
-        "least possible": survey.lower_bound,
-        "sent within the node": survey.near_out,
-        "sent to other nodes": survey.far_out,
-        "gathering every weight": survey.gather,
-        "largest batch": survey.peak_buffer,
+        "least possible": traffic.lower_bound,
+        "sent within the node": traffic.near_out,
+        "sent to other nodes": traffic.far_out,
+        "gathering every weight": traffic.gather,
+        "largest batch": traffic.peak_buffer,
     }
     lines = [f"{'GiB':<28}{'min':>10}{'mean':>10}{'max':>10}{'all ranks':>12}"]
     for name, values in rows.items():
@@ -140,15 +140,15 @@ def report(survey: Survey, *, nvlink_gbps: float, nic_gbps: float, one_node: boo
         near, far = load[[NEAR_IN, NEAR_OUT]].max(), load[[FAR_IN, FAR_OUT]].max()
         return 8e-9 * max(near / nvlink_gbps, far / nic_gbps)
 
-    whole = np.stack([survey.stays, survey.near_in, survey.far_in, survey.near_out, survey.far_out])
-    slowest = 8e-9 * survey.gather.max() / (nvlink_gbps if one_node else nic_gbps)
+    whole = np.stack([traffic.stays, traffic.near_in, traffic.far_in, traffic.near_out, traffic.far_out])
+    slowest = 8e-9 * traffic.gather.max() / (nvlink_gbps if one_node else nic_gbps)
     lines += [
         "",
-        f"batches                     {len(survey.batches)}",
+        f"batches                     {len(traffic.batches)}",
         f"seconds, busiest rank       {seconds(whole):.2f}",
-        f"seconds, batch by batch     {sum(map(seconds, survey.batches)):.2f}",
+        f"seconds, batch by batch     {sum(map(seconds, traffic.batches)):.2f}",
         f"seconds, gathering          {slowest:.2f}",
-        f"gathering / received        {survey.gather.sum() / received.sum():.1f}"
+        f"gathering / received        {traffic.gather.sum() / received.sum():.1f}"
         if received.any()
         else "nothing crosses ranks",
     ]

@@ -1,3 +1,3 @@
-"""Checkpoints of a run, sharded and free of the layout, and export to Hugging Face format."""
+"""Checkpoints of a run, sharded and independent of the layout, and export to Hugging Face format."""
 
-import rl.training  # noqa: F401  (prepares Megatron for a host without CUDA, before a module here imports it)
+import rl.training  # noqa: F401  (adapts Megatron to a host without CUDA before its first import)

@@ -1,8 +1,9 @@
-"""What a checkpoint holds of a model: each weight, and the optimizer's numbers for it, as boxes of Hugging Face tensors.
+"""What a checkpoint holds of a model: each weight, and the optimizer's numbers for it, as boxes of Hugging
+Face tensors.
 
-Every number is written by exactly one rank: a weight by one of the ranks that hold it alike, in turn, so that data parallel
-ranks share the work; the optimizer's numbers by the rank that has them, since the distributed optimizer holds each once.
-Nothing travels between ranks.
+Exactly one rank writes each number. A weight is written by one of the ranks that hold it, chosen so that data
+parallel ranks write about equally much. Optimizer states are written by the rank that holds them, because the
+distributed optimizer shards them. Nothing is sent between ranks.
 """
 
 from collections.abc import Iterator
@@ -10,36 +11,39 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from rl.checkpoint.boxes import regions
+from rl.checkpoint.regions import FlatRegion, regions
 from rl.checkpoint.shards import Shard, ShardReader
 from rl.models.layout import Weight
 from rl.training.engine import TrainingEngine
+from rl.training.optimizer import optimizer_parts
 
 WEIGHT, MASTER = "weight", "master"
-"""Parts of a tensor's name in the file, beside those that the optimizer calls exp_avg and exp_avg_sq. Master weights are
-written where they are not the weights themselves."""
+"""Parts of a tensor's name in the file, besides the optimizer's exp_avg and exp_avg_sq. Master weights are
+written only if they are not the weights themselves."""
 
 
 def describe(engine: TrainingEngine) -> dict:
-    """Of the whole model, alike on every rank: dtype, the number of optimizer steps, and the shape of every tensor."""
-    shapes = {
-        name: list(shape)
-        for weight in engine.weight_map.weights
-        for name, shape in zip(weight.hf, weight.shapes)
-    }
+    """Return the model's dtype, its number of optimizer steps, and the shape of every tensor; identical on
+    all ranks."""
     return {
         "dtype": str(engine.weight_map.dtype).removeprefix("torch."),
         "optimizer_step": _step(engine),
-        "tensors": shapes,
+        "tensors": tensor_shapes(engine),
     }
 
 
+def tensor_shapes(engine: TrainingEngine) -> dict[str, list[int]]:
+    """Return the shape of every Hugging Face tensor of the model."""
+    weights = engine.weight_map.weights
+    return {name: list(shape) for weight in weights for name, shape in zip(weight.hf, weight.shapes)}
+
+
 def model_shards(name: str, engine: TrainingEngine) -> Iterator[Shard]:
-    """What this rank writes of a model called `name`: views of its weights and its optimizer's tensors. Not collective."""
-    weight_map, optimizers = engine.weight_map, optimizers_of(engine)
+    """Yield what this rank writes of the model `name`: views of its weights and its optimizer states. Not
+    collective."""
+    weight_map, optimizers = engine.weight_map, _optimizers(engine)
     loads = {False: [0] * engine.grid.dp, True: [0] * dist.get_world_size(engine.grid.groups.expt_dp)}
     for weight, parameter in weight_map.local():
         if weight_map.place(weight).stages[0] != engine.grid.pp_rank:
@@ -47,81 +51,73 @@ def model_shards(name: str, engine: TrainingEngine) -> Iterator[Shard]:
         of_expert = weight.expert is not None
         tp_rank = weight_map.tensor_split(weight)[1]
         if not weight.cut.split and tp_rank > 0:
-            continue  # whole on every tensor parallel rank
+            continue  # the first tensor parallel rank writes it
         replica = engine.grid.dp_rank if not of_expert else dist.get_rank(engine.grid.groups.expt_dp)
         writer = loads[of_expert].index(min(loads[of_expert]))
         loads[of_expert][writer] += parameter.nbytes
-        if writer == replica:
-            yield from _shards(f"{name}/{WEIGHT}", engine, weight, parameter, parameter.detach().view(-1), 0)
         start, tensors = _optimizer_tensors(optimizers, parameter)
-        for part, tensor in tensors.items():
-            yield from _shards(f"{name}/{part}", engine, weight, parameter, tensor.detach().view(-1), start)
+        parts = [(part, tensor, start) for part, tensor in tensors.items()]
+        if writer == replica:
+            parts.insert(0, (WEIGHT, parameter, 0))
+        for part, tensor, first in parts:
+            for region, view in _views(engine, weight, parameter, tensor, first):
+                yield Shard(f"{name}/{part}/{region.hf}", region.box, view)
 
 
 def load_weights(name: str, engine: TrainingEngine, reader: ShardReader) -> None:
-    """Fill this rank's weights; those that a checkpoint's model may lack stay as they are. Not collective.
-
-    Raises ValueError if the checkpoint lacks any other.
-    """
+    """Fill this rank's weights. Not collective. Raises ValueError if the checkpoint lacks any."""
     for weight, parameter in engine.weight_map.local():
-        _fill(f"{name}/{WEIGHT}", engine, weight, parameter, parameter.detach().view(-1), 0, reader)
+        _fill(reader, f"{name}/{WEIGHT}", parameter, _views(engine, weight, parameter, parameter, 0))
 
 
 def load_optimizer(name: str, engine: TrainingEngine, reader: ShardReader, step: int) -> None:
-    """Fill this rank's part of the optimizer, which has made `step` steps. Changes the weights: load them afterwards.
-    Not collective. Raises ValueError for what is not there."""
+    """Fill this rank's part of the optimizer, which has taken `step` steps. Not collective.
+
+    Changes the weights, so they must be loaded afterwards. Raises ValueError if the checkpoint lacks any
+    number.
+    """
     if step == 0:
-        return  # it had no state yet
-    optimizers = optimizers_of(engine)
+        return  # the optimizer had no state yet
+    optimizers = _optimizers(engine)
     for optimizer in optimizers:
         optimizer._init_optimizer_states_with_dummy_values()
         for counter in _counters(optimizer):
-            counter["step"] = (
-                torch.full_like(counter["step"], step) if isinstance(counter["step"], Tensor) else step
-            )
+            is_tensor = isinstance(counter["step"], Tensor)
+            counter["step"] = torch.full_like(counter["step"], step) if is_tensor else step
     for weight, parameter in engine.weight_map.local():
         start, tensors = _optimizer_tensors(optimizers, parameter)
         for part, tensor in tensors.items():
-            _fill(f"{name}/{part}", engine, weight, parameter, tensor.detach().view(-1), start, reader)
+            _fill(reader, f"{name}/{part}", tensor, _views(engine, weight, parameter, tensor, start))
 
 
-def _shards(
-    prefix: str, engine: TrainingEngine, weight: Weight, parameter: Tensor, run: Tensor, start: int
-) -> Iterator[Shard]:
-    """Of the run of elements of a parameter that begins with element `start`."""
-    pieces = weight.megatron_pieces(*engine.weight_map.tensor_split(weight))
-    for region in regions(pieces, tuple(parameter.shape), start, start + run.numel()):
-        yield Shard(f"{prefix}/{region.hf}", region.box, region.view(run))
+def _views(
+    engine: TrainingEngine, weight: Weight, parameter: Tensor, tensor: Tensor, start: int
+) -> Iterator[tuple[FlatRegion, Tensor]]:
+    """Yield the regions of a parameter's elements from `start` on, each with its view of the flattened
+    `tensor`."""
+    flat, pieces = tensor.detach().view(-1), weight.megatron_pieces(*engine.weight_map.tensor_split(weight))
+    for region in regions(pieces, tuple(parameter.shape), start, start + flat.numel()):
+        yield region, region.view(flat)
 
 
 @torch.no_grad()
 def _fill(
-    prefix: str,
-    engine: TrainingEngine,
-    weight: Weight,
-    parameter: Tensor,
-    run: Tensor,
-    start: int,
-    reader: ShardReader,
+    reader: ShardReader, prefix: str, tensor: Tensor, views: Iterator[tuple[FlatRegion, Tensor]]
 ) -> None:
-    run.zero_()  # rows that pad the vocabulary are in no checkpoint
-    pieces = weight.megatron_pieces(*engine.weight_map.tensor_split(weight))
-    for region in regions(pieces, tuple(parameter.shape), start, start + run.numel()):
-        reader.fill(f"{prefix}/{region.hf}", region.box, region.view(run))
+    tensor.detach().zero_()  # checkpoints hold no padding rows of the vocabulary
+    for region, view in views:
+        reader.fill(f"{prefix}/{region.hf}", region.box, view)
 
 
-def optimizers_of(engine: TrainingEngine) -> list[DistributedOptimizer]:
-    """Megatron's optimizers with something to update on this rank: one for routed experts, one for all else."""
-    whole = engine.optimizer
-    parts = whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]
-    return [part for part in parts if not part.is_stub_optimizer]
+def _optimizers(engine: TrainingEngine) -> list[DistributedOptimizer]:
+    return optimizer_parts(engine.optimizer)
 
 
 def _optimizer_tensors(
     optimizers: list[DistributedOptimizer], parameter: Tensor
 ) -> tuple[int, dict[str, Tensor]]:
-    """The first element of the flattened parameter that this rank's optimizer updates, and its tensors for those from there
-    on; none for a buffer, or for a parameter that other ranks update."""
+    """Return the first element of the flattened parameter that this rank's optimizer updates, and its tensors
+    from there on. There are none for a buffer, or for a parameter that other ranks update."""
     for optimizer in optimizers:
         if parameter in optimizer.model_param_gbuf_map:
             start = optimizer._get_model_param_range_map(parameter)["param"].start
@@ -135,15 +131,15 @@ def _optimizer_tensors(
 
 
 def _step(engine: TrainingEngine) -> int:
-    """Steps that the optimizer has made; its parameters all make the same."""
-    steps = {int(counter["step"]) for optimizer in optimizers_of(engine) for counter in _counters(optimizer)}
+    """Return the number of optimizer steps, which is equal for all parameters."""
+    steps = {int(counter["step"]) for optimizer in _optimizers(engine) for counter in _counters(optimizer)}
     assert len(steps) <= 1, steps
     return steps.pop() if steps else 0
 
 
 def _counters(optimizer: DistributedOptimizer) -> Iterator[dict]:
-    """The dictionaries that hold a count of steps: Transformer Engine's and our Adam count by group, torch's by parameter. None
-    before the first step."""
+    """Yield the dictionaries with a step count: by group in Transformer Engine's and our Adam, by parameter
+    in torch's. There are none before the first step."""
     for group in optimizer.param_groups:
         states = [optimizer.optimizer.state.get(parameter, {}) for parameter in group["params"]]
         yield from (holder for holder in (group, *states) if "step" in holder)

@@ -1,18 +1,19 @@
-"""The directories of checkpoints on disk: which are whole, how one becomes current, which are kept.
+"""The directories of checkpoints on disk: find complete ones, commit a new one, apply retention.
 
     <run.dir>/checkpoints/
-        latest                          name of the newest, for people and scripts; lost, it loses nothing
+        latest                      name of the newest, for people and scripts; the program does not read it
         step_000100/
-            checkpoint.json             the manifest: format, step, models, versions, and size and checksum of every other file
-            state.json                  place in the data, KL weight
+            checkpoint.json         manifest: format, step, models, versions, size and checksum of all files
+            state.json              position in the data, KL weight
             config.yaml
-            rank_00000.safetensors      what rank 0 wrote
-        step_000200.partial/            being written, or left by a run that was killed; removed by the next save
-        step_000050.removed/            being removed; likewise
-        step_000150.damaged/            found damaged by a run that went on from an older one; yours to look at and remove
+            rank_00000.safetensors  file of rank 0
+        step_000200.partial/        being written, or left by a killed run; the next save removes it
+        step_000050.removed/        being removed, or left by a killed run; the next save removes it
+        step_000150.damaged/        found damaged by a run that continued from an older one; left to the user
 
-A directory called step_<number> is complete: its manifest is the last file written into `.partial`, everything is on the disk
-before the one rename, and a directory is renamed before its files are removed. Nothing here is collective.
+A directory called step_<number> is complete: the manifest is the last file written into `.partial`, all files
+are on the disk before the single rename, and a directory is renamed before its files are removed. Nothing
+here is collective.
 """
 
 import json
@@ -28,7 +29,7 @@ from rl.checkpoint.shards import DamagedError, Written
 from rl.config.options import ConfigError
 
 FORMAT = 1
-"""Of everything below a checkpoint's directory. A newer one is refused."""
+"""Format of all files of a checkpoint. A newer format is refused."""
 MANIFEST, STATE, CONFIG, LATEST = "checkpoint.json", "state.json", "config.yaml", "latest"
 
 
@@ -39,15 +40,14 @@ class Saved:
     step: int
     path: Path
     metric: float | None = None
-    """Of `checkpoint.best_metric` at that step."""
+    """Value of `checkpoint.best_metric` at that step."""
 
 
 def complete(directory: Path) -> list[Saved]:
-    """The complete checkpoints, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     names = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in directory.glob("step_*"))
-    return sorted(
-        (Saved(int(match[1]), path) for match, path in names if match), key=lambda saved: saved.step
-    )
+    found = (Saved(int(match[1]), path) for match, path in names if match)
+    return sorted(found, key=lambda saved: saved.step)
 
 
 def rank_file(rank: int) -> str:
@@ -55,17 +55,17 @@ def rank_file(rank: int) -> str:
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of a checkpoint. DamagedError if it is not there or not whole, ConfigError if this version is too old to
-    read it."""
+    """Return the manifest of a checkpoint. Raises DamagedError if it is missing or damaged, ConfigError for a
+    newer format."""
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_bytes())
         if not isinstance(manifest, dict) or manifest.pop("crc32", None) != _crc32_of(manifest):
-            raise DamagedError(f"{file} is damaged: it does not have its own checksum")
-    except FileNotFoundError:
-        raise DamagedError(f"{file} is missing")
-    except ValueError:
-        raise DamagedError(f"{file} is damaged: it is not JSON")
+            raise DamagedError(f"{file} is damaged: its checksum differs")
+    except FileNotFoundError as error:
+        raise DamagedError(f"{file} is missing") from error
+    except ValueError as error:
+        raise DamagedError(f"{file} is damaged: it is not JSON") from error
     if manifest["format"] > FORMAT:
         raise ConfigError(
             f"{path} has format {manifest['format']}, but this version of Lockstep reads up to {FORMAT}: "
@@ -79,7 +79,7 @@ def expected_files(manifest: Mapping) -> dict[str, Written]:
 
 
 def write_text(path: Path, text: str) -> Written:
-    """Write a small file and wait until it is on the disk."""
+    """Write a small file and wait until the disk has it."""
     content = text.encode()
     with open(path, "wb") as file:
         file.write(content)
@@ -89,7 +89,7 @@ def write_text(path: Path, text: str) -> Written:
 
 
 def commit(partial: Path, final: Path, manifest: dict) -> None:
-    """Make a directory whose files are all on the disk the checkpoint `final`, in one rename, and the latest one."""
+    """Rename a directory whose files are all on the disk to `final`, and make it the latest checkpoint."""
     text = json.dumps(manifest | {"crc32": _crc32_of(manifest)}, indent=1)
     write_text(partial / MANIFEST, text + "\n")
     sync_directory(partial)
@@ -107,28 +107,29 @@ def _crc32_of(manifest: Mapping) -> int:
 
 
 def retire(path: Path) -> Path:
-    """Rename a checkpoint to what is none, for its files to be removed; returns the new path."""
+    """Rename a checkpoint so that it no longer counts as one. Returns the new path, whose files the caller
+    removes."""
     removed = path.with_name(path.name + ".removed")
     shutil.rmtree(removed, ignore_errors=True)
     return path.rename(removed)
 
 
 def clear_leftovers(directory: Path) -> None:
-    """Remove what killed runs left unfinished."""
+    """Remove the unfinished directories of killed runs."""
     for pattern in ("step_*.partial", "step_*.removed"):
         for path in directory.glob(pattern):
             shutil.rmtree(path)
 
 
 def set_aside(path: Path) -> None:
-    """Out of the way of the checkpoint that will be written in its place."""
+    """Rename a damaged checkpoint; a new one will be written under its name."""
     damaged = path.with_name(path.name + ".damaged")
     shutil.rmtree(damaged, ignore_errors=True)
     path.rename(damaged)
 
 
 def with_metrics(found: Sequence[Saved], name: str) -> list[Saved]:
-    """The same with their metrics of that name; a checkpoint that cannot be read has none."""
+    """Return the checkpoints with their metric of that name; a damaged checkpoint has none."""
 
     def metric(saved: Saved) -> float | None:
         try:
@@ -140,10 +141,11 @@ def with_metrics(found: Sequence[Saved], name: str) -> list[Saved]:
 
 
 def kept(found: Sequence[Saved], *, last: int, every: int, best: int, highest: bool) -> Collection[int]:
-    """The steps that retention leaves, of checkpoints from the oldest to the newest.
+    """Return the steps that retention keeps, given the checkpoints from oldest to newest. The newest is
+    always kept.
 
-    last: how many of the newest; 0: all. every: those of a step that it divides. best: how many of the highest, or lowest,
-    metric; of equal ones the newer. The newest is always kept.
+    last: number of newest kept; 0 keeps all. every: keep steps that it divides. best: number kept with the
+    highest, or lowest, metric, the newer of equal ones.
     """
     if last == 0:
         return {saved.step for saved in found}
@@ -155,7 +157,7 @@ def kept(found: Sequence[Saved], *, last: int, every: int, best: int, highest: b
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
+    """Wait until the disk has the names in a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

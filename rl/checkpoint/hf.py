@@ -1,4 +1,4 @@
-"""Writing the policy as a Hugging Face checkpoint directory that transformers and vLLM load."""
+"""Write the policy as a Hugging Face checkpoint directory that transformers and vLLM load."""
 
 import json
 import shutil
@@ -11,18 +11,21 @@ from safetensors.torch import save_file
 from rl.training.engine import TrainingEngine
 
 MAX_FILE_BYTES = 4 << 30
-"""Size of one safetensors file, and about the memory that the export takes on rank 0."""
+"""Maximum size of one safetensors file, in bytes; rank 0 needs about this much memory."""
 
 
 def export_hf(trainer: TrainingEngine, source: str, target: str) -> None:
-    """Write the trainer's weights to `target`, with config and tokenizer files copied from the checkpoint `source`.
+    """Write the trainer's weights to `target`, with config and tokenizer files copied from the checkpoint
+    `source`.
 
-    Collective over the world; rank 0 writes. The directory appears under its name only when it is whole.
+    Collective over the world; rank 0 writes. The directory gets its name when it is complete.
     """
     writes = dist.get_rank() == 0
     final, partial = Path(target), Path(target + ".partial")
-    files: list[dict[str, torch.Tensor]] = []
-    index, pending, pending_bytes, total_bytes = {}, {}, 0, 0
+    files: list[str] = []
+    index: dict[str, str] = {}
+    pending: dict[str, torch.Tensor] = {}
+    pending_bytes = total_bytes = 0
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -36,13 +39,12 @@ def export_hf(trainer: TrainingEngine, source: str, target: str) -> None:
     for name, tensor in trainer.full_weights():
         if not writes:
             continue
-        size = tensor.numel() * tensor.element_size()
-        if pending and pending_bytes + size > MAX_FILE_BYTES:
+        if pending and pending_bytes + tensor.nbytes > MAX_FILE_BYTES:
             flush()
             pending, pending_bytes = {}, 0
         pending[name] = tensor.cpu().contiguous()
-        pending_bytes += size
-        total_bytes += size
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
     if writes:
         flush()
         _name_files(partial, files, index, total_bytes)
@@ -53,7 +55,8 @@ def export_hf(trainer: TrainingEngine, source: str, target: str) -> None:
 
 
 def _name_files(directory: Path, files: list[str], index: dict[str, str], total_bytes: int) -> None:
-    """Hugging Face's names: model.safetensors, or model-00001-of-0000N.safetensors with an index."""
+    """Give the files Hugging Face's names: model.safetensors, or model-00001-of-0000N.safetensors with an
+    index."""
     if len(files) == 1:
         (directory / files[0]).rename(directory / "model.safetensors")
         return
@@ -69,9 +72,9 @@ def _copy_config(source: Path, target: Path, dtype: torch.dtype) -> None:
     config = json.loads((source / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
-    config.pop("quantization_config", None)  # the weights are written as they are trained
+    config.pop("quantization_config", None)  # weights are written in the dtype of training
     if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # layers that are not trained
+        config["num_nextn_predict_layers"] = 0  # these layers are not exported
     (target / "config.json").write_text(json.dumps(config, indent=2))
     for pattern in ("*token*", "generation_config.json", "vocab*", "merges.txt", "*.jinja"):
         for path in source.glob(pattern):

@@ -1,4 +1,5 @@
-"""The states of a rank's random generators: Python, numpy, torch on CPU and CUDA, Megatron's tracker."""
+"""The states of a rank's random number generators: Python, numpy, torch on CPU and CUDA, Megatron's
+tracker."""
 
 import random
 
@@ -11,7 +12,7 @@ from rl.checkpoint.shards import Shard, ShardReader
 
 
 def rng_shards(rank: int) -> list[Shard]:
-    """The states of this rank, as tensors `rng/<rank>/...`. Not collective."""
+    """Return the states of this rank as tensors `rng/<rank>/...`. Not collective."""
     shards = []
     for name, state in _states().items():
         flat = state.view(-1)
@@ -20,7 +21,8 @@ def rng_shards(rank: int) -> list[Shard]:
 
 
 def restore_rng(reader: ShardReader, rank: int) -> None:
-    """Continue from the states that this rank wrote, on a world and layout like those of the saved run. Not collective."""
+    """Restore the states that this rank wrote; requires the world and layout of the saved run. Not
+    collective."""
 
     def saved(name: str) -> Tensor:
         return reader.whole(f"rng/{rank}/{name}")
@@ -40,8 +42,8 @@ def restore_rng(reader: ShardReader, rank: int) -> None:
 
 
 def reseed_rng(seed: int) -> None:
-    """New states, for the start of a run, or for a rank that has none in the checkpoint as its world or layout is another.
-    Alike on every rank but for what Megatron's tracker adds. Not collective."""
+    """Set new states, at the start of a run or if the checkpoint has another world or layout. Identical on
+    all ranks except for Megatron's tracker. Not collective."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,8 +1,9 @@
-"""The file that one rank writes: boxes of tensors, in the safetensors format, with a checksum made on the way.
+"""The file that one rank writes: boxes of tensors in the safetensors format, with a checksum.
 
-A tensor of the file is called `policy/exp_avg/model.norm.weight[0:64]`: the model, which number of each weight, the Hugging
-Face tensor and the box of it. Nothing is pickled, and any safetensors reader opens it. The writer is our own for three
-reasons: it holds no second copy, hashes what it writes, and lets other threads run meanwhile.
+A tensor of the file is called `policy/exp_avg/model.norm.weight[0:64]`: the model, the number of each weight,
+the Hugging Face tensor and its box. Nothing is pickled; any safetensors reader opens the file. Unlike the
+safetensors library, the writer makes no second copy, computes the checksum while it writes, and lets other
+threads run.
 """
 
 import ctypes
@@ -19,8 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rl.checkpoint.boxes import extent, overlap, volume
-from rl.models.layout import Box, index
+from rl.models.boxes import Box, extent, index, overlap, relative, volume
 
 DTYPES = {
     torch.float64: "F64",
@@ -31,11 +31,12 @@ DTYPES = {
     torch.uint8: "U8",
 }
 BUFFER_BYTES = 8 << 20
+"""Size of one write and one read, in bytes."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of the tensor `name`, and its elements on any device."""
+    """A box of the tensor `name`, with its elements on any device."""
 
     name: str
     box: Box
@@ -48,18 +49,19 @@ class Shard:
 
 @dataclass(frozen=True)
 class Written:
-    """What a file should hold; crc32 is against accidents, not against forgers."""
+    """Size and CRC-32 of a file as written. CRC-32 detects accidents, not forgeries."""
 
     bytes: int
     crc32: int
 
 
 class DamagedError(Exception):
-    """A file of a checkpoint is not what was written; the message names it."""
+    """A file of a checkpoint differs from what was written; the message names it."""
 
 
 def in_file_order(shards: Iterable[Shard]) -> list[Shard]:
-    """Wide elements first, so that each tensor of the file begins at a multiple of its element's size."""
+    """Sort wide elements first, so that each tensor of the file begins at a multiple of its element's
+    size."""
     return sorted(shards, key=lambda shard: -shard.tensor.itemsize)
 
 
@@ -68,13 +70,12 @@ def num_bytes(shards: Iterable[Shard]) -> int:
 
 
 def write_shards(path: Path, shards: Sequence[Shard]) -> Written:
-    """Write shards (`in_file_order`) and wait until they are on the disk. OSError if that fails. Not collective."""
+    """Write shards (`in_file_order`) and wait until the disk has them. Raises OSError. Not collective."""
     header, at = {}, 0
     for shard in shards:
         size = shard.tensor.nbytes
-        header[shard.key] = dict(
-            dtype=DTYPES[shard.tensor.dtype], shape=list(extent(shard.box)), data_offsets=[at, at + size]
-        )
+        shape, offsets = list(extent(shard.box)), [at, at + size]
+        header[shard.key] = dict(dtype=DTYPES[shard.tensor.dtype], shape=shape, data_offsets=offsets)
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -84,7 +85,7 @@ def write_shards(path: Path, shards: Sequence[Shard]) -> Written:
         file.write(start)
         for shard in shards:
             tensor = shard.tensor.detach().cpu().contiguous()
-            # Not by numpy(): torch then never resizes that storage again, which rl.training.offload does.
+            # Not numpy(): afterwards torch refuses to resize the storage, which rl.training.offload does.
             part = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
             crc = zlib.crc32(part, crc)
             file.write(part)
@@ -94,7 +95,7 @@ def write_shards(path: Path, shards: Sequence[Shard]) -> Written:
 
 
 def check_file(path: Path, expected: Written, *, contents: bool) -> None:
-    """Raise DamagedError if the file does not have the size that was written, or, with `contents`, is not what was written.
+    """Raise DamagedError if the file's size, or with `contents` its checksum, differs from what was written.
     Not collective."""
     try:
         size = path.stat().st_size
@@ -106,8 +107,8 @@ def check_file(path: Path, expected: Written, *, contents: bool) -> None:
         with open(path, "rb", buffering=0) as file:
             while chunk := file.read(BUFFER_BYTES):
                 crc = zlib.crc32(chunk, crc)
-    except FileNotFoundError:
-        raise DamagedError(f"{path} is missing")
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is missing") from error
     if crc != expected.crc32:
         raise DamagedError(
             f"{path} is damaged: its checksum is {crc:08x}, but {expected.crc32:08x} was written"
@@ -116,7 +117,7 @@ def check_file(path: Path, expected: Written, *, contents: bool) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a box lies."""
+    """The file and the key of a box."""
 
     box: Box
     file: str
@@ -124,11 +125,11 @@ class Stored:
 
 
 Index = dict[str, list[Stored]]
-"""By the tensor's name."""
+"""Boxes by the tensor's name."""
 
 
 def read_index(directory: Path, files: Iterable[str]) -> Index:
-    """What the files hold. Reads their headers only. Not collective."""
+    """Return the boxes that the files hold. Reads their headers only. Not collective."""
     index_of: Index = {}
     for file in files:
         with open(directory / file, "rb") as stream:
@@ -146,29 +147,30 @@ def _parse(key: str) -> tuple[str, Box]:
 
 
 class ShardReader:
-    """Any box of the tensors of a checkpoint. Reads what is asked for and no more."""
+    """Reads any box of a checkpoint's tensors, and only the bytes that it needs."""
 
     def __init__(self, directory: Path, index_of: Index):
         self.directory, self.index_of = directory, index_of
         self._open: dict[str, Any] = {}
 
     def fill(self, name: str, box: Box, out: Tensor) -> None:
-        """Copy the box into `out`, of its shape. The checkpoint's boxes of a tensor do not overlap. ValueError if they leave
-        a gap."""
+        """Copy the box into `out`, which has its shape. The checkpoint's boxes of a tensor do not overlap.
+        Raises ValueError if they leave a gap."""
         found = 0
         for stored in self.index_of.get(name, ()):
             common = overlap(stored.box, box)
             if common is not None:
-                values = self._slice(stored)[index(_within(common, stored.box))]
-                out[index(_within(common, box))] = values.to(out.device, out.dtype)
+                values = self._slice(stored)[index(relative(common, stored.box))]
+                out[index(relative(common, box))] = values.to(out.device, out.dtype)
                 found += volume(common)
         if found != volume(box):
             raise ValueError(
-                f"{self.directory} has {found} of the {volume(box)} numbers that this run needs of {name}."
+                f"{self.directory} has only {found} of the {volume(box)} numbers of {name}{list(box)}; use "
+                "another checkpoint."
             )
 
     def whole(self, name: str) -> Tensor:
-        """A tensor that was written in one box."""
+        """Return a tensor that was written as one box."""
         [stored] = self.index_of[name]
         return self._slice(stored)[:]
 
@@ -176,7 +178,3 @@ class ShardReader:
         if stored.file not in self._open:
             self._open[stored.file] = safe_open(self.directory / stored.file, framework="pt")
         return self._open[stored.file].get_slice(stored.key)
-
-
-def _within(box: Box, outer: Box) -> Box:
-    return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer))

@@ -1,11 +1,11 @@
-"""Checkpoints of a run: saved by all ranks at once, found, verified and loaded in any layout.
+"""Checkpoints of a run: all ranks save together; find, verify and load them in any layout.
 
-Each rank writes one file with what it alone holds (`contents`), in the foreground or by a thread of its own. Rank 0 then makes
-the directory a checkpoint (`directory`). docs/checkpoints.md says what each failure does.
+Each rank writes its share into one file (`contents`), in the foreground or in a thread. Rank 0 then commits
+the directory (`directory`). docs/checkpoints.md lists the effect of each failure.
 
-Why not Megatron's dist_checkpointing: its torch_dist format keeps the index in a pickle, gathers the optimizer of a data
-parallel group on one rank to make it free of the layout, cannot load the optimizer of experts with another ep, and forks its
-writers from a process that runs vLLM's and gloo's threads.
+Megatron's dist_checkpointing is not used: its torch_dist format pickles the index, gathers the optimizer of a
+data parallel group on one rank for independence of the layout, cannot load the optimizer of experts with
+another ep, and forks its writers from a process that runs threads of vLLM and gloo.
 """
 
 import errno
@@ -16,7 +16,7 @@ import math
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from rl.checkpoint import directory as on_disk
-from rl.checkpoint.contents import describe, load_optimizer, load_weights, model_shards
+from rl.checkpoint.contents import describe, load_optimizer, load_weights, model_shards, tensor_shapes
 from rl.checkpoint.directory import Saved
 from rl.checkpoint.rng import reseed_rng, restore_rng, rng_shards
 from rl.checkpoint.shards import (
@@ -43,6 +43,7 @@ from rl.config.options import ConfigError, to_yaml
 from rl.config.schema import Config
 from rl.faults.agreement import fail_together
 from rl.run_directory.record import versions
+from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.training.engine import TrainingEngine
 
 log = logging.getLogger(__name__)
@@ -54,24 +55,26 @@ T = TypeVar("T")
 
 
 class CheckpointStore:
-    """The checkpoints of one run directory. Public methods are collective over the world unless they say otherwise."""
+    """The checkpoints of one run directory. Methods are collective over the world unless they say
+    otherwise."""
 
     def __init__(self, config: Config, *, fence: Callable[[], None] = lambda: None):
-        """fence: called on rank 0 before a checkpoint is begun and before it is made current; what it raises ends the save."""
+        """fence: called on rank 0 before a save begins and before its commit; an exception from it ends the
+        save."""
         self.config, self._fence = config, fence
         self.directory = Path(config.run.dir, "checkpoints")
         self._damaged: list[Saved] = []
         self._snapshot = Snapshot()
         self._save: _Save | None = None
-        """In the background."""
+        """The save in the background."""
         self._removal: threading.Thread | None = None
-        """Of what retention gave up, on rank 0."""
+        """On rank 0, the thread that removes retired checkpoints."""
         self._last_step: int | None = None
-        """Of the newest checkpoint that is written or being written."""
+        """Step of the newest checkpoint that is written or being written."""
         self.complete_step: int | None = None
-        """Of the newest that this store has completed."""
+        """Step of the newest checkpoint that this store completed."""
 
-    # Saving -----------------------------------------------------------------------------------------------------------
+    # Saving -------------------------------------------------------------------------------------------------
 
     def save(
         self,
@@ -80,29 +83,22 @@ class CheckpointStore:
         state: Mapping,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Write the checkpoint of a step; nothing to do if it has been. `state` is plain data and `metrics` the step's, both
-        alike on every rank. With checkpoint.background it returns when everything is copied; `poll` and `finish` then see
-        to the rest.
+        """Write the checkpoint of a step, unless it exists. With checkpoint.background, return once
+        everything is copied; `poll` and `finish` complete the save.
 
-        Raises ConfigError, on every rank alike, if it cannot be written; what was written of it is removed and older
-        checkpoints are as they were.
+        state: plain data. metrics: those of the step. Both are identical on all ranks. Raises ConfigError on
+        every rank if the checkpoint cannot be written; the incomplete one is removed and older ones stay.
         """
         self.finish()
         if step == self._last_step:
             return
-        shards = in_file_order(
-            [
-                *rng_shards(dist.get_rank()),
-                *itertools.chain.from_iterable(model_shards(*item) for item in models.items()),
-            ]
-        )
-        metrics = {
+        of_models = itertools.chain.from_iterable(model_shards(*item) for item in models.items())
+        shards = in_file_order([*rng_shards(dist.get_rank()), *of_models])
+        plain = {
             name: value if type(value) is int else float(value) for name, value in (metrics or {}).items()
         }
-        state = {**state, "metrics": metrics}
-        save = _Save(
-            step, self.directory / f"step_{step:06d}.partial", self._manifest(step, models, metrics), state
-        )
+        partial = self.directory / f"step_{step:06d}.partial"
+        save = _Save(step, partial, self._manifest(step, models, plain), {**state, "metrics": plain})
         with fail_together():
             if dist.get_rank() == 0:
                 self._fence()
@@ -118,11 +114,12 @@ class CheckpointStore:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a checkpoint is being written in the background; alike on every rank. Not collective."""
+        """Whether a checkpoint is being written in the background; identical on all ranks. Not collective."""
         return self._save is not None
 
     def poll(self) -> None:
-        """Between two steps: complete a checkpoint that all ranks have written in the background. Raises as `save` does."""
+        """Complete the background save if all ranks have written it. Called between steps. Raises as `save`
+        does."""
         if self._save is not None:
             done = torch.tensor(int(self._save.is_written))
             dist.all_reduce(done, op=dist.ReduceOp.MIN)
@@ -130,14 +127,14 @@ class CheckpointStore:
                 self.finish()
 
     def finish(self) -> None:
-        """Wait for a checkpoint that is being written in the background, and complete it. Raises as `save` does."""
+        """Wait for the background save and complete it. Raises as `save` does."""
         save, self._save = self._save, None
         if save is not None:
             save.wait()
             self._complete(save)
 
     def close(self) -> None:
-        """`finish`, and wait for the files of checkpoints that are no longer kept to be gone."""
+        """Call `finish`, and wait until the files of retired checkpoints are removed."""
         self.finish()
         self._wait_for_removal()
 
@@ -155,46 +152,44 @@ class CheckpointStore:
         save.partial.mkdir()
 
     def _check_space(self, save: "_Save", mine: int) -> None:
-        """Every rank sees the file system that it will write to; together they need the sum."""
-        everyone = _gathered((mine, shutil.disk_usage(self.directory).free))
+        """Raise ConfigError if the ranks together need more space than the least that any of them sees."""
+        everyone = gather_objects((mine, shutil.disk_usage(self.directory).free))
         needed, free = sum(size for size, _ in everyone), min(free for _, free in everyone)
         if needed > free:
             save.give_up()
             raise ConfigError(
-                f"the checkpoint of step {save.step} needs {needed / GIB:.3f} GiB, but {self.directory} has {free / GIB:.3f} GiB "
-                f"free. {self._still_there()}"
+                f"the checkpoint of step {save.step} needs {needed / GIB:.3f} GiB, but {self.directory} has "
+                f"{free / GIB:.3f} GiB free. {self._advice()}"
             )
 
     def _complete(self, save: "_Save") -> None:
-        """The commit: what all ranks wrote becomes the newest checkpoint, and others go."""
-        everyone = _gathered((save.written, save.problem))
-        problems = {rank: problem for rank, (_, problem) in enumerate(everyone) if problem is not None}
-        if problems:
-            save.give_up()
-            rank = min(problems)
-            raise ConfigError(
-                f"the checkpoint of step {save.step} could not be written by rank {rank}: {problems[rank]}. {self._still_there()}"
-            )
+        """Commit the directory as the newest checkpoint, and apply retention."""
+        everyone = gather_objects((save.written, save.problem))
+        for rank, (_, problem) in enumerate(everyone):
+            if problem is not None:
+                save.give_up()
+                raise ConfigError(
+                    f"the checkpoint of step {save.step} could not be written by rank {rank}: {problem}. "
+                    f"{self._advice()}"
+                )
         with fail_together():
             if dist.get_rank() == 0:
                 self._fence()
+                files = {on_disk.rank_file(rank): written for rank, (written, _) in enumerate(everyone)}
                 try:
-                    self._commit(
-                        save, {on_disk.rank_file(rank): written for rank, (written, _) in enumerate(everyone)}
-                    )
+                    self._commit(save, files)
                 except OSError as error:
                     shutil.rmtree(save.partial, ignore_errors=True)
                     raise ConfigError(
-                        f"the checkpoint of step {save.step} could not be written: {_in_words(error)}. {self._still_there()}"
-                    )
+                        f"the checkpoint of step {save.step} could not be written: {_in_words(error)}. "
+                        f"{self._advice()}"
+                    ) from error
         self.complete_step = save.step
 
     def _commit(self, save: "_Save", files: dict[str, Written]) -> None:
         files[on_disk.STATE] = on_disk.write_text(save.partial / on_disk.STATE, json.dumps(save.state) + "\n")
         files[on_disk.CONFIG] = on_disk.write_text(save.partial / on_disk.CONFIG, to_yaml(self.config))
-        save.manifest["files"] = {
-            name: {"bytes": file.bytes, "crc32": file.crc32} for name, file in files.items()
-        }
+        save.manifest["files"] = {name: asdict(file) for name, file in files.items()}
         on_disk.commit(save.partial, save.partial.with_suffix(""), save.manifest)
         options = self.config.checkpoint
         found = on_disk.complete(self.directory)
@@ -208,7 +203,7 @@ class CheckpointStore:
             highest=options.best_is == "highest",
         )
         retired = [on_disk.retire(saved.path) for saved in found if saved.step not in keep]
-        # Freeing gigabytes takes a file system seconds, for which nobody has to wait.
+        # A file system needs seconds to free gigabytes.
         self._removal = threading.Thread(target=_remove, args=(retired,), name="removal", daemon=True)
         self._removal.start()
 
@@ -228,64 +223,66 @@ class CheckpointStore:
             "models": {name: describe(model) for name, model in models.items()},
         }
 
-    def _still_there(self) -> str:
-        """What a user has when a save failed, and what to do. Not collective."""
+    def _advice(self) -> str:
+        """Return the advice after a failed save. Not collective."""
         found = on_disk.complete(self.directory)
         newest = (
-            f"The newest checkpoint, {found[-1].path.name}, is as it was"
+            f"{found[-1].path.name} is still the newest checkpoint"
             if found
             else "There is no older checkpoint"
         )
-        return f"{newest}; make room (checkpoint.keep_last keeps fewer) and start the same command again."
+        return f"{newest}; free space (or lower checkpoint.keep_last) and start the same command again."
 
-    # Finding ----------------------------------------------------------------------------------------------------------
+    # Finding ------------------------------------------------------------------------------------------------
 
     def newest(self) -> Saved | None:
-        """The newest checkpoint of this run whose files are those that were written; a damaged one is said, and the one before
-        it taken. None if there is none at all.
+        """Return the newest intact checkpoint of this run, or None if the run has no checkpoint. A damaged
+        checkpoint is logged and the previous one is used.
 
-        Raises ConfigError, on every rank alike, if all are damaged, or for a format newer than this code.
+        Raises ConfigError on every rank if all are damaged, or for a format newer than this code's.
         """
         return self._newest_in(self.directory)
 
     def named(self, path: str) -> Saved:
-        """The checkpoint that checkpoint.resume names: itself, or the newest of another run's directory. Raises as `newest`
-        does, and if there is none."""
+        """Return the checkpoint at a path of checkpoint.resume, or the newest of the run directory there.
+        Raises as `newest` does, and if there is none."""
         start = Path(path)
-        if _of_first_rank(lambda: (start / on_disk.MANIFEST).exists()):
+        if _read_on_rank_0(lambda: (start / on_disk.MANIFEST).exists()):
             problem = self._damage(start)
             if problem is not None:
-                raise ConfigError(f"checkpoint.resume={path} cannot be used: {problem}.")
-            return Saved(_of_first_rank(lambda: on_disk.read_manifest(start))["step"], start)
+                raise ConfigError(
+                    f"checkpoint.resume={path} cannot be loaded: {problem}; name another checkpoint."
+                )
+            return Saved(_read_on_rank_0(lambda: on_disk.read_manifest(start))["step"], start)
         saved = self._newest_in(start / "checkpoints")
         if saved is None:
             raise ConfigError(
-                f"checkpoint.resume={path} is no checkpoint and no directory of a run that has one; "
-                "name either, or use auto to go on with run.dir's own."
+                f"checkpoint.resume={path} is neither a checkpoint nor the directory of a run with one; "
+                "name either, or use auto to continue from run.dir."
             )
         return saved
 
     def _newest_in(self, directory: Path) -> Saved | None:
         problem, own = None, directory == self.directory
-        for saved in reversed(_of_first_rank(lambda: on_disk.complete(directory))):
+        for saved in reversed(_read_on_rank_0(lambda: on_disk.complete(directory))):
             problem = self._damage(saved.path)
             if problem is None:
                 self._last_step = saved.step if own else self._last_step
                 return saved
-            log.warning("%s; looking at the checkpoint before it", problem)
+            log.warning("%s; trying the previous checkpoint", problem)
             if own:
                 self._damaged.append(saved)
         if problem is not None:
             raise ConfigError(
-                f"no checkpoint in {directory} is whole (of the oldest: {problem}). Restore one from a copy, or start anew with "
-                "another run.dir."
+                f"all checkpoints in {directory} are damaged (the oldest: {problem}). Restore one from a "
+                "copy, or start from step 0 with another run.dir."
             )
         return None
 
     def _damage(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint, or None. Each rank looks at a share of its files."""
+        """Return the problem of a damaged checkpoint, or None. Each rank checks a share of its files."""
         try:
-            manifest = _of_first_rank(lambda: on_disk.read_manifest(path))
+            manifest = _read_on_rank_0(lambda: on_disk.read_manifest(path))
         except DamagedError as error:
             return str(error)
         files = sorted(on_disk.expected_files(manifest).items())
@@ -296,17 +293,17 @@ class CheckpointStore:
                     check_file(path / name, written, contents=self.config.checkpoint.verify)
             except DamagedError as error:
                 problem = str(error)
-        return next((said for said in _gathered(problem) if said is not None), None)
+        return next((text for text in gather_objects(problem) if text is not None), None)
 
-    # Loading ----------------------------------------------------------------------------------------------------------
+    # Loading ------------------------------------------------------------------------------------------------
 
     def load(self, saved: Saved, models: Mapping[str, TrainingEngine], *, seed: int) -> dict:
-        """Load weights and optimizer of each model and the states of the random generators; in another world or layout those
-        are made from `seed`. Returns the state that was saved, with `step` and its `metrics`.
+        """Load weights and optimizer of each model and the random states, which in another world or layout
+        are derived from `seed` instead. Returns the saved state with `step` and `metrics`.
 
-        Raises ConfigError, on every rank alike, for a checkpoint of other models.
+        Raises ConfigError on every rank for a checkpoint of other models.
         """
-        manifest = _of_first_rank(lambda: on_disk.read_manifest(saved.path))
+        manifest = _read_on_rank_0(lambda: on_disk.read_manifest(saved.path))
         _check_models(saved.path, manifest, models)
         reader = _reader(saved.path, manifest)
         with fail_together():
@@ -319,17 +316,16 @@ class CheckpointStore:
         else:
             changed = ", ".join(f"{key} {then[key]} -> {now[key]}" for key in now if then[key] != now[key])
             log.info(
-                "another layout than the checkpoint's (%s): the states of the random generators are new ones",
-                changed,
+                "the layout differs from the checkpoint's (%s): random states are set from the seed", changed
             )
             reseed_rng(seed)
-        state = _of_first_rank(lambda: json.loads((saved.path / on_disk.STATE).read_text()))
+        state = _read_on_rank_0(lambda: json.loads((saved.path / on_disk.STATE).read_text()))
         return state | {"step": manifest["step"]}
 
     def load_weights(self, saved: Saved, models: Mapping[str, TrainingEngine]) -> None:
-        """Load the weights of the models and nothing else, in their own dtype; they need no optimizer. A checkpoint may lack
-        any but the policy, which then stays as it is. Raises as `load`."""
-        manifest = _of_first_rank(lambda: on_disk.read_manifest(saved.path))
+        """Load only the weights of the models, in their own dtype; they need no optimizer. Models other than
+        the policy that the checkpoint lacks stay unchanged. Raises as `load`."""
+        manifest = _read_on_rank_0(lambda: on_disk.read_manifest(saved.path))
         models = {name: model for name, model in models.items() if name in ("policy", *manifest["models"])}
         _check_models(saved.path, manifest, models, any_dtype=True)
         reader = _reader(saved.path, manifest)
@@ -340,25 +336,26 @@ class CheckpointStore:
 
 @dataclass(eq=False)
 class _Save:
-    """One rank's part of a checkpoint that is being written."""
+    """One rank's part of a save."""
 
     step: int
     partial: Path
     manifest: dict
-    """Without its files. Empty on other ranks than the first."""
+    """The manifest without its files, on rank 0; empty on other ranks."""
     state: dict
     written: Written | None = None
     problem: str | None = None
 
     def write(self, shards: Sequence[Shard]) -> None:
-        """Not collective, as it runs in a thread; a failure is kept for all ranks to hear of it at the commit."""
+        """Write this rank's file. Runs in a thread, so it is not collective; the commit reports a failure to
+        all ranks."""
         try:
             self.written = write_shards(self.partial / on_disk.rank_file(dist.get_rank()), shards)
         except OSError as error:
             self.problem = _in_words(error)
 
     def start(self, shards: Sequence[Shard]) -> None:
-        # A daemon: a run that fails meanwhile need not wait for a file that nobody will complete.
+        # A daemon thread does not delay the exit of a run that fails during the save.
         self._thread = threading.Thread(target=self.write, args=(shards,), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -369,17 +366,17 @@ class _Save:
     def wait(self) -> None:
         self._thread.join()
         if self.written is None and self.problem is None:
-            self.problem = "its thread ended with an error, which it has printed"
+            self.problem = "its thread raised an exception, printed above"
 
     def give_up(self) -> None:
-        """Remove what was written. Collective over the world."""
+        """Remove the incomplete checkpoint. Collective over the world."""
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def layout_of(models: Mapping[str, TrainingEngine]) -> dict:
-    """Where ranks stand; the states of random generators have a meaning only there."""
+    """Return the layout of ranks, for which alone random states are valid."""
     engine = next(iter(models.values()))
     grid = engine.grid
     sizes = {name: getattr(grid, name) for name in ("tp", "pp", "ep", "etp")}
@@ -389,19 +386,15 @@ def layout_of(models: Mapping[str, TrainingEngine]) -> dict:
 def _check_models(
     path: Path, manifest: Mapping, models: Mapping[str, TrainingEngine], *, any_dtype: bool = False
 ) -> None:
-    """ConfigError for models that are not those of the checkpoint."""
+    """Raise ConfigError unless the checkpoint holds these models."""
     for name, model in models.items():
         saved = manifest["models"].get(name)
         if saved is None:
             has = ", ".join(manifest["models"])
             raise ConfigError(
-                f"{path} has no {name}, only {has}: it was written by another algorithm; use another run.dir."
+                f"{path} has no {name}, only {has}: another algorithm wrote it; use another run.dir."
             )
-        shapes = {
-            hf: list(shape)
-            for weight in model.weight_map.weights
-            for hf, shape in zip(weight.hf, weight.shapes)
-        }
+        shapes, dtype = tensor_shapes(model), str(model.weight_map.dtype).removeprefix("torch.")
         for hf in sorted(shapes.keys() | saved["tensors"].keys()):
             there, here = saved["tensors"].get(hf, "absent"), shapes.get(hf, "absent")
             if there != here:
@@ -409,21 +402,22 @@ def _check_models(
                     f"{path} is a checkpoint of another {name}: {hf} is {there} there and {here} here; "
                     "use that run's model.path, or another run.dir."
                 )
-        dtype = str(model.weight_map.dtype).removeprefix("torch.")
         if saved["dtype"] != dtype and not any_dtype:
             raise ConfigError(
-                f"{path} was written with model.dtype={saved['dtype']}, not {dtype}; use that, or start from its weights "
-                f"alone with checkpoint.resume={path} checkpoint.weights_only=true and another run.dir."
+                f"{path} was written with model.dtype={saved['dtype']}, not {dtype}; use that dtype, or "
+                f"load only its weights with checkpoint.resume={path} checkpoint.weights_only=true and "
+                "another run.dir."
             )
 
 
 def _reader(path: Path, manifest: Mapping) -> ShardReader:
-    """Collective over the world: each rank reads the headers of a share of the files."""
+    """Return a reader of all files. Collective over the world: each rank reads the headers of a share of
+    them."""
     files = sorted(name for name in manifest["files"] if name.endswith(".safetensors"))
     index: dict = {}
     with fail_together():
         mine = read_index(path, files[dist.get_rank() :: dist.get_world_size()])
-    for theirs in _gathered(mine):
+    for theirs in gather_objects(mine):
         for name, stored in theirs.items():
             index.setdefault(name, []).extend(stored)
     return ShardReader(path, index)
@@ -431,13 +425,12 @@ def _reader(path: Path, manifest: Mapping) -> ShardReader:
 
 def _remove(paths: Sequence[Path]) -> None:
     for path in paths:
-        shutil.rmtree(
-            path, ignore_errors=True
-        )  # what stays is for the next save to remove, and to complain of
+        shutil.rmtree(path, ignore_errors=True)  # the next save removes the rest, or raises
 
 
-def _of_first_rank(read: Callable[[], T]) -> T:
-    """What rank 0 reads, or raises (DamagedError, ConfigError, OSError), on every rank. Collective over the world."""
+def _read_on_rank_0(read: Callable[[], T]) -> T:
+    """Return on every rank what rank 0 reads, or raise its error; OSError as ConfigError. Collective over the
+    world."""
     out: list = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -446,17 +439,11 @@ def _of_first_rank(read: Callable[[], T]) -> T:
             out[1] = error
         except OSError as error:
             out[1] = ConfigError(str(error))
-    dist.broadcast_object_list(out, src=0)
-    if out[1] is not None:
-        raise out[1]
-    return out[0]
-
-
-def _gathered(value: T) -> list[T]:
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    value, error = broadcast_object(out)
+    if error is not None:
+        raise error
+    return value
 
 
 def _in_words(error: OSError) -> str:
-    return f"the disk, or your share of it, is full ({error})" if error.errno in FULL else str(error)
+    return f"the disk or the quota is full ({error})" if error.errno in FULL else str(error)

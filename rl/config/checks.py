@@ -16,6 +16,7 @@ from rl.config.objective_checks import check_objective, objective_warnings
 from rl.config.options import ConfigError, flatten, listed, show
 from rl.config.reward_sources import check_sources
 from rl.config.schema import Config, algorithm_of, learns_from_samples, needs_engine
+from rl.models.sizes import expert_width, num_experts, num_kv_heads
 
 
 def is_finite(value: Any) -> bool:
@@ -470,23 +471,6 @@ def split_sizes(hf: dict[str, Any]) -> dict[str, int]:
         "hidden size of {}": model_size(hf, "hidden_size"),
         "intermediate size of {}": model_size(hf, "intermediate_size"),
     }
-
-
-def num_experts(hf: dict[str, Any]) -> int:
-    """Routed experts of a layer, by the key of each family; 0 for a dense model."""
-    return next(
-        (hf[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if hf.get(key)), 0
-    )
-
-
-def expert_width(hf: dict[str, Any]) -> int:
-    """Intermediate size of one routed expert."""
-    return hf.get("moe_intermediate_size") or model_size(hf, "intermediate_size")
-
-
-def num_kv_heads(hf: dict[str, Any]) -> int:
-    """Absent in configs from before grouped-query attention."""
-    return hf.get("num_key_value_heads") or model_size(hf, "num_attention_heads")
 
 
 def model_size(hf: dict[str, Any], name: str) -> int:

@@ -26,7 +26,7 @@ class PhaseLimits:
 
 
 @dataclass
-class Watchdog:
+class WatchdogConfig:
     """A thread per rank that writes heartbeats, holds phases to their limits, and ends this rank when another has failed."""
 
     beat_s: float = 5.0
@@ -38,7 +38,7 @@ class Watchdog:
 
 
 @dataclass
-class Agreement:
+class AgreementConfig:
     """Before each phase ranks compare step, phase, configuration, code and batch. This is always on."""
 
     weights_every: int = 10

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rl.config.declarations import Algorithm, describe
-from rl.config.limits import Agreement, Memory, Watchdog
+from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
 from rl.config.options import ConfigError, build, read
 
 
@@ -539,8 +539,8 @@ class Config:
     refit: Refit = field(default_factory=Refit)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     logging: Logging = field(default_factory=Logging)
-    watchdog: Watchdog = field(default_factory=Watchdog)
-    agreement: Agreement = field(default_factory=Agreement)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    agreement: AgreementConfig = field(default_factory=AgreementConfig)
     memory: Memory = field(default_factory=Memory)
 
 

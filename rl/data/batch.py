@@ -73,7 +73,7 @@ class Batch:
     """Sum over the vocabulary of the squared probabilities, at each token."""
     labels: Tensor | None = None
     """float32 [N]: target of a loss per sample, such as 1 for a correct response and 0 for a wrong one."""
-    unit: int = 1
+    samples_per_unit: int = 1
     """Number of consecutive samples kept in one micro-batch: 2 for pairs."""
     scores: Tensor | None = None
     """float32 [N]: result of the reward function."""
@@ -218,7 +218,7 @@ def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
         for b in (chosen, rejected)
     ]
     pairs = concatenate(bare).select([i + side * len(chosen) for i in range(len(chosen)) for side in (0, 1)])
-    return replace(pairs, groups=rejected.groups.repeat_interleave(2), unit=2)
+    return replace(pairs, groups=rejected.groups.repeat_interleave(2), samples_per_unit=2)
 
 
 def fingerprint(arrays: Sequence[np.ndarray]) -> int:

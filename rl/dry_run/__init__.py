@@ -1,1 +1,2 @@
-"""What a run would need and how long a step would take, from its configuration alone: no model, no GPU, no other rank."""
+"""Estimate the memory of a run and the time of a step from its configuration: no model, no GPU, no other
+rank."""

@@ -1,7 +1,7 @@
 """What to change in a configuration that does not fit: a search over a few keys, one or two at a time.
 
-The engine's share of the memory is set anew in every trial: as much as the trainer's state leaves, which costs nothing.
-Among the trials that fit the one with the shortest step is taken; one changed key is preferred to two, and both to more GPUs.
+Each trial gives the engine as much memory as the trainer's state leaves. Of the trials that fit, the one with
+the shortest step is proposed. One changed key is preferred to two, and both to more GPUs.
 """
 
 import copy
@@ -15,19 +15,22 @@ from rl.config.schema import Config, needs_engine
 from rl.dry_run.estimate import Estimate, changed
 
 LEAST_SHARE = 0.05
-MORE_RANKS = (2, 4, 8)
+"""Smallest rollout.gpu_memory_utilization that is proposed."""
+TRIALS = ((1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (4, 0), (4, 1), (8, 0), (8, 1))
+"""(factor on the number of ranks, number of changed keys) of each round of the search, in order of
+preference."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Values of keys that would fit, and the estimate with them."""
+    """Values of keys with which the run fits, and the estimate with them."""
 
     values: dict[str, object]
     world_size: int
     estimate: Estimate
 
     def words(self, before: Estimate) -> str:
-        """As overrides for a command line."""
+        """Return the change as overrides for a command line."""
         words = [f"{key}={_text(value)}" for key, value in self.values.items()]
         if self.world_size != before.layout.world_size:
             words.append(f"--world-size {self.world_size}")
@@ -35,48 +38,38 @@ class Change:
 
 
 def cheapest_change(before: Estimate) -> Change | None:
-    """The change to try first; None if nothing that is tried here fits."""
+    """Return the change to try first; None if no trial fits."""
     world = before.layout.world_size
     steps = list(_single_changes(before.config, world))
-    for ranks, number in [
-        (world, 0),
-        (world, 1),
-        (world, 2),
-        *((more * world, n) for more in MORE_RANKS for n in (0, 1)),
-    ]:
-        combinations = (dict(chosen) for chosen in itertools.combinations(steps, number))
-        fitting = [
-            change
-            for values in combinations
-            if len(values) == number and (change := _fitting(before, values, ranks)) is not None
+    for factor, number in TRIALS:
+        combinations = (dict(some) for some in itertools.combinations(steps, number))
+        trials = [
+            _fitting(before, values, factor * world) for values in combinations if len(values) == number
         ]
-        if fitting:
+        if fitting := [change for change in trials if change is not None]:
             return min(fitting, key=lambda change: change.estimate.step_seconds)
     return None
 
 
 def _single_changes(config: Config, world_size: int) -> Iterator[tuple[str, object]]:
-    """One key and another value at a time; those that the layout refuses are found out later."""
+    """Yield one key and another value at a time. Invalid layouts are rejected later."""
     training = config.training
     if not training.recompute:
         yield "training.recompute", True
     for divisor in (2, 4):
         if training.micro_batch_tokens // divisor >= 1024:
             yield "training.micro_batch_tokens", training.micro_batch_tokens // divisor
-    for key, value in (("tp", training.tp), ("pp", training.pp), ("ep", training.ep)):
-        for factor in (2, 4, 8):
-            if value * factor <= world_size:
-                yield f"training.{key}", value * factor
+    sizes = {"training.tp": training.tp, "training.pp": training.pp, "training.ep": training.ep}
     if needs_engine(config):
-        if training.offload in ("none", "optimizer"):
+        sizes["rollout.tp"] = config.rollout.tp
+    for key, size in sizes.items():
+        if key == "rollout.tp" and training.offload in ("none", "optimizer"):
             yield "training.offload", "all"
-        for factor in (2, 4, 8):
-            if config.rollout.tp * factor <= world_size:
-                yield "rollout.tp", config.rollout.tp * factor
+        yield from ((key, size * factor) for factor in (2, 4, 8) if size * factor <= world_size)
 
 
 def _fitting(before: Estimate, values: dict[str, object], world_size: int) -> Change | None:
-    """The change with these values and a share for the engine that fits; None if there is none."""
+    """Return the change with these values and an engine's share with which it fits; None if there is none."""
     try:
         after = changed(before, with_values(before.config, values), world_size)
         if after.problems and after.memory.engine is not None:
@@ -91,7 +84,8 @@ def _fitting(before: Estimate, values: dict[str, object], world_size: int) -> Ch
 
 
 def _share_left(estimate: Estimate) -> float:
-    """The largest share, in hundredths and at most 0.9, that the engine can have beside the trainer's state."""
+    """Return the largest share that the engine can have beside the trainer's state, in hundredths and at most
+    0.9."""
     memory = estimate.memory
     assert memory.engine is not None
     taken = memory.peak("generation")[0] - memory.engine.budget
@@ -99,7 +93,7 @@ def _share_left(estimate: Estimate) -> float:
 
 
 def with_values(config: Config, values: dict[str, object]) -> Config:
-    """A copy of the config with other values of dotted keys that it has."""
+    """Return a copy of the config with other values of existing dotted keys."""
     new, known = copy.deepcopy(config), flatten(config)
     for key, value in values.items():
         assert key in known, key

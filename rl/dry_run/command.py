@@ -1,8 +1,9 @@
-"""`train_rl.py --config FILE --dry-run [--world-size N] [key=value ...]`: would this run fit, and how long would a step take?
+"""`train_rl.py --config FILE --dry-run [--world-size N] [key=value ...]`: does this run fit, and how long
+does a step take?
 
-Builds nothing and needs no GPU. Validates the config and the layouts, then prints parameters per rank and pipeline stage,
-memory by kind in training, refit and generation, tokens, refit traffic and estimated seconds. Exit code 0: it fits; 2: it
-does not, or the config cannot work.
+Builds nothing and needs no GPU. Validates the config and the layouts, then prints parameters per rank and
+pipeline stage, memory by kind in training, refit and generation, tokens, refit traffic and estimated seconds.
+Exit code 0: it fits; 2: it does not fit, or the config is invalid.
 """
 
 import argparse
@@ -40,30 +41,25 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The arguments of a dry run. A usage error exits with code 2."""
+    """Parse the arguments of a dry run. A usage error exits with code 2."""
     parser = argparse.ArgumentParser(
         prog="train_rl.py --dry-run",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set one key over the file")
-    parser.add_argument("--dry-run", action="store_true", help="(this)")
+    add = parser.add_argument
+    add("--config", metavar="FILE", required=True, help="YAML file of the run")
+    add("overrides", metavar="key=value", nargs="*", help="set one key over the file")
+    add("--dry-run", action="store_true", help="(this)")
     ranks = int(os.environ.get("SLURM_NTASKS") or os.environ.get("WORLD_SIZE") or 1)
-    parser.add_argument(
-        "--world-size", metavar="N", type=int, default=ranks, help=f"number of ranks, one GPU each ({ranks})"
-    )
-    shape_help = "config.json to take in the place of model.path's (configs/models has some)"
-    parser.add_argument("--model-shape", metavar="FILE", default="", help=shape_help)
+    ranks_help = f"number of ranks, one GPU each ({ranks})"
+    add("--world-size", metavar="N", type=int, default=ranks, help=ranks_help)
+    shape_help = "config.json to use instead of model.path's (configs/models has some)"
+    add("--model-shape", metavar="FILE", default="", help=shape_help)
     for side in ("prompt", "response"):
-        parser.add_argument(
-            f"--mean-{side}-tokens",
-            metavar="X",
-            type=float,
-            default=0.0,
-            help=f"mean tokens of a {side} (half of the longest)",
-        )
+        mean_help = f"mean tokens of a {side} (half of the longest)"
+        add(f"--mean-{side}-tokens", metavar="X", type=float, default=0.0, help=mean_help)
     hardware.add_options(parser)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.world_size < 1:

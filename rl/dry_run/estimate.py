@@ -1,4 +1,4 @@
-"""One call for everything that a dry run says about a configuration."""
+"""The estimate of a dry run: memory, refit and seconds of a configuration on a number of ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,25 +9,26 @@ from rl.dry_run.memory import ITEMSIZE, Layout, Memory, estimate_memory, layout_
 from rl.dry_run.shape import Model, check_layouts, models_of
 from rl.dry_run.timing import Lengths, assumed_lengths, estimate_seconds
 from rl.models.placement import RolloutPlacement
-from rl.refit.traffic import survey_refit
+from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT
+from rl.refit.traffic import refit_traffic
 
 
 @dataclass(frozen=True)
 class Refit:
-    """What a refit moves, and how long its messages take at the links' speeds."""
+    """What a refit moves, and the seconds of its messages at the links' speeds."""
 
     all_ranks: int
-    """Bytes received, of all ranks."""
+    """Bytes that all ranks together receive."""
     busiest: int
-    """Bytes that one rank receives at most."""
+    """Maximum bytes that one rank receives."""
     largest_batch: int
-    """Bytes of the messages of a rank at a time."""
+    """Maximum bytes of a rank's messages in one batch."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a run on a number of ranks."""
+    """The estimate for a run on a number of ranks."""
 
     config: Config
     layout: Layout
@@ -35,7 +36,7 @@ class Estimate:
     memory: Memory
     lengths: Lengths
     seconds: Mapping[str, float]
-    """By phase; with `update_weights` once the refit is planned."""
+    """Seconds by phase, with `update_weights` if the refit is planned."""
     refit: Refit | None
     notes: list[str]
     hardware: Hardware
@@ -49,15 +50,19 @@ class Estimate:
         return sum(self.seconds.values())
 
     @property
+    def sequences(self) -> int:
+        """Number of sequences of a step."""
+        return self.config.data.prompts_per_step * sequences_per_prompt(self.config)
+
+    @property
     def max_tokens(self) -> int:
-        """Of a step, if every prompt and response is as long as may be."""
-        config = self.config
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        return config.data.prompts_per_step * sequences_per_prompt(config) * longest
+        """Number of tokens of a step if all prompts and responses have the maximum length."""
+        longest = self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
+        return self.sequences * longest
 
     @property
     def gpu_hours(self) -> float:
-        """Of run.max_steps steps, without validation and checkpoints."""
+        """GPU-hours of run.max_steps steps, without validation and checkpoints."""
         return self.config.run.max_steps * self.step_seconds * self.layout.world_size / 3600
 
 
@@ -71,31 +76,31 @@ def estimate(
     response: float = 0.0,
     plan: bool = True,
 ) -> Estimate:
-    """The estimate for a config that `rl.config.checks.check` accepts.
+    """Return the estimate for a config that `rl.config.checks.check` accepts.
 
-    shape: a config.json in the place of model.path's. prompt, response: mean tokens, 0 for half of the longest. plan: plan
-    the refit too, seconds for the largest models. Raises ConfigError for a layout that cannot work.
+    shape: a config.json to use instead of model.path's. prompt, response: mean tokens, 0 for half of the
+    maximum. plan: also plan the refit, which takes seconds for the largest models. Raises ConfigError for an
+    invalid layout.
     """
     models, notes = models_of(config, shape=shape)
-    check_layouts(config, world_size, models)
-    return _estimate(
-        config, world_size, hardware, models, notes, assumed_lengths(config, prompt, response), plan
-    )
+    lengths = assumed_lengths(config, prompt, response)
+    return _estimate(config, world_size, hardware, models, notes, lengths, plan)
 
 
 def changed(before: Estimate, config: Config, world_size: int) -> Estimate:
-    """The estimate for another config of the same models, without planning the refit. Raises ConfigError as `estimate`."""
-    check_layouts(config, world_size, before.models)
+    """Return the estimate for another config of the same models, without a plan of the refit. Raises as
+    `estimate`."""
     return _estimate(config, world_size, before.hardware, before.models, [], before.lengths, False)
 
 
 def _estimate(config, world_size, hardware, models, notes, lengths, plan) -> Estimate:
+    check_layouts(config, world_size, models)
     layout = layout_of(config, world_size)
     memory = estimate_memory(config, world_size, models, hardware)
     refit = None
     if plan and needs_engine(config):
         refit = plan_refit(config, layout, models["policy"], hardware)
-        # The plan's own, which the buffer bounds unless a row of a weight is larger.
+        # The buffer limit bounds the plan's messages unless one row of a weight is larger.
         memory = replace(memory, refit_buffers=refit.largest_batch)
     seconds = estimate_seconds(config, layout, models, memory.engine, lengths, hardware)
     if memory.away and "gen" in seconds:
@@ -106,8 +111,8 @@ def _estimate(config, world_size, hardware, models, notes, lengths, plan) -> Est
 
 
 def plan_refit(config: Config, layout: Layout, model: Model, hardware: Hardware) -> Refit:
-    """The plan that the run would make, of all ranks."""
-    survey = survey_refit(
+    """Return the figures of the plan that the run would make, over all ranks."""
+    traffic = refit_traffic(
         list(model.weights),
         layout.placement(model),
         RolloutPlacement(layout.world_size, layout.rollout_tp, model.num_layers),
@@ -115,21 +120,13 @@ def plan_refit(config: Config, layout: Layout, model: Model, hardware: Hardware)
         itemsize=ITEMSIZE[config.model.dtype],
         buffer_bytes=config.refit.buffer_mib << 20,
     )
-    near, far = (
-        hardware.nvlink_gb_s * 1e9 * hardware.link_share,
-        hardware.nic_gb_s * 1e9 * hardware.link_share,
-    )
-
-    def seconds(batch) -> float:
-        _, near_in, far_in, near_out, far_out = batch
-        return float(
-            max(near_in.max() / near, near_out.max() / near, far_in.max() / far, far_out.max() / far)
-        )
-
-    received = survey.near_in + survey.far_in
+    received = traffic.near_in + traffic.far_in
     return Refit(
         int(received.sum()),
         int(received.max()),
-        int(survey.peak_buffer.max()),
-        sum(seconds(batch) for batch in survey.batches),
+        int(traffic.peak_buffer.max()),
+        sum(
+            float(hardware.link_seconds(load[[NEAR_IN, NEAR_OUT]].max(), load[[FAR_IN, FAR_OUT]].max()))
+            for load in traffic.batches
+        ),
     )

@@ -1,64 +1,69 @@
-"""The machine that a dry run is for, and how much of its peak speeds a run reaches."""
+"""The machine of a dry run, and the shares of its peak speeds that a run reaches."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+
+from rl.config.options import field_docs
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Peak figures are those of an H100 SXM unless they are given. Shares of the peaks are rules of thumb, not measurements
-    of this program: take them from `perf/throughput` and `timing_s/*` of a run of yours as soon as there is one."""
+    """A machine; by default the peak figures of an H100 SXM. The shares are rules of thumb, not measurements
+    of this program: replace them by those of your runs (`perf/throughput`, `timing_s/*`)."""
 
-    gpu_memory_gib: float = field(default=80.0, metadata={"help": "memory of a GPU in GiB"})
-    ranks_per_node: int = field(default=8, metadata={"help": "ranks (GPUs) of a node"})
-    tflops: float = field(default=989.0, metadata={"help": "peak of dense bfloat16 matrix products, TFLOP/s"})
-    hbm_gb_s: float = field(default=3350.0, metadata={"help": "bandwidth of a GPU's memory, GB/s"})
-    nvlink_gb_s: float = field(
-        default=450.0, metadata={"help": "a rank's bandwidth within a node, each way, GB/s"}
-    )
-    nic_gb_s: float = field(
-        default=50.0, metadata={"help": "a rank's bandwidth between nodes, each way, GB/s"}
-    )
-    pcie_gb_s: float = field(default=50.0, metadata={"help": "a rank's bandwidth to host memory, GB/s"})
-    train_share: float = field(
-        default=0.35, metadata={"help": "share of tflops that training and prefill reach"}
-    )
-    hbm_share: float = field(default=0.6, metadata={"help": "share of hbm_gb_s that decoding reaches"})
-    link_share: float = field(default=0.7, metadata={"help": "share of the link speeds that messages reach"})
-    reserve_gib: float = field(
-        default=4.0,
-        metadata={
-            "help": "GiB of a GPU that no table counts: CUDA context, NCCL, libraries' workspaces, CUDA graphs, fragments"
-        },
-    )
-    expert_imbalance: float = field(
-        default=1.5,
-        metadata={"help": "tokens of the busiest rank's experts over the mean; for activations and time"},
-    )
+    gpu_memory_gib: float = 80.0
+    """memory of a GPU in GiB"""
+    ranks_per_node: int = 8
+    """ranks (GPUs) of a node"""
+    tflops: float = 989.0
+    """peak of dense bfloat16 matrix products, TFLOP/s"""
+    hbm_gb_s: float = 3350.0
+    """bandwidth of a GPU's memory, GB/s"""
+    nvlink_gb_s: float = 450.0
+    """a rank's bandwidth within a node, each way, GB/s"""
+    nic_gb_s: float = 50.0
+    """a rank's bandwidth between nodes, each way, GB/s"""
+    pcie_gb_s: float = 50.0
+    """a rank's bandwidth to host memory, GB/s"""
+    train_share: float = 0.35
+    """share of tflops that training and prefill reach"""
+    hbm_share: float = 0.6
+    """share of hbm_gb_s that decoding reaches"""
+    link_share: float = 0.7
+    """share of the link speeds that messages reach"""
+    reserve_gib: float = 4.0
+    """GiB of a GPU for CUDA context, NCCL, libraries' workspaces, CUDA graphs and fragmentation"""
+    expert_imbalance: float = 1.5
+    """tokens of the busiest rank's experts over the mean, for activations and time"""
 
     @property
     def memory(self) -> float:
-        """Of a GPU, in bytes."""
+        """Memory of a GPU, in bytes."""
         return self.gpu_memory_gib * GIB
 
     @property
     def reserve(self) -> float:
-        """In bytes."""
+        """Reserved memory of a GPU, in bytes."""
         return self.reserve_gib * GIB
+
+    def link_seconds(self, near_bytes: float, far_bytes: float) -> float:
+        """Return the seconds that a rank's messages within its node and to other nodes take at the same
+        time."""
+        return max(near_bytes / self.nvlink_gb_s, far_bytes / self.nic_gb_s) / (1e9 * self.link_share)
 
 
 def add_options(parser) -> None:
-    """An option for each figure, e.g. --gpu-memory-gib."""
+    """Add an option for each figure, e.g. --gpu-memory-gib."""
     group = parser.add_argument_group("the machine")
     for figure in fields(Hardware):
         option, kind = "--" + figure.name.replace("_", "-"), type(figure.default)
-        help_text = f"{figure.metadata['help']} ({figure.default:g})"
+        help_text = f"{field_docs(Hardware)[figure.name]} ({figure.default:g})"
         group.add_argument(option, metavar="X", type=kind, default=figure.default, help=help_text)
 
 
 def from_options(arguments) -> Hardware:
-    """Raises ValueError for a figure that is not positive."""
+    """Return the machine of the parsed options. Raises ValueError if a figure is not positive."""
     values = {figure.name: getattr(arguments, figure.name) for figure in fields(Hardware)}
     for name, value in values.items():
         if not value > 0:

@@ -1,7 +1,7 @@
-"""How many parameters one rank of each pipeline stage holds, from the declarations of rl.models alone.
+"""The number of parameters on one rank of each pipeline stage, from the declarations of rl.models alone.
 
-The same `Weight`s that read checkpoints and plan refits are counted, so that the numbers are those of the tensors that a run
-allocates, padding of the vocabulary included (tests/dry_run compares them with real ranks).
+These `Weight`s also read checkpoints and plan refits, so the numbers are those of the tensors that a run
+allocates, with the padding of the vocabulary (tests/ranks/dry_run compares them with real ranks).
 """
 
 import functools
@@ -10,38 +10,39 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rl.models.boxes import volume
 from rl.models.layout import VOCAB, Weight, padded_vocab, vocab_multiple
 from rl.models.placement import TrainingPlacement
 
 
 @dataclass(frozen=True)
 class Part:
-    """Weights of one layer, or of none, that are cut alike: one weight, or that of each routed expert."""
+    """One weight, or the same weight of each routed expert of a layer."""
 
     weight: Weight
-    """One of them."""
+    """One of the weights."""
     count: int
 
     @property
     def elements(self) -> int:
-        """Of all of them, in the checkpoint."""
-        return self.count * sum(math.prod(shape) for shape in self.weight.shapes)
+        """Number of elements of all its weights in the checkpoint."""
+        return self.count * self.weight.num_elements
 
 
 @dataclass(frozen=True)
 class StageCount:
-    """Elements on one rank of a pipeline stage; all its ranks hold as many."""
+    """Numbers of elements on one rank of a pipeline stage; equal for all its ranks."""
 
     num_layers: int
     shared: tuple[int, ...]
-    """Of each parameter that belongs to no routed expert."""
+    """Elements of each parameter outside routed experts."""
     experts: tuple[int, ...]
-    """Of each parameter of the routed experts on the rank."""
+    """Elements of each parameter of the rank's routed experts."""
     tied: int
-    """Of a tied embedding on the first or last of several stages, which Megatron gives a bucket of its own; it is not
-    among `shared`."""
+    """Elements of a tied embedding on the first or last of several stages, which has its own bucket in
+    Megatron and is not among `shared`."""
     buffers: int
-    """Of float32 tensors that get no gradient: routers' biases."""
+    """Elements of float32 tensors without gradient: routers' biases."""
 
     @property
     def parameters(self) -> int:
@@ -49,7 +50,7 @@ class StageCount:
 
 
 def group_parts(weights: Sequence[Weight]) -> list[Part]:
-    """The weights, those of a layer's routed experts taken together. A part's elements are those of the checkpoint."""
+    """Group the weights of each layer's routed experts."""
     found: dict[tuple, tuple[Weight, int]] = {}
     for weight in weights:
         name = weight.megatron if weight.expert is None else re.sub(r"experts\.\d+\.", "", weight.hf[0])
@@ -60,12 +61,12 @@ def group_parts(weights: Sequence[Weight]) -> list[Part]:
 
 
 def count_parameters(parts: Sequence[Part]) -> int:
-    """Of the whole model, as its publisher counts: routers' biases too, padding not."""
+    """Count the model's parameters as publishers do: with routers' biases, without padding."""
     return sum(part.elements for part in parts)
 
 
 def count_stages(parts: Sequence[Part], placement: TrainingPlacement) -> list[StageCount]:
-    """What one rank of each stage holds in training."""
+    """Count what one rank of each stage holds in training."""
     shared: list[list[int]] = [[] for _ in range(placement.pp)]
     experts: list[list[int]] = [[] for _ in range(placement.pp)]
     layers: list[set] = [set() for _ in range(placement.pp)]
@@ -85,22 +86,18 @@ def count_stages(parts: Sequence[Part], placement: TrainingPlacement) -> list[St
                 tied[stage] += elements
             else:
                 shared[stage].append(elements)
-    return [
-        StageCount(
-            len(layers[stage]), tuple(shared[stage]), tuple(experts[stage]), tied[stage], buffers[stage]
-        )
-        for stage in range(placement.pp)
-    ]
+    rows = zip(map(len, layers), map(tuple, shared), map(tuple, experts), tied, buffers)
+    return [StageCount(*row) for row in rows]
 
 
 @functools.cache
 def _local_elements(cut, names, shapes, tp: int) -> int:
-    """Elements of a weight's parameter on a training rank."""
+    """Return the number of elements of a weight's parameter on a training rank."""
     return math.prod(Weight(names, shapes, "", "", cut).megatron_shape(tp))
 
 
 def count_engine(parts: Sequence[Part], tp: int) -> tuple[int, int]:
-    """Elements that a rank of a vLLM replica holds: those of the model's dtype and those in float32."""
+    """Count the elements on a rank of a vLLM replica: those of the model's dtype and those in float32."""
     elements = {False: 0, True: 0}
     for part in parts:
         weight = part.weight
@@ -108,16 +105,16 @@ def count_engine(parts: Sequence[Part], tp: int) -> tuple[int, int]:
             rows, *rest = weight.shapes[0]
             local = padded_vocab(rows, vocab_multiple(tp)) // tp * math.prod(rest)
         else:
-            local = sum(
-                math.prod(stop - start for start, stop in piece.local_box)
-                for piece in weight.vllm_pieces(tp, 0)
-            )
+            local = sum(volume(piece.local_box) for piece in weight.vllm_pieces(tp, 0))
         elements[weight.float32] += local * part.count
     return elements[False], elements[True]
 
 
 def buffer_elements(numels: Sequence[int], dp: int) -> int:
-    """Elements of a Megatron bucket of a distributed optimizer (`_ParamAndGradBuffer` of megatron-core 0.16.1): parameters
-    start at multiples of 64, and the end divides over the data parallel ranks in multiples of 128 elements."""
+    """Return the number of elements of a bucket of the distributed optimizer (`_ParamAndGradBuffer` of
+    megatron-core 0.16.1).
+
+    Parameters start at multiples of 64; the end is a multiple of 128 that the data parallel ranks divide.
+    """
     multiple = math.lcm(dp, 128)
     return -(-sum(-(-numel // 64) * 64 for numel in numels) // multiple) * multiple

@@ -1,4 +1,4 @@
-"""What a dry run prints."""
+"""The text that a dry run prints."""
 
 from collections.abc import Iterable
 
@@ -11,28 +11,21 @@ PHASES = ("training", "refit", "generation")
 
 
 def report(estimate: Estimate) -> str:
-    """Everything but the verdict."""
-    return "\n\n".join(
-        block for block in (_head(estimate), _stages(estimate), _memory(estimate), _work(estimate)) if block
-    )
+    """Return the whole text except the verdict."""
+    return "\n\n".join((_head(estimate), _stages(estimate), _memory(estimate), _work(estimate)))
 
 
 def verdict(estimate: Estimate, change: Change | None) -> str:
-    """FITS, or what does not and what would."""
+    """Return FITS, or the problems and the change that solves them."""
     if not estimate.problems:
-        room = min(estimate.hardware.memory - estimate.memory.peak(phase)[0] for phase in _phases(estimate))
-        return f"FITS, with {room / GIB:.1f} GiB to spare"
-    lines = ["DOES NOT FIT"] + [f"  {problem}" for problem in estimate.problems]
-    if change is None:
-        return "\n".join(
-            [*lines, "  no change that was tried would fit: more GPUs, or GPUs with more memory"]
-        )
-    seconds = change.estimate.step_seconds - (
-        estimate.step_seconds - estimate.seconds.get("update_weights", 0.0)
-    )
-    return "\n".join(
-        [*lines, f"  cheapest change that fits: {change.words(estimate)}  ({seconds:+.0f} s per step)"]
-    )
+        peak = max(estimate.memory.peak(phase)[0] for phase in _phases(estimate))
+        return f"FITS, with {(estimate.hardware.memory - peak) / GIB:.1f} GiB to spare"
+    advice = "none of the changes tried fits; use more GPUs, or GPUs with more memory"
+    if change is not None:
+        before = estimate.step_seconds - estimate.seconds.get("update_weights", 0.0)
+        seconds = change.estimate.step_seconds - before
+        advice = f"cheapest change that fits: {change.words(estimate)}  ({seconds:+.0f} s per step)"
+    return "\n".join(["DOES NOT FIT", *(f"  {line}" for line in (*estimate.problems, advice))])
 
 
 def _phases(estimate: Estimate) -> tuple[str, ...]:
@@ -52,7 +45,7 @@ def _head(estimate: Estimate) -> str:
     for model in estimate.models.values():
         words = f"{model.parameters / 1e9:.2f} B parameters" + ("" if model.learns else ", frozen")
         if model.num_experts:
-            words += f", {model.multiplied / 1e9:.1f} B of them at work on a token"
+            words += f", {model.multiplied / 1e9:.1f} B of them active per token"
         lines.append(f"{model.name:<16}{words}")
     lines.append(f"{'training':<16}{grid}")
     if estimate.memory.engine:
@@ -65,37 +58,31 @@ def _count(number: int, word: str) -> str:
 
 
 def _stages(estimate: Estimate) -> str:
-    """Parameters and the training peak of each pipeline stage; equal neighbours share a line."""
-    on_grid = {name: model for name, model in estimate.models.items() if model.trained_layout}
+    """Return parameters and training peak of each pipeline stage; equal consecutive stages share a line."""
     counts = {
-        name: count_stages(model.parts, estimate.layout.placement(model)) for name, model in on_grid.items()
+        name: count_stages(model.parts, estimate.layout.placement(model))
+        for name, model in estimate.models.items()
+        if model.on_training_grid
     }
     rows: list[tuple[int, int, tuple[str, ...]]] = []
     for stage, memory in enumerate(estimate.memory.stages):
         cells = (
             str(counts["policy"][stage].num_layers),
             *(f"{count[stage].parameters:,}" for count in counts.values()),
-            f"{memory.state / GIB:.2f}",
-            f"{memory.activations / GIB:.2f}",
-            f"{memory.head / GIB:.2f}",
+            *(f"{part / GIB:.2f}" for part in (memory.state, memory.activations, memory.head)),
         )
         if rows and rows[-1][2] == cells:
             rows[-1] = (rows[-1][0], stage, cells)
         else:
             rows.append((stage, stage, cells))
-    titles = [
-        "layers",
-        *(f"{name} parameters" for name in counts),
-        "state GiB",
-        "activations GiB",
-        "head GiB",
-    ]
-    table = [["stage", *titles]] + [[str(a) if a == b else f"{a}-{b}", *cells] for a, b, cells in rows]
+    titles = ["stage", "layers", *(f"{name} parameters" for name in counts)]
+    titles += ["state GiB", "activations GiB", "head GiB"]
+    table = [titles] + [[str(a) if a == b else f"{a}-{b}", *cells] for a, b, cells in rows]
     return "parameters of one rank, and its training memory\n" + _aligned(table)
 
 
 def _memory(estimate: Estimate) -> str:
-    """GiB by kind at the stage that is fullest in each phase."""
+    """Return GiB by kind at the fullest stage of each phase."""
     memory, phases = estimate.memory, _phases(estimate)
     worst = {phase: memory.stages[memory.peak(phase)[1]] for phase in phases}
     rows = [["GiB of a GPU", *phases]]
@@ -110,12 +97,7 @@ def _memory(estimate: Estimate) -> str:
     if engine := memory.engine:
         rows.append(["engine: weights", *_gib([0.0, engine.weights, engine.weights])])
         rows.append(["engine: activations", *_gib([0.0, 0.0, engine.workspace])])
-        rows.append(
-            [
-                "engine: KV cache",
-                *_gib([0.0, 0.0, max(0.0, engine.budget - engine.weights - engine.workspace)]),
-            ]
-        )
+        rows.append(["engine: KV cache", *_gib([0.0, 0.0, max(0.0, engine.cache)])])
         rows.append(["refit buffers", *_gib([0.0, memory.refit_buffers, 0.0])])
     if memory.judge:
         rows.append(["judge", *_gib([memory.judge] * len(phases))])
@@ -127,14 +109,16 @@ def _memory(estimate: Estimate) -> str:
     if engine:
         at_once = engine.cache_tokens // engine.max_tokens
         lines.append(
-            f"KV cache: {engine.cache_tokens:,} tokens, {at_once:,} sequences of the longest {engine.max_tokens:,}"
+            f"KV cache: {engine.cache_tokens:,} tokens, {at_once:,} sequences of the longest "
+            f"{engine.max_tokens:,}"
         )
     if memory.away or memory.reference:
         per_rank = (memory.away + memory.reference) / GIB
         lines.append(
-            f"host memory: {per_rank:.1f} GiB per rank, {per_rank * memory.hardware.ranks_per_node:.0f} GiB per node: "
-            f"{memory.away / GIB:.1f} offloaded in generation (training.offload={estimate.config.training.offload}), "
-            f"{memory.reference / GIB:.1f} for reference weights"
+            f"host memory: {per_rank:.1f} GiB per rank, {per_rank * memory.hardware.ranks_per_node:.0f} GiB "
+            f"per node: {memory.away / GIB:.1f} offloaded during generation "
+            f"(training.offload={estimate.config.training.offload}), {memory.reference / GIB:.1f} for "
+            "reference weights"
         )
     return "\n".join(lines)
 
@@ -144,27 +128,25 @@ def _gib(values: Iterable[float]) -> list[str]:
 
 
 def _work(estimate: Estimate) -> str:
-    """Tokens, bytes of the refit, seconds by phase, and what these rest on."""
-    lengths, hardware = estimate.lengths, estimate.hardware
-    sequences = estimate.max_tokens // (
-        estimate.config.data.max_prompt_tokens + estimate.config.rollout.max_response_tokens
-    )
+    """Return tokens, bytes of the refit, seconds by phase, and the assumptions behind them."""
+    lengths, hardware, sequences = estimate.lengths, estimate.hardware, estimate.sequences
     lines = [
-        f"tokens per step: at most {estimate.max_tokens:,}; about {round(sequences * lengths.total):,} in {sequences:,} "
-        f"sequences of {lengths.prompt:g} + {lengths.response:g} tokens"
+        f"tokens per step: at most {estimate.max_tokens:,}; about {round(sequences * lengths.total):,} in "
+        f"{sequences:,} sequences of {lengths.prompt:g} + {lengths.response:g} tokens"
     ]
     if refit := estimate.refit:
         lines.append(
-            f"refit: {refit.all_ranks / GIB:.1f} GiB received by all ranks, at most {refit.busiest / GIB:.2f} GiB by one, "
-            f"{refit.largest_batch / GIB:.2f} GiB of buffers"
+            f"refit: {refit.all_ranks / GIB:.1f} GiB received by all ranks, at most "
+            f"{refit.busiest / GIB:.2f} GiB by one, {refit.largest_batch / GIB:.2f} GiB of buffers"
         )
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in estimate.seconds.items())
     lines += [
         f"seconds per step, estimated: {phases}; together {estimate.step_seconds:.0f}",
         f"GPU-hours of {estimate.config.run.max_steps} steps: {estimate.gpu_hours:,.1f}",
-        f"assumed: {hardware.tflops:g} TFLOP/s x {hardware.train_share:g}, {hardware.hbm_gb_s:g} GB/s of HBM x "
-        f"{hardware.hbm_share:g}, links {hardware.nvlink_gb_s:g} / {hardware.nic_gb_s:g} GB/s x {hardware.link_share:g}, busiest experts "
-        f"x {hardware.expert_imbalance:g}, {hardware.reserve_gib:g} GiB in reserve; see --dry-run --help",
+        f"assumed: {hardware.tflops:g} TFLOP/s x {hardware.train_share:g}, {hardware.hbm_gb_s:g} GB/s of "
+        f"HBM x {hardware.hbm_share:g}, links {hardware.nvlink_gb_s:g} / {hardware.nic_gb_s:g} GB/s x "
+        f"{hardware.link_share:g}, busiest experts x {hardware.expert_imbalance:g}, "
+        f"{hardware.reserve_gib:g} GiB in reserve; see --dry-run --help",
     ]
     return "\n".join(lines)
 

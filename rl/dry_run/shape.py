@@ -1,4 +1,4 @@
-"""The models of a run as a dry run sees them: what they are built from, and the widths that memory and time follow from."""
+"""The models of a run in a dry run: their weights, and the widths that determine memory and time."""
 
 import json
 import math
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.config.checks import check_judge, check_layout, num_experts
+from rl.config.checks import check_judge, check_layout
 from rl.config.options import ConfigError, listed
 from rl.config.schema import Config, algorithm_of, needs_engine, needs_reference, needs_reward
 from rl.dry_run.parameters import Part, count_parameters, group_parts
-from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
+from rl.models import SUPPORTED, architecture, read_hf_config, sizes, value_model, value_weights
 from rl.models.layout import VOCAB, Weight
 
 SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
-"""Published configs, a directory each, for models whose checkpoints are elsewhere."""
+"""Directories with published config.json files, for models whose checkpoints are on other machines."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,18 @@ class Model:
     hf: dict
     weights: tuple[Weight, ...]
     parts: tuple[Part, ...]
-    learns: bool
-    trained_layout: bool
-    """Whether it lies on the training grid; a judge does not."""
     path: str | None = None
-    """Where the config says that it is, if not in model.path."""
+    """Path in the config, unless it is model.path."""
     keeps_reference: bool = False
-    """Whether a copy of its first weights is kept, in host memory."""
+    """Whether host memory holds a copy of its initial weights."""
+
+    @property
+    def learns(self) -> bool:
+        return self.name not in ("reward_model", "judge")
+
+    @property
+    def on_training_grid(self) -> bool:
+        return self.name != "judge"
 
     @property
     def num_layers(self) -> int:
@@ -40,8 +45,8 @@ class Model:
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of a layer; 0 for a dense model."""
-        return num_experts(self.hf)
+        """Number of routed experts of a layer; 0 for a dense model."""
+        return sizes.num_experts(self.hf)
 
     @property
     def experts_per_token(self) -> int:
@@ -58,7 +63,8 @@ class Model:
 
     @property
     def multiplied(self) -> int:
-        """Parameters that a token is multiplied with: of routed experts those chosen, of a language model the head."""
+        """Number of parameters that multiply a token: those of its routed experts, and a language model's
+        head."""
         total = 0
         for part in self.parts:
             weight = part.weight
@@ -70,26 +76,23 @@ class Model:
 
     @property
     def heads_width(self) -> tuple[int, int]:
-        """Channels of all heads' queries (and keys), and of their values."""
-        heads = self.hf["num_attention_heads"]
-        if self.hf.get("kv_lora_rank"):
-            return heads * (self.hf["qk_nope_head_dim"] + self.hf["qk_rope_head_dim"]), heads * self.hf[
-                "v_head_dim"
-            ]
-        dim = self.hf.get("head_dim") or self.hf["hidden_size"] // heads
-        return heads * dim, heads * dim
+        """Number of channels of all heads' queries (and keys), and of their values."""
+        hf, heads = self.hf, self.hf["num_attention_heads"]
+        if hf.get("kv_lora_rank"):
+            return heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]), heads * hf["v_head_dim"]
+        return heads * sizes.head_dim(hf), heads * sizes.head_dim(hf)
 
     def cache_elements(self, tp: int) -> int:
-        """Of one token in a rank's KV cache. MLA caches its latent and the rotary key, whole on every rank."""
+        """Return the elements of one token in a rank's KV cache. MLA caches its latent and the rotary key on
+        every rank."""
         hf = self.hf
         if hf.get("kv_lora_rank"):
             return self.num_layers * (hf["kv_lora_rank"] + hf["qk_rope_head_dim"])
-        kv_heads = hf.get("num_key_value_heads") or hf["num_attention_heads"]
-        dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-        return self.num_layers * 2 * math.ceil(kv_heads / tp) * dim
+        return self.num_layers * 2 * math.ceil(sizes.num_kv_heads(hf) / tp) * sizes.head_dim(hf)
 
     def derived_elements(self, tp: int) -> int:
-        """What the engine computes from weights and keeps beside them: of MLA a second form of kv_b_proj."""
+        """Return the elements that the engine derives from weights and keeps: for MLA a second form of
+        kv_b_proj."""
         hf = self.hf
         if not hf.get("kv_lora_rank"):
             return 0
@@ -98,61 +101,54 @@ class Model:
 
 
 def check_layouts(config: Config, world_size: int, models: Mapping[str, Model]) -> None:
-    """ConfigError if the layouts of training and generation do not fit the models and the number of ranks."""
+    """Raise ConfigError if the layouts of training and generation do not fit the models and the number of
+    ranks."""
     for model in models.values():
-        if model.trained_layout:
+        if model.on_training_grid:
             check_layout(config, world_size, model.hf, SUPPORTED, path=model.path)
         else:
             check_judge(config, world_size, model.hf)
 
 
 def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], list[str]]:
-    """Every model that a run of this config builds, by name, and notes for the user.
+    """Return every model that a run of this config builds, by name, and notes for the user.
 
-    shape: config.json, or its directory, in the place of model.path's. ConfigError as `rl.engines.inputs` raises it.
+    shape: config.json, or its directory, to use instead of model.path's. Raises ConfigError as
+    `rl.engines.inputs` does.
     """
-    needs, notes = algorithm_of(config).needs, []
-    paths = {"policy": ("model.path", config.model.path, False)}
+    needs = algorithm_of(config).needs
+    notes: list[str] = []
+    paths = {"policy": ("model.path", config.model.path)}
     if "critic" in needs:
-        paths["critic"] = ("critic.path", config.critic.path, True)
+        paths["critic"] = ("critic.path", config.critic.path)
     if "implicit_reward" in needs:
-        paths["implicit_reward"] = ("implicit_reward.path", config.implicit_reward.path, False)
+        paths["implicit_reward"] = ("implicit_reward.path", config.implicit_reward.path)
     if config.reward.model.path and needs_reward(config):
-        paths["reward_model"] = ("reward.model.path", config.reward.model.path, True)
+        paths["reward_model"] = ("reward.model.path", config.reward.model.path)
+    if config.reward.judge.path and needs_reward(config):
+        paths["judge"] = ("reward.judge.path", config.reward.judge.path)
     models = {}
-    for name, (key, own_path, values) in paths.items():
+    for name, (key, own_path) in paths.items():
         path = own_path or config.model.path
-        hf = _read(path, key if own_path else "model.path", shape if path == config.model.path else "", notes)
+        use_shape = path == config.model.path and name != "judge"
+        hf = _read(path, key if own_path else "model.path", shape if use_shape else "", notes)
+        values = name in ("critic", "reward_model")
         body = value_model(hf) if values else hf
+        _check_known(body, path)
         try:
-            _check_known(body, path)
-            architecture(body).check(body)
+            if name != "judge":
+                architecture(body).check(body)
             weights = value_weights(body, needs_head=False) if values else architecture(body).weights(body)
         except KeyError as missing:
             raise ConfigError(f"{path}/config.json lacks the key {missing}.") from missing
-        models[name] = Model(
-            name,
-            body,
-            tuple(weights),
-            tuple(group_parts(weights)),
-            learns=name != "reward_model",
-            trained_layout=True,
-            path=own_path or None,
-            keeps_reference=name == "implicit_reward" or (name == "policy" and needs_reference(config)),
-        )
-    judge = config.reward.judge.path
-    if judge and needs_reward(config):
-        hf = _read(judge, "reward.judge.path", "", notes)
-        _check_known(hf, judge)
-        weights = architecture(hf).weights(hf)
-        models["judge"] = Model(
-            "judge", hf, tuple(weights), tuple(group_parts(weights)), learns=False, trained_layout=False
-        )
+        keeps = name == "implicit_reward" or (name == "policy" and needs_reference(config))
+        parts = tuple(group_parts(weights))
+        models[name] = Model(name, body, tuple(weights), parts, own_path or None, keeps_reference=keeps)
     return models, notes + _absent(config)
 
 
 def _check_known(hf: dict, path: str) -> None:
-    """ConfigError for an architecture that there is no code for."""
+    """Raise ConfigError for an unsupported architecture."""
     names = hf.get("architectures") or []
     if not set(names) & set(SUPPORTED):
         known = listed(sorted(SUPPORTED), "and")
@@ -162,7 +158,7 @@ def _check_known(hf: dict, path: str) -> None:
 
 
 def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
-    """The config.json of a model, or the published one that the path is named after."""
+    """Return the config.json of a model, or the published one whose name the path begins with."""
     if shape:
         file = Path(shape, "config.json") if Path(shape).is_dir() else Path(shape)
         if not file.is_file():
@@ -176,18 +172,18 @@ def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
     if not fitting:
         known = listed([directory.name for directory in published] or [f"{SHAPES} is missing"], "or")
         raise ConfigError(
-            f"{key}={path} has no config.json here, and its name begins with none of the published shapes ({known}); "
-            "give --model-shape FILE."
+            f"{key}={path} has no config.json here, and its name begins with none of the published shapes "
+            f"({known}); give --model-shape FILE."
         )
     directory = max(fitting, key=lambda directory: len(directory.name))
-    note = f"{path} is not on this machine: the shape is that of configs/models/{directory.name}"
+    note = f"{path} is not on this machine; its shape is that of configs/models/{directory.name}"
     if note not in notes:
         notes.append(note)
     return json.loads((directory / "config.json").read_text())
 
 
 def _absent(config: Config) -> list[str]:
-    """Notes on data files that are not here."""
+    """Return notes on data files that are not on this machine."""
     files = [*config.data.train, *(config.data.val if needs_engine(config) else [])]
     missing = [path for path in files if not Path(path).exists()]
-    return [f"not on this machine, and not looked into: {', '.join(missing)}"] if missing else []
+    return [f"not on this machine, and not read: {', '.join(missing)}"] if missing else []

@@ -1,9 +1,11 @@
-"""A rough time of each phase of a step: the larger of arithmetic and memory traffic at a share of the peak speeds.
+"""A rough time of each phase of a step: the larger of arithmetic and memory traffic at a share of the peak
+speeds.
 
-Good for comparing layouts and for the size of an allocation, not for a promise: the shares (`Hardware`) are rules of thumb.
-Counted: 2 operations per parameter and token forward, 4 backward, 2 more to recompute; causal attention; the bubble of the
-pipeline; of decoding the weights and caches read from memory, the experts that a batch reaches, and two all-reduces per
-layer. Not counted: reward functions, packing, start-up, the optimizer's step, stragglers among replicas.
+It serves to compare layouts and to choose the size of an allocation; the shares (`Hardware`) are rules of
+thumb. Counted are 2 operations per parameter and token forward, 4 backward, 2 more to recompute; causal
+attention; the pipeline's bubble; and in decoding the weights and caches read from memory, the experts that a
+batch reaches, and two all-reduces per layer. Not counted are reward functions, packing, start-up, the
+optimizer's step and slow replicas.
 """
 
 import math
@@ -16,12 +18,12 @@ from rl.dry_run.memory import ITEMSIZE, EngineMemory, Layout, num_micro_batches,
 from rl.dry_run.shape import Model
 
 NEAR_LATENCY, FAR_LATENCY = 15e-6, 50e-6
-"""Seconds of an all-reduce of a few tokens within a node and between nodes."""
+"""Seconds of an all-reduce of a few tokens within a node, and between nodes."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens of a sequence, an assumption."""
+    """Assumed mean tokens of a sequence."""
 
     prompt: float
     response: float
@@ -32,10 +34,9 @@ class Lengths:
 
 
 def assumed_lengths(config: Config, prompt: float = 0.0, response: float = 0.0) -> Lengths:
-    """The given means, or half of the longest."""
-    return Lengths(
-        prompt or config.data.max_prompt_tokens / 2, response or config.rollout.max_response_tokens / 2
-    )
+    """Return the given means, or half of the maximum for those that are 0."""
+    longest = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    return Lengths(prompt or longest[0] / 2, response or longest[1] / 2)
 
 
 def estimate_seconds(
@@ -46,7 +47,7 @@ def estimate_seconds(
     lengths: Lengths,
     hardware: Hardware,
 ) -> dict[str, float]:
-    """Seconds of each phase of a step but the refit, by its name in timing_s/*."""
+    """Return the seconds of each phase of a step except the refit, by its name in timing_s/*."""
     needs, policy = algorithm_of(config).needs, models["policy"]
     sequences = config.data.prompts_per_step * sequences_per_prompt(config)
 
@@ -62,10 +63,10 @@ def estimate_seconds(
         if "reward" in needs and not config.rollout_correction.bypass:
             seconds["old_log_prob"] = passes(policy, 2)
     if needs_reference(config):
-        # Its weights come from host memory, and the policy's go there and back.
-        swap = (
-            3 * ITEMSIZE[config.model.dtype] * policy.parameters / (layout.tp * layout.pp * max(1, layout.ep))
-        )
+        # Three transfers: the policy's weights to host memory, the reference's from there, and the policy's
+        # back.
+        ranks = layout.tp * layout.pp * max(1, layout.ep)
+        swap = 3 * ITEMSIZE[config.model.dtype] * policy.parameters / ranks
         seconds["ref"] = passes(policy, 2) + swap / (hardware.pcie_gb_s * 1e9)
     if "critic" in models:
         seconds["values"] = passes(models["critic"], 2)
@@ -88,12 +89,12 @@ def _training_pass(
     per_parameter: int,
     hardware: Hardware,
 ) -> float:
-    """All sequences of a step once through a model on the training grid. per_parameter: operations per parameter and token,
-    2 for a forward pass; attention costs in proportion."""
+    """Return the seconds of one pass of all sequences of a step through a model on the training grid.
+
+    per_parameter: operations per parameter and token, 2 for a forward pass; attention scales with it.
+    """
     query, value = model.heads_width
-    attention = (
-        model.num_layers * (query + value) * lengths.total / 2
-    )  # multiplications per token, half of them masked
+    attention = model.num_layers * (query + value) * lengths.total / 2  # products per token; half are masked
     operations = per_parameter * (model.multiplied + attention) * sequences * lengths.total
     busiest = hardware.expert_imbalance if model.num_experts else 1.0
     ideal = busiest * operations / (layout.world_size * hardware.tflops * 1e12 * hardware.train_share)
@@ -104,7 +105,8 @@ def _training_pass(
 def _generation(
     config: Config, layout: Layout, model: Model, engine: EngineMemory, lengths: Lengths, hardware: Hardware
 ) -> float:
-    """All samples of a step from all replicas: prefill by arithmetic, decoding by what each step reads from memory."""
+    """Return the seconds to generate all samples of a step: prefill by arithmetic, decoding by the memory
+    that it reads."""
     tp, itemsize = layout.rollout_tp, ITEMSIZE[config.model.dtype]
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt / layout.replicas
     in_cache = engine.cache_tokens / lengths.total
@@ -114,21 +116,21 @@ def _generation(
     weights = _weights_read(model, at_once) * itemsize / tp
     cache = at_once * (lengths.prompt + lengths.response / 2) * engine.bytes_per_token
     near = tp <= hardware.ranks_per_node
-    latency = 0.0 if tp == 1 else 2 * model.num_layers * (NEAR_LATENCY if near else FAR_LATENCY)
-    link = (hardware.nvlink_gb_s if near else hardware.nic_gb_s) * 1e9 * hardware.link_share
-    messages = (
-        0.0 if tp == 1 else 2 * model.num_layers * 2 * at_once * model.hf["hidden_size"] * itemsize / link
-    )
-    step = (weights + cache) / (hardware.hbm_gb_s * 1e9 * hardware.hbm_share) + latency + messages
+    step = (weights + cache) / (hardware.hbm_gb_s * 1e9 * hardware.hbm_share)
+    if tp > 1:
+        message = 2 * at_once * model.hf["hidden_size"] * itemsize
+        transfer = hardware.link_seconds(message, 0) if near else hardware.link_seconds(0, message)
+        step += 2 * model.num_layers * ((NEAR_LATENCY if near else FAR_LATENCY) + transfer)
     step = max(step, 2 * model.multiplied * at_once / rate)
     return prefill + math.ceil(samples / at_once) * lengths.response * step
 
 
 def _weights_read(model: Model, batch: float) -> float:
-    """Parameters that one decoding step of a batch reads: of the routed experts those that some token chose."""
+    """Return the parameters that one decoding step of a batch reads; of the routed experts those that some
+    token uses."""
     routed = sum(part.elements for part in model.parts if part.weight.expert is not None)
     if not routed:
         return model.multiplied
-    chosen = model.experts_per_token / model.num_experts
-    reached = 1 - (1 - chosen) ** batch
-    return model.multiplied + routed * (reached - chosen)
+    per_token = model.experts_per_token / model.num_experts
+    reached = 1 - (1 - per_token) ** batch
+    return model.multiplied + routed * (reached - per_token)

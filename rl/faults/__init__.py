@@ -1,1 +1,1 @@
-"""Faults: found, named, and shared by all ranks."""
+"""Faults: phase limits, heartbeats, comparisons between ranks, the first fault's report, the lock."""

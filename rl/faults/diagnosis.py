@@ -1,77 +1,86 @@
-"""Which rank is at fault when ranks wait for each other: a pure function of their heartbeats."""
+"""Diagnosis of which rank is at fault when ranks wait for each other: pure functions of their heartbeats."""
 
 from collections import Counter
 from dataclasses import dataclass
 
-from rl.faults.heartbeat import Beat
+from rl.faults.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True)
-class Verdict:
-    guilty: tuple[int, ...]
-    """Empty: the heartbeats do not tell."""
+class Diagnosis:
+    at_fault: tuple[int, ...]
+    """Ranks for which the others wait; empty if the heartbeats do not show which."""
     reason: str
-    """What tells those ranks from the others."""
+    """What distinguishes those ranks from the others."""
 
 
-def lost_ranks(beats: list[Beat | None], now: float, silent_s: float) -> list[int]:
-    """Ranks whose process has ended, or whose last heartbeat is more than `silent_s` seconds before `now` (Unix time)."""
+def lost_ranks(heartbeats: list[Heartbeat | None], now: float, silent_s: float) -> list[int]:
+    """Return ranks that have ended, or whose heartbeat is more than `silent_s` older than `now`."""
     return [
         rank
-        for rank, beat in enumerate(beats)
+        for rank, beat in enumerate(heartbeats)
         if beat is not None and (beat.process.is_gone() or now - beat.time > silent_s)
     ]
 
 
-def judge(beats: list[Beat | None], now: float, silent_s: float) -> Verdict:
-    """The ranks for which the others wait. In this order: those that are lost, those that are behind in the program, those
-    that do not wait while others do."""
-    if lost := lost_ranks(beats, now, silent_s):
-        return Verdict(tuple(lost), "ended, or held by native code")
-    present = [beat for beat in beats if beat is not None]
+def diagnose(heartbeats: list[Heartbeat | None], now: float, silent_s: float) -> Diagnosis:
+    """Return the ranks for which the others wait. Lost ranks come first, then ranks that are behind in the
+    program, then ranks that do not wait while others do."""
+    if lost := lost_ranks(heartbeats, now, silent_s):
+        return Diagnosis(tuple(lost), "ended, or held by native code")
+    present = [beat for beat in heartbeats if beat is not None]
     furthest = max((beat.number for beat in present), default=0)
-    behind = tuple(beat.rank for beat in present if beat.number < furthest)
-    if behind:
-        return Verdict(behind, "behind the others")
+    if behind := tuple(beat.rank for beat in present if beat.number < furthest):
+        return Diagnosis(behind, "behind the others")
     busy = tuple(beat.rank for beat in present if not beat.waits)
     if 0 < len(busy) < len(present):
-        return Verdict(busy, "not waiting for others, while they wait")
-    return Verdict((), "all are at the same place")
+        return Diagnosis(busy, "not waiting for others, while they wait")
+    return Diagnosis((), "all are at the same place")
 
 
-def describe(beat: Beat, now: float, silent_s: float) -> str:
-    """'rank 1 (node2) in score of step 3 for 612 s at reward.py:12 score', or since when nothing was heard of it."""
-    who = f"rank {beat.rank} ({beat.process.host})"
-    if now - beat.time > silent_s or beat.process.is_gone():
-        return f"{who}, last heartbeat {now - beat.time:.0f} s ago in {beat.place}"
-    at = f" at {beat.at}" if beat.at else ""
-    return f"{who} in {beat.place} for {now - beat.since:.0f} s{at}"
-
-
-def summary(
-    beats: list[Beat | None], verdict: Verdict, now: float, silent_s: float, *, max_shown: int = 4
+def summarize(
+    heartbeats: list[Heartbeat | None],
+    diagnosis: Diagnosis,
+    now: float,
+    silent_s: float,
+    *,
+    max_shown: int = 4,
 ) -> str:
-    """One line: the ranks at fault and where they are, then where how many others wait."""
+    """Return one line: the ranks at fault and their phases, then the phases of the ranks that wait."""
     shown = [
-        describe(beat, now, silent_s)
-        for rank in verdict.guilty[:max_shown]
-        if (beat := beats[rank]) is not None
+        _describe(beat, now, silent_s)
+        for rank in diagnosis.at_fault[:max_shown]
+        if (beat := heartbeats[rank]) is not None
     ]
-    more = len(verdict.guilty) - len(shown)
+    more = len(diagnosis.at_fault) - len(shown)
     text = "; ".join(shown) + (f"; and {more} more ranks" if more > 0 else "")
-    others = [beat for beat in beats if beat is not None and beat.rank not in verdict.guilty]
-    places = Counter((beat.place, beat.at) for beat in others)
+    others = [beat for beat in heartbeats if beat is not None and beat.rank not in diagnosis.at_fault]
+    places = Counter((beat.label, beat.at) for beat in others)
     waiting = ", ".join(
         f"{_ranks(others, place)} in {place[0]} at {place[1]}" for place, _ in places.most_common(max_shown)
     )
-    if not verdict.guilty:
-        return f"{verdict.reason}: {waiting}"
-    return f"{text} ({verdict.reason})" + (f"; waiting: {waiting}" if waiting else "")
+    if not diagnosis.at_fault:
+        return f"{diagnosis.reason}: {waiting}"
+    return f"{text} ({diagnosis.reason})" + (f"; waiting: {waiting}" if waiting else "")
 
 
-def _ranks(beats: list[Beat], place: tuple[str, str], max_shown: int = 8) -> str:
-    ranks = [beat.rank for beat in beats if (beat.place, beat.at) == place]
-    text = ", ".join(map(str, ranks[:max_shown])) + (
-        f" and {len(ranks) - max_shown} more" if len(ranks) > max_shown else ""
+def _describe(beat: Heartbeat, now: float, silent_s: float) -> str:
+    """Return 'rank 1 (node2) in score of step 3 for 612 s at reward.py:12 score', or its last heartbeat."""
+    if now - beat.time > silent_s or beat.process.is_gone():
+        return last_heartbeat(beat, now)
+    at = f" at {beat.at}" if beat.at else ""
+    return f"rank {beat.rank} ({beat.process.host}) in {beat.label} for {now - beat.since:.0f} s{at}"
+
+
+def last_heartbeat(beat: Heartbeat, now: float) -> str:
+    """Return 'rank 1 (node2), last heartbeat 90 s ago in score of step 3'."""
+    return (
+        f"rank {beat.rank} ({beat.process.host}), last heartbeat {now - beat.time:.0f} s ago in {beat.label}"
     )
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def _ranks(heartbeats: list[Heartbeat], place: tuple[str, str], max_shown: int = 8) -> str:
+    """Return 'ranks 0, 1, 3': the ranks with this label and frame."""
+    ranks = [beat.rank for beat in heartbeats if (beat.label, beat.at) == place]
+    more = f" and {len(ranks) - max_shown} more" if len(ranks) > max_shown else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:max_shown]))}{more}"

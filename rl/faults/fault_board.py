@@ -1,6 +1,8 @@
-"""The first fault of a run. Ranks race for it in the store of the process group; what comes after it is its consequence.
+"""The first fault of a run, shared by all ranks through the store of the process group.
 
-The store answers while collectives hang, and unlike files on a network file system it shows a fault to all ranks at once.
+The first rank to write its fault determines the cause that is reported. Later faults are taken for its
+consequences. The store answers while collectives hang, and unlike files on a network file system it shows a
+fault to all ranks at once.
 """
 
 import json
@@ -10,71 +12,74 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 CONNECTION = re.compile(
-    r"connection (closed|reset|refused|was)|broken pipe|timed out|socket timeout|gloo|nccl|remote process exited|failed to recv",
+    r"connection (closed|reset|refused|was)|broken pipe|timed out|socket timeout|gloo|nccl"
+    r"|remote process exited|failed to recv",
     re.I,
 )
-"""In the message of an error that may be the echo of another rank's end."""
+"""Pattern in the message of an error that may be caused by the end of another rank."""
 
 
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """error: an exception; overrun: a phase took longer than its limit; lost: a rank has gone; memory: over the host's limit."""
+    """error: an exception; overrun: a phase over its limit; lost: a rank ended; memory: above the limit."""
     rank: int
-    """Who found it."""
-    said: str
+    """The rank that found the fault."""
+    message: str
     """One line that names rank, host, phase and step."""
 
 
 class FailedElsewhere(RuntimeError):
-    """This rank leaves because another one failed, which says why."""
+    """Raised on a rank that ends because another rank failed; the other rank reports the cause."""
 
 
 class Disagreement(RuntimeError):
-    """Ranks are not doing the same. Raised on every rank alike."""
+    """Raised on every rank when ranks are about to do different things or hold different weights."""
 
 
-def is_echo(error: BaseException) -> bool:
-    """Whether the error may come of another rank's end: a closed connection or a collective that timed out."""
+def may_be_secondary(error: BaseException) -> bool:
+    """Return whether another rank's end may be the cause: a closed connection, a collective's time-out."""
     if isinstance(error, (FailedElsewhere, dist.DistError)):
         return True
-    return isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) and bool(
-        CONNECTION.search(str(error))
-    )
+    is_io = isinstance(error, (RuntimeError, ConnectionError, TimeoutError))
+    return is_io and bool(CONNECTION.search(str(error)))
 
 
 class FaultBoard:
-    """What ranks tell each other about the end of the run. Nothing here is collective; a method raises dist.DistError when the
-    process that holds the store has gone.
+    """What ranks share about the end of the run.
 
-    Args:
-        store: that of the default process group. A connection of its own is made: another thread may wait on the given one.
+    No method is collective. Each raises dist.DistError if the process that holds the store has ended.
+
+    Args: store: store of the default process group. The board opens its own connection, because another
+        thread may be
+            waiting on the given one.
     """
 
     def __init__(self, store: dist.Store):
         self._store = dist.PrefixStore("lockstep-faults", store.clone())
 
-    def claim(self, fault: Fault) -> Fault:
-        """The first fault: this one, unless another rank was earlier."""
+    def post(self, fault: Fault) -> Fault:
+        """Post a fault; return the run's first fault, which is this one unless another rank was earlier."""
         return _fault(self._store.compare_set("first", "", json.dumps(asdict(fault))))
 
     def first(self) -> Fault | None:
+        """Return the first fault of the run, if there is one."""
         return _fault(self._store.get("first")) if self._store.check(["first"]) else None
 
     def acknowledge(self) -> None:
-        """This rank has seen the first fault and done what it had to do."""
+        """Count this rank among those that have read the first fault, and written stacks if required."""
         self._store.add("seen", 1)
 
-    def acknowledged(self) -> int:
-        """Ranks that have."""
+    def num_acknowledged(self) -> int:
+        """Return the number of ranks that acknowledged the first fault."""
         return self._store.add("seen", 0)
 
-    def close_case(self) -> None:
-        """The first fault has been said: ranks may end."""
-        self._store.set("said", "1")
+    def mark_reported(self) -> None:
+        """Record that the first fault is in the log, so that ranks may end."""
+        self._store.set("reported", "1")
 
-    def is_closed(self) -> bool:
-        return self._store.check(["said"])
+    def is_reported(self) -> bool:
+        return self._store.check(["reported"])
 
 
 def _fault(text: bytes) -> Fault:

@@ -1,5 +1,7 @@
-"""Heartbeats: `<run.dir>/heartbeat/rank_N.json` says where each rank is and that it lives. For people, and for the rank that has
-to say which one is at fault when all of them wait."""
+"""Heartbeats: `<run.dir>/heartbeat/rank_N.json` holds the current phase of a rank and the time of writing.
+
+They are for people, and for the diagnosis of which rank is at fault when ranks wait for each other.
+"""
 
 import json
 import os
@@ -9,14 +11,16 @@ from pathlib import Path
 
 import torch
 
-from rl.faults.phase_tracker import Whereabouts, words
+from rl.faults.phase_tracker import PhaseTracker, phase_label
 from rl.faults.process import GIB, Process, process_from, resident_bytes, this_process
 
 DIRECTORY = "heartbeat"
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
+    """Content of a rank's file; the fields of `process` are stored beside the others."""
+
     rank: int
     process: Process
     job: str
@@ -24,75 +28,76 @@ class Beat:
     phase: str
     step: int
     number: int
-    """Changes of place so far, as in `Place`."""
+    """Number of phase entries so far, as in `PhaseEntry`."""
     since: float
-    """Unix time at which the rank came to this phase."""
+    """Unix time at which the rank entered this phase."""
     time: float
     """Unix time of this heartbeat."""
     at: str
-    """Innermost frame of the main flow outside of libraries: 'file:line function'."""
+    """Innermost frame of the main thread outside of libraries: 'file:line function'."""
     waits: bool
-    """Whether it waits for other ranks there."""
+    """Whether the main thread waits for other ranks."""
     host_memory_gib: float
     device_memory_gib: float
-    """Allocated by this process through torch; 0 on CPU."""
+    """Memory that this process allocated through torch, in GiB; 0 on CPU."""
 
     @property
-    def place(self) -> str:
-        return words(self.phase, self.step)
+    def label(self) -> str:
+        return phase_label(self.phase, self.step)
 
 
-class Heart:
+class HeartbeatWriter:
     """Writes this rank's heartbeat."""
 
-    def __init__(self, run_dir: str, rank: int, where: Whereabouts):
-        self._path = beat_path(run_dir, rank)
+    def __init__(self, run_dir: str, rank: int, tracker: PhaseTracker):
+        self._path = heartbeat_path(run_dir, rank)
         self._path.parent.mkdir(exist_ok=True)
-        self._rank, self._where, self._process = rank, where, this_process()
+        self._rank, self._tracker, self._process = rank, tracker, this_process()
         self._job = os.environ.get("SLURM_JOB_ID", "")
 
-    def now(self) -> Beat:
-        place = self._where.place
-        at, waits = self._where.frame()
+    def measure(self) -> Heartbeat:
+        """Return the present state of this rank."""
+        entry = self._tracker.current
+        at, waits = self._tracker.main_frame()
         device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        return Beat(
-            self._rank,
-            self._process,
-            self._job,
-            place.phase,
-            place.step,
-            place.number,
-            place.since,
-            time.time(),
-            at,
-            waits,
-            round(resident_bytes() / GIB, 3),
-            round(device / GIB, 3),
+        return Heartbeat(
+            rank=self._rank,
+            process=self._process,
+            job=self._job,
+            phase=entry.phase,
+            step=entry.step,
+            number=entry.number,
+            since=entry.since,
+            time=time.time(),
+            at=at,
+            waits=waits,
+            host_memory_gib=round(resident_bytes() / GIB, 3),
+            device_memory_gib=round(device / GIB, 3),
         )
 
-    def beat(self) -> None:
-        """Write the file, in one rename: a reader sees the old one or the new one."""
-        record = asdict(self.now())
+    def write(self) -> None:
+        """Replace the file in one rename, so that a reader sees the old content or the new one."""
+        record = asdict(self.measure())
         record |= record.pop("process")
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps(record, indent=1) + "\n")
         partial.replace(self._path)
 
 
-def beat_path(run_dir: str, rank: int) -> Path:
+def heartbeat_path(run_dir: str, rank: int) -> Path:
     return Path(run_dir, DIRECTORY, f"rank_{rank}.json")
 
 
-def read_beat(run_dir: str, rank: int) -> Beat | None:
-    """The last heartbeat of a rank; None where there is none that can be read."""
+def read_heartbeat(run_dir: str, rank: int) -> Heartbeat | None:
+    """Return the last heartbeat of a rank, or None if there is no readable one."""
     try:
-        record = json.loads(beat_path(run_dir, rank).read_text())
+        record = json.loads(heartbeat_path(run_dir, rank).read_text())
         process = process_from(record)
-        values = {name: record[name] for name in Beat.__dataclass_fields__ if name != "process"}
+        values = {name: record[name] for name in Heartbeat.__dataclass_fields__ if name != "process"}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Beat(process=process, **values)
+    return Heartbeat(process=process, **values)
 
 
-def read_beats(run_dir: str, world_size: int) -> list[Beat | None]:
-    return [read_beat(run_dir, rank) for rank in range(world_size)]
+def read_heartbeats(run_dir: str, world_size: int) -> list[Heartbeat | None]:
+    return [read_heartbeat(run_dir, rank) for rank in range(world_size)]

@@ -1,8 +1,9 @@
-"""`<run.dir>/lock.json`: one run at a time writes into a run directory. For rank 0.
+"""`<run.dir>/lock.json`: lets one run at a time write into a run directory. For rank 0.
 
-Two jobs in one directory overwrite each other's checkpoints and metrics, and each looks healthy. The lock holds who is in
-there; it is taken by linking a finished file to its name, which only one can do, also on NFS. A lock whose run is no more is
-taken over. A run that was taken over by mistake (its host hung for minutes) notices before it writes again: `still_mine`.
+Two jobs in one directory would overwrite each other's checkpoints and metrics while each looks healthy. The
+lock names the process that holds it. It is taken by linking a finished file to its name, which only one
+process can do, also on NFS. A lock whose run has ended is taken over. A run that was taken over by mistake
+(its host hung for minutes) finds that out before it writes again: `RunLock.is_held`.
 """
 
 import json
@@ -19,34 +20,36 @@ from typing import Any
 
 from rl.config.schema import Config
 from rl.faults import heartbeat
-from rl.faults.heartbeat import beat_path
+from rl.faults.heartbeat import heartbeat_path
 from rl.faults.process import process_from, this_process
 
 FILE_NAME = "lock.json"
 
 LIVE_STATES = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "SIGNALING", "STAGE_OUT"}
-"""Of a Slurm job that may still have processes."""
+"""States of a Slurm job that may still have processes."""
 
 SQUEUE_S = 20.0
+"""Time limit of a call of squeue, in seconds."""
 
 
 class LockLost(RuntimeError):
-    """Another run has taken this run's directory over."""
+    """Raised when another run has taken over this run's directory."""
 
 
 @dataclass(frozen=True)
 class RunLock:
-    """The lock of a run directory, held."""
+    """The lock of a run directory, held by this run."""
 
     path: Path
     token: str
 
     @classmethod
     def take(cls, directory: Path, *, silent_s: float) -> "RunLock":
-        """Take the directory's lock, over a stale one if need be.
+        """Take the directory's lock; replace a stale one.
 
-        silent_s: seconds without a heartbeat after which a run elsewhere counts as ended, if Slurm cannot tell.
-        Raises ValueError, naming host, pid and job, if a live run holds it.
+        silent_s: seconds without a heartbeat after which a run on another host counts as ended, if Slurm has
+        no answer.
+        Raises ValueError, which names host, pid and job, if a live run holds the lock.
         """
         path, token = directory / FILE_NAME, uuid.uuid4().hex
         mine = path.with_name(f"{FILE_NAME}.{token}")
@@ -58,27 +61,30 @@ class RunLock:
             mine.unlink(missing_ok=True)
         return cls(path, token)
 
-    def still_mine(self) -> bool:
-        """Whether this run holds the lock still. To ask before anything in the directory is made current or removed."""
+    def is_held(self) -> bool:
+        """Return whether this run still holds the lock. Check before replacing or removing files there."""
         return (_read(self.path) or {}).get("token") == self.token
 
     def release(self) -> None:
-        if self.still_mine():
-            self.path.unlink(missing_ok=True)  # the thread and the main flow may both end this process
+        if self.is_held():
+            self.path.unlink(missing_ok=True)  # watchdog and main thread may both end this process
 
 
 def check_lock(lock: RunLock | None) -> None:
-    """Raise LockLost if the run directory is not this run's any more; None, on ranks other than 0, passes."""
-    if lock is not None and not lock.still_mine():
+    """Raise LockLost if this run no longer holds the lock. None, as on ranks other than 0, passes."""
+    if lock is not None and not lock.is_held():
         owner = _read(lock.path)
-        whose = f"is now that of {_words(owner)}" if owner else "has no lock any more"
+        state = f"is now that of {_name(owner)}" if owner else "has no lock any more"
         raise LockLost(
-            f"{lock.path.parent} {whose}: this run was taken for dead, and ends before it writes there again."
+            f"{lock.path.parent} {state}: this run was taken for dead, and ends before it writes there."
         )
 
 
 def is_of_another(run_dir: str, token: str) -> bool:
-    """Whether the directory's lock is held with another token. A lock that was released is nobody's."""
+    """Return whether the directory is locked with another token.
+
+    A lock that was released belongs to nobody.
+    """
     owner = _read(Path(run_dir, FILE_NAME))
     return owner is not None and owner.get("token") != token
 
@@ -93,7 +99,7 @@ def _record(token: str) -> dict[str, Any]:
 
 
 def _link(source: Path, path: Path) -> bool:
-    """Give `source` a second name, whole and at once; False if somebody has that name."""
+    """Give `source` a second name, atomically; return False if that name exists."""
     try:
         os.link(source, path)
     except FileExistsError:
@@ -102,19 +108,20 @@ def _link(source: Path, path: Path) -> bool:
 
 
 def _replace_stale(mine: Path, path: Path, silent_s: float) -> None:
-    """Put `mine` in the place of a stale lock. ValueError if the lock is not stale, or another run is faster."""
+    """Replace a stale lock by `mine`. Raise ValueError if the lock is not stale, or another run is faster."""
     owner = _read(path)
-    if owner is None:  # released in between
+    if owner is None:  # released meanwhile
         if _link(mine, path):
             return
         owner = _read(path) or {}
     reason = _why_stale(owner, path.parent, silent_s)
     if reason is None:
         raise ValueError(
-            f"{path.parent} is in use by a live run, {_words(owner)}; wait for it, end it, or set another run.dir. "
-            f"If that run is dead, remove {path}."
+            f"{path.parent} is in use by a live run, {_name(owner)}; wait for it, end it, or set another "
+            f"run.dir. If that run is dead, remove {path}."
         )
-    # Only one of several that come for the same stale lock gets this name, and it finds that lock still there.
+    # Of several runs that find the same stale lock one gets this name, and only while that lock is still
+    # there.
     claim = path.with_name(f"{FILE_NAME}.after-{owner.get('token', 'unreadable')}")
     if not _link(mine, claim):
         raise ValueError(
@@ -126,39 +133,31 @@ def _replace_stale(mine: Path, path: Path, silent_s: float) -> None:
         os.replace(mine, path)
     finally:
         claim.unlink()
-    print(
-        f"the lock of {path.parent} was left behind by {_words(owner)} ({reason}); taken over",
-        file=sys.stderr,
-        flush=True,
-    )
+    message = f"the lock of {path.parent} was left behind by {_name(owner)} ({reason}); taken over"
+    print(message, file=sys.stderr, flush=True)
 
 
 def _why_stale(owner: dict[str, Any], directory: Path, silent_s: float) -> str | None:
-    """Why the lock's owner is no more; None if it lives, or may."""
+    """Return why the lock's owner has ended, or None if it may be alive."""
     try:
         gone, job = process_from(owner).is_gone(), str(owner["job"])
     except (KeyError, TypeError, ValueError):
         return "it cannot be read"
     if gone is not None:
         return "its process has ended" if gone else None
-    if (
-        job
-        and job == os.environ.get("SLURM_JOB_ID")
-        and owner["restarts"] < int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    ):
-        return "an earlier start of this job"  # Slurm has ended all of it before it starts the job again
-    if job and shutil.which("squeue"):
-        states = _job_states(job)
-        if states is not None and not states & LIVE_STATES:
-            return f"Slurm has job {job} as {', '.join(sorted(states)) or 'ended'}"
-        if states is not None:
-            return None
+    if job and job == os.environ.get("SLURM_JOB_ID"):
+        if owner["restarts"] < int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+            return "an earlier start of this job"  # Slurm ends all of it before it starts the job again
+    states = _job_states(job) if job and shutil.which("squeue") else None
+    if states is not None:
+        live = states & LIVE_STATES
+        return None if live else f"Slurm has job {job} as {', '.join(sorted(states)) or 'ended'}"
     silent = _silence(directory)
     return f"no heartbeat for {silent:.0f} s" if silent > silent_s else None
 
 
 def _job_states(job: str) -> set[str] | None:
-    """States that squeue knows of a job; empty if it has left the queue, None if squeue does not answer."""
+    """Return the states that squeue lists for a job; empty if the job is gone, None without an answer."""
     command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
     try:
         out = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S)
@@ -170,21 +169,17 @@ def _job_states(job: str) -> set[str] | None:
 
 
 def _silence(directory: Path) -> float:
-    """Seconds since the owner's last sign of life: rank 0's heartbeat, or the lock itself. By the file server's clock."""
+    """Return seconds since the last change of rank 0's heartbeat or the lock, by the file server's clock."""
     probe = directory / f"{FILE_NAME}.{uuid.uuid4().hex}"
     probe.write_text("")
     now = probe.stat().st_mtime
     probe.unlink()
-    signs = [
-        path.stat().st_mtime
-        for path in (directory / FILE_NAME, beat_path(str(directory), 0))
-        if path.exists()
-    ]
-    return now - max(signs, default=0.0)
+    paths = (directory / FILE_NAME, heartbeat_path(str(directory), 0))
+    return now - max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The lock's record; None if there is no lock, empty if it cannot be read."""
+    """Return the lock's record; None if there is no lock, {} if it is unreadable."""
     try:
         record = json.loads(path.read_text())
     except FileNotFoundError:
@@ -194,7 +189,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else {}
 
 
-def _words(owner: dict[str, Any]) -> str:
+def _name(owner: dict[str, Any]) -> str:
+    """Return 'process 4711 on node1, Slurm job 1234'."""
     if "host" not in owner:
         return "an unknown run"
     job = f", Slurm job {owner['job']}" if owner.get("job") else ""
@@ -202,10 +198,10 @@ def _words(owner: dict[str, Any]) -> str:
 
 
 def make_run_directory(config: Config) -> RunLock:
-    """Make run.dir with the user's umask, see that it can be written to and that nobody else does, before anything is built.
+    """Make run.dir with the user's umask, check that it is writable, and lock it.
 
-    run.dir itself may be a symbolic link, to scratch for example; what is in it may not lead out of it.
-    Raises OSError if it cannot be written to, ValueError if another run is using it or something in it leads elsewhere.
+    run.dir itself may be a symbolic link, for example to scratch; its entries must not lead out of it.
+    Raises OSError if it is not writable, ValueError if another run uses it or an entry leads out of it.
     """
     directory = Path(config.run.dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -213,16 +209,16 @@ def make_run_directory(config: Config) -> RunLock:
     with tempfile.TemporaryFile(dir=directory):
         pass
     lock = RunLock.take(directory, silent_s=config.watchdog.lost_s)
-    shutil.rmtree(directory / heartbeat.DIRECTORY, ignore_errors=True)  # of ranks that are no more
+    shutil.rmtree(directory / heartbeat.DIRECTORY, ignore_errors=True)  # of an earlier start
     return lock
 
 
 def refuse_links(directory: Path) -> None:
-    """ValueError if an entry of the directory is a symbolic link out of it: a run would write and remove files there."""
+    """Raise ValueError if an entry of the directory is a symbolic link out of it."""
     inside = directory.resolve()
     for entry in directory.iterdir():
         if entry.is_symlink() and not entry.resolve().is_relative_to(inside):
             raise ValueError(
-                f"{entry} is a symbolic link to {entry.resolve()}, outside of the run directory, where a run would write and remove "
-                "files; remove the link, or make run.dir itself the link."
+                f"{entry} is a symbolic link to {entry.resolve()}, outside of the run directory, where a run "
+                "would write and remove files; remove the link, or make run.dir itself the link."
             )

@@ -1,4 +1,4 @@
-"""Where the main flow of this rank is: which phase of which step, since when."""
+"""The phase and step that the main thread of this rank is in, and since when."""
 
 import faulthandler
 import sys
@@ -15,82 +15,88 @@ from rl.config.limits import PhaseLimits
 PHASES = ("start_up", "generate", "score", "log_probs", "update", "refit", "save", "other")
 
 BACKSTOP_S = 6.0
-"""So long after a phase's limit a thread that needs no interpreter lock dumps the stacks and ends the process. It only comes
-to that if native code holds the lock: otherwise the watchdog has ended the process before."""
+"""Delay of the backstop after a phase's limit, in seconds.
+
+The backstop is a C thread that writes the stacks and ends the process without the interpreter lock. It
+fires only if native code holds that lock; otherwise the watchdog is first.
+"""
 
 WAITING = ("/torch/distributed/", "/vllm/distributed/", "/pipeline_parallel/p2p_communication.py")
-"""Paths of the innermost frame of a rank that waits for others."""
+"""Paths of the innermost frame of a rank that waits for other ranks."""
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 
 
 @dataclass(frozen=True)
-class Place:
+class PhaseEntry:
+    """One entry of the main thread into a phase."""
+
     phase: str
     step: int
     number: int
-    """Changes of place so far. Every rank runs the same program, so a rank with a lower number is behind."""
+    """Number of entries so far. Every rank runs the same program, so a rank with a lower number is behind."""
     since: float
-    """time.time() at which the main flow came here."""
+    """time.time() of the entry."""
     entered: float
-    """time.monotonic() of the same moment."""
+    """time.monotonic() of the entry."""
     limit_s: float
 
     @property
     def seconds(self) -> float:
-        """How long the main flow has been here."""
+        """Seconds since the entry."""
         return time.monotonic() - self.entered
 
     @property
-    def words(self) -> str:
-        return words(self.phase, self.step)
+    def label(self) -> str:
+        return phase_label(self.phase, self.step)
 
 
-def words(phase: str, step: int) -> str:
-    """'score of step 3', or 'start-up'."""
+def phase_label(phase: str, step: int) -> str:
+    """Return 'score of step 3', or 'start-up'."""
     return "start-up" if phase == "start_up" else f"{phase} of step {step}"
 
 
-class Whereabouts:
-    """This rank's place, kept by the main flow and read by the watchdog's thread.
+class PhaseTracker:
+    """The current phase of this rank, written by the main thread and read by the watchdog's thread.
 
     Args:
         limits: seconds per phase.
-        backstop: open file for the stacks of a rank whose interpreter lock is held by native code when a limit is over.
+        backstop: open file in which the backstop writes the stacks (see BACKSTOP_S).
     """
 
     def __init__(self, limits: PhaseLimits, backstop: TextIO):
         self._limits, self._backstop = limits, backstop
-        self._main = threading.main_thread().ident
+        self._main_thread = threading.main_thread().ident
         self._number = 0
-        self._go("start_up", 0)
+        self._enter("start_up", 0)
 
-    def _go(self, phase: str, step: int) -> None:
+    def _enter(self, phase: str, step: int) -> None:
         self._number += 1
         limit_s = getattr(self._limits, phase)
-        # One assignment: the thread must not see a new phase with the time of the old one.
-        self.place = Place(phase, step, self._number, time.time(), time.monotonic(), limit_s)
-        limit = min(limit_s + BACKSTOP_S, threading.TIMEOUT_MAX)
-        faulthandler.dump_traceback_later(limit, exit=True, file=self._backstop)
+        # One assignment, so that the watchdog never reads a new phase with an old time.
+        self.current = PhaseEntry(phase, step, self._number, time.time(), time.monotonic(), limit_s)
+        delay = min(limit_s + BACKSTOP_S, threading.TIMEOUT_MAX)
+        faulthandler.dump_traceback_later(delay, exit=True, file=self._backstop)
 
     @contextmanager
-    def phase(self, name: str, step: int) -> Iterator[Place]:
-        """Within it the main flow is in that phase. After an exception it stays there, so that the report can name it."""
-        outer = self.place
-        self._go(name, step)
-        yield self.place
-        self._go(outer.phase, outer.step)
+    def phase(self, name: str, step: int) -> Iterator[PhaseEntry]:
+        """Track the body as the phase `name`, which stays current after an exception, for the report."""
+        outer = self.current
+        self._enter(name, step)
+        yield self.current
+        self._enter(outer.phase, outer.step)
 
     def begin_step(self, step: int) -> None:
-        self._go("other", step)
+        self._enter("other", step)
 
     def close(self) -> None:
+        """Cancel the backstop."""
         faulthandler.cancel_dump_traceback_later()
 
-    def frame(self) -> tuple[str, bool]:
-        """'file:line function' of the main flow's innermost frame outside of libraries, and whether it waits for other ranks."""
-        frame = innermost = sys._current_frames().get(self._main)
+    def main_frame(self) -> tuple[str, bool]:
+        """Return the main thread's innermost frame outside of libraries, and whether it waits for ranks."""
+        frame = innermost = sys._current_frames().get(self._main_thread)
         if innermost is None:
             return "", False
         while frame.f_back is not None and _is_library(frame.f_code.co_filename):
@@ -100,5 +106,5 @@ class Whereabouts:
 
 
 def _is_library(path: str) -> bool:
-    """Installed, this package is among the libraries, but it is not one."""
+    """Return whether a file belongs to a library; not this package, although it may be installed too."""
     return any(part in path for part in LIBRARIES) and not path.startswith(PACKAGE)

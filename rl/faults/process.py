@@ -1,4 +1,4 @@
-"""Facts about processes, read from /proc: who one is, whether one still runs, what it holds. Linux only."""
+"""Identity, liveness and memory of processes, read from /proc. Linux only."""
 
 import ctypes
 import os
@@ -12,24 +12,22 @@ GIB = float(1 << 30)
 
 @dataclass(frozen=True)
 class Process:
-    """A process that can be told from any other, also from a later one with the same number."""
+    """A process, distinguished from every other one, also from a later one with the same pid."""
 
     host: str
     pid: int
     started: int
     """Start time in clock ticks after boot."""
     space: str
-    """Boot id and process namespace: within one space a pid means one process. Containers on one host have spaces of their own."""
+    """Boot id and pid namespace. Containers on one host have namespaces of their own."""
 
     def is_gone(self) -> bool | None:
-        """Whether it has ended, zombies included. None: it belongs to another host or namespace, where this one cannot look."""
+        """Return whether the process has ended (a zombie has), or None if this process cannot see it."""
         if self.space != _space():
-            # A host that was booted anew runs none of the processes from before.
-            return True if self.host == platform.node() and self._boot() != _boot_id() else None
+            # A host that was rebooted runs none of the earlier processes.
+            rebooted = self.host == platform.node() and self.space.partition("/")[0] != _boot_id()
+            return True if rebooted else None
         return _start_time(self.pid) != self.started
-
-    def _boot(self) -> str:
-        return self.space.partition("/")[0]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,28 +41,28 @@ def this_process() -> Process:
 
 
 def process_from(record: dict[str, Any]) -> Process:
-    """The process of a record that holds `as_dict`'s keys among others. KeyError or TypeError if it does not."""
+    """Return the process of a record with `as_dict`'s keys. Raises KeyError or TypeError without them."""
     return Process(str(record["host"]), int(record["pid"]), int(record["started"]), str(record["space"]))
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM, shared pages included."""
+    """Return the resident memory of this process in bytes, shared pages included."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def return_free_memory() -> None:
-    """Have the C library return freed memory to the system. Between tensors of many sizes it keeps more and more of it: a few
-    per cent in a hundred steps of a small run. Does nothing where the library is not glibc."""
+    """Make glibc return freed memory to the system; does nothing with another C library. Between tensors of
+    many sizes glibc keeps more and more of it: a few per cent in 100 steps of a small run."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def _start_time(pid: int) -> int | None:
-    """None if there is no such process, or only what is left of it until its parent asks for its exit code."""
+    """Return the start time of a process in clock ticks; None if there is none, or only a zombie."""
     try:
-        # The second field is the program's name in parentheses, which may hold anything.
+        # The second field is the program's name in parentheses, which may hold any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None

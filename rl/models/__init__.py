@@ -1,4 +1,5 @@
-"""One file per architecture: Hugging Face config -> Megatron config, and the names and layouts of every weight."""
+"""Model architectures, one file each: Megatron's config from the Hugging Face config, and the names and
+layouts of all weights."""
 
 import json
 from pathlib import Path
@@ -9,13 +10,15 @@ from rl.models.layout import REPLICATED, Weight
 
 _FILES = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek)
 SUPPORTED = tuple(name for file in _FILES for name in file.ARCHITECTURES)
-"""Architectures as config.json names them."""
+"""Architectures by their name in config.json."""
 
 
 def value_model(hf: dict) -> dict:
-    """The config as one of a language model with a value head in the place of its own: a critic or a reward model.
+    """Return the config of the model with a value head instead of the vocabulary's: a critic or a reward
+    model.
 
-    `hf` may be a causal language model's or that of a sequence classifier with one label. ValueError for another.
+    hf: the config of a causal language model or of a sequence classifier with one label. Raises ValueError
+    for another.
     """
     name = (hf.get("architectures") or [""])[0]
     causal = name.replace("ForSequenceClassification", "ForCausalLM")
@@ -26,25 +29,20 @@ def value_model(hf: dict) -> dict:
 
 
 def value_weights(hf: dict, *, needs_head: bool) -> list[Weight]:
-    """Weights of a `value_model`: the language model's without its head, and the value head, which a checkpoint may lack
-    unless `needs_head`: a critic then begins at 0."""
+    """Return the weights of a `value_model`: those of the language model without its head, and the value
+    head.
+
+    Unless `needs_head`, a checkpoint may lack the value head, which then starts at 0.
+    """
     body = [weight for weight in architecture(hf).weights(hf) if "lm_head.weight" not in weight.hf]
-    shape = (1, hf["hidden_size"])
-    return [
-        *body,
-        Weight(
-            ("score.weight",),
-            (shape,),
-            "value_head.weight",
-            "score.weight",
-            REPLICATED,
-            optional=not needs_head,
-        ),
-    ]
+    name, shape = "score.weight", (1, hf["hidden_size"])
+    head = Weight((name,), (shape,), "value_head.weight", name, REPLICATED, optional=not needs_head)
+    return [*body, head]
 
 
 def architecture(hf: dict) -> ModuleType:
-    """The file that describes the model of this Hugging Face config."""
+    """Return the file that describes the model of this Hugging Face config. Raises ValueError if there is
+    none."""
     name = hf["architectures"][0]
     for file in _FILES:
         if name in file.ARCHITECTURES:
@@ -53,14 +51,10 @@ def architecture(hf: dict) -> ModuleType:
 
 
 def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
-    """config.json of the Hugging Face checkpoint directory that the config's `key` names. ValueError if there is none."""
+    """Return config.json of a Hugging Face checkpoint directory. Raises ValueError, naming the config's
+    `key`, without one."""
     path = Path(directory, "config.json")
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"{key}={directory} is not a directory; it must be a Hugging Face checkpoint directory."
-        )
     if not path.is_file():
-        raise ValueError(
-            f"{key}={directory} has no config.json; it must be a Hugging Face checkpoint directory."
-        )
+        problem = "has no config.json" if path.parent.is_dir() else "is not a directory"
+        raise ValueError(f"{key}={directory} {problem}; it must be a Hugging Face checkpoint directory.")
     return json.loads(path.read_text())

@@ -1,8 +1,8 @@
-"""What the dense decoders share: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
+"""Parts common to the dense decoders: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
-Plain data: importing this imports neither torch nor Megatron, which a dry run on a login node does not have.
+Plain data: importing this imports neither torch nor Megatron, which a login node may lack.
 
-An architecture's file says what is particular to it: biases, norms of queries and keys, which configs it refuses.
+The file of an architecture adds its biases, its norms of queries and keys, and the configs that it refuses.
 Shapes: `H` hidden, `F` intermediate, `V` vocabulary, `q` = heads x channels, `kv` = KV heads x channels.
 """
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rl.models.layout import GATE_UP, REPLICATED, ROW, VOCAB, Cut, Weight, qkv
+from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Cut, Weight, qkv
+from rl.models.sizes import head_dim, num_kv_heads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,8 @@ LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def megatron_config(hf: dict) -> dict:
-    """Fields of Megatron's TransformerConfig that follow from the Hugging Face config; no biases, no norms of queries."""
+    """Return the fields of Megatron's TransformerConfig, without biases and without norms of queries and
+    keys."""
     return dict(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
@@ -36,63 +38,52 @@ def megatron_config(hf: dict) -> dict:
     )
 
 
-def num_kv_heads(hf: dict) -> int:
-    """Heads of keys and values; a config from before grouped-query attention does not name them."""
-    return hf.get("num_key_value_heads") or hf["num_attention_heads"]
-
-
-def head_dim(hf: dict) -> int:
-    """Channels of one attention head."""
-    return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-
-
-# Refusals -------------------------------------------------------------------------------------------------------------
+# Refusals ---------------------------------------------------------------------------------------------------
 
 
 def check_decoder(hf: dict, family: str, *, rope_kinds: tuple[str, ...] = ("default",)) -> None:
-    """Raise ValueError, which names the family, for an activation or a rotary embedding that is not built."""
+    """Raise ValueError, naming the family, for an unsupported activation or rotary embedding."""
     rope = rope_parameters(hf)
     kind = rope["rope_type"]
     if kind not in rope_kinds:
-        known = "the default ones are" if rope_kinds == ("default",) else f"{' and '.join(rope_kinds)} are"
-        raise ValueError(f"{family} with rotary embeddings of type {kind} is not supported; only {known}.")
+        known = f"only {' and '.join(rope_kinds)} {'are' if len(rope_kinds) > 1 else 'is'}"
+        raise ValueError(f"{family} with rotary embeddings of type {kind} is not supported; {known}.")
     if kind == "llama3" and (absent := [name for name in LLAMA3_ROPE if name not in rope]):
         raise ValueError(
             f"{family} with rotary embeddings of type llama3 lacks {', '.join(absent)} in its rope_scaling."
         )
     if (part := rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise ValueError(
-            f"{family} with partial_rotary_factor {part} is not supported; only 1.0, all channels of a head, is."
-        )
+        raise ValueError(f"{family} with partial_rotary_factor {part} is not supported; only 1.0 is.")
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{family} with hidden_act {hf['hidden_act']} is not supported; only silu is.")
 
 
 def refuse_biases(hf: dict, family: str, *keys: str) -> None:
-    """Raise ValueError if one of the config's `keys` asks for biases."""
+    """Raise ValueError if one of the config's `keys` enables biases."""
     for key in keys:
         if hf.get(key):
             raise ValueError(
-                f"{family} with {key} is not supported: Megatron has one switch for the biases of the attention's output "
-                "projection and of the MLP; use a model without them."
+                f"{family} with {key} is not supported: Megatron has one switch for the biases of the "
+                "attention's output projection and of the MLP; use a model without them."
             )
 
 
 def refuse_sliding_window(hf: dict, family: str) -> None:
-    """Raise ValueError if a config with Qwen's two keys asks for a window; `sliding_window` alone means nothing there."""
+    """Raise ValueError if Qwen's `use_sliding_window` is set; there `sliding_window` alone has no effect."""
     if hf.get("use_sliding_window"):
         raise ValueError(
-            f"{family} with use_sliding_window is not supported; set it to false if the context is shorter anyway."
+            f"{family} with use_sliding_window is not supported; set it to false if no sequence exceeds the "
+            "window."
         )
 
 
-# Rotary embeddings ----------------------------------------------------------------------------------------------------
+# Rotary embeddings ------------------------------------------------------------------------------------------
 
 
 def rope_parameters(hf: dict) -> dict:
-    """Rotary parameters as transformers 5 reads them: `rope_scaling` of older configs wins over `rope_parameters`.
+    """Return the rotary parameters, always with `rope_theta` and `rope_type`.
 
-    Always holds `rope_theta` and `rope_type`.
+    As in transformers 5, `rope_scaling` of older configs takes precedence over `rope_parameters`.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -100,17 +91,19 @@ def rope_parameters(hf: dict) -> dict:
 
 
 def rope_theta(hf: dict) -> float:
-    """Base of the rotary embedding."""
+    """Return the base of the rotary embedding."""
     return float(rope_parameters(hf)["rope_theta"])
 
 
 def scaled_frequencies(hf: dict) -> Tensor | None:
-    """Inverse frequencies of Llama 3.1's rotary embedding, float32 [channels / 2]; None where nothing is scaled so.
+    """Return the inverse frequencies of Llama 3.1's rotary embedding, float32 [channels / 2]; None without
+    that scaling.
 
-    A frequency f of wavelength w = 2 pi / f (in tokens) that turns more than `high_freq_factor` times within the original
-    context C stays; one that turns less than `low_freq_factor` times becomes f / factor; in between the two are mixed in
-    proportion to C / w (meta-llama/llama-models, `apply_scaling`; transformers' `rope_type: llama3`). Megatron 0.16.1 has
-    this with C and both factors built in.
+    A frequency f has the wavelength w = 2 pi / f tokens. If it turns more than `high_freq_factor` times
+    within the original context C, it stays. If it turns less than `low_freq_factor` times, it becomes f /
+    factor. In between, the two are interpolated in proportion to C / w (meta-llama/llama-models,
+    `apply_scaling`; `rope_type: llama3` in transformers). Megatron 0.16.1 has this with fixed C and fixed
+    frequency factors.
     """
     import torch  # only training calls this
 
@@ -125,14 +118,14 @@ def scaled_frequencies(hf: dict) -> Tensor | None:
     return frequencies * (kept + (1.0 - kept) / factor)
 
 
-# Weights --------------------------------------------------------------------------------------------------------------
+# Weights ----------------------------------------------------------------------------------------------------
 
 
 def weights(hf: dict, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[Weight]:
-    """Every parameter, in the order of the forward pass.
+    """Return every parameter, in the order of the forward pass.
 
-    qkv_bias: on query, key and value. qk_norm: an RMSNorm over the channels of each query and each key, before the rotary
-    embedding.
+    qkv_bias: on query, key and value. qk_norm: an RMSNorm over the channels of each query and each key,
+    before the rotary embedding.
     """
     layers = [
         weight
@@ -143,140 +136,79 @@ def weights(hf: dict, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[
 
 
 def embedding(hf: dict) -> Weight:
-    """The token embedding [V, H]."""
-    return Weight(
-        ("model.embed_tokens.weight",),
-        ((hf["vocab_size"], hf["hidden_size"]),),
-        "embedding.word_embeddings.weight",
-        "model.embed_tokens.weight",
-        VOCAB,
-        first_stage=True,
-        tied_to_head=hf.get("tie_word_embeddings", False),
-    )
+    """Return the token embedding [V, H]."""
+    name, shape = "model.embed_tokens.weight", (hf["vocab_size"], hf["hidden_size"])
+    tied = hf.get("tie_word_embeddings", False)
+    megatron = "embedding.word_embeddings.weight"
+    return Weight((name,), (shape,), megatron, name, VOCAB, first_stage=True, tied_to_head=tied)
 
 
 def head(hf: dict) -> list[Weight]:
-    """The final norm [H], and the head [V, H] unless the embedding is the head."""
-    hidden = hf["hidden_size"]
-    out = [
-        Weight(
-            ("model.norm.weight",),
-            ((hidden,),),
-            "decoder.final_layernorm.weight",
-            "model.norm.weight",
-            REPLICATED,
-        )
-    ]
+    """Return the final norm [H], and the head [V, H] unless the embedding is the head."""
+    norm, shape = "model.norm.weight", (hf["hidden_size"],)
+    out = [Weight((norm,), (shape,), "decoder.final_layernorm.weight", norm, REPLICATED)]
     if not hf.get("tie_word_embeddings", False):
-        out.append(
-            Weight(
-                ("lm_head.weight",),
-                ((hf["vocab_size"], hidden),),
-                "output_layer.weight",
-                "lm_head.weight",
-                VOCAB,
-            )
-        )
+        name = "lm_head.weight"
+        out.append(Weight((name,), ((hf["vocab_size"], *shape),), "output_layer.weight", name, VOCAB))
     return out
 
 
 def attention(hf: dict, layer: int, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[Weight]:
-    """The norm before the attention and the attention's weights: query [q, H], key and value [kv, H], output [H, q]."""
+    """Return the norm before the attention and its weights: query [q, H], key and value [kv, H], output [H,
+    q]."""
     hidden, dim = hf["hidden_size"], head_dim(hf)
     heads, kv_heads = hf["num_attention_heads"], num_kv_heads(hf)
     q, kv = heads * dim, kv_heads * dim
-    projections, cut = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), qkv(heads, kv_heads, dim)
+    both, fused = "self_attention.linear_qkv", "self_attn.qkv_proj"
+    names, cut = "self_attn.q_proj self_attn.k_proj self_attn.v_proj", qkv(heads, kv_heads, dim)
     out = [
-        in_layer(
-            layer,
-            ("input_layernorm.weight",),
-            ((hidden,),),
-            "input_layernorm.weight",
-            "input_layernorm.weight",
-            REPLICATED,
-        ),
-        in_layer(
-            layer,
-            tuple(f"{p}.weight" for p in projections),
-            ((q, hidden), (kv, hidden), (kv, hidden)),
-            "self_attention.linear_qkv.weight",
-            "self_attn.qkv_proj.weight",
-            cut,
-        ),
+        in_layer(layer, "input_layernorm", "input_layernorm", REPLICATED, (hidden,)),
+        in_layer(layer, names, both, cut, (q, hidden), (kv, hidden), (kv, hidden), vllm=f"{fused}.weight"),
     ]
     if qkv_bias:
-        names = tuple(f"{p}.bias" for p in projections)
         out.append(
-            in_layer(
-                layer,
-                names,
-                ((q,), (kv,), (kv,)),
-                "self_attention.linear_qkv.bias",
-                "self_attn.qkv_proj.bias",
-                cut,
-            )
+            in_layer(layer, names, both, cut, (q,), (kv,), (kv,), suffix=".bias", vllm=f"{fused}.bias")
         )
     if qk_norm:
         for side in "qk":
-            name = f"self_attn.{side}_norm.weight"
-            out.append(
-                in_layer(
-                    layer, (name,), ((dim,),), f"self_attention.{side}_layernorm.weight", name, REPLICATED
-                )
-            )
-    out.append(
-        in_layer(
-            layer,
-            ("self_attn.o_proj.weight",),
-            ((hidden, q),),
-            "self_attention.linear_proj.weight",
-            "self_attn.o_proj.weight",
-            ROW,
-        )
-    )
-    return out
+            megatron = f"self_attention.{side}_layernorm"
+            out.append(in_layer(layer, f"self_attn.{side}_norm", megatron, REPLICATED, (dim,)))
+    return [*out, in_layer(layer, "self_attn.o_proj", "self_attention.linear_proj", ROW, (hidden, q))]
 
 
 def mlp(hf: dict, layer: int) -> list[Weight]:
-    """The norm before the MLP and the MLP's weights: gate and up [F, H], down [H, F]."""
-    hidden, ffn = hf["hidden_size"], hf["intermediate_size"]
+    """Return the norm before the MLP and the weights of the MLP."""
+    hidden = hf["hidden_size"]
+    norm = in_layer(layer, "post_attention_layernorm", "pre_mlp_layernorm", REPLICATED, (hidden,))
+    return [norm, *swiglu(layer, "mlp", hidden, hf["intermediate_size"])]
+
+
+def swiglu(layer: int, block: str, hidden: int, ffn: int) -> list[Weight]:
+    """Return gate and up [F, H] and down [H, F] of an MLP that all sides call `block`."""
+    names, fused = f"{block}.gate_proj {block}.up_proj", f"{block}.gate_up_proj.weight"
     return [
-        in_layer(
-            layer,
-            ("post_attention_layernorm.weight",),
-            ((hidden,),),
-            "pre_mlp_layernorm.weight",
-            "post_attention_layernorm.weight",
-            REPLICATED,
-        ),
-        in_layer(
-            layer,
-            ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            ((ffn, hidden), (ffn, hidden)),
-            "mlp.linear_fc1.weight",
-            "mlp.gate_up_proj.weight",
-            GATE_UP,
-        ),
-        in_layer(
-            layer,
-            ("mlp.down_proj.weight",),
-            ((hidden, ffn),),
-            "mlp.linear_fc2.weight",
-            "mlp.down_proj.weight",
-            ROW,
-        ),
+        in_layer(layer, names, f"{block}.linear_fc1", COLUMN, (ffn, hidden), (ffn, hidden), vllm=fused),
+        in_layer(layer, f"{block}.down_proj", f"{block}.linear_fc2", ROW, (hidden, ffn)),
     ]
 
 
 def in_layer(
     layer: int,
-    hf_names: tuple[str, ...],
-    shapes: tuple[tuple[int, ...], ...],
+    names: str,
     megatron: str,
-    vllm: str,
     cut: Cut,
+    *shapes: tuple[int, ...],
+    suffix: str = ".weight",
+    vllm: str = "",
+    expert: int | None = None,
+    float32: bool = False,
 ) -> Weight:
-    """A weight of one layer from its names within the layer."""
+    """Return a weight of one layer, given its names within the layer.
+
+    names: the Hugging Face names of `shapes`, separated by spaces. suffix: appended to them and to
+    `megatron`. vllm: the whole name in vLLM, by default that in Hugging Face.
+    """
     prefix = f"model.layers.{layer}."
-    names = tuple(prefix + name for name in hf_names)
-    return Weight(names, shapes, "decoder.layers.{layer}." + megatron, prefix + vllm, cut, layer)
+    hf = tuple(f"{prefix}{name}{suffix}" for name in names.split())
+    ours, theirs = "decoder.layers.{layer}." + megatron + suffix, prefix + vllm if vllm else hf[0]
+    return Weight(hf, shapes, ours, theirs, cut, layer, expert=expert, float32=float32)

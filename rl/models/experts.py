@@ -1,68 +1,58 @@
-"""What mixtures of experts share: the routed experts' weights, the router's, and the fields of Megatron's config.
+"""Parts common to mixtures of experts: the weights of router and routed experts, and fields of Megatron's
+config.
 
-A routed expert is a SwiGLU MLP of its own; a router picks `k` of the `E` experts per token. Shapes: `H` hidden, `F` an
-expert's intermediate size.
+A routed expert is a SwiGLU MLP; a router picks `k` of the `E` experts per token. Shapes: `H` hidden, `F`
+intermediate size of an expert.
 """
 
-from dataclasses import replace
+import functools
 
 from rl.models.dense import in_layer
 from rl.models.layout import REPLICATED, Weight, expert_down, expert_gate_up
+from rl.models.sizes import expert_width, num_experts
 
 
-def megatron_fields(
-    *, num_experts: int, per_token: int, ffn: int, renormalise: bool, moe_layers: list[bool]
-) -> dict:
-    """Fields of Megatron's TransformerConfig for experts behind a softmax router.
+def megatron_fields(hf: dict, *, renormalise: bool, moe_layers: list[bool]) -> dict:
+    """Return fields of Megatron's TransformerConfig for experts behind a softmax router.
 
-    renormalise: the k weights of a token sum to 1, as in Mixtral. A softmax over the k largest logits is the softmax over
-    all of them divided by its sum over those k.
+    renormalise: the k weights of a token sum to 1, as in Mixtral. A softmax over the k largest logits equals
+    the softmax over all logits divided by its sum over those k.
     """
     return dict(
-        num_moe_experts=num_experts,
-        moe_router_topk=per_token,
-        moe_ffn_hidden_size=ffn,
+        num_moe_experts=num_experts(hf) or hf["num_experts"],  # KeyError names the absent key
+        moe_router_topk=hf["num_experts_per_tok"],
+        moe_ffn_hidden_size=expert_width(hf),
         moe_layer_freq=[int(is_moe) for is_moe in moe_layers],
         moe_router_pre_softmax=not renormalise,
-        # Two experts of almost equal scores change places under 16-bit rounding: another function, not a rounding error.
+        # 16-bit rounding can swap two experts of almost equal scores, which changes the function
+        # discontinuously.
         moe_router_dtype="fp32",
-        # The loss is the algorithm's alone: no auxiliary loss, whose scale is not that of a policy gradient.
+        # The algorithm defines the whole loss: the scale of an auxiliary loss is not that of a policy
+        # gradient.
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
     )
 
 
-def routed(
-    hf: dict, layer: int, *, block: str, num_experts: int, ffn: int, names: tuple[str, str, str]
-) -> list[Weight]:
-    """The router [E, H] and the experts' gate and up [F, H] and down [H, F] of one layer.
+def router(hf: dict, layer: int, block: str) -> Weight:
+    """Return the router [E, H] of the MoE block that a checkpoint calls `block`, e.g. "mlp"."""
+    return in_layer(layer, f"{block}.gate", "mlp.router", REPLICATED, (num_experts(hf), hf["hidden_size"]))
 
-    block: name of the MoE block in a layer of the checkpoint, e.g. "mlp". names: those of gate, up and down in an expert.
-    """
-    hidden = hf["hidden_size"]
-    router = f"{block}.gate.weight"
-    out = [in_layer(layer, (router,), ((num_experts, hidden),), "mlp.router.weight", router, REPLICATED)]
-    gate, up, down = names
-    for expert in range(num_experts):
-        prefix = f"{block}.experts.{expert}."
-        local, stacked = "mlp.experts.local_experts.{expert}.", f"{block}.experts.routed_experts."
-        both = [
-            in_layer(
-                layer,
-                (f"{prefix}{gate}.weight", f"{prefix}{up}.weight"),
-                ((ffn, hidden), (ffn, hidden)),
-                local + "linear_fc1.weight",
-                stacked + "w13_weight",
-                expert_gate_up(expert),
-            ),
-            in_layer(
-                layer,
-                (f"{prefix}{down}.weight",),
-                ((hidden, ffn),),
-                local + "linear_fc2.weight",
-                stacked + "w2_weight",
-                expert_down(expert),
-            ),
+
+def routed(
+    hf: dict, layer: int, block: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> list[Weight]:
+    """Return gate and up [F, H] and down [H, F] of each expert of one layer, given their names in the
+    checkpoint."""
+    hidden, ffn = hf["hidden_size"], expert_width(hf)
+    megatron, vllm = "mlp.experts.local_experts.{expert}.", f"{block}.experts.routed_experts."
+    out = []
+    for expert in range(num_experts(hf)):
+        weight, name = functools.partial(in_layer, layer, expert=expert), f"{block}.experts.{expert}."
+        gate_up, rows, columns = f"{name}{gate} {name}{up}", (ffn, hidden), (hidden, ffn)
+        w13, w2 = f"{vllm}w13_weight", f"{vllm}w2_weight"
+        out += [
+            weight(gate_up, f"{megatron}linear_fc1", expert_gate_up(expert), rows, rows, vllm=w13),
+            weight(name + down, f"{megatron}linear_fc2", expert_down(expert), columns, vllm=w2),
         ]
-        out += [replace(weight, expert=expert) for weight in both]
     return out

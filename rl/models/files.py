@@ -1,4 +1,5 @@
-"""The safetensors files of a Hugging Face checkpoint: which tensor is where, whether all are there, and parts of them."""
+"""The safetensors files of a Hugging Face checkpoint: find tensors, check that all are present, read parts of
+them."""
 
 import json
 import math
@@ -9,19 +10,21 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rl.models.layout import Box, Weight, index
+from rl.models.boxes import Box, index
+from rl.models.layout import Weight
 
 FP8_BLOCK = 128
-"""Rows and columns of the blocks that have a factor each, in an FP8 checkpoint."""
+"""Rows and columns of a block of an FP8 checkpoint; each block has one scale."""
 MAPPED_BYTES = 256 << 20
-"""What is read of a file before it is opened again: pages of a mapped file stay in the memory of the process until then."""
+"""Bytes read from a file before it is opened again. Until then the pages that were read stay in the process's
+memory."""
 
 
 class TensorReader:
-    """Parts of a checkpoint's tensors. Holds one file open, and little of it in memory.
+    """Reads parts of a checkpoint's tensors. Keeps one file open, and little of it in memory.
 
     Args:
-        files: tensor name -> the file that holds it, as from `tensor_files`.
+        files: tensor name -> its file, as returned by `tensor_files`.
     """
 
     def __init__(self, files: dict[str, Path]):
@@ -31,12 +34,12 @@ class TensorReader:
         self._num_bytes = 0
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The box of the tensor, in the dtype of the file."""
+        """Return the box of the tensor, in the dtype of the file."""
         if self._path != self.files[name] or self._num_bytes > MAPPED_BYTES:
             self._path, self._num_bytes = self.files[name], 0
             self._opened = safe_open(self._path, framework="pt")
         part = self._opened.get_slice(name)[index(box)]
-        # Whole rows: a cut of columns touches every page of them.
+        # Whole rows are counted: reading some columns maps every page of the rows.
         rows = part.shape[0] if part.dim() else 1
         self._num_bytes += (
             rows * math.prod(self._opened.get_slice(name).get_shape()[1:]) * part.element_size()
@@ -45,43 +48,47 @@ class TensorReader:
 
 
 def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
-    """Tensor name -> the file that holds it. Reads headers only.
+    """Return for each tensor name its file. Reads headers only.
 
-    Raises ValueError if there are no files, or that lists tensors which are missing or have another shape than config.json
-    says; optional weights may be missing.
+    Raises ValueError if there are no files, or if tensors are missing or differ in shape from config.json.
+    Optional weights may be missing.
     """
-    files, shapes = {}, {}
+    files: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in _paths(Path(directory)):
         try:
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():
                     if name in files:
                         raise ValueError(
-                            f"{path} and {files[name]} both hold {name}; remove the file that is not to be read."
+                            f"{path} and {files[name]} both hold {name}; remove one of the two files."
                         )
                     files[name], shapes[name] = path, tuple(opened.get_slice(name).get_shape())
         except SafetensorError as error:
-            raise ValueError(f"{path} is no whole safetensors file: {error}.") from error
-    wanted = {name: shape for weight in weights for name, shape in zip(weight.hf, weight.shapes)}
-    may_lack = {name for weight in weights if weight.optional for name in weight.hf} - files.keys()
-    wanted = {name: shape for name, shape in wanted.items() if name not in may_lack}
-    if missing := [name for name in wanted if name not in files]:
+            raise ValueError(f"{path} is damaged or no safetensors file: {error}.") from error
+    expected = {
+        name: shape
+        for weight in weights
+        for name, shape in zip(weight.hf, weight.shapes)
+        if name in files or not weight.optional
+    }
+    if missing := [name for name in expected if name not in files]:
         raise ValueError(f"{directory} lacks {len(missing)} tensors of its architecture: {_few(missing)}.")
-    for name, shape in list(wanted.items()):
+    for name, shape in list(expected.items()):
         if (scale := name + "_scale_inv") in files:
-            wanted[scale] = tuple(-(-size // FP8_BLOCK) for size in shape)
+            expected[scale] = tuple(-(-size // FP8_BLOCK) for size in shape)
     if odd := [
-        f"{name} has {shapes[name]}, not {shape}" for name, shape in wanted.items() if shapes[name] != shape
+        f"{name} has {shapes[name]}, not {shape}" for name, shape in expected.items() if shapes[name] != shape
     ]:
         raise ValueError(
-            f"{directory} has {len(odd)} tensors of another shape than config.json says: {_few(odd)}."
+            f"{directory} has {len(odd)} tensors whose shape differs from config.json: {_few(odd)}."
         )
     return files
 
 
 def _paths(directory: Path) -> list[Path]:
-    """What an index names, else model.safetensors, else every safetensors file. Some published directories hold the weights a
-    second time under other names (Mistral's consolidated.safetensors)."""
+    """Return the files that an index names, else model.safetensors, else every safetensors file. Some
+    published directories hold the weights twice (Mistral's consolidated.safetensors)."""
     index_file, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index_file.exists():
         paths = [
@@ -92,7 +99,8 @@ def _paths(directory: Path) -> list[Path]:
         paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
     if not paths:
         raise ValueError(
-            f"model.path={directory} holds no *.safetensors file; Lockstep reads no other format."
+            f"model.path={directory} holds no *.safetensors file; Lockstep reads no other format, so "
+            "convert the model."
         )
     if absent := [path.name for path in paths if not path.exists()]:
         raise ValueError(f"{directory} lacks {_few(absent)}, which its model.safetensors.index.json names.")
@@ -100,28 +108,26 @@ def _paths(directory: Path) -> list[Path]:
 
 
 def refuse_extra(directory: str, names: Iterable[str], weights: list[Weight], hf: dict) -> None:
-    """Raise ValueError that lists the tensors of a checkpoint which its architecture has no place for: trained further without
-    them it would be another model.
+    """Raise ValueError if the checkpoint has tensors that its architecture lacks: training without them would
+    change the model.
 
-    Not counted: the language model's head where it is not wanted (tied to the embedding, or under a critic), buffers that are
-    computed, factors of FP8 blocks, and the layers behind the last that predict further tokens (DeepSeek-V3's MTP).
+    Allowed are a language model's unused head (tied to the embedding, or under a critic), computed buffers,
+    scales of FP8 blocks, and the layers for multi-token prediction after the last (DeepSeek-V3).
     """
-    wanted = {name for weight in weights for name in weight.hf}
+    known = {name for weight in weights for name in weight.hf} | {"lm_head.weight"}
     first, count = hf["num_hidden_layers"], hf.get("num_nextn_predict_layers") or 0
     predicting = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
-
-    def is_known(name: str) -> bool:
-        base = name.removesuffix("_scale_inv")
-        return (
-            base in wanted
-            or name == "lm_head.weight"
-            or name.endswith(".inv_freq")
-            or name.startswith(predicting)
-        )
-
-    if extra := [name for name in names if not is_known(name)]:
+    extra = [
+        name
+        for name in names
+        if name.removesuffix("_scale_inv") not in known
+        and not name.endswith(".inv_freq")
+        and not name.startswith(predicting)
+    ]
+    if extra:
         raise ValueError(
-            f"{directory} has {len(extra)} tensors that {hf['architectures'][0]} knows nothing of: {_few(extra)}."
+            f"{directory} has {len(extra)} tensors that {hf['architectures'][0]} does not have: "
+            f"{_few(extra)}."
         )
 
 

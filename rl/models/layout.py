@@ -1,9 +1,10 @@
-"""How a parameter of one rank lies in the logical tensors of a Hugging Face checkpoint.
+"""How the parameter of one rank maps to the tensors of a Hugging Face checkpoint.
 
-Both sides of the suite hold fused and cut parameters: Megatron interleaves query, key and value per KV group, vLLM lays
-them end to end; both join gate and up, pad the vocabulary and split over tensor parallel ranks. Each such parameter is
-described as a list of `Piece`s, boxes of Hugging Face tensors and where they lie locally. That one description drives
-reading checkpoints, writing them, refit and the equality check. Plain data: no torch, no Megatron, no vLLM.
+Megatron and vLLM hold fused and split parameters. Megatron interleaves query, key and value per KV group;
+vLLM concatenates them. Both concatenate gate and up, pad the vocabulary and split over tensor parallel ranks.
+A list of `Piece`s, boxes of Hugging Face tensors with their place in the parameter, describes each parameter.
+This description drives reading and writing checkpoints, the refit and its equality check. Plain data: no
+torch, no Megatron, no vLLM.
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a login node, where --dry-run counts bytes, has no torch
-    from torch import Tensor
+from rl.models.boxes import Box, index, whole
 
-Box = tuple[tuple[int, int], ...]
-"""(start, stop) of each dimension."""
+if TYPE_CHECKING:  # importing this needs no torch, which a login node may lack
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of the Hugging Face tensor `hf` and the box of the local parameter that holds the same elements."""
+    """A box of the Hugging Face tensor `hf`, and the box of the local parameter with the same elements."""
 
     hf: str
     hf_box: Box
@@ -32,46 +32,57 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the two sides hold a weight. Each function maps (hf names, hf shapes, tp, tp_rank) to pieces."""
+    """How Megatron and vLLM split a weight. Each function maps (hf names, hf shapes, tp, tp_rank) to
+    pieces."""
 
     megatron: Callable[..., list[Piece]]
     vllm: Callable[..., list[Piece]]
     split: bool = True
-    """Whether tensor parallel ranks hold different elements (False: each holds all)."""
+    """Whether tensor parallel ranks hold different elements; if False, each holds all."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of the model, under its three names."""
+    """One parameter of the model, with its names in Hugging Face, Megatron and vLLM."""
 
     hf: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the Hugging Face tensors."""
     megatron: str
-    """Name in Megatron's local layer spec; `{layer}` stands for the layer's index within the pipeline stage, `{expert}` for
-    the expert's within its expert parallel rank."""
+    """Name in Megatron's local layer spec. `{layer}` is the layer's index within the pipeline stage,
+    `{expert}` the expert's index within its expert parallel rank."""
     vllm: str
     cut: Cut
     layer: int | None = None
-    """Global index of the layer, or None for the embedding, the final norm and the head."""
+    """Global index of the layer; None for the embedding, the final norm and the head."""
     expert: int | None = None
-    """Routed expert that it belongs to: on Megatron's side it lies on one expert parallel rank, and `tp` below is then the
-    experts' own tensor parallel size; on vLLM's it is part of a parameter of all experts."""
+    """Index of the routed expert. In Megatron it is held by one expert parallel rank, and `tp` below is the
+    experts' tensor parallel size; in vLLM it is a part of one parameter of all experts."""
     first_stage: bool = False
-    """On the first pipeline stage (where `layer` is None)."""
+    """Whether a weight without a layer is on the first pipeline stage, not on the last."""
     optional: bool = False
-    """A checkpoint may lack it: the parameter then starts at 0."""
+    """Whether a checkpoint may lack it; the parameter then starts at 0."""
     float32: bool = False
-    """Held in float32 on both sides, whatever the model's dtype."""
+    """Whether Megatron and vLLM hold it in float32 for every dtype of the model."""
     tied_to_head: bool = False
-    """An embedding that is the head as well: the last stage of a pipeline holds it again, as output_layer.weight."""
+    """Whether the embedding is also the head. The last pipeline stage holds a copy, output_layer.weight."""
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of its Hugging Face tensors."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def bytes_per_element(self, itemsize: int) -> int:
+        """Return the bytes of one element in a model whose dtype takes `itemsize` bytes."""
+        return 4 if self.float32 else itemsize
 
     def megatron_pieces(self, tp: int, tp_rank: int) -> list[Piece]:
-        """Pieces of the Megatron parameter on one tensor parallel rank."""
+        """Return the pieces of the Megatron parameter on one tensor parallel rank."""
         return self.cut.megatron(self.hf, self.shapes, tp, tp_rank)
 
     def megatron_shape(self, tp: int) -> tuple[int, ...]:
-        """Shape of the Megatron parameter, the same on every tensor parallel rank; a vocabulary counts its padding."""
+        """Return the shape of the Megatron parameter, padding included; it is the same on every tensor
+        parallel rank."""
         if self.cut is VOCAB:
             rows, *rest = self.shapes[0]
             return (padded_vocab(rows, vocab_multiple(tp)) // tp, *rest)
@@ -79,31 +90,23 @@ class Weight:
         return tuple(max(box[dim][1] for box in boxes) for dim in range(len(boxes[0])))
 
     def vllm_pieces(self, tp: int, tp_rank: int) -> list[Piece]:
-        """Pieces of the vLLM parameter on one tensor parallel rank."""
+        """Return the pieces of the vLLM parameter on one tensor parallel rank."""
         return self.cut.vllm(self.hf, self.shapes, tp, tp_rank)
 
 
-def index(box: Box) -> tuple[slice, ...]:
-    """The box as an index of a tensor."""
-    return tuple(slice(start, stop) for start, stop in box)
-
-
-def _full(shape: tuple[int, ...]) -> Box:
-    return tuple((0, size) for size in shape)
-
-
 def _rows(name: str, shape: tuple[int, ...], start: int, stop: int, at: int) -> Piece:
-    """Rows start..stop of the tensor, from local row `at` on."""
-    rest = _full(shape[1:])
+    """Return the piece of rows start..stop of the tensor, which lie from local row `at` on."""
+    rest = whole(shape[1:])
     return Piece(name, ((start, stop), *rest), ((at, at + stop - start), *rest))
 
 
 def _whole(names, shapes, tp, rank):
-    return [Piece(names[0], _full(shapes[0]), _full(shapes[0]))]
+    return [Piece(names[0], whole(shapes[0]), whole(shapes[0]))]
 
 
 def _column(names, shapes, tp, rank):
-    """Rank r holds the r-th part of the rows (the output features) of each tensor, tensors stacked: gate over up."""
+    """Split the rows (output features) of each tensor over the ranks; a rank's parts are concatenated, as
+    gate and up."""
     pieces, at = [], 0
     for name, shape in zip(names, shapes):
         size = shape[0] // tp
@@ -113,7 +116,7 @@ def _column(names, shapes, tp, rank):
 
 
 def _row(names, shapes, tp, rank):
-    """Rank r holds the r-th part of the columns (the input features)."""
+    """Split the columns (input features) over the ranks."""
     rows, columns = shapes[0]
     size = columns // tp
     return [Piece(names[0], ((0, rows), (rank * size, (rank + 1) * size)), ((0, rows), (0, size)))]
@@ -126,8 +129,11 @@ ROW = Cut(_row, _row)
 
 
 def stage_layers(num_layers: int, pp: int) -> list[int]:
-    """Layers on each pipeline stage of training: as even as can be. Where some stages have one fewer, those are the last and
-    the first, which hold the head and the embedding as well, and then their neighbours in turn."""
+    """Return the number of layers of each pipeline stage in training; counts differ by at most 1.
+
+    The stages with one layer fewer are the last and the first, which also hold the head and the embedding,
+    then their neighbours.
+    """
     most = -(-num_layers // pp)
     by_load = sorted(range(pp), key=lambda stage: (min(pp - 1 - stage, stage), -stage))
     fewer = by_load[: most * pp - num_layers]
@@ -135,17 +141,17 @@ def stage_layers(num_layers: int, pp: int) -> list[int]:
 
 
 def padded_vocab(vocab_size: int, multiple: int) -> int:
-    """The vocabulary size rounded up to a multiple."""
+    """Return the vocabulary size rounded up to a multiple."""
     return -(-vocab_size // multiple) * multiple
 
 
 def vocab_multiple(tp: int) -> int:
-    """What both sides pad the vocabulary to: vLLM's 64, and divisible by tp."""
+    """Return the multiple to which Megatron and vLLM pad the vocabulary: vLLM's 64, and divisible by tp."""
     return math.lcm(64, tp)
 
 
 def _vocab(names, shapes, tp, rank):
-    """Rank r holds the r-th part of the padded rows; rows that only pad belong to no piece."""
+    """Split the padded rows over the ranks; padding belongs to no piece."""
     size = padded_vocab(shapes[0][0], vocab_multiple(tp)) // tp
     start, stop = rank * size, min((rank + 1) * size, shapes[0][0])
     return [_rows(names[0], shapes[0], start, stop, 0)] if start < stop else []
@@ -155,10 +161,11 @@ VOCAB = Cut(_vocab, _vocab)
 
 
 def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
-    """Query, key and value, weights or biases.
+    """Return the cut of query, key and value, weights or biases.
 
-    Megatron: per KV group its queries, its key, its value, groups end to end, a rank holds whole groups.
-    vLLM: a rank's queries, then its keys, then its values; for tp > num_kv_heads each KV head is on several ranks.
+    Megatron concatenates KV groups, each its queries, its key and its value; a rank holds whole groups. vLLM
+    concatenates a rank's queries, its keys and its values; with tp > num_kv_heads several ranks hold each KV
+    head.
     """
     per_group = num_heads // num_kv_heads * head_dim
 
@@ -186,7 +193,8 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
 
 
 def rows_from(offset: int) -> Cut:
-    """Whole on every rank; vLLM holds it from row `offset` on in a parameter that it shares with another weight."""
+    """Return the cut of a weight that every rank holds whole, in vLLM from row `offset` of a parameter of
+    several weights."""
 
     def vllm(names, shapes, tp, rank):
         return [_rows(names[0], shapes[0], 0, shapes[0][0], offset)]
@@ -195,31 +203,31 @@ def rows_from(offset: int) -> Cut:
 
 
 def _stacked(pieces: Callable[..., list[Piece]], expert: int) -> Callable[..., list[Piece]]:
-    """The same pieces within a parameter [E, ...] that stacks all experts."""
+    """Return the same pieces within a parameter [E, ...] of all experts."""
 
-    def of_expert(names, shapes, tp, rank):
-        return [
-            Piece(piece.hf, piece.hf_box, ((expert, expert + 1), *piece.local_box))
-            for piece in pieces(names, shapes, tp, rank)
-        ]
+    def of_expert(*args):
+        return [replace(piece, local_box=((expert, expert + 1), *piece.local_box)) for piece in pieces(*args)]
 
     return of_expert
 
 
 @functools.cache
 def expert_gate_up(expert: int) -> Cut:
-    """Gate and up of one routed expert. Megatron: its own parameter [2F/etp, H]. vLLM: [E, 2F/tp, H] for all."""
+    """Return the cut of an expert's gate and up: in Megatron one parameter [2F/etp, H], in vLLM [E, 2F/tp, H]
+    for all."""
     return Cut(_column, _stacked(_column, expert))
 
 
 @functools.cache
 def expert_down(expert: int) -> Cut:
-    """Down projection of one routed expert. Megatron: its own parameter [H, F/etp]. vLLM: [E, H, F/tp] for all."""
+    """Return the cut of an expert's down: in Megatron one parameter [H, F/etp], in vLLM [E, H, F/tp] for
+    all."""
     return Cut(_row, _stacked(_row, expert))
 
 
 def assemble(weight: Weight, shards: list[Tensor]) -> dict[str, Tensor]:
-    """The full Hugging Face tensors of a weight from the Megatron shards of all tensor parallel ranks, in rank order."""
+    """Return the full Hugging Face tensors of a weight, given the Megatron shards of all tensor parallel
+    ranks in order."""
     out = {name: shards[0].new_empty(shape) for name, shape in zip(weight.hf, weight.shapes)}
     for rank, shard in enumerate(shards):
         for piece in weight.megatron_pieces(len(shards), rank):

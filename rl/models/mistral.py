@@ -1,30 +1,19 @@
-"""Mistral 7B from v0.2 on, Nemo, Small and Large: Llama's decoder, with heads of a size of their own in some, without a
-sliding window."""
+"""Mistral 7B v0.2 and later, Nemo, Small and Large: Llama's decoder without a sliding window. Some have a
+head_dim other than hidden / heads."""
 
 from rl.models import dense
-from rl.models.layout import Weight
 
 ARCHITECTURES = ("MistralForCausalLM",)
 
-rope_theta = dense.rope_theta
-
-
-def megatron_config(hf: dict) -> dict:
-    """Fields of Megatron's TransformerConfig that follow from the Hugging Face config."""
-    return dense.megatron_config(hf)
+megatron_config, weights = dense.megatron_config, dense.weights
 
 
 def check(hf: dict) -> None:
-    """Raise ValueError for a config that asks for what is not built here."""
+    """Raise ValueError for a config with an unsupported option."""
     dense.check_decoder(hf, "Mistral")
     window = hf.get("sliding_window", 4096)  # transformers' default where the key is absent
     if window is not None:
         raise ValueError(
-            f"Mistral with sliding_window {window} is not supported; set it to null in config.json if no prompt and response "
-            "together are longer."
+            f"Mistral with sliding_window {window} is not supported; set it to null in config.json if no "
+            "sequence exceeds the window."
         )
-
-
-def weights(hf: dict) -> list[Weight]:
-    """Every parameter, in the order of the forward pass."""
-    return dense.weights(hf)

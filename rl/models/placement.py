@@ -1,9 +1,10 @@
-"""Which ranks hold a weight, in training and in generation. Plain data, the same on every rank, no communication.
+"""Which ranks hold a weight, in training and in generation. Plain data, identical on all ranks, no
+communication.
 
-Both sides put tensor parallel ranks innermost. Megatron (`RankGenerator`, order "tp-cp-ep-dp-pp") puts pipeline stages
-outermost, so that a stage is a run of neighbouring ranks; vLLM puts stages next to tensor parallel ranks and replicas
-outermost. Within a Megatron stage routed experts have a grid of their own over the same ranks: etp innermost, then ep, then
-the replicas of an expert.
+Tensor parallel ranks are innermost in both. Megatron (`RankGenerator`, order "tp-cp-ep-dp-pp") puts pipeline
+stages outermost, so that a stage is a range of ranks; vLLM puts replicas outermost, and stages next to tensor
+parallel ranks. Within a Megatron stage routed experts have their own grid over the same ranks: etp innermost,
+then ep, then the replicas of an expert.
 """
 
 import functools
@@ -19,17 +20,17 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Place:
-    """The part of a grid that holds a weight; weights of one place lie on the same ranks."""
+    """The part of a grid that holds a weight. The same ranks hold all weights of one place."""
 
     stages: tuple[int, ...]
     """Pipeline stages; two for a tied embedding."""
     ep_rank: int | None = None
-    """Expert parallel rank; None for a weight that belongs to no routed expert."""
+    """Expert parallel rank; None for a weight of no routed expert."""
 
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks of a place, ascending, and the part of the weight that each holds: `tp_ranks[i]` of `tp`. int64 both."""
+    """The ranks of a place, ascending, int64; `ranks[i]` holds part `tp_ranks[i]` of `tp` of the weight."""
 
     tp: int
     ranks: np.ndarray
@@ -38,7 +39,7 @@ class Holders:
 
 @dataclass(frozen=True)
 class TrainingPlacement:
-    """Megatron's grid. Raises ValueError for sizes that do not divide."""
+    """Megatron's grid. Raises ValueError if sizes do not divide."""
 
     world_size: int
     tp: int
@@ -46,21 +47,22 @@ class TrainingPlacement:
     num_layers: int
     ep: int = 1
     etp: int | None = None
-    """Tensor parallel size of a routed expert; None: tp, as in Megatron."""
+    """Tensor parallel size of a routed expert; None means tp, as in Megatron."""
     num_experts: int = 0
-    """Routed experts of a layer."""
+    """Number of routed experts of a layer."""
 
     def __post_init__(self):
         _check_sizes("training", self.world_size, self.tp, self.pp, self.num_layers)
         per_stage = self.world_size // self.pp
         if per_stage % (self.ep * self.expert_tp):
             raise ValueError(
-                f"training: experts cut ep {self.ep} x etp {self.expert_tp} do not divide a stage of {per_stage} ranks; "
-                f"choose ep and etp so that their product does (etp defaults to tp)."
+                f"training: ep={self.ep} x etp={self.expert_tp} does not divide the {per_stage} ranks of a "
+                "stage; choose sizes whose product does (etp defaults to tp)."
             )
         if self.num_experts % self.ep:
             raise ValueError(
-                f"training: ep {self.ep} does not divide {self.num_experts} routed experts; choose one that does."
+                f"training: ep={self.ep} does not divide {self.num_experts} routed experts; choose one that "
+                "does."
             )
 
     @property
@@ -68,17 +70,18 @@ class TrainingPlacement:
         return self.tp if self.etp is None else self.etp
 
     def place(self, weight: Weight) -> Place:
-        """Where the weight lies. A tied embedding is the last stage's head as well and lies on both, the first its owner."""
+        """Return the place of the weight. A tied embedding is on the first stage, its owner, and as head on
+        the last."""
         ranges = training_ranges(self.num_layers, self.pp)
         ep_rank = None if weight.expert is None else weight.expert // (self.num_experts // self.ep)
         return Place(_stages(weight, ranges), ep_rank)
 
     def cut_size(self, weight: Weight) -> int:
-        """Ranks that the weight is cut over."""
+        """Return the number of ranks over which the weight is split."""
         return self.tp if weight.expert is None else self.expert_tp
 
     def holders(self, place: Place) -> Holders:
-        """Every rank of the place, over all replicas."""
+        """Return every rank of the place, over all replicas."""
         per_stage = self.world_size // self.pp
         local = np.arange(per_stage)
         tp = self.tp
@@ -91,9 +94,10 @@ class TrainingPlacement:
 
 @dataclass(frozen=True)
 class RolloutPlacement:
-    """vLLM's grid: replica r is ranks r * tp * pp and on, stages of tp ranks each. Experts are cut over tp like any MLP.
+    """vLLM's grid: replica r begins at rank r * tp * pp; each of its stages is tp ranks. Experts are split
+    over tp.
 
-    Raises ValueError for sizes that do not divide.
+    Raises ValueError if sizes do not divide.
     """
 
     world_size: int
@@ -105,15 +109,15 @@ class RolloutPlacement:
         _check_sizes("rollout", self.world_size, self.tp, self.pp, self.num_layers)
 
     def place(self, weight: Weight) -> Place:
-        """Where the weight lies in each replica."""
+        """Return the place of the weight in each replica."""
         return Place(_stages(weight, vllm_ranges(self.num_layers, self.pp)))
 
     def cut_size(self, weight: Weight) -> int:
-        """Ranks that the weight is cut over."""
+        """Return the number of ranks over which the weight is split."""
         return self.tp
 
     def holders(self, place: Place) -> Holders:
-        """Every rank of the place, over all replicas."""
+        """Return every rank of the place, over all replicas."""
         ranks = np.arange(self.world_size)
         ranks = ranks[np.isin(ranks // self.tp % self.pp, place.stages)]
         return Holders(self.tp, ranks, ranks % self.tp)
@@ -121,21 +125,21 @@ class RolloutPlacement:
 
 @functools.cache
 def training_ranges(num_layers: int, pp: int) -> Ranges:
-    """Layers over stages as the trainer builds them."""
+    """Return the layers of each stage as the trainer builds them."""
     return _ranges(stage_layers(num_layers, pp))
 
 
 @functools.cache
 def vllm_ranges(num_layers: int, pp: int) -> Ranges:
-    """Layers over stages as `vllm.distributed.utils.get_pp_indices` has them: what is left over goes one each to the stages
-    before the last, backwards."""
+    """Return the layers of each stage as `vllm.distributed.utils.get_pp_indices` does: the remainder goes one
+    each to the stages before the last, backwards."""
     left = num_layers % pp
     sizes = [num_layers // pp + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)]
     return _ranges(sizes)
 
 
 def count_experts(weights: list[Weight]) -> int:
-    """Routed experts of a layer; 0 for a model without any."""
+    """Return the number of routed experts of a layer; 0 for a dense model."""
     return max((weight.expert + 1 for weight in weights if weight.expert is not None), default=0)
 
 
@@ -156,9 +160,9 @@ def _stages(weight: Weight, ranges: Ranges) -> tuple[int, ...]:
 def _check_sizes(side: str, world_size: int, tp: int, pp: int, num_layers: int) -> None:
     if min(world_size, tp, pp) < 1 or world_size % (tp * pp):
         raise ValueError(
-            f"{side}: tp {tp} x pp {pp} does not divide {world_size} ranks; choose sizes whose product does."
+            f"{side}: tp={tp} x pp={pp} does not divide {world_size} ranks; choose sizes whose product does."
         )
     if pp > num_layers:
         raise ValueError(
-            f"{side}: pp {pp} leaves stages without a layer, the model has {num_layers}; choose a smaller pp."
+            f"{side}: pp={pp} exceeds the {num_layers} layers of the model; choose a smaller pp."
         )

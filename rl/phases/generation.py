@@ -56,7 +56,7 @@ class Generation:
         abortable = abortable and self._stop is not None and not step.has_updated
         started = time.perf_counter()
         with step.phase("generate", timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
-            interrupt = self._stop.within_generation if abortable and self._stop is not None else None
+            interrupt = self._stop.is_requested if abortable and self._stop is not None else None
             own = engine.generate(ids, sampling, seeds, progress=bar, interrupt=interrupt)
             if abortable and any_rank(own is None):
                 raise StepAborted

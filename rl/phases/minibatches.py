@@ -27,7 +27,10 @@ class MinibatchPlan:
         samples = self.samples
         num_tokens = segment_sum(batch.mask, batch.lengths)[samples].sum()
         num_samples = counted(batch.mask, batch.lengths)[samples].sum()
-        num_units = counted(batch.mask, batch.lengths, unit=batch.unit)[samples].sum() / batch.unit
+        num_units = (
+            counted(batch.mask, batch.lengths, unit=batch.samples_per_unit)[samples].sum()
+            / batch.samples_per_unit
+        )
         return Totals(
             num_tokens=max(float(num_tokens), 1.0),
             num_samples=max(float(num_samples), 1.0),

@@ -18,7 +18,7 @@ from rl.rewards.pool.pool import ScoringPool, default_workers
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import Sampling, seed_of
-from rl.runtime.collectives import sum_over_world
+from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.packing import plan_minibatch
@@ -168,9 +168,7 @@ def gather_by_rank(mine: list) -> list:
 
     Collective over the world.
     """
-    world = dist.get_world_size()
-    everyone: list = [None] * world
-    dist.all_gather_object(everyone, mine)
+    everyone, world = gather_objects(mine), dist.get_world_size()
     return [everyone[i % world][i // world] for i in range(sum(map(len, everyone)))]
 
 
@@ -181,8 +179,7 @@ def gather_columns(
 
     Collective over the world.
     """
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sorted({name for result in results for name in result}))
+    everyone = gather_objects(sorted({name for result in results for name in result}))
     names = sorted({name for rank_names in everyone for name in rank_names})
     table = torch.zeros(len(names), total, dtype=torch.float64)
     for i, result in zip(mine, results):

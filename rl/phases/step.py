@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import torch
 
-from rl.faults.agreement import Agreement
+from rl.faults.agreement import PhaseAgreement
 from rl.faults.process import GIB, resident_bytes, return_free_memory
-from rl.faults.watchdog import Watch
+from rl.faults.watchdog import Watchdog
 from rl.run_directory.progress import Progress
 from rl.runtime.device import Device
 
@@ -19,8 +19,8 @@ class Step:
     Phases of one run share one object, which begins again at every step.
     """
 
-    def __init__(self, *, device: Device, progress: Progress, watch: Watch, agreement: Agreement):
-        self.device, self.progress, self.watch, self.agreement = device, progress, watch, agreement
+    def __init__(self, *, device: Device, progress: Progress, watchdog: Watchdog, agreement: PhaseAgreement):
+        self.device, self.progress, self.watchdog, self.agreement = device, progress, watchdog, agreement
         self.number = 0
         self.metrics: dict[str, float] = {}
         self.num_tokens = 0
@@ -43,7 +43,7 @@ class Step:
         if self._first is None and number > 0:
             self._first = number
         return_free_memory()
-        self.watch.where.begin_step(number)
+        self.watchdog.tracker.begin_step(number)
         self.agreement.begin_step()
 
     @contextmanager
@@ -54,11 +54,11 @@ class Step:
         the phase, the step, and the fingerprint `batch` of the token ids. The seconds in the body are added
         to timing_s/<timing>.
         """
-        with self.watch.where.phase(name, self.number) as place:
+        with self.watchdog.tracker.phase(name, self.number) as entry:
             with self.timed("agreement"):
                 is_cuda = self.device.is_cuda
                 peak = torch.cuda.max_memory_allocated(self.device.torch) if is_cuda else 0
-                host, peak = self.agreement.check(place, batch, (resident_bytes(), peak))
+                host, peak = self.agreement.check(entry, batch, (resident_bytes(), peak))
             largest = max(host / GIB, self.metrics.get("perf/host_memory_gib", 0.0))
             self.metrics["perf/host_memory_gib"] = largest
             if is_cuda:

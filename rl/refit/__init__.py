@@ -1,1 +1,1 @@
-"""Moving policy weights from the training grid to the generation replicas, and checking that they arrived."""
+"""Move policy weights from the training grid to the generation replicas, and check that they arrived."""

@@ -1,7 +1,8 @@
-"""Refit by gathering: every weight whole on every rank for a moment, and vLLM's own loader takes its shard of it.
+"""Refit by gathering: every rank temporarily holds each whole weight, from which vLLM's own loader reads its
+shard.
 
-Correct for any pair of layouts; moves the whole model to every rank. `rl.refit.refit` takes this way for weights that the
-engine holds in a form of its own.
+This is correct for any pair of layouts, but moves the whole model to every rank. `rl.refit.refit` uses it
+only for weights that the engine holds in its own format.
 """
 
 import copy
@@ -11,35 +12,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.models.layout import Weight, index
+from rl.models.boxes import index
+from rl.models.layout import Weight
 from rl.refit.transfer import bits
 from rl.rollout.engine import RolloutEngine
+from rl.runtime.collectives import gather_objects
 from rl.training.engine import TrainingEngine
 from rl.training.weights import full_weights
 
 
 class RefitMismatch(RuntimeError):
-    """The engine's weights are not the trainer's."""
+    """The engine's weights differ from the trainer's."""
 
 
 def gathered(trainer: TrainingEngine, weights: Sequence[Weight]) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of some weights, on every rank. Collective as `full_weights` is."""
+    """Yield (Hugging Face name, whole tensor) of the given weights, on every rank. Collective as
+    `full_weights`."""
     some = copy.copy(trainer.weight_map)
     some.weights = list(weights)
     return full_weights(some)
 
 
 def unknown(trainer: TrainingEngine, engine: RolloutEngine) -> list[str]:
-    """What there is to say of this rank's engine parameters that no weight of the trainer fills."""
+    """Return one message for each of this rank's engine parameters that the trainer does not fill."""
     known = {weight.vllm for weight in trainer.weight_map.weights}
     names = sorted(engine.weights().keys() - known)
-    return [f"{name} of the engine on rank {dist.get_rank()} is no weight of the trainer" for name in names]
+    return [
+        f"{name} on rank {dist.get_rank()} is a parameter of the engine, but not of the trainer"
+        for name in names
+    ]
 
 
 @torch.no_grad()
 def differences(trainer: TrainingEngine, engine: RolloutEngine, weights: Sequence[Weight]) -> list[str]:
-    """What there is to say of each tensor of those weights that differs on this rank: the first element and both values.
-    The raw bits are compared, or the values where the engine has another dtype. Collective over the world."""
+    """Return one message for each tensor of these weights that differs on this rank, with the first differing
+    element.
+
+    Compares raw bits, or values if the engine has another dtype. Collective over the world.
+    """
     held = engine.weights()
     pieces = {
         piece.hf: (weight.vllm, piece)
@@ -68,8 +78,6 @@ def differences(trainer: TrainingEngine, engine: RolloutEngine, weights: Sequenc
 
 
 def raise_mismatches(texts: list[str]) -> None:
-    """RefitMismatch on every rank if any rank has something to say. Collective over the world."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, texts)
-    if found := [text for texts in everyone for text in texts]:
+    """Raise RefitMismatch on every rank if any rank has messages. Collective over the world."""
+    if found := [text for texts in gather_objects(texts) for text in texts]:
         raise RefitMismatch(f"after the refit {len(found)} weights differ: " + "; ".join(found[:8]))

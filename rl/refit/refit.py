@@ -1,13 +1,13 @@
-"""Writing the trainer's weights into the engine, and checking that they arrived.
+"""Write the trainer's weights into the engine, and check that they arrived.
 
-What the engine holds as plain tensors of the trainer's dtype is written in place, by a plan in which each rank receives its
-own shard and no more (`rl.refit.plan`). For the rest (quantised, packed) the engine's own loader takes its part of the whole
-tensors (`rl.refit.gather`).
+Weights that the engine holds as plain tensors of the trainer's dtype are written in place. Their plan sends
+each rank its own shard and no more (`rl.refit.plan`). For other weights (quantised, packed) the engine's own
+loader reads its part of the whole tensors (`rl.refit.gather`).
 """
 
 import socket
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,10 @@ from rl.models.layout import VOCAB, Weight
 from rl.models.placement import RolloutPlacement
 from rl.refit import gather
 from rl.refit.gather import RefitMismatch
-from rl.refit.plan import Plan, plan_refit
-from rl.refit.transfer import Traffic, compare, transfer
+from rl.refit.plan import RefitPlan, Routing, cut_into_batches, plan_of
+from rl.refit.transfer import BytesMoved, compare, transfer
 from rl.rollout.engine import RolloutEngine
-from rl.runtime.collectives import sum_over_world
+from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.weights import WeightMap
@@ -28,78 +28,74 @@ from rl.training.weights import WeightMap
 __all__ = ["RefitMismatch", "check_refit", "refit", "traffic_metrics"]
 
 MAX_SHOWN = 8
-"""Differing weights that a check transfers again, to find their first differing element."""
+"""Maximum number of differing weights that a check gathers to find their first differing element."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a trainer and an engine do at each refit."""
+    """The plan of all refits from a trainer to an engine."""
 
-    plan: Plan
+    plan: RefitPlan
     in_place: list[Weight]
-    """The weights of the plan, by its numbers."""
+    """The weights of the plan, by index."""
     fallback: list[Weight]
-    """Those that go through the engine's loader."""
+    """Weights that the engine's loader reads."""
 
 
 _links: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-"""Engine -> weight map -> buffer in MiB -> Link; the plan depends on nothing else."""
+"""Engine -> weight map -> buffer in MiB -> Link. The plan depends only on these."""
 
 
-def refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512) -> Traffic:
-    """Write the trainer's weights into the engine; what the engine computed with the old ones is forgotten. Returns what
-    moved on this rank. Collective over the world.
+def refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512) -> BytesMoved:
+    """Write the trainer's weights into the engine and clear the engine's caches. Returns this rank's bytes.
+    Collective over the world.
 
-    buffer_mib: what messages may take at a time, on any rank.
+    buffer_mib: limit of the messages of one batch on any rank, in MiB.
     """
     link = _link(trainer, engine, buffer_mib)
     sources, destinations = _parameters(trainer, engine, link)
-    engine.device.synchronize()  # the engine may still read
-    traffic = transfer(link.plan, sources, destinations, engine.device.torch)
+    engine.device.synchronize()  # the engine may still be reading
+    done = transfer(link.plan, sources, destinations, engine.device.torch)
     _clear_padding(engine, link.in_place, destinations)
     if link.fallback:
-        traffic.fallback = sum(
-            _num_bytes(weight, trainer.weight_map.dtype.itemsize) for weight in link.fallback
-        )
+        itemsize = trainer.weight_map.dtype.itemsize
+        done.fallback = sum(w.num_elements * w.bytes_per_element(itemsize) for w in link.fallback)
         engine.load_weights(gather.gathered(trainer, link.fallback))
     else:
         engine.weights_changed()
-    return traffic
+    return done
 
 
 def check_refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512) -> None:
-    """Compare every element of this rank's engine weights with the trainer's: the two ends of each message by checksums,
-    copies within a rank bit by bit, and what went through the engine's loader, where it can be compared, by gathering.
-    Collective over the world.
+    """Compare every element of this rank's engine weights with the trainer's. Collective over the world.
 
-    Raises RefitMismatch on every rank, naming weights, ranks and the first element that differs.
+    Compares the two ends of each message by checksums, copies within a rank bitwise, and weights of the
+    engine's loader, where they can be compared, by gathering. Raises RefitMismatch on every rank, naming
+    weights, ranks and the first differing element.
     """
     link = _link(trainer, engine, buffer_mib)
     sources, destinations = _parameters(trainer, engine, link)
     wrong = compare(link.plan, sources, destinations, engine.device.torch)
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, wrong)
-    again = sorted({number for found in everyone for number, _ in found})[:MAX_SHOWN]
+    again = sorted({number for found in gather_objects(wrong) for number, _ in found})[:MAX_SHOWN]
     weights = [link.in_place[number] for number in again]
     texts = gather.unknown(trainer, engine) + gather.differences(trainer, engine, weights)
     looked_at = [(number, source) for number, source in wrong if number in again]
-    if looked_at and not texts:  # the whole tensor comes from another replica than the message did
+    if looked_at and not texts:  # gathering read another replica than the message came from
         number, source = looked_at[0]
         texts = [
-            f"{link.in_place[number].hf[0]} on rank {dist.get_rank()} is not what rank {source} trains, but what another "
-            f"training replica does: the replicas' weights differ"
+            f"{link.in_place[number].hf[0]} on rank {dist.get_rank()} differs from that of rank {source}, "
+            "but equals that of another training replica: the weights of the replicas differ"
         ]
     texts += gather.differences(trainer, engine, _comparable(engine, link.fallback))
     gather.raise_mismatches(texts)
 
 
-def traffic_metrics(traffic: Traffic, device: Device) -> dict[str, float]:
-    """The bytes of a refit, summed over all ranks: received through the transport, copied within a rank, and, of weights
-    that go through the engine's loader, gathered whole. Collective over the world."""
+def traffic_metrics(moved: BytesMoved, device: Device) -> dict[str, float]:
+    """Return the bytes of a refit, summed over all ranks: received, copied within a rank, and gathered for
+    the engine's loader. Collective over the world."""
     names = ("received", "local", "fallback")
-    sums = sum_over_world(
-        torch.tensor([asdict(traffic)[name] for name in names], dtype=torch.float64), device.torch
-    )
+    mine = torch.tensor([getattr(moved, name) for name in names], dtype=torch.float64)
+    sums = sum_over_world(mine, device.torch)
     return {f"perf/refit_bytes_{name}": value for name, value in zip(names, sums.tolist())}
 
 
@@ -112,32 +108,30 @@ def _link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) -> Li
 
 
 def _make_link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) -> Link:
-    """Collective over the world: all ranks must take the same weights as writable, and know who shares a node."""
+    """Plan the refits. Collective over the world: all ranks agree on the weights written in place and on the
+    nodes."""
     weight_map = trainer.weight_map
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), _not_writable(weight_map, engine)))
+    everyone = gather_objects((socket.gethostname(), _not_writable(weight_map, engine)))
     nodes = [host for host, _ in everyone]
     left_out = set().union(*(numbers for _, numbers in everyone))
     in_place = [weight for number, weight in enumerate(weight_map.weights) if number not in left_out]
-    plan = plan_refit(
+    routing = Routing(
         in_place,
         weight_map.placement,
         RolloutPlacement(dist.get_world_size(), engine.tp, weight_map.placement.num_layers),
         node_of=lambda rank: nodes.index(nodes[rank]),
         itemsize=weight_map.dtype.itemsize,
-        buffer_bytes=buffer_mib << 20,
-        rank=dist.get_rank(),
     )
-    if engine.device.is_cuda:
-        dist.all_reduce(
-            torch.zeros(1, device=engine.device.torch)
-        )  # NCCL's first call in a group must be one of all ranks
+    batches = [spans for spans, _ in cut_into_batches(routing, buffer_mib << 20)]
+    plan = plan_of(routing, batches, dist.get_rank())
+    if engine.device.is_cuda:  # the first NCCL call in a group must include all its ranks
+        dist.all_reduce(torch.zeros(1, device=engine.device.torch))
     return Link(plan, in_place, [weight_map.weights[number] for number in sorted(left_out)])
 
 
 def _not_writable(weight_map: WeightMap, engine: RolloutEngine) -> set[int]:
-    """Numbers of the weights that this rank's engine does not hold as the layout says, in the trainer's dtype, and of all
-    others of their modules: vLLM loads modules whole."""
+    """Return the indices of the weights that this rank's engine does not hold in the described layout and the
+    trainer's dtype, and of the other weights of their modules, because vLLM loads modules whole."""
     held = engine.weights()
     local = {weight.hf: parameter for weight, parameter in weight_map.local()}
     extents = _extents(weight_map.weights, engine)
@@ -161,16 +155,15 @@ def _module(weight: Weight) -> str:
 
 
 def _comparable(engine: RolloutEngine, weights: list[Weight]) -> list[Weight]:
-    """Weights that every rank's engine holds in the layout's shape, if in another dtype. Collective over the world."""
+    """Return the weights that every rank's engine holds in the layout's shape, in any dtype. Collective over
+    the world."""
     held, extents = engine.weights(), _extents(weights, engine)
     mine = [w.vllm in held and _fits(held[w.vllm], extents.get(w.vllm), w) for w in weights]
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return [weight for weight, *fits in zip(weights, *everyone) if all(fits)]
+    return [weight for weight, *fits in zip(weights, *gather_objects(mine)) if all(fits)]
 
 
 def _extents(weights: list[Weight], engine: RolloutEngine) -> dict[str, tuple[int, ...]]:
-    """Shape of each engine parameter as far as weights fill it, by name."""
+    """Return for each engine parameter the shape of the part that weights fill, by name."""
     out: dict[str, tuple[int, ...]] = {}
     for weight in weights:
         for piece in weight.vllm_pieces(engine.tp, engine.rank_in_replica):
@@ -180,7 +173,7 @@ def _extents(weights: list[Weight], engine: RolloutEngine) -> dict[str, tuple[in
 
 
 def _fits(parameter: Tensor, extent: tuple[int, ...] | None, weight: Weight) -> bool:
-    if weight.cut is VOCAB:  # a rank may have rows that only pad, or nothing else
+    if weight.cut is VOCAB:  # a rank may hold padding rows, even only those
         rows, *rest = extent or (0, *weight.shapes[0][1:])
         return rows <= parameter.shape[0] and list(parameter.shape[1:]) == rest
     return tuple(parameter.shape) == extent
@@ -189,7 +182,7 @@ def _fits(parameter: Tensor, extent: tuple[int, ...] | None, weight: Weight) -> 
 def _parameters(
     trainer: TrainingEngine, engine: RolloutEngine, link: Link
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """This rank's parameters on both sides, by the plan's numbers."""
+    """Return this rank's training and engine parameters by the plan's indices."""
     held = engine.weights()
     numbers = {weight.hf: number for number, weight in enumerate(link.in_place)}
     sources = {
@@ -199,13 +192,8 @@ def _parameters(
 
 
 def _clear_padding(engine: RolloutEngine, weights: list[Weight], destinations: dict[int, Tensor]) -> None:
-    """Rows of a vocabulary that only pad become 0, as vLLM's loader has them."""
+    """Set padding rows of a vocabulary to 0, as vLLM's loader does."""
     for number, weight in enumerate(weights):
         if weight.cut is VOCAB:
             pieces = weight.vllm_pieces(engine.tp, engine.rank_in_replica)
             destinations[number][max((piece.local_box[0][1] for piece in pieces), default=0) :].zero_()
-
-
-def _num_bytes(weight: Weight, itemsize: int) -> int:
-    elements = sum(torch.Size(shape).numel() for shape in weight.shapes)
-    return elements * (4 if weight.float32 else itemsize)

@@ -1,6 +1,7 @@
-"""Carrying out a plan: copies within the rank, then batches of packed messages; and the same way back for checksums.
+"""Execute a refit plan: copies within the rank, then batches of packed messages. The check exchanges
+checksums the same way.
 
-Point to point over the world's group: gloo for CPU tensors, NCCL for CUDA ones.
+Point-to-point over the world's group: gloo for CPU tensors, NCCL for CUDA tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,43 +11,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.models.layout import index
-from rl.refit.plan import Copy, Message, Plan, Region
+from rl.models.boxes import index
+from rl.refit.plan import Copy, Message, RefitPlan, Region
 
 OPS_PER_CALL = 32
-"""Point-to-point operations that are handed to NCCL at once; hundreds in one group deadlocked it (Megatron-LM #7189)."""
+"""Number of point-to-point operations per NCCL call; hundreds in one call deadlocked (Megatron-LM #7189)."""
 CHECKSUM_ELEMENTS = 1 << 20
-"""Elements that a checksum takes at a time; each costs about 24 bytes for that moment."""
+"""Number of elements per step of a checksum; each needs about 24 bytes temporarily."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
-class Traffic:
-    """Bytes of one rank."""
+class BytesMoved:
+    """Bytes moved by one rank in a refit."""
 
     received: int = 0
-    """Through the transport."""
     sent: int = 0
     local: int = 0
-    """Copied from this rank's training parameters into its engine's."""
+    """Bytes copied from this rank's training parameters to its engine's."""
     fallback: int = 0
-    """Of whole tensors that were gathered, since the engine's parameter cannot be written in place."""
+    """Bytes of whole tensors that were gathered because the engine's parameter cannot be written in place."""
 
 
 @torch.no_grad()
 def transfer(
-    plan: Plan, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor], device: torch.device
-) -> Traffic:
-    """Write what the plan brings to this rank into the destinations. Collective over the world.
+    plan: RefitPlan, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor], device: torch.device
+) -> BytesMoved:
+    """Execute the plan: write this rank's destinations. Collective over the world.
 
-    sources, destinations: this rank's training and engine parameters by the weight's number, of one dtype per weight.
-    Takes `plan.peak_bytes` for messages, rounded up to 8 each, and no more.
+    sources, destinations: this rank's training and engine parameters by the weight's index, of one dtype per
+    weight. Allocates `plan.peak_bytes` for messages, each rounded up to a multiple of 8, and no more.
     """
-    traffic = Traffic()
+    done = BytesMoved()
     for copy in plan.copies:
         source, destination = _ends(copy, sources, destinations)
         destination.copy_(source)
-        traffic.local += source.nbytes
+        done.local += source.nbytes
     largest = max((_space(batch.sends + batch.receives) for batch in plan.batches), default=0)
     space = torch.empty(largest, dtype=torch.uint8, device=device)
     for batch in plan.batches:
@@ -59,17 +59,17 @@ def transfer(
         for message in batch.receives:
             for view, packed in _unpacked(message, incoming[message.peer], destinations):
                 view.copy_(packed)
-        traffic.sent += sum(buffer.nbytes for buffer in outgoing.values())
-        traffic.received += sum(buffer.nbytes for buffer in incoming.values())
-    return traffic
+        done.sent += sum(buffer.nbytes for buffer in outgoing.values())
+        done.received += sum(buffer.nbytes for buffer in incoming.values())
+    return done
 
 
 def exchange(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-    """Send a tensor to each peer of `outgoing` and fill those of `incoming`, contiguous and one per peer. Collective over the
-    world; a peer's two ends must agree.
+    """Send each tensor of `outgoing` to its peer and receive those of `incoming`; all are contiguous.
+    Collective over the world; sender and receiver must agree on the sizes.
 
-    NCCL runs one call after the other, so calls must not wait for each other in a circle: every rank goes through the
-    distances between ranks in the same order, and both ends of a message have the same distance.
+    NCCL executes calls in order, so calls must not wait for each other in a cycle. Every rank iterates over
+    the distances between ranks in the same order, and both ends of a message have the same distance.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pending = []
@@ -89,10 +89,10 @@ def exchange(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> 
 
 @torch.no_grad()
 def compare(
-    plan: Plan, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor], device: torch.device
+    plan: RefitPlan, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor], device: torch.device
 ) -> list[tuple[int, int]]:
-    """(weight's number, rank that it came from) of everything on this rank that differs from its source. Collective over
-    the world: each source sends 16 bytes per region."""
+    """Return (weight's index, source rank) of every region on this rank that differs from its source.
+    Collective over the world: each source sends 16 bytes per region."""
     wrong = []
     for copy in plan.copies:
         source, destination = _ends(copy, sources, destinations)
@@ -101,7 +101,7 @@ def compare(
     known: dict[tuple, Tensor] = {}
     outgoing: dict[int, list[Tensor]] = {}
     for peer, region in _regions(plan, "sends"):
-        key = (region.weight, region.local)  # replicas of the engine get the same regions
+        key = (region.weight, region.local)  # engine replicas receive the same regions
         if key not in known:
             known[key] = checksum(sources[region.weight][index(region.local)])
         outgoing.setdefault(peer, []).append(known[key])
@@ -123,8 +123,11 @@ def compare(
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """int64 [2]: the sum of the elements' bits read as integers, and that sum with each weighted by its place, modulo 2**64.
-    One changed element always shows in the first, two that changed places in the second."""
+    """Return int64 [2], modulo 2**64: the sum of the elements' bits as integers, and that sum weighted by
+    position.
+
+    The first detects any single changed element, the second any two exchanged elements.
+    """
     rows = bits(tensor).flatten(0, -2) if tensor.ndim > 1 else bits(tensor)[:, None]
     width = rows.shape[1]
     step = max(1, CHECKSUM_ELEMENTS // width)
@@ -137,7 +140,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The tensor's memory read as integers of the same size."""
+    """View the tensor's memory as integers of the same size."""
     return tensor.detach().view(BITS[tensor.element_size()])
 
 
@@ -152,7 +155,7 @@ def _ends(
     return source.reshape(destination.shape), destination
 
 
-def _regions(plan: Plan, direction: str) -> Iterator[tuple[int, Region]]:
+def _regions(plan: RefitPlan, direction: str) -> Iterator[tuple[int, Region]]:
     for batch in plan.batches:
         for message in batch.sends if direction == "sends" else batch.receives:
             for region in message.regions:
@@ -168,7 +171,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _buffers(messages: tuple[Message, ...], space: Tensor, at: int) -> tuple[dict[int, Tensor], int]:
-    """A run of bytes of `space` for each message, and where they end."""
+    """Return a range of bytes of `space` for each message, by peer, and their end."""
     buffers = {}
     for message in messages:
         buffers[message.peer] = space[at : at + message.num_bytes]
@@ -179,7 +182,7 @@ def _buffers(messages: tuple[Message, ...], space: Tensor, at: int) -> tuple[dic
 def _unpacked(
     message: Message, buffer: Tensor, parameters: Mapping[int, Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(part of a parameter, the same elements in the message) of each region."""
+    """Yield (part of a parameter, the same elements in the message) of each region."""
     at = 0
     for region in message.regions:
         view = parameters[region.weight][index(region.local)]

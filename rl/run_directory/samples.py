@@ -1,4 +1,4 @@
-"""`<run.dir>/samples.jsonl`: samples of each step for people to read."""
+"""`<run.dir>/samples.jsonl`: readable samples of each step."""
 
 import json
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""What a run needs around the algorithm: ranks, agreement, signals, metrics, progress."""
+"""Ranks, their rendezvous, torch.distributed's process groups, the device, and shared collectives."""

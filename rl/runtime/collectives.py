@@ -1,26 +1,39 @@
-"""Collectives that belong to no engine."""
+"""Collectives that several rooms use. Each is collective over its group, by default the world."""
+
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+T = TypeVar("T")
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's `value`, in the order of the group's ranks. Values are pickled."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Return the `value` of the group's rank `source` on every rank; what other ranks pass is ignored."""
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=source)
+    return values[0]
+
 
 def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Sum of a CPU tensor over all ranks, back on the CPU. Where only one rank has a value and the others 0 the result
-    is exact. Collective over the world."""
+    """Return the sum of a CPU tensor over all ranks, on the CPU.
+
+    It is exact where all ranks but one pass 0.
+    """
     moved = values.to(device, copy=True)
     dist.all_reduce(moved)
     return moved.cpu()
 
 
-def from_first_rank(text: str) -> str:
-    """Return rank 0's text on every rank. Collective over the world."""
-    texts = [text]
-    dist.broadcast_object_list(texts, src=0)
-    return texts[0]
-
-
 def any_rank(here: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether it is true on any rank. Collective over `group`, the world by default."""
+    """Return whether `here` is true on any rank."""
     anywhere = torch.tensor(int(here))
     dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
     return bool(anywhere)

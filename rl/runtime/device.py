@@ -1,4 +1,4 @@
-"""The one place that decides between CUDA with NCCL and CPU with gloo."""
+"""The choice between CUDA with NCCL and CPU with gloo."""
 
 from dataclasses import dataclass
 
@@ -18,21 +18,19 @@ class Device:
         return self.torch.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait for the device's queue; nothing to wait for on CPU."""
+        """Wait for the device's queue; does nothing on CPU."""
         if self.is_cuda:
             torch.cuda.synchronize(self.torch)
 
     def release_cached_memory(self) -> None:
-        """Give cached but unused memory back to the driver, so that the other engine of this process can take it."""
+        """Return cached memory to the driver, so that the other engine of this process can allocate it."""
         if self.is_cuda:
             torch.cuda.empty_cache()
 
 
 def choose_device(local_rank: int) -> Device:
-    """CUDA device of this rank where there is a GPU, else the CPU. Sets the current CUDA device.
-
-    `local_rank % device_count`: with `srun --gpus-per-task=1` every rank sees one device, whatever its local rank.
-    """
+    """Return this rank's CUDA device and make it current, or the CPU if there is no GPU. The index is
+    `local_rank % device_count`, because with `srun --gpus-per-task=1` every rank sees one device."""
     if not torch.cuda.is_available():
         return Device(torch.device("cpu"), "gloo")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())

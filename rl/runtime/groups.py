@@ -1,4 +1,4 @@
-"""All process groups of a run: made ready before memory fills, and with one time limit."""
+"""All process groups of a run: their first collective, and their time limit."""
 
 import datetime
 
@@ -10,19 +10,19 @@ from rl.config.limits import PhaseLimits
 from rl.runtime.device import Device
 
 MARGIN_S = 120.0
-"""A collective times out so much later than the longest phase: the watchdog is first, and says more than a time-out does."""
+"""Margin of a collective's time limit over the longest phase's, in seconds, so that the watchdog is first."""
 
 
 def groups_here() -> list[dist.ProcessGroup]:
-    """The groups that this rank is a member of, in the order in which they were made, which is the same on every rank."""
+    """Return the groups that this rank is a member of, in the order of creation, which all ranks share."""
     return list(distributed_c10d._world.pg_map)
 
 
 def warm_up(device: Device) -> int:
-    """One small collective in every group of more than one rank; returns how many. Collective over the world.
+    """Run a small collective in every group of several ranks; return their number. Collective over the world.
 
-    NCCL makes a group's connections and buffers in its first collective, which fails or hangs late if by then the memory is
-    full. Engines warm up the groups that they make themselves.
+    NCCL allocates a group's connections and buffers in its first collective, which fails or hangs later if
+    the memory is full by then. Engines warm up the groups that they make themselves.
     """
     warmed = 0
     for group in groups_here():
@@ -32,18 +32,16 @@ def warm_up(device: Device) -> int:
             if kind.type in ("cpu", device.torch.type):
                 one = torch.ones(1, device=device.torch if kind.type == device.torch.type else kind)
                 dist.all_reduce(one, group=group)
-                assert int(one) == group.size(), (
-                    f"a sum over a group of {group.size()} ranks gave {float(one)}"
-                )
+                assert int(one) == group.size(), f"{group.size()} ones sum to {float(one)}"
                 warmed += 1
     return warmed
 
 
 def limit_collectives(limits: PhaseLimits) -> None:
-    """Let collectives wait for as long as the longest phase of a step may take. Until then they have the limit of the start-up.
+    """Derive the time limit of collectives from the longest phase of a step. Not collective.
 
-    The phases' own limits are the watchdog's: a group has one time limit, and a rank may wait in the same group within a short
-    phase and a long one. Not collective.
+    During the start-up the limit is that of the start-up. A group has one time limit, although a rank may
+    wait in it during a short phase or a long one. The watchdog applies the limits of single phases.
     """
     longest = max(seconds for name, seconds in vars(limits).items() if name != "start_up")
     for group in groups_here():

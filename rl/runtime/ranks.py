@@ -1,9 +1,9 @@
-"""Who am I: rank discovery for torchrun, srun, mpirun and a plain `python`. Where ranks meet: `rl.runtime.rendezvous`.
+"""Rank discovery under torchrun, srun, mpirun and a plain `python`. `rl.runtime.rendezvous` follows.
 
-Precedence: torchrun's variables (explicit) -> MPI -> a Slurm step -> one process. `SLURM_PROCID` alone proves nothing: it
-is set in the batch script too, where `python train_rl.py` without srun would look like rank 0 of N and wait for ever; only
-a step has `SLURM_STEP_ID` and `SLURM_STEP_NUM_TASKS`. mpi4py initialises MPI when it is imported, so it is imported only
-when mpirun started the program.
+Precedence: torchrun's variables, MPI, a Slurm step, one process. `SLURM_PROCID` alone does not show a step:
+the batch script has it too, where `python train_rl.py` without srun would look like rank 0 of N and wait for
+ever. Only a step has `SLURM_STEP_ID` and `SLURM_STEP_NUM_TASKS`. mpi4py initialises MPI when it is imported,
+so it is imported only when mpirun started the program.
 """
 
 import os
@@ -15,21 +15,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process in the world, and where the world meets."""
+    """The rank of this process, and the address of the rendezvous."""
 
     rank: int
     world_size: int
     local_rank: int
     """Rank among the processes of the same host."""
     local_world_size: int
-    """Processes on this host."""
+    """Number of processes on this host."""
     launcher: str
     """torchrun, mpi, slurm or single."""
     master_addr: str
     master_port: int = 0
-    """0 until `rendezvous.meet` has found one; torchrun knows it from the start."""
+    """0 before `rendezvous.join_ranks`; torchrun sets it."""
     listener: socket.socket | None = field(default=None, compare=False, repr=False)
-    """The first rank's socket at that port, where it is for us to open."""
+    """Rank 0's listening socket at that port, except under torchrun."""
 
     def export(self, environ: dict | None = None) -> None:
         """Write the variables that torch.distributed and vLLM read."""
@@ -45,10 +45,8 @@ class Ranks:
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Ranks:
-    """The rank, world and meeting point of this process. Collective over MPI_COMM_WORLD under mpirun, else local.
-
-    Raises ValueError if the launcher's variables contradict each other.
-    """
+    """Return this process's rank, world and address. Collective over MPI_COMM_WORLD under mpirun, else local.
+    Raises ValueError if the launcher's variables contradict each other."""
     env = os.environ if environ is None else environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
@@ -58,8 +56,8 @@ def discover(environ: Mapping[str, str] | None = None) -> Ranks:
         return _from_slurm(env)
     if int(env.get("SLURM_NTASKS", "1")) > 1:
         raise ValueError(
-            f"this is a Slurm batch script for {env['SLURM_NTASKS']} tasks, not a step: start the program with "
-            "`srun python train_rl.py ...`, or unset SLURM_NTASKS to run one process."
+            f"SLURM_NTASKS={env['SLURM_NTASKS']}, but this is a batch script, not a step: start the program "
+            "with `srun python train_rl.py ...`, or unset SLURM_NTASKS to run one process."
         )
     return Ranks(0, 1, 0, 1, "single", "127.0.0.1")
 
@@ -85,7 +83,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
 
 
 def _started_by_mpirun(env: Mapping[str, str]) -> bool:
-    """Open MPI's mpirun sets OMPI_COMM_WORLD_SIZE, MPICH's hydra MPI_LOCALNRANKS (srun --mpi=pmi2 sets neither)."""
+    """Return whether mpirun did: Open MPI sets the first name, MPICH's hydra the second, srun neither."""
     return "OMPI_COMM_WORLD_SIZE" in env or "MPI_LOCALNRANKS" in env
 
 
@@ -94,18 +92,19 @@ def _from_mpi(env: Mapping[str, str]) -> Ranks:
         from mpi4py import MPI
     except ImportError as error:
         raise ValueError(
-            f"mpirun started this program but mpi4py cannot be imported ({error}); install the `mpi` extra, or use torchrun or srun."
+            f"mpirun started this program but mpi4py cannot be imported ({error}); install the `mpi` extra, "
+            "or use torchrun or srun."
         ) from error
     world = MPI.COMM_WORLD
     expected = int(env.get("OMPI_COMM_WORLD_SIZE") or env.get("PMI_SIZE") or world.size)
     if world.size != expected:
-        # Each process would believe to be alone: N runs in one run directory.
+        # Otherwise each process would be a run of its own, in the same run directory.
         raise ValueError(
-            f"mpirun started {expected} processes but mpi4py sees a world of {world.size}: mpirun and mpi4py belong to "
-            "different MPI libraries; install mpi4py for this mpirun."
+            f"mpirun started {expected} processes but mpi4py sees a world of {world.size}: mpirun and mpi4py "
+            "belong to different MPI libraries; install mpi4py for this mpirun."
         )
     local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    host = world.bcast(socket.gethostname())  # the first rank's
+    host = world.bcast(socket.gethostname())  # rank 0's
     if local.size == world.size:
         host = "127.0.0.1"  # one host: its own name need not resolve
     return Ranks(world.rank, world.size, local.rank, local.size, "mpi", host)
@@ -127,7 +126,7 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """`2(x3),1` -> [2, 2, 2, 1], as in SLURM_TASKS_PER_NODE."""
+    """Expand `2(x3),1`, the form of SLURM_TASKS_PER_NODE, to [2, 2, 2, 1]."""
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.partition("(x")
@@ -136,15 +135,13 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Slurm's bracket syntax: `gpu[01-03,7],login` -> ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login'].
-
-    `scontrol show hostnames` does the same, but containers often lack it.
-    """
+    """Expand Slurm's `gpu[01-03,7],login` to ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']. `scontrol show
+    hostnames` does the same, but containers often lack it."""
     return [host for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for host in _expand(part)]
 
 
 def _expand(name: str) -> list[str]:
-    """One name of a host list, with any number of brackets; the last varies fastest."""
+    """Expand one name with any number of brackets; the last bracket varies fastest."""
     match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", name)
     if match is None:
         return [name]

@@ -1,4 +1,4 @@
-"""The life of torch.distributed in this process."""
+"""The initialisation and the end of torch.distributed in this process."""
 
 import datetime
 import logging
@@ -14,26 +14,28 @@ import torch.distributed as dist
 
 from rl.runtime.device import Device, choose_device
 from rl.runtime.ranks import Ranks
-from rl.runtime.rendezvous import meet
+from rl.runtime.rendezvous import join_ranks
 
 TIMEOUT = datetime.timedelta(minutes=30)
-"""Of every collective; a phase in which a rank waits longer for another has failed."""
+"""Default time limit of a collective."""
 
+EXIT_TIMEOUT = datetime.timedelta(seconds=20)
+"""Longest wait of a rank that cannot continue for the other ranks to reach the same exit."""
 
 _gloo_group: dist.ProcessGroup | None = None
-"""The world on gloo, beside the default group, whose backend may be a composite that has no monitored barrier."""
-
-LEAVING = datetime.timedelta(seconds=20)
-"""How long a rank that cannot go on waits for the others to come to the same end."""
+"""The world on gloo. The default group's backend may be a composite, which has no monitored barrier."""
 
 
 @contextmanager
 def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Device]:
-    """Join the world, before either engine is built (both then use this default group); leave it at the end. `timeout`: of
-    collectives until `rl.runtime.groups.limit_collectives` sets another."""
+    """Initialise torch.distributed before the engines, which use its default group; destroy it at the end.
+
+    timeout: time limit of collectives until `rl.runtime.groups.limit_collectives` sets another.
+    """
     device = choose_device(ranks.local_rank)
     if not device.is_cuda:
-        # vLLM's sampler would compile a function with Inductor: 10 s, or a crash where there is no C++ compiler.
+        # vLLM's sampler would compile a function with Inductor: 10 s, or a crash where there is no C++
+        # compiler.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if ranks.rank == 0:
         ours = logging.getLogger("rl")
@@ -41,18 +43,16 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
         ours.addHandler(logging.StreamHandler())
         ours.propagate = False
     else:
-        logging.getLogger().setLevel(logging.ERROR)  # what rank 0 warns of, all would,
-        logging.getLogger("rl.rewards").setLevel(logging.WARNING)  # but each scores samples of its own
+        logging.getLogger().setLevel(logging.ERROR)  # other ranks repeat rank 0's warnings,
+        logging.getLogger("rl.rewards").setLevel(logging.WARNING)  # but score samples of their own
         warnings.simplefilter("ignore")
-    # Notes of libraries to their own developers; ours come through logging and as errors.
+    # These warnings are meant for the libraries' developers.
     for module in (r"megatron\..*", r"torch\.distributed\..*", r"vllm\..*"):
         warnings.filterwarnings("ignore", module=module)
-    logging.getLogger("torch._library.triton").setLevel(
-        logging.ERROR
-    )  # a CPU host has no Triton and needs none
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU host has no Triton
     for seed in (random.seed, np.random.seed, torch.manual_seed):  # their states are part of a checkpoint
         seed(0)
-    _join(ranks, device.backend, timeout)
+    _initialise(ranks, device.backend, timeout)
     global _gloo_group
     _gloo_group = dist.new_group(backend="gloo", timeout=timeout)
     try:
@@ -63,40 +63,39 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
 
 
 def control_group() -> dist.ProcessGroup:
-    """The world on gloo, for what ranks agree on; engines do not use it. Within `session` only."""
+    """Return the world on gloo, for agreement between ranks; engines do not use it. Only within `session`."""
     assert _gloo_group is not None, "there is no session"
     return _gloo_group
 
 
 def leave_together(ranks: Ranks) -> bool:
-    """Wait until every rank is about to leave, or for LEAVING; returns whether all came. A launcher kills the other ranks
-    when the first one exits with an error, before the first rank may have said what is wrong."""
+    """Wait until every rank is about to exit, at most EXIT_TIMEOUT; return whether all arrived. A launcher
+    kills the other ranks when the first one exits with an error, perhaps before rank 0 has reported it."""
     try:
         if not dist.is_initialized():
-            _join(ranks, "gloo", LEAVING)
-        dist.monitored_barrier(group=_gloo_group, timeout=LEAVING)
-    except (RuntimeError, TimeoutError):  # MeetingFailed is a RuntimeError
+            _initialise(ranks, "gloo", EXIT_TIMEOUT)
+        dist.monitored_barrier(group=_gloo_group, timeout=EXIT_TIMEOUT)
+    except (RuntimeError, TimeoutError):  # RendezvousError is a RuntimeError
         return False
     return True
 
 
-def _join(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None:
-    """Torchrun's agent holds the store at the meeting point; under other launchers rank 0 does, on the socket it met the others
-    with. Raises MeetingFailed."""
+def _initialise(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None:
+    """Connect to the store, and initialise the default group. May raise RendezvousError. torchrun's agent
+    holds the store. Under other launchers rank 0 does, on the socket of the rendezvous."""
     options = dict(rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     if ranks.launcher == "torchrun":
         dist.init_process_group(backend, init_method="env://", **options)
         return
-    met = meet(
-        ranks, timeout=LEAVING.total_seconds()
-    )  # already, but for a rank that leaves before it came to that
-    listener = None if met.listener is None else met.listener.detach()
-    host = met.master_addr if met.rank > 0 else "127.0.0.1"  # a host's own name need not resolve on it
+    # Already done, except by a rank that exits before its rendezvous.
+    joined = join_ranks(ranks, timeout=EXIT_TIMEOUT.total_seconds())
+    listener = None if joined.listener is None else joined.listener.detach()
+    host = joined.master_addr if joined.rank > 0 else "127.0.0.1"  # a host may not resolve its own name
     store = dist.TCPStore(
         host,
-        met.master_port,
-        met.world_size,
-        is_master=met.rank == 0,
+        joined.master_port,
+        joined.world_size,
+        is_master=joined.rank == 0,
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listener,

@@ -1,1 +1,1 @@
-"""Stopping a run in order: who may ask for it, and until when it may take."""
+"""Orderly stops: the events that request one, the deadlines of the job, and the ranks' agreement on it."""

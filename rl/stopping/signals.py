@@ -1,4 +1,4 @@
-"""The signals that ask for a stop. Called first of all, before any thread exists: see `rl.stopping.requests`."""
+"""Signals that request a stop. See `rl.stopping.requests`."""
 
 import os
 import signal
@@ -7,29 +7,31 @@ _terminate = False
 
 
 def expect_signals() -> None:
-    """From now on SIGUSR2 waits to be looked at, in this process and in all that it starts; in a Slurm job SIGTERM too, but in
-    this process only. Elsewhere SIGTERM ends the process as ever: it is how torchrun and mpirun end the ranks of a failed job."""
+    """Block SIGUSR2 in this process and its children; in a Slurm job, record SIGTERM in this process only.
+
+    Call it before any thread exists. Outside of Slurm SIGTERM ends the process, as torchrun and mpirun expect
+    when they end the ranks of a failed job.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     if "SLURM_JOB_ID" in os.environ:
-        # Not blocked: a child that its parent ends by SIGTERM must die of it.
-        signal.signal(signal.SIGTERM, _note)
+        # Handled and not blocked, because children would inherit the block and survive their parent's
+        # SIGTERM.
+        signal.signal(signal.SIGTERM, _record_sigterm)
 
 
-def _note(number, frame) -> None:
+def _record_sigterm(number, frame) -> None:
     global _terminate
     _terminate = True
 
 
 def end_on_closed_pipe() -> None:
-    """Let a reader that leaves, as in `... --help | head`, end this process silently, as is usual on Unix.
-
-    For commands that only print. Python would raise BrokenPipeError from the print or the flush at the exit.
-    """
+    """End this process silently when the reader of its output exits, as in `... --help | head`. For commands
+    that only print. Otherwise Python raises BrokenPipeError from the print or the flush at exit."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
-def asked_by_signal() -> signal.Signals | None:
-    """The signal that has asked this process to stop, if one has."""
+def requested_signal() -> signal.Signals | None:
+    """Return the signal that requested a stop of this process, if there was one."""
     if _terminate:
         return signal.SIGTERM
     return signal.SIGUSR2 if signal.SIGUSR2 in signal.sigpending() else None

@@ -1,16 +1,17 @@
-"""Lets the unmodified megatron-core wheel run where there is no CUDA. Inert where there is.
+"""Run the unmodified megatron-core wheel without CUDA. Does nothing where CUDA is available.
 
-Megatron-core names the accelerator literally: "cuda", torch.cuda.current_device(), 'torch.cuda.FloatTensor', x.cuda().
-`install` puts a finder in front of sys.meta_path which compiles megatron.core.* from its own source with those names
-mapped to the CPU. Nothing in torch is patched, so vLLM in the same process sees an ordinary CPU build, and there is no
-cost per operation. `install` must run before the first `import megatron.core`.
+Megatron-core names the accelerator literally: "cuda", torch.cuda.current_device(), 'torch.cuda.FloatTensor',
+x.cuda(). `install` puts a finder in front of sys.meta_path. The finder compiles megatron.core.* from its own
+source with those names mapped to the CPU. torch is not patched, so vLLM in the same process sees an ordinary
+CPU build, and operations cost nothing extra. `install` must run before the first `import megatron.core`.
 
-What is rewritten in the source, and why (all else in Megatron works on CPU as it is):
-- `torch.cuda` -> a namespace (`_cuda_namespace`): device of weights, buffers and p2p shapes; streams and events; RNG tracker.
+Rewritten in the source, with the reason (the rest of Megatron works on CPU):
+- `torch.cuda` -> a namespace (`_cuda_namespace`): device of weights, buffers and p2p shapes; streams and
+  events; RNG tracker.
 - the literal "cuda" -> "cpu": device of token counters, found-inf flags, gradient-norm buffers.
 - `x.cuda()`, `x.pin_memory()` -> x, `pin_memory=...` -> False: a CPU build refuses pinned memory.
 - `x.type()` names the CUDA type: optimizers and clipping assert 'torch.cuda.FloatTensor'.
-What the rewrite cannot express is in `_after_import`, one function per module.
+Changes that the rewrite cannot express are the functions in `_AFTER_IMPORT`, one per module.
 """
 
 import ast
@@ -32,20 +33,21 @@ _CPU = torch.device("cpu")
 
 
 def install() -> None:
-    """Make `import megatron.core` work without CUDA; idempotent; does nothing where CUDA is available."""
+    """Make `import megatron.core` work without CUDA. Idempotent; does nothing where CUDA is available."""
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if _PACKAGE in sys.modules:
         raise ImportError(
-            "rl.training.cpu_support.install() must run before the first import of megatron.core"
+            "megatron.core is already imported; call rl.training.cpu_support.install() before its first "
+            "import"
         )
-    # Installed without a driver, transformer_engine raises OSError (libcuda.so.1), which Megatron does not catch.
+    # Without a driver, transformer_engine raises OSError (libcuda.so.1), which Megatron does not catch.
     sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
     sys.meta_path.insert(0, _Finder())
 
 
 class _Stream:
-    """A stream or event of a device with one queue: program order is the order."""
+    """A stream or event of a device that executes in program order."""
 
     def __init__(self, *args, **kwargs): ...
     def wait_stream(self, *args): ...
@@ -61,16 +63,14 @@ class _Stream:
 
 
 def _cuda_namespace() -> types.ModuleType:
-    """What `torch.cuda` means inside megatron.core."""
+    """Return the module that replaces `torch.cuda` inside megatron.core."""
 
     def nothing(*args, **kwargs):
         return None
 
     def type_name(tensor):
-        kind = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}.get(
-            tensor.dtype, ""
-        )
-        return f"torch.cuda.{kind}Tensor"
+        kinds = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
+        return f"torch.cuda.{kinds.get(tensor.dtype, '')}Tensor"
 
     stream = _Stream()
     namespace = types.ModuleType("torch.cuda on cpu")
@@ -102,11 +102,12 @@ def _cuda_namespace() -> types.ModuleType:
 
 
 class Adam(torch.optim.Optimizer):
-    """Adam (AdamW with `adam_w_mode`) with the state layout of Transformer Engine's FusedAdam: `step` in the group,
-    `exp_avg` and `exp_avg_sq` per parameter.
+    """Adam (AdamW with `adam_w_mode`) with the state layout of Transformer Engine's FusedAdam: `step` in the
+    group, `exp_avg` and `exp_avg_sq` per parameter.
 
-    megatron-core 0.16's fallback, torch.optim.AdamW with a `step` tensor per parameter, cannot load a resharded
-    checkpoint of the distributed optimizer (KeyError: 'step'), nor share checkpoints with runs on CUDA.
+    megatron-core 0.16 falls back to torch.optim.AdamW, which has a `step` tensor per parameter. It can
+    neither load a resharded checkpoint of the distributed optimizer (KeyError: 'step') nor share checkpoints
+    with runs on CUDA.
     """
 
     def __init__(
@@ -152,12 +153,8 @@ class _Rewrite(ast.NodeTransformer):
         called = node.func
         if isinstance(called, ast.Attribute) and called.attr in ("cuda", "pin_memory"):
             return called.value
-        if (
-            isinstance(called, ast.Attribute)
-            and called.attr == "type"
-            and not node.args
-            and not node.keywords
-        ):
+        is_type = isinstance(called, ast.Attribute) and called.attr == "type"
+        if is_type and not node.args and not node.keywords:
             type_of = ast.Attribute(ast.Name("__cuda__", ast.Load()), "type_of", ast.Load())
             return ast.copy_location(ast.Call(type_of, [called.value], []), node)
         return node
@@ -175,12 +172,13 @@ class _Rewrite(ast.NodeTransformer):
 
 
 def _no_compiler(jit):
-    """Megatron's jit_fuser is torch.compile: it wants a C++ compiler and seconds per function."""
+    """Disable Megatron's jit_fuser: torch.compile requires a C++ compiler and takes seconds per function."""
     jit.disable_jit_fuser()
 
 
 def _cpu_rng_states(random):
-    """The CUDA RNG tracker reaches into torch._C; here it tracks the CPU generator, about which it would warn each time."""
+    """Let the CUDA RNG tracker, which calls torch._C, track the CPU generator, without its warning at each
+    call."""
     random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     logging.getLogger(random.__name__).addFilter(
@@ -200,7 +198,7 @@ def _adam_of_distributed_optimizer(distrib_optimizer):
 
 
 def _split_sizes_as_lists(moe_utils):
-    """The token dispatcher wants split sizes as numpy arrays, but converts them only from tensors on CUDA."""
+    """Convert split sizes to numpy, which the token dispatcher requires but does only for tensors on CUDA."""
 
     def to_numpy(tensor, as_numpy=False, record_stream=False):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -209,8 +207,8 @@ def _split_sizes_as_lists(moe_utils):
 
 
 def _uneven_collectives(mappings):
-    """gloo has no all-gather or reduce-scatter of parts of different sizes, which experts with tensor parallelism need: each
-    rank of the group has another number of tokens."""
+    """Emulate all-gather and reduce-scatter of parts of different sizes, which gloo lacks. Experts with
+    tensor parallelism require them, because ranks of the group have different numbers of tokens."""
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def uneven_gather(part, group, output_split_sizes=None, use_global_buffer=False):
@@ -245,18 +243,21 @@ class _Loader(SourceFileLoader):
     cuda = _cuda_namespace()
 
     def get_code(self, fullname):
-        """The rewritten module's code. It must not meet __pycache__, which holds the code of the unchanged file; it is
-        kept (1 s of a start) in a cache of its own, keyed by both sources, the path (tracebacks name it) and the interpreter."""
+        """Return the rewritten module's code. __pycache__ holds the code of the unchanged file and is not
+        used. A cache of our own, which saves 1 s per start, is keyed by both sources, the path (shown in
+        tracebacks) and the interpreter."""
         path = self.get_filename(fullname)
         source = self.get_data(path)
         key = hashlib.sha256(b"\0".join((Path(__file__).read_bytes(), path.encode(), source))).hexdigest()
         root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         cached = Path(root, "lockstep", "megatron-on-cpu", sys.implementation.cache_tag, key)
-        with contextlib.suppress(OSError, ValueError, EOFError, TypeError):  # absent or torn: compile again
+        with contextlib.suppress(
+            OSError, ValueError, EOFError, TypeError
+        ):  # absent or truncated: compile again
             return marshal.loads(cached.read_bytes())
         tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(source, path)))
         code = compile(tree, path, "exec", dont_inherit=True)
-        with contextlib.suppress(OSError):  # a read-only home only costs the second
+        with contextlib.suppress(OSError):  # a read-only home only costs time
             cached.parent.mkdir(parents=True, exist_ok=True)
             partial = cached.with_suffix(f".{os.getpid()}")
             partial.write_bytes(marshal.dumps(code))

@@ -1,7 +1,7 @@
-"""A model in training: forward passes and updates over packed micro-batches on the training grid.
+"""A model on the training grid: forward passes and updates over packed micro-batches.
 
-The policy, a critic, a reward model that learns and one that does not are all of this kind; they share the grid, and each
-has its own weights, optimizer and head.
+The policy, a critic and reward models, trained or frozen, are TrainingEngines. They share the grid; each has
+its own weights, optimizer and head.
 """
 
 import math
@@ -15,37 +15,37 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rl.config.schema import Optimizer, Training
 from rl.data.batch import Batch
 from rl.models import architecture, value_model, value_weights
-from rl.runtime.collectives import sum_over_world
+from rl.runtime.collectives import broadcast_object, sum_over_world
 from rl.runtime.device import Device
 from rl.training.grid import Grid
 from rl.training.model import DTYPES, build_model
-from rl.training.offload import HostStay
-from rl.training.packing import MicroBatch, MicroBatches, pack
+from rl.training.offload import HostMemory
+from rl.training.optimizer import build_optimizer, optimizer_tensors
+from rl.training.packing import MicroBatch, MicroBatchPlan, pack
 from rl.training.weights import WeightMap, full_weights, load_hf
 
-Loss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(loss of the micro-batch, already divided by the mini-batch's global denominator; sums to be logged)."""
+MicroBatchLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+"""(loss, metrics) of a micro-batch, both already divided by the mini-batch's global denominators."""
 
 
 class TrainingEngine:
-    """One model on this rank, with gradients and optimizer if it is to learn. Every method is collective over the world.
+    """One model on this rank, with gradients and optimizer if it learns. Methods are collective over the
+    world unless they say otherwise.
 
     Args:
         path: Hugging Face checkpoint directory.
         hf: its config.json.
-        dtype: of the weights; master weights and gradient sums are float32.
-        values: a value model (critic, reward model) instead of a policy.
-        optimizer: None for a model that stays as it is.
-        temperature: of the distribution whose log-probs a policy gives.
-        keep_reference: keep a copy of the weights at the start, for `reference_weights`.
+        dtype: dtype of the weights; master weights and gradient sums are float32.
+        values: build a value model (critic, reward model) instead of a policy.
+        optimizer: None for a frozen model.
+        temperature: temperature of the distribution whose log-probs a policy computes.
+        keep_reference: keep a copy of the initial weights for `reference_weights`.
     """
 
     def __init__(
@@ -64,6 +64,8 @@ class TrainingEngine:
     ):
         self.config, self.grid, self.device, self.temperature = training, grid, device, temperature
         self.adam = optimizer
+        self.version = 0
+        """Number of optimizer updates since the run began; the run restores it from a checkpoint."""
         hf = value_model(hf) if values else hf
         model = build_model(hf, training, DTYPES[dtype], grid, values=values).to(device.torch)
         self.model = model
@@ -71,8 +73,6 @@ class TrainingEngine:
         self.weight_map = WeightMap(hf, weights, grid, model)
         load_hf(path, self.weight_map)
         self.reference = self._copy_of_weights() if keep_reference else None
-        self.version = 0
-        """Number of optimizer updates applied since the run began."""
         self.optimizer = None
         self.wrapped: torch.nn.Module = model
         if optimizer is not None:
@@ -83,24 +83,24 @@ class TrainingEngine:
                 model,
                 pg_collection=grid.groups,
             )
-            self.optimizer = _build_optimizer(optimizer, DTYPES[dtype], self.wrapped)
+            self.optimizer = build_optimizer(optimizer, DTYPES[dtype], self.wrapped)
         self.forward_backward = get_forward_backward_func()
-        self._weights_away, self._learning_state_away = HostStay(), HostStay()
+        self._weights_in_host, self._learning_state_in_host = HostMemory(), HostMemory()
 
     @torch.no_grad()
     def forward(
-        self, batch: Batch, plans: list[list[MicroBatches]], names: tuple[str, ...], progress=None
+        self, batch: Batch, plans: list[MicroBatchPlan], names: tuple[str, ...], progress=None
     ) -> tuple[Tensor, ...]:
-        """The named outputs of the model at every response token under the current weights, float32 [T] each, on every rank:
-        logprobs, entropy and sum_p_squared of a policy, values of a value model.
+        """Return the named outputs at every response token, float32 [T] each, on every rank.
 
-        `plans` are those that the update will use (one per mini-batch), which makes the two passes equal to the bit.
+        names: of logprobs, entropy and sum_p_squared for a policy, values for a value model. plans: those of
+        the update, one per mini-batch, so that both passes give bitwise equal results.
         """
         out = torch.zeros(len(names), int(batch.lengths.sum()))
 
         def keep(micro: MicroBatch):
             for row, name in zip(out, names):
-                if self.grid.speaks:
+                if self.grid.reports_results:
                     row[micro.column_index] = getattr(micro, name).cpu()
             return getattr(micro, names[0]).new_zeros(()), {}
 
@@ -112,8 +112,8 @@ class TrainingEngine:
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Within it the model computes with the weights that it was built with."""
-        assert self.reference is not None, "no reference weights are kept"
+        """Compute with the reference weights inside the context."""
+        assert self.reference is not None, "keep_reference was not set"
         own = self._copy_of_weights()
         self._set_weights(self.reference)
         try:
@@ -122,15 +122,16 @@ class TrainingEngine:
             self._set_weights(own)
 
     def update(
-        self, batch: Batch, plan: list[MicroBatches], loss: Loss, *, lr: float, progress=None
+        self, batch: Batch, plan: MicroBatchPlan, loss: MicroBatchLoss, *, lr: float, progress=None
     ) -> dict[str, float]:
-        """One optimizer step on the samples of the plan. Returns the sums that `loss` reported, over all micro-batches
-        and data parallel ranks, and `grad_norm` before clipping.
+        """Take one optimizer step on the samples of the plan and increment `version`.
 
-        Raises FloatingPointError, on every rank alike, if the gradient is not finite; the weights are then unchanged.
+        Returns the metrics of `loss`, summed over micro-batches and data parallel ranks, and `grad_norm`
+        before clipping. Raises FloatingPointError on every rank if the gradient is not finite; the weights
+        are then unchanged.
         """
-        assert self.optimizer is not None and self.adam is not None, "this model does not learn"
-        assert not self._learning_state_away.anything_away, "the optimizer's state is in host memory"
+        assert self.optimizer is not None and self.adam is not None, "the model is frozen"
+        assert not self._learning_state_in_host.occupied, "the optimizer's state is in host memory"
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums: dict[str, Tensor] = {}
@@ -157,65 +158,62 @@ class TrainingEngine:
         return self._sum_over_replicas(sums) | {"grad_norm": norm}
 
     def start_from_present_weights(self) -> None:
-        """After weights were loaded: master weights and reference are what the weights are now. Not collective."""
+        """Set master weights and reference to the present weights, after they were loaded. Not collective."""
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
         if self.reference is not None:
             self.reference = self._copy_of_weights()
 
-    # Memory -----------------------------------------------------------------------------------------------------------
+    # Memory -------------------------------------------------------------------------------------------------
 
     def offload(self, *, weights: bool) -> None:
-        """Give the device memory of gradients and optimizer state, and with `weights` of the weights, to others until `reload`.
-        Nothing may be computed meanwhile. Not collective."""
+        """Free the device memory of gradients and optimizer state, and of the weights if `weights`, until
+        `reload`. The model cannot compute in between. Not collective."""
         own = list(self.model.parameters())
         if isinstance(self.wrapped, DistributedDataParallel):
             buffers = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
-            self._learning_state_away.send(
-                [buffer.grad_data for buffer in buffers], contents=False
-            )  # `update` starts from 0
-            # Main weights of a float32 model lie in the weights themselves, which are not for this stay.
+            gradients = [buffer.grad_data for buffer in buffers]
+            self._learning_state_in_host.send(gradients, contents=False)  # `update` sets them to 0 first
+            # A float32 model's main weights share the storage of its weights.
             kept = {weight.untyped_storage()._cdata for weight in own}
-            state = [
-                tensor
-                for tensor in optimizer_tensors(self.optimizer)
-                if tensor.untyped_storage()._cdata not in kept
-            ]
-            self._learning_state_away.send(state, contents=True)
+            state = [t for t in optimizer_tensors(self.optimizer) if t.untyped_storage()._cdata not in kept]
+            self._learning_state_in_host.send(state, contents=True)
         if weights:
-            self._weights_away.send(own, contents=True)
+            self._weights_in_host.send(own, contents=True)
 
     def reload(self) -> None:
-        """Bring back what `offload` gave away. Not collective."""
-        self._weights_away.fetch()
-        self._learning_state_away.fetch()
+        """Move back to the device what `offload` moved to the host. Not collective."""
+        self._weights_in_host.fetch()
+        self._learning_state_in_host.fetch()
 
     @property
     def has_weights(self) -> bool:
         """Whether the weights are on the device."""
-        return not self._weights_away.anything_away
+        return not self._weights_in_host.occupied
 
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
-        """The weights that data parallel ranks hold alike, by Megatron's name, with the group of those ranks. Routed experts have
-        a group of their own; the optimizer's state is split over it, so nothing of that is held twice."""
+        """Return the weights that data parallel ranks replicate, by Megatron's name, with the group of those
+        ranks. Routed experts have their own group. Optimizer states are sharded, so no two ranks hold the
+        same one."""
         groups: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         for name, weight in sorted(self.weight_map.parameters.items()):
             groups[".experts." in name][name] = weight
         return [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight whole on every rank, by Hugging Face name."""
+        """Yield (Hugging Face name, whole tensor) of every weight on every rank."""
         return full_weights(self.weight_map)
 
     def _run(self, batch, plan, consume, *, forward_only, progress):
-        """All micro-batches of this rank through Megatron's schedule; `consume` sees each on the last stage."""
+        """Run this rank's micro-batches through Megatron's schedule. On the last stage `consume` gets each
+        with its outputs and returns (loss, report)."""
         assert self.has_weights, "the weights are in host memory"
         mine = plan[self.grid.dp_rank]
         multiple = self.grid.tp if self.model.config.sequence_parallel else 1
 
         def step(iterator, model):
             micro = pack(batch, next(iterator), multiple=multiple, device=self.device.torch)
-            if progress is not None:  # here, not in the loss, which only the last stage computes
+            if progress is not None:  # only the last stage computes the loss
                 progress.update(len(micro.samples) * self.grid.dp)
             output = self.model.run(micro, self.temperature)
 
@@ -238,16 +236,16 @@ class TrainingEngine:
         )
 
     def _sum_over_replicas(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """The sums of the last stages over the data parallel ranks, on every rank."""
-        names = [list(sums)]
-        if self.grid.pp > 1:  # other stages do not know what the loss reports
-            dist.broadcast_object_list(names, group=self.grid.groups.pp, group_src=self.grid.pp - 1)
+        """Sum the last stages' metrics over the data parallel ranks. Returns them on every rank."""
+        names = list(sums)
+        if self.grid.pp > 1:  # only the last stage knows the names
+            names = broadcast_object(names, self.grid.pp - 1, self.grid.groups.pp)
         zero = torch.zeros((), dtype=torch.float64)
-        mine = torch.stack([sums[name] if self.grid.speaks else zero for name in names[0]])
-        return dict(zip(names[0], sum_over_world(mine, self.device.torch).tolist()))
+        mine = torch.stack([sums[name] if self.grid.reports_results else zero for name in names])
+        return dict(zip(names, sum_over_world(mine, self.device.torch).tolist()))
 
     def _copy_of_weights(self) -> list[Tensor]:
-        """In host memory: a second set of weights on the device would be the largest thing there."""
+        """Copy the weights to host memory; on the device a second copy would be too large."""
         return [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
 
     @torch.no_grad()
@@ -256,38 +254,7 @@ class TrainingEngine:
             parameter.copy_(weight)
 
 
-def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Main weights and moments of Megatron's optimizer on this rank."""
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for part in parts:
-        if part.is_stub_optimizer:  # a rank without parameters of this kind
-            continue
-        for group in part.optimizer.param_groups:
-            yield from group["params"]
-        for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
 def _finalize_without_division(model, num_tokens=None, **kwargs):
-    """Megatron would divide by the token count; the loss carries its denominator already."""
+    """Reduce gradients without Megatron's division by the token count; the loss already contains its
+    denominator."""
     finalize_model_grads(model, None, **kwargs)
-
-
-def _build_optimizer(adam: Optimizer, dtype: torch.dtype, model: DistributedDataParallel):
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=adam.lr,
-            min_lr=adam.min_lr,
-            weight_decay=adam.weight_decay,
-            adam_beta1=adam.beta1,
-            adam_beta2=adam.beta2,
-            adam_eps=adam.eps,
-            clip_grad=adam.clip_grad or float("inf"),
-            bf16=dtype is torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=True,
-        ),
-        [model],
-        use_gloo_process_groups=torch.cuda.is_available(),
-    )

@@ -1,4 +1,4 @@
-"""The training grid: Megatron's process groups, this rank's place in them, and the collectives that phases need."""
+"""The training grid: Megatron's process groups and this rank's position in them."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 class Grid:
     """World = tp x dp x pp, tensor parallel ranks innermost, pipeline stages outermost (Megatron's order).
 
-    Routed experts split the same ranks otherwise: etp x ep x (expert data parallel) x pp.
+    For routed experts the same ranks are etp x ep x (expert data parallel) x pp.
     """
 
     groups: ProcessGroupCollection
@@ -36,20 +36,21 @@ class Grid:
         return self.pp_rank == self.pp - 1
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank reports its data parallel replica's results: first tensor parallel rank of the last stage."""
+    def reports_results(self) -> bool:
+        """Whether this rank reports the results of its data parallel replica: the first tensor parallel rank
+        of the last stage."""
         return self.is_last_stage and self.tp_rank == 0
 
 
 def build_grid(*, tp: int, pp: int, ep: int = 1, etp: int | None = None, seed: int) -> Grid:
-    """Create Megatron's groups and seed its RNG tracker; `etp` is tp if it is not given. Collective over the world."""
+    """Create Megatron's groups and seed its RNG tracker. `etp` defaults to tp. Collective over the world."""
     etp = etp or tp
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
-        create_gloo_process_groups=torch.cuda.is_available(),  # on CPU the groups are gloo already
+        create_gloo_process_groups=torch.cuda.is_available(),  # on CPU all groups use gloo
     )
     model_parallel_cuda_manual_seed(seed)
     return Grid(

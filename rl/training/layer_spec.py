@@ -1,8 +1,9 @@
-"""The layer specs of the training model: Transformer Engine's where it can be imported, else these TE-free pieces.
+"""The layer specs of the training model: Transformer Engine's (TE) where it is installed, else the layers of
+this module.
 
-Megatron's own local spec cannot pack sequences, shard norms under sequence parallelism or run without materialising
-[heads, S, S] scores. `Norm` and `CoreAttention` can, on CPU and on CUDA, and `without_te` puts them in place of
-Megatron's in its local spec. Parameter names are those of the local spec; `te_name` gives Transformer Engine's.
+Megatron's local spec can neither pack sequences, nor shard norms under sequence parallelism, nor run without
+materialising [heads, S, S] scores. `Norm` and `CoreAttention` can, on CPU and on CUDA; `without_te`
+substitutes them in the local spec. Parameter names are those of the local spec; `te_name` returns TE's.
 """
 
 import dataclasses
@@ -21,35 +22,35 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 def use_te(dtype: torch.dtype) -> bool:
-    """Whether layers are Transformer Engine's: on CUDA, if it is installed. Its packed attention wants 16 bits."""
+    """Return whether layers are Transformer Engine's: on CUDA, if it is installed. Its packed attention
+    requires 16 bits."""
     if not torch.cuda.is_available() or dtype is torch.float32:
         return False
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def block_spec(config):
-    """The spec of the transformer layers that this pipeline stage builds, for a TransformerConfig."""
+    """Return the spec of this pipeline stage's transformer layers for a TransformerConfig."""
     if use_te(config.params_dtype):
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    # Megatron 0.16.1 uses both names without having imported them where there is no Transformer Engine: the router in
-    # float32 ends in a NameError, and MLA accepts no other class for its projections down to the latents.
+    # Without TE, Megatron 0.16.1 uses both names without importing them: the float32 router raises NameError,
+    # and MLA accepts no other class for its projections down to the latents.
     moe_utils.te_general_gemm = None
     multi_latent_attention.TELinear = DuplicatedLinear
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization
-    )
-    return without_te(spec)
+    kind = config.normalization
+    return without_te(get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=kind))
 
 
 def te_name(name: str) -> str:
-    """The name that Transformer Engine's spec, which fuses a norm into the linear layer behind it and the experts of a rank
-    into one grouped layer, gives a parameter."""
+    """Return a parameter's name in TE's spec, which fuses a norm with the linear layer after it, and the
+    experts of a rank into one grouped layer."""
     for local, fused in _FUSED_NORMS.items():
         name = name.replace(local, fused)
     return re.sub(r"\.local_experts\.(\d+)\.(linear_fc.)\.weight$", r".\2.weight\1", name)
 
 
-# Asked for only where the model has no parameter of the local name: the norm before experts, for one, is not fused.
+# Used only where the model has no parameter of the local name; the norm before experts, for example, is not
+# fused.
 _FUSED_NORMS = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
@@ -59,7 +60,7 @@ _FUSED_NORMS = {
 
 
 def without_te(spec):
-    """The same spec, nested dataclasses of classes, with this module's classes in place of Megatron's local ones."""
+    """Replace Megatron's local classes in a spec, nested dataclasses of classes, by those of this module."""
     if isinstance(spec, (list, tuple)):
         return type(spec)(map(without_te, spec))
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
@@ -73,25 +74,24 @@ def without_te(spec):
 
 
 class Norm:
-    """RMSNorm or LayerNorm of torch. Megatron's WrappedTorchNorm refuses sequence parallelism only because it does not
-    mark its parameters; marked, finalize_model_grads sums their gradients over the tensor parallel group."""
+    """torch's RMSNorm or LayerNorm with parameters marked for sequence parallelism, so that
+    finalize_model_grads sums their gradients over the tensor parallel group. Megatron's WrappedTorchNorm does
+    not mark them."""
 
     def __new__(cls, config, hidden_size, eps=1e-5, **_):
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm = kind(
-            hidden_size, eps=eps, dtype=config.params_dtype
-        )  # the engine moves the whole model to its device
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel
         return norm
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """A linear layer that is whole on every tensor parallel rank: MLA's projections down to the latents, under sequence
-    parallelism on each rank's part of the tokens.
+    """A linear layer replicated on every tensor parallel rank, for MLA's projections down to the latents.
+    Under sequence parallelism it computes each rank's part of the tokens.
 
-    Megatron's local spec splits them by columns, which loses a part of the gradient of the rotary key
-    (NVIDIA/Megatron-LM#1699) and is another layout than that of Transformer Engine's.
+    Megatron's local spec splits these projections by columns. That loses a part of the rotary key's gradient
+    (NVIDIA/Megatron-LM#1699) and differs from TE's layout.
     """
 
     def __init__(self, input_size, output_size, *, parallel_mode, config, init_method, bias=False, **_):
@@ -103,61 +103,40 @@ class DuplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x):
-        """[T/tp, 1, input_size] -> ([T/tp, 1, output_size], no bias)."""
+        """Map [T/tp, 1, input_size] to ([T/tp, 1, output_size], no bias)."""
         return F.linear(x, self.weight), None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """The weight as one that all tensor parallel ranks hold."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, None, sharded_offsets
-        )
+        """Return the weight as a replicated one."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets)
 
 
 class CoreAttention(MegatronModule):
     """Causal attention over packed sequences (thd), with grouped queries.
 
-    torch's SDPA over all sequences of one length at a time: measured 1.5-2.5 times faster than padding on CPU. On CUDA, for
-    16-bit types, one call of torch's variable-length flash attention.
+    On CPU and for float32, torch's SDPA over all sequences of one length at a time (measured 1.5 to 2.5 times
+    faster than padding on CPU); on CUDA with 16-bit types, one call of torch's variable-length flash
+    attention.
     """
 
-    def __init__(
-        self,
-        config,
-        layer_number,
-        attn_mask_type,
-        attention_type,
-        attention_dropout=None,
-        softmax_scale=None,
-        cp_comm_type=None,
-        pg_collection=None,
-        **_,
-    ):
+    def __init__(self, config, attention_dropout=None, softmax_scale=None, **_):
         super().__init__(config=config)
-        assert (
-            config.softmax_type == "vanilla"
-            and config.window_size is None
-            and config.context_parallel_size == 1
-        )
+        assert config.softmax_type == "vanilla" and config.window_size is None
+        assert config.context_parallel_size == 1
         assert (config.attention_dropout if attention_dropout is None else attention_dropout) == 0.0
         self.scale = softmax_scale
 
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask=None,
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params=None,
-    ):
-        """query [T, heads/tp, d], key [T, kv_heads/tp, d] and value [T, kv_heads/tp, v], packed -> [T, heads/tp * v]."""
-        if query.is_cuda and query.dtype is not torch.float32:  # flash attention knows 16 bits only
+    def forward(self, query, key, value, attention_mask=None, *, packed_seq_params, **_):
+        """Map packed query [T, heads/tp, d], key [T, kv_heads/tp, d] and value [T, kv_heads/tp, v] to [T,
+        heads/tp * v]."""
+        if query.is_cuda and query.dtype is not torch.float32:  # flash attention supports only 16 bits
             return self._varlen(query, key, value, packed_seq_params).flatten(1)
         return self._by_length(query, key, value, packed_seq_params.cu_seqlens_q)
 
     def _by_length(self, query, key, value, cu_seqlens):
-        """Sequences of one length form a batch: a call per length, not per sequence, which for short ones is the cost."""
+        """Attend with one call per length instead of one per sequence, whose overhead dominates for short
+        sequences."""
         order, lengths = _sorted_by_length(cu_seqlens)
         q, k, v = (x.index_select(0, order) for x in (query, key, value))
         out, at = [], 0
@@ -179,7 +158,7 @@ class CoreAttention(MegatronModule):
         from torch.nn.attention.varlen import varlen_attn
 
         width = value.shape[-1]
-        value = F.pad(value, (0, query.shape[-1] - width))  # MLA: flash attention has one width for all three
+        value = F.pad(value, (0, query.shape[-1] - width))  # MLA: flash attention requires one width
         out = varlen_attn(
             query,
             key,
@@ -196,7 +175,8 @@ class CoreAttention(MegatronModule):
 
 
 def _sorted_by_length(cu_seqlens) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """Tokens of a packed row with sequences stably sorted by length: their positions int64 [T], and (length, count)."""
+    """Sort the sequences of a packed row stably by length. Returns token positions int64 [T] and (length,
+    count) pairs."""
     lengths = cu_seqlens.diff().long()
     by_length = lengths.argsort(stable=True)
     starts = cu_seqlens[:-1].long()[by_length]

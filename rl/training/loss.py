@@ -17,7 +17,7 @@ class Totals:
     num_samples: float
     """Number of samples with at least one such token."""
     num_units: float
-    """Number of units of `Batch.unit` samples, such as pairs, every sample of which has such a token."""
+    """Number of units (`Batch.samples_per_unit`, such as pairs) whose samples all have such a token."""
 
 
 Loss = Callable[[MicroBatch, Totals], tuple[Tensor, dict[str, Tensor]]]

@@ -1,7 +1,7 @@
-"""The models of the training grid: Megatron GPTModels with a head that computes what the algorithms read.
+"""The models of the training grid: Megatron GPTModels whose head computes the outputs that algorithms read.
 
-`Policy`, a language model, gives log-probs of chosen tokens instead of logits; `ValueModel`, a critic or a reward model, a
-number at chosen tokens. Both run on packed micro-batches.
+`Policy`, a language model, returns log-probs of given tokens instead of logits. `ValueModel`, a critic or a
+reward model, returns one number at given tokens. Both run on packed micro-batches.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rl.config.schema import Training
 from rl.models import architecture
-from rl.models.dense import scaled_frequencies
+from rl.models.dense import rope_theta, scaled_frequencies
 from rl.models.layout import padded_vocab, stage_layers, vocab_multiple
 from rl.training.grid import Grid
 from rl.training.layer_spec import block_spec, use_te
@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """Which log-probs the head computes. Travels through GPTModel.forward in the place of its labels."""
+    """The log-probs that the head computes, passed to GPTModel.forward as its labels."""
 
     predict_at: Tensor
     targets: Tensor
@@ -36,12 +36,13 @@ class HeadRequest:
 
 
 class Packed(GPTModel):
-    """One pipeline stage of a model that runs on packed rows. The last stage returns a float32 [R] for each of `outputs`."""
+    """One pipeline stage of a model for packed rows. The last stage returns a float32 [R] for each of
+    `outputs`."""
 
     outputs: tuple[str, ...]
 
     def run(self, micro: MicroBatch, temperature: float):
-        """The forward pass of one packed micro-batch."""
+        """Run the forward pass of one packed micro-batch."""
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=micro.cu_seqlens,
@@ -54,7 +55,8 @@ class Packed(GPTModel):
 
 
 class Policy(Packed):
-    """A language model: log-probs and entropy of the response tokens, and the sum of squared probabilities there."""
+    """A language model that returns log-probs, entropy and the sum of squared probabilities at response
+    tokens."""
 
     outputs = ("logprobs", "entropy", "sum_p_squared")
 
@@ -63,13 +65,13 @@ class Policy(Packed):
         self.real_vocab_size, self.head_chunk_tokens = real_vocab_size, head_chunk_tokens
 
     def _postprocess(self, hidden_states, *, labels: HeadRequest, **_):
-        """hidden_states [T, 1, H], [T/tp, 1, H] under sequence parallelism; other stages hand it on."""
+        """Compute the head from hidden_states [T, 1, H], or [T/tp, 1, H] under sequence parallelism, on the
+        last stage."""
         if not self.post_process:
             return hidden_states
         group = self.pg_collection.tp
-        if (
-            self.config.sequence_parallel
-        ):  # both sum the hidden states' gradient over the tensor parallel ranks
+        # Both sum the hidden states' gradient over the tensor parallel ranks.
+        if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
             hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
@@ -86,40 +88,41 @@ class Policy(Packed):
 
 
 class ValueModel(Packed):
-    """A language model with one number per token in the place of the vocabulary; here read where the token before a
-    response token stands, so that a critic's value is that of the state in which the token was chosen."""
+    """A language model with a value head instead of the vocabulary's. Values are read at the position before
+    each response token, so that a critic's value is that of the state in which the token was sampled."""
 
     outputs = ("values",)
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if self.post_process:
-            self.output_layer = None  # GPTModel always makes one
-            self.value_head = torch.nn.Linear(
-                self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype
-            )
+            self.output_layer = None  # made by GPTModel in any case
+            hidden, dtype = self.config.hidden_size, self.config.params_dtype
+            self.value_head = torch.nn.Linear(hidden, 1, bias=False, dtype=dtype)
 
     def _postprocess(self, hidden_states, *, labels: HeadRequest, **_):
-        """hidden_states [T, 1, H], [T/tp, 1, H] under sequence parallelism; other stages hand it on."""
+        """Compute the head from hidden_states [T, 1, H], or [T/tp, 1, H] under sequence parallelism, on the
+        last stage."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            # Every tensor parallel rank computes the whole head: its gradient is complete and must not be summed.
+            # Every tensor parallel rank computes the whole head, so its gradient is complete and not summed.
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         return (self.value_head(hidden_states[:, 0].index_select(0, labels.predict_at)).squeeze(-1).float(),)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """LanguageModule's own wants an output layer."""
+        """Bypass LanguageModule's method, which requires an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
 def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's config from the architecture and the training section."""
+    """Return Megatron's config for a model and the training section."""
     on_cuda = torch.cuda.is_available()
     of_model = architecture(hf).megatron_config(hf)
     kind = MLATransformerConfig if of_model.get("multi_latent_attention") else TransformerConfig
+    layout = _pipeline_layout(of_model["num_layers"], training.pp) if training.pp > 1 else None
     return kind(
         **of_model,
         expert_model_parallel_size=training.ep,
@@ -127,9 +130,7 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> Tran
         moe_grouped_gemm="num_moe_experts" in of_model and use_te(dtype),
         tensor_model_parallel_size=training.tp,
         pipeline_model_parallel_size=training.pp,
-        pipeline_model_parallel_layout=_pipeline_layout(of_model["num_layers"], training.pp)
-        if training.pp > 1
-        else None,
+        pipeline_model_parallel_layout=layout,
         sequence_parallel=training.sequence_parallel and training.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -138,15 +139,15 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> Tran
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        # The checkpoint overwrites every weight. perform_initialization=False would leave parameters without their
-        # tensor parallel attributes, which the gradient norm needs; an initialiser that does nothing does not.
+        # The checkpoint overwrites every weight, so initialisers do nothing. perform_initialization=False
+        # would omit the parameters' tensor parallel attributes, which the gradient norm requires.
         init_method=_leave,
         output_layer_init_method=_leave,
         use_cpu_initialization=not on_cuda,
-        # Loss terms carry their global denominator: no further division by micro-batches or data parallel size.
+        # Loss terms contain their global denominator: no division by micro-batches or data parallel size.
         calculate_per_token_loss=True,
         variable_seq_lengths=training.pp > 1,
-        # With the default 'allgather' variable_seq_lengths raises even for dense models.
+        # variable_seq_lengths raises with the default 'allgather', even for dense models.
         moe_token_dispatcher_type="alltoall",
         # PP 2 and gloo: batched p2p pairs sends with the wrong receives, overlapped p2p reads freed buffers.
         batch_p2p_comm=on_cuda,
@@ -165,7 +166,7 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> Tran
 
 
 def _pipeline_layout(num_layers: int, pp: int) -> list[list[str]]:
-    """The layers of each stage by kind, which need not be the same number on all."""
+    """Return the kinds of layers of each stage; stages may have different numbers of layers."""
     stages = [["decoder"] * count for count in stage_layers(num_layers, pp)]
     return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
@@ -175,8 +176,8 @@ def _leave(weight: Tensor) -> Tensor:
 
 
 def build_model(hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *, values: bool) -> Packed:
-    """This rank's part of a policy, or of a value model (`hf` is then `rl.models.value_model`'s), weights uninitialised.
-    Collective over the world (Megatron's tied embeddings)."""
+    """Build this rank's part of a policy, or of a value model whose `hf` is from `rl.models.value_model`,
+    with uninitialised weights. Collective over the world (Megatron's tied embeddings)."""
     config = transformer_config(hf, training, dtype)
     options = dict(
         vocab_size=padded_vocab(hf["vocab_size"], vocab_multiple(grid.tp)),
@@ -184,7 +185,7 @@ def build_model(hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *,
         pre_process=grid.is_first_stage,
         post_process=grid.is_last_stage,
         position_embedding_type="rope",
-        rotary_base=architecture(hf).rope_theta(hf),
+        rotary_base=rope_theta(hf),
         pg_collection=grid.groups,
     )
     if values:
@@ -199,6 +200,6 @@ def build_model(hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *,
             **options,
         )
     if (frequencies := scaled_frequencies(hf)) is not None:
-        # Megatron's rope_scaling option knows one original context and one pair of frequency factors only.
+        # Megatron's rope_scaling option has a fixed original context and fixed frequency factors.
         model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq)
     return model

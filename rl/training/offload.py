@@ -1,4 +1,5 @@
-"""Memory of tensors that moves to the host and back, while the tensors and every view of them stay what they are."""
+"""Move the memory of tensors to the host and back, while the tensors and all views of them stay valid
+objects."""
 
 from collections.abc import Iterable
 
@@ -6,45 +7,48 @@ import torch
 from torch import Tensor
 
 
-class HostStay:
-    """Storages that are away: their device memory is free, and touching a tensor in them is undefined.
+class HostMemory:
+    """Storages moved to the host. Their device memory is free; accessing a tensor in them is undefined.
 
-    The host's copies are kept between stays, pinned on CUDA, since allocating them takes longer than the transfer.
+    The host buffers are kept for the next move, pinned on CUDA, because allocating them takes longer than the
+    transfer.
     """
 
     def __init__(self) -> None:
-        self._away: dict[int, tuple[torch.UntypedStorage, int, Tensor | None]] = {}
-        """Storage's address as an object -> storage, bytes, its contents (None: they are not wanted back)."""
+        self._moved: dict[int, tuple[torch.UntypedStorage, int, Tensor | None]] = {}
+        """Address of the storage object -> (storage, bytes, contents or None if they were discarded)."""
         self._buffers: dict[int, Tensor] = {}
 
     @property
-    def anything_away(self) -> bool:
-        return bool(self._away)
+    def occupied(self) -> bool:
+        """Whether storages are on the host."""
+        return bool(self._moved)
 
     def send(self, tensors: Iterable[Tensor], *, contents: bool) -> None:
-        """Free the storages of the tensors that are here; `contents`: they come back with them, else undefined."""
+        """Free the storages of the tensors that are on the device. Without `contents` their values are
+        lost."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
-            if key in self._away or not size:
+            if key in self._moved or not size:
                 continue
             host = self._copy(key, storage) if contents else None
-            self._away[key] = (storage, size, host)
+            self._moved[key] = (storage, size, host)
             storage.resize_(0)
 
     def fetch(self) -> None:
-        """Bring all of them back."""
-        for storage, size, host in self._away.values():
+        """Move all storages back to the device."""
+        for storage, size, host in self._moved.values():
             storage.resize_(size)
             if host is not None:
                 storage.copy_(host.untyped_storage(), non_blocking=True)
-        self._buffers = {key: host for key, (_, _, host) in self._away.items() if host is not None}
-        if any(storage.is_cuda for storage, _, _ in self._away.values()):
+        self._buffers = {key: host for key, (_, _, host) in self._moved.items() if host is not None}
+        if any(storage.is_cuda for storage, _, _ in self._moved.values()):
             torch.cuda.synchronize()
-        self._away = {}
+        self._moved = {}
 
     def _copy(self, key: int, storage: torch.UntypedStorage) -> Tensor:
-        """A copy of the storage in host memory, in the buffer of the last stay if there is one."""
+        """Copy the storage to host memory, into the buffer of the last move if it fits."""
         host = self._buffers.get(key)
         if host is None or len(host) != storage.nbytes():
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)

@@ -1,7 +1,9 @@
-"""Samples into micro-batches: which rank takes which sample, and how samples lie in a packed row of tokens.
+"""Samples in micro-batches: which rank processes which sample, and the layout of samples in a packed row of
+tokens.
 
-The plan is plain data computed alike on every rank from the lengths alone. The same plan serves every forward pass of a
-step, so that the log-probs before and in the first update come from the same packed rows and are equal to the bit.
+The plan is plain data that every rank computes identically from the lengths alone. All forward passes of a
+step use the same plan. The log-probs before and in the first update therefore come from the same packed rows
+and are bitwise equal.
 """
 
 from dataclasses import dataclass, field
@@ -13,43 +15,48 @@ from torch import Tensor
 from rl.data.batch import Batch
 
 MicroBatches = list[list[int]]
-"""Sample indices of each micro-batch of one data parallel rank. An empty one is allowed: it holds only padding."""
+"""Sample indices of each micro-batch of one data parallel rank. An empty micro-batch holds only padding."""
+MicroBatchPlan = list[MicroBatches]
+"""The micro-batches of each data parallel rank, [dp]."""
 
 
 def plan_micro_batches(
-    lengths: list[int], *, indices: list[int], dp: int, max_tokens: int, unit: int = 1
-) -> list[MicroBatches]:
-    """Micro-batches of each of `dp` ranks for the samples `indices`; `lengths[i]` are tokens of sample i, prompt included.
+    lengths: list[int], *, indices: list[int], dp: int, max_tokens: int, samples_per_unit: int = 1
+) -> MicroBatchPlan:
+    """Return the micro-batches of each of `dp` ranks for the samples `indices`.
 
-    `unit`: samples k * unit .. (k + 1) * unit - 1 stay together and in order; `indices` must hold whole units.
+    lengths: tokens of each sample, prompt included. samples_per_unit: number of consecutive samples kept in
+    one micro-batch, in order; `indices` must contain whole units.
 
-    Samples go to the rank with the fewest tokens so far, longest first; a rank's samples into as few micro-batches of at
-    most `max_tokens` as first-fit gives. Every rank has the same number of micro-batches: pipeline and expert parallel
-    schedules need that.
+    Samples are assigned longest first, each to the rank with the fewest tokens so far. A rank's samples form
+    as few micro-batches of at most `max_tokens` as first-fit gives. Every rank has the same number of
+    micro-batches, which pipeline and expert parallel schedules require.
     """
-    if unit > 1:
-        units = sorted({i // unit for i in indices})
-        assert len(units) * unit == len(indices), "a mini-batch holds whole units"
-        totals = [sum(lengths[k * unit : (k + 1) * unit]) for k in range(len(lengths) // unit)]
+    if samples_per_unit > 1:
+        size = samples_per_unit
+        units = sorted({i // size for i in indices})
+        assert len(units) * size == len(indices), "a mini-batch holds whole units"
+        totals = [sum(lengths[k * size : (k + 1) * size]) for k in range(len(lengths) // size)]
         plan = plan_micro_batches(totals, indices=units, dp=dp, max_tokens=max_tokens)
         return [
-            [[i for k in micro for i in range(k * unit, (k + 1) * unit)] for micro in rank] for rank in plan
+            [[i for k in micro for i in range(k * size, (k + 1) * size)] for micro in rank] for rank in plan
         ]
     longest_first = sorted(indices, key=lambda i: (-lengths[i], i))
     ranks = _spread(longest_first, lengths, dp)
     count = max(len(_first_fit(samples, lengths, max_tokens)) for samples in ranks)
-    # Spreading evenly over `count` may overfill one that first-fit would not: then first-fit it is, with empty ones.
+    # An even spread over `count` micro-batches may overfill one where first-fit does not; then first-fit is
+    # used.
     return [_even_or_first_fit(samples, lengths, count, max_tokens) for samples in ranks]
 
 
-def plan_minibatch(batch: Batch, samples: list[int], *, dp: int, max_tokens: int) -> list[MicroBatches]:
-    """`plan_micro_batches` of these samples of a batch."""
-    lengths = (batch.prompt_lengths + batch.lengths).tolist()
-    return plan_micro_batches(lengths, indices=samples, dp=dp, max_tokens=max_tokens, unit=batch.unit)
+def plan_minibatch(batch: Batch, samples: list[int], *, dp: int, max_tokens: int) -> MicroBatchPlan:
+    """Return `plan_micro_batches` for these samples of a batch."""
+    lengths, size = (batch.prompt_lengths + batch.lengths).tolist(), batch.samples_per_unit
+    return plan_micro_batches(lengths, indices=samples, dp=dp, max_tokens=max_tokens, samples_per_unit=size)
 
 
 def _spread(longest_first, lengths, bins):
-    """Greedy longest-first partition into bins of about equal tokens; ties go to the bin with fewer samples."""
+    """Partition greedily into bins of about equal tokens; on ties the bin with fewer samples is used."""
     loads, out = [(0, 0, b) for b in range(bins)], [[] for _ in range(bins)]
     for i in longest_first:
         tokens, count, b = min(loads)
@@ -62,11 +69,8 @@ def _first_fit(longest_first, lengths, max_tokens):
     bins: list[list[int]] = []
     room: list[int] = []
     for i in longest_first:
-        for b, free in enumerate(room):
-            if lengths[i] <= free:
-                break
-        else:
-            b = len(bins)
+        b = next((b for b, free in enumerate(room) if lengths[i] <= free), len(bins))
+        if b == len(bins):
             bins.append([])
             room.append(max_tokens)
         bins[b].append(i)
@@ -83,10 +87,11 @@ def _even_or_first_fit(longest_first, lengths, count, max_tokens):
 
 @dataclass
 class MicroBatch:
-    """One packed row of T tokens on the device. B samples, R response tokens in all.
+    """One packed row of T tokens on the device: B samples with R response tokens in total.
 
-    Position t of the row predicts the token at t + 1; `predict_at` are the R positions whose next token is a response
-    token, `targets` those tokens. Columns and `logprobs`, `entropy` of the forward pass are [R] in the same order.
+    Position t of the row predicts the token at t + 1. `predict_at` are the R positions whose next token is a
+    response token, `targets` those tokens. Columns and the outputs of the forward pass are [R] in the same
+    order.
     """
 
     samples: list[int]
@@ -96,29 +101,29 @@ class MicroBatch:
     position_ids: Tensor
     """int64 [1, T], restarting at 0 in each sequence."""
     cu_seqlens: Tensor
-    """int32 [B + 1], or [B + 2] with a last sequence of padding."""
+    """int32 [B + 1], or [B + 2] if the last sequence is padding."""
     max_seqlen: int
     predict_at: Tensor
     """int64 [R]."""
     targets: Tensor
     """int64 [R]."""
     lengths: Tensor
-    """int64 [B], response tokens of each sample."""
+    """int64 [B], number of response tokens of each sample."""
     column_index: Tensor
-    """int64 [R] on the CPU: where these tokens lie in the batch's token columns."""
+    """int64 [R] on the CPU: indices of these tokens in the batch's token columns."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """The batch's token columns at these tokens, float32 [R] each."""
     labels: Tensor | None = None
     """The batch's labels of these samples, float32 [B]."""
     logprobs: Tensor | None = None
-    """What the forward pass gave, float32 [R] each: log-probs and entropy of the policy,"""
+    """Outputs of the forward pass, float32 [R] each: logprobs, entropy and sum_p_squared of a policy,"""
     entropy: Tensor | None = None
     sum_p_squared: Tensor | None = None
     values: Tensor | None = None
-    """or values of the critic."""
+    """values of a value model."""
 
     def __getattr__(self, name: str) -> Tensor:
-        """`micro.advantages` is `micro.columns["advantages"]`."""
+        """Return a column: `micro.advantages` is `micro.columns["advantages"]`."""
         columns = self.__dict__.get("columns", {})
         if name in columns:
             return columns[name]
@@ -128,7 +133,8 @@ class MicroBatch:
 
 
 def pack(batch: Batch, samples: list[int], *, multiple: int, device: torch.device) -> MicroBatch:
-    """Lay the samples end to end, then padding to a multiple of `multiple` tokens (sequence parallelism: tp)."""
+    """Concatenate the samples and pad to a multiple of `multiple` tokens, which is tp under sequence
+    parallelism."""
     offsets = batch.offsets
     sequences = [np.concatenate([batch.prompt_ids[i], batch.response_ids[i]]) for i in samples]
     lengths = [len(sequence) for sequence in sequences]
@@ -136,11 +142,7 @@ def pack(batch: Batch, samples: list[int], *, multiple: int, device: torch.devic
     if padding:
         sequences.append(np.zeros(padding, np.int32))
     ends = np.cumsum([0] + [len(sequence) for sequence in sequences])
-    predict_at, targets, column_index = (
-        [np.zeros(0, np.int64)],
-        [np.zeros(0, np.int64)],
-        [np.zeros(0, np.int64)],
-    )
+    predict_at, targets, column_index = ([np.zeros(0, np.int64)] for _ in range(3))
     for i, start in zip(samples, ends):
         prompt, response = len(batch.prompt_ids[i]), len(batch.response_ids[i])
         predict_at.append(start + prompt - 1 + np.arange(response))

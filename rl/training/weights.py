@@ -1,7 +1,7 @@
-"""The weights of the training model in and out, through the layouts of `rl.models.layout`.
+"""Load and gather the weights of the training model through the layouts of `rl.models.layout`.
 
-In: each rank reads from the safetensors files only the boxes that it holds. Out: `full_weights` gives every Hugging Face
-tensor whole on every rank, one after the other.
+`load_hf` reads on each rank only the boxes that it holds. `full_weights` yields every Hugging Face tensor
+whole on every rank, one at a time.
 """
 
 from collections.abc import Iterator
@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl.models.boxes import Box, index
 from rl.models.files import FP8_BLOCK, TensorReader, tensor_files
-from rl.models.layout import Box, Weight, assemble, index
+from rl.models.layout import Weight, assemble
 from rl.models.placement import Place, TrainingPlacement, count_experts, training_ranges
 from rl.training.grid import Grid
 from rl.training.layer_spec import te_name
 
 
 class WeightMap:
-    """Which of the model's weights this rank holds, and as which parameter."""
+    """The model's weights that this rank holds, and their parameters."""
 
     def __init__(self, hf: dict, weights: list[Weight], grid: Grid, model: torch.nn.Module):
         self.grid = grid
@@ -40,40 +41,40 @@ class WeightMap:
             f"layout of {hf['architectures'][0]}: unmapped {unmapped}, absent {absent}"
         )
         self.parameters = {name: self.parameters[name] for name in held}
-        """Parameters that this rank holds, and buffers that are weights (a router's bias), by Megatron's name."""
+        """This rank's parameters, and buffers that are weights (a router's bias), by Megatron's name."""
         self.dtype = next(tensor.dtype for tensor in parameters.values())
-        """Of all weights that are not `float32`."""
+        """dtype of all weights that are not `float32`."""
 
     def place(self, weight: Weight) -> Place:
-        """Pipeline stages that hold the weight, its owner first, and the expert parallel rank that holds a routed expert."""
+        """Return the pipeline stages that hold the weight, its owner first, and a routed expert's expert
+        parallel rank."""
         return self.placement.place(weight)
 
     def holds(self, weight: Weight) -> bool:
-        """Whether this rank holds the weight, or its tensor parallel part of it."""
+        """Return whether this rank holds the weight or its tensor parallel part."""
         place = self.place(weight)
         return self.grid.pp_rank in place.stages and place.ep_rank in (None, self.grid.ep_rank)
 
     def tensor_split(self, weight: Weight) -> tuple[int, int]:
-        """Over how many ranks the weight is split, and which of them this one is: routed experts have groups of their own."""
+        """Return the number of ranks over which the weight is split, and this rank's index; routed experts
+        have own groups."""
         grid = self.grid
         return (grid.tp, grid.tp_rank) if weight.expert is None else (grid.etp, grid.etp_rank)
 
     def local_name(self, weight: Weight, stage: int) -> str:
-        """Name of the weight's parameter on a rank of that stage that holds it."""
+        """Return the name of the weight's parameter on a rank of that stage that holds it."""
+        placement = self.placement
         if weight.layer is not None:
-            layer = weight.layer - training_ranges(self.placement.num_layers, self.grid.pp)[stage][0]
-            expert = (
-                None
-                if weight.expert is None
-                else weight.expert % (self.placement.num_experts // self.grid.ep)
-            )
+            layer = weight.layer - training_ranges(placement.num_layers, placement.pp)[stage][0]
+            per_rank = placement.num_experts // placement.ep
+            expert = None if weight.expert is None else weight.expert % per_rank
             name = weight.megatron.format(layer=layer, expert=expert)
         else:
             name = weight.megatron if stage == self.place(weight).stages[0] else "output_layer.weight"
         return name if name in self.parameters else te_name(name)
 
     def local(self) -> Iterator[tuple[Weight, Tensor]]:
-        """Weights that this rank holds and their parameters; a tied embedding counts on both its stages."""
+        """Yield this rank's weights with their parameters; a tied embedding on both its stages."""
         for weight in self.weights:
             if self.holds(weight):
                 yield weight, self.parameters[self.local_name(weight, self.grid.pp_rank)]
@@ -81,8 +82,8 @@ class WeightMap:
 
 @torch.no_grad()
 def load_hf(directory: str, weight_map: WeightMap) -> None:
-    """Fill this rank's parameters from the safetensors files of a checkpoint; padding rows of the vocabulary become 0.
-    Weights in FP8 with a scale per block, as DeepSeek-V3's, are multiplied out.
+    """Fill this rank's parameters from a checkpoint's safetensors files. Padding rows of the vocabulary
+    become 0. FP8 weights with a scale per block, as DeepSeek-V3's, are dequantised.
 
     Raises ValueError as `tensor_files` does. Not collective.
     """
@@ -92,13 +93,14 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
         parameter.zero_()
         for piece in weight.megatron_pieces(*weight_map.tensor_split(weight)):
             if piece.hf not in files:
-                continue  # optional, and stays 0
+                continue  # optional: stays 0
             values = reader.read(piece.hf, piece.hf_box)
             if values.dtype is torch.float8_e4m3fn:
                 scale = piece.hf + "_scale_inv"
                 if scale not in files:
                     raise ValueError(
-                        f"{directory} has {piece.hf} in FP8, but no {scale}; Lockstep reads FP8 by blocks only."
+                        f"{directory} has {piece.hf} in FP8, but no {scale}; Lockstep reads FP8 by blocks "
+                        "only."
                     )
                 values = dequantised(
                     values, reader.read(scale, blocks_of(piece.hf_box)).float(), piece.hf_box
@@ -107,15 +109,15 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
 
 
 def blocks_of(box: Box) -> Box:
-    """The blocks of 128 x 128 elements, counted from the matrix' first element, that have elements in the box."""
+    """Return the box of 128 x 128 blocks of the matrix that have elements in the box."""
     return tuple((start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in box)
 
 
 def dequantised(values: Tensor, factors: Tensor, box: Box) -> Tensor:
-    """The box of a matrix that is stored in FP8 with one float32 factor per block (DeepSeek-V3, arXiv:2412.19437, section 3.3;
-    `weight_scale_inv` in its checkpoints).
+    """Return float32 [r, c], the box of a matrix in FP8 with one float32 factor per block (DeepSeek-V3,
+    arXiv:2412.19437, section 3.3; `weight_scale_inv` in its checkpoints).
 
-    values: float8 [r, c], the box. factors: float32, of the blocks `blocks_of(box)`. Returns float32 [r, c].
+    values: float8 [r, c], the box. factors: float32, of the blocks `blocks_of(box)`.
     """
     for dim, (start, stop) in enumerate(box):
         factors = factors.repeat_interleave(FP8_BLOCK, dim).narrow(dim, start % FP8_BLOCK, stop - start)
@@ -124,11 +126,11 @@ def dequantised(values: Tensor, factors: Tensor, box: Box) -> Tensor:
 
 @torch.no_grad()
 def full_weights(weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of every weight, in the model's order, on every rank.
+    """Yield (Hugging Face name, whole tensor) of every weight, in the model's order, on every rank.
 
-    Per weight: all-gather over the owner's tensor parallel group, broadcast over the expert parallel group of its stage if it
-    is a routed expert's, broadcast over the pipeline group. Collective over the model parallel groups: every rank must draw
-    to the end.
+    Each weight takes an all-gather over the owner's tensor parallel group, for a routed expert a broadcast
+    over the expert parallel group of its stage, and a broadcast over the pipeline group. Collective over the
+    model parallel groups: every rank must exhaust the iterator.
     """
     grid = weight_map.grid
     device = next(iter(weight_map.parameters.values())).device

@@ -26,16 +26,16 @@ COMPARISON = """
     from statistics import median
     import torch
     import torch.distributed as dist
-    from rl.faults.agreement import Agreement
-    from rl.faults.phase_tracker import Place
+    from rl.faults.agreement import PhaseAgreement
+    from rl.faults.phase_tracker import PhaseEntry
 
     dist.init_process_group("gloo")
-    agreement = Agreement({"key": 1}, "code", dist.group.WORLD)
+    agreement = PhaseAgreement({"key": 1}, "code", dist.group.WORLD)
     compared, bare = [], []
     own = torch.zeros(8, dtype=torch.int64)
     rows = torch.zeros(dist.get_world_size() * 8, dtype=torch.int64)
     for number in range(2000):
-        place = Place("update", 1, number, 0.0, 0.0, 1.0)
+        place = PhaseEntry("update", 1, number, 0.0, 0.0, 1.0)
         start = time.perf_counter()
         agreement.check(place, 7, (0, 0))
         compared.append(time.perf_counter() - start)

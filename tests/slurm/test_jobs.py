@@ -121,8 +121,7 @@ FAILURES = {
     "absent": (
         "node1,node2",
         "pass",
-        "rank 1 of 2 did not come within 8 s of the first rank's start; "
-        "ranks are missing on node2 (0 of 1 came)",
+        "rank 1 of 2 did not come within 8 s of rank 0's start; ranks are missing on node2 (0 of 1 came)",
     ),
 }
 """Kind -> nodes, what the second rank does in the second step, and what the log says at its end."""
@@ -170,9 +169,9 @@ MEETING = """
     import os, sys, time
     from pathlib import Path
     from rl.runtime.ranks import discover
-    from rl.runtime.rendezvous import meet
+    from rl.runtime.rendezvous import join_ranks
 
-    ranks = meet(discover())
+    ranks = join_ranks(discover())
     here = Path(sys.argv[1])
     Path(here, f"{os.environ['SLURM_JOB_ID']}.{ranks.rank}").write_text(str(ranks.master_port))
     deadline = time.monotonic() + 120

@@ -14,7 +14,8 @@ FLOORS = (
     ("training", "rollout"),
     ("stopping", "faults"),
     ("run_directory", "runtime", "data", "rewards"),
-    ("config", "models", "objectives", "sandbox"),
+    ("config",),
+    ("models", "objectives", "sandbox"),
 )
 """Rooms of rl/ from the top floor to the ground."""
 
@@ -52,3 +53,9 @@ def test_imports_point_down():
         if other in floor_of and floor_of[other] <= floor_of[room]
     }
     assert upward == {}, upward
+
+
+def test_the_diagram_in_the_docs_has_these_floors():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    floors = text.partition("## Rooms")[2].split("```")[1].strip().splitlines()
+    assert tuple(tuple(floor.split()) for floor in floors) == FLOORS

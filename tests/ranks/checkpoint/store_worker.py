@@ -1,4 +1,5 @@
-"""One rank of test_layouts.py and test_faults.py: what the checkpoint store does, with tiny engines and without a run.
+"""One rank of test_layouts.py and test_faults.py, which test the checkpoint store with tiny engines and
+without a run.
 
     store_worker.py layouts MODEL OUT_DIR               or faults MODEL OTHER_MODEL OUT_DIR SMALL_DISK
 
@@ -91,8 +92,8 @@ def furthest(a: dict, b: dict) -> float:
 
 
 def layouts(device: Device, model: str, directory: str) -> dict:
-    """Per dtype and layout: how far weights and the next step are from those of the run that saved at TP 2; log-probs, loss and
-    norm as shares of their size. Of Adam: its options."""
+    """Per dtype and layout, differences from the run that saved at TP 2: of weights and of the next step
+    absolutely, of log-probs, loss and norm relatively. Of Adam, its options."""
     batch, found = batch_of(read_hf_config(model)["vocab_size"]), {"adam": ADAM}
     for dtype in ("float32", "bfloat16"):
         store = CheckpointStore(Config(run=Run(dir=f"{directory}/{dtype}")))
@@ -119,7 +120,7 @@ def layouts(device: Device, model: str, directory: str) -> dict:
 
 
 def faults(device: Device, model: str, other_model: str, directory: str, small_disk: str) -> dict:
-    """What each fault leads to: a step that was loaded or still is there, or the sentence of an error."""
+    """The effect of each fault: the step that was loaded or that is still there, or the text of an error."""
     batch, found = batch_of(read_hf_config(model)["vocab_size"]), {}
     trainer = trainer_of(model, "1x1", device, "float32")
     models = {"policy": trainer}
@@ -137,7 +138,8 @@ def faults(device: Device, model: str, other_model: str, directory: str, small_d
     drawn = draw()
 
     def outcome(run_dir: Path, **options) -> str | int:
-        """The step that a run in this directory goes on from, with the weights of that step; or why it cannot."""
+        """The step from which a run in this directory continues, after a check of its weights; or the
+        error."""
         store = store_of(run_dir, **options)
         try:
             saved = store.newest()
@@ -173,7 +175,7 @@ def faults(device: Device, model: str, other_model: str, directory: str, small_d
     after("all damaged", lambda path: [flip(saved.path / last) for saved in complete(path)])
     after("of the future", lambda path: raise_format(path / newest))
 
-    # After a damaged one was found its step is taken again; it is set aside, not counted and not overwritten.
+    # When its step is saved again, a damaged checkpoint is renamed; it neither counts nor is it overwritten.
     store = store_of(f"{directory}/truncated", keep_last=2)
     assert store.newest().step == 2
     store.save(3, models, {})
@@ -181,18 +183,12 @@ def faults(device: Device, model: str, other_model: str, directory: str, small_d
     dist.barrier()
     found["set aside"] = sorted(path.name for path in Path(directory, "truncated", "checkpoints").iterdir())
 
-    try:
-        store_of(f"{directory}/whole").load(
-            whole.newest(), {"policy": trainer_of(other_model, "1x1", device, "float32")}, seed=0
-        )
-    except ConfigError as error:
-        found["other model"] = str(error)
-    try:
-        store_of(f"{directory}/whole").load(
-            whole.newest(), {"policy": trainer_of(model, "1x1", device, "bfloat16")}, seed=0
-        )
-    except ConfigError as error:
-        found["other dtype"] = str(error)
+    for name, path, dtype in (("other model", other_model, "float32"), ("other dtype", model, "bfloat16")):
+        policy = trainer_of(path, "1x1", device, dtype)
+        try:
+            store_of(f"{directory}/whole").load(whole.newest(), {"policy": policy}, seed=0)
+        except ConfigError as error:
+            found[name] = str(error)
 
     new_grid(1, 1)
     assert outcome(Path(directory, "whole")) == 3
@@ -203,7 +199,7 @@ def faults(device: Device, model: str, other_model: str, directory: str, small_d
     moved = threading.Event()
     store_module.write_shards = lambda path, shards: moved.wait() and write_shards(path, shards)
     store.save(3, models, {"place": 3})
-    update(trainer, batch)  # must not show in what is written after it
+    update(trainer, batch)  # must not affect the checkpoint that is being written
     moved.set()
     store.save(4, models, {})  # waits for the first
     found["background, before it is complete"] = [saved.step for saved in complete(store.directory)]
@@ -219,7 +215,7 @@ def faults(device: Device, model: str, other_model: str, directory: str, small_d
 
 
 def full_disk(disk: Path, store_of, models, outcome) -> dict:
-    """Rank 1 finds the disk full while it writes; then there is too little room before anything is written."""
+    """The disk is full while rank 1 writes; then there is too little space before anything is written."""
     found = {}
     store = store_of(disk)
     store.save(3, models, {"place": 3})
@@ -228,9 +224,8 @@ def full_disk(disk: Path, store_of, models, outcome) -> dict:
     for name, background in (("full while writing", False), ("full in the background", True)):
         store = store_of(disk, background=background)
         store.newest()
-        store._check_space = lambda save, mine: write_zeros(
-            fill, free - 3 * mine // 2
-        )  # other people's files come between
+        # Other files fill the disk after the check.
+        store._check_space = lambda save, mine: write_zeros(fill, free - 3 * mine // 2)
         try:
             store.save(5, models, {})
             store.finish()
@@ -255,13 +250,8 @@ def write_zeros(path: Path, size: int) -> None:
 
 def draw() -> list:
     """The next numbers of every generator."""
-    return [
-        random.random(),
-        random.gauss(),
-        float(np.random.rand()),
-        float(np.random.randn()),
-        float(torch.rand(1)),
-    ]
+    of_numpy = float(np.random.rand()), float(np.random.randn())
+    return [random.random(), random.gauss(), *of_numpy, float(torch.rand(1))]
 
 
 def cut(path: Path) -> None:

@@ -28,7 +28,7 @@ def found(tmp_path_factory) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("layout", ["2x1", "1x2", "1x1"])
-def test_saved_with_tp_2_it_gives_the_same_logprobs_and_the_same_next_step(found, layout):
+def test_another_layout_takes_the_same_next_step(found, layout):
     differences = found[f"float32 {layout}"]
     assert differences["weights"] == 0
     assert max(differences["logprobs"], differences["loss"]) <= LOGPROB
@@ -40,12 +40,12 @@ def test_saved_with_tp_2_it_gives_the_same_logprobs_and_the_same_next_step(found
 
 
 @pytest.mark.parametrize("layout", ["2x1", "1x2", "1x1"])
-def test_in_bfloat16_the_weights_are_the_same_and_the_loss_is_to_its_precision(found, layout):
+def test_another_layout_loads_the_same_bfloat16_weights(found, layout):
     differences = found[f"bfloat16 {layout}"]
     assert differences["weights"] == 0 and differences["loss"] <= BFLOAT16_LOSS
 
 
-def test_in_its_own_layout_it_continues_bit_for_bit_and_so_with_its_master_weights(found):
+def test_its_own_layout_continues_bitwise(found):
     for dtype in ("float32", "bfloat16"):
         differences = found[f"{dtype} 2x1"]
         assert all(

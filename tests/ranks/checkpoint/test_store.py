@@ -65,7 +65,7 @@ def test_a_run_continues_on_another_world_and_layout(config, tmp_path):
         assert environments == {"environment.json", "environment-after-step-2.json"}
 
 
-def test_only_the_newest_are_kept_and_a_torn_one_is_not_taken(config, tmp_path):
+def test_the_newest_are_kept_and_partial_ones_do_not_count(config, tmp_path):
     train(1, config, tmp_path, "checkpoint.keep_last=2")
     assert checkpoints(tmp_path) == ["step_000003", "step_000004"]
     (tmp_path / "checkpoints" / "step_000004").rename(tmp_path / "checkpoints" / "step_000004.partial")
@@ -74,7 +74,7 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_not_taken(config, tmp_path):
     assert checkpoints(tmp_path) == ["step_000004"]
 
 
-def test_retention_keeps_every_so_many_steps_and_the_best(config, tmp_path):
+def test_retention_keeps_multiples_and_the_best(config, tmp_path):
     best = ("checkpoint.keep_best=1", "checkpoint.best_metric=sft/loss", "checkpoint.best_is=highest")
     records = train(
         1, config, tmp_path, "run.max_steps=6", "checkpoint.keep_last=1", "checkpoint.keep_every=2", *best
@@ -84,11 +84,11 @@ def test_retention_keeps_every_so_many_steps_and_the_best(config, tmp_path):
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_000006\n"
 
 
-def test_a_run_begins_with_another_runs_checkpoint_or_with_its_weights_alone(config, tmp_path):
+def test_a_run_starts_from_another_runs_checkpoint(config, tmp_path):
     first = train(2, config, tmp_path / "first")
     longer = ("run.max_steps=5", "checkpoint.background=true")
     assert train(2, config, tmp_path / "second", *longer, f"checkpoint.resume={tmp_path}/first").keys() == {5}
-    # Once it has a checkpoint of its own that one counts.
+    # Once the run has a checkpoint of its own, it uses that.
     (tmp_path / "first").rename(tmp_path / "gone")
     assert train(
         2, config, tmp_path / "second", "run.max_steps=6", f"checkpoint.resume={tmp_path}/first"
@@ -100,10 +100,10 @@ def test_a_run_begins_with_another_runs_checkpoint_or_with_its_weights_alone(con
     with pytest.raises(RanksFailed) as failure:
         train(1, config, tmp_path / "fourth", f"checkpoint.resume={tmp_path}/first")
     assert failure.value.returncodes == [2]
-    assert "is no checkpoint and no directory of a run that has one" in failure.value.stderr[0]
+    assert "is neither a checkpoint nor the directory of a run with one" in failure.value.stderr[0]
 
 
-def test_a_run_directory_that_cannot_be_written_to_is_refused_at_once(config, read_only):
+def test_a_read_only_run_directory_is_refused(config, read_only):
     with pytest.raises(RanksFailed) as failure:
         train(2, config, read_only / "run")
     assert set(failure.value.returncodes) == {2} and "Read-only file system" in failure.value.stderr[0]
@@ -113,12 +113,12 @@ def test_a_run_directory_that_cannot_be_written_to_is_refused_at_once(config, re
 def read_only(tmp_path):
     command = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("no file system of its own can be mounted here")
+        pytest.skip("no file system can be mounted here")
     yield tmp_path
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_finished_run_is_left_as_it_is_and_can_still_be_exported(config, tmp_path):
+def test_a_finished_run_can_still_be_exported(config, tmp_path):
     train(2, config, tmp_path, "run.max_steps=1")
     results = ("metrics.jsonl", "environment.json", "checkpoint.json", "state.json")
     written = {path: path.read_bytes() for path in tmp_path.rglob("*.json*") if path.name in results}
@@ -129,7 +129,7 @@ def test_a_finished_run_is_left_as_it_is_and_can_still_be_exported(config, tmp_p
     assert exported.config.tie_word_embeddings and exported.dtype is torch.float32
 
 
-def test_never_resuming_refuses_a_directory_with_checkpoints_instead_of_mixing_two_runs(config, tmp_path):
+def test_resume_never_refuses_a_run_with_checkpoints(config, tmp_path):
     train(1, config, tmp_path, "run.max_steps=1")
     with pytest.raises(RanksFailed) as failure:
         train(2, config, tmp_path, "checkpoint.resume=never")
@@ -138,7 +138,7 @@ def test_never_resuming_refuses_a_directory_with_checkpoints_instead_of_mixing_t
     assert checkpoints(tmp_path) == ["step_000001"]
 
 
-def test_any_checkpoint_can_be_exported_afterwards_in_another_layout(config, tmp_path):
+def test_any_checkpoint_can_be_exported_in_another_layout(config, tmp_path):
     train(2, config, tmp_path, "run.max_steps=2", "checkpoint.export_hf=true")
     tool = ROOT / "tools" / "export_hf.py"
     run_ranks(2, tool, tmp_path, "--out", tmp_path / "now", "--pp", 2, timeout=120)

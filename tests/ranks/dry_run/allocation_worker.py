@@ -15,6 +15,7 @@ from rl.models import read_hf_config
 from rl.runtime.ranks import discover
 from rl.runtime.session import session
 from rl.training.engine import TrainingEngine
+from rl.training.optimizer import optimizer_parts
 from tests.ranks.training.megatron_groups import new_grid
 
 
@@ -49,7 +50,7 @@ def allocated(checkpoint: str, dtype: str, tp: int, pp: int, ep: int, device) ->
 
 def optimizer_tensors(optimizer):
     """Main weights and moments, without the step counters."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         for group in part.optimizer.param_groups:
             yield from group["params"]
         for state in part.optimizer.state.values():

@@ -49,7 +49,7 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
     checkpoint = save(tmp_path / "model")
     hf = read_hf_config(checkpoint)
     weights = architecture(hf).weights(hf)
-    model = Model("policy", hf, tuple(weights), tuple(group_parts(weights)), learns=True, trained_layout=True)
+    model = Model("policy", hf, tuple(weights), tuple(group_parts(weights)))
     by_rank = [
         json.loads(out.strip().splitlines()[-1])
         for out in run_ranks(WORLD, WORKER, checkpoint, dtype, *layouts, timeout=300)
@@ -69,7 +69,8 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
             assert real["weights"] == state.weights - 4 * counts[stage].buffers, (text, rank)
             assert real["gradients"] == state.gradients, (text, rank)
             assert real["optimizer"] <= state.optimizer, (text, rank)
-        # A rank's share of the optimizer ends within parameters; together the shares are all of them, and no padding.
+        # A rank's share of the optimizer ends within parameters; together the shares are all of them, and no
+        # padding.
         for stage in range(pp):
             shared = sum(counts[stage].shared) + counts[stage].tied
             held = shared * layout.tp + sum(counts[stage].experts) * layout.etp * layout.ep

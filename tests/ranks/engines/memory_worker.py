@@ -6,7 +6,7 @@ import train_rl
 
 
 def bytes_held(model) -> int:
-    from rl.training.engine import optimizer_tensors
+    from rl.training.optimizer import optimizer_tensors
 
     tensors = [*model.model.parameters()]
     if model.optimizer is not None:

@@ -3,7 +3,6 @@ import json
 import numpy as np
 import pytest
 
-from rl.config.options import ConfigError
 from rl.data.batch import fingerprint
 from tests.spawn import run_ranks
 
@@ -16,13 +15,13 @@ PROGRAM = """
     from rl.faults.agreement import agree_on_config, fail_together
 
     dist.init_process_group("gloo")
-    rank, said = dist.get_rank(), {}
+    rank, outcomes = dist.get_rank(), {}
 
     def outcome(name, action):
         try:
-            said[name] = action()
+            outcomes[name] = action()
         except ConfigError as error:
-            said[name] = f"ConfigError: {error}"
+            outcomes[name] = f"ConfigError: {error}"
 
     def read(*failing):
         with fail_together():
@@ -49,33 +48,33 @@ PROGRAM = """
     outcome("type", lambda: agree(lambda config: setattr(config.training, "tp", True)))
     outcome("after", lambda: agree(lambda config: None))
     dist.destroy_process_group()
-    print(json.dumps(said))
+    print(json.dumps(outcomes))
 """
 
 
 @pytest.fixture(scope="module")
-def said():
-    """What each of two ranks met, by case."""
+def outcomes():
+    """Outcome of each case on two ranks."""
     return [json.loads(out) for out in run_ranks(2, PROGRAM)]
 
 
-def test_ranks_go_on_if_none_fails(said):
-    assert [rank["nobody"] for rank in said] == ["went on"] * 2
+def test_ranks_go_on_if_none_fails(outcomes):
+    assert [rank["nobody"] for rank in outcomes] == ["went on"] * 2
 
 
 @pytest.mark.parametrize(("case", "culprit"), [("first", 0), ("second", 1)])
-def test_every_rank_fails_if_one_does_and_the_error_names_it(said, case, culprit):
-    assert [rank[case] for rank in said] == [
+def test_every_rank_fails_if_one_does(outcomes, case, culprit):
+    assert [rank[case] for rank in outcomes] == [
         f"ConfigError: no file on host {culprit} (on rank {culprit})"
     ] * 2
 
 
-def test_an_error_of_all_ranks_is_said_once_and_names_none(said):
-    assert [rank["both"] for rank in said] == ["ConfigError: no file on host 0"] * 2
+def test_an_error_of_all_ranks_names_none(outcomes):
+    assert [rank["both"] for rank in outcomes] == ["ConfigError: no file on host 0"] * 2
 
 
-def test_equal_configs_agree_also_after_others_did_not(said):
-    assert [rank[case] for rank in said for case in ("same", "after")] == ["agreed"] * 4
+def test_equal_configs_agree(outcomes):
+    assert [rank[case] for rank in outcomes for case in ("same", "after")] == ["agreed"] * 4
 
 
 @pytest.mark.parametrize(
@@ -87,13 +86,9 @@ def test_equal_configs_agree_also_after_others_did_not(said):
         ("type", "training.tp"),
     ],
 )
-def test_a_config_that_differs_is_named_by_key_and_rank_on_every_rank(said, case, key):
+def test_a_config_that_differs_is_named_by_key_and_rank(outcomes, case, key):
     expected = f"ConfigError: {key} differs between ranks: rank 1 and rank 0 were started differently."
-    assert [rank[case] for rank in said] == [expected] * 2
-
-
-def test_the_shared_failure_is_one_that_the_entry_point_says_in_a_sentence():
-    assert issubclass(ConfigError, ValueError)
+    assert [rank[case] for rank in outcomes] == [expected] * 2
 
 
 CHECKS = """
@@ -103,29 +98,29 @@ CHECKS = """
     import torch.distributed as dist
 
     from rl.config.schema import Config
-    from rl.faults.agreement import Agreement, Disagreement, agree_on_table, check_replicas
-    from rl.faults.phase_tracker import Place
+    from rl.faults.agreement import PhaseAgreement, Disagreement, agree_on_table, check_replicas
+    from rl.faults.phase_tracker import PhaseEntry
     from rl.config.options import ConfigError
 
     dist.init_process_group("gloo")
-    rank, said = dist.get_rank(), {}
+    rank, outcomes = dist.get_rank(), {}
     group = dist.new_group(backend="gloo")
     pair = [dist.new_group([0, 1]), dist.new_group([2])][rank == 2]
     config = Config()
-    place = Place("score", 3, 17, 0.0, 0.0, 60.0)
+    place = PhaseEntry("score", 3, 17, 0.0, 0.0, 60.0)
 
     def outcome(name, action):
         try:
-            said[name] = action()
+            outcomes[name] = action()
         except (Disagreement, ConfigError) as error:
-            said[name] = str(error)
+            outcomes[name] = str(error)
 
     def check(odd_place=place, batch=5, code="a", odd_rank=2):
         mine = rank == odd_rank
-        agreement = Agreement(config, code if mine else "a", group)
+        agreement = PhaseAgreement(config, code if mine else "a", group)
         return agreement.check(odd_place if mine else place, batch if mine else 5, (100 + rank, 7 - rank))
 
-    outcome("alike", check)
+    outcome("identical", check)
     outcome("batch", lambda: check(batch=6))
     outcome("code", lambda: check(code="b", odd_rank=0))
     outcome("phase", lambda: check(replace(place, phase="update", number=18)))
@@ -148,23 +143,23 @@ CHECKS = """
         if rank == 1 and flip == "linear.weight":
             weights[flip].view(torch.int32)[63, 2] ^= -(1 << 31)
         check_replicas("policy", [(pair, weights), (pair, {})], group)
-        return "alike"
+        return "identical"
 
     for flip in ("none", "linear.weight", "norm.weight"):
         outcome(flip, lambda: replicas(flip))
     dist.destroy_process_group()
-    print(json.dumps(said))
+    print(json.dumps(outcomes))
 """
 
 
 @pytest.fixture(scope="module")
 def found():
-    """What each of three ranks met, by case."""
+    """Outcome of each case on three ranks."""
     return [json.loads(out) for out in run_ranks(3, CHECKS)]
 
 
 def test_ranks_that_agree_learn_the_largest_memory(found):
-    assert [rank["alike"] for rank in found] == [[102, 7]] * 3
+    assert [rank["identical"] for rank in found] == [[102, 7]] * 3
 
 
 @pytest.mark.parametrize(
@@ -177,13 +172,13 @@ def test_ranks_that_agree_learn_the_largest_memory(found):
         ("config", "configuration", 1),
     ],
 )
-def test_every_rank_says_which_field_differs_and_on_which_rank(found, case, field, rank):
-    for said in (theirs[case] for theirs in found):
-        assert said.startswith(f"ranks disagree on the {field} before ") and f": rank {rank} (" in said
-        assert said.count("rank ") == 1 and "the other 2 ranks: " in said
+def test_every_rank_names_the_field_and_the_odd_rank(found, case, field, rank):
+    for text in (theirs[case] for theirs in found):
+        assert text.startswith(f"ranks disagree on the {field} before ") and f": rank {rank} (" in text
+        assert text.count("rank ") == 1 and "the other 2 ranks: " in text
 
 
-def test_ranks_of_different_phases_meet_and_the_phases_are_named(found):
+def test_different_phases_are_named(found):
     assert all(") has update; the other 2 ranks: score" in rank["phase"] for rank in found)
 
 
@@ -196,16 +191,17 @@ def test_a_program_file_that_differs_or_is_lacking_is_named(found, case):
 
 
 @pytest.mark.parametrize("name", ["linear.weight", "norm.weight"])
-def test_one_flipped_bit_of_a_weight_names_the_weight_and_the_rank_on_all_ranks(found, name):
-    expected = f"{name} of the policy on rank 1 differ from the other data parallel replicas (the first, where there are two)"
+def test_one_flipped_bit_names_the_weight_and_the_rank(found, name):
+    others = "the other data parallel replicas (the first, where there are two)"
+    expected = f"{name} of the policy on rank 1 differ from {others}"
     assert [rank[name] for rank in found] == [expected] * 3
 
 
-def test_replicas_that_are_alike_pass_whatever_other_parts_of_the_model_hold(found):
-    assert [rank["none"] for rank in found] == ["alike"] * 3
+def test_identical_replicas_pass(found):
+    assert [rank["none"] for rank in found] == ["identical"] * 3
 
 
-def test_a_batch_has_another_fingerprint_if_a_token_or_a_boundary_is_another():
+def test_fingerprints_differ_by_token_and_boundary():
     def of(*arrays):
         return fingerprint([np.array(array, np.int32) for array in arrays])
 

@@ -30,8 +30,8 @@ from rl.algorithms import load, prime
 from rl.config.schema import Config, load_config
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
-from rl.faults.agreement import Agreement
-from rl.faults.phase_tracker import Whereabouts
+from rl.faults.agreement import PhaseAgreement
+from rl.faults.phase_tracker import PhaseTracker
 from rl.objectives.rollout_correction import sequence_weights, token_weights
 from rl.phases.minibatches import MinibatchPlan
 from rl.phases.phases import Phases
@@ -143,8 +143,8 @@ def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
         step=Step(
             device=CPU,
             progress=Progress(enabled=False),
-            watch=SimpleNamespace(where=Whereabouts(config.watchdog.limits, nowhere)),
-            agreement=Agreement(config, "", dist.group.WORLD),
+            watchdog=SimpleNamespace(tracker=PhaseTracker(config.watchdog.limits, nowhere)),
+            agreement=PhaseAgreement(config, "", dist.group.WORLD),
         ),
         engines=Engines(engine, critic=engine, implicit_reward=engine),
         prompts=[],
@@ -180,7 +180,7 @@ def mini_batches(config: Config) -> Batch:
         else torch.arange(len(sizes)).repeat_interleave(sizes),
         truncated=torch.zeros(count, dtype=torch.bool),
         mask=(torch.rand(int(lengths.sum()), generator=generator) > 0.2).float(),
-        unit=2 if pairs else 1,
+        samples_per_unit=2 if pairs else 1,
     )
     start = int(batch.offsets[12])
     batch.mask[start : start + int(lengths[12])] = 0.0  # a sample of which no token counts
@@ -236,7 +236,7 @@ def plans_of(how: str, name: str, batch: Batch) -> list:
     if how == "whole":
         return [[[list(part)]] for part in parts]
     rng = random.Random(f"{name} {dist.get_world_size()}")
-    return [random_plan(part, batch.unit, dist.get_world_size(), rng) for part in parts]
+    return [random_plan(part, batch.samples_per_unit, dist.get_world_size(), rng) for part in parts]
 
 
 def learn(phases: Phases, batch: Batch) -> None:

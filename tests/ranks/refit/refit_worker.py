@@ -1,9 +1,12 @@
 """One rank of test_refit.py.
 
-    refit_worker.py CHECKPOINT OUT ENGINE LAYOUT [LAYOUT ...]      ENGINE is vllm:TP or plain:TP[,TP...], LAYOUT TPxPP[xEPxETP]
+    refit_worker.py CHECKPOINT OUT ENGINE LAYOUT [LAYOUT ...]
 
-For each training layout and rollout TP: what a refit moved, counted where tensors are handed to the transport, and whether the
-engine's parameters are then what its own loader makes of whole tensors. Each rank writes a JSON list to OUT.<rank>.
+ENGINE is vllm:TP or plain:TP[,TP...], LAYOUT is TPxPP[xEPxETP].
+
+For each training layout and rollout TP: what a refit moved, counted where tensors are handed to the
+transport, and whether the engine's parameters are then what its own loader makes of whole tensors. Each rank
+writes a JSON list to OUT.<rank>.
 """
 
 import json
@@ -33,8 +36,8 @@ BUFFER_MIB = 1
 
 
 class PlainEngine:
-    """Parameters as vLLM's, without vLLM: a process can have several, of any tensor parallel size. Its loader takes pieces by
-    the layout, which tests/unit/models/test_layout.py and the runs on vLLM check."""
+    """Parameters as vLLM's, without vLLM: a process can have several, of any tensor parallel size. Its loader
+    takes pieces by the layout, which tests/unit/models/test_layout.py and the runs on vLLM check."""
 
     def __init__(self, weights, tp, device):
         self.tp, self.rank_in_replica, self.device, self.changes = tp, RANKS.rank % tp, device, 0
@@ -116,7 +119,8 @@ class Counted:
 
 
 def lower_bound(trainer, engine, *, without: str = "") -> int:
-    """Bytes of this rank's engine, one parameter left out, that its trainer does not hold: counted element by element."""
+    """Bytes of this rank's engine, one parameter left out, that its trainer does not hold: counted element by
+    element."""
     local = {weight.hf for weight, _ in trainer.weight_map.local()}
     total = 0
     for weight in trainer.weight_map.weights:
@@ -177,7 +181,8 @@ def examine(trainer, engine) -> dict:
 
 
 def corrupted(trainer, engine) -> dict:
-    """What the check says of one changed element on the last rank, of two exchanged ones, and after the next refit."""
+    """What the check says of one changed element on the last rank, of two exchanged ones, and after the next
+    refit."""
     said = {}
     last = trainer.weight_map.placement.num_layers - 1
     names = [name for name in engine.weights() if f"layers.{last}." in name]

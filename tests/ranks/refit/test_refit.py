@@ -1,4 +1,5 @@
-"""Refits between real ranks: what moved, what arrived, and what the check finds. The ranks' side is refit_worker.py."""
+"""Refits between real ranks: bytes moved, weights received, and the check's findings. The ranks run
+refit_worker.py."""
 
 import json
 from pathlib import Path
@@ -39,26 +40,21 @@ def check_corruptions(results: list[list[dict]], weight: str) -> None:
         column = cases[-1]["changed"]["first_column"] + 3
         for rank, case in enumerate(cases):
             for change in ("element", "exchange"):
-                said = case["changed"][change]
-                assert f"{weight}[0, {column}] on rank 3: engine " in said and "on rank 0" not in said, (
-                    rank,
-                    change,
-                    said,
-                )
+                text, where = case["changed"][change], f"{weight}[0, {column}] on rank 3: engine "
+                assert where in text and "on rank 0" not in text, (rank, change, text)
             assert "(1 of" in case["changed"]["element"] and "(2 of" in case["changed"]["exchange"]
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
 def dense(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
-    sizes = dict(
-        num_key_value_heads=4, intermediate_size=2048
-    )  # training at tp 4 wants 4 KV heads; larger than the buffer
+    # Training at tp 4 requires 4 KV heads; the MLP is larger than the buffer.
+    sizes = dict(num_key_value_heads=4, intermediate_size=2048)
     checkpoint = save_qwen2(directory / "model", seed=1, tie=request.param == "tied", **sizes)
     return run_layouts(directory, checkpoint, "plain:1,2,4", DENSE)
 
 
-def test_each_rank_receives_what_it_lacks_and_gets_what_the_loader_gives(dense):
+def test_each_rank_receives_exactly_what_it_lacks(dense):
     assert [(case["layout"], case["rollout_tp"]) for case in dense[0]] == [
         (a, b) for a in DENSE for b in (1, 2, 4)
     ]
@@ -74,26 +70,27 @@ def test_the_same_layout_moves_nothing(dense):
     assert len(same) == 12 and all(case["received"] == 0 and case["local"] > 0 for case in same)
 
 
-def test_a_parameter_of_another_dtype_goes_through_the_loader_alone(dense):
+def test_a_parameter_of_another_dtype_uses_the_loader(dense):
     for cases in dense:
         found = cases[-1]["fallback"]
-        assert (
-            found["differing"] == [] and found["bfloat16_says"] == 1
-        )  # float32 values that bfloat16 cannot hold
+        # bfloat16 cannot hold the float32 values.
+        assert found["differing"] == [] and found["bfloat16_says"] == 1
         assert found["fallback"] == 128 * 128 * 4
         assert found["received"] == found["lower_bound"]
 
 
 def test_training_replicas_that_drifted_apart_are_reported(dense):
     for cases in dense:
-        (said,) = (case["replicas"] for case in cases if "replicas" in case)
-        assert "the replicas' weights differ" in said and "on rank 0 is not what rank 3 trains" in said
-        assert "on rank 2: engine" in said
+        (text,) = (case["replicas"] for case in cases if "replicas" in case)
+        assert (
+            "the weights of the replicas differ" in text and "on rank 0 differs from that of rank 3" in text
+        )
+        assert "on rank 2: engine" in text
 
 
 @pytest.fixture(scope="module", params=["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
 def experts(request, tmp_path_factory):
-    """DeepSeek has parameters of two weights in one of vLLM's, and a float32 buffer that travels."""
+    """DeepSeek has two weights in one parameter of vLLM, and a float32 buffer in the refit."""
     directory = tmp_path_factory.mktemp("experts")
     checkpoint = save_tiny(request.param, directory / "model", seed=1)
     last_layer = json.loads((directory / "model" / "config.json").read_text())["num_hidden_layers"] - 1
@@ -109,7 +106,7 @@ def test_routed_experts_move_once_too(experts):
 @pytest.mark.slow
 @pytest.mark.parametrize("rollout_tp", [1, 2, 4])
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-def test_vllms_parameters_are_what_its_own_loader_makes(tmp_path, rollout_tp, tie):
+def test_vllm_parameters_equal_those_of_its_loader(tmp_path, rollout_tp, tie):
     checkpoint = save_qwen2(tmp_path / "model", seed=2, tie=tie)
     results = run_layouts(tmp_path, checkpoint, f"vllm:{rollout_tp}", ["1x1", "2x1", "1x2", "2x2"])
     check_results(results)

@@ -19,7 +19,6 @@ from unittest.mock import patch  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
@@ -30,6 +29,7 @@ from rl.rollout import engine as rollout_engine  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
 from rl.rollout.vllm_model import build_llm  # noqa: E402
+from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
 from tests import bounds  # noqa: E402
@@ -219,8 +219,7 @@ class Checks:
             with EngineSteps(self.engine) as steps, patch.object(rollout_engine, "INTERRUPT_TURNS", 1):
                 out = self.engine.generate(prompts, sampling, seeds, interrupt=interrupt)
             samples = None if out is None else [(s.prompt, s.number, s.token_ids.tolist()) for s in out]
-            records: list = [None, None]
-            dist.all_gather_object(records, (steps, samples))
+            records = gather_objects((steps, samples))
             for step, (first, second) in enumerate(zip(records[0][0], records[1][0])):
                 assert first == second, f"generation={number} step={step}: rank 0 {first}, rank 1 {second}"
             assert records[0] == records[1], f"generation {number}: {records}"

@@ -19,16 +19,17 @@ PROGRAM = """
         rank = dist.get_rank()
         pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
         alone = [dist.new_group([r]) for r in range(3)]
-        said = {"members": len(groups.groups_here()), "warmed": groups.warm_up(device)}
+        found = {"members": len(groups.groups_here()), "warmed": groups.warm_up(device)}
         groups.MARGIN_S = 0.5
-        groups.limit_collectives(PhaseLimits(**{field.name: 900.0 if field.name == "start_up" else 0.5 for field in fields(PhaseLimits)}))
+        limits = {field.name: 0.5 for field in fields(PhaseLimits)} | {"start_up": 900.0}
+        groups.limit_collectives(PhaseLimits(**limits))
         for name, group in (("default", None), ("control", control_group()), ("pair", pairs[0])):
             if rank == 0:  # nobody else comes
                 try:
                     dist.all_reduce(torch.ones(1), group=group)
                 except RuntimeError as error:
-                    said[name] = str(error)
-        print(json.dumps(said), flush=True)
+                    found[name] = str(error)
+        print(json.dumps(found), flush=True)
         done = Path(sys.argv[1], "done")
         if rank == 0:
             done.touch()
@@ -38,10 +39,14 @@ PROGRAM = """
 """
 
 
-def test_every_group_is_warmed_up_and_gets_the_time_limit_of_the_longest_phase(tmp_path):
-    said = [json.loads(out) for out in run_ranks(3, PROGRAM, tmp_path)]
+def test_groups_are_used_once_and_get_a_time_limit(tmp_path):
+    found = [json.loads(out) for out in run_ranks(3, PROGRAM, tmp_path)]
     # The default group, the control group and one or two pairs; a group of one rank has nobody to talk to.
-    assert [rank["members"] for rank in said] == [4, 5, 4] and [rank["warmed"] for rank in said] == [3, 4, 3]
+    assert [rank["members"] for rank in found] == [4, 5, 4] and [rank["warmed"] for rank in found] == [
+        3,
+        4,
+        3,
+    ]
     # The phase's 0.5 s and the margin of 0.5 s, not the 900 s of the start-up.
     for name in ("default", "control", "pair"):
-        assert "imed out" in said[0][name] and "1000ms" in said[0][name], said[0]
+        assert "imed out" in found[0][name] and "1000ms" in found[0][name], found[0]

@@ -24,12 +24,12 @@ from tests.spawn import ROOT
 PROGRAM = """
 import json
 from rl.runtime.ranks import discover
-from rl.runtime.rendezvous import MeetingFailed, meet
+from rl.runtime.rendezvous import RendezvousError, join_ranks
 
 try:
-    ranks = meet(discover())
+    ranks = join_ranks(discover())
     print(json.dumps([ranks.rank, ranks.master_port]))
-except MeetingFailed as error:
+except RendezvousError as error:
     print(json.dumps([str(error), error.silent]))
 """
 
@@ -68,9 +68,9 @@ def answers(processes, timeout=60):
     """What each says; the seconds are a guard against hanging."""
     out = []
     for process in processes:
-        said, error = process.communicate(timeout=timeout)
+        out_text, error = process.communicate(timeout=timeout)
         assert process.returncode == 0, error
-        out.append(json.loads(said))
+        out.append(json.loads(out_text))
     return out
 
 
@@ -78,7 +78,7 @@ def meeting(job, ranks=range(4), **more):
     return [start(step(job, rank, **more)) for rank in ranks]
 
 
-# Ports --------------------------------------------------------------------------------------------------------------------
+# Ports --------------------------------------------------------------------------------------------------
 
 
 def ports(job, step_id="0"):
@@ -95,7 +95,7 @@ def test_jobs_with_one_first_candidate_have_other_ones():
     assert one[0] == other[0] and not set(one[1:]) & set(other[1:])
 
 
-def test_candidates_lie_between_the_privileged_and_the_ephemeral_ports_and_are_no_default_of_torch():
+def test_candidates_are_neither_privileged_nor_ephemeral():
     candidates = {
         port
         for job in (1, 3142, 99_999_999, 2**31 - 2)
@@ -116,15 +116,16 @@ def test_a_free_port_stays_taken_from_its_probing_on():
         assert listen([listener.getsockname()[1]], 1) is None
 
 
-# Meetings -----------------------------------------------------------------------------------------------------------------
+# Meetings -----------------------------------------------------------------------------------------------
 
 
 def test_ranks_meet_at_the_first_candidate():
     assert answers(meeting(4211)) == [[rank, ports(4211)[0]] for rank in range(4)]
 
 
-def test_two_jobs_of_one_first_candidate_and_a_stranger_on_the_second_do_not_collide():
-    """Job 9 holds its first port when job 9 + NUM_PORTS comes to it; what listens on that job's next port never answers."""
+def test_jobs_and_a_stranger_on_the_same_ports_do_not_collide():
+    """Job 9 holds its first port when job 9 + NUM_PORTS comes to it; what listens on that job's next port
+    never answers."""
     with socket.create_server(("", ports(9 + NUM_PORTS)[1])):
         both = meeting(9) + meeting(9 + NUM_PORTS)
         met = answers(both)
@@ -161,7 +162,7 @@ def test_a_rank_of_an_earlier_attempt_is_no_rank_of_this_one():
     assert "rank 3 of 4 did not come" in said[1][0] and "did not open" in said[0][0]
 
 
-def test_a_caller_that_hangs_up_or_says_nothing_keeps_nobody_waiting():
+def test_a_silent_or_closed_client_delays_nobody():
     first = start(step(81, 0))
     address = ("127.0.0.1", ports(81)[0])
     for word in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 600):
@@ -186,7 +187,9 @@ def test_sixty_four_ranks_meet():
     with ThreadPoolExecutor(63) as threads:
         others = [discover(env | {"SLURM_PROCID": str(rank)}) for rank in range(1, 64)]
         met = list(
-            threads.map(lambda ranks: rendezvous.meet(ranks, env | {"SLURM_PROCID": str(ranks.rank)}), others)
+            threads.map(
+                lambda ranks: rendezvous.join_ranks(ranks, env | {"SLURM_PROCID": str(ranks.rank)}), others
+            )
         )
     assert {ranks.master_port for ranks in met} == {ports(82)[0]} == {answers([first])[0][1]}
 
@@ -195,7 +198,7 @@ def test_without_a_launcher_the_port_is_any_free_one():
     alone = {
         name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RANK", "WORLD"))
     }
-    ranks = rendezvous.meet(discover(alone), alone)
+    ranks = rendezvous.join_ranks(discover(alone), alone)
     with ranks.listener:
         assert ranks.listener.getsockname()[1] == ranks.master_port >= FIRST_PORT
 

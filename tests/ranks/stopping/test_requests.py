@@ -7,7 +7,7 @@ from tests.spawn import run_ranks
 HEAD = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from rl.stopping.signals import asked_by_signal, expect_signals
+from rl.stopping.signals import requested_signal, expect_signals
 
 expect_signals()
 import torch.distributed as dist
@@ -22,10 +22,10 @@ def requests(max_time="", **environ):
     return StopRequests(str(run), max_time=max_time, environ=environ)
 
 def seen(stop, deadline=60.0):
-    # Within a generation ranks look into the store now and then; the other one has to have put its word there.
+    # During a generation ranks check the store from time to time; the other rank must have set its key.
     end = time.monotonic() + deadline
     while time.monotonic() < end:
-        if stop.within_generation():
+        if stop.is_requested():
             return True
     return False
 """
@@ -56,9 +56,9 @@ out["short"] = requests("0:00:01").agree().reason
 # A job that ends in 60 s: before anything was measured no step is too long, then one of 40 s is.
 near = requests(SLURM_JOB_END_TIME=str(int(time.time()) + 60))
 out["unmeasured"] = near.agree().reason
-near.measured(10.0, 5.0, unstoppable=10.0)
+near.record_step(10.0, 5.0, unstoppable=10.0)
 out["fits"] = near.agree().reason
-near.measured(40.0, 0.0, unstoppable=10.0)
+near.record_step(40.0, 0.0, unstoppable=10.0)
 out["in a generation"] = seen(near, 2.0)
 out["near"] = near.agree().reason
 
@@ -88,12 +88,12 @@ out["hand"] = [seen(stop), stop.agree().reason, stop.agree().by_hand]
     assert not (tmp_path / "save").exists() and (tmp_path / "stop").exists()
 
 
-def test_a_signal_to_one_rank_stops_both_and_kills_none_of_their_children(tmp_path):
+def test_a_signal_to_one_rank_stops_both_but_no_child(tmp_path):
     both = ranks(
         """
 child = subprocess.Popen(["sleep", "30"])
 stop = requests()
-out["before"] = [stop.agree().reason, str(asked_by_signal())]
+out["before"] = [stop.agree().reason, str(requested_signal())]
 if rank == 1:
     os.kill(os.getpid(), signal.SIGUSR2)
     os.kill(child.pid, signal.SIGUSR2)   # Slurm sends it to every process of a step
@@ -124,16 +124,17 @@ out["terminate"] = requests().agree().reason
     )
 
 
-def test_a_lead_that_is_too_short_is_said_once(tmp_path):
+def test_a_lead_that_is_too_short_is_reported_once(tmp_path):
     [first, _] = ranks(
         """
 stop = requests(LOCKSTEP_SIGNAL_LEAD="120")
-out["said"] = [stop.measured(500.0, 0.0, unstoppable=80.0), stop.measured(500.0, 41.0, unstoppable=80.0), stop.measured(500.0, 0.0, unstoppable=900.0)]
-out["unknown"] = requests(LOCKSTEP_SIGNAL_LEAD="").measured(500.0, 500.0, unstoppable=500.0)
+steps = [(0.0, 80.0), (41.0, 80.0), (0.0, 900.0)]  # seconds of the checkpoint, and those that a stop waits for
+out["warnings"] = [stop.record_step(500.0, save, unstoppable=rest) for save, rest in steps]
+out["unknown"] = requests(LOCKSTEP_SIGNAL_LEAD="").record_step(500.0, 500.0, unstoppable=500.0)
 """,
         tmp_path,
     )
-    fine, warning, again = first["said"]
+    fine, warning, again = first["warnings"]
     assert fine == again == first["unknown"] == ""
     assert (
         "comes 120 s early" in warning

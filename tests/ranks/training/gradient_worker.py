@@ -1,10 +1,12 @@
-"""One rank of test_gradients.py: the loss and the gradient of one mini-batch, in one or more layouts and packings.
+"""One rank of test_gradients.py: the loss and the gradient of one mini-batch, in one or more layouts and
+packings.
 
     gradient_worker.py CHECKPOINT OUT_DIR NAME=TPxPP:MICRO_BATCH_TOKENS [...]       or NAME=hf, NAME=decay
 
-The gradient is read off an optimizer step with an epsilon so large that Adam is gradient descent with learning rate 1:
-what is compared went through the pipeline, data parallel and distributed optimizer code that a run uses. Rank 0 saves
-{Hugging Face name: gradient}, the norms of the weights, loss and gradient norm to OUT_DIR/NAME.pt.
+The gradient is read off an optimizer step with an epsilon so large that Adam is gradient descent with
+learning rate 1: what is compared went through the pipeline, data parallel and distributed optimizer code that
+a run uses. Rank 0 saves {Hugging Face name: gradient}, the norms of the weights, loss and gradient norm to
+OUT_DIR/NAME.pt.
 """
 
 import sys
@@ -59,7 +61,8 @@ def config_of(checkpoint: str, tp: int, pp: int, micro_batch_tokens: int) -> Con
 
 
 def fixed_batch(vocab_size: int) -> Batch:
-    """Eight samples with every column that GRPO's loss reads; tokens in the middle of some responses are masked."""
+    """Eight samples with every column that GRPO's loss reads; tokens in the middle of some responses are
+    masked."""
     generator = torch.Generator().manual_seed(5)
 
     def tokens(length):

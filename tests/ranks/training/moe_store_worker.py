@@ -1,9 +1,10 @@
-"""One rank of test_store_moe.py: two updates with a checkpoint between them, and the second one again after loading it.
+"""One rank of test_store_moe.py: two updates with a checkpoint between them, and the second one again after
+loading it.
 
     moe_store_worker.py CHECKPOINT RUN_DIR LAYOUT [LAYOUT ...]       LAYOUT is TPxPPxEP
 
-The first layout saves. For each of the others rank 0 writes the largest relative differences of weights after loading and
-after the second update to RUN_DIR/out.json.
+The first layout saves. For each of the others rank 0 writes the largest relative differences of weights after
+loading and after the second update to RUN_DIR/out.json.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Trains a small model with and without stays in host memory between its steps; prints what came of it, as JSON."""
+"""Trains a small model with and without stays in host memory between its steps; prints what came of it, as
+JSON."""
 
 import json
 import sys
@@ -13,8 +14,9 @@ from rl.data.batch import Batch
 from rl.models import read_hf_config
 from rl.runtime.ranks import discover
 from rl.runtime.session import session
-from rl.training.engine import TrainingEngine, optimizer_tensors
+from rl.training.engine import TrainingEngine
 from rl.training.grid import build_grid
+from rl.training.optimizer import optimizer_tensors
 from rl.training.packing import plan_minibatch
 
 RANKS = discover()

@@ -1,5 +1,5 @@
-"""parity_worker.py with linear layers that vLLM's CPU build packs as it does by itself: their weights are then empty tensors, and
-the values in a form of oneDNN's."""
+"""parity_worker.py with linear layers that vLLM's CPU build packs as it does by itself: their weights are
+then empty tensors, and the values in a form of oneDNN's."""
 
 import sys
 

@@ -1,9 +1,12 @@
-"""One rank of the parity tests: the log-probs of Hugging Face, Megatron in several layouts and vLLM after a refit.
+"""One rank of the parity tests: the log-probs of Hugging Face, Megatron in several layouts and vLLM after a
+refit.
 
-    parity_worker.py CHECKPOINT_A CHECKPOINT_B OUT_DIR ROLLOUT_TP LAYOUT [LAYOUT ...]       LAYOUT is TPxPPxEP[xETP]
+    parity_worker.py CHECKPOINT_A CHECKPOINT_B OUT_DIR ROLLOUT_TP LAYOUT [LAYOUT ...]
 
-Rank 0 writes the largest differences to OUT_DIR/out.json, and what the last layout exports after reading checkpoint b to
-OUT_DIR/export. The gradients are compared through an optimizer step.
+LAYOUT is TPxPPxEP[xETP].
+
+Rank 0 writes the largest differences to OUT_DIR/out.json, and what the last layout exports after reading
+checkpoint b to OUT_DIR/export. The gradients are compared through an optimizer step.
 """
 
 import copy
@@ -88,8 +91,8 @@ def random_batch(vocab_size: int) -> Batch:
 
 
 def hf_logprobs(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs, entropy and sum of squared probabilities at the response tokens, one sequence at a time: nothing packed,
-    nothing padded."""
+    """Log-probs, entropy and sum of squared probabilities at the response tokens, one sequence at a time:
+    nothing packed, nothing padded."""
     logprobs, entropies, squares = [], [], []
     for prompt, response in zip(batch.prompt_ids, batch.response_ids):
         ids = torch.tensor([*prompt.tolist(), *response.tolist()])
@@ -101,8 +104,8 @@ def hf_logprobs(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def hf_gradient(model, logprobs, directory: Path) -> dict[str, torch.Tensor]:
-    """Of the sum of the log-probs, under the names of a checkpoint: transformers holds all experts in one tensor, and splits
-    them when it saves."""
+    """Of the sum of the log-probs, under the names of a checkpoint: transformers holds all experts in one
+    tensor, and splits them when it saves."""
     gradients = torch.autograd.grad(logprobs.sum(), list(model.parameters()))
     named = {name for name, _ in model.named_buffers()}
     model = copy.deepcopy(model)
@@ -118,8 +121,8 @@ def hf_gradient(model, logprobs, directory: Path) -> dict[str, torch.Tensor]:
 
 
 def gradient_of(trainer, batch) -> tuple[dict[str, torch.Tensor], float]:
-    """The same of Megatron, from an optimizer step that is gradient descent, and its norm as Megatron has it. Changes the
-    trainer's weights."""
+    """The same of Megatron, from an optimizer step that is gradient descent, and its norm as Megatron has it.
+    Changes the trainer's weights."""
     before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
     plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
 

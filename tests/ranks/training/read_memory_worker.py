@@ -2,7 +2,8 @@
 
     read_memory_worker.py CHECKPOINT OUT_DIR
 
-Each rank writes {"held": bytes of its parameters, "peak": growth of its peak resident memory} to OUT_DIR/<rank>.json.
+Each rank writes {"held": bytes of its parameters, "peak": growth of its peak resident memory} to
+OUT_DIR/<rank>.json.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""One loss, one gradient: whatever the layout, the packing and the number of micro-batches."""
+"""Loss and gradient do not depend on the layout, the packing and the number of micro-batches."""
 
 from pathlib import Path
 
@@ -10,7 +10,8 @@ from tests.checkpoints import SIZES, save_qwen2
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "gradient_worker.py"
-# Tokens of the batch: 217 in eight sequences. 4096: one micro-batch; 70: four or more; 1: one per sequence, unpacked.
+# Tokens of the batch: 217 in eight sequences. 4096: one micro-batch; 70: four or more; 1: one per sequence,
+# unpacked.
 CASES = {
     1: ["hf=hf", "one_pack=1x1:4096", "several_packs=1x1:70", "unpacked=1x1:1", "decay=decay"],
     2: ["dp2=1x1:4096", "dp2_unpacked=1x1:1", "tp2=2x1:70", "pp2=1x2:4096", "pp2_unpacked=1x2:1"],
@@ -62,7 +63,7 @@ def test_weight_decay_spares_norms_and_biases(results):
         assert left == pytest.approx(1.0 if spared else 0.5, rel=bounds.of_sum(WIDTH * WIDTH)), name
 
 
-def test_clipping_and_masks_take_part_in_the_compared_loss(results):
+def test_the_compared_loss_clips_and_masks(results):
     terms = results["hf"]["terms"]
     assert 0.1 < terms["actor/pg_clipfrac"] < 0.9
     assert terms["actor/kl_loss"] > 0 and terms["grad_norm"] > 0

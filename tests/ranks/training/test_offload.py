@@ -1,4 +1,4 @@
-"""Training models in host memory between their phases: storages are free, results are the same to the bit."""
+"""Training models in host memory between their phases: storages are freed, results are bitwise the same."""
 
 import json
 from pathlib import Path
@@ -19,12 +19,12 @@ def results(toy) -> dict:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["optimizer", "all"])
-def test_metrics_and_weights_are_those_of_a_run_that_never_moved_anything(results, dtype, mode):
+def test_offloading_changes_neither_metrics_nor_weights(results, dtype, mode):
     assert results[f"{dtype} {mode}"][0] == results[f"{dtype} none"][0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_three_hold_no_byte_on_the_device_meanwhile(results, dtype):
+def test_offloaded_tensors_hold_no_byte_on_the_device(results, dtype):
     *away, back = results[f"{dtype} all"][1]
     assert away == [{"weights": 0, "gradients": 0, "optimizer": 0}] * 3
     assert back == results[f"{dtype} none"][1][-1] and all(size > 0 for size in back.values())

@@ -1,5 +1,5 @@
-"""Hugging Face, Megatron in every layout and vLLM after a refit give the same log-probs for the same weights and tokens,
-Megatron's gradients are Hugging Face's, and what is exported is what was read. For every architecture."""
+"""For every architecture: Hugging Face, Megatron in every layout, and vLLM after a refit compute the same
+log-probs, Megatron and Hugging Face the same gradients, and an export equals the checkpoint that was read."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,8 @@ from tests.spawn import run_ranks
 WORKER = Path(__file__).parent / "parity_worker.py"
 DENSE = ["1x1x1", "2x1x1", "1x2x1", "2x2x1"]
 EXPERTS = ["1x1x1", "2x1x1", "1x2x1", "1x1x2", "2x1x2", "1x1x2x2", "2x1x2x2", "1x2x2", "2x2x2"]
-"""TP x PP x EP (x ETP) on four ranks: the experts' own tensor parallel size is TP without EP and 1 with it where it is not
-given, and their data parallel groups are others than the dense weights' in 2x1x2."""
+"""TP x PP x EP (x ETP) on four ranks: the experts' own tensor parallel size is TP without EP and 1 with it
+where it is not given, and their data parallel groups are others than the dense weights' in 2x1x2."""
 CASES = {
     "qwen2": ("Qwen2ForCausalLM", False, DENSE),
     "qwen2-tied": ("Qwen2ForCausalLM", True, DENSE),
@@ -32,7 +32,8 @@ CASES = {
 }
 """Name -> (architecture, whether the embedding is the head, training layouts)."""
 ALWAYS = ("qwen2", "llama3-tied", "deepseek-v3")
-"""The others are for `--slow`: what sets them apart is also seen in tests/models and tests/refit."""
+"""The others are for `--slow`: what sets them apart is also seen in tests/unit/models and
+tests/ranks/refit."""
 LAYERS = 3  # the most that one of the models has
 LOGPROB = bounds.of_logits(LAYERS, SIZES["hidden_size"])
 GRADIENT = bounds.of_gradient(LAYERS, SIZES["hidden_size"])
@@ -93,7 +94,7 @@ def test_any_training_layout_serves_two_replicas_of_tp_2(tmp_path, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["qwen2", "mixtral"])
-def test_one_replica_with_more_ranks_than_key_value_heads(tmp_path, case):
+def test_a_replica_with_more_ranks_than_kv_heads(tmp_path, case):
     assert_equal_logprobs(run_parity(tmp_path, 4, 4, ["2x2x1"], case), ["2x2x1"])
 
 
@@ -102,7 +103,7 @@ def test_a_replica_per_rank(tmp_path):
     assert_equal_logprobs(run_parity(tmp_path, 2, 1, layouts, "qwen2"), layouts)
 
 
-def test_weights_that_the_engine_has_packed_go_through_its_own_loader(tmp_path):
+def test_packed_weights_use_the_engines_loader(tmp_path):
     layouts = ["1x1x1", "2x1x1"]
     results = run_parity(tmp_path, 2, 2, layouts, "qwen2", WORKER.parent / "packed_worker.py")
     assert_equal_logprobs(results, layouts, fallback=True)

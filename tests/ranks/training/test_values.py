@@ -1,4 +1,4 @@
-"""A value model, critic or reward model: its values and gradients are transformers', in every layout and packing."""
+"""Value models: values and gradients equal those of transformers, in every layout and packing."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def test_values_and_gradients_are_those_of_transformers(results, layout):
 HF = {"architectures": ["Qwen2ForSequenceClassification"], "tie_word_embeddings": True}
 
 
-def test_a_classifier_with_one_label_is_a_value_model_and_others_are_not():
+def test_only_classifiers_with_one_label_are_value_models():
     assert value_model(HF | {"id2label": {"0": "LABEL_0"}})["architectures"] == ["Qwen2ForCausalLM"]
     assert value_model(HF | {"num_labels": 1})["tie_word_embeddings"] is False
     for labels in ({}, {"num_labels": 3}, {"id2label": {"0": "a", "1": "b"}}):
@@ -58,7 +58,7 @@ def test_a_classifier_with_one_label_is_a_value_model_and_others_are_not():
             value_model(HF | labels)
 
 
-def test_a_language_model_lends_all_but_its_head():
+def test_a_value_model_has_all_weights_but_the_head():
     sizes = dict(
         hidden_size=8,
         intermediate_size=8,

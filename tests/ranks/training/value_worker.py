@@ -1,8 +1,10 @@
-"""One rank of test_values.py: values, loss and gradient of a critic in one or more layouts, or from transformers' model.
+"""One rank of test_values.py: values, loss and gradient of a critic in one or more layouts, or from
+transformers' model.
 
     value_worker.py CHECKPOINT OUT_DIR NAME=TPxPP:MICRO_BATCH_TOKENS [...]       or NAME=hf
 
-As in gradient_worker.py, the gradient is read off an optimizer step that is gradient descent with learning rate 1.
+As in gradient_worker.py, the gradient is read off an optimizer step that is gradient descent with learning
+rate 1.
 """
 
 import sys

@@ -45,10 +45,8 @@ def mixture(layers=4, num_experts=8, hidden=16, ffn=8):
     for layer in range(layers):
         name = f"layers.{layer}.q.weight"
         out.append(Weight((name,), ((32, hidden),), "q", name, COLUMN, layer))
-        names = ("gate", "up", "down")
-        out += experts.routed(
-            dict(hidden_size=hidden), layer, block="mlp", num_experts=num_experts, ffn=ffn, names=names
-        )
+        hf = dict(hidden_size=hidden, num_experts=num_experts, moe_intermediate_size=ffn)
+        out += [experts.router(hf, layer, "mlp"), *experts.routed(hf, layer, "mlp")]
     return [*out, Weight(("norm.weight",), ((hidden,),), "norm", "norm", REPLICATED)]
 
 
@@ -72,10 +70,10 @@ def held(weights, pieces_of):
         ("mixture", 16, dict(tp=2, pp=2, ep=2, etp=2), 8),
     ],
 )
-def test_the_survey_is_what_counting_elements_gives(model, world, train, rollout):
+def test_traffic_equals_a_count_of_elements(model, world, train, rollout):
     weights = qwen2.weights(DENSE) if model == "dense" else mixture()
     training = TrainingPlacement(world, num_layers=4, num_experts=8, **train)
-    survey = plan_refit.survey_refit(
+    traffic = plan_refit.refit_traffic(
         weights,
         training,
         RolloutPlacement(world, rollout, 4),
@@ -121,10 +119,10 @@ def test_the_survey_is_what_counting_elements_gives(model, world, train, rollout
             need & ~have[rank],
             ~have[rank],
         ]
-        found = [survey.stays, survey.near_in, survey.far_in, survey.lower_bound, survey.gather]
+        found = [traffic.stays, traffic.near_in, traffic.far_in, traffic.lower_bound, traffic.gather]
         assert [int(values[rank]) for values in found] == [2 * int(mask.sum()) for mask in counts], rank
-    assert survey.near_out.sum() == survey.near_in.sum() and survey.far_out.sum() == survey.far_in.sum()
-    assert survey.peak_buffer.max() <= 1 << 20
+    assert traffic.near_out.sum() == traffic.near_in.sum() and traffic.far_out.sum() == traffic.far_in.sum()
+    assert traffic.peak_buffer.max() <= 1 << 20
 
 
 def test_the_table_of_a_published_model(capsys):

@@ -1,4 +1,4 @@
-"""Which directories are checkpoints, which are kept, and what a kill leaves."""
+"""Which directories count as checkpoints, which are kept, and what a killed run leaves."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ def steps(directory) -> list[int]:
     return [saved.step for saved in complete(directory)]
 
 
-def test_only_a_committed_directory_counts_and_the_order_is_that_of_steps(tmp_path):
+def test_committed_directories_count_in_order_of_steps(tmp_path):
     for step in (999_999, 5, 1_000_000):
         make(tmp_path, step)
     for name in ("step_000007.partial", "step_000008.removed", "step_000009.damaged", "step_x"):
@@ -34,14 +34,14 @@ def test_only_a_committed_directory_counts_and_the_order_is_that_of_steps(tmp_pa
     assert (tmp_path / "latest").read_text() == "step_1000000\n"
 
 
-def test_leftovers_go_and_what_was_found_damaged_stays(tmp_path):
+def test_leftovers_are_removed_and_damaged_ones_stay(tmp_path):
     for name in ("step_000007.partial", "step_000008.removed", "step_000009.damaged"):
         (tmp_path / name / "x").mkdir(parents=True)
     on_disk.clear_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000009.damaged"]
 
 
-def test_a_checkpoint_that_retention_gives_up_is_none_before_its_files_go(tmp_path):
+def test_a_retired_checkpoint_no_longer_counts(tmp_path):
     make(tmp_path, 3)
     retired = retire(make(tmp_path, 4))
     assert steps(tmp_path) == [3] and (retired / "checkpoint.json").exists()
@@ -49,33 +49,29 @@ def test_a_checkpoint_that_retention_gives_up_is_none_before_its_files_go(tmp_pa
     assert steps(tmp_path) == [3] and not retired.exists()
 
 
-def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
+def test_a_step_saved_again_replaces_the_old_one(tmp_path):
     make(tmp_path, 3, metrics={"a": 1.0})
     assert read_manifest(make(tmp_path, 3, metrics={"a": 2.0}))["metrics"] == {"a": 2.0}
     on_disk.clear_leftovers(tmp_path)
-    assert steps(tmp_path) == [3] and sorted(path.name for path in tmp_path.iterdir()) == [
-        "latest",
-        "step_000003",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000003"]
 
 
-def test_a_manifest_that_was_changed_or_cut_is_damaged_whatever_byte_it_is(tmp_path):
+def test_any_changed_or_missing_byte_damages_a_manifest(tmp_path):
     file = make(tmp_path, 3) / "checkpoint.json"
     whole = file.read_bytes()
     numbers = random.Random(0)
-    body = len(whole) - 1  # the newline at the end says nothing
+    body = len(whole) - 1  # the last byte is a newline
     for changed in [whole[:place] for place in range(0, body, 7)] + [
         whole[:place] + bytes([whole[place] ^ (1 << numbers.randrange(7))]) + whole[place + 1 :]
         for place in range(body)
     ]:
         file.write_bytes(changed)
         with contextlib.suppress(DamagedError):
-            assert read_manifest(file.parent)["step"] == 3 and json.loads(changed) == json.loads(
-                whole
-            )  # white space
+            assert read_manifest(file.parent)["step"] == 3
+            assert json.loads(changed) == json.loads(whole)  # only white space differs
 
 
-def test_a_newer_format_says_which_code_reads_it(tmp_path):
+def test_a_newer_format_is_refused_with_its_revision(tmp_path):
     with pytest.raises(ConfigError, match="has format 2, .* reads up to 1: .* git revision abc"):
         read_manifest(make(tmp_path, 3, format=2))
 
@@ -96,14 +92,14 @@ class TestRetention:
     def test_every_so_many_steps(self):
         assert self.kept(every=20) == [20, 40, 50]
 
-    def test_the_best_of_equal_ones_the_newer(self):
+    def test_the_best_and_of_equal_ones_the_newer(self):
         assert self.kept(best=1) == [40, 50] and self.kept(best=2) == [20, 40, 50]
         assert self.kept(best=2, highest=False) == [10, 50]
 
-    def test_one_without_the_metric_is_never_the_best(self):
+    def test_one_without_the_metric_is_never_best(self):
         assert self.kept(best=9) == [10, 20, 40, 50]
 
-    def test_metrics_come_from_manifests_and_a_damaged_one_has_none(self, tmp_path):
+    def test_metrics_come_from_intact_manifests(self, tmp_path):
         for step in (1, 2, 3):
             make(tmp_path, step, metrics={"acc": step / 4})
         (tmp_path / "step_000002" / "checkpoint.json").unlink()

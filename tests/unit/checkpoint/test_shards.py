@@ -1,4 +1,4 @@
-"""The file of one rank: it is safetensors, it returns what was written by any box, and damage to it is found."""
+"""The file of one rank: its format, reading any box from it, detecting damage."""
 
 import pytest
 import torch
@@ -45,17 +45,16 @@ def test_any_safetensors_reader_opens_it(tensors, tmp_path):
     assert all(torch.equal(read[shard.key], shard.tensor) for shard in shards)
 
 
-def test_a_view_that_is_not_contiguous_is_written_as_what_it_shows(tmp_path):
+def test_a_view_is_written_with_its_own_elements(tmp_path):
     tensor = torch.randn(4, 6)[:, 1:3]
     write_shards(tmp_path / "a", [Shard("t", ((0, 4), (1, 3)), tensor)])
     assert torch.equal(load_file(tmp_path / "a")["t[0:4,1:3]"], tensor)
 
 
-def test_a_box_is_put_together_from_what_several_ranks_wrote(tensors, tmp_path):
+def test_a_box_is_read_from_several_ranks_files(tensors, tmp_path):
     for rank in range(2):
-        write_shards(
-            tmp_path / f"{rank}", in_file_order(halves(name, t, 2)[rank] for name, t in tensors.items())
-        )
+        shards = in_file_order(halves(name, t, 2)[rank] for name, t in tensors.items())
+        write_shards(tmp_path / f"{rank}", shards)
     reader = ShardReader(tmp_path, read_index(tmp_path, ["0", "1"]))
     for name, tensor in tensors.items():
         out = torch.zeros_like(tensor[1:4, 1:2])
@@ -66,13 +65,13 @@ def test_a_box_is_put_together_from_what_several_ranks_wrote(tensors, tmp_path):
 def test_a_gap_is_an_error_that_names_the_tensor(tensors, tmp_path):
     write_shards(tmp_path / "0", halves("policy/weight/a", tensors["policy/weight/a"], 2)[1:])
     reader = ShardReader(tmp_path, read_index(tmp_path, ["0"]))
-    with pytest.raises(ValueError, match="has 16 of the 24 numbers that this run needs of policy/weight/a"):
+    with pytest.raises(ValueError, match="has only 16 of the 24 numbers of policy/weight/a"):
         reader.fill("policy/weight/a", ((0, 6), (0, 4)), torch.zeros(6, 4))
-    with pytest.raises(ValueError, match="has 0 of the 24 numbers"):
+    with pytest.raises(ValueError, match="has only 0 of the 24 numbers"):
         reader.fill("policy/weight/b", ((0, 6), (0, 4)), torch.zeros(6, 4))
 
 
-def test_every_flipped_bit_and_every_missing_byte_is_found(tmp_path):
+def test_flipped_bits_and_missing_bytes_are_found(tmp_path):
     path = tmp_path / "a"
     written = write_shards(path, [Shard("t", ((0, 3),), torch.randn(3))])
     check_file(path, written, contents=True)

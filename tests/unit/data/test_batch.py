@@ -33,7 +33,7 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         labels=column(count),
         scores=column(count),
         rewards=column(count),
-        unit=unit,
+        samples_per_unit=unit,
         baselines=column(count),
         cursor={"epoch": 1},
         score_details={name: column(count) for name in details},
@@ -100,7 +100,7 @@ def test_token_columns_are_those_that_losses_read_and_are_filled():
     assert set(LOSS_COLUMNS) - set(batch.loss_columns()) == {"selected_tokens", "returns"}
 
 
-# select ---------------------------------------------------------------------------------------------------------------
+# select -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -126,7 +126,7 @@ def test_select_keeps_empty_columns_empty():
     batch = full_batch(1, unit=2)
     batch.advantages = batch.labels = None
     found = batch.select([0, 1])
-    assert found.advantages is None and found.labels is None and found.unit == 2
+    assert found.advantages is None and found.labels is None and found.samples_per_unit == 2
 
 
 def test_a_selection_shares_no_column_with_its_batch():
@@ -137,7 +137,7 @@ def test_a_selection_shares_no_column_with_its_batch():
     assert samples_of(batch) == samples_of(full_batch(2))
 
 
-# keep_groups ----------------------------------------------------------------------------------------------------------
+# keep_groups ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -161,7 +161,7 @@ def test_keep_groups_finds_samples_of_a_group_that_do_not_lie_together():
     assert found.groups.tolist() == [0, 0, 1, 1, 1]
 
 
-# concatenate ----------------------------------------------------------------------------------------------------------
+# concatenate ------------------------------------------------------------------------------------------------
 
 
 def test_concatenate_keeps_order_and_all_columns_and_numbers_groups_on():
@@ -177,7 +177,7 @@ def test_concatenate_keeps_order_and_all_columns_and_numbers_groups_on():
 def test_concatenate_of_one_batch_is_that_batch():
     batch = full_batch(4, unit=2)
     found = concatenate([batch])
-    assert samples_of(found) == samples_of(batch) and found.unit == 2
+    assert samples_of(found) == samples_of(batch) and found.samples_per_unit == 2
 
 
 def test_concatenate_undoes_a_split():
@@ -203,14 +203,15 @@ def test_concatenate_has_nan_where_a_batch_lacks_a_number_of_the_score():
     assert all(column.shape == (5,) and column.dtype == torch.float32 for column in found.values())
 
 
-# pair_up --------------------------------------------------------------------------------------------------------------
+# pair_up ----------------------------------------------------------------------------------------------------
 
 
 def test_pair_up_interleaves_chosen_and_rejected_in_units_of_two():
     chosen, rejected = full_batch(1, sizes=(1,) * 10), full_batch(2)
     pairs = pair_up(chosen=chosen, rejected=rejected)
-    assert pairs.unit == 2 and len(pairs) == 20
-    # The rejected ones are the policy's own, several to a prompt: a mini-batch of prompts takes all pairs of each.
+    assert pairs.samples_per_unit == 2 and len(pairs) == 20
+    # The rejected ones are the policy's own, several to a prompt: a mini-batch of prompts takes all pairs of
+    # each.
     assert pairs.groups.tolist() == [0] * 6 + [1] * 2 + [2] * 8 + [3] * 4
     sides = [samples_of(batch) for batch in (chosen, rejected)]
     for i, (prompt, response, tokens, per_sample, details) in enumerate(samples_of(pairs)):
@@ -239,9 +240,14 @@ def test_pair_up_keeps_the_mask_of_each_response():
 def test_pairs_stay_pairs_when_selected_kept_and_concatenated():
     pairs = pair_up(chosen=full_batch(1), rejected=full_batch(2))
     kept, samples = pairs.keep_groups([3, 1]), samples_of(pairs, groups=False)
-    assert kept.unit == 2 and samples_of(kept, groups=False) == [samples[i] for i in (16, 17, 18, 19, 6, 7)]
+    assert kept.samples_per_unit == 2 and samples_of(kept, groups=False) == [
+        samples[i] for i in (16, 17, 18, 19, 6, 7)
+    ]
     both = concatenate([kept, pairs])
-    assert both.unit == 2 and samples_of(both, groups=False) == samples_of(kept, groups=False) + samples
+    assert (
+        both.samples_per_unit == 2
+        and samples_of(both, groups=False) == samples_of(kept, groups=False) + samples
+    )
     assert both.groups.tolist() == [0] * 4 + [1] * 2 + [2] * 6 + [3] * 2 + [4] * 8 + [5] * 4
 
 
@@ -250,7 +256,7 @@ def test_pair_up_of_unequal_numbers_is_refused():
         pair_up(chosen=full_batch(1), rejected=full_batch(2, sizes=(2,)))
 
 
-# outcomes -------------------------------------------------------------------------------------------------------------
+# outcomes ---------------------------------------------------------------------------------------------------
 
 
 def scored(scores, **details):

@@ -1,13 +1,11 @@
 from dataclasses import replace
 
-import pytest
-
-from rl.faults.diagnosis import judge, lost_ranks, summary
-from rl.faults.heartbeat import Beat
+from rl.faults.diagnosis import diagnose, lost_ranks, summarize
+from rl.faults.heartbeat import Heartbeat
 from rl.faults.process import this_process
 
 NOW = 1000.0
-WAITS = Beat(
+WAITING = Heartbeat(
     rank=0,
     process=this_process(),
     job="",
@@ -21,55 +19,47 @@ WAITS = Beat(
     host_memory_gib=1.0,
     device_memory_gib=0.0,
 )
+HOST = WAITING.process.host
 
 
-def ranks(*changes: dict) -> list[Beat | None]:
-    return [replace(WAITS, rank=rank, **change) for rank, change in enumerate(changes)]
+def found(*changes: dict) -> tuple[tuple[int, ...], str]:
+    """The ranks at fault and the summary for ranks that differ from WAITING by these changes."""
+    heartbeats = [replace(WAITING, rank=rank, **change) for rank, change in enumerate(changes)]
+    diagnosis = diagnose(heartbeats, NOW, 30)
+    return diagnosis.at_fault, summarize(heartbeats, diagnosis, NOW, 30)
 
 
-def test_the_rank_that_does_not_wait_is_guilty():
-    beats = ranks({}, {}, {"waits": False, "at": "reward.py:7 score"}, {})
-    verdict = judge(beats, NOW, 30)
-    assert verdict.guilty == (2,)
-    said = summary(beats, verdict, NOW, 30)
-    assert said.startswith(
-        f"rank 2 ({WAITS.process.host}) in score of step 3 for 600 s at reward.py:7 score (not waiting"
+def test_the_rank_that_does_not_wait_is_at_fault():
+    at_fault, summary = found({}, {}, {"waits": False, "at": "reward.py:7 score"}, {})
+    assert at_fault == (2,)
+    assert summary.startswith(
+        f"rank 2 ({HOST}) in score of step 3 for 600 s at reward.py:7 score (not waiting"
     )
-    assert said.endswith("waiting: ranks 0, 1, 3 in score of step 3 at rl/phases/scoring.py:51 score")
+    assert summary.endswith("waiting: ranks 0, 1, 3 in score of step 3 at rl/phases/scoring.py:51 score")
 
 
-def test_a_rank_that_is_behind_is_guilty_whether_it_waits_or_not():
-    assert judge(ranks({}, {"number": 38}, {"waits": False}), NOW, 30).guilty == (1,)
+def test_a_rank_that_is_behind_is_at_fault_first():
+    assert found({}, {"number": 38}, {"waits": False})[0] == (1,)
 
 
-def test_a_rank_without_a_heartbeat_comes_before_all_others():
-    beats = ranks({"number": 38}, {"time": NOW - 90}, {"waits": False})
-    verdict = judge(beats, NOW, 30)
-    assert verdict.guilty == (1,)
-    assert f"rank 1 ({WAITS.process.host}), last heartbeat 90 s ago in score of step 3 (ended" in summary(
-        beats, verdict, NOW, 30
-    )
+def test_a_rank_without_a_heartbeat_precedes_all_others():
+    at_fault, summary = found({"number": 38}, {"time": NOW - 90}, {"waits": False})
+    assert at_fault == (1,)
+    assert f"rank 1 ({HOST}), last heartbeat 90 s ago in score of step 3 (ended" in summary
 
 
-def test_a_process_that_has_ended_is_lost_however_fresh_its_heartbeat():
-    ended = replace(this_process(), started=1)
-    assert lost_ranks(ranks({}, {"process": ended}, {}), NOW, 30) == [1]
+def test_lost_ranks_have_ended_and_had_a_heartbeat():
+    ended = replace(WAITING, rank=1, process=replace(this_process(), started=1))
+    assert lost_ranks([None, ended, replace(WAITING, rank=2)], NOW, 30) == [1]
 
 
-def test_a_rank_that_never_came_is_not_called_lost():
-    assert lost_ranks([None, *ranks({})], NOW, 30) == []
+def test_no_rank_is_at_fault_if_all_are_in_one_place():
+    for waits in (True, False):
+        at_fault, summary = found({"waits": waits}, {"waits": waits})
+        assert at_fault == () and summary.startswith("all are at the same place: ranks 0, 1 in score")
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_nobody_is_accused_if_all_are_at_one_place(waits):
-    beats = ranks({"waits": waits}, {"waits": waits})
-    verdict = judge(beats, NOW, 30)
-    assert verdict.guilty == () and summary(beats, verdict, NOW, 30).startswith(
-        "all are at the same place: ranks 0, 1 in score"
-    )
-
-
-def test_a_summary_of_a_thousand_ranks_is_one_readable_line():
-    beats = ranks(*[{"waits": False} if rank % 2 else {} for rank in range(1000)])
-    said = summary(beats, judge(beats, NOW, 30), NOW, 30)
-    assert "\n" not in said and len(said) < 1000 and "and 496 more ranks" in said and "and 492 more" in said
+def test_the_summary_of_many_ranks_is_one_short_line():
+    _, summary = found(*[{"waits": False} if rank % 2 else {} for rank in range(1000)])
+    assert "\n" not in summary and len(summary) < 1000
+    assert "and 496 more ranks" in summary and "and 492 more" in summary

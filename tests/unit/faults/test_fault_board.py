@@ -2,59 +2,48 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl.faults.fault_board import FailedElsewhere, Fault, FaultBoard, is_echo
+from rl.faults.fault_board import FailedElsewhere, Fault, FaultBoard, may_be_secondary
 
 
 @pytest.fixture
 def boards():
-    """Those of three ranks; the first holds the store."""
+    """The boards of three ranks; the first rank holds the store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield [FaultBoard(dist.PrefixStore("default_pg", store)) for _ in range(3)]
-    del store  # boards have connections of their own: nobody else keeps the server alive
+    del store  # keeps the server alive until here
 
 
-def test_the_first_claim_is_the_fault_of_the_run_on_every_rank(boards):
+def test_all_ranks_read_the_first_fault(boards):
     assert [board.first() for board in boards] == [None] * 3
-    mine, late = (
-        Fault("error", 1, "rank 1 failed: 'x' is \"no\"\n"),
-        Fault("error", 2, "rank 2 lost its connection"),
-    )
-    assert boards[1].claim(mine) == mine
-    assert boards[2].claim(late) == mine and [board.first() for board in boards] == [mine] * 3
+    first = Fault("error", 1, "rank 1 failed: 'x' is \"no\"\n")
+    assert boards[1].post(first) == first
+    assert boards[2].post(Fault("error", 2, "rank 2 lost its connection")) == first
+    assert [board.first() for board in boards] == [first] * 3
 
 
-def test_ranks_see_who_knows_and_when_the_case_is_closed(boards):
+def test_all_ranks_see_acknowledgements_and_the_report(boards):
     boards[0].acknowledge()
     boards[2].acknowledge()
-    assert [board.acknowledged() for board in boards] == [2] * 3
-    assert not boards[1].is_closed()
-    boards[0].close_case()
-    assert boards[1].is_closed()
+    assert [board.num_acknowledged() for board in boards] == [2] * 3
+    assert not boards[1].is_reported()
+    boards[0].mark_reported()
+    assert boards[1].is_reported()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_errors_that_another_ranks_end_may_cause():
+    for error in (
         RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9999"),
         RuntimeError("Timed out waiting 1800000ms for recv operation to complete"),
         dist.DistBackendError("NCCL communicator was aborted on rank 3"),
         ConnectionResetError("Connection reset by peer"),
         FailedElsewhere("rank 1 failed: NameError: x"),
-    ],
-)
-def test_an_error_that_may_come_of_another_ranks_end_is_an_echo(error):
-    assert is_echo(error)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
+    ):
+        assert may_be_secondary(error), error
+    for error in (
         ValueError("connection closed"),
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("shape '[3]' is invalid for input of size 4"),
         KeyError("gloo"),
-    ],
-)
-def test_an_error_of_the_ranks_own_is_none(error):
-    assert not is_echo(error)
+    ):
+        assert not may_be_secondary(error), error

@@ -84,7 +84,7 @@ def test_a_name_follows_from_the_points_own_values():
     assert before.items() <= after.items()
 
 
-def test_names_tell_equal_ends_apart_and_are_fit_for_directories():
+def test_names_are_distinct_and_valid_for_directories():
     assert short_names([LR, SAMPLES]) == {LR: "lr", SAMPLES: "samples_per_prompt"}
     assert short_names([LR, "critic.optimizer.lr"]) == {LR: LR, "critic.optimizer.lr": "critic.optimizer.lr"}
     assert (

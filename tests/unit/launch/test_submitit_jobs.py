@@ -1,4 +1,5 @@
-"""The submitit front where there is no Slurm: what it says, and how a run's end reaches submitit. tests/slurm has the rest."""
+"""The submitit front where there is no Slurm: what it says, and how a run's end reaches submitit. tests/slurm
+has the rest."""
 
 import pickle
 import sys

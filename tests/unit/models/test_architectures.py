@@ -1,5 +1,7 @@
-"""Dense architectures: every file's names, shapes and layouts against transformers' models, published sizes, refusals."""
+"""Every architecture: names, shapes and layouts against transformers' models, published sizes, refused
+configs."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -7,123 +9,195 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
-from rl.models import SUPPORTED, architecture, dense, llama, mistral, qwen2, qwen3, value_weights
-from rl.models.layout import VOCAB, index
-from tests.checkpoints import PARTICULAR, tiny_config
+from rl.models import SUPPORTED, architecture, dense, value_weights
+from rl.models.boxes import extent, index, volume
+from rl.models.layout import VOCAB, Weight
+from tests.checkpoints import PARTICULAR, PUBLISHED, tiny_config
 
-FILES = {
-    "Qwen2ForCausalLM": qwen2,
-    "Qwen3ForCausalLM": qwen3,
-    "LlamaForCausalLM": llama,
-    "MistralForCausalLM": mistral,
-}
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "models"
-TIED = pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-EACH = pytest.mark.parametrize("name", FILES)
+DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
+QWEN2, QWEN3, LLAMA, MISTRAL = DENSE
+V3, V2 = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"
+EACH = pytest.mark.parametrize("name", PARTICULAR)
 
 
 def config(name: str, **options) -> dict:
-    """config.json as transformers writes it."""
-    return json.loads(tiny_config(name, **options).to_json_string(use_diff=False))
+    """config.json as transformers writes it, with the keys of published configs."""
+    return json.loads(tiny_config(name, **options).to_json_string(use_diff=False)) | PUBLISHED.get(name, {})
 
 
-def test_every_dense_architecture_has_a_file_and_a_tiny_model():
-    assert set(FILES) <= set(SUPPORTED) and set(FILES) <= PARTICULAR.keys()
-    for name, file in FILES.items():
-        assert architecture({"architectures": [name]}) is file
+def weights(hf: dict) -> list[Weight]:
+    return architecture(hf).weights(hf)
 
 
-@EACH
-@TIED
-def test_weights_are_those_of_transformers_model(name, tie):
-    with torch.device("meta"):
-        model = getattr(transformers, name)(tiny_config(name, tie=tie))
-    expected = {
-        key: tuple(tensor.shape)
-        for key, tensor in model.state_dict().items()
-        if not tie or key != "lm_head.weight"
-    }
-    mine = [
-        pair
-        for weight in FILES[name].weights(config(name, tie=tie))
-        for pair in zip(weight.hf, weight.shapes)
-    ]
-    assert len(mine) == len(dict(mine))
-    assert dict(mine) == expected
+def published(model: str) -> dict:
+    return json.loads((CONFIGS / model / "config.json").read_text())
+
+
+def test_every_architecture_accepts_its_tiny_model():
+    assert set(SUPPORTED) == PARTICULAR.keys()
+    for name in SUPPORTED:
+        architecture(config(name)).check(config(name))
+    with pytest.raises(ValueError, match="MambaForCausalLM is not supported; supported are Qwen2ForCausalLM"):
+        architecture({"architectures": ["MambaForCausalLM"]})
+
+
+# Weights ----------------------------------------------------------------------------------------------------
 
 
 @EACH
-@TIED
-@pytest.mark.parametrize("side", ["megatron", "vllm"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_ranks_hold_every_element_and_no_more_copies_than_they_must(name, tie, side, tp):
-    # Four KV heads for Megatron, which cannot split fewer; vLLM copies its two over four ranks.
-    hf = config(name, tie=tie, **({"num_key_value_heads": 4} if side == "megatron" else {}))
-    for weight in FILES[name].weights(hf):
+def test_tensors_are_those_of_transformers(name, tmp_path):
+    for tie in (False, True) if name in DENSE else (False,):
+        sizes = dict(hidden_size=64, kv_lora_rank=32, tie=tie)
+        getattr(transformers, name)(tiny_config(name, **sizes)).save_pretrained(tmp_path)
+        with safe_open(tmp_path / "model.safetensors", framework="pt") as opened:
+            expected = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}
+        found = [pair for weight in weights(config(name, **sizes)) for pair in zip(weight.hf, weight.shapes)]
+        assert dict(found) == expected and len(found) == len(expected)
+
+
+@EACH
+def test_megatron_ranks_hold_every_element(name):
+    grids = (1, 1), (2, 1), (2, 2), (4, 1), (4, 4)
+    found = weights(config(name, num_key_value_heads=4))  # Megatron replicates no KV head
+    for weight, (tp, etp) in itertools.product(found, grids):
         counts = {key: torch.zeros(shape, dtype=torch.int8) for key, shape in zip(weight.hf, weight.shapes)}
-        for rank in range(tp):
-            pieces = weight.megatron_pieces(tp, rank) if side == "megatron" else weight.vllm_pieces(tp, rank)
-            sizes = [math.prod(stop - start for start, stop in piece.local_box) for piece in pieces]
+        size = tp if weight.expert is None else etp
+        for rank in range(size):
+            pieces = weight.megatron_pieces(size, rank)
             for piece in pieces:
                 counts[piece.hf][index(piece.hf_box)] += 1
-            if side == "megatron" and weight.cut is not VOCAB:
-                assert sum(sizes) == math.prod(weight.megatron_shape(tp)), weight.megatron
+            if weight.cut is not VOCAB:
+                assert sum(volume(piece.local_box) for piece in pieces) == math.prod(
+                    weight.megatron_shape(size)
+                )
         for key, count in counts.items():
-            copies = 1 if weight.cut.split else tp
-            if side == "vllm" and (".k_proj." in key or ".v_proj." in key):
-                copies = max(1, tp // hf["num_key_value_heads"])
-            assert (count == copies).all(), (key, tp)
+            assert (count == (1 if weight.cut.split else tp)).all(), key
 
 
 @EACH
-def test_names_on_each_side_belong_to_one_weight_and_layers_say_where_they_are(name):
-    weights = FILES[name].weights(config(name))
-    assert len({weight.vllm for weight in weights}) == len(weights)
-    assert len({(weight.megatron, weight.layer) for weight in weights}) == len(weights)
-    for weight in weights:
-        assert (
-            ("{layer}" in weight.megatron)
-            == (weight.layer is not None)
-            == weight.hf[0].startswith("model.layers.")
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_vllm_ranks_tile_their_parameters(name, tp):
+    hf = config(name)
+    counts = {k: torch.zeros(s, dtype=torch.int8) for w in weights(hf) for k, s in zip(w.hf, w.shapes)}
+    for rank in range(tp):
+        held: dict[str, list] = {}
+        for weight in weights(hf):
+            for piece in weight.vllm_pieces(tp, rank):
+                counts[piece.hf][index(piece.hf_box)] += 1
+                held.setdefault(weight.vllm, []).append(piece)
+        for parameter, pieces in held.items():
+            shape = [max(stops) for stops in zip(*([stop for _, stop in p.local_box] for p in pieces))]
+            local = torch.zeros(shape, dtype=torch.int8)
+            for piece in pieces:
+                extra = len(piece.local_box) - len(piece.hf_box)
+                assert extent(piece.local_box) == (1,) * extra + extent(piece.hf_box)
+                local[index(piece.local_box)] += 1
+            assert (local == 1).all(), parameter
+    for weight in weights(hf):
+        for key in weight.hf:
+            of_kv = "k_proj" in key or "v_proj" in key
+            copies = max(1, tp // hf["num_key_value_heads"]) if of_kv else 1
+            assert (counts[key] == (copies if weight.cut.split else tp)).all(), (key, tp)
+
+
+@EACH
+def test_names_are_unique_and_name_the_layer(name):
+    found = weights(config(name))
+    assert len({(w.megatron, w.layer, w.expert) for w in found}) == len(found)
+    for weight in found:
+        in_layer = weight.layer is not None
+        assert ("{layer}" in weight.megatron) == in_layer and ("{expert}" in weight.megatron) == (
+            weight.expert is not None
         )
+        for key in (*weight.hf, weight.vllm):
+            assert key.startswith(f"model.layers.{weight.layer}." if in_layer else ("model.", "lm_head"))
+    assert [w.hf[0] for w in found if w.first_stage] == ["model.embed_tokens.weight"]
 
 
-def test_qwen3_normalises_queries_and_keys_per_head_on_every_rank():
-    norms = {
-        weight.megatron: weight for weight in qwen3.weights(config("Qwen3ForCausalLM")) if weight.layer == 1
-    }
+def test_a_tied_embedding_is_the_only_head():
+    tied, untied = (weights(config(QWEN2, tie=tie)) for tie in (True, False))
+    assert [w.hf[0] for w in tied if w.tied_to_head] == ["model.embed_tokens.weight"]
+    assert not any(w.tied_to_head for w in untied)
+    assert {w.megatron for w in untied} - {w.megatron for w in tied} == {"output_layer.weight"}
+
+
+def test_only_qwen2_has_biases_and_only_qwen3_qk_norms():
+    hfs = {name: config(name) for name in DENSE}
+    biased = {name for name, hf in hfs.items() if any(w.hf[0].endswith(".bias") for w in weights(hf))}
+    normed = {name for name, hf in hfs.items() if any("q_norm" in w.hf[0] for w in weights(hf))}
+    assert (
+        biased
+        == {n for n, hf in hfs.items() if architecture(hf).megatron_config(hf)["add_qkv_bias"]}
+        == {QWEN2}
+    )
+    assert (
+        normed
+        == {n for n, hf in hfs.items() if architecture(hf).megatron_config(hf).get("qk_layernorm")}
+        == {QWEN3}
+    )
+    norms = {w.megatron: w for w in weights(hfs[QWEN3]) if w.layer == 1}
     for side in "qk":
         weight = norms[f"decoder.layers.{{layer}}.self_attention.{side}_layernorm.weight"]
         assert weight.hf == (weight.vllm,) == (f"model.layers.1.self_attn.{side}_norm.weight",)
         assert weight.shapes == ((64,),) and weight.megatron_shape(2) == (64,) and not weight.cut.split
 
 
-def test_only_qwen2_has_biases_and_only_qwen3_norms_of_queries():
-    with_bias = {
-        name
-        for name, file in FILES.items()
-        if any(w.hf[0].endswith(".bias") for w in file.weights(config(name)))
-    }
-    assert with_bias == {
-        name for name, file in FILES.items() if file.megatron_config(config(name))["add_qkv_bias"]
-    }
-    assert with_bias == {"Qwen2ForCausalLM"}
-    normed = {name for name, file in FILES.items() if file.megatron_config(config(name)).get("qk_layernorm")}
-    assert normed == {"Qwen3ForCausalLM"}
-
-
 @EACH
-def test_a_value_model_has_its_own_head_in_the_place_of_the_vocabulary(name):
-    hf = config(name)
-    names = [key for weight in value_weights(hf, needs_head=True) for key in weight.hf]
+def test_a_value_model_has_a_value_head(name):
+    names = [key for weight in value_weights(config(name), needs_head=True) for key in weight.hf]
     assert names[-1] == "score.weight" and "lm_head.weight" not in names
-    assert len(names) == sum(len(weight.hf) for weight in FILES[name].weights(hf))
+    assert len(names) == sum(len(weight.hf) for weight in weights(config(name)))
 
 
-# Published models -----------------------------------------------------------------------------------------------------
+def test_experts_lie_where_vllms_loader_puts_them():
+    """w13_weight [E, 2F/tp, H]: an expert's rows of gate, then of up; w2_weight [E, H, F/tp]: its columns of
+    down."""
+    hf, rank = config("Qwen3MoeForCausalLM"), 1
+    num_experts, ffn, tp = hf["num_local_experts"], hf["moe_intermediate_size"], 2
+    found = {
+        "w13_weight": torch.zeros(num_experts, 2 * ffn // tp, 128),
+        "w2_weight": torch.zeros(num_experts, 128, ffn // tp),
+    }
+    tensors = {}
+    for weight in (weight for weight in weights(hf) if weight.expert is not None):
+        tensors |= {name: torch.randn(shape) for name, shape in zip(weight.hf, weight.shapes)}
+        for piece in weight.vllm_pieces(tp, rank):
+            parameter = found[weight.vllm.rpartition(".")[2]]
+            parameter[index(piece.local_box)] = tensors[piece.hf][index(piece.hf_box)]
+    half = slice(ffn // 2, ffn)
+    for expert in range(num_experts):
+        prefix = f"model.layers.1.mlp.experts.{expert}."
+        gate, up, down = (tensors[f"{prefix}{p}_proj.weight"] for p in ("gate", "up", "down"))
+        assert torch.equal(found["w13_weight"][expert], torch.cat([gate[half], up[half]]))
+        assert torch.equal(found["w2_weight"][expert], down[:, half])
 
-# Elements as the model cards' safetensors metadata counts them.
+
+def test_projections_to_latents_share_one_vllm_parameter():
+    hf = config(V3)
+    of_layer = {w.hf[0]: w for w in weights(hf) if w.layer == 0}
+    query = of_layer["model.layers.0.self_attn.q_a_proj.weight"]
+    key = of_layer["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"]
+    assert query.vllm == key.vllm == "model.layers.0.self_attn.fused_qkv_a_proj.weight"
+    rank = hf["q_lora_rank"]
+    assert query.vllm_pieces(4, 3)[0].local_box == ((0, rank), (0, 128))
+    assert key.vllm_pieces(4, 3)[0].local_box == ((rank, rank + 512 + 64), (0, 128))
+
+
+def test_routers_biases_are_float32_and_only_in_mixtures():
+    found = [w for w in weights(config(V3, num_hidden_layers=4, first_k_dense_replace=2)) if w.float32]
+    assert [w.layer for w in found] == [2, 3]
+    assert {w.hf[0].rpartition(".")[2] for w in found} == {"e_score_correction_bias"}
+
+
+def test_which_layers_of_qwen3_moe_are_mixtures():
+    hf = config("Qwen3MoeForCausalLM", num_hidden_layers=6, mlp_only_layers=[3], decoder_sparse_step=2)
+    assert architecture(hf).moe_layers(hf) == [False, True, False, False, False, True]
+    assert architecture(hf).megatron_config(hf)["moe_layer_freq"] == [0, 1, 0, 0, 0, 1]
+
+
 PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
@@ -131,113 +205,120 @@ PARAMETERS = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-0.5b": 494_032_768,
 }
+"""Elements as the model cards' safetensors metadata counts them."""
 
 
-@pytest.mark.parametrize("model", PARAMETERS)
-def test_shipped_config_has_as_many_parameters_as_the_published_model(model):
-    hf = json.loads((CONFIGS / model / "config.json").read_text())
-    file = architecture(hf)
-    file.check(hf)
-    assert (
-        sum(math.prod(shape) for weight in file.weights(hf) for shape in weight.shapes) == PARAMETERS[model]
-    )
+def test_shipped_configs_have_published_sizes():
+    for model, count in PARAMETERS.items():
+        hf = published(model)
+        architecture(hf).check(hf)
+        assert sum(weight.num_elements for weight in weights(hf)) == count, model
 
 
-# Rotary embeddings ----------------------------------------------------------------------------------------------------
+# Rotary embeddings ------------------------------------------------------------------------------------------
 
 
-def transformers_frequencies(hf: dict) -> torch.Tensor:
-    """What transformers multiplies positions with."""
+def test_scaled_frequencies_are_those_of_transformers():
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    return LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(hf)).inv_freq
+    for hf in (config(LLAMA), published("llama-3.1-8b"), published("llama-3.1-70b")):
+        found = dense.scaled_frequencies(hf)
+        expected = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(hf)).inv_freq
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        plain = 1 / dense.rope_theta(hf) ** (torch.arange(0, 2 * len(found), 2) / (2 * len(found)))
+        factor = plain / found
+        assert factor[0] == 1 and factor[-1] == pytest.approx(8)
+        assert ((factor > 1.01) & (factor < 7.99)).any()  # and some in between
 
 
-@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b", "tiny"])
-def test_scaled_frequencies_are_those_of_transformers(model):
-    hf = (
-        config("LlamaForCausalLM")
-        if model == "tiny"
-        else json.loads((CONFIGS / model / "config.json").read_text())
-    )
-    found = dense.scaled_frequencies(hf)
-    torch.testing.assert_close(found, transformers_frequencies(hf), rtol=1e-6, atol=0)
-    plain = 1 / dense.rope_theta(hf) ** (torch.arange(0, 2 * len(found), 2) / (2 * len(found)))
-    factor = plain / found
-    assert factor[0] == 1 and factor[-1] == pytest.approx(8)
-    assert ((factor > 1.01) & (factor < 7.99)).any()  # and some in between
-
-
-def test_scaling_by_hand():
-    """Base 1 gives the frequency 1 everywhere: C / (2 pi) turns. Between 1 and 4 turns, the mix is linear in their number."""
+def test_scaled_frequencies_by_hand():
+    """Base 1 gives the frequency 1: C / (2 pi) turns. Between 1 and 4 turns the mix is linear in their
+    number."""
     for turns, expected in ((0.5, 1 / 8), (1.0, 1 / 8), (2.5, 0.5 + 0.5 / 8), (4.0, 1.0), (100.0, 1.0)):
-        context = turns * 2 * math.pi
-        scaling = dict(
-            rope_type="llama3",
-            factor=8,
-            low_freq_factor=1,
-            high_freq_factor=4,
-            original_max_position_embeddings=context,
-        )
-        found = dense.scaled_frequencies(dict(head_dim=4, rope_theta=1.0, rope_scaling=scaling))
-        assert found.tolist() == pytest.approx([expected, expected])
+        numbers = dict(zip(dense.LLAMA3_ROPE, (8, 1, 4, turns * 2 * math.pi)))
+        hf = dict(head_dim=4, rope_theta=1.0, rope_scaling={"rope_type": "llama3", **numbers})
+        assert dense.scaled_frequencies(hf).tolist() == pytest.approx([expected, expected])
 
 
-@EACH
-def test_default_rotary_embeddings_are_left_to_megatron(name):
-    hf = config(name) | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    FILES[name].check(hf)
-    assert dense.scaled_frequencies(hf) is None
-    assert FILES[name].rope_theta(hf) == 5e5
+def test_rope_base_is_read_from_old_and_new_configs():
+    default = {"rope_type": "default"}
+    for hf, base in (
+        ({}, 1e4),
+        ({"rope_theta": 1000000.0}, 1e6),
+        ({"rope_theta": 10000, "rope_scaling": None}, 1e4),
+        ({"rope_parameters": default | {"rope_theta": 5e5}}, 5e5),
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4}, 5e5),
+        ({"rope_parameters": default, "rope_theta": 1e6}, 1e6),
+    ):
+        assert dense.rope_theta(hf) == base and dense.scaled_frequencies(hf) is None
+    for name in DENSE:
+        architecture(config(name)).check(config(name) | {"rope_parameters": default | {"rope_theta": 5e5}})
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------
+# Refusals ---------------------------------------------------------------------------------------------------
 
-
-@EACH
-def test_an_ordinary_config_passes_the_check(name):
-    FILES[name].check(config(name))
-
-
-YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
-PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
+EVERY_DENSE = (
+    (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "rotary embeddings of type yarn is not supported",
+    ),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary embeddings of type yarn is not supported"),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "rotary embeddings of type linear is not supported",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        "rotary embeddings of type yarn is not supported",
+    ),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+)
 REFUSED = [
-    *((name, YARN, "rotary embeddings of type yarn") for name in FILES),
-    *((name, PARTIAL, "partial_rotary_factor 0.5") for name in FILES),
-    *((name, {"hidden_act": "gelu"}, "hidden_act gelu") for name in FILES),
-    ("Qwen2ForCausalLM", {"use_sliding_window": True}, "use_sliding_window"),
-    ("Qwen3ForCausalLM", {"use_sliding_window": True}, "use_sliding_window"),
-    ("Qwen3ForCausalLM", {"attention_bias": True}, "attention_bias"),
-    ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias"),
-    ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias"),
-    ("MistralForCausalLM", {"sliding_window": 4096}, "sliding_window 4096"),
+    *((name, changes, text) for name in DENSE for changes, text in EVERY_DENSE),
+    *(
+        (name, {"rope_scaling": LLAMA3}, "type llama3 is not supported; only default is")
+        for name in (QWEN2, QWEN3, MISTRAL)
+    ),
+    (
+        LLAMA,
+        {"rope_scaling": LLAMA3},
+        "lacks low_freq_factor, original_max_position_embeddings in its rope_scaling",
+    ),
+    (QWEN2, {"use_sliding_window": True}, "use_sliding_window is not supported"),
+    (QWEN3, {"use_sliding_window": True}, "use_sliding_window is not supported"),
+    (QWEN3, {"attention_bias": True}, "attention_bias is not supported"),
+    (LLAMA, {"attention_bias": True}, "attention_bias is not supported"),
+    (LLAMA, {"mlp_bias": True}, "mlp_bias is not supported"),
+    (MISTRAL, {"sliding_window": 4096}, "sliding_window 4096 is not supported"),
+    ("MixtralForCausalLM", {"sliding_window": 64}, "sliding_window 64 is not supported"),
+    ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0, 1]}, "without a layer of experts is not supported"),
+    (V3, {"num_experts_per_tok": 6}, "two best experts"),
+    (V3, {"norm_topk_prob": False}, "norm_topk_prob false is not supported"),
+    (V3, {"scoring_func": "softmax"}, "scoring_func sigmoid"),
+    (V3, {"topk_method": "greedy"}, "topk_method noaux_tc"),
+    (V3, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "lacks .*mscale"),
+    (V3, {"rope_interleave": False}, "rope_interleave false is not supported"),
+    (V3, {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
+    (V2, {"topk_method": "group_limited_greedy"}, "topk_method group_limited_greedy is not supported"),
+    (V2, {"norm_topk_prob": True}, "norm_topk_prob false"),
+    (V2, {"attention_bias": True}, "attention_bias is not supported"),
 ]
+"""(architecture, changed keys, part of the error)."""
 
 
-@pytest.mark.parametrize(("name", "changes", "said"), REFUSED)
-def test_variants_that_are_not_built_are_refused_by_name(name, changes, said):
-    family = name.removesuffix("ForCausalLM")
-    with pytest.raises(ValueError, match=f"^{family} with {said} is not supported"):
-        FILES[name].check(config(name) | changes)
+def test_unsupported_options_are_refused_by_name():
+    for name, changes, text in REFUSED:
+        hf = config(name) | changes
+        with pytest.raises(ValueError, match=text) as caught:
+            architecture(hf).check(hf)
+        family = {V3: "DeepSeek-V3", V2: "DeepSeek-V2", "Qwen3MoeForCausalLM": "Qwen3-MoE"}
+        assert str(caught.value).startswith(family.get(name, name.removesuffix("ForCausalLM")))
 
 
-@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"])
-def test_llama3_scaling_is_known_of_llama_only(name):
-    scaling = config("LlamaForCausalLM")["rope_parameters"]
-    with pytest.raises(ValueError, match="type llama3 is not supported; only the default ones are"):
-        FILES[name].check(config(name) | {"rope_scaling": scaling})
-
-
-def test_a_mistral_that_does_not_say_has_transformers_window():
-    hf = {key: value for key, value in config("MistralForCausalLM").items() if key != "sliding_window"}
+def test_mistral_without_the_key_has_a_window():
+    hf = {key: value for key, value in config(MISTRAL).items() if key != "sliding_window"}
     assert transformers.MistralConfig().sliding_window == 4096
     with pytest.raises(ValueError, match="sliding_window 4096"):
-        mistral.check(hf)
-
-
-def test_llama3_scaling_without_its_numbers_is_refused_by_what_it_lacks():
-    scaling = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
-    with pytest.raises(
-        ValueError, match="lacks low_freq_factor, original_max_position_embeddings in its rope_scaling"
-    ):
-        llama.check(config("LlamaForCausalLM") | {"rope_scaling": scaling})
+        architecture(hf).check(hf)

@@ -1,4 +1,4 @@
-"""Reading which tensors a checkpoint holds, and saying what is wrong with it."""
+"""Reading the tensors of a checkpoint, and errors about missing, wrong or additional ones."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def weights(*names: str) -> list[Weight]:
     return [Weight((name,), ((4, 2),), name, name, COLUMN) for name in names]
 
 
-def test_tensors_are_found_in_any_number_of_files(tmp_path):
+def test_tensors_are_found_in_several_files(tmp_path):
     save_file({"a": torch.zeros(4, 2), "unused": torch.zeros(1)}, tmp_path / "1.safetensors")
     save_file({"b": torch.zeros(4, 2)}, tmp_path / "2.safetensors")
     files = tensor_files(str(tmp_path), weights("a", "b"))
@@ -26,21 +26,21 @@ def test_missing_tensors_are_listed(tmp_path):
         tensor_files(str(tmp_path), weights("a", "b", "c"))
 
 
-def test_tensors_of_another_shape_are_listed_with_both_shapes(tmp_path):
+def test_tensors_of_another_shape_are_listed(tmp_path):
     save_file({"a": torch.zeros(4, 3)}, tmp_path / "1.safetensors")
     with pytest.raises(ValueError, match=r"a has \(4, 3\), not \(4, 2\)"):
         tensor_files(str(tmp_path), weights("a"))
 
 
-def test_a_directory_without_safetensors_and_a_torn_file_are_named(tmp_path):
+def test_no_safetensors_and_truncated_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no .*safetensors"):
         tensor_files(str(tmp_path), weights("a"))
     (tmp_path / "1.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    with pytest.raises(ValueError, match="1.safetensors is no whole safetensors file"):
+    with pytest.raises(ValueError, match="1.safetensors is damaged or no safetensors file"):
         tensor_files(str(tmp_path), weights("a"))
 
 
-def test_tensors_without_a_place_in_the_architecture_are_listed():
+def test_tensors_unknown_to_the_architecture_are_listed():
     hf = dict(architectures=["QwenForCausalLM"], num_hidden_layers=2, num_nextn_predict_layers=1)
     harmless = [
         "a",
@@ -51,13 +51,13 @@ def test_tensors_without_a_place_in_the_architecture_are_listed():
     ]
     refuse_extra("model", harmless, weights("a"), hf)
     with pytest.raises(
-        ValueError, match="has 2 tensors that QwenForCausalLM knows nothing of: b_scale_inv, model.layers.3.w"
+        ValueError, match="has 2 tensors that QwenForCausalLM does not have: b_scale_inv, model.layers.3.w"
     ):
         refuse_extra("model", [*harmless, "b_scale_inv", "model.layers.3.w"], weights("a"), hf)
 
 
 def test_boxes_are_read_from_the_file_that_holds_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(files_module, "MAPPED_BYTES", 16)  # opened anew after each
+    monkeypatch.setattr(files_module, "MAPPED_BYTES", 16)  # the file is opened again after each
     tensors = {name: torch.arange(8.0).reshape(4, 2) + 10 * i for i, name in enumerate("abc")}
     save_file({"a": tensors["a"], "b": tensors["b"]}, tmp_path / "1.safetensors")
     save_file({"c": tensors["c"]}, tmp_path / "2.safetensors")
@@ -67,7 +67,7 @@ def test_boxes_are_read_from_the_file_that_holds_them(tmp_path, monkeypatch):
         assert torch.equal(reader.read(name, ((0, 4), (1, 2))), tensors[name][:, 1:])
 
 
-def test_an_index_says_which_files_are_read_and_two_copies_of_a_tensor_are_refused(tmp_path):
+def test_an_index_names_the_files_that_are_read(tmp_path):
     for name in ("model-1.safetensors", "consolidated.safetensors"):
         save_file({"a": torch.zeros(4, 2)}, tmp_path / name)
     with pytest.raises(ValueError, match="both hold a; remove"):
@@ -82,7 +82,7 @@ def test_an_index_says_which_files_are_read_and_two_copies_of_a_tensor_are_refus
         tensor_files(str(tmp_path), weights("a"))
 
 
-def test_factors_of_other_blocks_than_128_by_128_are_refused(tmp_path):
+def test_scales_of_other_blocks_are_refused(tmp_path):
     save_file({"a": torch.zeros(4, 2), "a_scale_inv": torch.ones(2, 1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"a_scale_inv has \(2, 1\), not \(1, 1\)"):
         tensor_files(str(tmp_path), weights("a"))

@@ -1,6 +1,8 @@
-"""Layouts of weights: the pieces of all ranks against the Hugging Face tensors, and against references written with loops.
+"""Layouts of weights for many sizes: pieces against the Hugging Face tensors, and against references written
+with loops.
 
-The references below share no code with rl.models.layout: they place single rows by the published layout of each side.
+The references share no code with rl.models.layout: they place single rows by the published layout of each
+side.
 """
 
 import json
@@ -9,8 +11,9 @@ import random
 import pytest
 import torch
 
-from rl.models import SUPPORTED, architecture, qwen2, read_hf_config
-from rl.models.layout import VOCAB, assemble, index, padded_vocab, qkv, stage_layers, vocab_multiple
+from rl.models import qwen2, read_hf_config, sizes
+from rl.models.boxes import extent, index
+from rl.models.layout import VOCAB, assemble, padded_vocab, qkv, stage_layers, vocab_multiple
 
 TPS = (1, 2, 4)
 
@@ -54,7 +57,7 @@ def random_configs(*, on_vllm, trials=12):
 
 
 def counts_in_hf(weight, pieces_of_ranks):
-    """How many times each element of each Hugging Face tensor is held, over all ranks."""
+    """The number of ranks that hold each element of each Hugging Face tensor."""
     counts = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in zip(weight.hf, weight.shapes)}
     for pieces in pieces_of_ranks:
         for piece in pieces:
@@ -62,74 +65,56 @@ def counts_in_hf(weight, pieces_of_ranks):
     return counts
 
 
-def local_counts(shape, pieces):
-    """How many pieces lie on each element of the local parameter. Boxes must lie within it."""
+def local_counts(weight, shape, pieces):
+    """The number of pieces on each element of the local parameter. Checks that boxes match and lie inside."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for piece in pieces:
-        assert all(
-            0 <= start < stop <= size for (start, stop), size in zip(piece.local_box, shape, strict=True)
-        )
+        hf_shape = weight.shapes[weight.hf.index(piece.hf)]
+        assert extent(piece.hf_box) == extent(piece.local_box)
+        for box, sizes_of_dims in ((piece.hf_box, hf_shape), (piece.local_box, shape)):
+            assert all(
+                0 <= start < stop <= size for (start, stop), size in zip(box, sizes_of_dims, strict=True)
+            )
         counts[index(piece.local_box)] += 1
     return counts
 
 
-def box_shape(box):
-    return tuple(stop - start for start, stop in box)
+# Coverage ---------------------------------------------------------------------------------------------------
 
 
-def assert_boxes_match(weight, pieces):
-    for piece in pieces:
-        hf_shape = weight.shapes[weight.hf.index(piece.hf)]
-        assert box_shape(piece.hf_box) == box_shape(piece.local_box)
-        assert all(
-            0 <= start < stop <= size for (start, stop), size in zip(piece.hf_box, hf_shape, strict=True)
-        )
-
-
-# Coverage -------------------------------------------------------------------------------------------------------------
-
-
-def test_megatron_ranks_hold_every_element_once_and_replicated_weights_once_per_rank():
+def test_megatron_ranks_tile_parameters_of_any_size():
     for tp, hf in random_configs(on_vllm=False):
         for weight in qwen2.weights(hf):
             pieces = [weight.megatron_pieces(tp, rank) for rank in range(tp)]
-            expected = 1 if weight.cut.split else tp
             for name, counts in counts_in_hf(weight, pieces).items():
-                assert (counts == expected).all(), (name, tp, hf)
+                assert (counts == (1 if weight.cut.split else tp)).all(), (name, tp, hf)
+            filled = 0
+            for of_rank in pieces:
+                counts = local_counts(weight, weight.megatron_shape(tp), of_rank)
+                if weight.cut is VOCAB:
+                    rows = counts[:, 0]  # real rows first, then padding to the end
+                    assert counts.max() <= 1 and (counts == rows[:, None]).all() and (rows.diff() <= 0).all()
+                    filled += int(rows.sum())
+                else:
+                    assert (counts == 1).all(), (weight.megatron, tp, hf)
+            assert weight.cut is not VOCAB or filled == hf["vocab_size"]
 
 
 def test_only_norms_are_replicated():
     replicated = {w.megatron for w in qwen2.weights(config()) if not w.cut.split}
+    layer = "decoder.layers.{layer}."
     assert replicated == {
-        "decoder.layers.{layer}.input_layernorm.weight",
-        "decoder.layers.{layer}.pre_mlp_layernorm.weight",
+        layer + "input_layernorm.weight",
+        layer + "pre_mlp_layernorm.weight",
         "decoder.final_layernorm.weight",
     }
 
 
-def test_local_boxes_of_megatron_tile_the_parameter_except_vocabulary_padding():
-    for tp, hf in random_configs(on_vllm=False):
-        for weight in qwen2.weights(hf):
-            filled = 0
-            for rank in range(tp):
-                pieces = weight.megatron_pieces(tp, rank)
-                assert_boxes_match(weight, pieces)
-                counts = local_counts(weight.megatron_shape(tp), pieces)
-                if weight.cut is VOCAB:
-                    assert counts.max() <= 1
-                    rows = counts[:, 0]  # real rows first, then padding to the end
-                    assert (counts == rows[:, None]).all() and (rows.diff() <= 0).all()
-                    filled += int(rows.sum())
-                else:
-                    assert (counts == 1).all(), (weight.megatron, tp, rank, hf)
-            if weight.cut is VOCAB:
-                assert filled == hf["vocab_size"]
-
-
-def test_vllm_ranks_hold_every_element_and_kv_heads_as_often_as_there_are_too_few_of_them():
+def test_vllm_ranks_tile_parameters_of_any_size():
     replications = set()
     for tp, hf in random_configs(on_vllm=True):
-        copies = max(1, tp // hf["num_key_value_heads"])
+        dim, heads, kv_heads = hf["head_dim"], hf["num_attention_heads"], hf["num_key_value_heads"]
+        copies = max(1, tp // kv_heads)
         replications.add(copies)
         for weight in qwen2.weights(hf):
             pieces = [weight.vllm_pieces(tp, rank) for rank in range(tp)]
@@ -137,13 +122,6 @@ def test_vllm_ranks_hold_every_element_and_kv_heads_as_often_as_there_are_too_fe
                 of_kv = ".k_proj." in name or ".v_proj." in name
                 expected = copies if of_kv else (1 if weight.cut.split else tp)
                 assert (counts == expected).all(), (name, tp, hf)
-    assert replications == {1, 2, 4}
-
-
-def test_local_boxes_of_vllm_tile_the_parameter_except_vocabulary_padding():
-    for tp, hf in random_configs(on_vllm=True):
-        dim, heads, kv_heads = hf["head_dim"], hf["num_attention_heads"], hf["num_key_value_heads"]
-        for weight in qwen2.weights(hf):
             shape = list(weight.shapes[0])
             if "qkv_proj" in weight.vllm:
                 shape[0] = (heads // tp + 2 * max(1, kv_heads // tp)) * dim
@@ -153,16 +131,14 @@ def test_local_boxes_of_vllm_tile_the_parameter_except_vocabulary_padding():
                 shape[1] //= tp
             elif weight.cut is VOCAB:
                 shape[0] = -(-hf["vocab_size"] // 64) * 64 // tp
-            for rank in range(tp):
-                pieces = weight.vllm_pieces(tp, rank)
-                assert_boxes_match(weight, pieces)
-                counts = local_counts(tuple(shape), pieces)
+            for of_rank in pieces:
+                counts = local_counts(weight, tuple(shape), of_rank)
                 assert counts.max() <= 1
-                if weight.cut is not VOCAB:
-                    assert (counts == 1).all(), (weight.vllm, tp, rank, hf)
+                assert weight.cut is VOCAB or (counts == 1).all(), (weight.vllm, tp, hf)
+    assert replications == {1, 2, 4}
 
 
-# Order against independent references ---------------------------------------------------------------------------------
+# Order against independent references -----------------------------------------------------------------------
 
 
 def numbered_qkv(heads, kv_heads, dim, columns):
@@ -210,7 +186,7 @@ def fill(pieces, tensors, shape):
 
 @pytest.mark.parametrize("columns", [0, 3], ids=["bias", "weight"])
 @pytest.mark.parametrize("side", ["megatron", "vllm"])
-def test_order_of_query_key_value_is_that_of_each_side(side, columns):
+def test_order_of_query_key_value(side, columns):
     reference = {"megatron": megatron_qkv_by_loops, "vllm": vllm_qkv_by_loops}[side]
     for tp in TPS:
         for kv_heads in (1, 2, 4):
@@ -229,30 +205,14 @@ def test_order_of_query_key_value_is_that_of_each_side(side, columns):
 
 
 def test_example_of_two_groups_with_two_queries_each():
-    """8 rows of queries, 4 of keys, 4 of values, heads of 2 channels; written out, so that one can see the layouts."""
+    """8 rows of queries, 4 of keys, 4 of values, heads of 2 channels."""
     q, k, v = numbered_qkv(heads=4, kv_heads=2, dim=2, columns=0)  # q 0..7, k 8..11, v 12..15
     cut, tensors, shapes = qkv(4, 2, 2), dict(q=q, k=k, v=v), ((8,), (4,), (4,))
-    assert fill(cut.megatron("qkv", shapes, 1, 0), tensors, (16,)).tolist() == [
-        0,
-        1,
-        2,
-        3,
-        8,
-        9,
-        12,
-        13,
-        4,
-        5,
-        6,
-        7,
-        10,
-        11,
-        14,
-        15,
-    ]
+    both = [[0, 1, 2, 3, 8, 9, 12, 13], [4, 5, 6, 7, 10, 11, 14, 15]]
+    assert fill(cut.megatron("qkv", shapes, 1, 0), tensors, (16,)).tolist() == both[0] + both[1]
     assert fill(cut.vllm("qkv", shapes, 1, 0), tensors, (16,)).tolist() == list(range(16))
-    assert fill(cut.megatron("qkv", shapes, 2, 1), tensors, (8,)).tolist() == [4, 5, 6, 7, 10, 11, 14, 15]
-    assert fill(cut.vllm("qkv", shapes, 2, 1), tensors, (8,)).tolist() == [4, 5, 6, 7, 10, 11, 14, 15]
+    assert fill(cut.megatron("qkv", shapes, 2, 1), tensors, (8,)).tolist() == both[1]
+    assert fill(cut.vllm("qkv", shapes, 2, 1), tensors, (8,)).tolist() == both[1]
     assert [fill(cut.vllm("qkv", shapes, 4, rank), tensors, (6,)).tolist() for rank in range(4)] == [
         [0, 1, 8, 9, 12, 13],
         [2, 3, 8, 9, 12, 13],
@@ -287,7 +247,7 @@ def megatron_shard_by_torch(weight, tensors, hf, tp, rank):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_assembling_the_shards_of_all_ranks_gives_back_the_tensors_bit_for_bit(dtype):
+def test_assembled_shards_are_bitwise_the_tensors(dtype):
     generator = torch.Generator().manual_seed(0)
     for tp, hf in random_configs(on_vllm=False, trials=4):
         for weight in qwen2.weights(hf):
@@ -305,13 +265,13 @@ def test_assembling_the_shards_of_all_ranks_gives_back_the_tensors_bit_for_bit(d
                 assert torch.equal(full[name], tensors[name]), (name, tp, hf)
 
 
-def test_a_replicated_weight_is_assembled_from_the_first_shard_alone():
+def test_a_replicated_weight_is_assembled_from_one_shard():
     norm = next(w for w in qwen2.weights(config()) if not w.cut.split)
     shards = [torch.full(norm.shapes[0], 1.0)]
     assert torch.equal(assemble(norm, shards)[norm.hf[0]], shards[0])
 
 
-# Shapes and padding ---------------------------------------------------------------------------------------------------
+# Shapes and padding -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tp", TPS)
@@ -333,58 +293,25 @@ def test_shapes_of_megatron_parameters(tp):
     }
 
 
-def test_shape_of_a_vocabulary_counts_padding_on_ranks_that_hold_nothing_else():
+def test_shape_of_a_vocabulary_includes_ranks_of_padding():
     embedding = qwen2.weights(config(vocab=10))[0]
     assert embedding.megatron_pieces(4, 1) == [] == embedding.megatron_pieces(4, 3)
     assert embedding.megatron_shape(4) == (16, 8)
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "multiple", "padded"),
-    [(1, 64, 64), (64, 64, 64), (65, 64, 128), (151936, 64, 151936), (100, 7, 105)],
-)
-def test_vocabulary_is_padded_up_to_a_multiple(vocab_size, multiple, padded):
-    assert padded_vocab(vocab_size, multiple) == padded
-
-
-def test_vocabulary_multiple_serves_64_and_the_tensor_parallel_ranks():
+def test_padding_of_the_vocabulary():
+    for vocab_size, multiple, padded in (
+        (1, 64, 64),
+        (64, 64, 64),
+        (65, 64, 128),
+        (151936, 64, 151936),
+        (100, 7, 105),
+    ):
+        assert padded_vocab(vocab_size, multiple) == padded
     assert [vocab_multiple(tp) for tp in (1, 2, 3, 4, 6, 8, 128)] == [64, 64, 192, 64, 192, 64, 128]
 
 
-# The list of weights --------------------------------------------------------------------------------------------------
-
-
-def test_every_hugging_face_tensor_of_the_model_belongs_to_one_weight():
-    transformers = pytest.importorskip("transformers")
-    for tied in (False, True):
-        hf = config(heads=4, kv_heads=2, head_dim=2, hidden=8, tied=tied)
-        with torch.device("meta"):
-            model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**hf))
-        expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        mine = [
-            (name, shape) for weight in qwen2.weights(hf) for name, shape in zip(weight.hf, weight.shapes)
-        ]
-        assert len(mine) == len(dict(mine))
-        assert dict(mine) == expected
-
-
-def test_a_tied_embedding_is_said_to_be_the_head_and_there_is_no_other():
-    tied, untied = qwen2.weights(config(tied=True)), qwen2.weights(config(tied=False))
-    assert [w.hf[0] for w in tied if w.tied_to_head] == ["model.embed_tokens.weight"]
-    assert not any(w.tied_to_head for w in untied)
-    assert {w.megatron for w in untied} - {w.megatron for w in tied} == {"output_layer.weight"}
-
-
-def test_weights_say_which_layer_they_belong_to():
-    for weight in qwen2.weights(config(layers=3)):
-        in_layer = weight.hf[0].startswith("model.layers.")
-        assert (weight.layer is not None) == in_layer == ("{layer}" in weight.megatron)
-        if in_layer:
-            assert all(name.startswith(f"model.layers.{weight.layer}.") for name in (*weight.hf, weight.vllm))
-    assert [w.hf[0] for w in qwen2.weights(config()) if w.first_stage] == ["model.embed_tokens.weight"]
-
-
-# Configs --------------------------------------------------------------------------------------------------------------
+# Configs ----------------------------------------------------------------------------------------------------
 
 
 def test_megatron_config_follows_from_the_hugging_face_config():
@@ -404,102 +331,26 @@ def test_megatron_config_follows_from_the_hugging_face_config():
     )
 
 
-@pytest.mark.parametrize("absent", [{}, {"head_dim": None}])
-def test_head_dim_follows_from_the_hidden_size_where_the_config_does_not_say(absent):
-    assert qwen2.head_dim({"hidden_size": 64, "num_attention_heads": 8, **absent}) == 8
-
-
-def test_rope_base_is_read_from_configs_of_transformers_4_and_5():
-    assert qwen2.rope_theta({"rope_theta": 1000000.0}) == 1e6
-    assert qwen2.rope_theta({"rope_theta": 10000, "rope_scaling": None}) == 1e4
-    assert qwen2.rope_theta({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}) == 5e5
-    assert qwen2.rope_theta({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4}) == 5e5
-
-
-@pytest.mark.parametrize(
-    ("hf", "base"), [({"rope_parameters": {"rope_type": "default"}, "rope_theta": 1e6}, 1e6), ({}, 1e4)]
-)
-def test_rope_base_that_rope_parameters_leave_out(hf, base):
-    assert qwen2.rope_theta(hf) == base
-
-
-def test_an_ordinary_config_passes_the_check():
-    qwen2.check(config())
-    qwen2.check(config() | {"rope_scaling": None, "use_sliding_window": False, "hidden_act": "silu"})
-    qwen2.check(config() | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind"),
-    [
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, "yarn"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
-        (
-            {
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-                "rope_scaling": {"type": "yarn", "factor": 4.0},
-            },
-            "yarn",
-        ),
-    ],
-)
-def test_scaled_rotary_embeddings_are_refused_by_their_kind(changes, kind):
-    with pytest.raises(ValueError, match=f"rotary embeddings of type {kind} .*not supported"):
-        qwen2.check(config() | changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [({"use_sliding_window": True}, "use_sliding_window"), ({"hidden_act": "gelu"}, "hidden_act gelu")],
-)
-def test_variants_that_are_not_built_are_refused(changes, said):
-    with pytest.raises(ValueError, match=f"{said}.* not supported"):
-        qwen2.check(config() | changes)
-
-
-def test_qwen2_is_found_by_its_architecture():
-    assert architecture(config()) is qwen2
-    assert qwen2.ARCHITECTURES == ("Qwen2ForCausalLM",)
-    assert set(qwen2.ARCHITECTURES) <= set(SUPPORTED)
-
-
-def test_an_unknown_architecture_is_named_with_those_that_are_supported():
-    with pytest.raises(
-        ValueError, match=r"architecture MambaForCausalLM is not supported; supported are Qwen2ForCausalLM"
-    ):
-        architecture({"architectures": ["MambaForCausalLM"]})
+def test_sizes_that_follow_from_other_keys():
+    hf = {"hidden_size": 64, "num_attention_heads": 8}
+    for absent in ({}, {"head_dim": None}):
+        assert sizes.head_dim(hf | absent) == 8 and sizes.head_dim(hf | {"head_dim": 16}) == 16
+    assert sizes.num_kv_heads(hf) == 8 and sizes.num_kv_heads(hf | {"num_key_value_heads": 2}) == 2
+    assert sizes.num_experts(hf) == 0 and sizes.num_experts({"num_experts": None, "n_routed_experts": 4}) == 4
 
 
 def test_config_is_read_from_a_checkpoint_directory(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.path=.*nowhere is not a directory"):
+        read_hf_config(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"critic\.path=.* has no config\.json"):
+        read_hf_config(str(tmp_path), key="critic.path")
     (tmp_path / "config.json").write_text(json.dumps(config()))
     assert read_hf_config(str(tmp_path)) == config()
 
 
-def test_a_missing_directory_is_named(tmp_path):
-    path = str(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"model\.path=.*nowhere is not a directory"):
-        read_hf_config(path)
+# Stages -----------------------------------------------------------------------------------------------------
 
 
-def test_a_directory_without_config_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"model\.path=.* has no config\.json"):
-        read_hf_config(str(tmp_path))
-
-
-# Stages ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "pp", "expected"),
-    [
-        (6, 3, [2, 2, 2]),
-        (3, 2, [2, 1]),
-        (6, 4, [1, 2, 2, 1]),
-        (61, 16, [3, *[4] * 13, 3, 3]),
-        (5, 5, [1] * 5),
-        (7, 1, [7]),
-    ],
-)
-def test_stages_with_the_embedding_or_the_head_have_fewer_layers(num_layers, pp, expected):
-    assert stage_layers(num_layers, pp) == expected and sum(expected) == num_layers
+def test_stages_with_embedding_or_head_have_fewer_layers():
+    for expected in ([2, 2, 2], [2, 1], [1, 2, 2, 1], [3, *[4] * 13, 3, 3], [1] * 5, [7]):
+        assert stage_layers(sum(expected), len(expected)) == expected

@@ -133,7 +133,7 @@ def preference_batch(unit):
         response_ids=[np.ones(length, np.int32) for length in lengths],
         groups=torch.arange(8) // 2,
         truncated=torch.zeros(8, dtype=torch.bool),
-        unit=unit,
+        samples_per_unit=unit,
     )
     batch.mask[3:7], batch.mask[14:17], batch.mask[8] = 0.0, 0.0, 0.0
     for name in ("old_logprobs", "ref_logprobs", "implicit_ref_logprobs"):

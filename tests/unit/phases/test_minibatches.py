@@ -16,7 +16,7 @@ def batch_of(group_sizes, unit=1):
         response_ids=[np.ones(1 + i % 3, np.int32) for i in range(count)],
         groups=torch.arange(len(group_sizes)).repeat_interleave(torch.tensor(group_sizes)),
         truncated=torch.zeros(count, dtype=torch.bool),
-        unit=unit,
+        samples_per_unit=unit,
     )
 
 
@@ -48,6 +48,8 @@ def test_totals_follow_the_mask_and_are_at_least_one():
     batch, plan = batch_of([2, 2], unit=2), MinibatchPlan([[[0, 1]], [[2, 3]]])
     totals = plan.totals(batch)  # lengths 1, 2, 3, 1
     assert (totals.num_tokens, totals.num_samples, totals.num_units) == (7, 4, 2)
+    part = MinibatchPlan([[[0]], [[1]]]).totals(batch)  # the other mini-batch does not count
+    assert (part.num_tokens, part.num_samples, part.num_units) == (3, 2, 1)
     batch.mask[0] = 0  # the only token of sample 0
     totals = plan.totals(batch)
     assert (totals.num_tokens, totals.num_samples, totals.num_units) == (6, 3, 1)

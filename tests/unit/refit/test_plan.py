@@ -1,4 +1,5 @@
-"""Plans of small models for all ranks: carried out on numpy arrays of element numbers, and counted by brute force."""
+"""Plans of small models for all ranks, executed on numpy arrays of element numbers and counted element by
+element."""
 
 import math
 from collections import Counter, defaultdict
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 
 from rl.models import qwen2
-from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Weight, expert_down, expert_gate_up, index
+from rl.models.boxes import index, volume
+from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Weight, expert_down, expert_gate_up
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts, vllm_ranges
-from rl.refit.plan import FAR_OUT, NEAR_OUT, Routing, cut_into_batches, plan_of, plan_refit
+from rl.refit.plan import FAR_OUT, NEAR_OUT, Routing, cut_into_batches, plan_of
 
 ITEMSIZE = 2
 
@@ -94,7 +96,8 @@ def plans_of(case, buffer_bytes=1 << 20):
 
 
 def pieces_on(placement, weight, rank, side):
-    """Pieces of the weight on a rank, [] if it is elsewhere. Written with the ranks' coordinates, not with `holders`."""
+    """Pieces of the weight on a rank, [] if it holds none; from the ranks' coordinates, not from
+    `holders`."""
     last, stages = placement.pp - 1, placement.place(weight).stages
     if side == "vllm":
         if rank // placement.tp % placement.pp not in stages:
@@ -153,7 +156,7 @@ def numbered(weights):
 
 
 @pytest.mark.parametrize("buffer_bytes", [1 << 20, 700], ids=["one batch", "cut"])
-def test_carried_out_the_plans_fill_every_element_of_every_engine_once(case, buffer_bytes):
+def test_plans_fill_every_element_of_every_engine_once(case, buffer_bytes):
     weights, training, rollout = case
     plans, full = plans_of(case, buffer_bytes), numbered(weights)
     world = range(training.world_size)
@@ -185,7 +188,7 @@ def test_carried_out_the_plans_fill_every_element_of_every_engine_once(case, buf
                 assert num_bytes == message.num_bytes
                 at = 0
                 for region in message.regions:
-                    size = math.prod(stop - start for start, stop in region.local)
+                    size = volume(region.local)
                     write(rank, region.weight, region.local, values[at : at + size])
                     at += size
                 assert at == len(values)
@@ -201,7 +204,7 @@ def test_carried_out_the_plans_fill_every_element_of_every_engine_once(case, buf
 
 
 @pytest.mark.parametrize("buffer_bytes", [1 << 20, 700], ids=["one batch", "cut"])
-def test_a_rank_receives_exactly_what_it_needs_and_does_not_hold(case, buffer_bytes):
+def test_a_rank_receives_what_it_needs_and_does_not_hold(case, buffer_bytes):
     weights, training, rollout = case
     sizes = {name: 4 if weight.float32 else ITEMSIZE for weight in weights for name in weight.hf}
     for plan in plans_of(case, buffer_bytes):
@@ -215,7 +218,7 @@ def test_a_rank_receives_exactly_what_it_needs_and_does_not_hold(case, buffer_by
 
 
 @pytest.mark.parametrize("buffer_bytes", [1 << 20, 4000, 700])
-def test_batches_have_the_same_spans_on_every_rank_and_fit_the_buffer(case, buffer_bytes):
+def test_batches_match_on_all_ranks_and_fit_the_buffer(case, buffer_bytes):
     plans = plans_of(case, buffer_bytes)
     assert len({tuple(batch.spans for batch in plan.batches) for plan in plans}) == 1
     spans = Counter(span for batch in plans[0].batches for span in batch.spans)
@@ -227,14 +230,10 @@ def test_batches_have_the_same_spans_on_every_rank_and_fit_the_buffer(case, buff
     assert max(plan.peak_bytes for plan in plans) <= buffer_bytes
 
 
-def test_a_weight_larger_than_the_buffer_travels_in_runs_of_rows():
+def test_a_weight_larger_than_the_buffer_is_divided_by_rows():
     weights = [Weight(("model.big.weight",), ((1000, 6),), "big", "big", REPLICATED)]
-    case = (
-        weights,
-        TrainingPlacement(2, 1, 2, 2),
-        RolloutPlacement(2, 1, 2),
-    )  # stage 1 has it, rank 0 needs it
-    plans = plans_of(case, 1200)
+    # Stage 1 holds the weight, and rank 0 needs it.
+    plans = plans_of((weights, TrainingPlacement(2, 1, 2, 2), RolloutPlacement(2, 1, 2)), 1200)
     assert max(plan.peak_bytes for plan in plans) <= 1200
     rows = [
         region.box[0]
@@ -247,14 +246,14 @@ def test_a_weight_larger_than_the_buffer_travels_in_runs_of_rows():
     assert plans[1].bytes_sent == 1000 * 6 * ITEMSIZE and plans[1].bytes_received == 0
 
 
-def test_messages_exceed_the_buffer_only_by_rows_that_cannot_be_cut():
+def test_messages_exceed_the_buffer_only_for_a_large_row():
     weights = [Weight(("model.wide.weight",), ((3, 5000),), "wide", "wide", REPLICATED)]
     plans = plans_of((weights, TrainingPlacement(2, 1, 2, 2), RolloutPlacement(2, 1, 2)), 1000)
     assert [plan.peak_bytes for plan in plans] == [5000 * ITEMSIZE] * 2
     assert len(plans[0].batches) == 3
 
 
-def test_a_source_is_the_rank_itself_else_of_its_node_else_anywhere():
+def test_a_source_is_the_rank_itself_else_near_else_far():
     case = CASES["tied, tp 2 pp 2 dp 4 to tp 4"]
     weights, training, _ = case
     kinds = Counter()
@@ -285,7 +284,7 @@ def masks_of(training, weights, rank):
 
 
 def test_replicas_share_the_sending():
-    # Every holder of a stage's weights is as good as the others for the ranks of the other stage's nodes.
+    # For the ranks of the other stage's nodes all holders of a stage's weights are equal candidates.
     weights = qwen(layers=8)
     training, rollout = TrainingPlacement(32, 2, 2, 8), RolloutPlacement(32, 2, 8)
     routing = routing_of((weights, training, rollout))
@@ -297,8 +296,8 @@ def test_replicas_share_the_sending():
             assert of_replicas.max() <= 1.1 * of_replicas.mean()
 
 
-def test_one_needy_rank_asks_its_pool_in_turn():
-    # Ranks 1 and 2 of each replica lack their quarter; two ranks hold each.
+def test_a_receiver_uses_all_candidate_senders():
+    # Ranks 1 and 2 of each replica lack their quarter, which two ranks hold.
     routing = routing_of((qwen(layers=8), TrainingPlacement(4, 2, 1, 8), RolloutPlacement(4, 4, 8)))
     load = sum(load for _, load in cut_into_batches(routing, 1 << 20))
     assert load[NEAR_OUT].min() > 0.7 * load[NEAR_OUT].max()
@@ -311,12 +310,12 @@ def test_pipeline_stages_send_at_the_same_time():
     assert sent.min() > 0.2 * sent.max()
 
 
-def test_plans_are_alike_whoever_makes_them(case):
-    weights, training, rollout = case
-    options = dict(node_of=lambda rank: rank // 4, itemsize=ITEMSIZE, buffer_bytes=2000)
-    assert [
-        plan_refit(weights, training, rollout, rank=rank, **options) for rank in range(training.world_size)
-    ] == plans_of(case, 2000)
+def test_every_rank_makes_the_same_plans(case):
+    expected = plans_of(case, 2000)
+    for rank in range(len(expected)):
+        routing = routing_of(case)  # as each rank computes it
+        batches = [spans for spans, _ in cut_into_batches(routing, 2000)]
+        assert plan_of(routing, batches, rank) == expected[rank]
 
 
 def test_loads_of_batches_are_those_of_the_plans(case):
@@ -364,31 +363,23 @@ def test_stages_of_the_engine_are_vllms(layers, pp):
     assert vllm_ranges(layers, pp) == tuple(get_pp_indices(layers, stage, pp) for stage in range(pp))
 
 
-@pytest.mark.parametrize(
-    "make, says",
-    [
-        (lambda: TrainingPlacement(8, 3, 1, 4), "tp 3 x pp 1 does not divide 8"),
-        (lambda: TrainingPlacement(8, 1, 8, 4), "pp 8 leaves stages without a layer"),
+def test_impossible_layouts_are_refused():
+    for make, text in (
+        (lambda: TrainingPlacement(8, 3, 1, 4), "tp=3 x pp=1 does not divide 8"),
+        (lambda: TrainingPlacement(8, 1, 8, 4), "pp=8 exceeds the 4 layers"),
         (
             lambda: TrainingPlacement(8, 2, 2, 4, ep=4, num_experts=8),
-            "ep 4 x etp 2 do not divide a stage of 4",
+            "ep=4 x etp=2 does not divide the 4 ranks",
         ),
-        (lambda: TrainingPlacement(8, 1, 1, 4, ep=8, num_experts=12), "ep 8 does not divide 12"),
-        (lambda: RolloutPlacement(8, 16, 4), "tp 16 x pp 1 does not divide 8"),
-        (
-            lambda: Routing(
-                [], TrainingPlacement(8, 1, 1, 4), RolloutPlacement(4, 1, 4), node_of=int, itemsize=2
-            ),
-            "8 ranks",
-        ),
-    ],
-)
-def test_impossible_layouts_are_refused(make, says):
-    with pytest.raises(ValueError, match=says):
-        make()
+        (lambda: TrainingPlacement(8, 1, 1, 4, ep=8, num_experts=12), "ep=8 does not divide 12"),
+        (lambda: RolloutPlacement(8, 16, 4), "tp=16 x pp=1 does not divide 8"),
+        (lambda: routing_of(([], TrainingPlacement(8, 1, 1, 4), RolloutPlacement(4, 1, 4))), "8 ranks"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make()
 
 
-def test_a_layout_that_loses_elements_is_refused():
+def test_a_layout_without_some_elements_is_refused():
     broken = replace(COLUMN, megatron=lambda names, shapes, tp, rank: COLUMN.megatron(names, shapes, tp, 0))
     weights = [Weight(("model.w",), ((8, 2),), "w", "w", broken, 0)]
     with pytest.raises(ValueError, match="not held exactly once"):

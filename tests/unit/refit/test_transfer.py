@@ -1,4 +1,4 @@
-"""In which calls messages are posted, for more ranks than a test can start."""
+"""The calls in which messages are posted, for more ranks than a test can start."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ WORLD = 40
 
 
 class Operation:
-    """In the place of dist.P2POp, which wants a process group."""
+    """Replaces dist.P2POp, which requires a process group."""
 
     def __init__(self, post, tensor, peer):
         self.sends, self.peer = post is dist.isend, peer
@@ -18,7 +18,8 @@ class Operation:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """rank -> calls of batch_isend_irecv, each a list of (whether it sends, peer), in an exchange of everybody with everybody."""
+    """The calls of batch_isend_irecv of each rank, lists of (whether it sends, peer), where all ranks
+    exchange with all."""
 
     def of(rank):
         posted = []
@@ -35,13 +36,13 @@ def calls(monkeypatch):
     return [of(rank) for rank in range(WORLD)]
 
 
-def test_a_call_has_at_most_32_operations_and_there_are_several(calls):
+def test_each_of_several_calls_has_at_most_32_operations(calls):
     assert max(len(call) for of_rank in calls for call in of_rank) == 32
     assert all(len(of_rank) > 1 for of_rank in calls)
 
 
-def test_both_ends_of_a_message_lie_in_calls_that_wait_for_nothing_else(calls):
-    """The n-th calls of all ranks match among themselves: no rank waits in one for a message that another posts in a later."""
+def test_both_ends_of_a_message_are_in_matching_calls(calls):
+    """The n-th calls of all ranks match each other, so no rank waits for a message of a later call."""
     assert len({len(of_rank) for of_rank in calls}) == 1
     for round_of_calls in zip(*calls):
         sent = {(rank, peer) for rank, call in enumerate(round_of_calls) for sends, peer in call if sends}

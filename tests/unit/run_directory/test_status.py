@@ -26,7 +26,7 @@ def facts(directory) -> dict:
 def test_any_rank_writes_the_end_and_the_first_cause_stays(ranks, tmp_path):
     ranks[1].fail(REASON)
     ranks[0].fail("lost rank 1")
-    ranks[0].write(step=3)  # its main flow has not noticed yet
+    ranks[0].write(step=3)  # its main thread has not noticed yet
     ranks[0].write(state="finished")
     found = facts(tmp_path)
     assert (found["state"], found["reason"]) == ("failed", REASON)
@@ -50,7 +50,7 @@ def test_the_next_start_writes_over_a_failure(ranks, tmp_path):
     assert (facts(tmp_path)["state"], facts(tmp_path)["reason"]) == ("running", "")
 
 
-def test_a_failure_in_start_up_keeps_the_steps_of_the_last_start(ranks, tmp_path):
+def test_a_failure_in_start_up_keeps_earlier_steps(ranks, tmp_path):
     ranks[0].write(state="stopped")
     Status(str(tmp_path), max_steps=12, leads=False, start="b").fail("lost rank 0")
     found = facts(tmp_path)
@@ -71,7 +71,7 @@ def test_a_run_that_was_taken_over_leaves_the_others_status(ranks, tmp_path):
     assert facts(tmp_path)["state"] == "running"
 
 
-def test_a_refusal_ends_only_what_says_running(ranks, tmp_path):
+def test_a_refusal_ends_only_a_running_state(ranks, tmp_path):
     again = Status(str(tmp_path), max_steps=9, leads=True, start="b")
     ranks[0].write(state="finished")
     again.refuse("checkpoint.resume=never")
@@ -88,7 +88,7 @@ def test_an_interrupted_run_is_stopped(ranks, tmp_path):
     assert (facts(tmp_path)["state"], facts(tmp_path)["reason"]) == ("stopped", "interrupted")
 
 
-def test_the_copy_of_a_job_says_the_same(tmp_path, monkeypatch):
+def test_the_copy_of_a_job_is_identical(tmp_path, monkeypatch):
     (tmp_path / "logs").mkdir()
     monkeypatch.setenv("LOCKSTEP_STATUS", str(tmp_path / "logs" / "status.json"))
     Status(str(tmp_path), max_steps=9, leads=True, start="a").write(step=2, checkpoint_step=1)

@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 with a factor per block of 128 x 128 are multiplied out slice by slice."""
+"""Any box of a checkpoint in FP8, with a scale per block of 128 x 128, is dequantised."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl.models.layout import COLUMN, ROW, Weight, index
+from rl.models.boxes import index
+from rl.models.layout import COLUMN, ROW, Weight
 from rl.training import cpu_support
 
 cpu_support.install()
@@ -33,31 +34,30 @@ BOXES = [
 
 
 @pytest.mark.parametrize("box", BOXES, ids=str)
-def test_any_box_of_a_matrix_takes_the_factors_of_its_blocks(box):
+def test_a_box_is_multiplied_by_the_scales_of_its_blocks(box):
     values, scales, expected = quantised(300, 200)
-    assert torch.equal(
-        dequantised(values[index(box)], scales[index(blocks_of(box))], box), expected[index(box)]
-    )
+    found = dequantised(values[index(box)], scales[index(blocks_of(box))], box)
+    assert torch.equal(found, expected[index(box)])
 
 
-def weight_map(weights, parameters, tp, rank):
-    return SimpleNamespace(
-        weights=weights, local=lambda: zip(weights, parameters), tensor_split=lambda weight: (tp, rank)
-    )
+def load(directory, parameter, cut, tp, rank):
+    """Fill one rank's parameter of a matrix a.weight [300, 200]."""
+    weight = Weight(("a.weight",), ((300, 200),), "a.weight", "a.weight", cut, layer=0)
+    local, split = (lambda: [(weight, parameter)]), (lambda weight: (tp, rank))
+    load_hf(str(directory), SimpleNamespace(weights=[weight], local=local, tensor_split=split))
 
 
 @pytest.mark.parametrize(("cut", "tp", "rank"), [(COLUMN, 1, 0), (COLUMN, 2, 1), (ROW, 2, 1), (ROW, 4, 2)])
 def test_a_rank_reads_its_part_of_an_fp8_checkpoint(tmp_path, cut, tp, rank):
     values, scales, expected = quantised(300, 200)
     save_file({"a.weight": values, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
-    weight = Weight(("a.weight",), ((300, 200),), "a.weight", "a.weight", cut, layer=0)
-    parameter = torch.full(weight.megatron_shape(tp), float("nan"))
-    load_hf(str(tmp_path), weight_map([weight], [parameter], tp, rank))
-    assert torch.equal(parameter, expected.chunk(tp, dim=0 if cut is COLUMN else 1)[rank])
+    expected = expected.chunk(tp, dim=0 if cut is COLUMN else 1)[rank]
+    parameter = torch.full_like(expected, float("nan"))
+    load(tmp_path, parameter, cut, tp, rank)
+    assert torch.equal(parameter, expected)
 
 
-def test_fp8_without_factors_is_refused(tmp_path):
+def test_fp8_without_scales_is_refused(tmp_path):
     save_file({"a.weight": quantised(300, 200)[0]}, tmp_path / "model.safetensors")
-    weight = Weight(("a.weight",), ((300, 200),), "a.weight", "a.weight", COLUMN, layer=0)
     with pytest.raises(ValueError, match="a.weight in FP8, but no a.weight_scale_inv"):
-        load_hf(str(tmp_path), weight_map([weight], [torch.zeros(300, 200)], 1, 0))
+        load(tmp_path, torch.zeros(300, 200), COLUMN, 1, 0)

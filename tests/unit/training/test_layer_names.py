@@ -1,4 +1,4 @@
-"""Names of parameters in Transformer Engine's layers, as Megatron-core 0.16.1 has them on CUDA."""
+"""Parameter names in Transformer Engine's layers of Megatron-core 0.16.1."""
 
 import pytest
 
@@ -24,5 +24,5 @@ LAYER = "decoder.layers.3."
         ("self_attention.linear_proj.weight", "self_attention.linear_proj.weight"),
     ],
 )
-def test_norms_before_a_linear_layer_and_experts_of_a_rank_are_fused(local, fused):
+def test_names_of_fused_norms_and_experts(local, fused):
     assert te_name(LAYER + local) == LAYER + fused

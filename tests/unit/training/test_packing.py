@@ -1,3 +1,5 @@
+"""Plans of micro-batches, and samples in packed rows."""
+
 import random
 
 import numpy as np
@@ -10,107 +12,114 @@ from rl.training.packing import MicroBatch, pack, plan_micro_batches
 CPU = torch.device("cpu")
 
 
-# The plan -------------------------------------------------------------------------------------------------------------
+# The plan ---------------------------------------------------------------------------------------------------
 
 
-def trials(count=300):
-    """Random arguments of plan_micro_batches, from all alike to a few samples much longer than a micro-batch."""
-    rng = random.Random(11)
+def trials(samples_per_unit=1, count=300):
+    """Random arguments of `plan`, from equal units to a few much longer than a micro-batch; the indices are a
+    part of all."""
+    rng = random.Random(f"units of {samples_per_unit}")
     for _ in range(count):
         max_tokens = rng.randint(1, 200)
-        longest = rng.choice((1, max_tokens // 3 + 1, max_tokens, 3 * max_tokens))
-        lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 60))]
-        indices = rng.sample(range(len(lengths)), rng.randint(1, len(lengths)))
+        longest = rng.choice((1, max_tokens // (2 + samples_per_unit) + 1, max_tokens, 3 * max_tokens))
+        num_units = rng.randint(1, 60 // samples_per_unit)
+        # Responses may be empty, but a unit has tokens.
+        shortest = [
+            0 if samples_per_unit > 1 and rng.random() < 0.1 else 1
+            for _ in range(num_units * samples_per_unit)
+        ]
+        lengths = [rng.randint(least, longest) for least in shortest]
+        drawn = rng.sample(range(num_units), rng.randint(1, num_units))
+        indices = [i for k in drawn for i in range(k * samples_per_unit, (k + 1) * samples_per_unit)]
         yield lengths, indices, rng.randint(1, 9), max_tokens
 
 
-def plan(lengths, indices, dp, max_tokens):
-    return plan_micro_batches(lengths, indices=indices, dp=dp, max_tokens=max_tokens)
+def plan(lengths, indices, dp, max_tokens, samples_per_unit=1):
+    return plan_micro_batches(
+        lengths, indices=indices, dp=dp, max_tokens=max_tokens, samples_per_unit=samples_per_unit
+    )
 
 
-def test_every_sample_is_in_exactly_one_micro_batch_and_no_other_sample_is():
-    for arguments in trials():
-        _, indices, dp, _ = arguments
-        ranks = plan(*arguments)
-        assert len(ranks) == dp
-        assert sorted(i for rank in ranks for micro in rank for i in micro) == sorted(indices), arguments
+def micro_batches(ranks):
+    return [micro for rank in ranks for micro in rank]
 
 
-def test_no_micro_batch_exceeds_max_tokens_unless_it_is_a_single_sample():
-    singles = 0
-    for arguments in trials():
-        lengths, _, _, max_tokens = arguments
-        for micro in (micro for rank in plan(*arguments) for micro in rank):
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_properties_of_every_plan(size):
+    exceeding = several = empty = 0
+    for arguments in trials(size):
+        lengths, indices, dp, max_tokens = arguments
+        ranks = plan(*arguments, size)
+        # Every rank has the same number of micro-batches, no more than first-fit can need: all but one of its
+        # bins are more than half full.
+        assert len(ranks) == dp and len({len(rank) for rank in ranks}) == 1, arguments
+        loads = [sum(lengths[i] for micro in rank for i in micro) for rank in ranks]
+        assert len(ranks[0]) < 2 * max(loads) / max_tokens + 1, arguments
+        # Loads differ by at most one unit.
+        units = {i // size: sum(lengths[i // size * size : i // size * size + size]) for i in indices}
+        assert max(loads) <= min(loads) + max(units.values()), arguments
+        found = []
+        for micro in micro_batches(ranks):
+            assert micro == sorted(micro) and len(micro) % size == 0, arguments
+            # Units stay whole and in order.
+            starts = micro[::size]
+            assert micro == [i for start in starts for i in range(start, start + size)], arguments
+            assert all(start % size == 0 for start in starts), arguments
             tokens = sum(lengths[i] for i in micro)
-            assert tokens <= max_tokens or len(micro) == 1, arguments
-            singles += tokens > max_tokens
-    assert singles > 100  # the exception is exercised
+            assert tokens <= max_tokens or len(micro) == size, arguments
+            exceeding += tokens > max_tokens
+            several += len(micro) > size
+            empty += not micro
+            found += starts
+        assert sorted(found) == sorted(indices[::size]), arguments
+    assert exceeding > 100 and several > 100 and empty > 20  # every case occurs
 
 
-def test_every_rank_has_the_same_number_of_micro_batches():
-    for arguments in trials():
-        assert len({len(rank) for rank in plan(*arguments)}) == 1, arguments
-
-
-def test_loads_of_ranks_differ_by_at_most_one_sample():
-    for arguments in trials():
-        lengths, indices, _, _ = arguments
-        loads = [sum(lengths[i] for micro in rank for i in micro) for rank in plan(*arguments)]
-        assert max(loads) <= min(loads) + max(lengths[i] for i in indices), arguments
-
-
-def test_there_are_no_more_micro_batches_than_first_fit_can_need():
-    """All but one bin of first-fit are more than half full."""
-    for arguments in trials():
-        lengths, _, _, max_tokens = arguments
-        ranks = plan(*arguments)
-        load = max(sum(lengths[i] for micro in rank for i in micro) for rank in ranks)
-        assert len(ranks[0]) < 2 * load / max_tokens + 1, arguments
-
-
-def test_the_plan_depends_on_the_set_of_indices_and_not_on_their_order():
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_plan_depends_on_its_samples_alone(size):
     rng = random.Random(5)
-    for lengths, indices, dp, max_tokens in trials(50):
-        again = rng.sample(indices, len(indices))
-        assert plan(lengths, indices, dp, max_tokens) == plan(list(lengths), again, dp, max_tokens)
-
-
-def test_lengths_of_other_samples_do_not_matter():
-    for lengths, indices, dp, max_tokens in trials(50):
+    for lengths, indices, dp, max_tokens in trials(size, 50):
+        expected = plan(lengths, indices, dp, max_tokens, size)
+        assert plan(lengths, rng.sample(indices, len(indices)), dp, max_tokens, size) == expected
         others = [n if i in indices else n + 17 for i, n in enumerate(lengths)]
-        assert plan(lengths, indices, dp, max_tokens) == plan(others, indices, dp, max_tokens)
+        assert plan(others, indices, dp, max_tokens, size) == expected
 
 
-def test_samples_of_a_micro_batch_are_in_ascending_order():
-    for arguments in trials(50):
-        assert all(micro == sorted(micro) for rank in plan(*arguments) for micro in rank)
+def test_pairs_are_planned_as_samples_of_their_length():
+    for lengths, indices, dp, max_tokens in trials(2, 50):
+        sums = [a + b for a, b in zip(lengths[::2], lengths[1::2])]
+        singles = plan(sums, [i // 2 for i in indices[::2]], dp, max_tokens)
+        pairs = [[[i for k in micro for i in (2 * k, 2 * k + 1)] for micro in rank] for rank in singles]
+        assert plan(lengths, indices, dp, max_tokens, 2) == pairs
 
 
-def test_a_rank_with_a_long_sample_takes_fewer_others():
+def test_plans_by_hand():
+    # A rank with a long sample takes fewer others.
     assert plan([12, 4, 3, 5], [0, 1, 2, 3], 2, 100) == [[[0]], [[1, 2, 3]]]
-
-
-def test_more_ranks_than_samples_leaves_ranks_with_an_empty_micro_batch():
+    # With more ranks than units some ranks have an empty micro-batch.
     assert plan([5, 9], [0, 1], 4, 10) == [[[1]], [[0]], [[]], [[]]]
-
-
-def test_equal_samples_are_dealt_out_evenly():
-    ranks = plan([10] * 8, list(range(8)), 2, 20)
-    assert [[len(micro) for micro in rank] for rank in ranks] == [[2, 2], [2, 2]]
-
-
-def test_micro_batches_of_a_rank_are_about_equally_long_rather_than_full_and_a_rest():
-    [rank] = plan([4] * 6, list(range(6)), 1, 20)  # first-fit alone: 20 and 4 tokens
+    assert plan([5, 9, 1, 1], [0, 1, 2, 3], 3, 10, 2) == [[[0, 1]], [[2, 3]], [[]]]
+    # Equal samples are distributed evenly.
+    sizes = [[len(micro) for micro in rank] for rank in plan([10] * 8, list(range(8)), 2, 20)]
+    assert sizes == [[2, 2], [2, 2]]
+    # A rank's micro-batches are about equally long; first-fit alone gives 20 and 4 tokens.
+    [rank] = plan([4] * 6, list(range(6)), 1, 20)
     assert [len(micro) for micro in rank] == [3, 3]
+    # Evenly: 3 + 2 + 2 and 3 + 2, more than 6; first-fit: 3 + 3 and 2 + 2 + 2.
+    assert plan([3, 3, 2, 2, 2], list(range(5)), 1, 6) == [[[0, 1], [2, 3, 4]]]
+    # Pairs of 8, 9, 2 and 3 tokens; two of at most 11 go to each rank.
+    assert plan([7, 1, 4, 5, 1, 1, 3, 0], list(range(8)), 2, 11, 2) == [[[2, 3, 4, 5]], [[0, 1, 6, 7]]]
+    # One rank without the pair of 2: that of 9 alone, then those of 8 and 3.
+    assert plan([7, 1, 4, 5, 1, 1, 3, 0], [2, 3, 0, 1, 6, 7], 1, 11, 2) == [[[2, 3], [0, 1, 6, 7]]]
 
 
-def test_where_an_even_split_would_overfill_a_micro_batch_first_fit_decides():
-    lengths = [3, 3, 2, 2, 2]  # evenly: 3 + 2 + 2 and 3 + 2, more than 6; first-fit: 3 + 3 and 2 + 2 + 2
-    [rank] = plan(lengths, list(range(5)), 1, 6)
-    assert rank == [[0, 1], [2, 3, 4]]
+@pytest.mark.parametrize("indices", [[0, 1, 2], [1, 2], [0, 2, 3]])
+def test_part_of_a_pair_is_refused(indices):
+    with pytest.raises(AssertionError, match="whole units"):
+        plan([5] * 6, indices, 1, 100, 2)
 
 
-# Packed rows ----------------------------------------------------------------------------------------------------------
+# Packed rows ------------------------------------------------------------------------------------------------
 
 
 def example_batch():
@@ -130,7 +139,7 @@ def example_batch():
     return batch
 
 
-def test_samples_lie_end_to_end_in_the_order_given_with_padding_behind():
+def test_samples_are_concatenated_in_order_and_padded():
     micro = pack(example_batch(), [2, 0, 1], multiple=4, device=CPU)
     assert micro.samples == [2, 0, 1]
     assert micro.tokens.tolist() == [[31, 32, 33, 34, 35, 11, 12, 13, 14, 15, 21, 0]]
@@ -139,7 +148,7 @@ def test_samples_lie_end_to_end_in_the_order_given_with_padding_behind():
     assert micro.max_seqlen == 5
 
 
-def test_each_response_token_is_predicted_from_the_position_before_it():
+def test_response_tokens_are_predicted_from_the_one_before():
     micro = pack(example_batch(), [2, 0, 1], multiple=4, device=CPU)
     assert micro.predict_at.tolist() == [2, 3, 6, 7, 8]
     assert micro.targets.tolist() == [34, 35, 13, 14, 15]
@@ -157,22 +166,15 @@ def test_columns_follow_their_tokens():
 
 def test_types_are_those_that_megatron_takes():
     micro = pack(example_batch(), [0, 2], multiple=8, device=CPU)
-    for tensor in (
-        micro.tokens,
-        micro.position_ids,
-        micro.predict_at,
-        micro.targets,
-        micro.column_index,
-        micro.lengths,
-    ):
-        assert tensor.dtype == torch.int64
+    for name in ("tokens", "position_ids", "predict_at", "targets", "column_index", "lengths"):
+        assert getattr(micro, name).dtype == torch.int64
     assert micro.cu_seqlens.dtype == torch.int32
     assert type(micro.max_seqlen) is int
     assert micro.advantages.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("multiple", "padding"), [(1, 0), (2, 0), (5, 0), (3, 2), (8, 6), (16, 6)])
-def test_a_row_is_padded_to_the_multiple_and_no_further(multiple, padding):
+def test_a_row_is_padded_to_the_multiple(multiple, padding):
     micro = pack(example_batch(), [0, 2], multiple=multiple, device=CPU)
     assert micro.tokens.shape == micro.position_ids.shape == (1, 10 + padding)
     assert micro.cu_seqlens.tolist() == [0, 5, 10] + ([10 + padding] if padding else [])
@@ -182,7 +184,7 @@ def test_a_row_is_padded_to_the_multiple_and_no_further(multiple, padding):
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_an_empty_micro_batch_is_only_padding_and_predicts_nothing(multiple):
+def test_an_empty_micro_batch_is_only_padding(multiple):
     micro = pack(example_batch(), [], multiple=multiple, device=CPU)
     assert micro.tokens.tolist() == [[0] * multiple]
     assert micro.position_ids.tolist() == [list(range(multiple))]
@@ -193,7 +195,7 @@ def test_an_empty_micro_batch_is_only_padding_and_predicts_nothing(multiple):
     assert micro.predict_at.dtype == micro.targets.dtype == micro.lengths.dtype == torch.int64
 
 
-def test_a_sample_with_an_empty_response_takes_room_and_predicts_nothing():
+def test_an_empty_response_predicts_nothing():
     micro = pack(example_batch(), [1], multiple=1, device=CPU)
     assert micro.tokens.tolist() == [[21]]
     assert micro.cu_seqlens.tolist() == [0, 1]
@@ -221,10 +223,30 @@ def test_every_response_token_of_a_planned_batch_is_packed_once():
     assert found.tolist() == np.concatenate(responses).tolist()
 
 
-# Attributes -----------------------------------------------------------------------------------------------------------
+def test_packed_rows_of_pairs():
+    rng = np.random.default_rng(4)
+    lengths = rng.integers(0, 12, 20)
+    batch = Batch(
+        prompt_ids=[np.full(1 + i // 2 % 3, 90 + i // 2, np.int32) for i in range(20)],
+        response_ids=[np.full(n, i, np.int32) for i, n in enumerate(lengths)],
+        groups=torch.arange(10).repeat_interleave(2),
+        truncated=torch.zeros(20, dtype=torch.bool),
+        samples_per_unit=2,
+    )
+    totals = (batch.prompt_lengths + batch.lengths).tolist()
+    ranks = plan(totals, list(range(20)), 2, 40, batch.samples_per_unit)
+    assert len(ranks[0]) > 1
+    for samples in micro_batches(ranks):
+        micro = pack(batch, samples, multiple=4, device=CPU)
+        assert micro.lengths.tolist() == [lengths[i] for i in samples]
+        assert [i // 2 for i in micro.samples[::2]] == [i // 2 for i in micro.samples[1::2]]
+        assert micro.targets.tolist() == [i for i in samples for _ in range(lengths[i])]
 
 
-def test_a_column_that_is_not_filled_is_named_with_those_that_are():
+# Attributes -------------------------------------------------------------------------------------------------
+
+
+def test_an_absent_column_is_named_with_present_ones():
     micro = pack(example_batch(), [0], multiple=1, device=CPU)
     with pytest.raises(
         AttributeError, match="this micro-batch has no ref_logprobs; its columns are mask, advantages"
@@ -233,13 +255,13 @@ def test_a_column_that_is_not_filled_is_named_with_those_that_are():
     assert not hasattr(micro, "old_logprobs")
 
 
-def test_a_micro_batch_without_columns_says_so():
+def test_an_absent_column_without_any_present():
     nothing = torch.zeros(0, dtype=torch.int64)
     micro = MicroBatch([], nothing, nothing, nothing, 0, nothing, nothing, nothing, nothing)
     with pytest.raises(AttributeError, match="has no mask; its columns are none"):
         micro.mask  # noqa: B018
 
 
-def test_results_of_the_forward_pass_are_none_before_it():
+def test_outputs_are_none_before_the_forward_pass():
     micro = pack(example_batch(), [0], multiple=1, device=CPU)
     assert micro.logprobs is None and micro.entropy is None

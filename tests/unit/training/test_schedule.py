@@ -12,7 +12,7 @@ def rates(max_steps, **optimizer):
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_warm_up_is_linear_moves_at_the_first_step_and_ends_at_lr(schedule):
+def test_warm_up_is_linear_from_the_first_step_to_lr(schedule):
     assert rates(20, lr=1.0, warmup_steps=4, schedule=schedule)[:4] == [0.25, 0.5, 0.75, 1.0]
 
 
@@ -26,8 +26,8 @@ def test_constant_stays_at_lr_and_ignores_min_lr():
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_decay_begins_at_lr_after_the_warm_up_and_would_reach_min_lr_one_step_after_the_last(schedule):
-    """The last step still moves where min_lr is 0."""
+def test_decay_goes_from_lr_to_min_lr_after_the_last_step(schedule):
+    """With min_lr 0 the last step still has a positive rate."""
     optimizer = Optimizer(lr=1.0, min_lr=0.1, warmup_steps=3, schedule=schedule)
     assert learning_rate(optimizer, 4, 23) == 1.0
     assert learning_rate(optimizer, 14, 23) == pytest.approx(0.55)  # half of the 20 steps of decay
@@ -37,7 +37,7 @@ def test_decay_begins_at_lr_after_the_warm_up_and_would_reach_min_lr_one_step_af
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 7])
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_decay_is_strictly_monotonic_and_stays_between_min_lr_and_lr(schedule, warmup_steps):
+def test_decay_is_monotonic_between_lr_and_min_lr(schedule, warmup_steps):
     found = rates(100, lr=1e-3, min_lr=1e-5, warmup_steps=warmup_steps, schedule=schedule)[warmup_steps:]
     assert all(later < earlier for earlier, later in zip(found, found[1:]))
     assert found[0] == 1e-3 and found[-1] > 1e-5
@@ -64,7 +64,7 @@ def test_a_run_of_one_step_has_the_whole_rate(schedule):
 
 
 def test_the_rate_is_a_function_of_the_step_alone():
-    """A resumed run asks for step 30 first."""
+    """A resumed run computes step 30 first."""
     optimizer = Optimizer(lr=1.0, warmup_steps=10, schedule="cosine")
     whole = rates(60, lr=1.0, warmup_steps=10, schedule="cosine")
     assert [learning_rate(optimizer, step, 60) for step in (30, 31, 5)] == [whole[29], whole[30], whole[4]]

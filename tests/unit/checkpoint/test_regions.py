@@ -1,22 +1,22 @@
-"""Runs of a flattened parameter as boxes of Hugging Face tensors, against torch's own indexing."""
+"""Ranges of a flattened parameter as boxes of Hugging Face tensors, against torch's indexing."""
 
 import itertools
 
 import pytest
 import torch
 
-from rl.checkpoint.boxes import blocks, extent, overlap, regions, volume
-from rl.models.layout import COLUMN, ROW, VOCAB, Weight, index, qkv
+from rl.checkpoint.regions import blocks, regions
+from rl.models.boxes import extent, index, volume, whole
+from rl.models.layout import COLUMN, ROW, VOCAB, Weight, qkv
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 5), (3, 2, 4)])
-def test_blocks_are_the_elements_of_a_run_in_their_order(shape):
-    numbers = torch.arange(volume(tuple((0, size) for size in shape))).view(shape)
+def test_blocks_are_the_elements_of_a_range_in_order(shape):
+    numbers = torch.arange(volume(whole(shape))).view(shape)
     for start, stop in itertools.combinations(range(numbers.numel() + 1), 2):
         found = blocks(start, stop, shape)
-        assert torch.cat([numbers[index(box)].reshape(-1) for box in found]).tolist() == list(
-            range(start, stop)
-        )
+        elements = torch.cat([numbers[index(box)].reshape(-1) for box in found])
+        assert elements.tolist() == list(range(start, stop))
         assert len(found) <= 2 * len(shape) - 1
     assert blocks(3, 3, shape) == []
 
@@ -31,8 +31,8 @@ def test_blocks_are_the_elements_of_a_run_in_their_order(shape):
         (qkv(4, 2, 2), [(8,), (4,), (4,)]),
     ],
 )
-def test_regions_of_all_runs_of_all_ranks_are_the_tensors_once(cut, shapes):
-    """Three data parallel ranks own a run each of every tensor parallel rank's parameter."""
+def test_regions_of_all_ranks_are_the_tensors_once(cut, shapes):
+    """Each of three data parallel ranks has a range of every tensor parallel rank's parameter."""
     names = [f"t{i}" for i in range(len(shapes))]
     full = {name: torch.rand(shape) for name, shape in zip(names, shapes)}
     seen = {name: torch.zeros(shape) for name, shape in zip(names, shapes)}
@@ -49,8 +49,3 @@ def test_regions_of_all_runs_of_all_ranks_are_the_tensors_once(cut, shapes):
                 assert torch.equal(view, full[region.hf][index(region.box)])
                 seen[region.hf][index(region.box)] += 1
     assert all(torch.equal(count, torch.ones_like(count)) for count in seen.values())
-
-
-def test_boxes_that_only_touch_do_not_overlap():
-    assert overlap(((0, 2), (0, 4)), ((2, 3), (0, 4))) is None
-    assert overlap(((0, 3), (1, 4)), ((2, 5), (0, 2))) == ((2, 3), (1, 2))

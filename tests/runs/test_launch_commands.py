@@ -1,4 +1,5 @@
-"""python -m launch from its command line, with Slurm's commands played by scripts: what is written, submitted and shown."""
+"""python -m launch from its command line, with Slurm's commands played by scripts: what is written, submitted
+and shown."""
 
 import json
 import os
@@ -12,7 +13,7 @@ import pytest
 
 from launch.runs import read_runs
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
 algorithm: grpo
 run: {name: test, max_steps: 20}
@@ -172,7 +173,7 @@ class TestSweep:
         out = launch("sweep", "sweep.yaml", "--only", "failed")
         assert "#SBATCH --array=3-4%2" in out  # the first array's are gone now, the second's wait
 
-    def test_new_points_are_submitted_alone_and_old_ones_keep_their_numbers(self, place):
+    def test_only_new_points_are_submitted(self, place):
         launch("sweep", "sweep.yaml")
         (place / "sweep.yaml").write_text(
             SWEEP.replace("[2, 3, 4]", "[2, 3, 4, 5]").replace("[1.0e-3, 2.0e-3]", "[1.0e-3]")
@@ -181,7 +182,7 @@ class TestSweep:
         assert "#SBATCH --array=6%2" in out and "samples_per_prompt=5" in out
         assert "nothing to submit" in launch("sweep", "sweep.yaml")
 
-    def test_a_point_that_cannot_run_is_named_before_anything_is_submitted(self, place):
+    def test_an_invalid_point_is_named_before_a_submission(self, place):
         (place / "sweep.yaml").write_text(SWEEP.replace("[2, 3, 4]", "[2, 0]"))
         said = launch("sweep", "sweep.yaml", code=2)
         assert "samples_per_prompt=0" in said and "at least 1" in said and not (place / "sbatch.log").exists()
@@ -240,7 +241,7 @@ class TestStatus:
         commands = {name: run_launch(name, "runs/sw") for name in ("status", "report")}
         for done in commands.values():
             assert done.returncode == 0 and len(done.stderr.splitlines()) == 1, done.stderr
-            assert done.stderr.startswith("warning: the queue is not known")
+            assert done.stderr.startswith("warning: Slurm's queue is unavailable")
             assert "Unable to contact" in done.stderr
         shown = states(commands["status"].stdout)
         assert [shown[name] for name in points[:4]] == ["running", "lost", "failed", "unstarted"]
@@ -282,7 +283,7 @@ class TestReport:
 
 def test_help_and_an_unknown_command(place):
     assert "launch sweep" in launch("--help")
-    assert "there is no command sweeep" in launch("sweeep", code=2)
+    assert "sweeep is no command" in launch("sweeep", code=2)
     for command in ("submit", "sweep", "status", "report"):
         assert "usage" in launch(command, "--help")
 

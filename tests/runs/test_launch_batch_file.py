@@ -105,7 +105,7 @@ def test_slurms_times_are_understood():
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        (dict(nodes=0), "nodes is 0"),
+        (dict(nodes=0), "nodes=0"),
         (dict(gpus_per_node=0), "CPU node"),
         (dict(gpus_per_node=8, ranks_per_node=2), "rank per GPU"),
         (dict(time="tomorrow"), "tomorrow"),

@@ -1,0 +1,24 @@
+"""Sizes that Hugging Face configs name in several ways."""
+
+
+def num_kv_heads(hf: dict) -> int:
+    """Return the number of key/value heads. Configs from before grouped-query attention have no key for
+    it."""
+    return hf.get("num_key_value_heads") or hf["num_attention_heads"]
+
+
+def head_dim(hf: dict) -> int:
+    """Return the number of channels of one attention head."""
+    return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+
+
+def num_experts(hf: dict) -> int:
+    """Return the number of routed experts of a layer, by the key of each family; 0 for a dense model."""
+    return next(
+        (hf[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if hf.get(key)), 0
+    )
+
+
+def expert_width(hf: dict) -> int:
+    """Return the intermediate size of one routed expert."""
+    return hf.get("moe_intermediate_size") or hf["intermediate_size"]

@@ -1,0 +1,45 @@
+"""Megatron's distributed optimizer: built from the config, and the tensors that it holds on this rank."""
+
+from collections.abc import Iterator
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from torch import Tensor
+
+from rl.config.schema import Optimizer
+
+
+def build_optimizer(adam: Optimizer, dtype: torch.dtype, model: DistributedDataParallel) -> MegatronOptimizer:
+    """Build Adam for the model. Collective over the world."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=adam.lr,
+        min_lr=adam.min_lr,
+        weight_decay=adam.weight_decay,
+        adam_beta1=adam.beta1,
+        adam_beta2=adam.beta2,
+        adam_eps=adam.eps,
+        clip_grad=adam.clip_grad or float("inf"),
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    return get_megatron_optimizer(config, [model], use_gloo_process_groups=torch.cuda.is_available())
+
+
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return Megatron's optimizers that update parameters of this rank: one for routed experts, one for all
+    others."""
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [part for part in parts if not part.is_stub_optimizer]
+
+
+def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Yield the main weights and the moments on this rank."""
+    for part in optimizer_parts(optimizer):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
