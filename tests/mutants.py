@@ -15,14 +15,14 @@ A name that begins with hole- marks a mutant that no test has caught yet. The ex
 caught.
 
 The table has sections `[tests]` with the stems of test files and options of pytest, and entries
-`name: function: old => new`; an indented line continues the one before it. The name of the function suffices;
-the last parts of its qualified name, such as `qkv.vllm`, or `@stem` with the stem of its file are only needed
+`name: function: old => new`; an indented line continues the one before it. The name of the function suffices.
+The last parts of its qualified name, such as `qkv.vllm`, or `@stem` with the stem of its file are needed only
 where several functions contain the expression. `#2` takes the second of several equal expressions.
 
-A mutant replaces one expression or statement of one function. Expressions are compared as syntax, and functions
-and test files are found by name, so an entry remains valid when files are formatted or moved, or when a class is
+A mutant replaces one expression or statement of one function. Expressions are compared as syntax. Functions
+and test files are found by name, so an entry remains valid when files are formatted or moved, or a class is
 renamed. Mutants are written into a temporary copy of the working tree. The tests run in forks of this process,
-which has imported torch; they are run once without any mutant, and must pass.
+which has imported torch. They are run once without any mutant, and must pass.
 """
 
 import argparse
@@ -220,9 +220,7 @@ def pass_unchanged(selections: set[Tests], copy: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="list the mutants and run no test")
-    parser.add_argument(
-        "--only", metavar="TEXT", nargs="+", default=[""], help="mutants with TEXT in their name"
-    )
+    parser.add_argument("--only", metavar="TEXT", nargs="+", default=[""], help="mutants with TEXT in it")
     options = parser.parse_args()
     begin = time.monotonic()
     table = read_table(TABLE.read_text())
