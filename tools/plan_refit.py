@@ -24,7 +24,7 @@ import numpy as np
 # Run as a script, python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl.config.checks import check_rollout_grid, check_training_grid  # noqa: E402
+from rl.config.layout_checks import check_rollout_grid, check_training_grid  # noqa: E402
 from rl.config.schema import Config, Rollout, Training  # noqa: E402
 from rl.models import architecture  # noqa: E402
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts  # noqa: E402

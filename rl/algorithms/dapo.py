@@ -15,7 +15,7 @@ There is no KL term. Seeds differ between rounds, so that a prompt drawn twice g
 """
 
 from rl.data.batch import Batch, concatenate
-from rl.objectives.advantages import grpo
+from rl.objectives.advantages.grpo import grpo
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import advantages, policy_loss, token_selection
 

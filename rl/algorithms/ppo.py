@@ -16,7 +16,8 @@ is the mean over tokens for every `objective.aggregation`.
 """
 
 from rl.data.batch import Batch
-from rl.objectives.returns import gae, whiten
+from rl.objectives.advantages.gae import gae
+from rl.objectives.returns import whiten
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import policy_loss, token_selection
 

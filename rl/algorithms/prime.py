@@ -18,8 +18,8 @@ from functools import partial
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
+from rl.objectives.advantages.prime import prime
 from rl.objectives.preference import counted, log_ratios, outcome_loss
-from rl.objectives.returns import prime
 from rl.objectives.segments import segment_mean
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import policy_loss, token_selection

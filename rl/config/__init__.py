@@ -1,1 +1,2 @@
-"""The configuration tree, where it comes from, and what it must satisfy. Needs neither torch nor Megatron nor vLLM."""
+"""The configuration tree, where it comes from, and what it must satisfy. Needs neither torch nor Megatron nor
+vLLM."""

@@ -1,18 +1,19 @@
-"""What an algorithm's file declares: the models and data it needs, and its defaults.
+"""Declarations of algorithms, advantage estimators and losses: literals at the top of their files.
 
-The declarations are literals at the top of the file. They are read without running the file, because a configuration is
-checked before torch is imported.
+The literals are read without running the files, because a configuration is checked before torch is imported,
+and also where torch is not installed.
 """
 
 import ast
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rl.config.options import ConfigError, listed
 
 ALGORITHMS = Path(__file__).parents[1] / "algorithms"
+OBJECTIVES = Path(__file__).parents[1] / "objectives"
 
 NEEDS = {
     "samples": "responses that the policy generates",
@@ -27,12 +28,16 @@ NEEDS = {
     "implicit_reward": "a reward model that learns during the run",
     "dynamic_sampling": "further rounds of generation in a step",
 }
-"""What an algorithm may need; a run builds and reads what is named, and refuses settings of the rest."""
+"""Models and data that an algorithm may need. A run builds and reads what its algorithm names, and rejects
+settings of the rest."""
+
+
+# Algorithms -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the file of an algorithm declares."""
+    """Declarations of the file of an algorithm."""
 
     path: Path
     needs: tuple[str, ...]
@@ -46,7 +51,10 @@ def shipped() -> list[str]:
 
 @functools.cache
 def describe(name: str) -> Algorithm:
-    """The declarations of an algorithm, by name or path of a .py file. ConfigError if there is no such file or it is unfit."""
+    """Return the declarations of an algorithm, by name or path of a .py file.
+
+    Raises ConfigError if the file does not exist, cannot be read or lacks a declaration.
+    """
     path = Path(name).expanduser() if name.endswith(".py") else ALGORITHMS / f"{name}.py"
     if not name.endswith(".py") and name not in shipped():
         raise ConfigError(
@@ -56,14 +64,10 @@ def describe(name: str) -> Algorithm:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise ConfigError(f"algorithm {name} cannot be read: {error}.") from error
-    literals = {
-        node.targets[0].id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
+    values = assigned(tree)
     try:
-        needs = tuple(ast.literal_eval(literals["NEEDS"]))
-        defaults = dict(ast.literal_eval(literals["DEFAULTS"]))
+        needs = tuple(ast.literal_eval(values["NEEDS"]))
+        defaults = dict(ast.literal_eval(values["DEFAULTS"]))
     except (KeyError, ValueError, TypeError) as error:
         raise ConfigError(
             f"algorithm {name} must set NEEDS, a tuple, and DEFAULTS, a dict, as literals: {error}."
@@ -78,3 +82,83 @@ def describe(name: str) -> Algorithm:
             f"learn(phases, batch){renamed}."
         )
     return Algorithm(path, needs, defaults)
+
+
+# Advantage estimators and losses --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Declarations of the file of an advantage estimator or a loss.
+
+    The fields after `parameters` are the literals of the file in lower case; `rl.objectives.advantages` and
+    `rl.objectives.losses` describe them.
+    """
+
+    function: str
+    """Name of the function, and of its file."""
+    columns: frozenset[str]
+    """Positional parameters: columns of the batch that the function reads."""
+    parameters: frozenset[str]
+    """Keyword-only parameters, those of `select_tokens` included."""
+    formula: str
+    source: str
+    needs: tuple[str, ...] = ()
+    keys: dict[str, tuple[str, Any, str, str]] | None = None
+    per_token: bool = False
+    per_sample: bool = False
+    uses_ratio: bool = True
+    aggregation: str = ""
+    small_clip: str = ""
+    ascending: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of the configuration keys, and other parameters, that the function reads."""
+        return self.parameters | frozenset(self.keys or ())
+
+
+def assigned(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return the values assigned to single names at the top level of a module."""
+    found = {}
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name) and node.value:
+            found[target.id] = node.value
+    return found
+
+
+@functools.cache
+def formulas(room: str) -> dict[str, Formula]:
+    """Return config name -> declarations of the files of rl/objectives/<room>, which is advantages or
+    losses."""
+    paths = sorted((OBJECTIVES / room).glob("[a-z]*.py"))
+    return {path.stem.replace("_pp", "++").replace("_", "-"): read_formula(path) for path in paths}
+
+
+def read_formula(path: Path) -> Formula:
+    """Return the declarations of a file. Raises ConfigError if one is missing or no literal."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    values = assigned(tree)
+    functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names = [field.name.upper() for field in fields(Formula)[3:]]
+    try:
+        literals = {name.lower(): ast.literal_eval(values[name]) for name in names if name in values}
+        arguments = functions[path.stem]
+        keyword_only = [*arguments.kwonlyargs, *getattr(functions.get("select_tokens"), "kwonlyargs", ())]
+        return Formula(
+            path.stem,
+            frozenset(argument.arg for argument in arguments.args),
+            frozenset(argument.arg for argument in keyword_only),
+            **literals,
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path} must define a function {path.stem}, and FORMULA and SOURCE as literals: {error!r}."
+        ) from error
+
+
+def literal_dict(module: str, name: str) -> dict[str, str]:
+    """Return a literal dict at the top of rl/objectives/<module>.py, without running the file."""
+    tree = ast.parse((OBJECTIVES / f"{module}.py").read_text(encoding="utf-8"))
+    return ast.literal_eval(assigned(tree)[name])

@@ -6,12 +6,13 @@ FORM = re.compile(r"(?:(?P<days>\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def seconds_of(text: str) -> int:
-    """Seconds of a duration as sbatch's --time takes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
-    days-hours:minutes or days-hours:minutes:seconds. ValueError for anything else, and for 0."""
+    """Seconds of a duration as sbatch's --time takes it: minutes, minutes:seconds, hours:minutes:seconds,
+    days-hours, days-hours:minutes or days-hours:minutes:seconds. ValueError for anything else, and for 0."""
     match = FORM.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text!r} is no duration; write hours:minutes:seconds as in 3:50:00, or another form of sbatch's --time."
+            f"{text!r} is no duration; write hours:minutes:seconds as in 3:50:00, or another form of "
+            "sbatch's --time."
         )
     parts = [int(part) for part in match.groups()[1:] if part is not None]
     if match["days"] is None and len(parts) < 3:

@@ -1,20 +1,22 @@
-"""Typed option trees: nested dataclasses filled from an algorithm's defaults, a YAML file and dotted overrides.
+"""Typed option trees: nested dataclasses filled from an algorithm's defaults, a YAML file and dotted
+overrides.
 
     config = load(Config, "run.yaml", ["training.tp=2", "rollout={top_p: 0.9, stop: [END]}"])
 
-Later layers win: dataclass defaults <- `defaults` <- YAML file <- overrides in their order. Everything is strict: an
-unknown key, a duplicate key or a value of the wrong type is a `ConfigError`. To read a key before the algorithm's defaults
-are known, build twice from what was read once:
+Later layers win: dataclass defaults <- `defaults` <- YAML file <- overrides in their order. Everything is
+strict: an unknown key, a duplicate key or a value of the wrong type is a `ConfigError`. To read a key before
+the algorithm's defaults are known, build twice from what was read once:
 
     raw = read("run.yaml", overrides)
     config = build(Config, raw, DEFAULTS[build(Config, raw).algorithm])
 
-Fields may be int, float, str, bool, Literal, list[T], dict[str, T], Any, each also `| None`, and nested dataclasses
-("sections"). The rules that are not obvious:
+Fields may be int, float, str, bool, Literal, list[T], dict[str, T], Any, each also `| None`, and nested
+dataclasses ("sections"). The rules that are not obvious:
 - float takes an int, and a string that is a number (`"1e-6"`). bool is no int, and 3.0 is no int.
-- YAML scalars follow YAML 1.2, so `1e-6` is a number, `yes`, `off` and `2024-01-31` are strings and `1:30` is not 90.
-- An override `a.b=value` is read as YAML. For a str its text is taken as it stands, so `run.name=42` names the run "42",
-  and for list[T] a scalar of type T stands for a list of one: `data.train=a.jsonl`.
+- YAML scalars follow YAML 1.2, so `1e-6` is a number, `yes`, `off` and `2024-01-31` are strings and `1:30` is
+  not 90.
+- An override `a.b=value` is read as YAML. For a str its text is taken as it stands, so `run.name=42` names
+  the run "42", and for list[T] a scalar of type T stands for a list of one: `data.train=a.jsonl`.
 - A mapping given for a section sets the keys it names; a value given for a dict replaces the whole dict, and
   `reward.kwargs.limit=3` sets one of its keys.
 """
@@ -45,7 +47,7 @@ class ConfigError(ValueError):
     """One sentence for the user: the key, what was found, what was expected and what would work."""
 
 
-# Building a tree ------------------------------------------------------------------------------------------------------
+# Building a tree --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Override:
 
 @dataclass(frozen=True)
 class Raw:
-    """A YAML file and overrides, read but not yet held against a tree of dataclasses."""
+    """A YAML file and overrides, parsed but not yet checked against a tree of dataclasses."""
 
     source: str
     """Path of the file, for messages."""
@@ -78,7 +80,8 @@ def load(
     overrides: Iterable[str] = (),
     defaults: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
 ) -> T:
-    """The tree of type `cls` from `defaults` (dotted key -> value), the file at `path` (None: no file) and `overrides`."""
+    """Return the tree of type `cls` from `defaults` (dotted key -> value), the file at `path` (None: no file)
+    and `overrides`."""
     return build(cls, read(path, overrides), defaults)
 
 
@@ -89,7 +92,8 @@ def read(path: str | PathLike | None, overrides: Iterable[str] = ()) -> Raw:
 
 
 def build(cls: type[T], raw: Raw, defaults: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> T:
-    """A new tree of type `cls`: its own defaults <- `defaults` <- `raw`. ConfigError on the first unknown key or wrong type."""
+    """Return a new tree of type `cls`: its own defaults <- `defaults` <- `raw`. ConfigError on the first
+    unknown key or wrong type."""
     config = cls()
     for key, value in dict(defaults).items():
         Layer(cls, "defaults").assign(config, key, value)
@@ -112,7 +116,7 @@ class Layer:
 
     def put(self, section: Any, name: str, value: Any, prefix: str, text: str | None = None) -> None:
         """Set the field `name` of `section`, whose dotted key is `prefix`."""
-        annotation = annotations(type(section)).get(name)
+        annotation = annotations(type(section)).get(name)  # type: ignore[arg-type]
         if annotation is None:
             self.unknown(prefix, name, leaf=name)
         key = join(prefix, name)
@@ -134,7 +138,7 @@ class Layer:
         section, prefix = config, ""
         *parents, leaf = dotted.split(".")
         for depth, name in enumerate(parents):
-            annotation = annotations(type(section)).get(name)
+            annotation = annotations(type(section)).get(name)  # type: ignore[arg-type]
             if annotation is None:
                 self.unknown(prefix, name, leaf=leaf)
             prefix = join(prefix, name)
@@ -143,13 +147,14 @@ class Layer:
                 return setattr(section, name, convert(value, annotation, key=prefix, source=self.source))
             if not is_dataclass(annotation):
                 raise ConfigError(
-                    f"'{prefix}' is {type_name(annotation)}, not a section, so '{dotted}' ({self.source}) does not exist."
+                    f"'{prefix}' is {type_name(annotation)}, not a section, so '{dotted}' ({self.source}) "
+                    "does not exist."
                 )
             section = getattr(section, name)
         self.put(section, leaf, value, prefix, text)
 
     def dict_with(self, old: dict, path: list[str], value: Any, prefix: str) -> dict:
-        """A copy of `old` with `value` at the nested `path`."""
+        """Return a copy of `old` with `value` at the nested `path`."""
         new = copy.deepcopy(old)
         inner = new
         for name in path[:-1]:
@@ -176,13 +181,14 @@ class Layer:
         raise ConfigError(f"Unknown key '{name}' {place} ({self.source}); {advice}")
 
 
-# Types ----------------------------------------------------------------------------------------------------------------
+# Types ------------------------------------------------------------------------------------------------------
 
 MISFIT = object()
 
 
 def convert(value: Any, annotation: Any, *, key: str, source: str, text: str | None = None) -> Any:
-    """`value` as the type `annotation` or a ConfigError. `text` is the text of an override, None for any other source."""
+    """Return `value` as the type `annotation`, or raise ConfigError. `text` is the text of an override, None
+    for any other source."""
     kind, optional = without_none(annotation)
     origin = get_origin(kind)
     assert kind in (int, float, bool, str, Any) or origin in (Literal, list, dict), (
@@ -210,13 +216,15 @@ def convert(value: Any, annotation: Any, *, key: str, source: str, text: str | N
         converted = convert_scalar(value, kind, text)
     if converted is MISFIT:
         raise ConfigError(
-            f"{key} ({source}): found {found(value)}, expected {type_name(annotation)}{advice_on(value, kind)}"
+            f"{key} ({source}): found {found(value)}, expected "
+            f"{type_name(annotation)}{advice_on(value, kind)}"
         )
     return converted
 
 
 def convert_scalar(value: Any, kind: Any, text: str | None) -> Any:
-    """`value` as the type `kind`, which is neither a list nor a dict; MISFIT if it is of another type."""
+    """Return `value` as the type `kind`, which is neither a list nor a dict; MISFIT if it is of another
+    type."""
     if kind is Any:
         return copy.deepcopy(value)
     if get_origin(kind) is Literal:
@@ -243,7 +251,7 @@ def number_or_misfit(text: str) -> Any:
 
 
 def without_none(annotation: Any) -> tuple[Any, bool]:
-    """(X, True) for `X | None`, (X, False) for X."""
+    """Return (X, True) for `X | None`, (X, False) for X."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return annotation, False
     kinds = [kind for kind in get_args(annotation) if kind is not types.NoneType]
@@ -261,7 +269,7 @@ def type_name(annotation: Any) -> str:
 
 
 def advice_on(value: Any, kind: Any) -> str:
-    """End of the sentence about a value of the wrong type."""
+    """Return the end of the sentence about a value of the wrong type."""
     if value is None:
         return "; leave the key out to get its default."
     if kind is int and isinstance(value, float) and value.is_integer():
@@ -281,34 +289,35 @@ def found(value: Any) -> str:
 
 
 def show(value: Any, width: int = 70) -> str:
-    """A value as YAML and JSON write it, cut to `width` characters."""
+    """Return a value as YAML and JSON write it, cut to `width` characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
-# Keys -----------------------------------------------------------------------------------------------------------------
+# Keys -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def annotations(cls: type) -> dict[str, Any]:
-    """Field name -> type, in order."""
+def annotations(cls: Any) -> dict[str, Any]:
+    """Return field name -> type, in order."""
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in fields(cls)}
 
 
 @functools.cache
 def tree_keys(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> type of every section and leaf, in order; the type of a section is its dataclass."""
+    """Return dotted key -> type of every section and leaf, in order; the type of a section is its
+    dataclass."""
     keys = {}
     for name, annotation in annotations(cls).items():
         keys[join(prefix, name)] = annotation
         if is_dataclass(annotation):
-            keys |= tree_keys(annotation, join(prefix, name))
+            keys |= tree_keys(annotation, join(prefix, name))  # type: ignore[arg-type]
     return keys
 
 
 def nearest_keys(root: type, prefix: str, name: str, leaf: str) -> list[str]:
-    """Up to three valid keys that an unknown `name` in section `prefix` may stand for; [] where none is really close.
+    """Return up to three valid keys that an unknown `name` in section `prefix` may stand for.
 
     `leaf` is the last part of the key as the user wrote it, which may lie elsewhere in the tree. A key of the
     section that begins with `name` scores as high as an equal key elsewhere; the section's keys come first.
@@ -329,7 +338,8 @@ def nearest_keys(root: type, prefix: str, name: str, leaf: str) -> list[str]:
 
 
 def similarity(a: str, b: str) -> float:
-    """1 for equal names, 0.9 where b is made of a's initials (learning_rate, lr), otherwise difflib's ratio."""
+    """Return 1 for equal names, 0.9 if b consists of a's initials (learning_rate, lr), otherwise difflib's
+    ratio."""
     a, b = a.lower().replace("-", "_"), b.lower()
     initials = "".join(word[:1] for word in a.split("_"))
     if "_" in a and initials == b:
@@ -350,14 +360,15 @@ def last(key: str) -> str:
 
 
 def listed(words: Iterable[Any], conjunction: str) -> str:
-    """[1, 2, 4], "or" -> "1, 2 or 4"."""
+    """Return "1, 2 or 4" for [1, 2, 4] and "or"."""
     *first, final = (str(word) for word in words)
     return f"{', '.join(first)} {conjunction} {final}" if first else final
 
 
-# YAML -----------------------------------------------------------------------------------------------------------------
+# YAML -------------------------------------------------------------------------------------------------------
 
-# YAML 1.2's notion of a bool, an int and a float. PyYAML's is YAML 1.1: 1e-6 a string, `off` a bool, 010 eight.
+# YAML 1.2's notion of a bool, an int and a float. PyYAML's is YAML 1.1: 1e-6 a string, `off` a bool, 010
+# eight.
 SCALARS = (
     ("bool", "tTfF", r"true|True|TRUE|false|False|FALSE"),
     ("int", "-+0123456789", r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)"),
@@ -379,21 +390,22 @@ class Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     raise yaml.MarkedYAMLError(
-                        problem=f"the key '{key.value}' is there twice", problem_mark=key.start_mark
+                        problem=f"the key '{key.value}' occurs twice", problem_mark=key.start_mark
                     )
                 seen.add(key.value)
         return node
 
 
 class Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper; it quotes what either version of YAML would not read as a string, and writes no anchors."""
+    """PyYAML's safe dumper; it quotes what either version of YAML would not read as a string, and writes no
+    anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -438,20 +450,20 @@ def read_override(argument: str) -> Override:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of every leaf, in order. A dict[str, ...] field is a leaf."""
-    leaves = {}
-    for name in annotations(type(config)):
+    """Return dotted key -> value of every leaf, in order. A dict[str, ...] field is a leaf."""
+    leaves: dict[str, Any] = {}
+    for name in annotations(type(config)):  # type: ignore[arg-type]
         value = getattr(config, name)
         leaves |= flatten(value, join(prefix, name)) if is_dataclass(value) else {join(prefix, name): value}
     return leaves
 
 
 def to_yaml(config: Any) -> str:
-    """The whole tree as YAML; `load` reads it back to an equal tree."""
+    """Return the whole tree as YAML; `load` reads it back to an equal tree."""
     return yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-# Command line ---------------------------------------------------------------------------------------------------------
+# Command line -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -469,7 +481,8 @@ def parse_command_line(
 ) -> CommandLine:
     """Parse `--config FILE [key=value ...] [--print-config]`, in any order.
 
-    `--help` among the arguments prints the usage and every key of `cls`, exit code 0. A usage error exits with code 2.
+    `--help` among the arguments prints the usage and every key of `cls`, exit code 0. A usage error exits
+    with code 2.
     """
     parser = argparse.ArgumentParser(
         prog=program,
@@ -485,9 +498,9 @@ def parse_command_line(
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="set one key over the file, e.g. training.tp=2"
     )
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config and leave")
-    parser.add_argument("--dry-run", action="store_true", help="say whether it would fit: --dry-run --help")
-    parser.add_argument("-h", "--help", action="store_true", help="print this text and leave")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
+    parser.add_argument("--dry-run", action="store_true", help="estimate whether it fits: --dry-run --help")
+    parser.add_argument("-h", "--help", action="store_true", help="print this text and exit")
     if "-h" in argv or "--help" in argv:
         print(f"{parser.format_help()}\n{help_text(cls)}")
         raise SystemExit(0)
@@ -502,7 +515,8 @@ def parse_command_line(
 
 
 def help_text(cls: type, width: int | None = None) -> str:
-    """Every key with type, default and doc, grouped by section, wrapped to `width` columns (None: the terminal's)."""
+    """Return every key with type, default and doc, grouped by section, wrapped to `width` columns (None: the
+    terminal's)."""
     columns = min(max(width or shutil.get_terminal_size().columns, 40), 120)
     wrap = functools.partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
     keys, docs, defaults = tree_keys(cls), tree_docs(cls), flatten(cls())
@@ -518,18 +532,21 @@ def help_text(cls: type, width: int | None = None) -> str:
 
 
 def tree_docs(cls: type) -> dict[str, str]:
-    """Dotted key -> doc of every section and leaf, in one line; "" where there is none."""
+    """Return dotted key -> doc of every section and leaf, in one line; "" where there is none."""
     sections = {"": cls} | tree_keys(cls)
     return {key: field_docs(sections[parent(key)]).get(last(key), "") for key in tree_keys(cls)}
 
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name -> the string literal that stands under the field in the source of `cls` or a base class."""
-    docs = {}
+    """Return field name -> doc: the string literal under the field in the source of `cls` or a base class, or
+    the field's metadata "doc"."""
+    docs = {field.name: field.metadata["doc"] for field in fields(cls) if "doc" in field.metadata}
     for ancestor in (c for c in reversed(cls.__mro__) if is_dataclass(c)):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body
+        assert isinstance(definition, ast.ClassDef)
         for statement, following in zip(definition.body, definition.body[1:]):
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                assert isinstance(statement.target, ast.Name)
                 docs[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
     return docs

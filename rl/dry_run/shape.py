@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.config.checks import check_judge, check_layout
+from rl.config.layout_checks import check_judge, check_layout
 from rl.config.options import ConfigError, listed
 from rl.config.schema import Config, algorithm_of, needs_engine, needs_reference, needs_reward
 from rl.dry_run.parameters import Part, count_parameters, group_parts

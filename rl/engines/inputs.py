@@ -5,8 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from rl.config.checks import check_judge, check_layout
 from rl.config.functions import load_function
+from rl.config.layout_checks import check_judge, check_layout
 from rl.config.options import ConfigError
 from rl.config.reward_sources import RewardPlan, make_plan
 from rl.config.schema import Config, algorithm_of, needs_reward

@@ -1,1 +1,2 @@
-"""Advantages, policy losses, KL and aggregation: pure functions of tensors, without config and without collectives."""
+"""Advantages, policy losses, KL and aggregation: pure functions of tensors, without config and without
+collectives."""

@@ -1,45 +1,53 @@
-"""From the losses of single tokens to the loss of a mini-batch.
+"""Reduction of the losses of single tokens to the loss of a mini-batch.
 
-Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] says how many belong to each, zeros
-allowed.
+Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] says how many belong to each,
+zeros allowed.
 """
-
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rl.objectives.segments import segment_sum
 
-Mode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
+MODES = {
+    "token-mean": "sum over tokens / num_tokens (DAPO)",
+    "token-sum": "sum over tokens",
+    "seq-mean-token-sum": "sum over tokens / num_samples",
+    "seq-mean-token-mean": "sum over samples of (mean over tokens) / num_samples (GRPO's paper)",
+    "seq-mean-token-sum-norm": "sum over tokens / num_samples / `rollout.max_response_tokens` (Dr.GRPO)",
+}
+"""Name of each mean -> formula; denominators are those of the whole mini-batch. The configuration reads this
+literal."""
 
 
 def aggregate(
     token_loss: Tensor,
     mask: Tensor,
     lengths: Tensor,
-    mode: Mode,
+    mode: str,
     *,
     num_tokens: float,
     num_samples: float,
     norm: float | None = None,
 ) -> Tensor:
-    """This part's share of the mini-batch's loss.
+    """Return this part's share of the mini-batch's loss.
 
-    The denominators belong to the whole mini-batch, over all micro-batches and data parallel ranks. So the shares of any
-    split into parts (of whole samples) sum to the loss of the whole, and so do their gradients: the result is to be
-    summed, never averaged, over micro-batches and ranks.
+    The denominators belong to the whole mini-batch, over all micro-batches and data parallel ranks. So the
+    shares of any split into parts (of whole samples) sum to the loss of the whole, and so do their gradients:
+    the result is to be summed, never averaged, over micro-batches and ranks.
 
-        token-mean               sum over tokens / num_tokens                             DAPO, arXiv:2503.14476
+        token-mean               sum over tokens / num_tokens
         token-sum                sum over tokens
         seq-mean-token-sum       sum over tokens / num_samples
-        seq-mean-token-mean      sum over samples of (mean over tokens) / num_samples     GRPO, arXiv:2402.03300
-        seq-mean-token-sum-norm  sum over tokens / num_samples / norm                     Dr.GRPO, arXiv:2503.20783
+        seq-mean-token-mean      sum over samples of (mean over tokens) / num_samples
+        seq-mean-token-sum-norm  sum over tokens / num_samples / norm
+
+    token-mean is DAPO's (arXiv:2503.14476), seq-mean-token-mean GRPO's (arXiv:2402.03300), and
+    seq-mean-token-sum-norm Dr.GRPO's (arXiv:2503.20783).
 
     Only unmasked tokens enter sums and means. A sample without any contributes 0. (In verl 0.7
-    seq-mean-token-sum-norm does not divide by the number of samples; here it does, as the paper's objective is a mean.)
+    seq-mean-token-sum-norm does not divide by the number of samples; here it does, as the paper's objective
+    is a mean.)
 
     Args:
         token_loss: floating [T]; masked positions may hold anything, NaN included.
@@ -47,7 +55,8 @@ def aggregate(
         lengths: int64 [B].
         mode: one of the above.
         num_tokens: unmasked tokens of the whole mini-batch.
-        num_samples: samples of the whole mini-batch. Whether samples without an unmasked token count is up to the caller.
+        num_samples: samples of the whole mini-batch. Whether samples without an unmasked token count is up to
+            the caller.
         norm: a constant such as the maximum response length in tokens; seq-mean-token-sum-norm needs it.
 
     Returns:
@@ -73,4 +82,4 @@ def aggregate(
                 f"seq-mean-token-sum-norm needs norm > 0, such as the maximum response length, not {norm}"
             )
         return token_loss.sum() / max(num_samples, 1) / norm
-    raise ValueError(f"aggregation mode {mode!r} is not one of {', '.join(Mode.__args__)}")
+    raise ValueError(f"aggregation mode {mode!r} is not one of {', '.join(MODES)}")

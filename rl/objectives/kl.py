@@ -1,10 +1,8 @@
 """Estimators of the KL divergence from the reference policy, per token.
 
-Shapes: `T` response tokens, flat. At masked positions the inputs may hold anything, NaN included: they are replaced before
-the first nonlinear operation, so neither value nor gradient sees them.
+Shapes: `T` response tokens, flat. At masked positions the inputs may hold anything, NaN included: they are
+replaced before the first nonlinear operation, so neither value nor gradient sees them.
 """
-
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,17 +10,25 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0
 """k3 only: the log-ratio is clamped to +- this before exp, as in verl."""
 MAX_K3 = 10.0
-"""k3 only: the estimate of one token is clamped to this from above, as in verl. Where it binds the gradient is 0."""
+"""k3 only: the estimate of one token is clamped to this from above, as in verl. Where it binds the gradient
+is 0."""
 
-Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
-ESTIMATORS: tuple[str, ...] = Estimator.__args__
-"""Names of the estimators."""
+ESTIMATORS = {
+    "k1": "d",
+    "abs": "|d|",
+    "k2": "d^2 / 2",
+    "k3": "exp(-d) - 1 + d",
+    "k1+": "value of k1, gradient of k2",
+    "k3+": "value of k3, gradient of k2",
+}
+"""Name of each estimator -> formula, with d = log pi - log pi_ref. The configuration reads this literal."""
 
 
-def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: Estimator) -> Tensor:
-    """One-sample estimate of KL(policy || reference) for tokens drawn from the policy.
+def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: str) -> Tensor:
+    """Return a one-sample estimate of KL(policy || reference) for tokens drawn from the policy.
 
-    With d = logprobs - ref_logprobs (Schulman, 'Approximating KL divergence', http://joschu.net/blog/kl-approx.html):
+    With d = logprobs - ref_logprobs (Schulman, 'Approximating KL divergence',
+    http://joschu.net/blog/kl-approx.html):
 
         k1   d                     unbiased, can be negative
         abs  |d|                   not an estimate of the KL, a distance
@@ -31,13 +37,14 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: Estim
         k1+  value of k1, gradient of k2
         k3+  value of k3, gradient of k2
 
-    These are estimates of the value. As a term of the loss the gradient counts: the mean gradient of k2 is that of
-    KL(policy || reference), that of k1 is 0, and that of k3 belongs to KL(reference || policy). So k1+ and k3+ report an
-    unbiased value and pull with the right gradient; they are verl's estimators of the same names.
+    These are estimates of the value. As a term of the loss the gradient counts: the mean gradient of k2 is
+    that of KL(policy || reference), that of k1 is 0, and that of k3 belongs to KL(reference || policy). So
+    k1+ and k3+ report an unbiased value and pull with the right gradient; they are verl's estimators of the
+    same names.
 
-    k3 is clamped as in verl: -d to +- MAX_LOG_RATIO, and the result to MAX_K3. The latter binds for d < -2.6 and
-    d > 11; such a token adds a constant 10 and pulls the policy nowhere, and k3 is then too small on average. k3+ has the
-    clamped value, but keeps the gradient d everywhere.
+    k3 is clamped as in verl: -d to +- MAX_LOG_RATIO, and the result to MAX_K3. The latter binds for d < -2.6
+    and d > 11; such a token adds a constant 10 and pulls the policy nowhere, and k3 is then too small on
+    average. k3+ has the clamped value, but keeps the gradient d everywhere.
 
     Args:
         logprobs: floating [T], log-probabilities of the tokens under the policy.
@@ -54,7 +61,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: Estim
     d = torch.where(mask.bool(), logprobs - ref_logprobs, 0.0)
     if estimator in ("k1+", "k3+"):
         value = kl(logprobs.detach(), ref_logprobs.detach(), mask, estimator=estimator[:-1])
-        # Worth 0, and its slope is d. (k2 minus itself would do as well, but its square may overflow.)
+        # Its value is 0 and its slope d. (k2 minus itself would also work, but its square may overflow.)
         return value + d.detach() * (d - d.detach())
     if estimator == "k1":
         return d

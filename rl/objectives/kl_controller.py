@@ -1,7 +1,8 @@
 """The weight of a KL penalty from step to step: fixed, or steered so that the divergence approaches a target.
 
-Both have the same face: read `coef`, call `update` after each step, keep `state_dict` with the checkpoint. They are plain
-numbers on the host; every rank that updates its own with the same arguments has the same weight.
+Both have the same face: read `coef`, call `update` after each step, keep `state_dict` with the checkpoint.
+They are plain numbers on the host; every rank that updates its own with the same arguments has the same
+weight.
 """
 
 import math
@@ -11,7 +12,8 @@ MAX_ERROR = 0.2
 
 
 class FixedKL:
-    """A constant weight, that of the configuration: `update` leaves it as it is, and a checkpoint holds nothing of it."""
+    """A constant weight, that of the configuration: `update` leaves it as it is, and a checkpoint holds
+    nothing of it."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -32,8 +34,8 @@ class AdaptiveKL:
         error = clip((current_kl - target) / target, -0.2, 0.2)
         coef  = coef (1 + error num_samples / horizon)
 
-    The paper's gain, 0.1 per update, is num_samples / horizon here, as in its code (lm-human-preferences) and in verl, so
-    that the weight changes by about a fifth over `horizon` samples, whatever the batch size.
+    The paper's gain, 0.1 per update, is num_samples / horizon here, as in its code (lm-human-preferences) and
+    in verl, so that the weight changes by about a fifth over `horizon` samples, whatever the batch size.
 
     Args:
         init_coef: first weight, > 0: from 0 it could never move.
@@ -61,7 +63,8 @@ class AdaptiveKL:
             num_samples: samples of the step, over all ranks.
 
         Raises:
-            ValueError: current_kl is NaN, or the horizon is so short that one step could turn the weight negative.
+            ValueError: current_kl is NaN, or the horizon is so short that one step could turn the weight
+                negative.
         """
         if math.isnan(current_kl):
             raise ValueError(
@@ -69,7 +72,8 @@ class AdaptiveKL:
             )
         if MAX_ERROR * num_samples >= self.horizon:
             raise ValueError(
-                f"a horizon of {self.horizon} samples is too short for steps of {num_samples}: it must exceed "
+                f"a horizon of {self.horizon} samples is too short for steps of {num_samples}: it must "
+                "exceed "
                 f"{MAX_ERROR} x {num_samples}, and should be many times that"
             )
         error = min(max(current_kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
@@ -86,7 +90,8 @@ class AdaptiveKL:
         """
         if "coef" not in state:
             raise ValueError(
-                "the checkpoint has no KL weight to continue from: it was written with a fixed one. Start a new run, or keep "
+                "the checkpoint has no KL weight to continue from: it was written with a fixed one. Start a "
+                "new run, or keep "
                 "the fixed weight"
             )
         self.coef = float(state["coef"])

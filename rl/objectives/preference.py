@@ -1,7 +1,8 @@
 """Losses of whole responses against a reference policy: pairs (DPO and kin) and win rates (SPPO).
 
-Shapes: `T` response tokens of `B` samples, flat; `lengths` int64 [B]. With pairs, samples 2k and 2k + 1 are the chosen and the
-rejected response to one prompt, `P = B / 2`. At masked positions the inputs may hold anything, NaN included.
+Shapes: `T` response tokens of `B` samples, flat; `lengths` int64 [B]. With pairs, samples 2k and 2k + 1 are
+the chosen and the rejected response to one prompt, `P = B / 2`. At masked positions the inputs may hold
+anything, NaN included.
 """
 
 from typing import Literal
@@ -36,10 +37,12 @@ def pair_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of each pair, with m = log-ratio of the chosen response minus that of the rejected one:
 
-        sigmoid  -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m)     DPO, arXiv:2305.18290, equation 7; with s > 0
-                                                                           conservative DPO (its section on noisy labels)
-        hinge    max(0, 1 - beta m)                                        SLiC, arXiv:2305.10425, in DPO's rewards
+        sigmoid  -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m)     DPO, arXiv:2305.18290, equation 7
+        hinge    max(0, 1 - beta m)                                        SLiC, arXiv:2305.10425
         ipo      (m - 1 / (2 beta))^2                                      IPO, arXiv:2310.12036, equation 17
+
+    With s > 0 the first is conservative DPO (that paper's section on noisy labels); hinge is in DPO's
+    rewards.
 
     Args:
         ratios: floating [B], `log_ratios` of chosen and rejected responses in turn.
@@ -47,8 +50,8 @@ def pair_loss(
         label_smoothing: s in [0, 0.5), sigmoid only.
 
     Returns:
-        [P], and sums over the pairs without a graph: `accuracy` (pairs with m > 0), `margin` (beta m), `chosen_reward` and
-        `rejected_reward` (beta times the log-ratio).
+        [P], and sums over the pairs without a graph: `accuracy` (pairs with m > 0), `margin` (beta m),
+        `chosen_reward` and `rejected_reward` (beta times the log-ratio).
 
     Raises:
         ValueError: unknown loss.
@@ -87,10 +90,11 @@ def sppo_loss(ratios: Tensor, win_rates: Tensor, *, eta: float) -> Tensor:
 
 @torch.no_grad()
 def win_rates(scores: Tensor, groups: Tensor) -> Tensor:
-    """P(y beats pi_t), estimated over the group: the share of the other responses that score lower, ties counting half.
+    """Return P(y beats pi_t), estimated over the group: the share of the other responses that score lower,
+    ties counting half.
 
-    scores: floating [N]; groups: int64 [N], any numbers in any order. Returns [N]; a group of one gives 1/2. SPPO asks a
-    preference model for P(y beats y'); here a response with the higher score wins.
+    scores: floating [N]; groups: int64 [N], any numbers in any order. Returns [N]; a group of one gives 1/2.
+    SPPO asks a preference model for P(y beats y'); here a response with the higher score wins.
     """
     order = torch.argsort(groups, stable=True)
     _, sizes = torch.unique_consecutive(groups[order], return_counts=True)
@@ -104,11 +108,13 @@ def win_rates(scores: Tensor, groups: Tensor) -> Tensor:
 
 
 def outcome_loss(ratios: Tensor, labels: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy of an implicit reward model: sigmoid(beta log-ratio) is the probability that the response is right.
+    """Return the cross-entropy of an implicit reward model: sigmoid(beta log-ratio) is the probability that
+    the response is right.
 
         -(l log sigmoid(beta m) + (1 - l) log(1 - sigmoid(beta m)))       PRIME, arXiv:2502.01456, equation 4
 
-    ratios: floating [B]; labels: floating [B] in [0, 1]. Returns [B], and the sum `accuracy` of samples on the right side.
+    ratios: floating [B]; labels: floating [B] in [0, 1]. Returns [B], and the sum `accuracy` of samples on
+        the right side.
     """
     logits = beta * ratios
     right = ((logits > 0) == (labels > 0.5)).to(logits.dtype).detach()

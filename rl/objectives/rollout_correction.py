@@ -1,24 +1,26 @@
-"""The gap between the engine that sampled and the trainer that learns, at the same weights: measured, weighed, rejected.
+"""Importance weights, rejection and metrics for the mismatch between engine and trainer at the same weights.
 
-Kernels, precision and expert routing of the two differ, so the tokens are drawn from a policy other than the one whose
-gradient is taken, and training that ignores it can collapse (Yao et al., 'Your efficient RL framework secretly brings you
-off-policy RL training', https://fengyao.notion.site/off-policy-rl; Liu et al., 'When speed kills stability',
-https://richardli.xyz/rl-collapse). Importance sampling weighs a token's loss by
+Kernels, precision and expert routing of the two differ, so the tokens are drawn from a policy other than the
+one whose gradient is taken, and training that ignores it can collapse (Yao et al., 'Your efficient RL
+framework secretly brings you off-policy RL training', https://fengyao.notion.site/off-policy-rl; Liu et al.,
+'When speed kills stability', https://richardli.xyz/rl-collapse). Importance sampling weighs a token's loss by
 
     w = exp(old_logprobs - rollout_logprobs)          trainer over engine
 
-and the functions here bound these weights, or turn tokens off. They run once on the whole batch of a step, before any
-update; the results are constants, [T], cut into micro-batches like `advantages`. Weights multiply `token_loss`.
+and the functions here bound these weights, or turn tokens off. They run once on the whole batch of a step,
+before any update; the results are constants, [T], cut into micro-batches like `advantages`. Weights multiply
+`token_loss`.
 
-Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] says how many belong to each, zeros
-allowed. All functions take:
+Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] says how many belong to each,
+zeros allowed. All functions take:
 
     old_logprobs: floating [T], of the trainer, at the weights that sampled.
-    rollout_logprobs: floating [T], of the engine, of the distribution it sampled from: after temperature and truncation.
+    rollout_logprobs: floating [T], of the engine, of the distribution it sampled from: after temperature and
+        truncation.
     mask: bool or 0/1 [T], the tokens that count.
 
-At masked positions the log-probabilities may hold anything, NaN included. Log-ratios, of tokens or of whole samples, are
-clamped to +- MAX_LOG_RATIO before exp.
+At masked positions the log-probabilities may hold anything, NaN included. Log-ratios, of tokens or of whole
+samples, are clamped to +- MAX_LOG_RATIO before exp.
 """
 
 from typing import Literal
@@ -38,9 +40,10 @@ Statistic = Literal["k1", "k2", "k3"]
 
 @torch.no_grad()
 def token_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, upper: float) -> Tensor:
-    """Truncated importance sampling per token (TIS, Yao et al.): min(w, upper), 0 at masked positions; [T].
+    """Return truncated importance weights per token (TIS, Yao et al.): min(w, upper), 0 at masked positions;
+    [T].
 
-    Low variance, but biased: a token's weight knows nothing of the tokens before it. verl's `upper` is 2.
+    Low variance, but biased: a token's weight ignores the tokens before it. verl's `upper` is 2.
 
     Raises:
         ValueError: upper is not positive.
@@ -56,9 +59,11 @@ def token_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
 def sequence_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, mask: Tensor, *, upper: float
 ) -> Tensor:
-    """Truncated importance sampling per sample: min(product of w over the sample, upper) on each of its unmasked tokens.
+    """Return truncated importance weights per sample: min(product of w over the sample, upper) on each of its
+    unmasked tokens.
 
-    Unbiased but for the truncation; its variance grows with the length of the sample. 0 at masked positions; [T].
+    Unbiased but for the truncation; its variance grows with the length of the sample. 0 at masked positions;
+    [T].
 
     Raises:
         ValueError: upper is not positive.
@@ -74,9 +79,11 @@ def sequence_weights(
 def icepop(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """IcePop (Ring-1T, arXiv:2510.18855): w where low <= w <= high, else 0; 0 at masked positions too; [T].
+    """Return IcePop's weights (Ring-1T, arXiv:2510.18855): w where low <= w <= high, else 0; 0 at masked
+    positions too; [T].
 
-    A token dropped so keeps its place in the denominators of the loss; `reject` takes that too. The authors use 0.5 and 5.
+    A token dropped so keeps its place in the denominators of the loss; `reject` takes that too. The authors
+    use 0.5 and 5.
 
     Raises:
         ValueError: 1, the weight of a token on which both agree, is not within the bounds.
@@ -104,30 +111,34 @@ def reject(
 ) -> Tensor:
     """Mask without the tokens, or the whole samples, whose divergence leaves low .. high.
 
-    Estimates of KL(engine || trainer) of a token, with x = log w (Schulman, http://joschu.net/blog/kl-approx.html):
+    Estimates of KL(engine || trainer) of a token, with x = log w (Schulman,
+    http://joschu.net/blog/kl-approx.html):
 
         k1   -x                    below 0 where the trainer is the surer of the two
         k2   x^2 / 2
         k3   exp(x) - 1 - x
 
-    level "token" judges each token by itself (verl's token_k1 ..), "sequence" each sample by the mean over its unmasked
-    tokens (seq_mean_k1 ..). The mean, as a sum would reject long samples for being long: at 0.001 nats per token any bound
-    on it is crossed sooner or later. For "sequence" and "k1" the statistic is the log of one over the geometric mean of w.
+    level "token" judges each token by itself (verl's token_k1 ..), "sequence" each sample by the mean over
+    its unmasked tokens (seq_mean_k1 ..). The mean, as a sum would reject long samples for being long: at
+    0.001 nats per token any bound on it is crossed sooner or later. For "sequence" and "k1" the statistic is
+    the log of one over the geometric mean of w.
 
     Args:
         level, statistic: see above.
-        low, high: bounds in nats, low <= 0 <= high. k2 and k3 are never negative, so low = 0 says nothing there. verl
-            bounds k1 by ratios: its "0.5_2.0" is low = log 0.5, high = log 2.
+        low, high: bounds in nats, low <= 0 <= high. k2 and k3 are never negative, so low = 0 has no effect
+            there. verl bounds k1 by ratios: its "0.5_2.0" is low = log 0.5, high = log 2.
 
     Returns:
         [T], the dtype of `mask`. A token without a finite log-probability is outside of any bounds.
 
     Raises:
-        ValueError: unknown level or statistic, or 0, the divergence where both agree, is not within the bounds.
+        ValueError: unknown level or statistic, or 0, the divergence where both agree, is not within the
+            bounds.
     """
     if not low <= 0 <= high:
         raise ValueError(
-            f"rejection keeps {statistic} from {low} to {high} nats; 0 must be among them. For bounds of a ratio give their logs"
+            f"rejection keeps {statistic} from {low} to {high} nats; 0 must be among them. For bounds of a "
+            "ratio give their logs"
         )
     kept = mask.bool()
     log_ratio = torch.where(kept, old_logprobs - rollout_logprobs, 0.0)
@@ -180,7 +191,8 @@ def metrics(
             `rollout_logprobs` are those of the distribution sampled from, so it tells a bug from a gap.
             (verl's std is that of truncated weights.)
         rollout_is_eff_sample_size: (mean w)^2 / mean w^2, the share of the batch that is left, 0 to 1.
-    Of samples, means over those with an unmasked token, where ppl is exp(-mean log-probability of its tokens):
+    Of samples, means over those with an unmasked token, where ppl is exp(-mean log-probability of its
+    tokens):
         training_ppl, training_log_ppl, rollout_ppl, rollout_log_ppl: of the trainer and of the engine.
         ppl_ratio: training ppl / rollout ppl.
         log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min: log of that ratio.

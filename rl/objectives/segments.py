@@ -1,13 +1,14 @@
 """Reductions over samples that lie end to end in one flat tensor, and their transpose.
 
-Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] says how many belong to each, zeros
-allowed.
+Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] says how many belong to each,
+zeros allowed.
 
-The obvious spellings are avoided for a reason each. `index_add` and the backward pass of `repeat_interleave` add with
-atomics on CUDA, so the result changes from run to run. A difference of `cumsum` loses digits and carries a NaN of one
-sample into all later ones. `torch.segment_reduce` sums each segment in a fixed order, but rejects B == 0, and its own
-backward pass walks a segment with a single thread on CUDA. A segment sum and `expand` are each other's transpose, so here
-each is the other's backward pass: deterministic in both directions and differentiable any number of times.
+The obvious spellings are avoided for a reason each. `index_add` and the backward pass of `repeat_interleave`
+add with atomics on CUDA, so the result changes from run to run. A difference of `cumsum` loses digits and
+carries a NaN of one sample into all later ones. `torch.segment_reduce` sums each segment in a fixed order,
+but rejects B == 0, and its own backward pass walks a segment with a single thread on CUDA. A segment sum and
+`expand` are each other's transpose, so here each is the other's backward pass: deterministic in both
+directions and differentiable any number of times.
 """
 
 import torch
@@ -42,26 +43,29 @@ def _reduce(x: Tensor, lengths: Tensor) -> Tensor:
     if len(lengths) == 0:
         assert len(x) == 0, f"{len(x)} tokens, but no sample to hold them"
         return x.new_zeros(0)
-    # float64: the order within a segment is fixed and serial on CPU, so float32 would lose digits on long responses.
-    # segment_reduce itself checks that lengths are not negative and sum to T.
+    # float64: the order within a segment is fixed and serial on CPU, so float32 would lose digits on long
+    # responses. segment_reduce itself checks that lengths are not negative and sum to T.
     return torch.segment_reduce(x.contiguous().double(), "sum", lengths=lengths).to(x.dtype)
 
 
 def segment_sum(x: Tensor, lengths: Tensor) -> Tensor:
-    """Sum of each sample's tokens: x [T] floating, lengths int64 [B] -> [B] of x's dtype.
+    """Return the sum of each sample's tokens: x [T] floating, lengths int64 [B] -> [B] of x's dtype.
 
-    Sums in float64. An empty sample gives 0; a NaN stays within its sample. Raises RuntimeError if lengths do not sum to T.
+    Sums in float64. An empty sample gives 0; a NaN stays within its sample. Raises RuntimeError if lengths do
+    not sum to T.
     """
     return _SegmentSum.apply(x, lengths)
 
 
 def segment_mean(x: Tensor, lengths: Tensor) -> Tensor:
-    """Mean over each sample's tokens: x [T] floating, lengths int64 [B] -> [B] of x's dtype. An empty sample gives 0."""
+    """Return the mean over each sample's tokens: x [T] floating, lengths int64 [B] -> [B] of x's dtype. An
+    empty sample gives 0."""
     return segment_sum(x, lengths) / lengths.clamp(min=1)
 
 
 def expand(per_sample: Tensor, lengths: Tensor) -> Tensor:
-    """Give each token its sample's value: per_sample [B] floating, lengths int64 [B] -> [T] of the same dtype."""
+    """Return its sample's value for each token: per_sample [B] floating, lengths int64 [B] -> [T] of the same
+    dtype."""
     assert per_sample.shape == lengths.shape, (
         f"{tuple(per_sample.shape)} values for {tuple(lengths.shape)} lengths"
     )

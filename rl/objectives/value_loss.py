@@ -1,7 +1,7 @@
-"""Loss of the critic per token, and how much of the returns it explains. `rl.objectives.aggregate` makes one number.
+"""Loss of the critic per token, and the share of the returns' variance that it explains.
 
-Shapes: `T` response tokens, flat. At masked positions the inputs may hold anything, NaN included: they are replaced before
-the first nonlinear operation, so neither value nor gradient sees them.
+Shapes: `T` response tokens, flat. At masked positions the inputs may hold anything, NaN included: they are
+replaced before the first nonlinear operation, so neither value nor gradient sees them.
 """
 
 import torch
@@ -11,12 +11,13 @@ from rl.objectives.policy_loss import Loss, summed
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float) -> Loss:
-    """Squared error of the values, which may not gain by leaving the old ones far behind.
+    """Return the squared error of the values, clipped so that moving far from the old values gains nothing.
 
         loss = 1/2 max((values - returns)^2, (clip(values, old_values - clip, old_values + clip) - returns)^2)
 
-    The clip of OpenAI's PPO (baselines, ppo2; Engstrom et al., arXiv:2005.12729, section 3), with verl's factor of 1/2. A
-    token that has moved more than `clip` towards its return gets no gradient; one that has moved away keeps it.
+    The clip of OpenAI's PPO (baselines, ppo2; Engstrom et al., arXiv:2005.12729, section 3), with verl's
+    factor of 1/2. A token that has moved more than `clip` towards its return gets no gradient; one that has
+    moved away keeps it.
 
     Args:
         values: floating [T], of the critic being trained.
@@ -26,9 +27,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
         clip: how far values may move, in units of the return. 0: no clip, the plain squared error.
 
     Returns:
-        token_loss [T], 0 at masked positions, and statistics: sums over the unmasked tokens, without a graph, each a
-        scalar tensor. Divided by the count of unmasked tokens they are verl's metrics of the same names:
-            vf_clipfrac: tokens where the clipped term is the larger one, so that the gradient is cut.
+        token_loss [T], 0 at masked positions, and statistics: sums over the unmasked tokens, without a graph,
+        each a scalar tensor. Divided by the count of unmasked tokens they are verl's metrics of the same
+            names: vf_clipfrac: tokens where the clipped term is the larger one, so that the gradient is cut.
             vpred_mean: values.
 
     Raises:
@@ -49,12 +50,13 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
 
 @torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one, below 0 for a worse one.
+    """Return 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one, negative
+    for a worse one.
 
     Over the whole batch: shares of it do not average to this.
 
     Args:
-        values: floating [T], of the critic before its update, so that they have not seen these returns.
+        values: floating [T], of the critic before its update, so that they do not depend on these returns.
         returns: floating [T].
         mask: bool or 0/1 [T], the tokens that count.
 

@@ -29,7 +29,8 @@ class Inference:
         if self._config.rollout_correction.bypass:
             batch.old_logprobs = batch.rollout_logprobs.clone()
         else:
-            needs_squares = self._config.objective.advantage == "optimal-token-baseline"
+            estimator, _ = self._config.objective.chosen
+            needs_squares = estimator is not None and "sum_p_squared" in estimator.columns
             names = ("logprobs", "entropy", *(("sum_p_squared",) if needs_squares else ()))
             batch.old_logprobs, entropy, *squares = self._pass(
                 self._engines.policy, batch, names, "old_log_prob", "logp"

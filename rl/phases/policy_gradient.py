@@ -1,95 +1,94 @@
-"""The policy gradient that a config names, made of the pure functions in `rl.objectives`.
+"""The policy gradient that a configuration names, composed of the pure functions in `rl.objectives`.
 
-An algorithm's file asks for `advantages(batch, config)` and `policy_loss(config)`; which formulas those are
-is `objective.advantage`, `objective.loss` and `objective.aggregation`. What makes no sense together was
-refused before (`rl.config.objective_checks`).
+An algorithm's file calls `advantages(batch, config)` and `policy_loss(config)`; `objective.advantage`,
+`objective.loss` and `objective.aggregation` choose the formulas. Each formula is one file, whose function
+names its inputs: positional parameters are columns of the batch, keyword-only ones are keys of the section
+`objective`. `rl.config.objective_checks` rejects combinations that do not fit together.
 """
 
+import importlib
+import inspect
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from rl.config.options import ConfigError
-from rl.config.schema import Config, Objective
+from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.objectives import advantages as per_sample
-from rl.objectives import covariance, returns
-from rl.objectives import policy_loss as per_token
 from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
-from rl.objectives.segments import expand, segment_sum
-from rl.objectives.sequence_loss import gmpo, gspo
+from rl.objectives.segments import expand
 from rl.phases.updates import TokenSelection
 from rl.training.loss import Loss, Totals
 from rl.training.packing import MicroBatch
 
-NOT_REWARDS = ("acc", "failed", "judge", "reward_model", "score")
-"""Details of a score that are no reward of their own."""
-
 
 def advantages(batch: Batch, config: Config) -> Tensor:
-    """Advantages of every token of the batch, float32 [T], by `objective.advantage`.
+    """Return the advantages of every token of the batch by `objective.advantage`, float32 [T].
 
-    Reads batch.rewards [N] and batch.token_rewards [T]. `baselines` [N]: remax only. The estimators that come
-    with a model of their own, gae and prime, are called by the files of their algorithms.
+    gae and prime require results of models of their own; the files of their algorithms call them.
     """
-    goal, groups, lengths, mask = config.objective, batch.groups, batch.lengths, batch.mask
-    if goal.advantage == "reinforce++":
-        return returns.reinforce_pp(batch.token_rewards, lengths, mask, gamma=goal.gamma)
-    if goal.advantage == "reinforce++-baseline":
-        return returns.reinforce_pp_baseline(batch.rewards, groups, lengths, mask)
-    if goal.advantage == "optimal-token-baseline":
-        return returns.optimal_token_baseline(
-            batch.token_rewards,
-            groups,
-            lengths,
-            mask,
-            logprobs=batch.old_logprobs,
-            sum_p_squared=batch.sum_p_squared,
-            weights=batch.loss_weights,
-        )
-    return expand(_per_sample(batch, goal), lengths)
-
-
-def _per_sample(batch: Batch, goal: Objective) -> Tensor:
-    rewards, groups = batch.rewards, batch.groups
-    if goal.advantage == "grpo":
-        return per_sample.grpo(rewards, groups, normalize_by_std=goal.normalize_by_std)
-    if goal.advantage == "grpo-passk":
-        return per_sample.grpo_passk(rewards, groups, normalize_by_std=goal.normalize_by_std)
-    if goal.advantage == "rloo":
-        return per_sample.rloo(rewards, groups)
-    if goal.advantage == "opo":
-        return per_sample.opo(rewards, groups, segment_sum(batch.mask, batch.lengths).long())
-    if goal.advantage == "gpg":
-        return per_sample.gpg(rewards, groups)
-    if goal.advantage == "gdpo":
-        columns, weights = _reward_columns(batch, goal)
-        return per_sample.gdpo(columns, groups, weights=weights)
-    assert goal.advantage == "remax" and batch.baselines is not None, goal.advantage
-    return per_sample.remax(rewards, batch.baselines)
-
-
-def _reward_columns(batch: Batch, goal: Objective) -> tuple[Tensor, Tensor]:
-    """What gdpo normalises apart, [N, K], and weights [K]; a sample that lacks a number has 0 there."""
-    names = goal.reward_columns or [name for name in sorted(batch.score_details) if name not in NOT_REWARDS]
-    missing = [name for name in names if name not in batch.score_details]
-    if missing or not names:
-        raise ConfigError(
-            f"objective.reward_columns wants {', '.join(missing) or 'at least one number'} beside the score, but the reward function gives "
-            f"{', '.join(sorted(batch.score_details)) or 'none'}."
-        )
-    columns = torch.stack([batch.score_details[name].nan_to_num(0.0) for name in names], dim=1)
-    return columns, torch.tensor(goal.reward_weights or [1.0] * len(names))
+    estimator, _ = config.objective.chosen
+    assert estimator is not None, "the algorithm has no policy gradient"
+    function = getattr(
+        importlib.import_module(f"rl.objectives.advantages.{estimator.function}"), estimator.function
+    )
+    try:
+        result = function(**arguments(function, batch, config))
+    except ValueError as error:
+        raise ConfigError(f"objective.advantage={config.objective.advantage}: {error}") from error
+    return result if "lengths" in estimator.columns else expand(result, batch.lengths)
 
 
 def policy_loss(config: Config) -> Loss:
-    """`objective.loss` with its mean, KL term and entropy bonus, as `Phases.update` takes it."""
-    return partial(_policy_loss, config=config)
+    """Return `objective.loss` with its mean, KL term and entropy bonus, as `Phases.update` takes it."""
+    _, loss = config.objective.chosen
+    assert loss is not None, "the algorithm has no policy gradient"
+    function = getattr(importlib.import_module(f"rl.objectives.losses.{loss.function}"), loss.function)
+    return partial(_policy_loss, config=config, token_loss=function)
 
 
-def _policy_loss(micro: MicroBatch, totals: Totals, *, config: Config) -> tuple[Tensor, dict[str, Tensor]]:
+def token_selection(config: Config) -> TokenSelection | None:
+    """Return the selection of the tokens that the loss treats differently, or None if it treats all
+    equally."""
+    _, loss = config.objective.chosen
+    assert loss is not None, "the algorithm has no policy gradient"
+    module = importlib.import_module(f"rl.objectives.losses.{loss.function}")
+    select = getattr(module, "select_tokens", None)
+    if select is None:
+        return None
+    return lambda batch, logprobs, seed: select(
+        **arguments(select, batch, config, logprobs=logprobs, seed=seed)
+    )
+
+
+def arguments(
+    function: Callable, columns: Batch | MicroBatch, config: Config, **given: Any
+) -> dict[str, Any]:
+    """Return the arguments of a function of `rl.objectives` by name.
+
+    A positional parameter is the column of its name, a keyword-only one the key of its name in the section
+    `objective`; `given` comes first. A parameter without column or key keeps its default.
+    """
+    found = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        is_key = parameter.kind is parameter.KEYWORD_ONLY
+        value = given.get(name)
+        if value is None:
+            value = getattr(config.objective if is_key else columns, name, None)
+        if value is not None:
+            found[name] = value
+        elif parameter.default is parameter.empty:
+            what = "a key of the section objective" if is_key else f"filled by algorithm={config.algorithm}"
+            raise ValueError(f"{function.__name__} reads {name}, which is not {what}; provide it first.")
+    return found
+
+
+def _policy_loss(
+    micro: MicroBatch, totals: Totals, *, config: Config, token_loss: Callable
+) -> tuple[Tensor, dict[str, Tensor]]:
     goal = config.objective
     reduce = partial(
         aggregate,
@@ -100,73 +99,19 @@ def _policy_loss(micro: MicroBatch, totals: Totals, *, config: Config) -> tuple[
         num_samples=totals.num_samples,
         norm=config.rollout.max_response_tokens,
     )
-    token_loss, stats = _token_loss(micro, goal)
+    losses, stats = token_loss(**arguments(token_loss, micro, config))
     if "loss_weights" in micro.columns:
-        token_loss = token_loss * micro.loss_weights
-    total = pg_loss = reduce(token_loss)
+        losses = losses * micro.loss_weights
+    total = pg_loss = reduce(losses)
     metrics = {"actor/pg_loss": pg_loss} | {
         f"actor/{name}": value / totals.num_tokens for name, value in stats.items()
     }
     if goal.kl_coef:
+        assert micro.logprobs is not None
         kl_loss = reduce(kl(micro.logprobs, micro.ref_logprobs, micro.mask, estimator=goal.kl_estimator))
         total = total + goal.kl_coef * kl_loss
         metrics["actor/kl_loss"] = kl_loss
     if goal.entropy_coef:
+        assert micro.entropy is not None
         total = total - goal.entropy_coef * reduce(micro.entropy)
     return total, metrics
-
-
-def _token_loss(micro: MicroBatch, goal: Objective) -> tuple[Tensor, dict[str, Tensor]]:
-    inputs = (micro.logprobs, micro.old_logprobs, micro.advantages, micro.mask)
-    clip = dict(clip_low=goal.clip_low, clip_high=goal.clip_high)
-    match goal.loss:
-        case "ppo":
-            return per_token.ppo(*inputs, **clip, dual_clip=goal.dual_clip)
-        case "reinforce":
-            return per_token.reinforce(*inputs)
-        case "gpg":
-            return per_token.gpg(*inputs)
-        case "cispo":
-            return per_token.cispo(*inputs, **clip)
-        case "sapo":
-            return per_token.sapo(*inputs, tau_pos=goal.sapo_tau_positive, tau_neg=goal.sapo_tau_negative)
-        case "dro":
-            return per_token.dro(*inputs, beta=goal.dro_beta)
-        case "dppo-tv":
-            return per_token.dppo_tv(*inputs, **clip, max_ratio=goal.dppo_max_ratio)
-        case "dppo-kl":
-            return per_token.dppo_kl(*inputs, **clip, max_ratio=goal.dppo_max_ratio)
-        case "gspo":
-            return gspo(*inputs, micro.lengths, **clip)
-        case "gmpo":
-            return gmpo(*inputs, micro.lengths, **clip)
-        case "clip-cov":
-            return covariance.clip_cov(*inputs, micro.selected_tokens, **clip)
-        case "kl-cov":
-            return covariance.kl_cov(*inputs, micro.selected_tokens, kl_cov_coef=goal.kl_cov_coef)
-    raise AssertionError(goal.loss)
-
-
-def token_selection(config: Config) -> TokenSelection | None:
-    """For losses that treat some tokens of a mini-batch apart, by statistics over all of it: how they are
-    chosen.
-    """
-    goal = config.objective
-    if goal.loss == "clip-cov":
-        return lambda batch, logprobs, seed: covariance.clip_cov_tokens(
-            logprobs,
-            batch.old_logprobs,
-            batch.advantages,
-            batch.mask,
-            clip_low=goal.clip_low,
-            clip_high=goal.clip_high,
-            fraction=goal.cov_fraction,
-            cov_low=goal.cov_low,
-            cov_high=goal.cov_high,
-            seed=seed,
-        )
-    if goal.loss == "kl-cov":
-        return lambda batch, logprobs, seed: covariance.kl_cov_tokens(
-            logprobs, batch.advantages, batch.mask, fraction=goal.cov_fraction
-        )
-    return None

@@ -67,7 +67,7 @@ class Scoring:
         self._write_samples(batch, prompts)
 
     def greedy_rewards(self, batch: Batch, prompts: list[Prompt]) -> Tensor:
-        """Return the rewards of a batch with one response per prompt, float32 [prompts], and log their mean."""
+        """Return and log the rewards of a batch with one response per prompt, float32 [prompts]."""
         self.fill_scores(batch, prompts, timing="reward")
         if self._config.reward.overlong_buffer_tokens:
             batch.rewards = batch.rewards + overlong_penalty(batch, self._config)

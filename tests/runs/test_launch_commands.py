@@ -39,7 +39,8 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "sweep.yaml").write_text(SWEEP)
     programs = {
-        "sbatch": 'printf "%s\\n" "$*" >> sbatch.log; mapfile -t all < sbatch.log; echo $((100 + ${#all[@]}))',
+        "sbatch": 'printf "%s\\n" "$*" >> sbatch.log; mapfile -t all < sbatch.log\n'
+        "echo $((100 + ${#all[@]}))",
         "squeue": "[ ! -f queue ] || printf '%s\\n' \"$(<queue)\"",
     }
     (tmp_path / "bin").mkdir()

@@ -1,4 +1,4 @@
-"""train_rl.py that prints, at each turn of the engine, how many bytes each training model has on the device."""
+"""train_rl.py that prints the bytes on the device of each training model before each generation."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Training models that go to host memory while the engine generates: a PPO run with a critic and a reference."""
+"""Training models are offloaded while the engine generates: PPO with a critic and a reference."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ WORKER = Path(__file__).with_name("memory_worker.py")
 
 
 def ppo_run(toy: Path, directory: Path, offload: str) -> tuple[list[list[int]], list[dict]]:
-    """Bytes of policy and critic at each turn of the engine, on rank 0; and the metrics without those of clock and host."""
+    """Return bytes of policy and critic before each generation on rank 0, and comparable metrics."""
     directory.mkdir()
     options = (
         "algorithm=ppo",

@@ -1,4 +1,4 @@
-"""The generation engine on two real ranks, one replica of tensor parallel size 2. The checks are in engine_worker.py."""
+"""The generation engine on two real ranks, one replica of tp 2. The checks are in engine_worker.py."""
 
 import re
 from pathlib import Path

@@ -18,7 +18,7 @@ def test_every_column_of_a_sample_reaches_every_rank():
 
         dist.init_process_group("gloo")
         rank = dist.get_rank()
-        lengths = [[3, 0], [1, 2]]  # sample s of prompt p; rank r holds sample r of each prompt, last prompt first
+        lengths = [[3, 0], [1, 2]]  # [prompt][sample]; rank r holds sample r of each prompt
 
         def sample(prompt):
             ids = np.arange(lengths[prompt][rank], dtype=np.int32) + 10 * prompt + 100 * rank

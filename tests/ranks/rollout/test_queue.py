@@ -56,7 +56,7 @@ def drawn():
     return [json.loads(out) for out in run_ranks(2, PROGRAM)]
 
 
-# Static ---------------------------------------------------------------------------------------------------------------
+# Static --------------------------------------------------
 
 
 def drain(queue):
@@ -82,7 +82,7 @@ def test_an_exhausted_static_queue_stays_exhausted():
     assert [queue.draw(), queue.draw(), queue.draw()] == [0, None, None]
 
 
-# Shared ---------------------------------------------------------------------------------------------------------------
+# Shared --------------------------------------------------
 
 
 def test_shared_replicas_cover_all_items_once_each_in_ascending_order(drawn):

@@ -128,7 +128,7 @@ def test_a_lead_that_is_too_short_is_reported_once(tmp_path):
     [first, _] = ranks(
         """
 stop = requests(LOCKSTEP_SIGNAL_LEAD="120")
-steps = [(0.0, 80.0), (41.0, 80.0), (0.0, 900.0)]  # seconds of the checkpoint, and those that a stop waits for
+steps = [(0.0, 80.0), (41.0, 80.0), (0.0, 900.0)]  # (checkpoint, unstoppable) in seconds
 out["warnings"] = [stop.record_step(500.0, save, unstoppable=rest) for save, rest in steps]
 out["unknown"] = requests(LOCKSTEP_SIGNAL_LEAD="").record_step(500.0, 500.0, unstoppable=500.0)
 """,

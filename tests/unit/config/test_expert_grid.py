@@ -2,7 +2,8 @@
 
 import pytest
 
-from rl.config.checks import check, check_layout
+from rl.config.checks import check
+from rl.config.layout_checks import check_layout
 from rl.config.options import ConfigError
 from rl.config.schema import Training, load_config
 

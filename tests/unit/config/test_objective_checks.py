@@ -1,17 +1,14 @@
 """Which algorithm, advantage, loss and aggregation go together, and what is said where they do not."""
 
-from typing import get_args, get_type_hints
-
 import pytest
 
 from rl.config.checks import check
 from rl.config.declarations import NEEDS, describe, shipped
-from rl.config.objective_checks import ADVANTAGE_NEEDS, CLIPPED, READERS
+from rl.config.objective_checks import readers
 from rl.config.options import ConfigError
-from rl.config.schema import Objective, load_config
+from rl.config.schema import ADVANTAGES, LOSSES, Objective, load_config
 
-ADVANTAGES = [name for name in get_args(get_type_hints(Objective)["advantage"]) if name != "none"]
-LOSSES = [name for name in get_args(get_type_hints(Objective)["loss"]) if name != "none"]
+CLIPPED = readers()["clip_low"][1]
 
 
 def config_with(*overrides):
@@ -89,16 +86,12 @@ def test_an_unfit_file_is_refused_with_the_reason(tmp_path, text, words):
         config_with(f"algorithm={tmp_path}/mine.py")
 
 
-def test_every_advantage_has_its_needs():
-    assert set(ADVANTAGE_NEEDS) == set(ADVANTAGES)
-
-
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_grpo_takes_every_advantage_that_wants_no_model_or_baseline_of_its_own(advantage):
     if advantage in ("gae", "remax", "prime"):
         said = error(f"objective.advantage={advantage}")
         fitting = {"gae": "ppo", "remax": "remax", "prime": "prime"}[advantage]
-        assert "which algorithm=grpo does not make" in said and said.endswith(f"use algorithm={fitting}.")
+        assert "which algorithm=grpo does not provide" in said and said.endswith(f"use algorithm={fitting}.")
     else:
         assert check(config_with(f"objective.advantage={advantage}")) == []
 
@@ -110,7 +103,7 @@ def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
     assert check(config_with(f"objective.loss={loss}", mean, *clip)) == []
     if loss == "gmpo":
         assert "one advantage per sample" in error("algorithm=ppo", f"objective.loss={loss}", mean, *clip)
-        assert "would weigh samples by their length" in error(f"objective.loss={loss}", *clip)
+        assert "would weigh by the sample's length" in error(f"objective.loss={loss}", *clip)
     else:
         warnings = check(config_with("algorithm=ppo", f"objective.loss={loss}", *clip))
         assert len(warnings) == (loss in ("gspo", "sapo"))
@@ -123,17 +116,17 @@ def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
     [
         (
             ["algorithm=remax", "objective.advantage=reinforce++"],
-            "makes the score of a greedy response to each prompt, which",
+            "provides the score of a greedy response to each prompt, which",
         ),
         (["algorithm=ppo", "objective.advantage=grpo"], "use algorithm=dapo, grpo, reinforce_pp or rloo."),
         (["algorithm=sft", "objective.loss=ppo"], "algorithm=sft has a loss of its own"),
         (["algorithm=dpo", "objective.advantage=rloo"], "algorithm=dpo has a loss of its own"),
-        (["objective.loss=none"], "algorithm=grpo is a policy gradient; its own is ppo"),
-        (["critic.warmup_steps=3"], "algorithm=grpo has no use for it; ppo has"),
-        (["preference.beta=0.3"], "dpo, spin and sppo have"),
-        (["dynamic_sampling.max_rounds=3"], "no use for it; dapo has"),
-        (["algorithm=remax", "objective.reward_kl.coef=0.1"], "the greedy baseline has no such term"),
-        (["objective.reward_columns=[a]"], "are for objective.advantage=gdpo"),
+        (["objective.loss=none"], "algorithm=grpo is a policy gradient; its default is ppo"),
+        (["critic.warmup_steps=3"], "algorithm=grpo does not read it; ppo does"),
+        (["preference.beta=0.3"], "dpo, spin and sppo do"),
+        (["dynamic_sampling.max_rounds=3"], "does not read it; dapo does"),
+        (["algorithm=remax", "objective.reward_kl.coef=0.1"], "whose greedy baseline has no such term"),
+        (["objective.reward_columns=[a]"], "has no effect with objective.advantage=grpo; gdpo reads it"),
         (
             ["objective.advantage=gdpo", "objective.reward_columns=[a, b]", "objective.reward_weights=[1.0]"],
             "1 numbers for 2",
@@ -189,25 +182,25 @@ def test_every_loss_goes_with_grpo_and_with_ppo_but_the_geometric_mean(loss):
         (["rollout_correction.reject_high=high"], "must be a finite number, or a list"),
         (
             ["objective.advantage=gdpo", "objective.reward_kl.coef=0.1"],
-            "takes objective.reward_columns of the reward function",
+            "objective.advantage=gdpo reads single numbers of the reward function",
         ),
         (
             ["algorithm=prime", "reward.overlong_buffer_tokens=4"],
-            "takes the outcome (acc) of the reward function",
+            "objective.advantage=prime reads single numbers of the reward function",
         ),
         (["algorithm=prime", "implicit_reward.min_accuracy=0.9"], "no prompt would be left"),
         (
             ["objective.gamma=0.9"],
-            "has no effect with objective.advantage=grpo; gae, reinforce++ and prime read it",
+            "has no effect with objective.advantage=grpo; gae, prime and reinforce++ read it",
         ),
         (["objective.dro_beta=0.3"], "objective.loss=ppo; dro reads it"),
         (["objective.loss=clip-cov", "objective.dual_clip=10"], "with objective.loss=clip-cov; ppo reads it"),
-        (["objective.dppo_max_ratio=5"], "dppo-tv and dppo-kl read it"),
+        (["objective.dppo_max_ratio=5"], "dppo-kl and dppo-tv read it"),
         (
             ["algorithm=sft", "objective.kl_coef=0.1"],
             "objective.kl_coef=0.1 has no effect with algorithm=sft",
         ),
-        (["algorithm=sft", "preference.beta=0.3"], "dpo, spin and sppo have"),
+        (["algorithm=sft", "preference.beta=0.3"], "dpo, spin and sppo do"),
         (["algorithm=sppo", "preference.loss=ipo"], "algorithm=sppo has a loss of its own"),
         (
             ["algorithm=dpo", "preference.loss=hinge", "preference.label_smoothing=0.1"],
@@ -227,8 +220,8 @@ def test_what_makes_no_sense_is_refused_with_the_reason(overrides, words):
     "overrides, words",
     [
         (["algorithm=rloo", "rollout.samples_per_prompt=1"], "every advantage is 0"),
-        (["objective.loss=reinforce", "training.epochs=2"], "does not know that the policy has moved"),
-        (["objective.loss=gspo", "objective.aggregation=seq-mean-token-mean"], "its paper takes 0.0003"),
+        (["objective.loss=reinforce", "training.epochs=2"], "has no ratio to correct for the updates"),
+        (["objective.loss=gspo", "objective.aggregation=seq-mean-token-mean"], "its paper uses 0.0003"),
         (["objective.loss=sapo"], "set objective.aggregation=seq-mean-token-mean"),
         (
             ["algorithm=ppo", "objective.reward_kl.controller=adaptive", "objective.reward_kl.target=6"],
@@ -249,10 +242,12 @@ def test_one_sample_per_prompt_is_enough_for_reinforce_pp():
     assert check(config_with("objective.advantage=reinforce++", "rollout.samples_per_prompt=1")) == []
 
 
-@pytest.mark.parametrize("key", READERS)
-def test_a_key_names_advantages_or_losses_that_there_are(key):
-    chooser, readers = READERS[key]
-    assert set(readers) <= set(ADVANTAGES if chooser == "advantage" else LOSSES) and hasattr(Objective(), key)
+def test_every_parameter_of_a_formula_is_a_key_or_has_a_default():
+    own_sections = {"process_coef", "outcome_coef"}  # of implicit_reward, which prime.py reads
+    with_default = {"eps", "norm", "zero_tail", "seed"}
+    for formula in [*ADVANTAGES.values(), *LOSSES.values()]:
+        unknown = formula.reads - set(vars(Objective())) - own_sections - with_default
+        assert not unknown and set(formula.needs) <= set(NEEDS), (formula.function, unknown)
 
 
 @pytest.mark.parametrize(

@@ -166,8 +166,8 @@ def test_a_control_character_is_an_error(yaml_file):
     [
         ("name: a\ntrain: [1, 2\n", 3, "expected ',' or ']'"),
         ("name: a\n\ttrain: 1\n", 2, "'\\t'"),
-        ("name: a\ntrain:\n  tp: 1\n  tp: 2\n", 4, "the key 'tp' is there twice"),
-        ("name: a\ntrain: {}\nname: b\n", 3, "the key 'name' is there twice"),
+        ("name: a\ntrain:\n  tp: 1\n  tp: 2\n", 4, "the key 'tp' occurs twice"),
+        ("name: a\ntrain: {}\nname: b\n", 3, "the key 'name' occurs twice"),
         ("name: a\n---\nname: b\n", 2, "but found another document"),
         ("name: a\n? [b]\n: c\n", 2, "found unhashable key"),
         ("name: !!python/object:os.system a\n", 1, "could not determine a constructor"),

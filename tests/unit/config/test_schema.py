@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rl.config.checks import RANGES, check, check_layout
+from rl.config.checks import check
+from rl.config.layout_checks import check_layout
 from rl.config.options import ConfigError, flatten, help_text, load, to_yaml, tree_docs
+from rl.config.ranges import ranges_of
 from rl.config.schema import Config, load_config, resolve
 
 SUPPORTED = ["Qwen3ForCausalLM", "LlamaForCausalLM"]
@@ -116,7 +118,7 @@ def test_a_required_key_that_is_missing_is_named(key, empty):
 
 def test_every_numeric_key_has_a_range():
     numeric = {key for key, value in flatten(Config()).items() if type(value) in (int, float)}
-    assert set(RANGES) == numeric
+    assert set(ranges_of(Config)) == numeric
 
 
 @pytest.mark.parametrize("key", [key for key, value in flatten(Config()).items() if type(value) is float])

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rl.config.checks import check, check_layout
+from rl.config.checks import check
 from rl.config.declarations import shipped
+from rl.config.layout_checks import check_layout
 from rl.config.schema import load_config
 from rl.models import SUPPORTED
 

@@ -4,7 +4,29 @@ import numpy as np
 import pytest
 import torch
 
-from rl.objectives.advantages import gdpo, gpg, grpo, grpo_passk, opo, remax, rloo
+from rl.objectives.advantages.gdpo import gdpo as gdpo_of_details
+from rl.objectives.advantages.gpg import gpg
+from rl.objectives.advantages.grpo import grpo
+from rl.objectives.advantages.grpo_passk import grpo_passk
+from rl.objectives.advantages.opo import opo as opo_of_tokens
+from rl.objectives.advantages.remax import remax
+from rl.objectives.advantages.rloo import rloo
+
+
+def gdpo(columns, groups, *, weights, **options):
+    names = [f"column {k}" for k in range(columns.shape[1])]
+    details = dict(zip(names, columns.unbind(1)))
+    return gdpo_of_details(details, groups, reward_columns=names, reward_weights=weights.tolist(), **options)
+
+
+def opo(rewards, groups, counts):
+    """One advantage per sample, from samples of one masked token and `counts` unmasked ones."""
+    lengths, ends = counts + 1, (counts + 1).cumsum(0)
+    mask = torch.ones(int(lengths.sum())).index_fill(0, ends - 1, 0.0)
+    advantages = opo_of_tokens(rewards, groups, lengths, mask)
+    assert torch.equal(advantages, advantages[ends - 1].repeat_interleave(lengths))
+    return advantages[ends - 1]
+
 
 # ------------------------------------------------------------------ second implementation: sample by sample, float64
 
@@ -83,7 +105,7 @@ ESTIMATORS = {
         lambda c, g, n: ref_passk(c[:, 0], g, True),
     ),
     "gdpo": (
-        lambda c, g, n: gdpo(c, g, weights=torch.tensor(WEIGHTS, dtype=c.dtype)),
+        lambda c, g, n: gdpo(c, g, weights=torch.tensor(WEIGHTS)),
         lambda c, g, n: ref_gdpo(c, g, WEIGHTS),
     ),
     "rloo": (lambda c, g, n: rloo(c[:, 0], g), lambda c, g, n: ref_rloo(c[:, 0], g)),
@@ -255,7 +277,7 @@ def test_gpg_scales_by_all_samples_over_those_in_mixed_groups():
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("nan")])
 def test_gpg_refuses_a_norm_that_is_not_positive(norm):
-    with pytest.raises(ValueError, match="norm of gpg is"):
+    with pytest.raises(ValueError, match="of gpg divides the advantages and must be positive"):
         gpg(torch.zeros(2), torch.zeros(2).long(), norm=norm)
 
 

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from rl.objectives.covariance import clip_cov, clip_cov_tokens, kl_cov, kl_cov_tokens
-from rl.objectives.policy_loss import ppo
+from rl.objectives.losses.clip_cov import clip_cov
+from rl.objectives.losses.clip_cov import select_tokens as clip_cov_tokens
+from rl.objectives.losses.kl_cov import kl_cov
+from rl.objectives.losses.kl_cov import select_tokens as kl_cov_tokens
+from rl.objectives.losses.ppo import ppo
 from tests.unit.objectives.splits import assert_any_split_gives_the_same
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -56,7 +59,7 @@ def chosen_set(chosen):
 def test_clip_cov_chooses_the_wanted_number_among_the_eligible_tokens(seed, fraction):
     arguments = batch(seed)[:4]
     candidates = eligible(*(x.tolist() for x in arguments), **CLIPS, **BOUNDS)
-    chosen = clip_cov_tokens(*arguments, **CLIPS, **BOUNDS, fraction=fraction, seed=7)
+    chosen = clip_cov_tokens(*arguments, **CLIPS, **BOUNDS, cov_fraction=fraction, seed=7)
     assert chosen.dtype == torch.bool and chosen_set(chosen) <= candidates and len(candidates) > 20
     assert len(chosen_set(chosen)) == min(max(1, int(fraction * int(arguments[3].sum()))), len(candidates))
 
@@ -64,7 +67,7 @@ def test_clip_cov_chooses_the_wanted_number_among_the_eligible_tokens(seed, frac
 def test_clip_cov_choice_repeats_with_its_seed_and_is_uniform_over_seeds():
     arguments = batch(0, size=60)[:4]
     candidates = eligible(*(x.tolist() for x in arguments), **CLIPS, **BOUNDS)
-    options = CLIPS | BOUNDS | {"fraction": 1e-6}
+    options = CLIPS | BOUNDS | {"cov_fraction": 1e-6}
     times = dict.fromkeys(candidates, 0)
     for seed in range(400):
         (token,) = chosen_set(clip_cov_tokens(*arguments, **options, seed=seed))
@@ -82,7 +85,7 @@ def test_clip_cov_hand_numbers():
         torch.tensor([3.0, 3.0, -4.0, -1.0, -1.0]),
     )
     old = logprobs.clone()
-    options = CLIPS | dict(cov_low=1.0, cov_high=5.0, fraction=1.0, seed=0)
+    options = CLIPS | dict(cov_low=1.0, cov_high=5.0, cov_fraction=1.0, seed=0)
     assert chosen_set(clip_cov_tokens(logprobs, old, advantages, torch.ones(5), **options)) == {1, 4}
     old[1] -= math.log(2.0)
     assert chosen_set(clip_cov_tokens(logprobs, old, advantages, torch.ones(5), **options)) == {4}
@@ -96,13 +99,13 @@ def test_kl_cov_chooses_the_greatest_covariances(seed, fraction):
     cov = covariances(*(x.tolist() for x in (logprobs, advantages, mask)))
     ranked = sorted((t for t in range(len(cov)) if mask[t]), key=lambda t: -cov[t])
     quota = max(1, int(fraction * len(ranked)))
-    chosen = kl_cov_tokens(logprobs, advantages, mask, fraction=fraction)
+    chosen = kl_cov_tokens(logprobs, advantages, mask, cov_fraction=fraction)
     assert chosen.dtype == torch.bool and chosen_set(chosen) == set(ranked[:quota])
 
 
 def test_kl_cov_breaks_ties_by_position():
     logprobs = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0, -1.0])
-    chosen = kl_cov_tokens(logprobs, logprobs, torch.ones(6), fraction=0.5)
+    chosen = kl_cov_tokens(logprobs, logprobs, torch.ones(6), cov_fraction=0.5)
     assert chosen.tolist() == [True, True, True, False, False, False]
 
 
@@ -110,28 +113,31 @@ def test_kl_cov_breaks_ties_by_position():
 def test_choice_ignores_what_masked_positions_hold(bad):
     logprobs, old, advantages, mask, _ = batch(1)
     dirty = [torch.where(mask, x, bad) for x in (logprobs, old, advantages)]
-    options = CLIPS | BOUNDS | dict(fraction=0.05, seed=3)
+    options = CLIPS | BOUNDS | dict(cov_fraction=0.05, seed=3)
     clean = clip_cov_tokens(logprobs, old, advantages, mask, **options)
     assert torch.equal(clip_cov_tokens(*dirty, mask.double(), **options), clean) and clean.any()
-    clean = kl_cov_tokens(logprobs, advantages, mask, fraction=0.05)
-    assert torch.equal(kl_cov_tokens(dirty[0], dirty[2], mask.double(), fraction=0.05), clean) and clean.any()
+    clean = kl_cov_tokens(logprobs, advantages, mask, cov_fraction=0.05)
+    assert (
+        torch.equal(kl_cov_tokens(dirty[0], dirty[2], mask.double(), cov_fraction=0.05), clean)
+        and clean.any()
+    )
 
 
 @pytest.mark.parametrize("size", [0, 3])
 def test_choice_among_no_unmasked_token_is_empty(size):
     empty = torch.full((size,), float("nan"))
     mask = torch.zeros(size)
-    options = CLIPS | BOUNDS | dict(fraction=0.5, seed=0)
+    options = CLIPS | BOUNDS | dict(cov_fraction=0.5, seed=0)
     assert clip_cov_tokens(empty, empty, empty, mask, **options).tolist() == [False] * size
-    assert kl_cov_tokens(empty, empty, mask, fraction=0.5).tolist() == [False] * size
+    assert kl_cov_tokens(empty, empty, mask, cov_fraction=0.5).tolist() == [False] * size
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.5, float("nan")])
 def test_fractions_outside_of_one_are_refused(fraction):
     with pytest.raises(ValueError, match="fraction"):
-        kl_cov_tokens(*[torch.ones(2)] * 3, fraction=fraction)
+        kl_cov_tokens(*[torch.ones(2)] * 3, cov_fraction=fraction)
     with pytest.raises(ValueError, match="fraction"):
-        clip_cov_tokens(*[torch.ones(2)] * 4, **CLIPS, **BOUNDS, fraction=fraction, seed=0)
+        clip_cov_tokens(*[torch.ones(2)] * 4, **CLIPS, **BOUNDS, cov_fraction=fraction, seed=0)
 
 
 def reference_clip_cov(logprob, old, advantage, chosen, clip_low, clip_high):
@@ -232,9 +238,11 @@ def test_choice_over_the_mini_batch_makes_any_split_give_the_same_loss_and_gradi
     lengths[[2, 9]], lengths[4] = 0, 1
     logprobs, old, advantages, mask, _ = batch(seed, size=int(lengths.sum()))
     if loss is clip_cov:
-        chosen = clip_cov_tokens(logprobs, old, advantages, mask, **CLIPS, **BOUNDS, fraction=0.1, seed=seed)
+        chosen = clip_cov_tokens(
+            logprobs, old, advantages, mask, **CLIPS, **BOUNDS, cov_fraction=0.1, seed=seed
+        )
     else:
-        chosen = kl_cov_tokens(logprobs, advantages, mask, fraction=0.1)
+        chosen = kl_cov_tokens(logprobs, advantages, mask, cov_fraction=0.1)
     assert chosen.any()
     leaf = logprobs.requires_grad_()
 

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from rl.objectives.policy_loss import cispo, dppo_kl, dppo_tv, dro, gpg, ppo, reinforce, sapo
+from rl.objectives.losses.cispo import cispo
+from rl.objectives.losses.dppo_kl import dppo_kl
+from rl.objectives.losses.dppo_tv import dppo_tv
+from rl.objectives.losses.dro import dro
+from rl.objectives.losses.gpg import gpg
+from rl.objectives.losses.ppo import ppo
+from rl.objectives.losses.reinforce import reinforce
+from rl.objectives.losses.sapo import sapo
 from tests.unit.objectives.splits import assert_any_split_gives_the_same
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -169,15 +176,17 @@ def reference_cispo(logprob, old, advantage, clip_low, clip_high):
     return -weight * advantage * logprob, -weight * advantage, {"pg_clipfrac": weight != ratio}
 
 
-def reference_sapo(logprob, old, advantage, tau_pos, tau_neg):
-    tau, ratio = tau_pos if advantage > 0 else tau_neg, ratio_of(logprob, old)
+def reference_sapo(logprob, old, advantage, sapo_tau_positive, sapo_tau_negative):
+    tau = sapo_tau_positive if advantage > 0 else sapo_tau_negative
+    ratio = ratio_of(logprob, old)
     gate = 1 / (1 + math.exp(min(-tau * (ratio - 1), 700.0)))
     slope = 0.0 if abs(logprob - old) > 20 else -advantage * 4 * gate * (1 - gate) * ratio
     return -advantage * 4 / tau * gate, slope, {}
 
 
-def reference_dro(logprob, old, advantage, beta):
-    return -advantage * logprob + beta / 2 * (logprob - old) ** 2, -advantage + beta * (logprob - old), {}
+def reference_dro(logprob, old, advantage, dro_beta):
+    change = logprob - old
+    return -advantage * logprob + dro_beta / 2 * change**2, -advantage + dro_beta * change, {}
 
 
 def reference_dppo(logprob, old, advantage, outside, max_ratio):
@@ -189,30 +198,30 @@ def reference_dppo(logprob, old, advantage, outside, max_ratio):
     return -weight * advantage * logprob, -weight * advantage, stats
 
 
-def reference_dppo_tv(logprob, old, advantage, clip_low, clip_high, max_ratio):
+def reference_dppo_tv(logprob, old, advantage, clip_low, clip_high, dppo_max_ratio):
     rise = math.exp(logprob) - math.exp(old)
     return reference_dppo(
-        logprob, old, advantage, rise > clip_high if advantage > 0 else -rise > clip_low, max_ratio
+        logprob, old, advantage, rise > clip_high if advantage > 0 else -rise > clip_low, dppo_max_ratio
     )
 
 
-def reference_dppo_kl(logprob, old, advantage, clip_low, clip_high, max_ratio):
+def reference_dppo_kl(logprob, old, advantage, clip_low, clip_high, dppo_max_ratio):
     p, q = math.exp(logprob), math.exp(old)
     divergence = q * (old - logprob) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
     outside = p > q and divergence > clip_high if advantage > 0 else p < q and divergence > clip_low
-    return reference_dppo(logprob, old, advantage, outside, max_ratio)
+    return reference_dppo(logprob, old, advantage, outside, dppo_max_ratio)
 
 
-DPPO = dict(clip_low=0.1, clip_high=0.05, max_ratio=1.8)
+DPPO = dict(clip_low=0.1, clip_high=0.05, dppo_max_ratio=1.8)
 LOSSES = {
     "reinforce": (reinforce, {}, reference_reinforce),
     "gpg": (gpg, {}, reference_reinforce),
     "cispo": (cispo, dict(clip_low=0.3, clip_high=0.2), reference_cispo),
     "cispo-one-sided": (cispo, dict(clip_low=1e6, clip_high=0.2), reference_cispo),
-    "sapo": (sapo, dict(tau_pos=1.0, tau_neg=1.4), reference_sapo),
-    "dro": (dro, dict(beta=0.3), reference_dro),
+    "sapo": (sapo, dict(sapo_tau_positive=1.0, sapo_tau_negative=1.4), reference_sapo),
+    "dro": (dro, dict(dro_beta=0.3), reference_dro),
     "dppo-tv": (dppo_tv, DPPO, reference_dppo_tv),
-    "dppo-kl": (dppo_kl, dict(clip_low=0.02, clip_high=0.01, max_ratio=1.8), reference_dppo_kl),
+    "dppo-kl": (dppo_kl, dict(clip_low=0.02, clip_high=0.01, dppo_max_ratio=1.8), reference_dppo_kl),
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
@@ -372,10 +381,10 @@ def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_statistic
 @pytest.mark.parametrize(
     "loss, options, message",
     [
-        (sapo, dict(tau_pos=0.0, tau_neg=1.0), "temperatures"),
-        (sapo, dict(tau_pos=1.0, tau_neg=-1.0), "temperatures"),
-        (dro, dict(beta=0.0), "beta"),
-        (dro, dict(beta=float("nan")), "beta"),
+        (sapo, dict(sapo_tau_positive=0.0, sapo_tau_negative=1.0), "must be positive"),
+        (sapo, dict(sapo_tau_positive=1.0, sapo_tau_negative=-1.0), "must be positive"),
+        (dro, dict(dro_beta=0.0), "beta"),
+        (dro, dict(dro_beta=float("nan")), "beta"),
     ],
 )
 def test_parameters_that_make_no_sense_are_refused(loss, options, message):

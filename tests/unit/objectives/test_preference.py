@@ -8,7 +8,7 @@ from rl.algorithms import dpo, prime, sppo
 from rl.config.schema import load_config
 from rl.data.batch import Batch
 from rl.objectives.preference import counted, log_ratios, outcome_loss, pair_loss, sppo_loss, win_rates
-from rl.phases.phases import _totals
+from rl.phases.minibatches import MinibatchPlan
 from rl.training.packing import pack
 
 NAN = float("nan")
@@ -158,7 +158,7 @@ def test_samples_without_a_counted_token_enter_nothing(name):
         everything = list(range(len(batch)))
         micro = pack(batch, everything, multiple=1, device=torch.device("cpu"))
         micro.logprobs = logprobs.clone().requires_grad_()
-        value, metrics = loss(micro, _totals(batch, [[everything]]), config=config)
+        value, metrics = loss(micro, MinibatchPlan([[everything]]).totals(batch), config=config)
         value.backward()
         return {key: float(metric.detach()) for key, metric in metrics.items()}, micro.logprobs.grad
 
@@ -181,7 +181,7 @@ def test_a_batch_in_which_no_token_counts_has_loss_0():
         batch.mask = torch.zeros(24)
         micro = pack(batch, list(range(8)), multiple=1, device=torch.device("cpu"))
         micro.logprobs = torch.zeros(24, requires_grad=True)
-        value, metrics = loss(micro, _totals(batch, [[list(range(8))]]), config=config)
+        value, metrics = loss(micro, MinibatchPlan([[list(range(8))]]).totals(batch), config=config)
         value.backward()
         assert [float(metric.detach()) for metric in metrics.values()] == [0.0] * len(metrics), name
         assert not micro.logprobs.grad.any()

@@ -4,16 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from rl.objectives.returns import (
-    gae,
-    optimal_token_baseline,
-    place_at_end,
-    prime,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    returns,
-    whiten,
-)
+from rl.objectives.advantages.gae import gae
+from rl.objectives.advantages.optimal_token_baseline import optimal_token_baseline
+from rl.objectives.advantages.prime import prime
+from rl.objectives.advantages.reinforce_pp import reinforce_pp
+from rl.objectives.advantages.reinforce_pp_baseline import reinforce_pp_baseline
+from rl.objectives.returns import place_at_end, returns, whiten
 
 NAN = float("nan")
 
@@ -148,7 +144,7 @@ ESTIMATORS = {
         ref_reinforce_pp_baseline,
     ),
     "otb": (lambda b: otb(b), ref_otb),
-    "otb_weighted": (lambda b: otb(b, weights=b["weights"]), lambda b: ref_otb(b, weighted=True)),
+    "otb_weighted": (lambda b: otb(b, loss_weights=b["weights"]), lambda b: ref_otb(b, weighted=True)),
     "otb_with_tail": (lambda b: otb(b, zero_tail=False), lambda b: ref_otb(b, zero_tail=False)),
     "prime": (
         lambda b: prime(
@@ -162,7 +158,7 @@ every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
 def otb(b, **options):
     columns = cols(b, "rewards", "groups", *SEGMENTS)
-    return optimal_token_baseline(*columns, logprobs=b["logprobs"], sum_p_squared=b["squares"], **options)
+    return optimal_token_baseline(*columns, old_logprobs=b["logprobs"], sum_p_squared=b["squares"], **options)
 
 
 PER_SAMPLE = ("scores", "groups", "lengths")
@@ -286,13 +282,13 @@ def test_equal_scores_give_exactly_zero(name, dtype):
 @pytest.mark.parametrize("fraction", [-0.1, 1.1, NAN])
 def test_discounts_outside_0_and_1_are_refused(fraction):
     x, lengths, scores = torch.ones(2), torch.tensor([2]), torch.ones(1)
-    with pytest.raises(ValueError, match="gamma is"):
+    with pytest.raises(ValueError, match="gamma="):
         returns(x, lengths, x, gamma=fraction)
-    with pytest.raises(ValueError, match="gamma is"):
+    with pytest.raises(ValueError, match="gamma="):
         gae(x, x, lengths, x, gamma=fraction, lam=1.0)
-    with pytest.raises(ValueError, match="lam is"):
+    with pytest.raises(ValueError, match="lam="):
         gae(x, x, lengths, x, gamma=1.0, lam=fraction)
-    with pytest.raises(ValueError, match="gamma is"):
+    with pytest.raises(ValueError, match="gamma="):
         prime(x, scores, lengths, lengths, x, process_coef=1.0, outcome_coef=1.0, gamma=fraction)
 
 
@@ -395,7 +391,7 @@ def test_optimal_token_baseline_hand_numbers():
     # Two samples with rewards to go (1, 1) and (0): energies 1 - 2p + sum p^2 of 0.5 and 1.5 at the first token.
     rewards, lengths, groups = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([2, 1]), torch.tensor([3, 3])
     probabilities, squares = torch.tensor([0.5, 0.9, 0.1]), torch.tensor([0.5, 0.9, 0.7])
-    columns = {"logprobs": probabilities.log(), "sum_p_squared": squares}
+    columns = {"old_logprobs": probabilities.log(), "sum_p_squared": squares}
     advantages = optimal_token_baseline(rewards, groups, lengths, torch.ones(3), **columns)
     # Baseline 0.5 / (0.5 + 1.5) = 0.25 at the first token, 0 at the second, where the first sample is alone.
     assert advantages.tolist() == pytest.approx([0.75, 1.0, -0.25])
@@ -403,7 +399,7 @@ def test_optimal_token_baseline_hand_numbers():
     assert by_formula.tolist() == pytest.approx([0.75, 0.0, -0.25])
     # Weights enter squared: baseline 4 * 0.5 / (4 * 0.5 + 1.5) = 4/7.
     weighted = optimal_token_baseline(
-        rewards, groups, lengths, torch.ones(3), **columns, weights=torch.tensor([2.0, 1, 1])
+        rewards, groups, lengths, torch.ones(3), **columns, loss_weights=torch.tensor([2.0, 1, 1])
     )
     assert weighted.tolist() == pytest.approx([3 / 7, 1.0, -4 / 7])
     alone = optimal_token_baseline(rewards, torch.tensor([3, 4]), lengths, torch.ones(3), **columns)
@@ -411,7 +407,7 @@ def test_optimal_token_baseline_hand_numbers():
 
 
 def test_optimal_token_baseline_of_certain_tokens_is_the_plain_mean():
-    certain = {"logprobs": torch.zeros(2), "sum_p_squared": torch.ones(2) - 1e-7}
+    certain = {"old_logprobs": torch.zeros(2), "sum_p_squared": torch.ones(2) - 1e-7}
     rewards, lengths = torch.tensor([1.0, 0.0]), torch.tensor([1, 1])
     advantages = optimal_token_baseline(rewards, torch.tensor([0, 0]), lengths, torch.ones(2), **certain)
     assert advantages.tolist() == [0.5, -0.5]
@@ -420,7 +416,7 @@ def test_optimal_token_baseline_of_certain_tokens_is_the_plain_mean():
 def test_optimal_token_baseline_takes_a_negative_rounding_error_of_an_energy_for_zero():
     # Energies 2e-7 and -1e-7: as weights of either sign they would put the baseline at 2, outside the rewards 1 and 0.
     nearly_certain = {
-        "logprobs": torch.zeros(2),
+        "old_logprobs": torch.zeros(2),
         "sum_p_squared": torch.tensor([1 + 2e-7, 1 - 1e-7], dtype=torch.float64),
     }
     rewards, lengths = torch.tensor([1.0, 0.0]), torch.tensor([1, 1])
@@ -435,7 +431,7 @@ def test_optimal_token_baseline_minimises_the_weighted_square_of_the_advantages(
     rng = np.random.default_rng(0)
     p, rewards, lengths = rng.uniform(0.1, 0.9, 12), torch.tensor(rng.normal(size=12)), torch.full((6,), 2)
     squares = p**2 + 0.5 * (1 - p) ** 2
-    columns = {"logprobs": torch.tensor(p).log(), "sum_p_squared": torch.tensor(squares)}
+    columns = {"old_logprobs": torch.tensor(p).log(), "sum_p_squared": torch.tensor(squares)}
     advantages = optimal_token_baseline(rewards, torch.zeros(6).long(), lengths, torch.ones(12), **columns)
     energy = torch.tensor(1 - 2 * p + squares).view(6, 2).cumsum(1)
     least = (energy * advantages.view(6, 2).square()).sum(0)

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from rl.objectives.aggregate import aggregate
-from rl.objectives.sequence_loss import gmpo, gspo
+from rl.objectives.losses.gmpo import gmpo
+from rl.objectives.losses.gspo import gspo
 from tests.unit.objectives.splits import assert_any_split_gives_the_same
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

@@ -1,31 +1,28 @@
 """Which pure function each value of `objective.*` stands for, and that every key reaches it."""
 
+import importlib
 import itertools
 from dataclasses import replace
-from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 import torch
 
-from rl.config.schema import Objective, load_config
+from rl.config.options import ConfigError
+from rl.config.schema import ADVANTAGES, LOSSES, load_config
 from rl.data.batch import Batch
-from rl.objectives import advantages as per_sample
-from rl.objectives import covariance, returns, rollout_correction, sequence_loss
-from rl.objectives import policy_loss as per_token
-from rl.objectives.aggregate import aggregate
-from rl.objectives.kl import kl
+from rl.objectives import rollout_correction
+from rl.objectives.advantages.opo import opo
+from rl.objectives.aggregate import MODES, aggregate
+from rl.objectives.kl import ESTIMATORS, kl
 from rl.objectives.kl_controller import AdaptiveKL
+from rl.objectives.losses import clip_cov, kl_cov
 from rl.phases.correction import correct_rollout
 from rl.phases.policy_gradient import advantages, policy_loss, token_selection
 from rl.phases.reward_shaping import KlPenalty
 from rl.training.loss import Totals
 from rl.training.packing import pack
 
-LOSSES, ADVANTAGES, AGGREGATIONS, ESTIMATORS = (
-    [name for name in get_args(get_type_hints(Objective)[key]) if name != "none"]
-    for key in ("loss", "advantage", "aggregation", "kl_estimator")
-)
 OWN_MODEL = {"gae", "prime"}
 """Estimators that the files of their algorithms call."""
 TOTALS = Totals(num_tokens=301.0, num_samples=17.0, num_units=17.0)
@@ -79,42 +76,38 @@ def micro_batch(seed=0, **columns):
 # Advantages -----------------------------------------------------------------------------------------------------------
 
 
-def expanded(f):
-    return lambda batch, **options: f(batch, **options).repeat_interleave(batch.lengths)
-
-
-def unmasked_lengths(batch):
-    return torch.tensor([int(part.sum()) for part in batch.mask.split(batch.lengths.tolist())])
-
-
-def two_columns(batch):
-    return torch.stack([batch.score_details["length"], batch.score_details["format"]], dim=1)
+def function(room, name):
+    """The pure function of an estimator or loss, by its config name."""
+    stem = name.replace("++", "_pp").replace("-", "_")
+    return getattr(importlib.import_module(f"rl.objectives.{room}.{stem}"), stem)
 
 
 BASELINES = torch.arange(10) / 7
-STD = {"normalize_by_std": True}
-EXPECTED = {
-    "grpo": expanded(lambda b, **options: per_sample.grpo(b.rewards, b.groups, **(STD | options))),
-    "grpo-passk": expanded(
-        lambda b, **options: per_sample.grpo_passk(b.rewards, b.groups, **(STD | options))
-    ),
-    "gdpo": expanded(lambda b: per_sample.gdpo(two_columns(b), b.groups, weights=torch.ones(2))),
-    "rloo": expanded(lambda b: per_sample.rloo(b.rewards, b.groups)),
-    "opo": expanded(lambda b: per_sample.opo(b.rewards, b.groups, unmasked_lengths(b))),
-    "gpg": expanded(lambda b: per_sample.gpg(b.rewards, b.groups)),
-    "remax": expanded(lambda b: per_sample.remax(b.rewards, BASELINES)),
-    "reinforce++": lambda b, gamma=1.0: returns.reinforce_pp(b.token_rewards, b.lengths, b.mask, gamma=gamma),
-    "reinforce++-baseline": lambda b: returns.reinforce_pp_baseline(b.rewards, b.groups, b.lengths, b.mask),
-    "optimal-token-baseline": lambda b: returns.optimal_token_baseline(
-        b.token_rewards,
-        b.groups,
-        b.lengths,
-        b.mask,
-        logprobs=b.old_logprobs,
-        sum_p_squared=b.sum_p_squared,
-        weights=b.loss_weights,
+ALL = {"reward_columns": [], "reward_weights": []}
+COLUMNS = {
+    "grpo": ("rewards groups", {"normalize_by_std": True}),
+    "grpo-passk": ("rewards groups", {"normalize_by_std": True}),
+    "gdpo": ("score_details groups", ALL),
+    "rloo": ("rewards groups", {}),
+    "opo": ("rewards groups lengths mask", {}),
+    "gpg": ("rewards groups", {}),
+    "remax": ("rewards baselines", {}),
+    "reinforce++": ("token_rewards lengths mask", {"gamma": 1.0}),
+    "reinforce++-baseline": ("rewards groups lengths mask", {}),
+    "optimal-token-baseline": (
+        "token_rewards groups lengths mask old_logprobs sum_p_squared loss_weights",
+        {},
     ),
 }
+"""Columns of the batch and default keys of each estimator, in the order of its parameters."""
+
+
+def expected_of(name, batch, **options):
+    columns, keys = COLUMNS[name]
+    result = function("advantages", name)(
+        *[getattr(batch, column) for column in columns.split()], **(keys | options)
+    )
+    return result.repeat_interleave(batch.lengths) if len(result) == 10 else result
 
 
 def found(batch, name, **objective):
@@ -123,24 +116,24 @@ def found(batch, name, **objective):
 
 
 def test_every_estimator_has_its_expectation_here():
-    assert set(EXPECTED) == set(ADVANTAGES) - OWN_MODEL
+    assert set(COLUMNS) == set(ADVANTAGES) - OWN_MODEL
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", COLUMNS)
 def test_advantages_are_those_of_the_pure_function(name):
     batch = example()
     batch.rewards = batch.rewards + 0.1 * torch.arange(
         10
     )  # rewards, not scores, are what advantages are made of
     result = found(batch, name)
-    assert torch.equal(result, EXPECTED[name](batch))
+    assert torch.equal(result, expected_of(name, batch))
     assert result.shape == batch.mask.shape and result.dtype == torch.float32
     assert result[batch.mask > 0].isfinite().all() and result[batch.mask > 0].unique().numel() > 2
 
 
 def test_no_two_estimators_are_the_same():
     batch = example()
-    results = {name: found(batch, name)[batch.mask > 0] for name in EXPECTED}
+    results = {name: found(batch, name)[batch.mask > 0] for name in COLUMNS}
     for one, other in itertools.combinations(results, 2):
         assert not torch.allclose(results[one], results[other]), (one, other)
 
@@ -156,26 +149,18 @@ def test_no_two_estimators_are_the_same():
 def test_keys_of_an_estimator_reach_it(name, option):
     batch = example()
     result = found(batch, name, **option)
-    assert torch.equal(result, EXPECTED[name](batch, **option)) and not torch.allclose(
+    assert torch.equal(result, expected_of(name, batch, **option)) and not torch.allclose(
         result, found(batch, name)
     )
 
 
 def test_opo_weighs_by_the_tokens_that_enter_the_loss():
     batch = example()
-    masked = found(batch, "opo")
-    # A sample of 12 tokens of which one counts weighs like one of one token.
-    batch.mask[5:17] = torch.eye(12)[3]
-    expected = per_sample.opo(batch.rewards, batch.groups, unmasked_lengths(batch)).repeat_interleave(
-        batch.lengths
-    )
-    assert (
-        unmasked_lengths(batch)[2] == 1
-        and torch.equal(found(batch, "opo"), expected)
-        and not torch.allclose(expected, masked)
-    )
-    by_length = per_sample.opo(batch.rewards, batch.groups, batch.lengths).repeat_interleave(batch.lengths)
-    assert not torch.allclose(expected, by_length)
+    batch.mask[5:17] = torch.eye(12)[
+        3
+    ]  # a sample of 12 tokens of which one counts weighs like one of one token
+    by_length = opo(batch.rewards, batch.groups, batch.lengths, torch.ones(60))
+    assert not torch.allclose(found(batch, "opo"), by_length)
 
 
 def test_the_optimal_token_baseline_takes_the_weights_of_the_loss():
@@ -183,7 +168,7 @@ def test_the_optimal_token_baseline_takes_the_weights_of_the_loss():
     plain = found(batch, "optimal-token-baseline")
     batch.loss_weights = torch.rand(len(batch.mask), generator=torch.Generator().manual_seed(9))
     weighted = found(batch, "optimal-token-baseline")
-    assert torch.equal(weighted, EXPECTED["optimal-token-baseline"](batch)) and not torch.allclose(
+    assert torch.equal(weighted, expected_of("optimal-token-baseline", batch)) and not torch.allclose(
         weighted, plain
     )
 
@@ -194,37 +179,30 @@ def test_gdpo_takes_all_numbers_beside_the_score_by_default():
     # What the score and the accuracy say does not matter, nor which samples failed.
     for name in ("acc", "score", "failed"):
         batch.score_details[name] = torch.rand(10)
-    assert torch.equal(found(batch, "gdpo"), EXPECTED["gdpo"](example()))
+    assert torch.equal(found(batch, "gdpo"), expected_of("gdpo", example()))
 
 
 def test_gdpo_takes_the_columns_and_weights_that_are_named():
     batch = example()
-    columns = torch.stack([batch.score_details["acc"], batch.score_details["length"]], dim=1)
-    expected = per_sample.gdpo(columns, batch.groups, weights=torch.tensor([2.0, 0.5])).repeat_interleave(
-        batch.lengths
-    )
-    assert torch.equal(
-        found(batch, "gdpo", reward_columns=["acc", "length"], reward_weights=[2.0, 0.5]), expected
-    )
-    assert not torch.allclose(
-        found(batch, "gdpo", reward_columns=["acc", "length"], reward_weights=[0.5, 2.0]), expected
-    )
-    unweighted = per_sample.gdpo(columns, batch.groups, weights=torch.ones(2)).repeat_interleave(
-        batch.lengths
-    )
-    assert torch.equal(found(batch, "gdpo", reward_columns=["acc", "length"]), unweighted)
+    named = {"reward_columns": ["acc", "length"], "reward_weights": [2.0, 0.5]}
+    expected = expected_of("gdpo", batch, **named)
+    assert torch.equal(found(batch, "gdpo", **named), expected)
+    assert not torch.allclose(found(batch, "gdpo", **(named | {"reward_weights": [0.5, 2.0]})), expected)
+    unweighted = found(batch, "gdpo", reward_columns=["acc", "length"])
+    assert torch.equal(unweighted, expected_of("gdpo", batch, **(named | {"reward_weights": [1.0, 1.0]})))
 
 
 def test_gdpo_takes_0_where_a_sample_lacks_a_number():
     batch, zeroed = example(), example()
     batch.score_details["format"][[0, 5]] = float("nan")
     zeroed.score_details["format"][[0, 5]] = 0.0
-    assert torch.equal(found(batch, "gdpo"), EXPECTED["gdpo"](zeroed))
+    assert torch.equal(found(batch, "gdpo"), expected_of("gdpo", zeroed))
 
 
 def test_gdpo_names_the_column_that_the_reward_function_does_not_give_and_those_it_gives():
     with pytest.raises(
-        ValueError, match="wants tone, wit beside the score, but .* gives acc, failed, format, length, score"
+        ConfigError,
+        match="requires tone, wit besides the score, but .* returns acc, failed, format, length, score",
     ):
         found(example(), "gdpo", reward_columns=["tone", "format", "wit"])
 
@@ -233,42 +211,37 @@ def test_gdpo_without_any_number_beside_the_score_is_refused():
     batch = example()
     batch.score_details = {"failed": torch.zeros(10), "acc": torch.ones(10)}
     with pytest.raises(
-        ValueError,
-        match="reward_columns wants at least one number beside the score, but .* gives acc, failed",
+        ConfigError,
+        match="reward_columns requires at least one number besides the score, but .* returns acc, failed",
     ):
         found(batch, "gdpo")
 
 
 # Losses ---------------------------------------------------------------------------------------------------------------
 
-# {loss: (function, {key of the config: (argument of the function, default, another value)})}
-TWO_CLIPS = {"clip_low": ("clip_low", 0.2, 0.05), "clip_high": ("clip_high", 0.2, 0.05)}
-DUAL_CLIP = {"dual_clip": ("dual_clip", 3.0, 1.1)}
-DPPO = {"dppo_max_ratio": ("max_ratio", 20.0, 1.01)}
-FUNCTIONS = {
-    "ppo": (per_token.ppo, TWO_CLIPS | DUAL_CLIP),
-    "reinforce": (per_token.reinforce, {}),
-    "gpg": (per_token.gpg, {}),
-    "cispo": (per_token.cispo, TWO_CLIPS),
-    "sapo": (
-        per_token.sapo,
-        {"sapo_tau_positive": ("tau_pos", 1.0, 2.0), "sapo_tau_negative": ("tau_neg", 1.05, 3.0)},
-    ),
-    "dro": (per_token.dro, {"dro_beta": ("beta", 0.1, 0.7)}),
-    "dppo-tv": (per_token.dppo_tv, TWO_CLIPS | DPPO),
-    "dppo-kl": (per_token.dppo_kl, TWO_CLIPS | DPPO),
-    "gspo": (sequence_loss.gspo, TWO_CLIPS),
-    "gmpo": (sequence_loss.gmpo, TWO_CLIPS),
-    "clip-cov": (covariance.clip_cov, TWO_CLIPS),
-    "kl-cov": (covariance.kl_cov, {"kl_cov_coef": ("kl_cov_coef", 1.0, 0.3)}),
+CLIP = {"clip_low": 0.05, "clip_high": 0.05}
+OTHER_VALUES = {
+    "ppo": CLIP | {"dual_clip": 1.1},
+    "reinforce": {},
+    "gpg": {},
+    "cispo": CLIP,
+    "sapo": {"sapo_tau_positive": 2.0, "sapo_tau_negative": 3.0},
+    "dro": {"dro_beta": 0.7},
+    "dppo-tv": CLIP | {"dppo_max_ratio": 1.01},
+    "dppo-kl": CLIP | {"dppo_max_ratio": 1.01},
+    "gspo": CLIP,
+    "gmpo": CLIP,
+    "clip-cov": CLIP,
+    "kl-cov": {"kl_cov_coef": 0.3},
 }
+"""Keys that each loss reads, with a value that is not the default."""
 EXTRA_ARGUMENT = {
     "gspo": "lengths",
     "gmpo": "lengths",
     "clip-cov": "selected_tokens",
     "kl-cov": "selected_tokens",
 }
-KEYS = [(loss, key) for loss, (_, keys) in FUNCTIONS.items() for key in keys]
+KEYS = [(loss, key) for loss, keys in OTHER_VALUES.items() for key in keys]
 SAME = {"reinforce", "gpg"}
 
 
@@ -277,11 +250,12 @@ def chosen():
 
 
 def token_loss_of(loss, micro, **options):
-    """(token loss, statistics) of the pure function, with the defaults of the config and these options by the config's names."""
-    function, keys = FUNCTIONS[loss]
-    arguments = {argument: options.get(key, default) for key, (argument, default, _) in keys.items()}
+    """(token loss, statistics) of the pure function, with the defaults of the config and these options."""
+    defaults = config_of().objective
+    keys = {key: getattr(defaults, key) for key in OTHER_VALUES[loss]} | options
     extra = [getattr(micro, EXTRA_ARGUMENT[loss])] if loss in EXTRA_ARGUMENT else []
-    return function(micro.logprobs, micro.old_logprobs, micro.advantages, micro.mask, *extra, **arguments)
+    inputs = micro.logprobs, micro.old_logprobs, micro.advantages, micro.mask
+    return function("losses", loss)(*inputs, *extra, **keys)
 
 
 def mean(micro, token_loss, mode="token-mean"):
@@ -305,10 +279,10 @@ def same_value_and_gradient(micro, found, expected):
 
 
 def test_every_loss_has_its_function_here():
-    assert set(FUNCTIONS) == set(LOSSES)
+    assert set(OTHER_VALUES) == set(LOSSES)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", list(MODES))
 @pytest.mark.parametrize("loss", LOSSES)
 def test_policy_loss_is_the_mean_of_the_pure_function(loss, aggregation):
     micro = micro_batch(selected_tokens=chosen())
@@ -335,14 +309,13 @@ def test_no_two_losses_are_the_same_but_those_of_reinforce_and_gpg():
 @pytest.mark.parametrize("loss, key", KEYS, ids=[f"{loss}-{key}" for loss, key in KEYS])
 def test_each_key_of_a_loss_reaches_it(loss, key):
     micro = micro_batch(selected_tokens=chosen())
-    _, default, another = FUNCTIONS[loss][1][key]
+    another = OTHER_VALUES[loss][key]
     value, _ = run(micro, loss=loss, **{key: another})
     assert same_value_and_gradient(micro, value, mean(micro, token_loss_of(loss, micro, **{key: another})[0]))
     assert not same_value_and_gradient(micro, value, run(micro, loss=loss)[0])
-    assert getattr(config_of().objective, key) == default
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", list(MODES))
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
 def test_loss_weights_multiply_the_loss_of_each_token(loss, aggregation):
     weights = torch.rand(60, generator=torch.Generator().manual_seed(2)) * 2
@@ -365,8 +338,8 @@ def test_loss_weights_leave_kl_and_entropy_alone():
     assert metrics["actor/pg_loss"] == 0 and run(plain, loss="ppo")[0] != 0
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("aggregation", list(MODES))
+@pytest.mark.parametrize("estimator", list(ESTIMATORS))
 def test_the_kl_term(estimator, aggregation):
     micro = micro_batch()
     value, metrics = run(micro, loss="ppo", aggregation=aggregation, kl_coef=0.3, kl_estimator=estimator)
@@ -395,7 +368,7 @@ def test_without_a_kl_term_no_reference_policy_is_wanted():
         run(micro, loss="ppo", kl_coef=0.1)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", list(MODES))
 def test_the_entropy_bonus_is_subtracted(aggregation):
     micro = micro_batch()
     value, _ = run(micro, loss="ppo", aggregation=aggregation, entropy_coef=0.4)
@@ -453,16 +426,8 @@ def choice(loss, seed=5, **objective):
 def test_clip_cov_chooses_with_the_keys_of_the_config(key, value):
     result, batch, logprobs = choice("clip-cov", **{key: value})
     keys = COV | {key: value}
-    expected = covariance.clip_cov_tokens(
-        logprobs,
-        batch.old_logprobs,
-        batch.advantages,
-        batch.mask,
-        fraction=keys.pop("cov_fraction"),
-        **keys,
-        seed=5,
-    )
-    assert torch.equal(result, expected) and result.any()
+    inputs = logprobs, batch.old_logprobs, batch.advantages, batch.mask
+    assert torch.equal(result, clip_cov.select_tokens(*inputs, **keys, seed=5)) and result.any()
     assert not torch.equal(result, choice("clip-cov")[0])
 
 
@@ -475,9 +440,8 @@ def test_clip_cov_chooses_by_the_seed():
 @pytest.mark.parametrize("fraction", [0.05, 0.2])
 def test_kl_cov_chooses_with_the_keys_of_the_config(fraction):
     result, batch, logprobs = choice("kl-cov", cov_fraction=fraction)
-    assert torch.equal(
-        result, covariance.kl_cov_tokens(logprobs, batch.advantages, batch.mask, fraction=fraction)
-    )
+    inputs = logprobs, batch.advantages, batch.mask
+    assert torch.equal(result, kl_cov.select_tokens(*inputs, cov_fraction=fraction))
     assert result.sum() == int(fraction * batch.mask.sum()) > 0
 
 
@@ -487,7 +451,7 @@ def test_the_loss_reads_the_column_of_chosen_tokens(loss):
     expected = float((chosen() * some.mask).sum()) / TOTALS.num_tokens
     assert float(run(some, loss=loss)[1]["actor/pg_covfrac"]) == pytest.approx(expected)
     assert run(none, loss=loss)[1]["actor/pg_covfrac"] == 0
-    with pytest.raises(AttributeError, match="no selected_tokens"):
+    with pytest.raises(ValueError, match="reads selected_tokens, which is not filled"):
         run(micro_batch(), loss=loss)
 
 

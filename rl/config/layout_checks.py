@@ -1,0 +1,212 @@
+"""Checks of a configuration against the number of ranks and the model: layouts, sizes and positions.
+
+All are pure functions, so that every rank raises the same ConfigError: one sentence with the numbers and the
+    remedy.
+"""
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+from rl.config.options import ConfigError, listed
+from rl.config.schema import Config, algorithm_of, needs_engine
+from rl.models.sizes import expert_width, num_experts, num_kv_heads
+
+
+def check_layout(
+    config: Config,
+    world_size: int,
+    hf: dict[str, Any],
+    supported: Collection[str],
+    *,
+    path: str | None = None,
+) -> None:
+    """Raise ConfigError for the first setting that does not fit the number of ranks or the model.
+
+    `hf` is the config.json of the model in `path` (default: model.path, which generates too), `supported` the
+    architectures there is code for. Every rank raises the same error.
+    """
+    architectures = hf.get("architectures") or []
+    if not set(architectures) & set(supported):
+        raise ConfigError(
+            f"The model in {path or config.model.path} has the architecture "
+            f"{', '.join(architectures) or '(none)'}; "
+            f"supported: {listed(sorted(supported), 'and')}."
+        )
+    check_training_grid(config, world_size, hf)
+    check_minibatch(config, world_size)
+    if needs_engine(config) and path is None:
+        check_rollout_grid(config, world_size, hf)
+        check_positions(
+            hf,
+            ("data.max_prompt_tokens", config.data.max_prompt_tokens),
+            ("rollout.max_response_tokens", config.rollout.max_response_tokens),
+        )
+
+
+def check_judge(config: Config, world_size: int, hf: dict[str, Any]) -> None:
+    """Check the layout of the judge, which only generates; `hf` is its config.json."""
+    judge = config.reward.judge
+    try:
+        check_rollout_grid(config, world_size, hf)
+        check_positions(
+            hf,
+            ("reward.judge.max_prompt_tokens", judge.max_prompt_tokens),
+            ("reward.judge.max_response_tokens", judge.max_response_tokens),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"reward.judge.path={judge.path}: {error}") from error
+
+
+def check_positions(hf: dict[str, Any], prompt: tuple[str, int], response: tuple[str, int]) -> None:
+    """Raise ConfigError if the longest prompt and response, each a key and its value, exceed the model's
+    positions."""
+    positions, total = model_size(hf, "max_position_embeddings"), prompt[1] + response[1]
+    if total > positions:
+        raise ConfigError(
+            f"{prompt[0]}={prompt[1]} and {response[0]}={response[1]} add up to {total} tokens, "
+            f"but the model has {positions} positions (max_position_embeddings); lower them to {positions} "
+            "together."
+        )
+
+
+def check_training_grid(config: Config, world_size: int, hf: dict[str, Any]) -> None:
+    tp, pp = config.training.tp, config.training.pp
+    if world_size % (tp * pp):
+        raise ConfigError(
+            f"training.tp={tp} times training.pp={pp} is {tp * pp}, which does not divide the world of "
+            f"{world_size} ranks; "
+            f"use a product of {listed(divisors(world_size), 'or')}."
+        )
+    sizes = split_sizes(hf) | {"{} key/value heads": num_kv_heads(hf)}
+    fits = [n for n in divisors(world_size // pp) if all(size % n == 0 for size in sizes.values())]
+    check_divides("training.tp", tp, sizes, fits)
+    layers = model_size(hf, "num_hidden_layers")
+    if pp > layers:
+        fits = [n for n in divisors(world_size // tp) if n <= layers]
+        raise ConfigError(
+            f"training.pp={pp} leaves stages without a layer, the model has {layers}; use "
+            f"{listed(fits, 'or')}."
+        )
+    check_expert_grid(config, world_size, hf)
+
+
+def check_expert_grid(config: Config, world_size: int, hf: dict[str, Any]) -> None:
+    training, experts = config.training, num_experts(hf)
+    tp, pp, ep, etp = training.tp, training.pp, training.ep, training.expert_tp
+    if not experts:
+        if ep > 1 or training.etp:
+            raise ConfigError(
+                f"training.ep={ep} and training.etp={training.etp} split experts, but the model has none; "
+                "leave them out."
+            )
+        return
+    check_divides(
+        "training.ep",
+        ep,
+        {"{} experts": experts},
+        [n for n in divisors(world_size // pp) if experts % n == 0],
+    )
+    check_divides(
+        "training.etp",
+        etp,
+        {"experts' intermediate size of {}": expert_width(hf)},
+        divisors(expert_width(hf)),
+    )
+    if world_size % (etp * ep * pp):
+        raise ConfigError(
+            f"The experts' grid of training.ep={ep} x etp={etp} x training.pp={pp} is {etp * ep * pp}, "
+            "which does not divide the "
+            f"world of {world_size} ranks; use a product of {listed(divisors(world_size), 'or')}."
+        )
+    # megatron-core 0.16.1 then adds up the experts' gradients over data parallel ranks only, not over tensor
+    # parallel ones.
+    if ep == 1 and etp != tp:
+        raise ConfigError(
+            f"training.etp={etp} differs from training.tp={tp}, which works only with training.ep above 1; "
+            "leave it out."
+        )
+    # Routers choose for whole tokens, which lie on one tensor parallel rank under sequence parallelism only.
+    if tp > 1 and not training.sequence_parallel:
+        raise ConfigError(
+            f"training.sequence_parallel=false with training.tp={tp} cannot train a mixture of experts; set "
+            "it to true."
+        )
+
+
+def check_rollout_grid(config: Config, world_size: int, hf: dict[str, Any]) -> None:
+    tp, sizes, kv_heads = config.rollout.tp, split_sizes(hf), num_kv_heads(hf)
+    if num_experts(hf):
+        sizes |= {"experts' intermediate size of {}": expert_width(hf)}
+    if world_size % tp:
+        raise ConfigError(
+            f"rollout.tp={tp} does not divide the world of {world_size} ranks; use "
+            f"{listed(divisors(world_size), 'or')}."
+        )
+    # vLLM replicates key/value heads when there are fewer of them than ranks; Megatron does not.
+    fits = [n for n in divisors(world_size) if all(size % n == 0 for size in sizes.values())]
+    fits = [n for n in fits if kv_heads % n == 0 or n % kv_heads == 0]
+    # vLLM pads the vocabulary to a multiple of 64 and then splits it evenly.
+    padded = math.ceil(model_size(hf, "vocab_size") / 64) * 64
+    sizes |= {"vocabulary, padded to {}": padded}
+    fits = [n for n in fits if padded % n == 0]
+    check_divides("rollout.tp", tp, sizes, fits)
+    if kv_heads % tp and tp % kv_heads:
+        raise ConfigError(
+            f"rollout.tp={tp} is neither a divisor nor a multiple of the model's {kv_heads} key/value heads; "
+            f"use {listed(fits, 'or')}."
+        )
+
+
+def check_minibatch(config: Config, world_size: int) -> None:
+    """Raise ConfigError if a mini-batch has fewer samples than there are data parallel ranks."""
+    tp, pp, step = config.training.tp, config.training.pp, config.data.prompts_per_step
+    dp = world_size // (tp * pp)
+    needs = algorithm_of(config).needs
+    samples = config.rollout.samples_per_prompt if "samples" in needs else 1
+    prompts = config.training.prompts_per_minibatch or step
+    if prompts * samples >= dp:
+        return
+    needed = math.ceil(dp / samples)
+    if needed <= step:
+        advice = f"set training.prompts_per_minibatch to {min(n for n in divisors(step) if n >= needed)}"
+    elif config.training.prompts_per_minibatch:
+        advice = f"raise data.prompts_per_step and training.prompts_per_minibatch to at least {needed}"
+    else:
+        advice = f"raise data.prompts_per_step to at least {needed}"
+    raise ConfigError(
+        f"A mini-batch of {prompts} prompts x {samples} samples is too small for the data parallel size of "
+        f"{dp} "
+        f"({world_size} ranks / (tp={tp} x pp={pp})); {advice}."
+    )
+
+
+def check_divides(key: str, value: int, sizes: dict[str, int], fits: list[int]) -> None:
+    """Raise ConfigError if `value` does not divide one of the model's `sizes` (words with a {} -> size);
+    `fits` are valid values."""
+    for words, size in sizes.items():
+        if size % value:
+            raise ConfigError(
+                f"{key}={value} does not divide the model's {words.format(size)}; use {listed(fits, 'or')}."
+            )
+
+
+def split_sizes(hf: dict[str, Any]) -> dict[str, int]:
+    """Return the sizes that tensor parallelism splits evenly, in training and in generation."""
+    return {
+        "{} attention heads": model_size(hf, "num_attention_heads"),
+        "hidden size of {}": model_size(hf, "hidden_size"),
+        "intermediate size of {}": model_size(hf, "intermediate_size"),
+    }
+
+
+def model_size(hf: dict[str, Any], name: str) -> int:
+    if not isinstance(hf.get(name), int):
+        raise ConfigError(
+            f"The model's config.json has no number '{name}'; is model.path a Hugging Face checkpoint?"
+        )
+    return hf[name]
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,54 @@
+"""Comparisons within groups of samples: the mathematics that the advantage estimators share.
+
+Shapes: `N` samples of the batch, over all ranks, because groups are only complete there; `P` groups. `groups`
+is int64 [N]: samples with the same number have the same prompt. Numbers, order and sizes of groups are
+arbitrary.
+"""
+
+import torch
+from torch import Tensor
+
+from rl.objectives.segments import expand, segment_mean, segment_sum
+
+
+def by_group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay groups end to end: (order int64 [N], rewards[order] float64 [N], ascending within a group, sizes
+    int64 [P]).
+
+    The ascending order makes later sums bitwise independent of the order of the samples.
+    """
+    assert rewards.shape == groups.shape and rewards.dim() == 1, (
+        f"{tuple(rewards.shape)} rewards for {tuple(groups.shape)} group numbers"
+    )
+    order = torch.argsort(rewards, stable=True)
+    order = order[torch.argsort(groups[order], stable=True)]
+    _, sizes = torch.unique_consecutive(groups[order], return_counts=True)
+    return order, rewards[order].double(), sizes
+
+
+def centered(ascending: Tensor, sizes: Tensor) -> Tensor:
+    """Return rewards less the mean of their group, float64 [N].
+
+    The least reward is subtracted first, so that equal rewards give exactly 0 in any dtype. A rounding error
+    of the mean would otherwise be divided by a standard deviation of nearly 0.
+    """
+    least = ascending[sizes.cumsum(0) - sizes]
+    above = ascending - expand(least, sizes)
+    return above - expand(segment_mean(above, sizes), sizes)
+
+
+def group_std(centered: Tensor, sizes: Tensor) -> Tensor:
+    """Return the unbiased standard deviation of each group, float64 [P]; 0 for a group of one."""
+    return (segment_sum(centered.square(), sizes) / (sizes - 1).clamp(min=1)).sqrt()
+
+
+def divide(x: Tensor, scale: Tensor) -> Tensor:
+    """Return x / scale, and x where scale is 0."""
+    return x / torch.where(scale > 0, scale, 1.0)
+
+
+def restore(grouped: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo the order of `by_group`."""
+    advantages = torch.empty_like(grouped)
+    advantages[order] = grouped
+    return advantages.to(dtype)

@@ -1,0 +1,54 @@
+"""Geometric-Mean Policy Optimization (arXiv:2507.20673).
+
+With d the log-ratio of a token and A the mean advantage of its sample:
+
+    c = min(d, clip_high) where A > 0, max(d, -clip_low) where A < 0        per token
+    loss = -A exp(mean over the sample of c)                                on each unmasked token
+
+With seq-mean-token-mean this is the paper's objective. The bounds are those of the log-ratio: the paper's 0.4
+and 0.4 are ratios of 0.67 to 1.49. The paper has one advantage per sample. Where tokens differ, A is their
+mean, as in verl, which however clips each token by the sign of its own advantage; the loss would then not
+bound the unclipped one.
+"""
+
+import torch
+from torch import Tensor
+
+from rl.objectives.policy_loss import MAX_LOG_RATIO, Loss, masked_log_ratio, sample_mean, summed
+from rl.objectives.segments import expand
+
+PER_SAMPLE = True
+SMALL_CLIP = "clips the logarithm of the ratio, and its paper uses 0.4 and 0.4"
+FORMULA = "sample: -A exp(mean of log-ratios clipped against A); clip 0.4 in log"
+SOURCE = "2507.20673"
+
+
+def gmpo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Loss:
+    """Return the loss of each token [T] and statistics.
+
+    Args:
+        clip_low, clip_high: the log-ratio of a token is clipped to -clip_low .. clip_high.
+
+    Statistics:
+        pg_clipfrac: tokens where the clip binds, so that their gradient is cut.
+    """
+    mask = mask.bool()
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    advantage = sample_mean(torch.where(mask, advantages, 0.0), mask, lengths)
+    sign = expand(advantage.sign(), lengths)
+    clipped = log_ratio.clamp(-clip_low, clip_high)
+    binding = sign * clipped < sign * log_ratio
+    log_mean = sample_mean(torch.where(binding, clipped, log_ratio), mask, lengths)
+    loss = -advantage * log_mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return torch.where(mask, expand(loss, lengths), 0.0), summed(
+        ppo_kl=-masked_log_ratio(logprobs, old_logprobs, mask), pg_clipfrac=binding
+    )
