@@ -21,8 +21,8 @@ where several functions contain the expression. `#2` takes the second of several
 
 A mutant replaces one expression or statement of one function. Expressions are compared as syntax. Functions
 and test files are found by name, so an entry remains valid when files are formatted or moved, or a class is
-renamed. Mutants are written into a temporary copy of the working tree. The tests run in forks of this process,
-which has imported torch. They are run once without any mutant, and must pass.
+renamed. Mutants are written into a temporary copy of the working tree. The tests run in forks of this
+process, which has imported torch. They are run once without any mutant, and must pass.
 """
 
 import argparse
