@@ -15,15 +15,14 @@ A name that begins with hole- marks a mutant that no test has caught yet. The ex
 caught.
 
 The table has sections `[tests]` with the stems of test files and options of pytest, and entries
-`name: function: old => new`; an indented line continues the one before it. A function has its qualified name,
-such as Batch.select. `@stem` after it names the file that defines it, where functions of several files fit.
-`#2` takes the second of several equal expressions. `a|b` is a function that is called either a or b. Of the
-stems of a section, those without a file are passed over.
+`name: function: old => new`; an indented line continues the one before it. The name of the function suffices.
+The last parts of its qualified name, such as `qkv.vllm`, or `@stem` with the stem of its file are needed only
+where several functions contain the expression. `#2` takes the second of several equal expressions.
 
 A mutant replaces one expression or statement of one function. Expressions are compared as syntax. Functions
-and test files are found by name, so an entry remains valid when files are formatted or moved. Mutants are
-written into a temporary copy of the working tree. The tests run in forks of this process, which has imported
-torch. They are run once without any mutant, and must pass.
+and test files are found by name, so an entry remains valid when files are formatted or moved, or a class is
+renamed. Mutants are written into a temporary copy of the working tree. The tests run in forks of this
+process, which has imported torch. They are run once without any mutant, and must pass.
 """
 
 import argparse
@@ -83,7 +82,7 @@ def read_table(text: str) -> list[Mutant]:
             stems, dash_k, expression = section[1].partition(" -k ")
             tests = (*stems.split(), *(("-k", expression) if dash_k else ()))
         elif line and not line.startswith("#"):
-            entry = re.fullmatch(r"([\w-]+): ([\w.|]+)(?:@(\w+))?(?:#(\d+))?: (.+) => (.+)", line)
+            entry = re.fullmatch(r"([\w-]+): ([\w.]+)(?:@(\w+))?(?:#(\d+))?: (.+) => (.+)", line)
             assert entry, f"not an entry of the table: {line}"
             name, function, stem, number, old, new = entry.groups()
             mutants.append(Mutant(name, function, stem or "", int(number or 0), old, new, tests))
@@ -92,15 +91,19 @@ def read_table(text: str) -> list[Mutant]:
     return mutants
 
 
-def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Find qualified names and definitions of all functions, nested ones included."""
+Definition = tuple[Path, str, ast.AST]
+"""File, qualified name and syntax tree of a function."""
+
+
+def functions(path: Path, tree: ast.AST, prefix: str = "") -> Iterator[Definition]:
+    """Find all functions of a file, nested ones included. Qualified names begin with a dot."""
     for node in ast.iter_child_nodes(tree):
         name = prefix
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            name = f"{prefix}.{node.name}".lstrip(".")
+            name = f"{prefix}.{node.name}"
             if not isinstance(node, ast.ClassDef):
-                yield name, node
-        yield from functions(node, name)
+                yield path, name, node
+        yield from functions(path, node, name)
 
 
 def matches(function: ast.AST, old: str) -> list[ast.expr | ast.stmt]:
@@ -112,16 +115,15 @@ def matches(function: ast.AST, old: str) -> list[ast.expr | ast.stmt]:
     return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 
 
-def mutated(mutant: Mutant, trees: dict[Path, ast.AST]) -> tuple[Path, str]:
+def mutated(mutant: Mutant, program: list[Definition]) -> tuple[Path, str]:
     """Return the file that a mutant changes and its new text. Raises Stale unless exactly one place fits."""
     is_defined, places = False, []
-    for path, tree in trees.items():
-        for name, function in functions(tree):
-            if name in mutant.function.split("|") and mutant.stem in ("", path.stem):
-                is_defined, found = True, matches(function, mutant.old)
-                if mutant.number:
-                    found = found[mutant.number - 1 : mutant.number]
-                places += [(path, node) for node in found]
+    for path, name, function in program:
+        if name.endswith(f".{mutant.function}") and mutant.stem in ("", path.stem):
+            is_defined, found = True, matches(function, mutant.old)
+            if mutant.number:
+                found = found[mutant.number - 1 : mutant.number]
+            places += [(path, node) for node in found]
     if not is_defined:
         raise Stale(f"no function {mutant.function}")
     if len(places) != 1:
@@ -140,16 +142,14 @@ def mutated(mutant: Mutant, trees: dict[Path, ast.AST]) -> tuple[Path, str]:
 
 
 def arguments_of(tests: Tests, root: Path) -> list[str]:
-    """Return the arguments of pytest, with all files of the stems. Raises Stale if there is none."""
+    """Return the arguments of pytest, with all files of the stems. Raises Stale for a stem without a file."""
     out: list[str] = []
     for word in tests:
-        if not word.startswith("test_"):
-            out.append(word)
-            continue
         # tests/unit before tests/runs and tests/ranks, which take longer to fail.
-        out += map(str, sorted((root / "tests").rglob(f"{word}.py"), reverse=True))
-    if not any(word.endswith(".py") for word in out):
-        raise Stale(f"no file in tests for {' '.join(tests)}")
+        files = sorted((root / "tests").rglob(f"{word}.py"), reverse=True) if word.startswith("test_") else []
+        if word.startswith("test_") and not files:
+            raise Stale(f"no file {word}.py in tests")
+        out += map(str, files or [word])
     return out
 
 
@@ -234,11 +234,16 @@ def main() -> int:
         copy = Path(directory, "lockstep")
         copy_tree(copy)
         found = (file for part in PROGRAM for file in (copy / part, *(copy / part).rglob("*.py")))
-        trees = {file: ast.parse(file.read_text()) for file in found if file.is_file()}
+        program = [
+            function
+            for file in found
+            if file.is_file()
+            for function in functions(file, ast.parse(file.read_text()))
+        ]
         planned = []
         for mutant in mutants:
             try:
-                planned.append((mutant, *mutated(mutant, trees), arguments_of(mutant.tests, copy)))
+                planned.append((mutant, *mutated(mutant, program), arguments_of(mutant.tests, copy)))
             except (Stale, SyntaxError) as error:
                 outcomes[mutant.name] = "stale"
                 print(f"{mutant.name} stale: {error}", flush=True)

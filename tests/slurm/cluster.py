@@ -1,4 +1,4 @@
-"""The cluster of cluster.sh as tests use it, and what they read of the runs on it."""
+"""The cluster of cluster.sh as tests use it, and the state of its runs."""
 
 import json
 import os
@@ -15,7 +15,7 @@ CLUSTER = Path(__file__).with_name("cluster.sh")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 PATIENCE_S = 600.0
-"""Longest wait for anything: machines that run tests are slow now and then."""
+"""Longest wait for an event, in seconds: machines that run tests are sometimes slow."""
 
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0")
 
@@ -25,11 +25,8 @@ class Cluster:
 
     def __init__(self, lab: Path, port: int):
         self.lab = lab
-        outside = {
-            k: v
-            for k, v in os.environ.items()
-            if not k.startswith(("SLURM", "SBATCH", "RANK", "WORLD_SIZE", "MASTER_"))
-        }
+        job = ("SLURM", "SBATCH", "RANK", "WORLD_SIZE", "MASTER_")
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(job)}
         python = Path(sys.executable).parent
         self.env = outside | dict(
             LAB=str(lab),
@@ -43,14 +40,8 @@ class Cluster:
         )
 
     def run(self, *command: object, cwd: Path | None = None, **env: str) -> str:
-        done = subprocess.run(
-            list(map(str, command)),
-            env=self.env | env,
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
+        options = dict(cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S)
+        done = subprocess.run(list(map(str, command)), env=self.env | env, **options)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
@@ -58,15 +49,15 @@ class Cluster:
         self.run("bash", CLUSTER, what, *arguments)
 
     def submit(self, *arguments: object, cwd: Path, **env: str) -> str:
-        """sbatch in `cwd`; returns the job's id."""
+        """Run sbatch in `cwd` and return the job's id."""
         return self.run("sbatch", "--parsable", *arguments, cwd=cwd, **env).strip()
 
     def job(self, job: str) -> dict[str, str]:
-        """What scontrol knows of it now; of an array's task by ID_TASK."""
+        """Return the facts that scontrol shows of a job, or of the task ID_TASK of an array."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "-o", "show", "job", job)))
 
     def wait(self, job: str, states=ENDED, timeout: float = PATIENCE_S) -> dict[str, str]:
-        """Until the job is in one of the states."""
+        """Wait until the job is in one of the states, and return its facts."""
         deadline = time.monotonic() + timeout
         while (facts := self.job(job))["JobState"] not in states:
             assert time.monotonic() < deadline, f"job {job} is still {facts['JobState']} ({facts['Reason']})"
@@ -75,7 +66,7 @@ class Cluster:
 
 
 def wait_for(condition, what: str, timeout: float = PATIENCE_S):
-    """Until `condition()` is true; returns what it returned."""
+    """Wait until `condition()` is true, and return its value."""
     deadline = time.monotonic() + timeout
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what} did not come within {timeout:.0f} s"

@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
-# A Slurm cluster of several nodes on this machine, for tests. Debian or Ubuntu, root; no systemd, database or network set-up.
+# A Slurm cluster of several nodes on this machine, for tests. For root on Debian or Ubuntu, without systemd,
+# database or network.
 #
 #   cluster.sh up                 munged, slurmctld and a slurmd per node; returns when all nodes are idle
 #   cluster.sh down               end all of them, by their recorded pids only
 #   cluster.sh lose-node node2    power cut: the node's processes are killed, and slurmctld is told
 #   cluster.sh start-node node2   power it on again
 #
-# LAB is the directory of the cluster, PORT slurmctld's; node i listens at PORT+i. Clients need SLURM_CONF=$LAB/etc/slurm.conf.
-# A node has a hostname, /etc/hosts, /dev/shm and process ids of its own (unshare), and the address 127.0.1.i; killing the
-# process that holds these is a power cut. /tmp and the network are the machine's.
+# LAB is the directory of the cluster and PORT the port of slurmctld; node i listens at PORT+i. Clients need
+# SLURM_CONF=$LAB/etc/slurm.conf. A node has a hostname, /etc/hosts, /dev/shm and process ids of its own
+# (unshare), and the address 127.0.1.i. Killing the process that holds these is a power cut. /tmp and the
+# network are those of the machine.
 set -eu
 : "${LAB:?}" "${PORT:?}"
 : "${NODES:=4}" "${CPUS:=16}" "${MEM:=16000}" "${GPUS:=2}" # per node, and more CPUs than there are
 export SLURM_CONF=$LAB/etc/slurm.conf
 
 node_names() { seq -f 'node%.0f' 1 "$NODES"; }
-# Whether process $1 is alive and called $2: a pid may have been taken by another since.
+# Succeed if process $1 is alive and has the name $2: a process id may belong to another process by now.
 is() {
     [ "$(cat "/proc/$1/comm" 2>/dev/null)" = "$2" ] && ! grep -q '^State:.*Z' "/proc/$1/status"
 }
@@ -63,7 +65,7 @@ PartitionName=main   Nodes=ALL Default=YES State=UP PriorityTier=1  PreemptMode=
 PartitionName=urgent Nodes=ALL             State=UP PriorityTier=10 PreemptMode=OFF
 CONF
     echo AutoDetect=off >"$LAB/etc/gres.conf"
-    for k in $(seq 0 $((GPUS - 1))); do # File= of a GPU must be a character device; copies of /dev/null are some
+    for k in $(seq 0 $((GPUS - 1))); do # the File= of a GPU must be a character device
         [ -c "$LAB/dev/gpu$k" ] || mknod -m 666 "$LAB/dev/gpu$k" c 1 3
     done
     for i in $(seq "$NODES"); do
@@ -94,14 +96,17 @@ kill_node() {
 }
 
 up() {
+    local idle
     configure
     # --force: munged refuses a socket in a directory that others cannot enter, such as pytest's
-    munged --force -S "$LAB/run/munge.socket" --key-file="$LAB/etc/munge.key" --log-file="$LAB/log/munged.log" \
-        --pid-file="$LAB/run/munged.pid" --seed-file="$LAB/run/munged.seed" 2>>"$LAB/log/munged.err"
+    munged --force -S "$LAB/run/munge.socket" --key-file="$LAB/etc/munge.key" \
+        --log-file="$LAB/log/munged.log" --pid-file="$LAB/run/munged.pid" \
+        --seed-file="$LAB/run/munged.seed" 2>>"$LAB/log/munged.err"
     slurmctld
     for node in $(node_names); do start_node "$node"; done
     for _ in $(seq 300); do
-        if [ "$(timeout 5 sinfo -h -N -p main -t idle -o %N 2>/dev/null | wc -l)" = "$NODES" ]; then return; fi
+        idle=$(timeout 5 sinfo -h -N -p main -t idle -o %N 2>/dev/null | wc -l)
+        if [ "$idle" = "$NODES" ]; then return; fi
         sleep 0.2
     done
     echo "the nodes did not come up; see $LAB/log" >&2
@@ -132,5 +137,5 @@ lose-node)
     scontrol update nodename="$2" state=down reason=lost
     ;;
 start-node) start_node "$2" ;;
-*) sed -n '2,12p' "$0" ;;
+*) sed -n '2,13p' "$0" ;;
 esac

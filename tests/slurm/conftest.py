@@ -15,24 +15,22 @@ from tests.spawn import ROOT
 
 @pytest.fixture(scope="session")
 def cluster():
-    missing = [
-        name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None
-    ]
-    if missing:
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=path) is None]:
         pytest.skip(
-            f"no {', '.join(missing)} here; tools/test.sh installs Slurm, as root on Debian and Ubuntu"
+            f"{', '.join(missing)} not found; tools/test.sh installs Slurm, as root on Debian and Ubuntu"
         )
     if os.geteuid() != 0:
-        pytest.skip("a cluster of several nodes on one machine takes root, for their namespaces")
+        pytest.skip("a cluster of several nodes on one machine requires root for their namespaces")
     # Not pytest's tmp_path: its path is too long for the UNIX sockets of slurmd.
     lab = Path(tempfile.mkdtemp(prefix="lab-"))
-    # A block of ports of this process; ten processes on, the next block.
+    # A block of ten ports that depends on the process id.
     up = Cluster(lab, 17000 + os.getpid() % 400 * 10)
     try:
         up.switch("up")
         yield up
     finally:
-        with contextlib.suppress(AssertionError):  # the queue does not matter any more
+        with contextlib.suppress(AssertionError):  # the state of the queue does not matter here
             up.run("scancel", "--user=root")
         up.switch("down")
         shutil.rmtree(lab, ignore_errors=True)
@@ -45,10 +43,9 @@ def config(toy, tmp_path) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(cluster, toy, tmp_path_factory) -> list[dict]:
-    """The metrics of that run on two nodes, from one job that nothing happens to."""
+    """Return the metrics of the same run on two nodes without an interruption."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    job = cluster.submit(
-        *TWO_NODES, ROOT / "slurm" / "train.sbatch", write_slow_config(directory, toy), cwd=directory
-    )
+    command = (ROOT / "slurm" / "train.sbatch", write_slow_config(directory, toy))
+    job = cluster.submit(*TWO_NODES, *command, cwd=directory)
     assert cluster.wait(job)["JobState"] == "COMPLETED", (directory / f"train-{job}.out").read_text()
     return comparable(directory / "run")

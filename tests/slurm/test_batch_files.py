@@ -1,4 +1,4 @@
-"""The batch files with a fake Slurm on the PATH: what no cluster of tests has, and what srun gets."""
+"""The batch files with a fake Slurm on the PATH: what srun gets, and what the tests' cluster lacks."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +37,7 @@ SQUEUE = '#!/bin/bash\necho "$FAKE_END"\n'
 
 @pytest.fixture
 def site(tmp_path):
-    """A directory of the fake programs, and a checkout with batch files but no site.sh."""
+    """Return a directory with the fake programs, and with a checkout that has batch files but no site.sh."""
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE}.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -51,11 +50,9 @@ def site(tmp_path):
 
 
 class Job:
-    """A batch file run by bash with what slurmd sets: an allocation of 2 nodes of 8 GPUs and 64 CPUs."""
+    """Runs a batch file in bash with what slurmd sets: an allocation of 2 nodes of 8 GPUs and 64 CPUs."""
 
-    def __init__(
-        self, site: Path, file: str, *arguments: str, exit_code: int = 0, at_step: str = "", **env: str
-    ):
+    def __init__(self, site, file, *arguments, exit_code: int = 0, at_step: str = "", **env: str | None):
         self.fake, self.work = site / "fake", site / "work"
         for old in self.fake.iterdir():
             old.unlink()
@@ -70,30 +67,21 @@ class Job:
             SLURM_SUBMIT_DIR=str(site / "root"),
             SLURM_NTASKS="1",
         )
-        fake = dict(
-            FAKE=str(self.fake),
-            SRUN_EXIT=str(exit_code),
-            AT_STEP=at_step,
-            FAKE_END="2030-01-01T00:00:00",
-            TZ="UTC",
-        )
-        wanted = {k: v for k, v in (outside | slurm | fake | env).items() if v is not None}
-        wanted["PATH"] = f"{site}/bin:{wanted['PATH']}"
-        command = ["bash", str(site / "root" / "slurm" / f"{file}.sbatch"), *arguments]
-        log = self.work / "job.out"
+        fake = dict(FAKE=str(self.fake), SRUN_EXIT=str(exit_code), AT_STEP=at_step, TZ="UTC")
+        merged = outside | slurm | fake | dict(FAKE_END="2030-01-01T00:00:00") | env
+        merged = {k: v for k, v in merged.items() if v is not None}
+        merged["PATH"] = f"{site}/bin:{merged['PATH']}"
+        command = ["bash", site / "root" / "slurm" / f"{file}.sbatch", *arguments]
+        log, requeued = self.work / "job.out", self.fake / "scontrol"
         with open(log, "a") as out:
-            self.code = subprocess.run(
-                command, env=wanted, cwd=self.work, stdout=out, stderr=out, timeout=60
-            ).returncode
-        self.said = log.read_text()
+            done = subprocess.run(command, env=merged, cwd=self.work, stdout=out, stderr=out, timeout=60)
+        self.code, self.log = done.returncode, log.read_text()
         self.calls = [path.read_text().split("\0")[:-1] for path in sorted(self.fake.glob("srun.*"))]
-        self.requeued = (
-            (self.fake / "scontrol").read_text().split() if (self.fake / "scontrol").exists() else []
-        )
+        self.requeued = requeued.read_text().split() if requeued.exists() else []
 
     @property
     def options(self) -> list[str]:
-        """Of the last srun, before its command."""
+        """Options of the last srun, before its command."""
         command = next(i for i, word in enumerate(self.calls[-1]) if not word.startswith("--"))
         return self.calls[-1][:command]
 
@@ -103,12 +91,8 @@ class Job:
 
     @property
     def env(self) -> dict[str, str]:
-        return dict(
-            line.split("=", 1) for line in (self.fake / "env").read_text().splitlines() if "=" in line
-        )
-
-
-# What they are ------------------------------------------------------------------------------------
+        lines = (self.fake / "env").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def test_every_shell_file_passes_shellcheck():
@@ -125,66 +109,42 @@ def test_a_batch_file_asks_for_what_its_run_needs(path):
     header = re.findall(r"^#SBATCH (\S+)", text, re.MULTILINE)
     assert f"--job-name={path.stem}" in header and "--open-mode=append" in header
     assert ("--requeue" in header) != (path.stem == "chain")
-    assert any(re.fullmatch(r"--signal=USR2@\d+", option) for option in header), (
-        "to the ranks, hence without B:"
-    )
+    # To the ranks, hence without B:
+    assert any(re.fullmatch(r"--signal=USR2@\d+", option) for option in header)
     assert any(option.startswith("--time=") for option in header)
     assert not re.search(r"--(account|partition|qos|constraint|reservation)", text), "a site's constant"
     for config in re.findall(r"configs/(\S+?\.yaml)\b", text):
         if config != "my.yaml":
             load_config(str(ROOT / "configs" / config))
 
-
-def test_a_batch_files_nodes_are_those_in_its_configs_name():
-    for path in BATCH:
-        for config, nodes in re.findall(
-            r'^train "\$LOCKSTEP_ROOT/configs/(\S*?_(\d+)x8\.yaml)', path.read_text(), re.MULTILINE
-        ):
-            assert f"#SBATCH --nodes={nodes}\n" in path.read_text(), config
-
-
-# srun ---------------------------------------------------------------------------------------------
+    for config, nodes in re.findall(
+        r'^train "\$LOCKSTEP_ROOT/configs/(\S*?_(\d+)x8\.yaml)', text, re.MULTILINE
+    ):
+        assert f"--nodes={nodes}" in header, config
 
 
 def test_a_rank_per_gpu_each_of_which_sees_all(site):
     job = Job(site, "ppo_deepseek671b", "run.max_steps=3", "training.ep=16")
     assert job.code == 0
-    for option in (
-        "--nodes=2",
-        "--ntasks=16",
-        "--ntasks-per-node=8",
-        "--gpus-per-node=8",
-        "--gpu-bind=none",
-        "--cpus-per-task=8",
-        "--kill-on-bad-exit=1",
-        "--open-mode=append",
-        "--mpi=none",
-        "--export=ALL",
-    ):
-        assert option in job.options
-    assert f"--output={site}/work/ppo_deepseek671b-4711.ranks/rank-%t.log" in job.options
-    root = site / "root"
-    assert job.command == [
-        "python",
-        f"{root}/train_rl.py",
-        "--config",
-        f"{root}/configs/ppo_deepseek671b.yaml",
-        "run.max_steps=3",
-        "training.ep=16",
-    ]
+    options = """--nodes=2 --ntasks=16 --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none --cpus-per-task=8
+        --kill-on-bad-exit=1 --open-mode=append --mpi=none --export=ALL"""
+    logs = f"--output={site}/work/ppo_deepseek671b-4711.ranks/rank-%t.log"
+    assert {*options.split(), logs} <= set(job.options)
+    root, overrides = site / "root", "run.max_steps=3 training.ep=16"
+    command = f"python {root}/train_rl.py --config {root}/configs/ppo_deepseek671b.yaml {overrides}"
+    assert job.command == command.split()
 
 
 @pytest.mark.parametrize("nodes, gpus", [(64, 8), (128, 4), (1, 1)])
-def test_the_world_is_what_slurm_gave(site, nodes, gpus):
+def test_the_world_is_that_of_the_allocation(site, nodes, gpus):
     job = Job(site, "grpo_qwen2.5_7b", SLURM_JOB_NUM_NODES=str(nodes), SLURM_GPUS_ON_NODE=str(gpus))
     assert f"--ntasks={nodes * gpus}" in job.options and f"--gpus-per-node={gpus}" in job.options
     assert f"--cpus-per-task={64 // gpus}" in job.options
 
 
-def test_on_cpu_nodes_ranks_are_as_many_as_tasks_were_asked_for(site):
-    job = Job(
-        site, "train", "my.yaml", SLURM_GPUS_ON_NODE=None, SLURM_NTASKS_PER_NODE="2", SLURM_CPUS_PER_TASK="3"
-    )
+def test_on_cpu_nodes_each_requested_task_is_a_rank(site):
+    tasks = dict(SLURM_NTASKS_PER_NODE="2", SLURM_CPUS_PER_TASK="3")
+    job = Job(site, "train", "my.yaml", SLURM_GPUS_ON_NODE=None, **tasks)
     assert "--ntasks=4" in job.options and "--cpus-per-task=3" in job.options
     assert not [option for option in job.options if "gpu" in option]
     assert job.env["SRUN_CPUS_PER_TASK"] == "3"
@@ -219,14 +179,14 @@ def test_site_sh_is_read_first(site):
 
 
 def test_pyxis_gets_the_image_as_an_option_of_srun(site):
-    job = Job(
-        site, "train", "my.yaml", CONTAINER="pyxis:/images/lockstep.sqsh", CONTAINER_MOUNTS="/data:/data"
+    image = "/images/lockstep.sqsh"
+    job = Job(site, "train", "my.yaml", CONTAINER=f"pyxis:{image}", CONTAINER_MOUNTS="/data:/data")
+    options = (
+        f"--container-image={image}",
+        "--container-mounts=/data:/data",
+        f"--container-workdir={site}/work",
     )
-    assert (
-        "--container-image=/images/lockstep.sqsh" in job.options
-        and "--container-mounts=/data:/data" in job.options
-    )
-    assert f"--container-workdir={site}/work" in job.options and job.command[0] == "python"
+    assert set(options) <= set(job.options) and job.command[0] == "python"
 
 
 @pytest.mark.parametrize("gpus", ["4", None])
@@ -241,10 +201,10 @@ def test_apptainer_stands_before_the_command(site, gpus):
 
 def test_another_container_is_refused(site):
     job = Job(site, "train", "my.yaml", CONTAINER="docker:x")
-    assert job.code == 2 and not job.calls and "must be none, pyxis:IMAGE or apptainer:IMAGE" in job.said
+    assert job.code == 2 and not job.calls and "must be none, pyxis:IMAGE or apptainer:IMAGE" in job.log
 
 
-def test_the_quickstart_prepares_on_one_task_what_is_not_there(site):
+def test_the_quickstart_prepares_what_is_missing_on_one_task(site):
     job = Job(site, "quickstart", "run.max_steps=6")
     made, warmed, trained = job.calls
     assert "--ntasks=1" in made and made[-3:] == [f"{site}/root/tools/make_toy.py", "--out", "runs/toy"]
@@ -260,17 +220,16 @@ def test_the_first_rank_writes_into_the_jobs_own_log(site):
     assert (site / "work" / "train-4711.ranks" / "rank-0.log").resolve() == site / "work" / "job.out"
 
 
-# Going on -----------------------------------------------------------------------------------------
+# Requeue ----------------------------------------------------------------------------------------------------
 
 
 def test_a_stopped_run_is_requeued_and_a_finished_one_is_not(site):
-    job = Job(site, "train", "my.yaml", exit_code=75, at_step="4")
-    assert (job.code, job.requeued) == (75, ["requeue", "4711"])
-    job = Job(site, "train", "my.yaml", exit_code=0, at_step="9")
-    assert (job.code, job.requeued) == (0, [])
+    for code, requeued in ((75, ["requeue", "4711"]), (0, [])):
+        job = Job(site, "train", "my.yaml", exit_code=code, at_step="4")
+        assert (job.code, job.requeued) == (code, requeued)
 
 
-def test_of_an_array_the_task_is_requeued_and_not_another_one(site):
+def test_only_the_task_of_an_array_is_requeued(site):
     (site / "work" / "points.txt").write_text("run.name=a lr=1\nrun.name=b lr=2 x=3\n")
     array = dict(SLURM_ARRAY_JOB_ID="4700", SLURM_ARRAY_TASK_ID="1")
     job = Job(site, "sweep", "points.txt", "my.yaml", "run.seed=5", exit_code=75, at_step="1", **array)
@@ -282,36 +241,31 @@ def test_of_an_array_the_task_is_requeued_and_not_another_one(site):
 def test_a_point_of_a_sweep_names_its_run(site):
     (site / "work" / "points.txt").write_text("lr=1\n")
     job = Job(site, "sweep", "points.txt", "my.yaml", SLURM_ARRAY_JOB_ID="4700", SLURM_ARRAY_TASK_ID="0")
-    assert job.code == 2 and not job.calls and "line 1 of points.txt names no run" in job.said
+    assert job.code == 2 and not job.calls and "line 1 of points.txt names no run" in job.log
 
 
 @pytest.mark.parametrize("file, env", [("train", {"NO_REQUEUE": "1"}), ("chain", {})])
-def test_one_switch_forbids_it(site, file, env):
+def test_no_requeue_forbids_it(site, file, env):
     job = Job(site, file, "my.yaml", exit_code=75, at_step="4", **env)
-    assert (job.code, job.requeued) == (75, []) and "not requeued (NO_REQUEUE=1)" in job.said
+    assert (job.code, job.requeued) == (75, []) and "not requeued (NO_REQUEUE=1)" in job.log
 
 
-@pytest.mark.parametrize("code", [1, 137])
-def test_a_crash_is_requeued_only_if_asked_for(site, code):
-    job = Job(site, "train", "my.yaml", exit_code=code)
-    assert (job.code, job.requeued) == (code, []) and f"failed with exit code {code}" in job.said
-    assert Job(site, "train", "my.yaml", exit_code=code, RETRY_CRASHED="1").requeued == ["requeue", "4711"]
-
-
-def test_input_that_cannot_work_is_never_requeued(site):
-    assert Job(site, "train", "my.yaml", exit_code=2, RETRY_CRASHED="1").requeued == []
+def test_a_crash_is_requeued_if_requested_but_no_wrong_input(site):
+    for code, retried in ((1, ["requeue", "4711"]), (137, ["requeue", "4711"]), (2, [])):
+        job = Job(site, "train", "my.yaml", exit_code=code, MAX_ATTEMPTS="9")
+        assert (job.code, job.requeued) == (code, []) and f"failed with exit code {code}" in job.log
+        job = Job(site, "train", "my.yaml", exit_code=code, MAX_ATTEMPTS="9", RETRY_CRASHED="1")
+        assert job.requeued == retried
 
 
 def test_it_gives_up_after_starts_without_a_newer_checkpoint(site):
-    def start(at_step):
-        return Job(site, "train", "my.yaml", exit_code=75, at_step=at_step, MAX_ATTEMPTS="3")
+    def start():
+        return Job(site, "train", "my.yaml", exit_code=75, at_step="2", MAX_ATTEMPTS="3")
 
-    assert start("2").requeued and start("2").requeued and start("2").requeued
-    job = start("2")  # the third start that found step 2 and left it
-    assert (job.code, job.requeued) == (
-        1,
-        [],
-    ) and "gives up: 3 starts brought no checkpoint after step 2" in job.said
+    assert all([start().requeued for _ in range(3)])
+    job = start()  # the third start that found step 2 and left it
+    assert (job.code, job.requeued) == (1, [])
+    assert "gives up: 3 starts brought no checkpoint after step 2" in job.log
 
 
 def test_progress_renews_its_attempts(site):
@@ -321,15 +275,15 @@ def test_progress_renews_its_attempts(site):
     assert all([start(step) for step in ("0", "1", "1", "2", "2", "3", "4", "5")])
 
 
-def test_starts_that_a_lost_node_ends_count_too(site):
+def test_starts_that_a_lost_node_ends_count(site):
     for _ in range(2):
         (site / "work" / "train-4711.ranks").mkdir(exist_ok=True)
-        Job(site, "train", "my.yaml", exit_code=0, MAX_ATTEMPTS="2")  # as if it never came to its end
+        Job(site, "train", "my.yaml", exit_code=0, MAX_ATTEMPTS="2")  # as if its node was lost
     job = Job(site, "train", "my.yaml", MAX_ATTEMPTS="2")
-    assert job.code == 1 and not job.calls and "gives up" in job.said
+    assert job.code == 1 and not job.calls and "gives up" in job.log
 
 
-def test_the_ranks_that_fell_silent_first_are_shown(site):
+def test_logs_of_the_first_silent_ranks_are_shown(site):
     logs = site / "work" / "train-4711.ranks"
     logs.mkdir()
     now = time.time()
@@ -342,19 +296,18 @@ def test_the_ranks_that_fell_silent_first_are_shown(site):
     for rank, (age, text) in texts.items():
         (logs / f"rank-{rank}.log").write_text(text)
         os.utime(logs / f"rank-{rank}.log", (now + age, now + age))
-    said = Job(site, "train", "my.yaml", exit_code=1).said
-    assert said.index("srun: error: n2: task 3: Exited") < said.index("rank-3.log")
-    assert (
-        said.index("rank-3.log") < said.index("culprit") < said.index("rank-1.log") < said.index("peer error")
-    )
-    assert "all is well" not in said and "the attempt before" not in said
+    log = Job(site, "train", "my.yaml", exit_code=1).log
+    shown = ("srun: error: n2: task 3: Exited", "rank-3.log", "culprit", "rank-1.log", "peer error")
+    places = [log.index(text) for text in shown]
+    assert places == sorted(places)
+    assert "all is well" not in log and "the attempt before" not in log
 
 
-def test_what_the_program_writes_is_what_the_batch_file_reads(site, monkeypatch):
+def test_the_batch_file_reads_what_the_program_writes(site, monkeypatch):
     logs = site / "work" / "train-4711.ranks"
     logs.mkdir()
     monkeypatch.setenv("LOCKSTEP_STATUS", str(logs / "status.json"))
     (site / "run").mkdir()
     Status(str(site / "run"), max_steps=9, leads=True).write(step=8, checkpoint_step=7)
     assert json.loads((site / "run" / "status.json").read_text())["checkpoint_step"] == 7
-    assert "attempt 1 after step 7" in Job(site, "train", "my.yaml").said
+    assert "attempt 1 after step 7" in Job(site, "train", "my.yaml").log
