@@ -17,7 +17,8 @@ class Totals:
     num_samples: float
     """Number of samples with at least one such token."""
     num_units: float
-    """Number of units of `Batch.samples_per_unit` samples, such as pairs, every sample of which has such a token."""
+    """Number of units of `Batch.samples_per_unit` samples, such as pairs, with such a token in every
+    sample."""
 
 
 Loss = Callable[[MicroBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
