@@ -28,9 +28,9 @@ from rl.config.schema import Config, Data, Model, Objective, Optimizer, Rollout,
 from rl.data.batch import Batch  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
-from rl.phases.phases import Totals  # noqa: E402
 from rl.phases.policy_gradient import policy_loss  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
+from rl.training.loss import Totals  # noqa: E402
 from rl.training.packing import MicroBatch, plan_minibatch  # noqa: E402
 
 EPS = 1e7
