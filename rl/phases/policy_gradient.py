@@ -1,8 +1,8 @@
-"""The policy gradient that a config names, made of the pure functions in `rl.objectives`.
+"""The policy gradient that a config selects, assembled from the pure functions in `rl.objectives`.
 
-An algorithm's file asks for `advantages(batch, config)` and `policy_loss(config)`; which formulas those are
-is `objective.advantage`, `objective.loss` and `objective.aggregation`. What makes no sense together was
-refused before (`rl.config.objective_checks`).
+An algorithm's file calls `advantages(batch, config)` and `policy_loss(config)`. The keys
+`objective.advantage`, `objective.loss` and `objective.aggregation` select the formulas.
+`rl.config.objective_checks` has already refused invalid combinations.
 """
 
 from functools import partial
@@ -25,14 +25,14 @@ from rl.training.loss import Loss, Totals
 from rl.training.packing import MicroBatch
 
 NOT_REWARDS = ("acc", "failed", "judge", "reward_model", "score")
-"""Details of a score that are no reward of their own."""
+"""Entries of `Batch.score_details` that are not separate rewards."""
 
 
 def advantages(batch: Batch, config: Config) -> Tensor:
-    """Advantages of every token of the batch, float32 [T], by `objective.advantage`.
+    """Return the advantage of every token of the batch, float32 [T], by `objective.advantage`.
 
-    Reads batch.rewards [N] and batch.token_rewards [T]. `baselines` [N]: remax only. The estimators that come
-    with a model of their own, gae and prime, are called by the files of their algorithms.
+    Reads batch.rewards [N], batch.token_rewards [T] and, for remax, batch.baselines [N]. The files of ppo and
+    prime call gae and prime themselves, because these need the outputs of a second model.
     """
     goal, groups, lengths, mask = config.objective, batch.groups, batch.lengths, batch.mask
     if goal.advantage == "reinforce++":
@@ -72,20 +72,23 @@ def _per_sample(batch: Batch, goal: Objective) -> Tensor:
 
 
 def _reward_columns(batch: Batch, goal: Objective) -> tuple[Tensor, Tensor]:
-    """What gdpo normalises apart, [N, K], and weights [K]; a sample that lacks a number has 0 there."""
+    """Return the rewards that gdpo normalises separately, float32 [N, K], and their weights [K].
+
+    A reward that a sample lacks is 0. Raises ConfigError if the reward function does not return one of them.
+    """
     names = goal.reward_columns or [name for name in sorted(batch.score_details) if name not in NOT_REWARDS]
     missing = [name for name in names if name not in batch.score_details]
     if missing or not names:
         raise ConfigError(
-            f"objective.reward_columns wants {', '.join(missing) or 'at least one number'} beside the score, but the reward function gives "
-            f"{', '.join(sorted(batch.score_details)) or 'none'}."
+            f"objective.reward_columns wants {', '.join(missing) or 'at least one number'} beside the score, "
+            f"but the reward function gives {', '.join(sorted(batch.score_details)) or 'none'}."
         )
     columns = torch.stack([batch.score_details[name].nan_to_num(0.0) for name in names], dim=1)
     return columns, torch.tensor(goal.reward_weights or [1.0] * len(names))
 
 
 def policy_loss(config: Config) -> Loss:
-    """`objective.loss` with its mean, KL term and entropy bonus, as `Phases.update` takes it."""
+    """Return `objective.loss` with its aggregation, KL term and entropy bonus, for `Phases.update`."""
     return partial(_policy_loss, config=config)
 
 
@@ -148,8 +151,9 @@ def _token_loss(micro: MicroBatch, goal: Objective) -> tuple[Tensor, dict[str, T
 
 
 def token_selection(config: Config) -> TokenSelection | None:
-    """For losses that treat some tokens of a mini-batch apart, by statistics over all of it: how they are
-    chosen.
+    """Return the function that selects the tokens for clip-cov and kl-cov, or None for other losses.
+
+    These losses treat some tokens differently, selected by statistics over the whole mini-batch.
     """
     goal = config.objective
     if goal.loss == "clip-cov":

@@ -1,4 +1,4 @@
-"""The scoring phase: what each response is worth, logged and written down for people to read."""
+"""The scoring phase: computes the scores of responses, logs them, and writes samples to a file."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ class Scoring:
     """Fills the scores and rewards of a batch. Methods are collective over the world.
 
     Args:
-        scorer: None: this run has no reward.
+        scorer: None if the run has no reward.
         tokenizer: the policy's, to decode the samples written to samples.jsonl.
     """
 
@@ -41,10 +41,10 @@ class Scoring:
     def fill_scores(
         self, batch: Batch, prompts: list[Prompt], *, timing: str, predictions: bool = False
     ) -> list[str | None] | None:
-        """Fill `scores`, `rewards` (equal to them) and `score_details`.
+        """Fill `scores`, `rewards` (equal to `scores`) and `score_details`.
 
-        timing: seconds are logged as timing_s/<timing>. With `predictions`, returns the answer that the
-        reward function found in each response, None where it reports none.
+        timing: the seconds are logged as timing_s/<timing>. predictions: return the answer that the reward
+        function found in each response, None where it found none.
         """
         assert self._scorer is not None, "this run has no reward"
         if self._engines.reward_model is not None or self._engines.judge is not None:
@@ -67,7 +67,7 @@ class Scoring:
         self._write_samples(batch, prompts)
 
     def greedy_rewards(self, batch: Batch, prompts: list[Prompt]) -> Tensor:
-        """Return the rewards of a batch with one response per prompt, float32 [prompts], and log their mean."""
+        """Return the reward of each prompt's only response, float32 [prompts], and log their mean."""
         self.fill_scores(batch, prompts, timing="reward")
         if self._config.reward.overlong_buffer_tokens:
             batch.rewards = batch.rewards + overlong_penalty(batch, self._config)
