@@ -332,7 +332,8 @@ class CheckpointStore:
         else:
             changed = ", ".join(f"{key} {then[key]} -> {now[key]}" for key in now if then[key] != now[key])
             log.info(
-                "the layout differs from the checkpoint's (%s): random states are set from the seed", changed
+                "the layout differs from the checkpoint's (%s); random states are derived from the seed",
+                changed,
             )
             reseed_rng(seed)
         state = _read_on_rank_0(lambda: json.loads((saved.path / on_disk.STATE).read_text()))

@@ -43,7 +43,7 @@ class RunCheckpoints:
             self._store.load_weights(named, models)
             for model in models.values():
                 model.start_from_present_weights()
-            phases.step.progress.line(f"weights of {named.path}")
+            phases.step.progress.line(f"loaded the weights of {named.path}")
             named = None
         saved = named if newest is None else newest
         if saved is None or config.checkpoint.resume == "never":
