@@ -1,6 +1,6 @@
-"""One file per algorithm: how a batch is collected and what is learned from it, in the methods of `Phases`.
+"""One file per algorithm: it collects a batch and learns from it by calling the methods of `Phases`.
 
-At its top, a file declares as literals what a run of it needs and the defaults of the published algorithm:
+At its top, a file declares as literals what its runs need and the defaults of the published algorithm:
 
     NEEDS = ("samples", "reward")
     DEFAULTS = {"objective.advantage": "rloo", "objective.reward_kl.coef": 0.05}
@@ -8,9 +8,9 @@ At its top, a file declares as literals what a run of it needs and the defaults 
     def collect(phases) -> Batch: ...     # draw prompts, generate, score
     def learn(phases, batch): ...         # log-probs, advantages, updates
 
-The loop (`rl.run.loop`) owns the order of the two. An empty batch means that there is nothing to learn from.
-A path in the configuration, such as `algorithm: path/to/mine.py`, runs a file from anywhere. Declarations are
-read without running the file, because a configuration is checked before torch is imported.
+The loop (`rl.run.loop`) calls both functions in each step, and skips `learn` if the batch is empty. The
+configuration may name a file outside this package: `algorithm: path/to/mine.py`. Declarations are read
+without running the file, because a configuration is checked before torch is imported.
 """
 
 import importlib

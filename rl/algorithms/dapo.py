@@ -8,8 +8,8 @@ DAPO is GRPO with four changes, each with a key of its own:
   and further prompts are drawn until the batch is full, in at most `dynamic_sampling.max_rounds` rounds. A
   step that is still short trains on the groups it has. Surplus groups of the last round are dropped.
 - Token-level loss: `objective.aggregation=token-mean`.
-- Soft overlong penalty: `reward.overlong_buffer_tokens`, off by default (the paper: 4,096 of 20,480). Whether
-  the scores of a group differ is decided before the penalty.
+- Soft overlong penalty: `reward.overlong_buffer_tokens`, off by default (the paper: 4,096 of 20,480). Dynamic
+  sampling compares the scores of a group before the penalty.
 
 There is no KL term. Seeds differ between rounds, so that a prompt drawn twice gets different samples.
 """
@@ -29,7 +29,7 @@ DEFAULTS = {
 
 
 def collect(phases: Phases) -> Batch:
-    """Return data.prompts_per_step groups whose scores differ, or as many as max_rounds rounds gave."""
+    """Return data.prompts_per_step groups whose scores differ, or fewer if max_rounds rounds give fewer."""
     config = phases.config
     wanted = config.data.prompts_per_step
     kept: list[Batch] = []

@@ -1,13 +1,13 @@
 """DPO: direct preference optimization (arXiv:2305.18290), from pairs in the data.
 
 There is no reward and no generation. The policy learns to prefer the chosen response of each pair over the
-rejected one by more than the reference policy does, which is the policy that the run starts from.
+rejected one by more than the reference policy does. The reference policy is the initial policy of the run.
 
     L = -E[ log sigmoid(beta (log pi(y_w)/pi_ref(y_w) - log pi(y_l)/pi_ref(y_l))) ]
 
 `preference.loss` selects the hinge or IPO loss instead. data.prompts_per_step counts pairs; both responses of
-a pair are in one micro-batch. Online variants are `spin` (the data's response against the policy's) and
-`sppo` (the policy's responses against each other).
+a pair are in one micro-batch. Online variants are `spin`, which compares the data's response with the
+policy's, and `sppo`, which compares the policy's responses with each other.
 """
 
 from functools import partial
@@ -33,9 +33,9 @@ def learn(phases: Phases, batch: Batch) -> None:
 
 
 def loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Return the mean over the mini-batch's pairs.
+    """Return this micro-batch's part of the mean loss over the mini-batch's pairs, and its metrics.
 
-    A pair with a response without a counted token is left out.
+    A pair is excluded if one of its responses has no token with mask 1.
     """
     preference = config.preference
     ratios = log_ratios(micro.logprobs, micro.ref_logprobs, micro.mask, micro.lengths)

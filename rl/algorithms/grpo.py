@@ -7,8 +7,8 @@ objective on every token of the response, minus kl_coef times the KL divergence 
     J = E[ sum_t min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A) - kl_coef KL_t ]
     r_t = pi(y_t) / pi_old(y_t)
 
-Differences from the paper: the loss is the mean over all tokens of the mini-batch
-(`objective.aggregation=token-mean`, as in DAPO and verl), where the paper's is `seq-mean-token-mean`; and KL
+There are two differences from the paper. The loss is the mean over all tokens of the mini-batch
+(`objective.aggregation=token-mean`, as in DAPO and verl); the paper uses `seq-mean-token-mean`. The KL term
 is off unless `objective.kl_coef` is set. Dr.GRPO is `objective.normalize_by_std=false
 objective.aggregation=seq-mean-token-sum-norm`.
 

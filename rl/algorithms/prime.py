@@ -8,10 +8,10 @@ log-ratio at a token is then a reward for that token, without any labels of step
     A_t = process_coef * sum_{s >= t} gamma^(s - t) (r_s - leave-one-out mean)
           + outcome_coef * (outcome - leave-one-out mean)
 
-The policy learns from A, whitened over the batch, with PPO's loss. Prompts whose mean outcome is outside of
-`implicit_reward.min_accuracy` and `max_accuracy` are left out of the step. Rewards are computed before the
-reward model's own update, as in the paper's algorithm 1, from log-probs at temperature 1. The outcome is the
-reward function's `acc`, or its score where it returns no `acc`, between 0 and 1.
+The policy learns from A, whitened over the batch, with PPO's loss. The step excludes prompts whose mean
+outcome is below `implicit_reward.min_accuracy` or above `implicit_reward.max_accuracy`. Rewards are computed
+before the reward model's own update, as in the paper's algorithm 1, from log-probs at temperature 1. The
+outcome is the reward function's `acc`, or its score if it returns no `acc`, clamped to 0..1.
 """
 
 from functools import partial
@@ -57,7 +57,7 @@ def learn(phases: Phases, batch: Batch) -> None:
 
 
 def of_medium_difficulty(phases: Phases, batch: Batch) -> Batch:
-    """Return the groups whose mean outcome is within bounds, possibly none, with outcomes as labels."""
+    """Return the groups whose mean outcome is within the bounds, possibly none; `labels` are the outcomes."""
     batch.labels = batch.outcomes.clamp(0, 1)
     means = segment_mean(batch.labels, batch.groups.bincount())
     bounds = phases.config.implicit_reward
@@ -67,7 +67,10 @@ def of_medium_difficulty(phases: Phases, batch: Batch) -> Batch:
 
 
 def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Return the reward model's cross-entropy, the mean over the samples that have a counted token."""
+    """Return this micro-batch's part of the mean cross-entropy of the reward model, and its metrics.
+
+    The mean is over the mini-batch's samples that have a token with mask 1.
+    """
     enters = counted(micro.mask, micro.lengths)
     ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)[enters]
     value, stats = outcome_loss(ratios, micro.labels[enters], beta=config.implicit_reward.beta)

@@ -1,16 +1,16 @@
 """REINFORCE++ (arXiv:2501.03262), and its variant with a group baseline.
 
-REINFORCE with PPO's clipped loss and without a critic. The KL divergence from the reference policy is
-subtracted from the reward of every token. The advantage of a token is the sum of the rewards from there to
-the end. Advantages are whitened over all tokens of the whole batch, not over the group of a prompt:
+It is REINFORCE with PPO's clipped loss and without a critic. The KL divergence from the reference policy is
+subtracted from the reward of every token. The advantage of a token is the discounted sum of the rewards from
+this token to the end. Advantages are whitened over all tokens of the batch, not over the group of a prompt:
 
     A_t = sum_{s >= t} gamma^(s - t) (score at the last token - reward_kl.coef * log(pi(y_s) / pi_ref(y_s)))
     A'_t = (A_t - mean A) / std A
 
-One sample per prompt is enough. `objective.advantage=reinforce++-baseline` first subtracts the group's mean
-from the reward of a sample, for several samples per prompt. The paper combines it with
-`objective.reward_kl.coef=0` and a k2 divergence in the loss (`objective.kl_coef`,
-`objective.kl_estimator=k2`).
+One sample per prompt is enough. With several samples per prompt,
+`objective.advantage=reinforce++-baseline` first subtracts the group's mean from the reward of a sample. The
+paper combines this variant with `objective.reward_kl.coef=0` and a k2 divergence in the loss
+(`objective.kl_coef`, `objective.kl_estimator=k2`).
 """
 
 from rl.data.batch import Batch

@@ -3,9 +3,9 @@
     A(y) = R(y) - R(greedy response),   J = E[ A(y) log pi(y) ]
 
 The greedy response is generated with the same weights and scored, but not trained on. One sample per prompt
-is enough; the baseline costs one more. The KL divergence from the reference policy is a term of the loss
-(`objective.kl_coef`): as a term of the reward it would be needed for the greedy response too. The default
-loss is PPO's, whose gradient equals that of REINFORCE as long as the policy is the one that sampled.
+is enough; the baseline costs one more response. The KL divergence from the reference policy is a term of the
+loss (`objective.kl_coef`), because a term of the reward would be needed for the greedy response too. The
+default loss is PPO's. Its gradient equals that of REINFORCE in the first update after the generation.
 """
 
 from rl.data.batch import Batch

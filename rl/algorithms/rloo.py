@@ -6,9 +6,9 @@ whole response is one action, and the KL divergence from the reference policy is
     R(y) = score(y) - reward_kl.coef * log(pi(y) / pi_ref(y))
     J = E[ 1/k sum_i (R(y_i) - mean_{j != i} R(y_j)) log pi(y_i) ]
 
-Differences: the default loss is PPO's. Its gradient equals that of REINFORCE with one update per step, and it
-stays valid for several; `objective.loss=reinforce` is the paper's. A sample's loss is the sum over its
-tokens, as log pi(y) is (`seq-mean-token-sum`); verl averages over tokens.
+Differences: the default loss is PPO's; `objective.loss=reinforce` selects the paper's. The gradients of both
+are equal with one update per step, and PPO's loss remains valid for several updates. A sample's loss is the
+sum over its tokens, as log pi(y) is (`seq-mean-token-sum`); verl averages over tokens.
 """
 
 from rl.data.batch import Batch

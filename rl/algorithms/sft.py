@@ -1,4 +1,4 @@
-"""SFT: supervised fine-tuning on the responses in the data; here the warm-up before reinforcement learning.
+"""SFT: supervised fine-tuning on the responses in the data, for a warm-up before reinforcement learning.
 
     loss = - sum_t log pi(y_t | x, y_<t) / number of response tokens in the mini-batch
 
@@ -26,7 +26,7 @@ def learn(phases: Phases, batch: Batch) -> None:
 
 
 def loss(micro: MicroBatch, totals: Totals):
-    """Return the negative log-likelihood of a micro-batch, divided by the mini-batch's tokens."""
+    """Return the negative log-likelihood of a micro-batch, divided by the mini-batch's token count."""
     nll = aggregate(
         -micro.logprobs,
         micro.mask,

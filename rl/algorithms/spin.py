@@ -1,8 +1,8 @@
 """SPIN: self-play fine-tuning (arXiv:2401.01335), online.
 
-The data's response to a prompt is the chosen one, and a response of the policy itself is the rejected one;
-the policy that sampled is also the reference. DPO's loss on such pairs (the paper's equation 4.7 with its
-logistic loss) moves the policy towards the data until the two cannot be distinguished:
+The data's response to a prompt is the chosen one, and a response of the policy itself is the rejected one.
+The reference is the policy pi_t that sampled this response. DPO's loss on such pairs (the paper's equation
+4.7 with its logistic loss) moves the policy towards the data until the two cannot be distinguished:
 
     L = -E[ log sigmoid(beta (log pi(y_data)/pi_t(y_data) - log pi(y_own)/pi_t(y_own))) ]
 

@@ -1,13 +1,13 @@
 """SPPO: self-play preference optimization (arXiv:2405.00675), online.
 
-A group of responses is sampled and scored for each prompt. The win rate of a response is the share of the
-others that it beats. The policy's log-ratio to the policy that sampled is trained towards eta times the win
-rate above one half, which approaches the Nash equilibrium of the preference game:
+A group of responses is sampled and scored for each prompt. The win rate of a response is the fraction of the
+other responses that it beats. The log-ratio of the policy to the policy pi_t that sampled is trained towards
+eta times (win rate - 1/2), which approaches the Nash equilibrium of the preference game:
 
     L = E[ (log pi(y)/pi_t(y) - eta (P(y beats pi_t) - 1/2))^2 ],   eta = 1 / preference.beta
 
-The paper computes P with a preference model. Here the reward function decides who wins, and ties count one
-half. An iteration is a step.
+The paper computes P with a preference model. Here the response with the higher reward wins, and a tie counts
+one half. An iteration is a step.
 """
 
 from functools import partial
@@ -37,7 +37,10 @@ def learn(phases: Phases, batch: Batch) -> None:
 
 
 def loss(micro: MicroBatch, totals: Totals, *, config: Config):
-    """Return the mean over the mini-batch's samples that have a counted token."""
+    """Return this micro-batch's part of the mean loss over the mini-batch's samples, and its metrics.
+
+    Samples without a token with mask 1 are excluded.
+    """
     enters = counted(micro.mask, micro.lengths)
     ratios = log_ratios(micro.logprobs, micro.old_logprobs, micro.mask, micro.lengths)[enters]
     total = sppo_loss(ratios, micro.labels[enters], eta=1 / config.preference.beta).sum() / totals.num_samples

@@ -1,9 +1,8 @@
-"""What a checkpoint holds of a model: each weight, and the optimizer's numbers for it, as boxes of Hugging
-Face tensors.
+"""The contents of a checkpoint for one model: weights and optimizer states as boxes of Hugging Face tensors.
 
-Exactly one rank writes each number. A weight is written by one of the ranks that hold it, chosen so that data
-parallel ranks write about equally much. Optimizer states are written by the rank that holds them, because the
-distributed optimizer shards them. Nothing is sent between ranks.
+Exactly one rank writes each number. A weight is written by one of the ranks that hold it, selected so that
+data parallel ranks write about equal numbers of bytes. Optimizer states are written by the rank that holds
+them, because the distributed optimizer shards them. Nothing is sent between ranks.
 """
 
 from collections.abc import Iterator
@@ -20,13 +19,14 @@ from rl.training.engine import TrainingEngine
 from rl.training.optimizer import optimizer_parts
 
 WEIGHT, MASTER = "weight", "master"
-"""Parts of a tensor's name in the file, besides the optimizer's exp_avg and exp_avg_sq. Master weights are
-written only if they are not the weights themselves."""
+"""Parts of a tensor's name in the file, besides the optimizer's exp_avg and exp_avg_sq.
+
+Master weights are written only if they differ from the weights in dtype.
+"""
 
 
 def describe(engine: TrainingEngine) -> dict:
-    """Return the model's dtype, its number of optimizer steps, and the shape of every tensor; identical on
-    all ranks."""
+    """Return the model's dtype, number of optimizer steps and tensor shapes; identical on all ranks."""
     return {
         "dtype": str(engine.weight_map.dtype).removeprefix("torch."),
         "optimizer_step": _step(engine),
@@ -41,8 +41,7 @@ def tensor_shapes(engine: TrainingEngine) -> dict[str, list[int]]:
 
 
 def model_shards(name: str, engine: TrainingEngine) -> Iterator[Shard]:
-    """Yield what this rank writes of the model `name`: views of its weights and its optimizer states. Not
-    collective."""
+    """Yield this rank's shards of the model `name`: views of weights and optimizer states. Not collective."""
     weight_map, optimizers = engine.weight_map, _optimizers(engine)
     loads = {False: [0] * engine.grid.dp, True: [0] * dist.get_world_size(engine.grid.groups.expt_dp)}
     for weight, parameter in weight_map.local():
@@ -93,8 +92,10 @@ def load_optimizer(name: str, engine: TrainingEngine, reader: ShardReader, step:
 def _views(
     engine: TrainingEngine, weight: Weight, parameter: Tensor, tensor: Tensor, start: int
 ) -> Iterator[tuple[FlatRegion, Tensor]]:
-    """Yield the regions of a parameter's elements from `start` on, each with its view of the flattened
-    `tensor`."""
+    """Yield the regions of a parameter's elements from `start` on, with their views of `tensor`.
+
+    tensor: holds one number for each of these elements, and is flattened.
+    """
     flat, pieces = tensor.detach().view(-1), weight.megatron_pieces(*engine.weight_map.tensor_split(weight))
     for region in regions(pieces, tuple(parameter.shape), start, start + flat.numel()):
         yield region, region.view(flat)
@@ -116,8 +117,11 @@ def _optimizers(engine: TrainingEngine) -> list[DistributedOptimizer]:
 def _optimizer_tensors(
     optimizers: list[DistributedOptimizer], parameter: Tensor
 ) -> tuple[int, dict[str, Tensor]]:
-    """Return the first element of the flattened parameter that this rank's optimizer updates, and its tensors
-    from there on. There are none for a buffer, or for a parameter that other ranks update."""
+    """Return (start, tensors) of the elements of a parameter that this rank's optimizer updates.
+
+    `start` is the first such element of the flattened parameter, and `tensors` are the optimizer's tensors
+    from there on. There are none for a buffer or for a parameter that other ranks update.
+    """
     for optimizer in optimizers:
         if parameter in optimizer.model_param_gbuf_map:
             start = optimizer._get_model_param_range_map(parameter)["param"].start
@@ -131,15 +135,17 @@ def _optimizer_tensors(
 
 
 def _step(engine: TrainingEngine) -> int:
-    """Return the number of optimizer steps, which is equal for all parameters."""
+    """Return the number of optimizer steps taken; it is equal for all parameters."""
     steps = {int(counter["step"]) for optimizer in _optimizers(engine) for counter in _counters(optimizer)}
     assert len(steps) <= 1, steps
     return steps.pop() if steps else 0
 
 
 def _counters(optimizer: DistributedOptimizer) -> Iterator[dict]:
-    """Yield the dictionaries with a step count: by group in Transformer Engine's and our Adam, by parameter
-    in torch's. There are none before the first step."""
+    """Yield the dictionaries that contain a step count; there are none before the first step.
+
+    Transformer Engine's Adam and ours have one per group, torch's has one per parameter.
+    """
     for group in optimizer.param_groups:
         states = [optimizer.optimizer.state.get(parameter, {}) for parameter in group["params"]]
         yield from (holder for holder in (group, *states) if "step" in holder)

@@ -1,15 +1,15 @@
 """The directories of checkpoints on disk: find complete ones, commit a new one, apply retention.
 
     <run.dir>/checkpoints/
-        latest                      name of the newest, for people and scripts; the program does not read it
+        latest                      name of the newest checkpoint, for users; the program does not read it
         step_000100/
             checkpoint.json         manifest: format, step, models, versions, size and checksum of all files
-            state.json              position in the data, KL weight
+            state.json              position in the data, KL coefficient
             config.yaml
             rank_00000.safetensors  file of rank 0
         step_000200.partial/        being written, or left by a killed run; the next save removes it
         step_000050.removed/        being removed, or left by a killed run; the next save removes it
-        step_000150.damaged/        found damaged by a run that continued from an older one; left to the user
+        step_000150.damaged/        a run found it damaged and continued from an older one; never removed
 
 A directory called step_<number> is complete: the manifest is the last file written into `.partial`, all files
 are on the disk before the single rename, and a directory is renamed before its files are removed. Nothing
@@ -29,7 +29,7 @@ from rl.checkpoint.shards import DamagedError, Written
 from rl.config.options import ConfigError
 
 FORMAT = 1
-"""Format of all files of a checkpoint. A newer format is refused."""
+"""Version of the format of all files of a checkpoint. A newer version is refused."""
 MANIFEST, STATE, CONFIG, LATEST = "checkpoint.json", "state.json", "config.yaml", "latest"
 
 
@@ -55,8 +55,10 @@ def rank_file(rank: int) -> str:
 
 
 def read_manifest(path: Path) -> dict:
-    """Return the manifest of a checkpoint. Raises DamagedError if it is missing or damaged, ConfigError for a
-    newer format."""
+    """Return the manifest of a checkpoint.
+
+    Raises DamagedError if it is missing or damaged, ConfigError for a newer format.
+    """
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_bytes())
@@ -79,7 +81,7 @@ def expected_files(manifest: Mapping) -> dict[str, Written]:
 
 
 def write_text(path: Path, text: str) -> Written:
-    """Write a small file and wait until the disk has it."""
+    """Write a small file and wait until it is on the disk."""
     content = text.encode()
     with open(path, "wb") as file:
         file.write(content)
@@ -107,8 +109,10 @@ def _crc32_of(manifest: Mapping) -> int:
 
 
 def retire(path: Path) -> Path:
-    """Rename a checkpoint so that it no longer counts as one. Returns the new path, whose files the caller
-    removes."""
+    """Rename a checkpoint so that it is no longer found, and return the new path.
+
+    The caller removes the files.
+    """
     removed = path.with_name(path.name + ".removed")
     shutil.rmtree(removed, ignore_errors=True)
     return path.rename(removed)
@@ -122,14 +126,14 @@ def clear_leftovers(directory: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint; a new one will be written under its name."""
+    """Rename a damaged checkpoint, so that a new one can be written under its name."""
     damaged = path.with_name(path.name + ".damaged")
     shutil.rmtree(damaged, ignore_errors=True)
     path.rename(damaged)
 
 
 def with_metrics(found: Sequence[Saved], name: str) -> list[Saved]:
-    """Return the checkpoints with their metric of that name; a damaged checkpoint has none."""
+    """Return the checkpoints with the metric `name` filled; None for a damaged checkpoint."""
 
     def metric(saved: Saved) -> float | None:
         try:
@@ -141,11 +145,13 @@ def with_metrics(found: Sequence[Saved], name: str) -> list[Saved]:
 
 
 def kept(found: Sequence[Saved], *, last: int, every: int, best: int, highest: bool) -> Collection[int]:
-    """Return the steps that retention keeps, given the checkpoints from oldest to newest. The newest is
-    always kept.
+    """Return the steps that retention keeps, given the checkpoints from oldest to newest.
 
-    last: number of newest kept; 0 keeps all. every: keep steps that it divides. best: number kept with the
-    highest, or lowest, metric, the newer of equal ones.
+    The newest is always kept.
+
+    last: number of newest checkpoints kept; 0 keeps all. every: keep steps that are multiples of it; 0 for
+    none. best: number kept with the best metric, the highest if `highest`, else the lowest; of equal ones the
+    newer is kept.
     """
     if last == 0:
         return {saved.step for saved in found}
@@ -157,7 +163,7 @@ def kept(found: Sequence[Saved], *, last: int, every: int, best: int, highest: b
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the disk has the names in a directory."""
+    """Wait until the entries of a directory are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -15,8 +15,7 @@ MAX_FILE_BYTES = 4 << 30
 
 
 def export_hf(trainer: TrainingEngine, source: str, target: str) -> None:
-    """Write the trainer's weights to `target`, with config and tokenizer files copied from the checkpoint
-    `source`.
+    """Write the trainer's weights to `target`, with config and tokenizer files of the checkpoint `source`.
 
     Collective over the world; rank 0 writes. The directory gets its name when it is complete.
     """
@@ -55,8 +54,10 @@ def export_hf(trainer: TrainingEngine, source: str, target: str) -> None:
 
 
 def _name_files(directory: Path, files: list[str], index: dict[str, str], total_bytes: int) -> None:
-    """Give the files Hugging Face's names: model.safetensors, or model-00001-of-0000N.safetensors with an
-    index."""
+    """Rename the files to Hugging Face's names.
+
+    They are model.safetensors for one file, else model-00001-of-0000N.safetensors, ... with an index.
+    """
     if len(files) == 1:
         (directory / files[0]).rename(directory / "model.safetensors")
         return

@@ -1,5 +1,4 @@
-"""The states of a rank's random number generators: Python, numpy, torch on CPU and CUDA, Megatron's
-tracker."""
+"""The states of a rank's random number generators: Python, numpy, torch (CPU, CUDA), Megatron's tracker."""
 
 import random
 
@@ -12,7 +11,7 @@ from rl.checkpoint.shards import Shard, ShardReader
 
 
 def rng_shards(rank: int) -> list[Shard]:
-    """Return the states of this rank as tensors `rng/<rank>/...`. Not collective."""
+    """Return this rank's states as shards with the names `rng/<rank>/...`. Not collective."""
     shards = []
     for name, state in _states().items():
         flat = state.view(-1)
@@ -21,8 +20,10 @@ def rng_shards(rank: int) -> list[Shard]:
 
 
 def restore_rng(reader: ShardReader, rank: int) -> None:
-    """Restore the states that this rank wrote; requires the world and layout of the saved run. Not
-    collective."""
+    """Restore the states that this rank wrote. Not collective.
+
+    Requires the world and layout of the saved run.
+    """
 
     def saved(name: str) -> Tensor:
         return reader.whole(f"rng/{rank}/{name}")
@@ -42,8 +43,10 @@ def restore_rng(reader: ShardReader, rank: int) -> None:
 
 
 def reseed_rng(seed: int) -> None:
-    """Set new states, at the start of a run or if the checkpoint has another world or layout. Identical on
-    all ranks except for Megatron's tracker. Not collective."""
+    """Seed the generators at the start of a run, or if the checkpoint has another world or layout.
+
+    The states are identical on all ranks, except for Megatron's tracker. Not collective.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,9 +1,9 @@
 """The file that one rank writes: boxes of tensors in the safetensors format, with a checksum.
 
-A tensor of the file is called `policy/exp_avg/model.norm.weight[0:64]`: the model, the number of each weight,
-the Hugging Face tensor and its box. Nothing is pickled; any safetensors reader opens the file. Unlike the
-safetensors library, the writer makes no second copy, computes the checksum while it writes, and lets other
-threads run.
+A tensor of the file has a name such as `policy/exp_avg/model.norm.weight[0:64]`: the model, the weight or
+optimizer state, the Hugging Face tensor and the box. Nothing is pickled; any safetensors reader opens the
+file. Unlike the safetensors library, the writer makes no second copy, computes the checksum while it writes,
+and lets other threads run.
 """
 
 import ctypes
@@ -60,8 +60,10 @@ class DamagedError(Exception):
 
 
 def in_file_order(shards: Iterable[Shard]) -> list[Shard]:
-    """Sort wide elements first, so that each tensor of the file begins at a multiple of its element's
-    size."""
+    """Return the shards sorted by falling element size.
+
+    Each tensor of the file then begins at a multiple of its element's size.
+    """
     return sorted(shards, key=lambda shard: -shard.tensor.itemsize)
 
 
@@ -70,7 +72,7 @@ def num_bytes(shards: Iterable[Shard]) -> int:
 
 
 def write_shards(path: Path, shards: Sequence[Shard]) -> Written:
-    """Write shards (`in_file_order`) and wait until the disk has them. Raises OSError. Not collective."""
+    """Write shards, sorted by `in_file_order`, and sync the file. Raises OSError. Not collective."""
     header, at = {}, 0
     for shard in shards:
         size = shard.tensor.nbytes
@@ -95,8 +97,10 @@ def write_shards(path: Path, shards: Sequence[Shard]) -> Written:
 
 
 def check_file(path: Path, expected: Written, *, contents: bool) -> None:
-    """Raise DamagedError if the file's size, or with `contents` its checksum, differs from what was written.
-    Not collective."""
+    """Raise DamagedError if the file's size differs from what was written. Not collective.
+
+    contents: also compare the checksum.
+    """
     try:
         size = path.stat().st_size
         if size != expected.bytes:
@@ -129,7 +133,7 @@ Index = dict[str, list[Stored]]
 
 
 def read_index(directory: Path, files: Iterable[str]) -> Index:
-    """Return the boxes that the files hold. Reads their headers only. Not collective."""
+    """Return the boxes that the files hold, reading only the headers. Not collective."""
     index_of: Index = {}
     for file in files:
         with open(directory / file, "rb") as stream:
@@ -154,8 +158,10 @@ class ShardReader:
         self._open: dict[str, Any] = {}
 
     def fill(self, name: str, box: Box, out: Tensor) -> None:
-        """Copy the box into `out`, which has its shape. The checkpoint's boxes of a tensor do not overlap.
-        Raises ValueError if they leave a gap."""
+        """Copy the box of the tensor `name` into `out`, which has the box's shape.
+
+        The checkpoint's boxes of a tensor do not overlap. Raises ValueError if they do not cover the box.
+        """
         found = 0
         for stored in self.index_of.get(name, ()):
             common = overlap(stored.box, box)

@@ -8,8 +8,11 @@ from rl.checkpoint.shards import Shard, num_bytes
 
 
 class Snapshot:
-    """Host memory of the size of this rank's file. It is kept between checkpoints, because allocating it, and
-    page-locking it on CUDA, takes longer than filling it."""
+    """Host memory of the size of this rank's file.
+
+    It is kept between checkpoints, because allocating it, and page-locking it on CUDA, takes longer than
+    filling it.
+    """
 
     def __init__(self):
         self._memory = torch.empty(0, dtype=torch.uint8)

@@ -1,11 +1,11 @@
-"""Checkpoints of a run: all ranks save together; find, verify and load them in any layout.
+"""Checkpoints of a run: save, find, verify and load them, in any layout.
 
 Each rank writes its share into one file (`contents`), in the foreground or in a thread. Rank 0 then commits
 the directory (`directory`). docs/checkpoints.md lists the effect of each failure.
 
-Megatron's dist_checkpointing is not used: its torch_dist format pickles the index, gathers the optimizer of a
-data parallel group on one rank for independence of the layout, cannot load the optimizer of experts with
-another ep, and forks its writers from a process that runs threads of vLLM and gloo.
+Megatron's dist_checkpointing is not used, for four reasons. Its torch_dist format pickles the index. It
+gathers the optimizer of a data parallel group on one rank to be independent of the layout. It cannot load the
+optimizer of experts with another ep. It forks its writers from a process with threads of vLLM and gloo.
 """
 
 import errno
@@ -55,12 +55,17 @@ T = TypeVar("T")
 
 
 class CheckpointStore:
-    """The checkpoints of one run directory. Methods are collective over the world unless they say
-    otherwise."""
+    """The checkpoints of one run directory.
+
+    Methods are collective over the world unless they say otherwise.
+    """
 
     def __init__(self, config: Config, *, fence: Callable[[], None] = lambda: None):
-        """fence: called on rank 0 before a save begins and before its commit; an exception from it ends the
-        save."""
+        """Open the store of the config's run directory.
+
+        fence: called on rank 0 before a save begins and before its commit; an exception from it ends the
+        save.
+        """
         self.config, self._fence = config, fence
         self.directory = Path(config.run.dir, "checkpoints")
         self._damaged: list[Saved] = []
@@ -83,8 +88,9 @@ class CheckpointStore:
         state: Mapping,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Write the checkpoint of a step, unless it exists. With checkpoint.background, return once
-        everything is copied; `poll` and `finish` complete the save.
+        """Write the checkpoint of a step, unless it exists.
+
+        With checkpoint.background, return once everything is copied; `poll` and `finish` complete the save.
 
         state: plain data. metrics: those of the step. Both are identical on all ranks. Raises ConfigError on
         every rank if the checkpoint cannot be written; the incomplete one is removed and older ones stay.
@@ -118,8 +124,10 @@ class CheckpointStore:
         return self._save is not None
 
     def poll(self) -> None:
-        """Complete the background save if all ranks have written it. Called between steps. Raises as `save`
-        does."""
+        """Complete the background save if all ranks have written it. Call it between steps.
+
+        Raises as `save` does.
+        """
         if self._save is not None:
             done = torch.tensor(int(self._save.is_written))
             dist.all_reduce(done, op=dist.ReduceOp.MIN)
@@ -152,7 +160,7 @@ class CheckpointStore:
         save.partial.mkdir()
 
     def _check_space(self, save: "_Save", mine: int) -> None:
-        """Raise ConfigError if the ranks together need more space than the least that any of them sees."""
+        """Raise ConfigError if the ranks together need more space than the minimum that a rank sees."""
         everyone = gather_objects((mine, shutil.disk_usage(self.directory).free))
         needed, free = sum(size for size, _ in everyone), min(free for _, free in everyone)
         if needed > free:
@@ -236,16 +244,20 @@ class CheckpointStore:
     # Finding ------------------------------------------------------------------------------------------------
 
     def newest(self) -> Saved | None:
-        """Return the newest intact checkpoint of this run, or None if the run has no checkpoint. A damaged
-        checkpoint is logged and the previous one is used.
+        """Return the newest intact checkpoint of this run, or None if the run has no checkpoint.
+
+        A damaged checkpoint is logged and the previous one is used.
 
         Raises ConfigError on every rank if all are damaged, or for a format newer than this code's.
         """
         return self._newest_in(self.directory)
 
     def named(self, path: str) -> Saved:
-        """Return the checkpoint at a path of checkpoint.resume, or the newest of the run directory there.
-        Raises as `newest` does, and if there is none."""
+        """Return the checkpoint that the path in checkpoint.resume names.
+
+        The path names a checkpoint, or a run directory whose newest checkpoint is returned. Raises as
+        `newest` does, and if there is no checkpoint.
+        """
         start = Path(path)
         if _read_on_rank_0(lambda: (start / on_disk.MANIFEST).exists()):
             problem = self._damage(start)
@@ -280,7 +292,10 @@ class CheckpointStore:
         return None
 
     def _damage(self, path: Path) -> str | None:
-        """Return the problem of a damaged checkpoint, or None. Each rank checks a share of its files."""
+        """Return the problem of a damaged checkpoint, or None if it is intact.
+
+        Collective over the world; each rank checks a share of the files.
+        """
         try:
             manifest = _read_on_rank_0(lambda: on_disk.read_manifest(path))
         except DamagedError as error:
@@ -298,8 +313,9 @@ class CheckpointStore:
     # Loading ------------------------------------------------------------------------------------------------
 
     def load(self, saved: Saved, models: Mapping[str, TrainingEngine], *, seed: int) -> dict:
-        """Load weights and optimizer of each model and the random states, which in another world or layout
-        are derived from `seed` instead. Returns the saved state with `step` and `metrics`.
+        """Load weights, optimizer and random states; return the saved state with `step` and `metrics`.
+
+        In another world or layout, the random states are derived from `seed` instead.
 
         Raises ConfigError on every rank for a checkpoint of other models.
         """
@@ -316,15 +332,18 @@ class CheckpointStore:
         else:
             changed = ", ".join(f"{key} {then[key]} -> {now[key]}" for key in now if then[key] != now[key])
             log.info(
-                "the layout differs from the checkpoint's (%s): random states are set from the seed", changed
+                "the layout differs from the checkpoint's (%s); random states are derived from the seed",
+                changed,
             )
             reseed_rng(seed)
         state = _read_on_rank_0(lambda: json.loads((saved.path / on_disk.STATE).read_text()))
         return state | {"step": manifest["step"]}
 
     def load_weights(self, saved: Saved, models: Mapping[str, TrainingEngine]) -> None:
-        """Load only the weights of the models, in their own dtype; they need no optimizer. Models other than
-        the policy that the checkpoint lacks stay unchanged. Raises as `load`."""
+        """Load only the weights of the models, in the models' own dtype; no optimizer is needed.
+
+        Models other than the policy that the checkpoint lacks stay unchanged. Raises as `load` does.
+        """
         manifest = _read_on_rank_0(lambda: on_disk.read_manifest(saved.path))
         models = {name: model for name, model in models.items() if name in ("policy", *manifest["models"])}
         _check_models(saved.path, manifest, models, any_dtype=True)
@@ -347,8 +366,10 @@ class _Save:
     problem: str | None = None
 
     def write(self, shards: Sequence[Shard]) -> None:
-        """Write this rank's file. Runs in a thread, so it is not collective; the commit reports a failure to
-        all ranks."""
+        """Write this rank's file. Not collective, because it may run in a thread.
+
+        The commit reports a failure to all ranks.
+        """
         try:
             self.written = write_shards(self.partial / on_disk.rank_file(dist.get_rank()), shards)
         except OSError as error:
@@ -376,7 +397,7 @@ class _Save:
 
 
 def layout_of(models: Mapping[str, TrainingEngine]) -> dict:
-    """Return the layout of ranks, for which alone random states are valid."""
+    """Return the layout of the ranks. Saved random states are valid only in the same layout."""
     engine = next(iter(models.values()))
     grid = engine.grid
     sizes = {name: getattr(grid, name) for name in ("tp", "pp", "ep", "etp")}
@@ -411,8 +432,7 @@ def _check_models(
 
 
 def _reader(path: Path, manifest: Mapping) -> ShardReader:
-    """Return a reader of all files. Collective over the world: each rank reads the headers of a share of
-    them."""
+    """Return a reader of all files. Collective over the world; each rank reads a share of the headers."""
     files = sorted(name for name in manifest["files"] if name.endswith(".safetensors"))
     index: dict = {}
     with fail_together():
@@ -429,8 +449,10 @@ def _remove(paths: Sequence[Path]) -> None:
 
 
 def _read_on_rank_0(read: Callable[[], T]) -> T:
-    """Return on every rank what rank 0 reads, or raise its error; OSError as ConfigError. Collective over the
-    world."""
+    """Return on every rank what rank 0 reads, or raise its error on every rank. Collective over the world.
+
+    An OSError is raised as ConfigError.
+    """
     out: list = [None, None]
     if dist.get_rank() == 0:
         try:

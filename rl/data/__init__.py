@@ -1,1 +1,1 @@
-"""Prompts, the order in which they are drawn, and how sequences become batches; identical on all ranks."""
+"""Prompts, the order in which they are drawn, and batches; identical on all ranks."""

@@ -1,9 +1,8 @@
-"""The samples of a step, identical on every rank, on the CPU: the algorithm is replicated, only the models
-are not.
+"""The samples of a step: identical on every rank, on the CPU.
 
-`N` samples; `T` response tokens of all samples, laid end to end in sample order. A token column has shape [T]
-and is float32 unless another type is given; a sample column has shape [N]. Attributes are filled phase by
-phase and are None before.
+`N` samples; `T` response tokens of all samples, concatenated in sample order. A token column has shape [T]
+and is float32 unless another dtype is given; a sample column has shape [N]. Each phase fills its attributes,
+which are None before.
 """
 
 import hashlib
@@ -27,7 +26,7 @@ LOSS_COLUMNS = (
     "returns",
     "implicit_ref_logprobs",
 )
-"""Token columns that losses may read: they travel into micro-batches."""
+"""Token columns that losses may read; micro-batches contain them."""
 
 TOKEN_COLUMNS = (*LOSS_COLUMNS, "rollout_logprobs", "token_rewards", "sum_p_squared")
 
@@ -39,14 +38,13 @@ class Batch:
     response_ids: list[np.ndarray]
     """N arrays int32 [R_i]; R_i may be 0."""
     groups: Tensor
-    """int64 [N]: number of the sample's prompt in this step, 0.. in the order drawn."""
+    """int64 [N]: index of the sample's prompt in this step, in the order drawn."""
     truncated: Tensor
-    """bool [N]: the response ended at the length limit."""
+    """bool [N]: whether the response ended at the length limit."""
     mask: Tensor | None = None
-    """1 for tokens that the policy sampled, 0 for others (tool output) and for rejected ones. Default: all 1.
-    """
+    """1 for tokens that the policy sampled, 0 for others (tool output) and rejected ones; default all 1."""
     rollout_logprobs: Tensor | None = None
-    """Log-prob of each token by the engine, in the distribution it was sampled from."""
+    """Log-prob of each token by the engine, in the sampling distribution."""
     weight_versions: Tensor | None = None
     """int32 [T]: version of the policy that sampled each token (`TrainingEngine.version`)."""
     old_logprobs: Tensor | None = None
@@ -54,23 +52,22 @@ class Batch:
     ref_logprobs: Tensor | None = None
     """Log-prob by the reference policy."""
     baselines: Tensor | None = None
-    """remax: float32 [N], the reward of the greedy response to the sample's prompt."""
+    """float32 [N], only for remax: the reward of the greedy response to the sample's prompt."""
     advantages: Tensor | None = None
     loss_weights: Tensor | None = None
     """Importance weight of each token's loss, for the mismatch between engine and trainer."""
     selected_tokens: Tensor | None = None
     """1 for tokens that a loss treats differently, selected by statistics over the whole mini-batch."""
     implicit_ref_logprobs: Tensor | None = None
-    """prime: log-prob by the implicit reward model as it was at the start."""
+    """Log-prob by the initial implicit reward model, only for prime."""
     token_rewards: Tensor | None = None
-    """Reward of each token. Their sum over a sample is `rewards`, except for samples without a counted token.
-    """
+    """Reward of each token. A sample's sum is its entry in `rewards`, unless its mask is 0 everywhere."""
     old_values: Tensor | None = None
-    """Value before each token by the critic, before this step's updates."""
+    """Critic's value of the state before each token, before this step's updates."""
     returns: Tensor | None = None
-    """Target of the critic."""
+    """Regression target of the critic."""
     sum_p_squared: Tensor | None = None
-    """Sum over the vocabulary of the squared probabilities, at each token."""
+    """Sum of the squared probabilities over the vocabulary, at each token."""
     labels: Tensor | None = None
     """float32 [N]: target of a loss per sample, such as 1 for a correct response and 0 for a wrong one."""
     samples_per_unit: int = 1
@@ -84,8 +81,7 @@ class Batch:
     cursor: dict[str, Any] | None = None
     """State of the sampler after the prompts of this batch were drawn.
 
-    A checkpoint taken after the batch was learned from stores it, so that a resumed run draws the prompts
-    that follow.
+    A checkpoint after the update on this batch stores it, so that a resumed run draws the next prompts.
     """
 
     def __post_init__(self):
@@ -148,8 +144,9 @@ class Batch:
 
     @property
     def outcomes(self) -> Tensor:
-        """Correctness, float32 [N]: the reward function's `acc`, its score where it returns no `acc`, 0 where
-        it failed.
+        """Correctness of each sample, float32 [N].
+
+        It is the reward function's `acc`; its score if it returns no `acc`; and 0 if it failed.
         """
         assert self.scores is not None, "the batch has not been scored"
         worth = self.scores.masked_fill(self.score_details["failed"] > 0, 0.0)
@@ -162,7 +159,7 @@ class Batch:
 
 
 def given_responses(prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> Batch:
-    """Return a batch of responses that the data gives instead of the policy; each is a group of its own."""
+    """Return a batch of responses from the data instead of the policy; each response is a separate group."""
     return Batch(
         prompt_ids=prompt_ids,
         response_ids=response_ids,
@@ -201,10 +198,9 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 
 
 def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
-    """Return pairs of sample k of each: the chosen response at 2k, the rejected one at 2k + 1, in the
-    rejected one's group.
+    """Return a batch of pairs: the chosen response k at 2k, the rejected response k at 2k + 1.
 
-    Only tokens and masks are kept.
+    A pair has the group of its rejected response. Only token ids, truncation and masks are kept.
     """
     assert len(chosen) == len(rejected), f"{len(chosen)} and {len(rejected)} responses"
     bare = [
@@ -222,7 +218,7 @@ def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
 
 
 def fingerprint(arrays: Sequence[np.ndarray]) -> int:
-    """Return a hash of int32 arrays, their lengths and their order, 63 bits."""
+    """Return a 63-bit hash of int32 arrays, their lengths and their order."""
     lengths = np.fromiter(map(len, arrays), np.int32, len(arrays))
     digest = hashlib.blake2b(b"".join([lengths, *arrays]), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -19,19 +19,18 @@ from rl.data.reading import describe, first_line
 from rl.data.sampler import EpochSampler, check_seed
 
 Order = Callable[[int, list[Prompt], np.random.Generator], Sequence[int]]
-"""order(epoch, prompts, rng) -> indices into `prompts` (not `Prompt.index`), at least one, repetition
-allowed.
+"""order(epoch, prompts, rng) -> indices into `prompts` (not `Prompt.index`).
 
-`epoch` counts from 0. `rng` is seeded with (run.seed, epoch) and must be the only source of randomness, so
-that all ranks and resumed runs compute the same order.
+At least one index is required; indices may repeat. `epoch` counts from 0. `rng` is seeded with (run.seed,
+epoch) and must be the only source of randomness, so that all ranks and resumed runs compute the same order.
 """
 
 
 class CurriculumSampler(EpochSampler):
     """Draws the epochs that `order` returns: np.int64 in [0, len(prompts)).
 
-    Only (epoch, position) is checkpointed. The order of an epoch is computed again after a resume, so it must
-    depend only on the arguments of `order`.
+    Only (epoch, position) is checkpointed. A resumed run computes the order of the epoch again, so the order
+    must depend only on the arguments of `order`.
 
     Raises ValueError for no prompts or a negative seed, and at the start of an epoch if `order` fails or
     returns invalid indices.
@@ -43,7 +42,7 @@ class CurriculumSampler(EpochSampler):
         check_seed(seed)
 
         def order_of(epoch: int) -> np.ndarray:
-            # A copy: a function that sorts the list in place must not change the meaning of the indices.
+            # A copy, because a function that sorts the list in place would change what the indices refer to.
             arguments = epoch, list(prompts), np.random.default_rng([seed, epoch])
             try:
                 indices = order(*arguments)
@@ -67,7 +66,7 @@ def check_order(indices: Sequence[int], *, num_prompts: int, epoch: int) -> np.n
     except (TypeError, ValueError):  # not iterable, or rows of different length
         raise ValueError(f"{place}: must return a sequence of indices, not {describe(indices)}.") from None
     if found.size == 0:
-        raise ValueError(f"{place}: returned no indices: an epoch needs at least one prompt.")
+        raise ValueError(f"{place}: returned no indices; an epoch needs at least one prompt.")
     if found.dtype == bool:
         raise ValueError(f"{place}: returned a mask instead of indices: return np.flatnonzero(mask).")
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
@@ -78,16 +77,17 @@ def check_order(indices: Sequence[int], *, num_prompts: int, epoch: int) -> np.n
     outside = found[(found < 0) | (found >= num_prompts)]
     if outside.size:
         raise ValueError(
-            f"{place}: index {outside[0]} must be in 0..{num_prompts - 1}: indices are positions in the list "
+            f"{place}: index {outside[0]} must be in 0..{num_prompts - 1}; indices are positions in the list "
             "that the function receives (not Prompt.index)."
         )
     return found.astype(np.int64)
 
 
 def load_order(spec: str) -> Order:
-    """Return the function that `spec` names, see `rl.config.functions.load_function`.
+    """Return the function that `spec` names, as `rl.config.functions.load_function`.
 
-    Raises ValueError as that does, and if the function cannot be called with (epoch, prompts, rng).
+    Raises ValueError as `load_function` does, and if the function cannot be called with (epoch, prompts,
+    rng).
     """
     function = load_function(spec, key="data.curriculum")
     try:

@@ -2,13 +2,15 @@
 
 Rows have the forms of TRL's data sets (https://huggingface.co/docs/trl/dataset_formats#preference):
 
-    prompt     messages, or a string, as for `rl.data.prompts`
-    chosen     the response: a string, or messages that end with the assistant's. The messages before it
-    rejected   repeat the prompt; they must be the same in both columns and agree with the prompt column.
+    prompt     messages, or a string, as in `rl.data.prompts`
+    chosen     the preferred response: a string, or messages that end with the assistant's
+    rejected   the other response, in the same form
 
-If the prompt is a string and the responses are conversations (UltraFeedback), the string must be the content
-of a user message; the conversation is then the prompt, so that the chat template is applied. With
-`prompt_key` "" there is no prompt column, and the repeated messages are the prompt (TRL's implicit prompt).
+Messages before the response repeat the prompt. They must be the same in both columns and agree with the
+prompt column. If the prompt is a string and the responses are conversations (UltraFeedback), the string must
+be the content of a user message; the conversation is then the prompt, so that the chat template is applied.
+With `prompt_key` "" there is no prompt column, and the repeated messages are the prompt (TRL's implicit
+prompt).
 """
 
 from collections.abc import Sequence
@@ -35,7 +37,7 @@ from rl.data.reading import Row, describe, read_rows
 
 @dataclass(frozen=True, eq=False)  # eq would compare arrays, which has no single truth value
 class Preference:
-    """One prompt with a preferred response and another."""
+    """One prompt with a preferred and a rejected response."""
 
     index: int
     """Row in the concatenation of the files, counted before any pair was dropped."""
@@ -66,10 +68,10 @@ def load_preferences(
     """Read `files` in order and tokenize the pairs.
 
     prompt_key: column with the prompt, or "" if the prompt is only in the messages of both responses.
-    max_response_tokens: longest response in tokens, its end-of-sequence token included.
+    max_response_tokens: maximum tokens of a response, including its end-of-sequence token.
     overlong: what to do with a pair whose prompt or response exceeds its limit: "error", "drop", or
-        "truncate_left", which keeps the last tokens of the prompt and the first of a response (the
-        end-of-sequence token is then missing, as in a generated sample that reached the limit).
+        "truncate_left", which keeps the last tokens of the prompt and the first tokens of a response. The
+        response then lacks its end-of-sequence token, as a sample that reached the limit.
     max_pairs: maximum number of rows to read, before any is dropped; 0 reads all.
 
     Raises ValueError for an invalid file, a missing column, a prompt or response that is not text,
@@ -108,7 +110,7 @@ def load_preferences(
         )
     if not kept.any():
         raise ValueError(
-            f"each of the {len(kept)} pairs has a prompt or response beyond its limit: "
+            f"each of the {len(kept)} pairs has a prompt or response beyond its limit, so "
             "data.overlong_prompts=drop would drop all. Raise data.max_prompt_tokens or "
             "rollout.max_response_tokens, or choose truncate_left."
         )
@@ -132,7 +134,7 @@ def _split_responses(row: Row, columns: tuple[str, str]) -> tuple[Messages | Non
     if chosen_before != rejected_before:
         raise ValueError(
             f"{row.place}: the messages before the last one differ between column {columns[0]!r} and column "
-            f"{columns[1]!r}: both must answer the same prompt."
+            f"{columns[1]!r}; both must answer the same prompt."
         )
     return chosen_before, [chosen, rejected]
 

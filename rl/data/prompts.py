@@ -1,6 +1,6 @@
-"""Prompts: files with verl's columns -> chat template -> token ids.
+"""Prompts: reads files with verl's columns, applies the chat template and tokenizes.
 
-Columns: `prompt` (list of {role, content}, or a string), and if present `data_source`, `reward_model` {style,
+Columns: `prompt` (list of {role, content}, or a string), and optionally `data_source`, `reward_model` {style,
 ground_truth} and `extra_info`; other columns are not read. See `rl.data.reading` for the file formats. Every
 error in the data is a ValueError that names the file and the row.
 """
@@ -40,7 +40,7 @@ class Prompt:
     extra_info: dict[str, Any]
     """Column `extra_info`, or {}."""
     response_ids: np.ndarray | None = None
-    """np.int32 [R], sft only: the target without special tokens, then the end-of-sequence token."""
+    """np.int32 [R], only for sft: the target without special tokens, then the end-of-sequence token."""
     messages: Messages | None = None
     """The chat before the template, without keys that are None; None if the prompt is a string."""
     source: int = 0
@@ -149,7 +149,7 @@ def to_messages(prompt: Any, row: Row, *, column: str) -> Messages | None:
         )
     if prompt[-1]["role"] == "assistant":
         raise ValueError(
-            f"{row.place}: column {column!r} must not end with a message of the assistant: remove that "
+            f"{row.place}: column {column!r} must not end with a message of the assistant; remove that "
             "message, or move it to a column that sft reads by data.response_key."
         )
     return without_nulls(prompt)
@@ -167,7 +167,10 @@ def is_chat(value: Any) -> bool:
 
 
 def without_nulls(messages: Messages) -> Messages:
-    """Remove keys that are None: Parquet adds them, and templates test which keys exist."""
+    """Return the messages without keys that are None.
+
+    Parquet adds such keys, and templates test which keys exist.
+    """
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
@@ -179,7 +182,7 @@ def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, row: Row, *, 
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{row.place}: column {column!r} holds messages, but the tokenizer of {tokenizer.name_or_path} "
-            "has no chat template: use an instruct model, or prepare the prompts as strings."
+            "has no chat template; use an instruct model, or prepare the prompts as strings."
         )
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -201,10 +204,10 @@ def tokenize(
     *,
     column: str,
 ) -> list[np.ndarray]:
-    """Tokenize all prompts: np.int32 [P] each.
+    """Return the token ids of all prompts, np.int32 [P] each.
 
-    Special tokens are added only to strings that do not begin with the BOS token: a chat template writes its
-    own. Raises ValueError for a prompt without tokens.
+    Special tokens are added only to string prompts that do not begin with the BOS token; a chat template
+    writes its own. Raises ValueError for a prompt without tokens.
     """
     bare = [
         not from_template and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
@@ -222,7 +225,7 @@ def tokenize(
 
 
 def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    """Tokenize targets: np.int32 [R] each, with the end-of-sequence token appended."""
+    """Return the token ids of the targets, np.int32 [R] each, with the end-of-sequence token appended."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path} needs an eos_token, which ends each response."
@@ -234,7 +237,7 @@ def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase)
 def _encode(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
 ) -> list[np.ndarray]:
-    """Tokenize texts in one call, without truncation or padding: np.int32 each."""
+    """Return the token ids of the texts, np.int32 each, without truncation or padding."""
     if not texts:
         return []
     encoded = tokenizer(
@@ -256,7 +259,7 @@ def _target(row: Row, path: list[str]) -> str:
         return str(value)
     if not isinstance(value, str):
         raise ValueError(
-            f"{row.place}: {'.'.join(path)} must be the target text, not {describe(value)}: "
+            f"{row.place}: {'.'.join(path)} must be the target text, not {describe(value)}; "
             "name the column with the target in data.response_key."
         )
     return value
@@ -276,8 +279,8 @@ def within_limit(
 ) -> np.ndarray:
     """Return which sequences to keep, bool [N], given `lengths` int [N]; all for truncate_left.
 
-    noun, limit_key, kept_part: used in messages for the kind of sequences, the config key of `limit`, and
-    which of their tokens the caller keeps.
+    noun, limit_key, kept_part: the kind of sequences, the config key of `limit`, and which of their tokens
+    the caller keeps; used in messages.
 
     Raises ValueError for a limit < 1, an unknown `overlong`, and if it is "error" or would drop everything.
     """

@@ -1,7 +1,7 @@
 """Rows of data files: parquet, JSONL, and the Arrow files of the `datasets` library.
 
-Every rank reads the files into its own memory: a few thousand rows take seconds, and no disk cache is shared
-by thousands of ranks. Every error is a ValueError that names the file and, if possible, the row.
+Every rank reads the files into its own memory. A few thousand rows take seconds, and thousands of ranks need
+not share a disk cache. Every error is a ValueError that names the file and, if possible, the row.
 """
 
 import json
@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 Columns = Mapping[str, str]
-"""Required column -> remedy if it is missing, such as `name the column ... in data.x_key`."""
+"""Required column -> remedy for the error if it is missing, such as `name the column ... in data.x_key`."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def read_rows(
     """Return the rows of `files` in order.
 
     files: `.parquet`, `.jsonl`, `.arrow`, or a directory written by `Dataset.save_to_disk` of the datasets
-    library. required: columns that each file must have. optional: columns that are read if they exist. No
-    others are read. max_rows: maximum number of rows; 0 reads all.
+    library. required: columns that each file must have. optional: columns that are read if they exist. Other
+    columns are not read. max_rows: maximum number of rows; 0 reads all.
 
     Raises ValueError for an empty list, a missing, unreadable, empty or unsupported file, and a missing
     column.
@@ -137,7 +137,7 @@ def _read_jsonl(path: Path, names: set[str], required: Columns) -> Iterator[tupl
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, row {number}: not JSON: {error}") from error
         if not isinstance(values, dict):
-            raise ValueError(f"{path}, row {number}: must be a JSON object, it is {describe(values)}.")
+            raise ValueError(f"{path}, row {number}: must be a JSON object, not {describe(values)}.")
         _require_columns(required, list(values), f"{path}, row {number}")
         yield number, {name: value for name, value in values.items() if name in names}
 

@@ -1,7 +1,7 @@
 """The order in which prompts are drawn: permuted epochs, or a mixture of sources with their own epochs.
 
-A sampler depends only on its arguments and a cursor, which is checkpointed: all ranks draw the same prompts,
-and a resumed run continues at the saved position on any number of ranks. All samplers have `draw`,
+A sampler depends only on its arguments and a cursor, which is checkpointed. Therefore all ranks draw the same
+prompts, and a resumed run continues at the saved position on any number of ranks. All samplers have `draw`,
 `state_dict`, `load_state_dict` and `epoch`. User-defined orders are in `rl.data.curriculum`.
 """
 
@@ -18,7 +18,7 @@ class EpochSampler:
     """
 
     def __init__(self, order_of: Callable[[int], np.ndarray], *, owner: str):
-        """Start at epoch 0. `owner` begins the error message "{owner} {n} prompts"."""
+        """Start at epoch 0. `owner` is the subject of the error message "{owner} {n} prompts"."""
         self._order_of = order_of
         self._owner = owner
         self._move_to(epoch=0, position=0)
@@ -87,7 +87,7 @@ class PromptSampler(EpochSampler):
         def order_of(epoch: int) -> np.ndarray:
             if not shuffle:
                 return np.arange(num_prompts)
-            # Seeded with the pair: with seed + epoch, epoch 1 of seed 1 would equal epoch 0 of seed 2.
+            # The generator's seed is the pair. With seed + epoch, epoch 1 of seed 1 would equal epoch 0 of 2.
             return np.random.default_rng([seed, epoch]).permutation(num_prompts)
 
         super().__init__(order_of, owner="the training data has")
@@ -99,10 +99,10 @@ class MixedSampler:
     The source of draw t depends only on (seed, t), not on the sizes of the draws. Each source has its own
     epochs, so a small source with a large weight is repeated more often.
 
-    sources: the prompts of each source that `draw` returns, int [n_i], n_i > 0.
+    sources: indices of the prompts of each source, which `draw` returns, int [n_i], n_i > 0.
     weights: one per source, >= 0, with a sum > 0. 0 disables a source.
-    seed: also seeds the orders of the sources, which differ from each other.
-    shuffle: False draws each source in the given order; the source is still random.
+    seed: seeds the selection of sources and the orders of the sources, which differ from each other.
+    shuffle: if False, each source is drawn in the given order; the selection of sources is still random.
 
     Raises ValueError for a missing or empty source, invalid weights, or a negative seed.
     """
@@ -122,8 +122,8 @@ class MixedSampler:
             for i, source in enumerate(self._sources)
         ]
         self._weights = np.array(weights, dtype=np.float64)
-        # Divided by its last element, which becomes exactly 1 and exceeds every random number: despite
-        # rounding, no source of weight 0 is selected.
+        # The last element becomes exactly 1 and exceeds every random number, so despite rounding no source of
+        # weight 0 is selected.
         self._cumulative = np.cumsum(self._weights)
         self._cumulative /= self._cumulative[-1]
         self._num_drawn = 0
@@ -203,5 +203,5 @@ def _check_mixture(sources: Sequence[np.ndarray], weights: Sequence[float]) -> N
 
 
 def _source_seed(seed: int, source: int) -> int:
-    """Return a seed for the order of a source, so that two files of equal length have different orders."""
+    """Return a seed for the order of a source; two files of equal length get different orders."""
     return int(np.random.SeedSequence([seed, source]).generate_state(1, np.uint64)[0])

@@ -1,2 +1,1 @@
-"""Estimate the memory of a run and the time of a step from its configuration: no model, no GPU, no other
-rank."""
+"""Estimates of a run's memory and step time from its configuration, without a model or a GPU."""

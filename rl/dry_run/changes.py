@@ -1,7 +1,7 @@
-"""What to change in a configuration that does not fit: a search over a few keys, one or two at a time.
+"""A search for a change that makes a configuration fit: a few keys, one or two at a time.
 
-Each trial gives the engine as much memory as the trainer's state leaves. Of the trials that fit, the one with
-the shortest step is proposed. One changed key is preferred to two, and both to more GPUs.
+Each trial gives the engine as much memory as the trainer's state leaves. Among the trials that fit, the
+search proposes the one with the shortest step. It prefers one changed key to two, and both to more GPUs.
 """
 
 import copy
@@ -17,8 +17,7 @@ from rl.dry_run.estimate import Estimate, changed
 LEAST_SHARE = 0.05
 """Smallest rollout.gpu_memory_utilization that is proposed."""
 TRIALS = ((1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (4, 0), (4, 1), (8, 0), (8, 1))
-"""(factor on the number of ranks, number of changed keys) of each round of the search, in order of
-preference."""
+"""(factor on the number of ranks, number of changed keys) of each search round, in order of preference."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def cheapest_change(before: Estimate) -> Change | None:
 
 
 def _single_changes(config: Config, world_size: int) -> Iterator[tuple[str, object]]:
-    """Yield one key and another value at a time. Invalid layouts are rejected later."""
+    """Yield (key, new value) for each single change. Invalid layouts are rejected later."""
     training = config.training
     if not training.recompute:
         yield "training.recompute", True
@@ -69,7 +68,7 @@ def _single_changes(config: Config, world_size: int) -> Iterator[tuple[str, obje
 
 
 def _fitting(before: Estimate, values: dict[str, object], world_size: int) -> Change | None:
-    """Return the change with these values and an engine's share with which it fits; None if there is none."""
+    """Return the change with these values, and a lower engine's share if needed; None if it does not fit."""
     try:
         after = changed(before, with_values(before.config, values), world_size)
         if after.problems and after.memory.engine is not None:
@@ -84,8 +83,10 @@ def _fitting(before: Estimate, values: dict[str, object], world_size: int) -> Ch
 
 
 def _share_left(estimate: Estimate) -> float:
-    """Return the largest share that the engine can have beside the trainer's state, in hundredths and at most
-    0.9."""
+    """Return the largest share that the engine can have beside the trainer's state, at most 0.9.
+
+    The share is rounded down to hundredths.
+    """
     memory = estimate.memory
     assert memory.engine is not None
     taken = memory.peak("generation")[0] - memory.engine.budget

@@ -1,9 +1,10 @@
-"""`train_rl.py --config FILE --dry-run [--world-size N] [key=value ...]`: does this run fit, and how long
-does a step take?
+"""Estimate whether a run fits the memory of its GPUs, and how long a step takes.
 
-Builds nothing and needs no GPU. Validates the config and the layouts, then prints parameters per rank and
-pipeline stage, memory by kind in training, refit and generation, tokens, refit traffic and estimated seconds.
-Exit code 0: it fits; 2: it does not fit, or the config is invalid.
+    train_rl.py --config FILE --dry-run [--world-size N] [key=value ...]
+
+The command builds no model and needs no GPU. It validates the config and the layouts, then prints parameters
+per rank and pipeline stage, memory by kind in training, refit and generation, tokens, refit traffic and
+estimated seconds. Exit code 0: the run fits. Exit code 2: it does not fit, or the config is invalid.
 """
 
 import argparse

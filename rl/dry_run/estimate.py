@@ -15,7 +15,7 @@ from rl.refit.traffic import refit_traffic
 
 @dataclass(frozen=True)
 class Refit:
-    """What a refit moves, and the seconds of its messages at the links' speeds."""
+    """Bytes that a refit moves, and the seconds of its messages at the links' speeds."""
 
     all_ranks: int
     """Bytes that all ranks together receive."""
@@ -78,9 +78,9 @@ def estimate(
 ) -> Estimate:
     """Return the estimate for a config that `rl.config.checks.check` accepts.
 
-    shape: a config.json to use instead of model.path's. prompt, response: mean tokens, 0 for half of the
-    maximum. plan: also plan the refit, which takes seconds for the largest models. Raises ConfigError for an
-    invalid layout.
+    shape: a config.json to use instead of model.path's. prompt, response: mean tokens; 0 means half of the
+    maximum. plan: whether to plan the refit, which takes seconds for the largest models. Raises ConfigError
+    for an invalid layout.
     """
     models, notes = models_of(config, shape=shape)
     lengths = assumed_lengths(config, prompt, response)
@@ -88,8 +88,10 @@ def estimate(
 
 
 def changed(before: Estimate, config: Config, world_size: int) -> Estimate:
-    """Return the estimate for another config of the same models, without a plan of the refit. Raises as
-    `estimate`."""
+    """Return the estimate for another config of the same models, without planning the refit.
+
+    Raises as `estimate`.
+    """
     return _estimate(config, world_size, before.hardware, before.models, [], before.lengths, False)
 
 
@@ -111,7 +113,7 @@ def _estimate(config, world_size, hardware, models, notes, lengths, plan) -> Est
 
 
 def plan_refit(config: Config, layout: Layout, model: Model, hardware: Hardware) -> Refit:
-    """Return the figures of the plan that the run would make, over all ranks."""
+    """Return the figures of the refit plan that the run would compute, over all ranks."""
     traffic = refit_traffic(
         list(model.weights),
         layout.placement(model),

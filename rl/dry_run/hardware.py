@@ -1,4 +1,4 @@
-"""The machine of a dry run, and the shares of its peak speeds that a run reaches."""
+"""The machine of a dry run, and the fractions of its peak speeds that a run reaches."""
 
 from dataclasses import dataclass, fields
 
@@ -9,8 +9,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine; by default the peak figures of an H100 SXM. The shares are rules of thumb, not measurements
-    of this program: replace them by those of your runs (`perf/throughput`, `timing_s/*`)."""
+    """A machine; the defaults are the peak figures of an H100 SXM.
+
+    The shares are rules of thumb, not measurements. Replace them by those of your runs (`perf/throughput`,
+    `timing_s/*`).
+    """
 
     gpu_memory_gib: float = 80.0
     """memory of a GPU in GiB"""
@@ -48,8 +51,7 @@ class Hardware:
         return self.reserve_gib * GIB
 
     def link_seconds(self, near_bytes: float, far_bytes: float) -> float:
-        """Return the seconds that a rank's messages within its node and to other nodes take at the same
-        time."""
+        """Return the seconds of a rank's messages if those within its node and to other nodes overlap."""
         return max(near_bytes / self.nvlink_gb_s, far_bytes / self.nic_gb_s) / (1e9 * self.link_share)
 
 
@@ -63,7 +65,7 @@ def add_options(parser) -> None:
 
 
 def from_options(arguments) -> Hardware:
-    """Return the machine of the parsed options. Raises ValueError if a figure is not positive."""
+    """Return the machine from the parsed options. Raises ValueError if a figure is not positive."""
     values = {figure.name: getattr(arguments, figure.name) for figure in fields(Hardware)}
     for name, value in values.items():
         if not value > 0:

@@ -1,7 +1,7 @@
 """GPU memory in training, refit and generation, by kind, for each pipeline stage.
 
-Weights, gradients and optimizer state are exact (tests/ranks/dry_run). Activations are counted from the
-widths of the layers: the numbers that the backward pass of packed rows needs, in the model's dtype.
+Weights, gradients and optimizer state are exact (tests/ranks/dry_run). Activations are estimated from the
+widths of the layers: the elements that the backward pass of packed rows needs, in the model's dtype.
 `Hardware.reserve` covers the rest. Under sequence parallelism a tensor parallel rank keeps T/tp of the T
 tokens of a micro-batch between the tensor parallel regions.
 """
@@ -20,10 +20,9 @@ from rl.models.sizes import num_kv_heads
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 BATCHED_TOKENS = 16384
-"""Maximum tokens of one engine step: vLLM's max_num_batched_tokens for `LLM` on a GPU of 70 GiB or more."""
+"""Maximum tokens of one engine step: vLLM's default max_num_batched_tokens on a GPU of 70 GiB or more."""
 HEAD_COPIES = 5
-"""Number of float32 arrays of a chunk's logits that exist at once in the backward pass of
-rl.training.logprobs."""
+"""Number of float32 arrays of a chunk's logits that coexist in the backward pass of rl.training.logprobs."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,9 @@ class StageMemory:
     states: Mapping[str, State]
     """States by model."""
     activations: float
-    """Activations saved for the backward passes of all micro-batches in flight, and the workspace of a
-    layer."""
+    """Bytes saved for the backward passes of all micro-batches in flight, and a layer's workspace."""
     head: float
-    """Log-prob computation on the last stage, if it and the saved activations are the peak of the pass."""
+    """Bytes of the log-prob computation on the last stage, if the pass has its peak there; else 0."""
 
     @property
     def state(self) -> int:
@@ -89,7 +87,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of the generation engine on a rank, and tokens."""
+    """Bytes and tokens of the generation engine on a rank."""
 
     budget: float
     """gpu_memory_utilization times the GPU's memory, for weights, workspace and cache."""
@@ -116,10 +114,10 @@ class Memory:
     stages: list[StageMemory]
     engine: EngineMemory | None
     judge: float
-    """The judge's share, in all phases."""
+    """Bytes of the judge, in all phases."""
     refit_buffers: float
     offload: str
-    """`training.offload`, what leaves the GPU during generation: none, optimizer or all."""
+    """`training.offload`: what is moved to the host during generation (none, optimizer or all)."""
     reference: int
     """Host memory of a rank for reference weights in use, in bytes."""
     hardware: Hardware = field(repr=False)
@@ -134,14 +132,16 @@ class Memory:
         return max(sum(state.optimizer + both * state.weights for state in stage) for stage in states)
 
     def stays(self, phase: str, state: State) -> State:
-        """Return the part of a model's state that is on the GPU in a phase. A refit reads weights."""
+        """Return the part of a model's state that is on the GPU in a phase; weights always in a refit."""
         if phase == "training" or self.offload == "none" or self.engine is None:
             return state
         return State(state.weights if phase == "refit" or self.offload == "optimizer" else 0)
 
     def peak(self, phase: str) -> tuple[float, int]:
-        """Return the bytes of the fullest stage in a phase (training, refit, generation), with reserve, and
-        its index."""
+        """Return (bytes, index) of the fullest stage in a phase: training, refit or generation.
+
+        The bytes include the reserve.
+        """
         totals = [self.at(phase, stage) for stage in self.stages]
         return max(totals), totals.index(max(totals))
 
@@ -218,8 +218,11 @@ def estimate_memory(
 
 
 def model_state(count: StageCount, layout: Layout, itemsize: int, *, learns: bool) -> State:
-    """Return the bytes of weights, float32 gradient sums, and Adam's two moments with a float32 copy of
-    16-bit weights; the data parallel ranks shard the last."""
+    """Return the bytes of weights, gradients and optimizer state of one model on a rank.
+
+    Gradient sums are float32. The optimizer state is Adam's two moments and a float32 copy of 16-bit weights;
+    the data parallel ranks shard it.
+    """
     if not learns:
         return State(itemsize * count.parameters + 4 * count.buffers)
     shared = buffer_elements(count.shared, layout.dp)
@@ -235,7 +238,7 @@ def model_state(count: StageCount, layout: Layout, itemsize: int, *, learns: boo
 
 
 def longest_row(config: Config) -> int:
-    """Return the maximum tokens of a micro-batch. A sequence above micro_batch_tokens forms one alone."""
+    """Return the maximum tokens of a micro-batch; a longer sequence forms a micro-batch alone."""
     return max(config.training.micro_batch_tokens, longest_sequence(config))
 
 
@@ -260,8 +263,10 @@ def sequences_per_prompt(config: Config) -> int:
 def _activations(
     config: Config, layout: Layout, model: Model, stage: int, hardware: Hardware
 ) -> tuple[float, float]:
-    """Return the bytes of (activations, head) of one stage at the peak of a training pass, which is in the
-    backward pass of a layer or of the head."""
+    """Return the bytes of (activations, head) of one stage at the peak of a training pass.
+
+    The peak is in the backward pass of a layer or of the head.
+    """
     itemsize, tokens = ITEMSIZE[config.model.dtype], longest_row(config)
     kept_tokens = tokens / layout.tp if layout.sequence_parallel else tokens
     # 1F1B: a stage has as many micro-batches in flight as there are stages from it to the last.
@@ -283,8 +288,10 @@ def _activations(
 
 
 def layer_elements(model: Model, layer: int, layout: Layout, tokens: float, imbalance: float) -> float:
-    """Return the numbers that the backward pass of a layer needs on one rank: input and output of every
-    matrix product, and queries and keys after the rotary embedding."""
+    """Return the number of elements that the backward pass of a layer needs on one rank.
+
+    These are input and output of every matrix product, and queries and keys after the rotary embedding.
+    """
     tp, shared, experts = layout.tp, 0.0, 0.0
     cut_in = tp if layout.sequence_parallel else 1
     for weight in (part.weight for part in model.parts):
@@ -311,14 +318,17 @@ def layer_elements(model: Model, layer: int, layout: Layout, tokens: float, imba
 
 
 def _widest(model: Model, layout: Layout) -> float:
-    """Return the numbers per token of the widest activation of a dense layer."""
+    """Return the number of elements per token of the widest activation of a dense layer."""
     query, _ = model.heads_width
     return max(2 * model.hf["intermediate_size"], 3 * query) / layout.tp
 
 
 def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: int) -> float:
-    """Return the bytes of the hidden states of all tokens, gathered and selected, and their gradient.
-    Log-probs add a chunk's logits and the gradient of the head's weights, which chunks sum in float32."""
+    """Return the bytes of the head's computation on the last stage.
+
+    These are the hidden states of all tokens, gathered and selected, and their gradient. Log-probs add a
+    chunk's logits and the gradient of the head's weights, which is summed over chunks in float32.
+    """
     hidden = model.hf["hidden_size"]
     states = 3 * hidden * tokens * itemsize
     if not model.has_head:

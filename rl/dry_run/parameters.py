@@ -1,7 +1,7 @@
 """The number of parameters on one rank of each pipeline stage, from the declarations of rl.models alone.
 
-These `Weight`s also read checkpoints and plan refits, so the numbers are those of the tensors that a run
-allocates, with the padding of the vocabulary (tests/ranks/dry_run compares them with real ranks).
+Checkpoints and refits use the same `Weight`s, so the numbers are those of the tensors that a run allocates,
+with the padding of the vocabulary (tests/ranks/dry_run compares them with real ranks).
 """
 
 import functools
@@ -20,7 +20,7 @@ class Part:
     """One weight, or the same weight of each routed expert of a layer."""
 
     weight: Weight
-    """One of the weights."""
+    """A representative of the weights."""
     count: int
 
     @property
@@ -39,8 +39,10 @@ class StageCount:
     experts: tuple[int, ...]
     """Elements of each parameter of the rank's routed experts."""
     tied: int
-    """Elements of a tied embedding on the first or last of several stages, which has its own bucket in
-    Megatron and is not among `shared`."""
+    """Elements of a tied embedding on the first or last of several stages.
+
+    It has its own bucket in Megatron and is not included in `shared`.
+    """
     buffers: int
     """Elements of float32 tensors without gradient: routers' biases."""
 
@@ -50,7 +52,7 @@ class StageCount:
 
 
 def group_parts(weights: Sequence[Weight]) -> list[Part]:
-    """Group the weights of each layer's routed experts."""
+    """Return the weights as parts; the same weight of a layer's routed experts is one part."""
     found: dict[tuple, tuple[Weight, int]] = {}
     for weight in weights:
         name = weight.megatron if weight.expert is None else re.sub(r"experts\.\d+\.", "", weight.hf[0])
@@ -61,12 +63,12 @@ def group_parts(weights: Sequence[Weight]) -> list[Part]:
 
 
 def count_parameters(parts: Sequence[Part]) -> int:
-    """Count the model's parameters as publishers do: with routers' biases, without padding."""
+    """Return the model's number of parameters as published: with routers' biases, without padding."""
     return sum(part.elements for part in parts)
 
 
 def count_stages(parts: Sequence[Part], placement: TrainingPlacement) -> list[StageCount]:
-    """Count what one rank of each stage holds in training."""
+    """Return the numbers of elements that one rank of each stage holds in training."""
     shared: list[list[int]] = [[] for _ in range(placement.pp)]
     experts: list[list[int]] = [[] for _ in range(placement.pp)]
     layers: list[set] = [set() for _ in range(placement.pp)]
@@ -97,7 +99,7 @@ def _local_elements(cut, names, shapes, tp: int) -> int:
 
 
 def count_engine(parts: Sequence[Part], tp: int) -> tuple[int, int]:
-    """Count the elements on a rank of a vLLM replica: those of the model's dtype and those in float32."""
+    """Return the numbers of elements on a rank of a vLLM replica: (in the model's dtype, in float32)."""
     elements = {False: 0, True: 0}
     for part in parts:
         weight = part.weight
@@ -111,8 +113,9 @@ def count_engine(parts: Sequence[Part], tp: int) -> tuple[int, int]:
 
 
 def buffer_elements(numels: Sequence[int], dp: int) -> int:
-    """Return the number of elements of a bucket of the distributed optimizer (`_ParamAndGradBuffer` of
-    megatron-core 0.16.1).
+    """Return the number of elements of a bucket of the distributed optimizer.
+
+    The bucket is `_ParamAndGradBuffer` of megatron-core 0.16.1.
 
     Parameters start at multiples of 64; the end is a multiple of 128 that the data parallel ranks divide.
     """

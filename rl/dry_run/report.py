@@ -11,12 +11,12 @@ PHASES = ("training", "refit", "generation")
 
 
 def report(estimate: Estimate) -> str:
-    """Return the whole text except the verdict."""
+    """Return the whole report except the verdict."""
     return "\n\n".join((_head(estimate), _stages(estimate), _memory(estimate), _work(estimate)))
 
 
 def verdict(estimate: Estimate, change: Change | None) -> str:
-    """Return FITS, or the problems and the change that solves them."""
+    """Return FITS, or the problems and the cheapest change that solves them."""
     if not estimate.problems:
         peak = max(estimate.memory.peak(phase)[0] for phase in _phases(estimate))
         return f"FITS, with {(estimate.hardware.memory - peak) / GIB:.1f} GiB to spare"
@@ -82,7 +82,7 @@ def _stages(estimate: Estimate) -> str:
 
 
 def _memory(estimate: Estimate) -> str:
-    """Return GiB by kind at the fullest stage of each phase."""
+    """Return the table of GiB by kind, at the fullest stage of each phase."""
     memory, phases = estimate.memory, _phases(estimate)
     worst = {phase: memory.stages[memory.peak(phase)[1]] for phase in phases}
     rows = [["GiB of a GPU", *phases]]

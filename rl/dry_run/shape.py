@@ -14,7 +14,7 @@ from rl.models import SUPPORTED, architecture, read_hf_config, sizes, value_mode
 from rl.models.layout import VOCAB, Weight
 
 SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
-"""Directories with published config.json files, for models whose checkpoints are on other machines."""
+"""Directory of published config.json files, for models whose checkpoints are on other machines."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Model:
     weights: tuple[Weight, ...]
     parts: tuple[Part, ...]
     path: str | None = None
-    """Path in the config, unless it is model.path."""
+    """The model's own path in the config; None if it is model.path."""
     keeps_reference: bool = False
     """Whether host memory holds a copy of its initial weights."""
 
@@ -63,8 +63,11 @@ class Model:
 
     @property
     def multiplied(self) -> int:
-        """Number of parameters that multiply a token: those of its routed experts, and a language model's
-        head."""
+        """Number of parameters in the products of one token.
+
+        Of the routed experts, only those of the token count. The token embedding counts only if it is also
+        the head.
+        """
         total = 0
         for part in self.parts:
             weight = part.weight
@@ -76,23 +79,27 @@ class Model:
 
     @property
     def heads_width(self) -> tuple[int, int]:
-        """Number of channels of all heads' queries (and keys), and of their values."""
+        """Channels (of queries or keys, of values), each summed over all query heads."""
         hf, heads = self.hf, self.hf["num_attention_heads"]
         if hf.get("kv_lora_rank"):
             return heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]), heads * hf["v_head_dim"]
         return heads * sizes.head_dim(hf), heads * sizes.head_dim(hf)
 
     def cache_elements(self, tp: int) -> int:
-        """Return the elements of one token in a rank's KV cache. MLA caches its latent and the rotary key on
-        every rank."""
+        """Return the number of elements of one token in a rank's KV cache.
+
+        MLA caches its latent and the rotary key on every rank.
+        """
         hf = self.hf
         if hf.get("kv_lora_rank"):
             return self.num_layers * (hf["kv_lora_rank"] + hf["qk_rope_head_dim"])
         return self.num_layers * 2 * math.ceil(sizes.num_kv_heads(hf) / tp) * sizes.head_dim(hf)
 
     def derived_elements(self, tp: int) -> int:
-        """Return the elements that the engine derives from weights and keeps: for MLA a second form of
-        kv_b_proj."""
+        """Return the number of elements that the engine derives from weights and keeps.
+
+        For MLA this is a second form of kv_b_proj; for other models it is 0.
+        """
         hf = self.hf
         if not hf.get("kv_lora_rank"):
             return 0
@@ -101,8 +108,7 @@ class Model:
 
 
 def check_layouts(config: Config, world_size: int, models: Mapping[str, Model]) -> None:
-    """Raise ConfigError if the layouts of training and generation do not fit the models and the number of
-    ranks."""
+    """Raise ConfigError if a model or the number of ranks does not fit the layouts of the config."""
     for model in models.values():
         if model.on_training_grid:
             check_layout(config, world_size, model.hf, SUPPORTED, path=model.path)
@@ -158,7 +164,7 @@ def _check_known(hf: dict, path: str) -> None:
 
 
 def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
-    """Return the config.json of a model, or the published one whose name the path begins with."""
+    """Return the config.json of a model, else the published one whose name is a prefix of the path's name."""
     if shape:
         file = Path(shape, "config.json") if Path(shape).is_dir() else Path(shape)
         if not file.is_file():

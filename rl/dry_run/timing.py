@@ -1,11 +1,10 @@
-"""A rough time of each phase of a step: the larger of arithmetic and memory traffic at a share of the peak
-speeds.
+"""A rough time of each phase of a step: the maximum of arithmetic time and memory time.
 
-It serves to compare layouts and to choose the size of an allocation; the shares (`Hardware`) are rules of
-thumb. Counted are 2 operations per parameter and token forward, 4 backward, 2 more to recompute; causal
-attention; the pipeline's bubble; and in decoding the weights and caches read from memory, the experts that a
-batch reaches, and two all-reduces per layer. Not counted are reward functions, packing, start-up, the
-optimizer's step and slow replicas.
+The estimate is for comparing layouts and choosing the size of an allocation; the shares of the peak speeds
+(`Hardware`) are rules of thumb. It includes 2 operations per parameter and token for a forward pass, 4 for a
+backward pass and 2 for recomputation; causal attention; and the pipeline's bubble. For decoding it includes
+the weights and caches read from memory, the experts that a batch uses, and two all-reduces per layer. It
+excludes reward functions, packing, start-up, the optimizer's step and slow replicas.
 """
 
 import math
@@ -34,7 +33,7 @@ class Lengths:
 
 
 def assumed_lengths(config: Config, prompt: float = 0.0, response: float = 0.0) -> Lengths:
-    """Return the given means, or half of the maximum for those that are 0."""
+    """Return the given mean lengths; a mean of 0 is replaced by half of the maximum."""
     longest = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     return Lengths(prompt or longest[0] / 2, response or longest[1] / 2)
 
@@ -63,8 +62,7 @@ def estimate_seconds(
         if "reward" in needs and not config.rollout_correction.bypass:
             seconds["old_log_prob"] = passes(policy, 2)
     if needs_reference(config):
-        # Three transfers: the policy's weights to host memory, the reference's from there, and the policy's
-        # back.
+        # Three transfers: the policy's weights to host memory, the reference's to the GPU, the policy's back.
         ranks = layout.tp * layout.pp * max(1, layout.ep)
         swap = 3 * ITEMSIZE[config.model.dtype] * policy.parameters / ranks
         seconds["ref"] = passes(policy, 2) + swap / (hardware.pcie_gb_s * 1e9)
@@ -105,8 +103,10 @@ def _training_pass(
 def _generation(
     config: Config, layout: Layout, model: Model, engine: EngineMemory, lengths: Lengths, hardware: Hardware
 ) -> float:
-    """Return the seconds to generate all samples of a step: prefill by arithmetic, decoding by the memory
-    that it reads."""
+    """Return the seconds to generate all samples of a step.
+
+    Prefill is limited by arithmetic, decoding by the memory that it reads.
+    """
     tp, itemsize = layout.rollout_tp, ITEMSIZE[config.model.dtype]
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt / layout.replicas
     in_cache = engine.cache_tokens / lengths.total
@@ -126,8 +126,10 @@ def _generation(
 
 
 def _weights_read(model: Model, batch: float) -> float:
-    """Return the parameters that one decoding step of a batch reads; of the routed experts those that some
-    token uses."""
+    """Return the number of parameters that one decoding step of a batch reads.
+
+    Only the routed experts that some token uses are read.
+    """
     routed = sum(part.elements for part in model.parts if part.weight.expert is not None)
     if not routed:
         return model.multiplied

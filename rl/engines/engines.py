@@ -30,18 +30,19 @@ class Engines:
 
     @property
     def learning(self) -> dict[str, TrainingEngine]:
-        """The models whose weights change, by the name of their checkpoint."""
+        """The models whose weights change, by their name in checkpoints."""
         models = {"policy": self.policy, "critic": self.critic, "implicit_reward": self.implicit_reward}
         return {name: model for name, model in models.items() if model is not None}
 
     @property
     def training(self) -> list[TrainingEngine]:
-        """All models of the training grid, with the reward model, which does not learn."""
+        """All models of the training grid, including the reward model, which does not learn."""
         return [*self.learning.values(), *([self.reward_model] if self.reward_model is not None else [])]
 
     def offload(self, *, weights: bool) -> None:
-        """Release the device memory of gradients and optimizer states, with `weights` also of weights, of all
-        training models.
+        """Release the device memory of gradients and optimizer states of all training models.
+
+        weights: also release the memory of the weights.
         """
         for model in self.training:
             model.offload(weights=weights)
@@ -74,7 +75,7 @@ def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> Traini
 
 
 def offload_of(config: Config, device: Device) -> str:
-    """Return `training.offload`, resolved if it is auto."""
+    """Return `training.offload`; for auto, the value chosen for this device."""
     if config.training.offload == "auto":
         return "all" if device.is_cuda else "none"
     return config.training.offload
@@ -83,7 +84,7 @@ def offload_of(config: Config, device: Device) -> str:
 def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *, generate: bool) -> Engines:
     """Build all models that the configuration needs. Collective over the world.
 
-    generate: also build those that generate or score.
+    generate: also build the models that generate or score.
     """
     needs = algorithm_of(config).needs
     engines = Engines(build_policy(config, inputs.models["policy"].hf, grid, device))

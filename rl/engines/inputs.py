@@ -1,4 +1,4 @@
-"""The input of a run, read before any model is built, so that unusable input is refused within seconds."""
+"""The input of a run, read before any model is built, so that invalid input is refused within seconds."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -29,9 +29,9 @@ class ModelFiles:
 
 
 class Inputs:
-    """Models' configs, tokenizer, prompts and reward functions.
+    """Configs of the models, tokenizers, prompts and reward functions of a run.
 
-    Raises ValueError or ConfigError with one sentence for the user. Not collective: every rank reads its own
+    Raises ValueError or ConfigError with a message for the user. Not collective; every rank reads its own
     copy.
     """
 
@@ -96,10 +96,10 @@ class Inputs:
     def _model(
         self, key: str, own_path: str, world_size: int, *, head: Literal["", "optional", "needed"] = ""
     ) -> ModelFiles:
-        """Return the checkpoint that the config's `key` names, or the policy's, after checking layout and
-        tensors.
+        """Return the checkpoint that the config's `key` names, else the policy's, after checking it.
 
-        head: for a value model, whether its checkpoint may or must have a value head.
+        Checks its architecture, layout and tensors. head: whether the checkpoint of a value model may have a
+        value head ("optional") or must have one ("needed"); "" for a language model.
         """
         path = own_path or self.config.model.path
         hf = read_hf_config(path, key=key if own_path else "model.path")

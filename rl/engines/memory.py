@@ -1,6 +1,4 @@
-"""How the training models and the generation engine share the memory of a rank: one of them holds it at a
-time.
-"""
+"""Sharing of a rank's memory between the training models and the generation engine, one at a time."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,10 +20,9 @@ class MemorySharing:
     def to_generation(
         self, step: int, refit_phase: Callable[[], AbstractContextManager[None]]
     ) -> dict[str, float]:
-        """Wake the engine with the policy's present weights; return the metrics of the refit, if one was
-        needed.
+        """Wake the engine with the policy's current weights; return the metrics of the refit, if any.
 
-        A refit is needed if the engine holds another version of the weights, or lost them while it slept
+        The refit happens if the engine holds another version of the weights, or lost them while it slept
         (CUDA). It is collective over the world and runs within `refit_phase()`.
         """
         policy, engine = self.engines.policy, self.engines.rollout

@@ -1,5 +1,7 @@
-"""Model architectures, one file each: Megatron's config from the Hugging Face config, and the names and
-layouts of all weights."""
+"""Model architectures, one file each, and the functions that select the file for a config.
+
+Each file gives Megatron's config for a Hugging Face config, and the names and layouts of all weights.
+"""
 
 import json
 from pathlib import Path
@@ -14,8 +16,7 @@ SUPPORTED = tuple(name for file in _FILES for name in file.ARCHITECTURES)
 
 
 def value_model(hf: dict) -> dict:
-    """Return the config of the model with a value head instead of the vocabulary's: a critic or a reward
-    model.
+    """Return the config of the same model with a value head: a critic or a reward model.
 
     hf: the config of a causal language model or of a sequence classifier with one label. Raises ValueError
     for another.
@@ -29,8 +30,7 @@ def value_model(hf: dict) -> dict:
 
 
 def value_weights(hf: dict, *, needs_head: bool) -> list[Weight]:
-    """Return the weights of a `value_model`: those of the language model without its head, and the value
-    head.
+    """Return the weights of a `value_model`: the language model's without its head, and the value head.
 
     Unless `needs_head`, a checkpoint may lack the value head, which then starts at 0.
     """
@@ -41,8 +41,10 @@ def value_weights(hf: dict, *, needs_head: bool) -> list[Weight]:
 
 
 def architecture(hf: dict) -> ModuleType:
-    """Return the file that describes the model of this Hugging Face config. Raises ValueError if there is
-    none."""
+    """Return the module that describes the model of this Hugging Face config.
+
+    Raises ValueError for an unsupported architecture.
+    """
     name = hf["architectures"][0]
     for file in _FILES:
         if name in file.ARCHITECTURES:
@@ -51,8 +53,10 @@ def architecture(hf: dict) -> ModuleType:
 
 
 def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
-    """Return config.json of a Hugging Face checkpoint directory. Raises ValueError, naming the config's
-    `key`, without one."""
+    """Return config.json of a Hugging Face checkpoint directory.
+
+    key: config key that the ValueError names if there is no such file.
+    """
     path = Path(directory, "config.json")
     if not path.is_file():
         problem = "has no config.json" if path.parent.is_dir() else "is not a directory"

@@ -1,4 +1,4 @@
-"""Boxes: axis-aligned parts of a tensor. Plain data."""
+"""Boxes: axis-aligned rectangular parts of a tensor. Plain data."""
 
 import math
 
@@ -22,7 +22,7 @@ def extent(box: Box) -> tuple[int, ...]:
 
 
 def volume(box: Box) -> int:
-    """Return the number of elements."""
+    """Return the number of elements in the box."""
     return math.prod(extent(box))
 
 

@@ -1,11 +1,10 @@
-"""DeepSeek-V2-Lite, V3 and R1: multi-head latent attention (MLA), dense first layers, then shared and routed
-experts.
+"""DeepSeek-V2-Lite, V3 and R1: latent attention (MLA), dense first layers, shared and routed experts.
 
 MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1) projects keys and values through a latent of kv_lora_rank
 channels; all heads share one rotary key. V3 (arXiv:2412.19437, section 2.1.2) scores experts by a sigmoid and
-restricts the choice to the best groups of experts. For the choice alone it adds a bias per expert to the
-scores. Megatron holds this bias as a buffer without gradient. It keeps the checkpoint's values here, because
-an update by the balancing rule would change the policy outside the optimizer.
+restricts the selection to the best groups of experts. Only for the selection, it adds a bias per expert to
+the scores. Megatron holds this bias as a buffer without gradient. The bias keeps the checkpoint's values,
+because an update by the balancing rule would change the policy outside the optimizer.
 
 The layers for multi-token prediction at the end of V3's checkpoints (`num_nextn_predict_layers`) are neither
 trained nor served nor exported.
@@ -52,8 +51,11 @@ def _is_v3(hf: dict) -> bool:
 
 
 def _rope_fields(hf: dict) -> dict:
-    """Return the fields of the rotary embedding. With YaRN the ratio of the two mscales scales cos and sin,
-    and the square of the second scales the softmax."""
+    """Return the fields of the rotary embedding.
+
+    With YaRN, mscale and mscale_all_dim each give a factor. The ratio of the two factors scales cos and sin;
+    the square of the second scales the softmax.
+    """
     rope = dense.rope_parameters(hf)
     if rope["rope_type"] != "yarn":
         return dict(
@@ -145,8 +147,11 @@ def weights(hf: dict) -> list[Weight]:
 
 
 def _attention(hf: dict, layer: int) -> list[Weight]:
-    """Return the norm before the attention and MLA's projections. A tensor parallel rank holds whole heads;
-    every rank holds the projections down to the latents, which vLLM computes in one product."""
+    """Return the norm before the attention and MLA's projections.
+
+    A tensor parallel rank holds whole heads. Every rank holds the projections down to the latents, which vLLM
+    computes in one product.
+    """
     hidden, heads, latent = hf["hidden_size"], hf["num_attention_heads"], hf["kv_lora_rank"]
     nope, rope, v = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
     q_rank = hf.get("q_lora_rank")
@@ -182,8 +187,7 @@ def _attention(hf: dict, layer: int) -> list[Weight]:
 
 
 def _mixture(hf: dict, layer: int) -> list[Weight]:
-    """Return the router and its bias [E], the routed experts, and the shared experts as one MLP of their
-    total width."""
+    """Return router, router bias [E], routed experts, and the shared experts as one MLP of total width."""
     out = [experts.router(hf, layer, "mlp")]
     if _is_v3(hf):
         bias, shape = "mlp.gate.e_score_correction_bias", (hf["n_routed_experts"],)

@@ -1,9 +1,8 @@
 """Parts common to the dense decoders: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
-Plain data: importing this imports neither torch nor Megatron, which a login node may lack.
-
-The file of an architecture adds its biases, its norms of queries and keys, and the configs that it refuses.
-Shapes: `H` hidden, `F` intermediate, `V` vocabulary, `q` = heads x channels, `kv` = KV heads x channels.
+This module imports neither torch nor Megatron, which a login node may lack. The file of an architecture adds
+its biases, its query and key norms, and the checks of its config. Shapes: `H` hidden, `F` intermediate, `V`
+vocabulary, `q` = heads x channels, `kv` = KV heads x channels.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def megatron_config(hf: dict) -> dict:
-    """Return the fields of Megatron's TransformerConfig, without biases and without norms of queries and
-    keys."""
+    """Return the fields of Megatron's TransformerConfig, without biases and query and key norms."""
     return dict(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
@@ -69,7 +67,7 @@ def refuse_biases(hf: dict, family: str, *keys: str) -> None:
 
 
 def refuse_sliding_window(hf: dict, family: str) -> None:
-    """Raise ValueError if Qwen's `use_sliding_window` is set; there `sliding_window` alone has no effect."""
+    """Raise ValueError if `use_sliding_window` is set. In Qwen, `sliding_window` alone has no effect."""
     if hf.get("use_sliding_window"):
         raise ValueError(
             f"{family} with use_sliding_window is not supported; set it to false if no sequence exceeds the "
@@ -96,14 +94,15 @@ def rope_theta(hf: dict) -> float:
 
 
 def scaled_frequencies(hf: dict) -> Tensor | None:
-    """Return the inverse frequencies of Llama 3.1's rotary embedding, float32 [channels / 2]; None without
-    that scaling.
+    """Return the inverse frequencies of Llama 3.1's scaled rotary embedding, float32 [channels / 2].
 
-    A frequency f has the wavelength w = 2 pi / f tokens. If it turns more than `high_freq_factor` times
-    within the original context C, it stays. If it turns less than `low_freq_factor` times, it becomes f /
-    factor. In between, the two are interpolated in proportion to C / w (meta-llama/llama-models,
-    `apply_scaling`; `rope_type: llama3` in transformers). Megatron 0.16.1 has this with fixed C and fixed
-    frequency factors.
+    Returns None for a config without this scaling.
+
+    A frequency f has the wavelength w = 2 pi / f tokens, and turns C / w times within the original context C.
+    With more than `high_freq_factor` turns, f is unchanged. With fewer than `low_freq_factor` turns, it
+    becomes f / factor. In between, the two values are interpolated linearly in C / w
+    (meta-llama/llama-models, `apply_scaling`; `rope_type: llama3` in transformers). Megatron 0.16.1 supports
+    only one value of C and of the frequency factors.
     """
     import torch  # only training calls this
 
@@ -124,8 +123,8 @@ def scaled_frequencies(hf: dict) -> Tensor | None:
 def weights(hf: dict, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[Weight]:
     """Return every parameter, in the order of the forward pass.
 
-    qkv_bias: on query, key and value. qk_norm: an RMSNorm over the channels of each query and each key,
-    before the rotary embedding.
+    qkv_bias: whether query, key and value have biases. qk_norm: whether there is an RMSNorm over the channels
+    of each query and each key, before the rotary embedding.
     """
     layers = [
         weight
@@ -144,7 +143,7 @@ def embedding(hf: dict) -> Weight:
 
 
 def head(hf: dict) -> list[Weight]:
-    """Return the final norm [H], and the head [V, H] unless the embedding is the head."""
+    """Return the final norm [H], and the head [V, H] unless it is tied to the embedding."""
     norm, shape = "model.norm.weight", (hf["hidden_size"],)
     out = [Weight((norm,), (shape,), "decoder.final_layernorm.weight", norm, REPLICATED)]
     if not hf.get("tie_word_embeddings", False):
@@ -154,8 +153,10 @@ def head(hf: dict) -> list[Weight]:
 
 
 def attention(hf: dict, layer: int, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[Weight]:
-    """Return the norm before the attention and its weights: query [q, H], key and value [kv, H], output [H,
-    q]."""
+    """Return the norm before the attention and the attention's weights.
+
+    Shapes: query [q, H], key and value [kv, H], output [H, q].
+    """
     hidden, dim = hf["hidden_size"], head_dim(hf)
     heads, kv_heads = hf["num_attention_heads"], num_kv_heads(hf)
     q, kv = heads * dim, kv_heads * dim
@@ -184,7 +185,7 @@ def mlp(hf: dict, layer: int) -> list[Weight]:
 
 
 def swiglu(layer: int, block: str, hidden: int, ffn: int) -> list[Weight]:
-    """Return gate and up [F, H] and down [H, F] of an MLP that all sides call `block`."""
+    """Return gate and up [F, H] and down [H, F] of an MLP that is called `block` on every side."""
     names, fused = f"{block}.gate_proj {block}.up_proj", f"{block}.gate_up_proj.weight"
     return [
         in_layer(layer, names, f"{block}.linear_fc1", COLUMN, (ffn, hidden), (ffn, hidden), vllm=fused),

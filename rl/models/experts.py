@@ -1,5 +1,4 @@
-"""Parts common to mixtures of experts: the weights of router and routed experts, and fields of Megatron's
-config.
+"""Parts common to mixtures of experts: weights of router and routed experts, fields of Megatron's config.
 
 A routed expert is a SwiGLU MLP; a router picks `k` of the `E` experts per token. Shapes: `H` hidden, `F`
 intermediate size of an expert.
@@ -13,10 +12,10 @@ from rl.models.sizes import expert_width, num_experts
 
 
 def megatron_fields(hf: dict, *, renormalise: bool, moe_layers: list[bool]) -> dict:
-    """Return fields of Megatron's TransformerConfig for experts behind a softmax router.
+    """Return fields of Megatron's TransformerConfig for experts with a softmax router.
 
-    renormalise: the k weights of a token sum to 1, as in Mixtral. A softmax over the k largest logits equals
-    the softmax over all logits divided by its sum over those k.
+    renormalise: whether the k weights of a token sum to 1, as in Mixtral. They are then a softmax over the k
+    largest logits, which equals the softmax over all logits divided by its sum over those k.
     """
     return dict(
         num_moe_experts=num_experts(hf) or hf["num_experts"],  # KeyError names the absent key
@@ -27,8 +26,7 @@ def megatron_fields(hf: dict, *, renormalise: bool, moe_layers: list[bool]) -> d
         # 16-bit rounding can swap two experts of almost equal scores, which changes the function
         # discontinuously.
         moe_router_dtype="fp32",
-        # The algorithm defines the whole loss: the scale of an auxiliary loss is not that of a policy
-        # gradient.
+        # The algorithm defines the whole loss; an auxiliary loss has another scale than a policy gradient.
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
     )
@@ -42,8 +40,10 @@ def router(hf: dict, layer: int, block: str) -> Weight:
 def routed(
     hf: dict, layer: int, block: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> list[Weight]:
-    """Return gate and up [F, H] and down [H, F] of each expert of one layer, given their names in the
-    checkpoint."""
+    """Return gate and up [F, H] and down [H, F] of each routed expert of one layer.
+
+    gate, up, down: their names in the checkpoint.
+    """
     hidden, ffn = hf["hidden_size"], expert_width(hf)
     megatron, vllm = "mlp.experts.local_experts.{expert}.", f"{block}.experts.routed_experts."
     out = []

@@ -1,5 +1,4 @@
-"""The safetensors files of a Hugging Face checkpoint: find tensors, check that all are present, read parts of
-them."""
+"""The safetensors files of a Hugging Face checkpoint: find tensors, check them, read parts of them."""
 
 import json
 import math
@@ -16,12 +15,11 @@ from rl.models.layout import Weight
 FP8_BLOCK = 128
 """Rows and columns of a block of an FP8 checkpoint; each block has one scale."""
 MAPPED_BYTES = 256 << 20
-"""Bytes read from a file before it is opened again. Until then the pages that were read stay in the process's
-memory."""
+"""Bytes read from a file before it is opened again, which releases the pages read so far from memory."""
 
 
 class TensorReader:
-    """Reads parts of a checkpoint's tensors. Keeps one file open, and little of it in memory.
+    """Reads parts of a checkpoint's tensors. Keeps one file open and limits its mapped memory.
 
     Args:
         files: tensor name -> its file, as returned by `tensor_files`.
@@ -48,7 +46,7 @@ class TensorReader:
 
 
 def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
-    """Return for each tensor name its file. Reads headers only.
+    """Return the file of each tensor, by the tensor's name. Reads only headers.
 
     Raises ValueError if there are no files, or if tensors are missing or differ in shape from config.json.
     Optional weights may be missing.
@@ -87,8 +85,10 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
 
 
 def _paths(directory: Path) -> list[Path]:
-    """Return the files that an index names, else model.safetensors, else every safetensors file. Some
-    published directories hold the weights twice (Mistral's consolidated.safetensors)."""
+    """Return the files that an index names, else model.safetensors, else every safetensors file.
+
+    Some published directories hold the weights twice (Mistral's consolidated.safetensors).
+    """
     index_file, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index_file.exists():
         paths = [
@@ -108,11 +108,13 @@ def _paths(directory: Path) -> list[Path]:
 
 
 def refuse_extra(directory: str, names: Iterable[str], weights: list[Weight], hf: dict) -> None:
-    """Raise ValueError if the checkpoint has tensors that its architecture lacks: training without them would
-    change the model.
+    """Raise ValueError if the checkpoint has tensors that its architecture lacks.
 
-    Allowed are a language model's unused head (tied to the embedding, or under a critic), computed buffers,
-    scales of FP8 blocks, and the layers for multi-token prediction after the last (DeepSeek-V3).
+    Training without these tensors would change the model.
+
+    These tensors are allowed: an unused head (tied to the embedding, or of a language model read as a
+    critic), computed buffers, scales of FP8 blocks, and the layers for multi-token prediction after the last
+    layer (DeepSeek-V3).
     """
     known = {name for weight in weights for name in weight.hf} | {"lm_head.weight"}
     first, count = hf["num_hidden_layers"], hf.get("num_nextn_predict_layers") or 0

@@ -1,10 +1,10 @@
-"""How the parameter of one rank maps to the tensors of a Hugging Face checkpoint.
+"""The mapping between the parameters of one rank and the tensors of a Hugging Face checkpoint.
 
 Megatron and vLLM hold fused and split parameters. Megatron interleaves query, key and value per KV group;
 vLLM concatenates them. Both concatenate gate and up, pad the vocabulary and split over tensor parallel ranks.
-A list of `Piece`s, boxes of Hugging Face tensors with their place in the parameter, describes each parameter.
-This description drives reading and writing checkpoints, the refit and its equality check. Plain data: no
-torch, no Megatron, no vLLM.
+A list of `Piece`s describes each parameter: boxes of Hugging Face tensors and their boxes in the parameter.
+Checkpoints, the refit and its equality check all use this description. Plain data: no torch, no Megatron, no
+vLLM.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cut:
-    """How Megatron and vLLM split a weight. Each function maps (hf names, hf shapes, tp, tp_rank) to
-    pieces."""
+    """The functions that split a weight in Megatron and in vLLM.
+
+    Each maps (hf names, hf shapes, tp, tp_rank) to pieces.
+    """
 
     megatron: Callable[..., list[Piece]]
     vllm: Callable[..., list[Piece]]
@@ -49,15 +51,21 @@ class Weight:
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the Hugging Face tensors."""
     megatron: str
-    """Name in Megatron's local layer spec. `{layer}` is the layer's index within the pipeline stage,
-    `{expert}` the expert's index within its expert parallel rank."""
+    """Name in Megatron's local layer spec.
+
+    `{layer}` is the layer's index within the pipeline stage, `{expert}` the expert's index within its expert
+    parallel rank.
+    """
     vllm: str
     cut: Cut
     layer: int | None = None
     """Global index of the layer; None for the embedding, the final norm and the head."""
     expert: int | None = None
-    """Index of the routed expert. In Megatron it is held by one expert parallel rank, and `tp` below is the
-    experts' tensor parallel size; in vLLM it is a part of one parameter of all experts."""
+    """Index of the routed expert.
+
+    In Megatron one expert parallel rank holds it, and `tp` below is the experts' tensor parallel size. In
+    vLLM it is a part of one parameter of all experts.
+    """
     first_stage: bool = False
     """Whether a weight without a layer is on the first pipeline stage, not on the last."""
     optional: bool = False
@@ -81,8 +89,7 @@ class Weight:
         return self.cut.megatron(self.hf, self.shapes, tp, tp_rank)
 
     def megatron_shape(self, tp: int) -> tuple[int, ...]:
-        """Return the shape of the Megatron parameter, padding included; it is the same on every tensor
-        parallel rank."""
+        """Return the shape of the Megatron parameter on every tensor parallel rank, padding included."""
         if self.cut is VOCAB:
             rows, *rest = self.shapes[0]
             return (padded_vocab(rows, vocab_multiple(tp)) // tp, *rest)
@@ -95,7 +102,7 @@ class Weight:
 
 
 def _rows(name: str, shape: tuple[int, ...], start: int, stop: int, at: int) -> Piece:
-    """Return the piece of rows start..stop of the tensor, which lie from local row `at` on."""
+    """Return the piece of rows start..stop of the tensor, which begin at local row `at`."""
     rest = whole(shape[1:])
     return Piece(name, ((start, stop), *rest), ((at, at + stop - start), *rest))
 
@@ -105,8 +112,10 @@ def _whole(names, shapes, tp, rank):
 
 
 def _column(names, shapes, tp, rank):
-    """Split the rows (output features) of each tensor over the ranks; a rank's parts are concatenated, as
-    gate and up."""
+    """Split the rows (output features) of each tensor over the ranks.
+
+    The parts of a rank, such as gate and up, are concatenated.
+    """
     pieces, at = [], 0
     for name, shape in zip(names, shapes):
         size = shape[0] // tp
@@ -131,8 +140,8 @@ ROW = Cut(_row, _row)
 def stage_layers(num_layers: int, pp: int) -> list[int]:
     """Return the number of layers of each pipeline stage in training; counts differ by at most 1.
 
-    The stages with one layer fewer are the last and the first, which also hold the head and the embedding,
-    then their neighbours.
+    Stages get one layer fewer in this order: the last (it also holds the head), the first (it also holds the
+    embedding), then their neighbours.
     """
     most = -(-num_layers // pp)
     by_load = sorted(range(pp), key=lambda stage: (min(pp - 1 - stage, stage), -stage))
@@ -146,7 +155,7 @@ def padded_vocab(vocab_size: int, multiple: int) -> int:
 
 
 def vocab_multiple(tp: int) -> int:
-    """Return the multiple to which Megatron and vLLM pad the vocabulary: vLLM's 64, and divisible by tp."""
+    """Return the multiple to which Megatron and vLLM pad the vocabulary: lcm(64, tp), 64 as in vLLM."""
     return math.lcm(64, tp)
 
 
@@ -163,9 +172,9 @@ VOCAB = Cut(_vocab, _vocab)
 def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
     """Return the cut of query, key and value, weights or biases.
 
-    Megatron concatenates KV groups, each its queries, its key and its value; a rank holds whole groups. vLLM
-    concatenates a rank's queries, its keys and its values; with tp > num_kv_heads several ranks hold each KV
-    head.
+    Megatron concatenates KV groups, each of which is its queries, its key and its value; a rank holds whole
+    groups. vLLM concatenates a rank's queries, its keys and its values. With tp > num_kv_heads, several ranks
+    hold each KV head.
     """
     per_group = num_heads // num_kv_heads * head_dim
 
@@ -193,8 +202,7 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
 
 
 def rows_from(offset: int) -> Cut:
-    """Return the cut of a weight that every rank holds whole, in vLLM from row `offset` of a parameter of
-    several weights."""
+    """Return the cut of a weight that every rank holds whole, in vLLM as rows from `offset` on."""
 
     def vllm(names, shapes, tp, rank):
         return [_rows(names[0], shapes[0], 0, shapes[0][0], offset)]
@@ -213,21 +221,21 @@ def _stacked(pieces: Callable[..., list[Piece]], expert: int) -> Callable[..., l
 
 @functools.cache
 def expert_gate_up(expert: int) -> Cut:
-    """Return the cut of an expert's gate and up: in Megatron one parameter [2F/etp, H], in vLLM [E, 2F/tp, H]
-    for all."""
+    """Return the cut of an expert's gate and up: Megatron [2F/etp, H] each, vLLM [E, 2F/tp, H] for all."""
     return Cut(_column, _stacked(_column, expert))
 
 
 @functools.cache
 def expert_down(expert: int) -> Cut:
-    """Return the cut of an expert's down: in Megatron one parameter [H, F/etp], in vLLM [E, H, F/tp] for
-    all."""
+    """Return the cut of an expert's down: Megatron [H, F/etp] each, vLLM [E, H, F/tp] for all."""
     return Cut(_row, _stacked(_row, expert))
 
 
 def assemble(weight: Weight, shards: list[Tensor]) -> dict[str, Tensor]:
-    """Return the full Hugging Face tensors of a weight, given the Megatron shards of all tensor parallel
-    ranks in order."""
+    """Return the whole Hugging Face tensors of a weight, by name.
+
+    shards: the Megatron parameters of all tensor parallel ranks, in order.
+    """
     out = {name: shards[0].new_empty(shape) for name, shape in zip(weight.hf, weight.shapes)}
     for rank, shard in enumerate(shards):
         for piece in weight.megatron_pieces(len(shards), rank):

@@ -1,5 +1,8 @@
-"""Llama 2 and 3.x: the plain dense decoder, without biases. 3.1 and later scale the slow rotary frequencies
-(`rope_type: llama3`); the small models of 3.2 have a tied embedding."""
+"""Llama 2 and 3.x: dense decoder without biases.
+
+Llama 3.1 and later scale the low rotary frequencies (`rope_type: llama3`). The small models of 3.2 have a
+tied embedding.
+"""
 
 from rl.models import dense
 

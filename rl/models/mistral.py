@@ -1,5 +1,7 @@
-"""Mistral 7B v0.2 and later, Nemo, Small and Large: Llama's decoder without a sliding window. Some have a
-head_dim other than hidden / heads."""
+"""Mistral 7B v0.2 and later, Nemo, Small and Large: Llama's decoder without a sliding window.
+
+Some have a head_dim other than hidden / heads.
+"""
 
 from rl.models import dense
 

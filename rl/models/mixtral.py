@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, and a mixture of experts in every layer, of which each token uses two."""
+"""Mixtral: Mistral's attention, and a mixture of experts in every layer; each token uses two experts."""
 
 from rl.models import dense, experts
 from rl.models.layout import Weight

@@ -1,10 +1,10 @@
-"""Which ranks hold a weight, in training and in generation. Plain data, identical on all ranks, no
-communication.
+"""The ranks that hold a weight, in training and in generation.
 
-Tensor parallel ranks are innermost in both. Megatron (`RankGenerator`, order "tp-cp-ep-dp-pp") puts pipeline
-stages outermost, so that a stage is a range of ranks; vLLM puts replicas outermost, and stages next to tensor
-parallel ranks. Within a Megatron stage routed experts have their own grid over the same ranks: etp innermost,
-then ep, then the replicas of an expert.
+Plain data, identical on all ranks, without communication. Tensor parallel ranks are innermost in both.
+Megatron (`RankGenerator`, order "tp-cp-ep-dp-pp") puts pipeline stages outermost, so that a stage is a range
+of ranks. vLLM puts replicas outermost, and stages next to tensor parallel ranks. Within a Megatron stage,
+routed experts have their own grid over the same ranks: etp innermost, then ep, then the replicas of an
+expert.
 """
 
 import functools
@@ -25,12 +25,12 @@ class Place:
     stages: tuple[int, ...]
     """Pipeline stages; two for a tied embedding."""
     ep_rank: int | None = None
-    """Expert parallel rank; None for a weight of no routed expert."""
+    """Expert parallel rank; None for a weight outside routed experts."""
 
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks of a place, ascending, int64; `ranks[i]` holds part `tp_ranks[i]` of `tp` of the weight."""
+    """The ranks of a place, ascending, int64 [n]; `ranks[i]` holds part `tp_ranks[i]` of the `tp` parts."""
 
     tp: int
     ranks: np.ndarray
@@ -70,8 +70,10 @@ class TrainingPlacement:
         return self.tp if self.etp is None else self.etp
 
     def place(self, weight: Weight) -> Place:
-        """Return the place of the weight. A tied embedding is on the first stage, its owner, and as head on
-        the last."""
+        """Return the place of the weight.
+
+        A tied embedding is on the first stage, its owner, and as head on the last.
+        """
         ranges = training_ranges(self.num_layers, self.pp)
         ep_rank = None if weight.expert is None else weight.expert // (self.num_experts // self.ep)
         return Place(_stages(weight, ranges), ep_rank)
@@ -94,8 +96,9 @@ class TrainingPlacement:
 
 @dataclass(frozen=True)
 class RolloutPlacement:
-    """vLLM's grid: replica r begins at rank r * tp * pp; each of its stages is tp ranks. Experts are split
-    over tp.
+    """vLLM's grid: replica r begins at rank r * tp * pp, and each of its stages is tp consecutive ranks.
+
+    Experts are split over tp.
 
     Raises ValueError if sizes do not divide.
     """
@@ -131,8 +134,10 @@ def training_ranges(num_layers: int, pp: int) -> Ranges:
 
 @functools.cache
 def vllm_ranges(num_layers: int, pp: int) -> Ranges:
-    """Return the layers of each stage as `vllm.distributed.utils.get_pp_indices` does: the remainder goes one
-    each to the stages before the last, backwards."""
+    """Return the layers of each stage as `vllm.distributed.utils.get_pp_indices` does.
+
+    The remainder is distributed one layer each, from the second last stage backwards.
+    """
     left = num_layers % pp
     sizes = [num_layers // pp + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)]
     return _ranges(sizes)

@@ -1,5 +1,4 @@
-"""Qwen2 and Qwen2.5: dense decoder, grouped-query attention with biases on query, key and value, RMSNorm,
-SwiGLU."""
+"""Qwen2 and Qwen2.5: dense decoder, grouped-query attention with biases on query, key and value."""
 
 from rl.models import dense
 from rl.models.layout import Weight

@@ -1,5 +1,4 @@
-"""Qwen3, dense: Qwen2 without biases, with an RMSNorm over each head's query and key, and with a head_dim of
-its own."""
+"""Qwen3, dense: Qwen2 without biases, with query and key norms per head and its own head_dim."""
 
 from rl.models import dense
 from rl.models.layout import Weight

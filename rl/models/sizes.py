@@ -2,8 +2,10 @@
 
 
 def num_kv_heads(hf: dict) -> int:
-    """Return the number of key/value heads. Configs from before grouped-query attention have no key for
-    it."""
+    """Return the number of key/value heads.
+
+    Configs older than grouped-query attention have no key for it.
+    """
     return hf.get("num_key_value_heads") or hf["num_attention_heads"]
 
 

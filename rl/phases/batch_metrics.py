@@ -8,7 +8,7 @@ from rl.objectives.segments import segment_sum
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
-    """Return mean, maximum and minimum of values [n] as metrics; no metrics if n is 0."""
+    """Return mean, maximum and minimum of values [n] as metrics; return none if n is 0."""
     if not len(values):
         return {}
     return {
@@ -35,11 +35,11 @@ def sample_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
 
 
 def length_metrics(batch: Batch, *, max_prompt_tokens: int) -> dict[str, float]:
-    """Measure responses and prompts in tokens.
+    """Return the metrics of response and prompt lengths, in tokens.
 
-    `clip_ratio` is the share of the responses that ended at the length limit, or of the prompts of
-    `max_prompt_tokens`. A response without a token counts as aborted, as in verl;
-    `response_length_non_aborted/*` leaves such responses out.
+    `response_length/clip_ratio` is the fraction of responses that ended at the length limit,
+    `prompt_length/clip_ratio` the fraction of prompts with at least `max_prompt_tokens` tokens. As in verl, a
+    response without tokens counts as aborted, and `response_length_non_aborted/*` excludes it.
     """
     responses, prompts = batch.lengths.float(), batch.prompt_lengths.float()
     metrics = spread("response_length", responses) | spread("prompt_length", prompts)
@@ -55,12 +55,12 @@ def length_metrics(batch: Batch, *, max_prompt_tokens: int) -> dict[str, float]:
 
 
 def balance_metrics(num_tokens: list[int], ranks: list[list[int]]) -> dict[str, float]:
-    """Measure how evenly the data parallel ranks share a step's tokens: verl's `global_seqlen/*`.
+    """Return how evenly the data parallel ranks share a step's tokens: verl's `global_seqlen/*`.
 
-    `num_tokens[i]` counts prompt and response of sample i; `ranks` holds the samples of each data parallel
-    rank. `balanced_min` and `balanced_max` are sums of tokens of a rank; `min`, `max` and `minmax_diff` those
-    that ranks would have if the samples were dealt in their order, an equal number to each; `mean` is the
-    same for both.
+    `num_tokens[i]` counts prompt and response of sample i; `ranks[r]` lists the samples of data parallel rank
+    r. `balanced_min` and `balanced_max` are the least and the most tokens of a rank. `min`, `max` and
+    `minmax_diff` are those of a distribution in sample order with equal numbers of samples per rank. `mean`
+    is the same for both.
     """
     bounds = [len(num_tokens) * rank // len(ranks) for rank in range(len(ranks) + 1)]
     dealt = [sum(num_tokens[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
@@ -85,10 +85,9 @@ def score_metrics(batch: Batch) -> dict[str, float]:
 
 
 def engine_gap(batch: Batch, logprobs: Tensor) -> dict[str, float]:
-    """Return mean and maximum absolute difference of the sampled tokens' probabilities between engine and
-    trainer.
+    """Return mean and maximum of |p_trainer - p_engine| over the sampled tokens.
 
-    logprobs: the trainer's, float32 [T].
+    logprobs: the trainer's, float32 [T]. Returns no metrics if the engine gave no log-probs.
     """
     if batch.rollout_logprobs is None:
         return {}

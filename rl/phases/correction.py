@@ -7,10 +7,10 @@ from rl.phases.batch_metrics import token_mean
 
 
 def correct_rollout(batch: Batch, correction: RolloutCorrection) -> dict[str, float]:
-    """Fill `loss_weights` and reduce `mask` as the section `rollout_correction` says; return the metrics.
+    """Fill `loss_weights` and reduce `mask` as `rollout_correction` configures; return the metrics.
 
-    Reads old_logprobs and rollout_logprobs: log-probs of the same tokens at the same weights by trainer and
-    engine.
+    Reads old_logprobs and rollout_logprobs [T]: log-probs of the same tokens under the same weights, by the
+    trainer and by the engine.
     """
     if batch.rollout_logprobs is None:
         return {}
@@ -31,7 +31,7 @@ def correct_rollout(batch: Batch, correction: RolloutCorrection) -> dict[str, fl
     if batch.loss_weights is not None:
         metrics["rollout_corr/weight_mean"] = token_mean(batch.loss_weights, mask)
     kept = mask
-    for criterion in correction.rejections:  # each is applied to the tokens that counted before any rejection
+    for criterion in correction.rejections:  # each reads the mask as it was before any rejection
         options = dict(level=criterion.level, statistic=criterion.statistic)
         options |= dict(low=criterion.low, high=criterion.high)
         passed = rollout_correction.reject(*pair, lengths, mask, **options)

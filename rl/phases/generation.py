@@ -15,10 +15,10 @@ from rl.stopping.requests import StepAborted, StopRequests
 
 
 class Generation:
-    """Generates with the current weights of the policy.
+    """Generates responses with the current weights of the policy.
 
     Args:
-        stop: what may abort the generation of a training step; None: nothing does.
+        stop: requests that may abort the generation of a training step; None if none may.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Generation:
         """Sample responses to the prompts. Collective over the world.
 
         Args:
-            sampling: how responses are sampled, and how many per prompt.
+            sampling: sampling parameters, and the number of responses per prompt.
             purpose: distinguishes the seeds of this call from those of other calls in the run.
-            timing: seconds are logged as timing_s/<timing>.
-            abortable: a stop request ends the generation, unless this step has updated a model.
+            timing: the seconds are logged as timing_s/<timing>.
+            abortable: whether a stop request ends the generation; ignored once this step has updated a model.
 
         Raises:
             StepAborted: on every rank, after a stop request.
@@ -49,7 +49,7 @@ class Generation:
         self._wake_engine()
         engine, step = self._engines.rollout, self._step
         assert engine is not None, "this run has no generation engine"
-        # Seeds follow the place in the draw: samples of a prompt that is drawn twice must differ.
+        # The seed depends on the position in the draw, so that a prompt drawn twice gets different samples.
         seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
         ids = [prompt.token_ids for prompt in prompts]
         total = len(prompts) * sampling.samples_per_prompt

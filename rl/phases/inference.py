@@ -14,7 +14,7 @@ from rl.training.engine import TrainingEngine
 
 
 class Inference:
-    """Passes of the training models without gradients. Methods are collective over the world."""
+    """Forward passes of the training models, without gradients. Methods are collective over the world."""
 
     def __init__(
         self, config: Config, step: Step, engines: Engines, memory: MemorySharing, planner: MinibatchPlanner
@@ -23,8 +23,10 @@ class Inference:
         self._memory, self._planner = memory, planner
 
     def log_probs(self, batch: Batch) -> None:
-        """Fill `old_logprobs` under the present weights, correct the rollout, and fill `ref_logprobs` if the
-        config has a reference policy.
+        """Fill `old_logprobs` and, if the config has a reference policy, `ref_logprobs`.
+
+        Computes them with the current weights and applies `rollout_correction`. With
+        `rollout_correction.bypass`, `old_logprobs` is a copy of the engine's log-probs instead.
         """
         if self._config.rollout_correction.bypass:
             batch.old_logprobs = batch.rollout_logprobs.clone()
@@ -54,8 +56,10 @@ class Inference:
         (batch.old_values,) = self._pass(self._engines.critic, batch, ("values",), "values", "values")
 
     def implicit_rewards(self, batch: Batch) -> Tensor:
-        """Return the reward of each token by the implicit reward model, float32 [T]: beta times its log-ratio
-        to its initial weights (PRIME, arXiv:2502.01456). Fills `implicit_ref_logprobs`.
+        """Return the implicit reward of each token, float32 [T], and fill `implicit_ref_logprobs`.
+
+        The reward is beta times the log-ratio of the implicit reward model to its initial weights (PRIME,
+        arXiv:2502.01456).
         """
         model, timing = self._engines.implicit_reward, "implicit_reward"
         assert model is not None, "this run has no implicit reward model"

@@ -23,7 +23,7 @@ class MinibatchPlan:
         return sorted(i for rank in self.micro_batches for micro in rank for i in micro)
 
     def totals(self, batch: Batch) -> Totals:
-        """Return the denominators of the mini-batch under the batch's present mask."""
+        """Return the loss denominators of the mini-batch, from the batch's current mask."""
         samples = self.samples
         num_tokens = segment_sum(batch.mask, batch.lengths)[samples].sum()
         num_samples = counted(batch.mask, batch.lengths)[samples].sum()
@@ -39,8 +39,9 @@ class MinibatchPlan:
 
 
 class MinibatchPlanner:
-    """Plans the mini-batches of a batch once, so that every pass over it packs identically: log-probs before
-    the first update then equal those within it bitwise.
+    """Plans the mini-batches of a batch once, so that every pass over the batch uses the same packing.
+
+    Log-probs before the first update are then bitwise equal to those within it.
     """
 
     def __init__(self, config: Config, dp: int):
@@ -57,7 +58,7 @@ class MinibatchPlanner:
 
     def _plan(self, batch: Batch) -> list[MinibatchPlan]:
         num_groups = int(batch.groups.max()) + 1
-        # A step with few groups is divided evenly: no update may come from a small remainder.
+        # Groups are divided evenly, so that no update is computed from a small remainder.
         num_minibatches = -(-num_groups // self._prompts_per_minibatch)
         minibatch_of = (batch.groups * num_minibatches).div(num_groups, rounding_mode="floor")
         members = [(minibatch_of == k).nonzero().squeeze(1).tolist() for k in range(num_minibatches)]

@@ -31,9 +31,10 @@ from rl.training.loss import Loss
 
 
 class Phases:
-    """One run's phases.
+    """The phases of one run.
 
-    `config` is the run's configuration, `step` the step being taken, `metrics` what it logs.
+    `config` is the run's configuration, `step` the current step, and `metrics` the metrics that the step
+    logs.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Phases:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the present step, by name."""
+        """The metrics of the current step, by name."""
         return self.step.metrics
 
     def timed(self, name: str) -> AbstractContextManager[None]:

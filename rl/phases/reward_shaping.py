@@ -14,8 +14,9 @@ from rl.rewards.length import overlong_penalties
 
 
 def overlong_penalty(batch: Batch, config: Config) -> Tensor:
-    """Return the penalty of each sample for its length, float32 [N], 0 or negative (`reward.overlong_*`,
-    DAPO).
+    """Return the length penalty of each sample, float32 [N], 0 or negative.
+
+    The penalty is DAPO's (`reward.overlong_*`).
     """
     penalties = overlong_penalties(
         batch.lengths.numpy(),
@@ -27,9 +28,7 @@ def overlong_penalty(batch: Batch, config: Config) -> Tensor:
 
 
 class KlPenalty:
-    """The KL divergence from the reference policy as part of the reward (`objective.reward_kl`), with its
-    coefficient.
-    """
+    """The KL penalty of `objective.reward_kl`: subtracts the KL divergence from the rewards."""
 
     def __init__(self, config: Config):
         self._penalty, self._critic_warmup = config.objective.reward_kl, config.critic.warmup_steps
@@ -43,8 +42,9 @@ class KlPenalty:
     def apply(self, batch: Batch, step: int) -> dict[str, float]:
         """Fill `token_rewards` and subtract the penalty from `rewards`; return the metrics.
 
-        A token's reward is minus the coefficient times its divergence, plus the sample's reward at the last
-        token. `rewards` become their sums. An adaptive coefficient is updated for the next step.
+        The reward of a token is minus the coefficient times its KL divergence; the last token also gets the
+        sample's reward. `rewards` become the sums over the tokens. An adaptive coefficient is updated for the
+        next step.
         """
         batch.token_rewards = place_at_end(batch.rewards, batch.lengths, batch.mask)
         metrics: dict[str, float] = {}
@@ -58,6 +58,6 @@ class KlPenalty:
             metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coef}
             batch.token_rewards = batch.token_rewards - coef * divergence
             batch.rewards = batch.rewards - coef * segment_sum(divergence, batch.lengths)
-            if step > self._critic_warmup:  # before, the policy does not change
+            if step > self._critic_warmup:  # during the warm-up the policy does not change
                 self.controller.update(mean_kl, len(per_token))
         return metrics | spread("critic/rewards", batch.rewards)

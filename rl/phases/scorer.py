@@ -47,11 +47,10 @@ class Scorer:
     def score(
         self, batch: Batch, prompts: list[Prompt], *, predictions: bool
     ) -> tuple[dict[str, Tensor], list[str | None] | None]:
-        """Return columns float32 [N] and, with `predictions`, the answer found in each response. Collective
-        over the world.
+        """Return the scores as columns float32 [N] and, if `predictions`, the answer found in each response.
 
-        The columns are `score`, `failed` (0 or 1) and the reward function's other numbers, NaN where a sample
-        lacks one.
+        The columns are `score`, `failed` (0 or 1) and the other numbers that the reward function returns, NaN
+        where a sample lacks one. Collective over the world.
         """
         world, rank = dist.get_world_size(), dist.get_rank()
         mine = list(range(rank, len(batch), world))
@@ -70,7 +69,7 @@ class Scorer:
             columns["score"] = columns["score"] + self.config.judge.coef * given
         failed = columns["failed"] > 0
         columns["score"] = columns["score"].masked_fill(failed, self.config.failure_score)
-        if "acc" in columns:  # a failed sample is a wrong one
+        if "acc" in columns:  # a failed sample counts as wrong
             columns["acc"] = columns["acc"].masked_fill(failed, 0.0)
         return columns, answers
 
@@ -84,7 +83,7 @@ class Scorer:
     ) -> Tensor:
         """Return the reward model's value at the last token of each conversation, float32 [N]."""
         ids = gather_by_rank([_conversation(tokenizer, prompt, text) for prompt, text in zip(owners, texts)])
-        # A response of one token: only the value at the position before it is read.
+        # One dummy response token: its value is read at the last token of the conversation.
         end = np.zeros(1, np.int32)
         count = len(batch)
         conversations = Batch(
@@ -104,9 +103,7 @@ class Scorer:
         owners: list[Prompt],
         texts: list[str],
     ) -> tuple[Tensor, Tensor]:
-        """Return the judge's grade of each response, 0 where it failed, and whether it failed, float32 [N]
-        each.
-        """
+        """Return (grade, failed) of each response, float32 [N] each; the grade is 0 where `failed` is 1."""
         judge = self.config.judge
         questions = [
             judge.template.format(prompt=prompt.text, response=text, ground_truth=prompt.ground_truth)
@@ -140,10 +137,10 @@ class Scorer:
 
 
 def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
-    """Start this rank's worker processes, before the engines, which pin this thread to a core. Not
-    collective.
+    """Start this rank's worker processes. Not collective.
 
-    Raises ValueError if a worker cannot load the reward functions within its limits.
+    Call it before the engines are built, because they pin this thread to a core. Raises ValueError if a
+    worker cannot load the reward functions within its limits.
     """
     assert inputs.rewards is not None
     own_cores = "SLURM_CPUS_PER_TASK" in os.environ  # the task is bound to its cores
@@ -164,7 +161,7 @@ def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
 
 
 def gather_by_rank(mine: list) -> list:
-    """Return every rank's items, given for every world-size-th sample, in sample order.
+    """Return the items of all ranks in sample order; rank r gives those of samples r, r + W, ... of W ranks.
 
     Collective over the world.
     """

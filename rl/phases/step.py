@@ -1,4 +1,4 @@
-"""The step being taken: its number, its metrics, and the frame around each of its phases."""
+"""The current step: its number, its metrics, and what happens before and after each of its phases."""
 
 import time
 from collections.abc import Iterator
@@ -14,10 +14,7 @@ from rl.runtime.device import Device
 
 
 class Step:
-    """Number and metrics of the present step.
-
-    Phases of one run share one object, which begins again at every step.
-    """
+    """Number and metrics of the current step. All phases of a run share one object; `begin` resets it."""
 
     def __init__(self, *, device: Device, progress: Progress, watchdog: Watchdog, agreement: PhaseAgreement):
         self.device, self.progress, self.watchdog, self.agreement = device, progress, watchdog, agreement
@@ -33,7 +30,7 @@ class Step:
 
     @property
     def is_first_of_start(self) -> bool:
-        """Whether it is the first step since the processes started."""
+        """Whether this is the first step since the processes started."""
         return self.number == self._first
 
     def begin(self, number: int) -> None:
@@ -50,9 +47,9 @@ class Step:
     def phase(self, name: str, *, timing: str, batch: int = 0) -> Iterator[None]:
         """Run the body as the phase `name` of `rl.faults.phase_tracker.PHASES`. Collective over the world.
 
-        The watchdog applies the phase's time limit. Before the body, ranks compare what they are about to do:
-        the phase, the step, and the fingerprint `batch` of the token ids. The seconds in the body are added
-        to timing_s/<timing>.
+        The watchdog applies the time limit of the phase. Before the body runs, the ranks compare the phase,
+        the step, and `batch`, the fingerprint of the token ids. The seconds of the body are added to
+        timing_s/<timing>.
         """
         with self.watchdog.tracker.phase(name, self.number) as entry:
             with self.timed("agreement"):

@@ -23,11 +23,11 @@ from rl.training.packing import MicroBatch
 from rl.training.schedule import learning_rate
 
 TokenSelection = Callable[[Batch, Tensor, int], Tensor]
-"""(mini-batch, log-probs under the present weights [T], seed) -> 1 for the tokens selected, [T]."""
+"""(mini-batch, log-probs [T] under the current weights, seed) -> 1 for selected tokens, else 0, [T]."""
 
 
 class Updates:
-    """training.epochs passes over the mini-batches, with one optimizer step each.
+    """Makes `training.epochs` passes over the mini-batches, with one optimizer step on each mini-batch.
 
     Methods are collective over the world.
     """
@@ -41,8 +41,8 @@ class Updates:
     def policy(self, batch: Batch, loss: Loss, *, select_tokens: TokenSelection | None = None) -> None:
         """Update the policy.
 
-        select_tokens: selects tokens from a whole mini-batch before its update, by the log-probs under the
-        present weights; the loss reads the result as the column `selected_tokens`.
+        select_tokens: called before each update with the whole mini-batch and its log-probs under the current
+        weights. The loss reads the result as the column `selected_tokens`.
         """
         step, policy = self._step, self._engines.policy
         if batch.advantages is not None:
@@ -114,9 +114,9 @@ class Updates:
         before_update: Callable[[MinibatchPlan], None] | None = None,
         warmup_steps: int = 0,
     ) -> dict[str, float]:
-        """Update one model; return the means over its updates of the metrics that the loss reports.
+        """Update one model; return the loss's metrics, averaged over the updates, and the learning rate.
 
-        warmup_steps: steps before the learning rate schedule of this model starts.
+        warmup_steps: number of steps before the learning rate schedule of this model starts.
         """
         self._memory.to_training()
         step, epochs = self._step, self._config.training.epochs
@@ -138,10 +138,10 @@ class Updates:
         return {name: value / num_updates for name, value in sums.items()} | {"lr": lr}
 
     def _check_replicas(self, model: TrainingEngine) -> None:
-        """Compare the weights across data parallel ranks, every `agreement.weights_every` steps and in the
-        first step.
+        """Compare the weights across data parallel ranks, if this step is due for it.
 
-        Before the updates: an update overwrites every weight on all ranks from the rank that owns its part.
+        Due are the first step and every `agreement.weights_every` steps. The comparison precedes the updates,
+        because an update overwrites every weight on all ranks with the value of the rank that owns it.
         """
         every, step = self._config.agreement.weights_every, self._step
         if every and (step.number % every == 0 or step.is_first_of_start):
@@ -155,7 +155,7 @@ class Updates:
         """Fill `selected_tokens` for the samples of a mini-batch, before update `number` of this step."""
         samples = plan.samples
         logprobs = batch.old_logprobs
-        if number > 0 or self._config.rollout_correction.bypass:  # old_logprobs are not the present ones
+        if number > 0 or self._config.rollout_correction.bypass:  # old_logprobs are of other weights
             (logprobs,) = self._engines.policy.forward(batch, [plan.micro_batches], ("logprobs",))
         offsets = batch.offsets
         index = torch.cat([torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in samples])

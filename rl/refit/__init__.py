@@ -1,1 +1,1 @@
-"""Move policy weights from the training grid to the generation replicas, and check that they arrived."""
+"""Refit: copy policy weights from the training grid to the generation replicas, and check the copies."""

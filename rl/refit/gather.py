@@ -1,7 +1,6 @@
-"""Refit by gathering: every rank temporarily holds each whole weight, from which vLLM's own loader reads its
-shard.
+"""Refit by gathering: every rank receives each whole weight, and vLLM's own loader reads its shard.
 
-This is correct for any pair of layouts, but moves the whole model to every rank. `rl.refit.refit` uses it
+This is correct for any pair of layouts, but moves the whole weights to every rank. `rl.refit.refit` uses it
 only for weights that the engine holds in its own format.
 """
 
@@ -26,8 +25,10 @@ class RefitMismatch(RuntimeError):
 
 
 def gathered(trainer: TrainingEngine, weights: Sequence[Weight]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) of the given weights, on every rank. Collective as
-    `full_weights`."""
+    """Yield (Hugging Face name, whole tensor) of the given weights, on every rank.
+
+    Collective over the model parallel groups, as `full_weights`.
+    """
     some = copy.copy(trainer.weight_map)
     some.weights = list(weights)
     return full_weights(some)
@@ -45,10 +46,10 @@ def unknown(trainer: TrainingEngine, engine: RolloutEngine) -> list[str]:
 
 @torch.no_grad()
 def differences(trainer: TrainingEngine, engine: RolloutEngine, weights: Sequence[Weight]) -> list[str]:
-    """Return one message for each tensor of these weights that differs on this rank, with the first differing
-    element.
+    """Return one message for each tensor of these weights that differs on this rank.
 
-    Compares raw bits, or values if the engine has another dtype. Collective over the world.
+    The message contains the first differing element. Compares raw bits, or values if the engine has another
+    dtype. Collective over the world.
     """
     held = engine.weights()
     pieces = {

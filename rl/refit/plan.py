@@ -1,13 +1,14 @@
-"""Which rank sends which part of which weight to which rank, in a refit that moves no byte twice.
+"""The plan of a refit: which rank sends which part of each weight to which rank.
 
 Trainer and engine hold boxes of the same Hugging Face tensors (`rl.models.layout`). Their intersections are
 fragments. Each fragment that a rank needs has exactly one source: the rank itself if it trains that part,
-else a rank of its node that holds it, else any rank that holds it; the candidates take turns. Every rank thus
-receives once what its engine needs and its trainer does not hold.
+else a rank of its node that holds it, else any rank that holds it; several candidates take turns. A rank
+therefore receives, exactly once, what its engine needs and its trainer does not hold.
 
-Plain data and no communication: every rank computes the same routes and batches, and then its own messages.
-Names: a `kind` is a set of weights that are split identically, with equal names but for the numbers of layer
-and expert. `parts` is the number of pieces into which a weight is divided to fit the buffer.
+The plan is plain data, computed without communication. Every rank computes the same routes and batches, and
+then its own messages. A `kind` is a set of weights that are split identically and whose names differ only in
+the numbers of layer and expert. `parts` is the number of parts into which a weight is divided to fit the
+buffer.
 """
 
 import functools
@@ -24,8 +25,7 @@ from rl.models.layout import Piece, Weight
 from rl.models.placement import Holders, Place, RolloutPlacement, TrainingPlacement
 
 STAYS, NEAR_IN, FAR_IN, NEAR_OUT, FAR_OUT = range(5)
-"""Rows of a load, bytes per rank: copied within the rank, received and sent within a node, received and sent
-between nodes."""
+"""Rows of a load, bytes per rank: copied within the rank, and received and sent within and between nodes."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Span:
-    """Part number `part` of `parts` equal ranges of rows of every fragment of a weight."""
+    """Part `part` of a weight: each of its fragments is divided by rows into `parts` about equal parts."""
 
     weight: int
     part: int
@@ -71,8 +71,10 @@ class Span:
 
 @dataclass(frozen=True)
 class MessageBatch:
-    """Messages exchanged together. Every rank has the same spans in the same batch, so that the messages of
-    peers match."""
+    """Messages exchanged together.
+
+    Every rank has the same spans in the same batch, so that the messages of peers match.
+    """
 
     spans: tuple[Span, ...]
     sends: tuple[Message, ...]
@@ -111,8 +113,10 @@ class RefitPlan:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A box of the `hf`-th Hugging Face tensor of a weight that one tensor parallel rank of a replica needs
-    and that some tensor parallel ranks of training hold whole."""
+    """A part of a weight that one tensor parallel rank in generation needs from training.
+
+    It is a box of the `hf`-th Hugging Face tensor of the weight. Each rank of `sources` holds the whole box.
+    """
 
     sources: tuple[int, ...]
     """Tensor parallel ranks in training."""
@@ -134,7 +138,7 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The properties of a weight that determine its senders and receivers."""
+    """Properties of a weight that determine its senders and receivers."""
 
     kind: Kind
     training: Place
@@ -145,8 +149,10 @@ class Route:
 
 @dataclass(frozen=True)
 class Flow:
-    """The senders (givers) and receivers (needers) of the fragments that the same ranks hold. int64 [n]
-    each."""
+    """Senders and receivers of the fragments that the same training ranks hold, int64 [n] each.
+
+    `givers[i]` sends to `needers[i]`, whose tensor parallel rank in generation is `needer_tp_ranks[i]`.
+    """
 
     fragments: dict[int, list[Fragment]]
     """Fragments by the receiver's tensor parallel rank."""
@@ -156,8 +162,9 @@ class Flow:
 
 
 class Routing:
-    """The senders of all fragments of all weights, for all ranks. Weights of one kind and place share the
-    computation.
+    """The senders of all fragments of all weights, for all ranks.
+
+    Weights of one kind and place share the computation.
 
     Args:
         node_of: maps a rank to its node.
@@ -188,8 +195,10 @@ class Routing:
         self.flows: Callable[[Route], list[Flow]] = functools.cache(self._flows)
         """Flows of a weight."""
         self.load: Callable[[Route, int], np.ndarray] = functools.cache(self._load)
-        """Bytes that the largest of `parts` parts of a weight moves on each rank, int64 [5, world_size]: rows
-        STAYS .. FAR_OUT."""
+        """Bytes that the largest of `parts` parts of a weight moves on each rank, int64 [5, world_size].
+
+        The rows are STAYS .. FAR_OUT.
+        """
         self.crossing: Callable[[Route, int], np.ndarray] = functools.cache(self._crossing)
         """Bytes of each rank's messages for that part, sent and received, int64 [world_size]."""
         self.routes = self._routes()
@@ -207,8 +216,7 @@ class Routing:
                 element_bytes = weight.bytes_per_element(self.itemsize)
                 kinds[key] = Kind(len(kinds), element_bytes, _intersect(weight, *cuts))
             kind, places = kinds[key], (self.training.place(weight), self.rollout.place(weight))
-            # Equal layers, and the weights of one layer, use different replicas as senders, which spreads the
-            # load.
+            # Equal layers, and the weights of one layer, use different replicas as senders, to balance load.
             turn = (kind.number + seen[kind, places]) % len(self.held(places[0]).ranks)
             seen[kind, places] += 1
             out.append(known.setdefault((kind, places, turn), Route(kind, *places, turn)))
@@ -254,8 +262,10 @@ def _kind(weight: Weight) -> tuple:
 
 
 def _intersect(weight: Weight, source_tp: int, destination_tp: int) -> list[Fragment]:
-    """Return every fragment of the weight. Raises ValueError unless training holds every needed element
-    exactly once."""
+    """Return every fragment of the weight.
+
+    Raises ValueError unless training holds every needed element exactly once.
+    """
     held: dict[tuple[str, Box], list[int]] = defaultdict(list)
     for tp_rank in range(source_tp):
         for piece in weight.megatron_pieces(source_tp, tp_rank):
@@ -277,8 +287,11 @@ def _intersect(weight: Weight, source_tp: int, destination_tp: int) -> list[Frag
 
 
 def _choose(holders: np.ndarray, needers: np.ndarray, nodes: np.ndarray, turn: int) -> np.ndarray:
-    """Return a holder for each needer, int64 [len(needers)]: itself, else one of its node, else any; each
-    pool in turn."""
+    """Return a holder for each needer, int64 [len(needers)].
+
+    It is the needer itself if it is a holder, else a holder on its node, else any holder. Among several
+    candidates, the needers take the next one in turn, starting at `turn`.
+    """
     givers = np.where(np.isin(needers, holders), needers, -1)
     pools = [(holders[nodes[holders] == node], nodes[needers] == node) for node in np.unique(nodes[holders])]
     for pool, reached in [*pools, (holders, np.ones(len(needers), bool))]:
@@ -293,7 +306,7 @@ def _choose(holders: np.ndarray, needers: np.ndarray, nodes: np.ndarray, turn: i
 def cut_into_batches(routing: Routing, buffer_bytes: int) -> list[tuple[tuple[Span, ...], np.ndarray]]:
     """Return the spans of each batch and the bytes that it moves on each rank, int64 [5, world_size].
 
-    The bytes are an upper bound where weights are divided, because parts may differ by a row. No rank's
+    If weights are divided, the bytes are an upper bound, because parts may differ by a row. No rank's
     messages exceed buffer_bytes, unless one row of each fragment does. Weights of different places alternate,
     so that all pipeline stages send at the same time.
     """
@@ -325,8 +338,10 @@ def _spans_in_turn(routing: Routing, buffer_bytes: int) -> list[Span]:
 
 
 def _num_parts(routing: Routing, route: Route, buffer_bytes: int) -> int:
-    """Return the number of parts of a weight that each fit the buffer on every rank; 0 if no rank receives
-    any of it."""
+    """Return the number of parts of a weight such that each part fits the buffer on every rank.
+
+    Returns 0 if no rank receives any of the weight.
+    """
     most_rows = max(fragment.box[0][1] - fragment.box[0][0] for fragment in route.kind.fragments)
     parts = 1 if routing.crossing(route, 1).any() else 0
     while 0 < parts < most_rows and (largest := routing.crossing(route, parts).max()) > buffer_bytes:
@@ -344,8 +359,9 @@ def _elements_of_part(fragment: Fragment, parts: int) -> int:
 
 
 def plan_of(routing: Routing, batches: Sequence[tuple[Span, ...]], rank: int) -> RefitPlan:
-    """Return what one rank copies, sends and receives. Not collective: equal inputs on all ranks give
-    matching plans.
+    """Return what one rank copies, sends and receives.
+
+    Not collective; equal inputs on all ranks give matching plans.
 
     batches: the spans of each batch, from `cut_into_batches`.
     """
@@ -362,8 +378,10 @@ def plan_of(routing: Routing, batches: Sequence[tuple[Span, ...]], rank: int) ->
 
 
 def _regions(routing: Routing, number: int, rank: int):
-    """Return this rank's copies of one weight, and (peer, region) of what it sends and of what it receives.
-    Both ranks of a pair list their regions in the same order."""
+    """Return (copies, sends, receives) of one weight on this rank; sends and receives are (peer, region).
+
+    Both ranks of a pair list their regions in the same order.
+    """
     weight, route = routing.weights[number], routing.routes[number]
     copies, outgoing, incoming = [], [], []
 
@@ -414,7 +432,7 @@ def _messages(
 
     messages = []
     for peer in sorted(by_peer):
-        # Wide elements first, so that each begins at a multiple of its size.
+        # Float32 elements first, so that each region begins at a multiple of its element size.
         packed = sorted(by_peer[peer], key=lambda region: not routing.weights[region.weight].float32)
         num_bytes = sum(volume(region.box) * element_bytes(region) for region in packed)
         messages.append(Message(peer, tuple(packed), num_bytes))
@@ -422,8 +440,10 @@ def _messages(
 
 
 def _rows_of(region: Region, start: int, stop: int) -> Region:
-    """Return rows start..stop of the region. The local box may have an additional first dimension of
-    experts."""
+    """Return rows start..stop of the region.
+
+    The local box may have an additional first dimension of experts.
+    """
     if (start, stop) == (0, region.box[0][1] - region.box[0][0]):
         return region
 

@@ -1,8 +1,8 @@
 """Write the trainer's weights into the engine, and check that they arrived.
 
 Weights that the engine holds as plain tensors of the trainer's dtype are written in place. Their plan sends
-each rank its own shard and no more (`rl.refit.plan`). For other weights (quantised, packed) the engine's own
-loader reads its part of the whole tensors (`rl.refit.gather`).
+each rank only its own shard (`rl.refit.plan`). For other weights (quantised, packed), the engine's own loader
+reads its part of the whole tensors (`rl.refit.gather`).
 """
 
 import socket
@@ -28,7 +28,7 @@ from rl.training.weights import WeightMap
 __all__ = ["RefitMismatch", "check_refit", "refit", "traffic_metrics"]
 
 MAX_SHOWN = 8
-"""Maximum number of differing weights that a check gathers to find their first differing element."""
+"""Maximum number of differing weights that a check gathers to report their first differing element."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ _links: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512) -> BytesMoved:
-    """Write the trainer's weights into the engine and clear the engine's caches. Returns this rank's bytes.
-    Collective over the world.
+    """Write the trainer's weights into the engine and clear the engine's caches. Collective over the world.
+
+    Returns the bytes that this rank moved.
 
     buffer_mib: limit of the messages of one batch on any rank, in MiB.
     """
@@ -69,9 +70,9 @@ def refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 5
 def check_refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512) -> None:
     """Compare every element of this rank's engine weights with the trainer's. Collective over the world.
 
-    Compares the two ends of each message by checksums, copies within a rank bitwise, and weights of the
-    engine's loader, where they can be compared, by gathering. Raises RefitMismatch on every rank, naming
-    weights, ranks and the first differing element.
+    Messages are compared by checksums of both ends, copies within a rank bitwise. Weights that the engine's
+    loader wrote are gathered and compared if the engine holds them in the layout's shape. Raises
+    RefitMismatch on every rank, naming weights, ranks and the first differing element.
     """
     link = _link(trainer, engine, buffer_mib)
     sources, destinations = _parameters(trainer, engine, link)
@@ -80,7 +81,7 @@ def check_refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: i
     weights = [link.in_place[number] for number in again]
     texts = gather.unknown(trainer, engine) + gather.differences(trainer, engine, weights)
     looked_at = [(number, source) for number, source in wrong if number in again]
-    if looked_at and not texts:  # gathering read another replica than the message came from
+    if looked_at and not texts:  # the message came from another replica than the gathered weights
         number, source = looked_at[0]
         texts = [
             f"{link.in_place[number].hf[0]} on rank {dist.get_rank()} differs from that of rank {source}, "
@@ -91,8 +92,10 @@ def check_refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: i
 
 
 def traffic_metrics(moved: BytesMoved, device: Device) -> dict[str, float]:
-    """Return the bytes of a refit, summed over all ranks: received, copied within a rank, and gathered for
-    the engine's loader. Collective over the world."""
+    """Return the bytes of a refit, summed over all ranks. Collective over the world.
+
+    They are those received, those copied within a rank, and those gathered for the engine's loader.
+    """
     names = ("received", "local", "fallback")
     mine = torch.tensor([getattr(moved, name) for name in names], dtype=torch.float64)
     sums = sum_over_world(mine, device.torch)
@@ -108,8 +111,10 @@ def _link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) -> Li
 
 
 def _make_link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) -> Link:
-    """Plan the refits. Collective over the world: all ranks agree on the weights written in place and on the
-    nodes."""
+    """Plan the refits. Collective over the world.
+
+    All ranks agree on the nodes and on the weights that are written in place.
+    """
     weight_map = trainer.weight_map
     everyone = gather_objects((socket.gethostname(), _not_writable(weight_map, engine)))
     nodes = [host for host, _ in everyone]
@@ -130,8 +135,11 @@ def _make_link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) 
 
 
 def _not_writable(weight_map: WeightMap, engine: RolloutEngine) -> set[int]:
-    """Return the indices of the weights that this rank's engine does not hold in the described layout and the
-    trainer's dtype, and of the other weights of their modules, because vLLM loads modules whole."""
+    """Return the indices of the weights that cannot be written in place on this rank.
+
+    The engine does not hold them in the described layout and the trainer's dtype. The other weights of their
+    modules are included, because vLLM loads whole modules.
+    """
     held = engine.weights()
     local = {weight.hf: parameter for weight, parameter in weight_map.local()}
     extents = _extents(weight_map.weights, engine)
@@ -155,15 +163,17 @@ def _module(weight: Weight) -> str:
 
 
 def _comparable(engine: RolloutEngine, weights: list[Weight]) -> list[Weight]:
-    """Return the weights that every rank's engine holds in the layout's shape, in any dtype. Collective over
-    the world."""
+    """Return the weights that every rank's engine holds in the layout's shape, in any dtype.
+
+    Collective over the world.
+    """
     held, extents = engine.weights(), _extents(weights, engine)
     mine = [w.vllm in held and _fits(held[w.vllm], extents.get(w.vllm), w) for w in weights]
     return [weight for weight, *fits in zip(weights, *gather_objects(mine)) if all(fits)]
 
 
 def _extents(weights: list[Weight], engine: RolloutEngine) -> dict[str, tuple[int, ...]]:
-    """Return for each engine parameter the shape of the part that weights fill, by name."""
+    """Return the shape of the part that weights fill, for each engine parameter by name."""
     out: dict[str, tuple[int, ...]] = {}
     for weight in weights:
         for piece in weight.vllm_pieces(engine.tp, engine.rank_in_replica):

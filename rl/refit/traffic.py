@@ -1,5 +1,4 @@
-"""The bytes that a refit moves on every rank, from the plan alone: no weights, no communication, any number
-of ranks."""
+"""The bytes that a refit moves on every rank, computed from the plan alone for any number of ranks."""
 
 from dataclasses import dataclass
 
@@ -21,14 +20,16 @@ class RefitTraffic:
     near_out: np.ndarray
     far_out: np.ndarray
     lower_bound: np.ndarray
-    """Bytes of the rank's part of the engine that it does not train."""
+    """Bytes that the rank's engine needs and its trainer does not hold: the minimum that it must receive."""
     gather: np.ndarray
-    """Bytes of the whole model that the rank does not train."""
+    """Bytes that the rank would receive if every rank gathered the whole model."""
     peak_buffer: np.ndarray
     """Bytes of the largest batch's messages."""
     batches: list[np.ndarray]
-    """Bytes of each batch, int64 [5, world_size], rows as in rl.refit.plan; an upper bound where weights are
-    divided."""
+    """Bytes of each batch, int64 [5, world_size], rows as in rl.refit.plan.
+
+    They are upper bounds if weights are divided into parts.
+    """
 
 
 def refit_traffic(
@@ -57,8 +58,10 @@ def refit_traffic(
 
 
 def _bounds(routing: Routing) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the lower bound and the bytes of a gather from each rank's two shards, without the plan's
-    choice of senders."""
+    """Return (lower_bound, gather) of `RefitTraffic`, int64 [world_size] each.
+
+    Both follow from the two shards of each rank, not from the senders that the plan selects.
+    """
     bound, gather = (np.zeros(routing.world_size, np.int64) for _ in range(2))
     shards: dict[Kind, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     for weight, route in zip(routing.weights, routing.routes):
@@ -81,8 +84,10 @@ def _bounds(routing: Routing) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shards(weight: Weight, tp: int, rollout_tp: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count the elements that each tensor parallel rank trains [tp], serves [rollout_tp], and both [tp,
-    rollout_tp]."""
+    """Count the elements that each tensor parallel rank trains, serves, and both.
+
+    Returns int64 [tp], [rollout_tp] and [tp, rollout_tp].
+    """
     trained = [weight.megatron_pieces(tp, rank) for rank in range(tp)]
     served = [weight.vllm_pieces(rollout_tp, rank) for rank in range(rollout_tp)]
     both = [[sum(_common(a, b) for a in ours for b in theirs) for theirs in served] for ours in trained]

@@ -1,7 +1,7 @@
-"""Execute a refit plan: copies within the rank, then batches of packed messages. The check exchanges
-checksums the same way.
+"""Execution of a refit plan: copies within the rank, then batches of packed messages.
 
-Point-to-point over the world's group: gloo for CPU tensors, NCCL for CUDA tensors.
+The check exchanges checksums in the same way. Point-to-point over the world's group, gloo for CPU tensors and
+NCCL for CUDA tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from rl.refit.plan import Copy, Message, RefitPlan, Region
 OPS_PER_CALL = 32
 """Number of point-to-point operations per NCCL call; hundreds in one call deadlocked (Megatron-LM #7189)."""
 CHECKSUM_ELEMENTS = 1 << 20
-"""Number of elements per step of a checksum; each needs about 24 bytes temporarily."""
+"""Number of elements per step of a checksum; each needs about 24 bytes of temporary memory."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,8 +39,8 @@ def transfer(
 ) -> BytesMoved:
     """Execute the plan: write this rank's destinations. Collective over the world.
 
-    sources, destinations: this rank's training and engine parameters by the weight's index, of one dtype per
-    weight. Allocates `plan.peak_bytes` for messages, each rounded up to a multiple of 8, and no more.
+    sources, destinations: this rank's training and engine parameters, by the index of the weight; both have
+    the same dtype. Allocates only `plan.peak_bytes` for messages, each rounded up to a multiple of 8 bytes.
     """
     done = BytesMoved()
     for copy in plan.copies:
@@ -65,11 +65,11 @@ def transfer(
 
 
 def exchange(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-    """Send each tensor of `outgoing` to its peer and receive those of `incoming`; all are contiguous.
-    Collective over the world; sender and receiver must agree on the sizes.
+    """Send each tensor of `outgoing` to its peer and receive those of `incoming`. Collective over the world.
 
-    NCCL executes calls in order, so calls must not wait for each other in a cycle. Every rank iterates over
-    the distances between ranks in the same order, and both ends of a message have the same distance.
+    Tensors must be contiguous; sender and receiver must agree on the sizes. NCCL executes calls in order, so
+    calls must not wait for each other in a cycle. Therefore every rank iterates over the distances between
+    ranks in the same order, and both ends of a message have the same distance.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pending = []
@@ -92,7 +92,9 @@ def compare(
     plan: RefitPlan, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor], device: torch.device
 ) -> list[tuple[int, int]]:
     """Return (weight's index, source rank) of every region on this rank that differs from its source.
-    Collective over the world: each source sends 16 bytes per region."""
+
+    Collective over the world; each source sends 16 bytes per region.
+    """
     wrong = []
     for copy in plan.copies:
         source, destination = _ends(copy, sources, destinations)
@@ -123,10 +125,11 @@ def compare(
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return int64 [2], modulo 2**64: the sum of the elements' bits as integers, and that sum weighted by
-    position.
+    """Return two checksums of the tensor's bits, int64 [2], modulo 2**64.
 
-    The first detects any single changed element, the second any two exchanged elements.
+    The first is the sum of the elements' bits as integers, the second that sum weighted by position.
+
+    The first changes if any single element changes, the second if any two different elements are exchanged.
     """
     rows = bits(tensor).flatten(0, -2) if tensor.ndim > 1 else bits(tensor)[:, None]
     width = rows.shape[1]
@@ -171,7 +174,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _buffers(messages: tuple[Message, ...], space: Tensor, at: int) -> tuple[dict[int, Tensor], int]:
-    """Return a range of bytes of `space` for each message, by peer, and their end."""
+    """Return for each message, by its peer, a range of bytes of `space` from `at` on; also return the end."""
     buffers = {}
     for message in messages:
         buffers[message.peer] = space[at : at + message.num_bytes]

@@ -1,7 +1,4 @@
-"""Patches that make vLLM's CPU build usable inside a trainer, each with its reason.
-
-Nothing is patched on CUDA.
-"""
+"""Patches that make vLLM's CPU build usable inside a trainer. Nothing is patched on CUDA."""
 
 import functools
 import glob
@@ -39,10 +36,10 @@ def _keep_weights_alive() -> None:
 
 
 def _keep_experts_alive() -> None:
-    """Do the same for mixtures of experts: the CPU build packs w13_weight and w2_weight once and computes
-    with that copy.
+    """Make mixtures of experts compute with their parameters, for the same reason.
 
-    Its kernel also requires a multiple of 32 channels per rank and expert, which small models do not have.
+    The CPU build packs w13_weight and w2_weight once and computes with that copy. Its kernel also requires a
+    multiple of 32 channels per rank and expert, which small models do not have.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -64,11 +61,10 @@ def _live_experts(
     apply_router_weight_on_input,
     **_,
 ):
-    """Sum the outputs of each token's experts, one expert after the other; replaces
-    CPUUnquantizedExperts.apply.
+    """Sum the outputs of each token's experts; replaces CPUUnquantizedExperts.apply.
 
-    output, hidden_states [T, H]; w1 [E, 2F/tp, H], gate over up; w2 [E, H, F/tp]; topk_weights, topk_ids [T,
-    k].
+    output, hidden_states: [T, H]. w1: [E, 2F/tp, H], the rows of gate, then those of up. w2: [E, H, F/tp].
+    topk_weights, topk_ids: [T, k].
     """
     assert activation.value == "silu" and expert_map is None and not apply_router_weight_on_input
     total = torch.zeros(hidden_states.shape, dtype=torch.float32)
@@ -81,10 +77,10 @@ def _live_experts(
 
 
 def _shared_memory_names_of_this_job() -> None:
-    """Put host, Slurm job and port into the tensor parallel communicator's names in /dev/shm.
+    """Add host, Slurm job and port to the tensor parallel communicator's names in /dev/shm.
 
-    Otherwise they are constant per host: two jobs on one host would write into each other's memory, and after
-    a crash every later job would fail with errno 17.
+    vLLM's names are constant per host. Two jobs on one host would write into each other's memory, and after a
+    crash every later job would fail with errno 17.
     """
     import vllm.distributed.device_communicators.cpu_communicator as communicator
 
@@ -104,9 +100,9 @@ _shared_memory_names: list[str] = []
 
 
 def unlink_shared_memory() -> None:
-    """Unlink the segments in /dev/shm after every rank has opened them (call it after a barrier).
+    """Unlink the segments in /dev/shm. Call it after a barrier, when every rank has opened them.
 
-    The memory is then freed with the last process, also after a crash.
+    The kernel then frees the memory when the last process exits, also after a crash.
     """
     for name in _shared_memory_names:
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}*"):
@@ -117,7 +113,8 @@ def unlink_shared_memory() -> None:
 class KvCache:
     """The KV cache of the CPU engine, whose memory can be released and restored.
 
-    The views of all layers share storages. The storages keep their identity; only their size changes.
+    The views of all layers share storages. Releasing and restoring changes only the size of the storages, so
+    the views remain valid.
     """
 
     def __init__(self, tensors):

@@ -1,9 +1,9 @@
 """The generation engine: vLLM inside this process, one replica per `rollout.tp` adjacent ranks.
 
 With vLLM's `external_launcher`, every rank of a replica runs the same engine schedule on the same requests;
-replicas are independent of each other. Two requirements follow. Each request has a seed of its own: with the
-engine's generators, ranks would sample different tokens, and hang later. And the ranks of a replica add and
-abort requests at the same engine steps, in the same order.
+replicas are independent of each other. Two requirements follow. First, each request has its own seed. With
+the engine's generators, ranks would sample different tokens and hang later. Second, the ranks of a replica
+add and abort requests at the same engine steps, in the same order.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from rl.runtime.collectives import any_rank
 from rl.runtime.device import Device
 
 INTERRUPT_TURNS = 16
-"""Engine steps between two checks of `interrupt`; a step takes 10 ms and more."""
+"""Number of engine steps between two checks of `interrupt`; a step takes at least about 10 ms."""
 
 
 class RolloutEngine:
@@ -32,13 +32,13 @@ class RolloutEngine:
     Args:
         path: Hugging Face checkpoint directory.
         rollout: layout, capacity and memory; how responses are sampled is an argument of `generate`.
-        dtype: of the weights.
-        max_tokens: longest prompt and response together.
-        seed: of the engine's own generators; samples have seeds of their own.
+        dtype: dtype of the weights.
+        max_tokens: maximum tokens of prompt and response together.
+        seed: seed of the engine's own generators; each sample has its own seed.
         name: distinguishes the engines of one job.
-        frozen: the weights are read from `path` and do not change; on CUDA they stay in the GPU's memory,
-            since vLLM's sleeping allocator serves one engine per process. Otherwise they are undefined until
-            the first refit.
+        frozen: whether the weights are read from `path` and never change. On CUDA they then stay in GPU
+            memory, because vLLM's sleep mode supports one engine per process. Weights of an engine that is
+            not frozen are undefined until the first refit.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RolloutEngine:
     def sleep(self) -> None:
         """Release the engine's memory for the trainer.
 
-        On CUDA the weights are released too: each refit writes all.
+        On CUDA the weights are released too, because each refit writes all of them.
         """
         self.awake = False
         self.llm.reset_prefix_cache()
@@ -149,7 +149,7 @@ class RolloutEngine:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Recompute what depends on the weights and drop cached results of the old ones."""
+        """Recompute the tensors derived from the weights, and clear the prefix cache of the old weights."""
         self.derive_weights()
         self.device.synchronize()
         is_reset = self.llm.reset_prefix_cache(reset_running_requests=True)
@@ -177,18 +177,18 @@ class RolloutEngine:
         progress=None,
         interrupt: Callable[[], bool] | None = None,
     ) -> list[Sample] | None:
-        """Return the samples of those prompts that this replica drew; None if it was interrupted.
+        """Return the samples of the prompts that this replica drew; None if the call was interrupted.
 
         Args:
-            prompts: int32 [P_i] token ids each.
-            seeds: one per prompt; sample j of prompt i is drawn with `seed_of(seeds[i], j)`, so that it does
-                not depend on which replica draws the prompt.
-            interrupt: called every INTERRUPT_TURNS engine steps; true on any rank of the replica ends the
-                call.
+            prompts: token ids of each prompt, int32 [P_i].
+            seeds: one per prompt. Sample j of prompt i is sampled with `seed_of(seeds[i], j)`, so it does not
+                depend on the replica that draws the prompt.
+            interrupt: called every INTERRUPT_TURNS engine steps. If it returns true on any rank of the
+                replica, the call ends.
         """
         engine, queue = self.llm.llm_engine, self.queue(len(prompts))
         n = sampling.samples_per_prompt
-        # No replica holds more than its share, or the first to start would take all.
+        # A replica holds at most its share; otherwise the first to start would draw all prompts.
         share = -(-len(prompts) // self.num_replicas) * n
         capacity = max(n, min(self.config.max_concurrent_samples, share))
         running: dict[str, Response] = {}
@@ -231,7 +231,7 @@ class RolloutEngine:
         return True
 
     def _any_in_replica(self, here: bool) -> bool:
-        """Return whether it is true on any rank of this replica. Collective over the replica."""
+        """Return whether `here` is true on any rank of this replica. Collective over the replica."""
         return here if self.tp == 1 else any_rank(here, self._replica_group)
 
 
@@ -268,10 +268,10 @@ def _completion(output, weights_version: int) -> Completion:
 def _abort_in_order(client) -> None:
     """Make vLLM free aborted requests in the given order, identical on all ranks of a replica.
 
-    Within one call vLLM frees requests in the order of a set of strings, and both the ids and the hashes of
-    strings are random per process. The order decides which cached prefix is evicted first. If ranks evict
-    different prefixes, they later compute different numbers of tokens and their collectives no longer match.
-    Interrupts abort requests, and so does vLLM itself for every response that ends at a stop string.
+    Within one call vLLM frees requests in the iteration order of a set of strings, and both the ids and the
+    hashes of strings are random per process. The order determines which cached prefix is evicted first. If
+    ranks evict different prefixes, they later compute different numbers of tokens and their collectives no
+    longer match. An interrupt aborts requests, and vLLM aborts every response that ends at a stop string.
     """
     abort = client.abort_requests
 
@@ -283,6 +283,6 @@ def _abort_in_order(client) -> None:
 
 
 def _own_replica_group(world: int, tp: int, rank: int) -> dist.ProcessGroup:
-    """Return a gloo group of the replica's ranks. Every rank makes every group. Collective over the world."""
+    """Return a gloo group of this replica's ranks. Collective over the world; all ranks create all groups."""
     groups = [dist.new_group(list(range(first, first + tp)), backend="gloo") for first in range(0, world, tp)]
     return groups[rank // tp]

@@ -1,4 +1,4 @@
-"""Exchange of samples: every rank receives all samples, a few bytes per token."""
+"""Exchange of samples. Every rank receives all samples, a few bytes per token."""
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ from rl.runtime.device import Device
 def exchange(prompts: list[np.ndarray], own: list[Sample], samples_per_prompt: int, device: Device) -> Batch:
     """Return the batch of all samples, ordered by prompt and sample number. Collective over the world.
 
-    Lengths are exchanged first; the token columns are laid out by them. Each position is written by one rank
-    and is 0 on the others, so that a sum over ranks is exact.
+    The lengths are exchanged first and determine the positions in the token columns. Each position is written
+    by one rank and is 0 on the others, so the sum over ranks is exact.
 
     Args:
-        prompts: int32 [P_i] token ids each.
+        prompts: token ids of each prompt, int32 [P_i].
         own: the samples of this rank; no other rank has them.
     """
     total = len(prompts) * samples_per_prompt

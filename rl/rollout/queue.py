@@ -1,6 +1,6 @@
 """Work queues: which replica generates which prompt.
 
-Items are 0..n-1; every rank of a replica draws the same.
+Items are 0..n-1. All ranks of a replica draw the same items.
 """
 
 from typing import Protocol
@@ -17,7 +17,7 @@ class Queue(Protocol):
 
 
 class StaticQueue:
-    """Gives items r, r + R, r + 2R, ... to replica r of R: deterministic and without communication."""
+    """Gives items r, r + R, r + 2R, ... to replica r of R. Deterministic, without communication."""
 
     def __init__(self, num_items: int, *, replica: int, num_replicas: int):
         self._items = iter(range(replica, num_items, num_replicas))
@@ -27,7 +27,7 @@ class StaticQueue:
 
 
 class SharedQueue:
-    """Counts in the job's TCPStore: a free replica takes the next item.
+    """Gives the next item to the replica that asks first, by a counter in the job's TCPStore.
 
     The replica's first rank draws and broadcasts the item over the replica's gloo group.
     """

@@ -1,7 +1,7 @@
-"""A response in the making: the interface between the engine and what decides how a response continues.
+"""An unfinished response: the interface between the engine and the code that continues a response.
 
 The engine asks a `Response` for a request, generates, and returns the completion to it, until there is no
-further request. Token ids are the data; text and messages are views of them.
+further request. Responses are stored as token ids; text and messages are derived from them.
 """
 
 from dataclasses import dataclass
@@ -27,27 +27,27 @@ class Completion:
     token_ids: np.ndarray
     """int32 [R], with the end-of-sequence token if there is one."""
     logprobs: np.ndarray
-    """float32 [R], in the distribution that was sampled from (after temperature, top-p, ...)."""
+    """float32 [R], in the sampling distribution (after temperature, top-p, ...)."""
     truncated: bool
-    """Whether it ended at max_tokens."""
+    """Whether the completion ended at max_tokens."""
     weights_version: int
     """Version of the policy that sampled the tokens (`TrainingEngine.version`)."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One finished response, as it travels from the engine to the loss."""
+    """One finished response."""
 
     prompt: int
     """Index of the prompt in the call of `RolloutEngine.generate`."""
     number: int
-    """Number of the sample among those of its prompt."""
+    """Index of the sample among those of its prompt."""
     token_ids: np.ndarray
     """int32 [R]."""
     logprobs: np.ndarray
     """float32 [R], as in `Completion`; 0 where the mask is 0."""
     truncated: bool
-    """Whether it ended at the length limit."""
+    """Whether the response ended at the length limit."""
     mask: np.ndarray
     """int32 [R]: 1 for tokens that the policy sampled, 0 for others (tool output)."""
     weight_versions: np.ndarray
@@ -55,7 +55,7 @@ class Sample:
 
 
 class Response(Protocol):
-    """Produces one sample from one or several completions."""
+    """A sequence of requests whose completions make up one sample."""
 
     prompt: int
     number: int

@@ -1,4 +1,4 @@
-"""How responses are sampled, and the seeds of samples."""
+"""Sampling parameters and the seeds of samples."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ class Sampling:
 
     samples_per_prompt: int
     temperature: float
-    """0: greedy."""
+    """Sampling temperature; 0 means greedy."""
     top_p: float
     top_k: int
     min_p: float
@@ -23,7 +23,7 @@ class Sampling:
 
 
 def train_sampling(config: Config) -> Sampling:
-    """Return the sampling of training batches."""
+    """Return the sampling parameters of training batches."""
     rollout = config.rollout
     return Sampling(
         samples_per_prompt=rollout.samples_per_prompt,
@@ -38,12 +38,12 @@ def train_sampling(config: Config) -> Sampling:
 
 
 def greedy_sampling(config: Config) -> Sampling:
-    """Return the sampling of one greedy response per prompt, from the whole vocabulary."""
+    """Return the sampling parameters of one greedy response per prompt."""
     training = train_sampling(config)
     return replace(training, samples_per_prompt=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
 
 def seed_of(*parts: object) -> int:
-    """Return a seed of 63 bits, a function of the parts (run seed, step, prompt, sample number)."""
+    """Return a 63-bit seed that depends only on the parts, such as run seed, step, prompt and sample."""
     digest = hashlib.blake2b(".".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

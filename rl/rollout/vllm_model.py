@@ -1,4 +1,4 @@
-"""Construction of vLLM inside a training process: its options, and what it must not change there."""
+"""Construction of vLLM inside a training process: its options, and the process state that it must keep."""
 
 import os
 import random
@@ -18,13 +18,14 @@ def build_llm(
 ):
     """Return vLLM's LLM object for the checkpoint directory `path`. Collective over the world.
 
-    Args as of `RolloutEngine`. Random states, environment and thread count of the process stay as they were.
+    The arguments are those of `RolloutEngine`. Random states, environment and thread count of the process are
+    unchanged afterwards.
     """
     from vllm import LLM, ModelRegistry
 
     hf = read_hf_config(path)
     for name in set(hf["architectures"]) & set(SUPPORTED):
-        # A registered class saves a subprocess of about 10 s, in which vLLM inspects the model's class.
+        # Otherwise vLLM inspects the model's class in a subprocess, which takes about 10 s.
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
     options: dict = {}
     if not frozen and hf.get("quantization_config"):
@@ -58,13 +59,13 @@ def build_llm(
             load_format="auto" if frozen else "dummy",  # the first refit writes every weight
             max_model_len=max_tokens,
             max_num_seqs=rollout.max_concurrent_samples,
-            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
+            logprobs_mode="processed_logprobs",  # log-probs of the sampling distribution
             seed=seed,
             disable_log_stats=True,
-            # By default vLLM turns asynchronous scheduling on for CUDA and off for CPU. It schedules one step
-            # ahead: finishes are seen one step late, and `generate` returns or aborts with a step in flight
-            # when the trainer takes the memory. Ranks of external_launcher diverged with it on (vLLM #28774).
-            # Without it CUDA runs the loop whose steps the tests compare between ranks.
+            # By default vLLM enables asynchronous scheduling on CUDA and disables it on CPU. It schedules one
+            # step ahead, so a finished response is seen one step late, and `generate` could return or abort
+            # with a step in flight while the trainer takes the memory. With it, ranks of external_launcher
+            # diverged (vLLM #28774). Without it, CUDA runs the loop that the tests compare between ranks.
             async_scheduling=False,
             **options,
         )
@@ -72,9 +73,11 @@ def build_llm(
 
 @contextmanager
 def _process_state_kept(device: Device) -> Iterator[None]:
-    """Restore what vLLM's constructor changes: it seeds every generator, sets LOCAL_WORLD_SIZE and replaces
-    torch.set_num_threads. It takes its GPU from LOCAL_RANK, which differs where each rank sees one GPU only
-    (srun --gpus-per-task).
+    """Restore the process state that vLLM's constructor changes.
+
+    The constructor seeds every generator, sets LOCAL_WORLD_SIZE and replaces torch.set_num_threads. It
+    selects its GPU by LOCAL_RANK, which is the wrong index if each rank sees only one GPU (srun
+    --gpus-per-task). LOCAL_RANK is therefore set to the device's index inside the context.
     """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     environment = {name: os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}

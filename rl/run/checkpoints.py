@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which one it continues from, and what they hold beside the models."""
+"""The checkpoints of a run: from which one it continues, and what they hold besides the models."""
 
 from rl.checkpoint.rng import reseed_rng
 from rl.checkpoint.store import CheckpointStore, Saved
@@ -10,10 +10,10 @@ from rl.run_directory.status import Status
 
 
 def find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | None, Saved | None]:
-    """Return the newest checkpoint of this run, and the one that checkpoint.resume names if it is to be read.
+    """Return the newest checkpoint of this run, and the one of checkpoint.resume if it is to be read.
 
-    Raises ConfigError, before any model is built, if checkpoint.resume=never meets checkpoints of an earlier
-    run: retention and the next resume would take them for this run's.
+    Raises ConfigError, before any model is built, if checkpoint.resume=never and run.dir holds checkpoints of
+    an earlier run. Retention and the next resume would treat them as checkpoints of this run.
     """
     newest, resume = store.newest(), config.checkpoint.resume
     if newest is not None and resume == "never" and config.checkpoint.every:
@@ -33,9 +33,9 @@ class RunCheckpoints:
         self._config, self._store, self._phases, self._status = config, store, phases, status
 
     def resume(self, newest: Saved | None, named: Saved | None) -> tuple[int, dict[str, float]]:
-        """Load the run's newest checkpoint, or the one that checkpoint.resume names, if there is one.
+        """Load the newest checkpoint of the run, else the one that checkpoint.resume names, if there is one.
 
-        Returns the step to continue after and its metrics.
+        Returns the step after which to continue, and its metrics.
         """
         config, phases = self._config, self._phases
         models = phases.engines.learning
@@ -43,11 +43,11 @@ class RunCheckpoints:
             self._store.load_weights(named, models)
             for model in models.values():
                 model.start_from_present_weights()
-            phases.step.progress.line(f"weights of {named.path}")
+            phases.step.progress.line(f"loaded the weights of {named.path}")
             named = None
         saved = named if newest is None else newest
         if saved is None or config.checkpoint.resume == "never":
-            # A reward function, for example, may draw from a generator that nobody has seeded.
+            # User code, such as a reward function, may draw from the global generators.
             reseed_rng(seed_of(config.run.seed, "start"))
             return 0, {}
         state = self._store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))
@@ -65,9 +65,9 @@ class RunCheckpoints:
         return state["step"], state["metrics"]
 
     def state(self, cursor: dict) -> dict:
-        """Return what a checkpoint holds beside the models. Not collective.
+        """Return what a checkpoint holds besides the models. Not collective.
 
-        cursor: state of the sampler after the batch that was learned from last (`Batch.cursor`).
+        cursor: state of the sampler after the last batch that was learned from (`Batch.cursor`).
         """
         return {
             "sampler": cursor,
@@ -76,16 +76,16 @@ class RunCheckpoints:
         }
 
     def save(self, step: int, state: dict, metrics: dict[str, float]) -> None:
-        """Write the checkpoint of a step, or begin to; nothing happens if it was written.
+        """Write the checkpoint of a step, or start writing it in the background; do nothing if it exists.
 
-        The models must be as they were at the step's end; `state` and `metrics` belong to that moment.
+        Models, `state` and `metrics` must be those of the end of the step.
         """
         with self._phases.saving():
             self._store.save(step, self._phases.engines.learning, state, metrics)
         self._note_complete()
 
     def poll(self) -> None:
-        """Complete a checkpoint that is written in the background, if all of it is on disk."""
+        """Complete the checkpoint that is written in the background, once all of it is on disk."""
         if self._store.is_saving:
             with self._phases.timed("save_checkpoint"):
                 self._store.poll()

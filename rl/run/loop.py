@@ -35,10 +35,11 @@ from rl.training.grid import build_grid
 
 
 def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> int:
-    """Run from the newest checkpoint, or the start, to the end or to a stop. Collective over the world.
+    """Run from the newest checkpoint, or from step 0, until the end or a stop. Collective over the world.
 
     Returns the exit code of the process: 0, or STOPPED_EXIT if the run is to be continued. Raises
-    ConfigError, identical on every rank, for checkpoints in run.dir that this run may not or cannot continue.
+    ConfigError, identical on every rank, for checkpoints in run.dir from which this run must not or cannot
+    continue.
     """
     started = time.perf_counter()
     with fail_together():
@@ -113,13 +114,13 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
 
 
 def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resumes: bool) -> MetricLog:
-    """Open the metric log after `last_step`, whose metrics a checkpoint holds, and record what runs.
+    """Open the metric log after `last_step` and record what runs. Called on rank 0.
 
-    For rank 0.
+    metrics: metrics of `last_step`, from the checkpoint.
     """
     resume_step = last_step or None
     log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=resume_step)
-    if resumes and last_step > log.last_step:  # killed between the checkpoint and the record of its step
+    if resumes and last_step > log.last_step:  # the run was killed after the checkpoint, before this line
         log.write(last_step, metrics)
     if config.logging.samples:
         keep_lines_up_to(Path(config.run.dir, samples.FILE_NAME), resume_step)
@@ -145,13 +146,13 @@ class Training:
         self._held_out = inputs.held_out
         self._checkpoints, self._status, self._log, self._stop = checkpoints, status, log, stop
         self._cursor = phases.sampler.state_dict()
-        """State of the sampler after the batch that was learned from last."""
+        """State of the sampler after the last batch that was learned from."""
 
     def run(self, last_step: int, metrics: dict[str, float]) -> StopDecision | None:
-        """Take the steps after `last_step`, whose metrics are given.
+        """Take the steps after `last_step`; `metrics` are those of `last_step`.
 
-        Returns the request that stopped the run before run.max_steps, if there was one; a checkpoint of the
-        last complete step is then written.
+        Returns the request that stopped the run before run.max_steps, or None. After a stop request, a
+        checkpoint of the last complete step has been written.
         """
         config, step = self._config, self._phases.step
         if self._held_out and config.validation.before_training and last_step == 0:
@@ -179,9 +180,9 @@ class Training:
         return None
 
     def _take_step(self, number: int) -> None:
-        """Collect a batch, learn from it, and do what is due after the step.
+        """Collect a batch, learn from it, then validate, save a checkpoint and log if they are due.
 
-        Raises StepAborted while it collects.
+        Raises StepAborted if a stop request ends the collection.
         """
         started, config, step = time.perf_counter(), self._config, self._phases.step
         step.begin(number)
@@ -206,7 +207,7 @@ class Training:
             step.progress.line(warning)
 
     def _collect(self) -> Batch:
-        """Return the algorithm's batch with the data cursor it was drawn with."""
+        """Return the algorithm's batch, with the state of the sampler after its prompts were drawn."""
         batch = self._algorithm.collect(self._phases)
         batch.cursor = self._phases.sampler.state_dict()
         return batch

@@ -1,4 +1,4 @@
-"""Validation on held-out prompts, with a greedy response to each, several sampled ones, or both.
+"""Validation on held-out prompts, with a greedy response to each prompt, several sampled ones, or both.
 
 `val-core/<data_source>/acc/mean@1` is the greedy accuracy. With k samples, mean@k, best@k (pass@k) and maj@k
 are logged (`rl.run.validation_metrics`).
@@ -19,8 +19,8 @@ from rl.run.validation_metrics import validation_metrics
 def validate(phases: Phases, prompts: list[Prompt], config: Config) -> None:
     """Generate and score responses to every held-out prompt, and log the metrics of each data source.
 
-    The accuracy of a sample is the reward function's `acc`, its score where it returns no `acc`, and 0 where
-    it failed.
+    The accuracy of a sample is the reward function's `acc`; its score if the function returns no `acc`; and 0
+    if the function failed.
     """
     if config.validation.greedy:
         _measure(phases, prompts, greedy_sampling(config), purpose="validation")

@@ -1,21 +1,20 @@
-"""Statistics over k samples per held-out prompt: mean, spread, best, worst and majority. Pure numpy, no
-state.
+"""Statistics over k samples per held-out prompt: mean, spread, best, worst and majority.
 
-P prompts of one data source, k samples of each; `values` is float [P, k], a statistic is one number per
-prompt, float64 [P].
+Pure numpy without state. P prompts of one data source, k samples of each; `values` is float [P, k], and a
+statistic is one number per prompt, float64 [P].
 
 Names are those of verl (`process_validation_metrics` and the trainer's `val-core`/`val-aux`), so that
-dashboards carry over:
+existing dashboards work:
 
-    val-core/<source>/acc/mean@k          and, for k > 1, best@k/* and maj@k/*: the headline
-    val-aux/<source>/acc/best@n/mean      for n = 2, 4, ... below k; worst@n/*, maj@n/*, std@k
-    val-aux/<source>/acc/best@n/std       the standard deviation over the subsets of n samples of a prompt
-    val-aux/<source>/<variable>/...       the same without maj for what else the reward function returned
+    val-core/<source>/acc/mean@k          main metrics; also best@k/* and maj@k/* if k > 1
+    val-aux/<source>/acc/best@n/mean      for n = 2, 4, ... below k; also worst@n/*, maj@n/*, std@k
+    val-aux/<source>/acc/best@n/std       standard deviation over the subsets of n samples of a prompt
+    val-aux/<source>/<variable>/...       the same without maj, for other numbers of the reward function
 
-Two things differ from verl, which resamples with replacement 1,000 times: best@n and worst@n here are exact,
-mean and standard deviation, over the subsets of n of the k samples (so best@k is the best of all k, its std
-is 0, and for accuracies best@n is the unbiased pass@n of arXiv:2107.03374), and a sample without an extracted
-answer does not vote.
+Two things differ from verl, which resamples with replacement 1,000 times. First, best@n and worst@n are
+exact: mean and standard deviation over all subsets of n of the k samples. Therefore best@k is the best of all
+k samples, its std is 0, and for accuracies best@n is the unbiased pass@n of arXiv:2107.03374. Second, a
+sample without an extracted answer does not vote.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,26 +24,26 @@ from math import comb
 import numpy as np
 
 NUM_SUBSETS = 1000
-"""Subsets that stand for all of them in maj@n where there are more; verl's number of bootstrap rounds."""
+"""Number of random subsets in maj@n if there are more subsets; verl's number of bootstrap rounds."""
 
 Values = Mapping[str, Sequence[np.ndarray]]
 """Variable (acc, score, ...) -> for each prompt float [k]; NaN where a sample lacks the variable."""
 Predictions = Sequence[Sequence[str | None]]
-"""For each prompt the extracted answers of its k samples; None where there is none."""
+"""For each prompt, the extracted answers of its k samples; None where a sample has no answer."""
 
 
 def mean_at(values: np.ndarray) -> np.ndarray:
-    """mean@k: the mean over the k samples."""
+    """Return mean@k: the mean over the k samples."""
     return np.asarray(values, dtype=np.float64).mean(axis=1)
 
 
 def std_at(values: np.ndarray) -> np.ndarray:
-    """std@k: standard deviation over the k samples, with k and not k - 1 in the denominator, as in verl."""
+    """Return std@k: the standard deviation over the k samples, with denominator k, as in verl."""
     return np.asarray(values, dtype=np.float64).std(axis=1)
 
 
 def best_at(values: np.ndarray, n: int) -> np.ndarray:
-    """best@n: expected maximum of n of the k samples, drawn without replacement.
+    """Return best@n: the expected maximum of n of the k samples, drawn without replacement.
 
     With v_1 <= ... <= v_k the i-th is the maximum of comb(i-1, n-1) of the comb(k, n) subsets. For values 0
     and 1, c of them 1, that is pass@n = 1 - comb(k-c, n) / comb(k, n), arXiv:2107.03374 eq. 1.
@@ -54,43 +53,43 @@ def best_at(values: np.ndarray, n: int) -> np.ndarray:
 
 
 def best_std_at(values: np.ndarray, n: int) -> np.ndarray:
-    """best@n/std: standard deviation of the maximum of n of the k samples, over all subsets; 0 for n = k."""
+    """Return best@n/std: the standard deviation of the maximum over all subsets of n samples; 0 for n = k."""
     ordered = np.sort(np.asarray(values, dtype=np.float64), axis=1)
     shares = _share_of_maxima(ordered.shape[1], n)
     return np.sqrt(np.square(ordered - (ordered @ shares)[:, None]) @ shares)
 
 
 def _share_of_maxima(k: int, n: int) -> np.ndarray:
-    """Share of the subsets of n of k samples in which the i-th lowest sample is the maximum, float64 [k]."""
+    """Return for each i the share of n-subsets whose maximum is the i-th lowest sample, float64 [k]."""
     assert 1 <= n <= k, (n, k)
     # Exact integers, divided once: binomials of k = 1024 overflow a float.
     return np.array([comb(i, n - 1) / comb(k, n) for i in range(k)])
 
 
 def worst_at(values: np.ndarray, n: int) -> np.ndarray:
-    """worst@n: expected minimum of n of the k samples, drawn without replacement."""
+    """Return worst@n: the expected minimum of n of the k samples, drawn without replacement."""
     return 0.0 - best_at(-np.asarray(values, dtype=np.float64), n)  # a plain minus would make -0.0 of 0
 
 
 def worst_std_at(values: np.ndarray, n: int) -> np.ndarray:
-    """worst@n/std: standard deviation of the minimum of n of the k samples, over all subsets."""
+    """Return worst@n/std: the standard deviation of the minimum over all subsets of n samples."""
     return best_std_at(-np.asarray(values, dtype=np.float64), n)
 
 
 def majority_at(values: np.ndarray, predictions: Predictions, n: int, *, seed: int = 0) -> np.ndarray:
-    """maj@n: expected value of the most frequent answer among n of the k samples, drawn without replacement.
+    """Return maj@n: the expected value of the most frequent answer among n of the k samples.
 
-    The value of an answer is the mean over its samples; between answers with equally many votes it is the
-    mean of theirs, so that the order of the samples decides nothing. A None does not vote; where nobody
-    votes, the mean over the samples counts (for an accuracy that is 0: there is nothing to be right). Exact
-    if there are at most NUM_SUBSETS subsets, as for n = k; else the mean over NUM_SUBSETS random ones, the
-    same for each prompt, from `seed`.
+    The n samples are drawn without replacement. The value of an answer is the mean over its samples. If
+    several answers have equally many votes, the value is the mean of theirs; the order of the samples has no
+    effect. A None does not vote. If no sample votes, the value is the mean over the samples. The result is
+    exact if there are at most NUM_SUBSETS subsets, as for n = k. Otherwise it is the mean over NUM_SUBSETS
+    random subsets from `seed`, the same for each prompt.
     """
     return _majorities(values, predictions, n, seed).mean(axis=1)
 
 
 def _majorities(values: np.ndarray, predictions: Predictions, n: int, seed: int) -> np.ndarray:
-    """Value of the most frequent answer in each of the D subsets of each prompt, float64 [P, D]."""
+    """Return the value of the most frequent answer in each of D subsets of each prompt, float64 [P, D]."""
     values = np.asarray(values, dtype=np.float64)
     k = values.shape[1]
     assert 1 <= n <= k, (n, k)
@@ -110,13 +109,13 @@ def validation_metrics(
     core: str = "acc",
     seed: int = 0,
 ) -> dict[str, float]:
-    """All statistics of all data sources, averaged over their prompts, under verl's names.
+    """Return all statistics of all data sources, averaged over their prompts, under verl's names.
 
-    values: data source -> variable -> for each prompt float [k], with one k per source. A NaN is a sample
-        that lacks the variable; such a variable has only mean@k, over the samples that have it, and none of
-        them no metric at all.
-    predictions: data source -> extracted answers, where the reward function gives them (`pred`); without
-        them, or if every one is None, there is no maj@n.
+    values: data source -> variable -> for each prompt float [k], with one k per source. NaN marks a sample
+        that lacks the variable. Such a variable has only mean@k, over the samples that have it; if none has
+        it, there is no metric.
+    predictions: data source -> extracted answers, where the reward function gives them (`pred`). Without
+        them, or if all are None, there is no maj@n.
     core: the variable of `val-core`; `score` for a source that lacks it.
     seed: of the random subsets of maj@n.
     """
@@ -138,7 +137,7 @@ def validation_metrics(
 
 
 def _statistics(values: np.ndarray, predictions: Predictions | None, seed: int) -> dict[str, float]:
-    """Name -> mean over the prompts, for one variable of one source, float [P, k]."""
+    """Return statistic -> mean over the prompts, for one variable of one data source, float [P, k]."""
     k = values.shape[1]
     missing = np.isnan(values)
     if missing.any():
@@ -161,13 +160,14 @@ def _statistics(values: np.ndarray, predictions: Predictions | None, seed: int) 
 
 
 def _subset_sizes(k: int) -> list[int]:
-    """2, 4, 8, ... below k, and k; none for k = 1."""
+    """Return the sizes n of subsets: 2, 4, 8, ... below k, and k; none for k = 1."""
     return [2**i for i in range(1, k.bit_length()) if 2**i < k] + ([k] if k > 1 else [])
 
 
 def _subsets(k: int, n: int, seed: int) -> np.ndarray:
-    """Subsets of n of k samples as 0/1, float [D, k]: all of them, or NUM_SUBSETS random ones if they are
-    more.
+    """Return subsets of n of k samples as 0/1, float [D, k].
+
+    These are all subsets, or NUM_SUBSETS random ones if there are more.
     """
     if comb(k, n) <= NUM_SUBSETS:
         chosen = np.array(list(combinations(range(k), n)))
@@ -179,9 +179,12 @@ def _subsets(k: int, n: int, seed: int) -> np.ndarray:
 
 
 def _majority(values: np.ndarray, answers: Sequence[str | None], subsets: np.ndarray) -> np.ndarray:
-    """Value of the majority answer in each subset [D, k] for one prompt with values [k], float64 [D]."""
+    """Return one prompt's value of the majority answer in each subset, float64 [D].
+
+    values: float [k]. subsets: 0/1, float [D, k].
+    """
     codes = {answer: code for code, answer in enumerate(dict.fromkeys(a for a in answers if a is not None))}
-    if not codes:  # then each subset would count by its mean
+    if not codes:  # no sample votes
         return np.full(len(subsets), values.mean())
     gave = np.zeros((len(answers), len(codes)))  # [k, A]: sample i gave answer a
     for i, answer in enumerate(answers):

@@ -1,11 +1,11 @@
-"""Run the unmodified megatron-core wheel without CUDA. Does nothing where CUDA is available.
+"""Run the unmodified megatron-core wheel without CUDA. Does nothing if CUDA is available.
 
 Megatron-core names the accelerator literally: "cuda", torch.cuda.current_device(), 'torch.cuda.FloatTensor',
 x.cuda(). `install` puts a finder in front of sys.meta_path. The finder compiles megatron.core.* from its own
 source with those names mapped to the CPU. torch is not patched, so vLLM in the same process sees an ordinary
-CPU build, and operations cost nothing extra. `install` must run before the first `import megatron.core`.
+CPU build, and operations have no extra cost. `install` must run before the first `import megatron.core`.
 
-Rewritten in the source, with the reason (the rest of Megatron works on CPU):
+The finder rewrites the following names; the rest of Megatron works on CPU:
 - `torch.cuda` -> a namespace (`_cuda_namespace`): device of weights, buffers and p2p shapes; streams and
   events; RNG tracker.
 - the literal "cuda" -> "cpu": device of token counters, found-inf flags, gradient-norm buffers.
@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 
 
 def install() -> None:
-    """Make `import megatron.core` work without CUDA. Idempotent; does nothing where CUDA is available."""
+    """Make `import megatron.core` work without CUDA. Idempotent; does nothing if CUDA is available."""
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if _PACKAGE in sys.modules:
@@ -102,8 +102,9 @@ def _cuda_namespace() -> types.ModuleType:
 
 
 class Adam(torch.optim.Optimizer):
-    """Adam (AdamW with `adam_w_mode`) with the state layout of Transformer Engine's FusedAdam: `step` in the
-    group, `exp_avg` and `exp_avg_sq` per parameter.
+    """Adam (AdamW with `adam_w_mode`) with the state layout of Transformer Engine's FusedAdam.
+
+    The group has `step`; each parameter has `exp_avg` and `exp_avg_sq`.
 
     megatron-core 0.16 falls back to torch.optim.AdamW, which has a `step` tensor per parameter. It can
     neither load a resharded checkpoint of the distributed optimizer (KeyError: 'step') nor share checkpoints
@@ -172,13 +173,15 @@ class _Rewrite(ast.NodeTransformer):
 
 
 def _no_compiler(jit):
-    """Disable Megatron's jit_fuser: torch.compile requires a C++ compiler and takes seconds per function."""
+    """Disable Megatron's jit_fuser, because torch.compile needs a C++ compiler and seconds per function."""
     jit.disable_jit_fuser()
 
 
 def _cpu_rng_states(random):
-    """Let the CUDA RNG tracker, which calls torch._C, track the CPU generator, without its warning at each
-    call."""
+    """Make the CUDA RNG tracker track the CPU generator, and suppress its warning at each call.
+
+    Megatron's functions call torch._C, so mapping names in the source is not enough.
+    """
     random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     logging.getLogger(random.__name__).addFilter(
@@ -198,7 +201,7 @@ def _adam_of_distributed_optimizer(distrib_optimizer):
 
 
 def _split_sizes_as_lists(moe_utils):
-    """Convert split sizes to numpy, which the token dispatcher requires but does only for tensors on CUDA."""
+    """Convert split sizes to numpy on CPU too; the token dispatcher requires it but converts only on CUDA."""
 
     def to_numpy(tensor, as_numpy=False, record_stream=False):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -207,8 +210,11 @@ def _split_sizes_as_lists(moe_utils):
 
 
 def _uneven_collectives(mappings):
-    """Emulate all-gather and reduce-scatter of parts of different sizes, which gloo lacks. Experts with
-    tensor parallelism require them, because ranks of the group have different numbers of tokens."""
+    """Emulate all-gather and reduce-scatter of parts of different sizes, which gloo lacks.
+
+    Experts with tensor parallelism require them, because the ranks of a group have different numbers of
+    tokens.
+    """
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def uneven_gather(part, group, output_split_sizes=None, use_global_buffer=False):
@@ -243,9 +249,11 @@ class _Loader(SourceFileLoader):
     cuda = _cuda_namespace()
 
     def get_code(self, fullname):
-        """Return the rewritten module's code. __pycache__ holds the code of the unchanged file and is not
-        used. A cache of our own, which saves 1 s per start, is keyed by both sources, the path (shown in
-        tracebacks) and the interpreter."""
+        """Return the rewritten module's code, from a cache if possible, which saves 1 s per start.
+
+        The cache is separate from __pycache__, which holds the code of the unchanged file. Its key contains
+        both sources, the path (shown in tracebacks) and the interpreter.
+        """
         path = self.get_filename(fullname)
         source = self.get_data(path)
         key = hashlib.sha256(b"\0".join((Path(__file__).read_bytes(), path.encode(), source))).hexdigest()

@@ -31,12 +31,13 @@ from rl.training.packing import MicroBatch, MicroBatchPlan, pack
 from rl.training.weights import WeightMap, full_weights, load_hf
 
 MicroBatchLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(loss, metrics) of a micro-batch, both already divided by the mini-batch's global denominators."""
+"""micro-batch -> (loss, metrics), both already divided by the mini-batch's global denominators."""
 
 
 class TrainingEngine:
-    """One model on this rank, with gradients and optimizer if it learns. Methods are collective over the
-    world unless they say otherwise.
+    """One model on this rank, with gradients and optimizer if it learns.
+
+    Methods are collective over the world unless they say otherwise.
 
     Args:
         path: Hugging Face checkpoint directory.
@@ -93,8 +94,8 @@ class TrainingEngine:
     ) -> tuple[Tensor, ...]:
         """Return the named outputs at every response token, float32 [T] each, on every rank.
 
-        names: of logprobs, entropy and sum_p_squared for a policy, values for a value model. plans: those of
-        the update, one per mini-batch, so that both passes give bitwise equal results.
+        names: some of logprobs, entropy and sum_p_squared for a policy; values for a value model. plans: one
+        per mini-batch. With the plans of the update, both passes give bitwise equal results.
         """
         out = torch.zeros(len(names), int(batch.lengths.sum()))
 
@@ -112,7 +113,7 @@ class TrainingEngine:
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Compute with the reference weights inside the context."""
+        """Use the reference weights inside the context."""
         assert self.reference is not None, "keep_reference was not set"
         own = self._copy_of_weights()
         self._set_weights(self.reference)
@@ -147,7 +148,7 @@ class TrainingEngine:
         self._run(batch, plan, accumulate, forward_only=False, progress=progress)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-            # wd_mult is 0 for norms and biases; Megatron's own scheduler, not used here, would apply it.
+            # wd_mult is 0 for norms and biases. Megatron's scheduler, which is not used here, would apply it.
             group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
@@ -158,7 +159,7 @@ class TrainingEngine:
         return self._sum_over_replicas(sums) | {"grad_norm": norm}
 
     def start_from_present_weights(self) -> None:
-        """Set master weights and reference to the present weights, after they were loaded. Not collective."""
+        """Copy newly loaded weights to the master weights and the reference. Not collective."""
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
         if self.reference is not None:
@@ -167,8 +168,10 @@ class TrainingEngine:
     # Memory -------------------------------------------------------------------------------------------------
 
     def offload(self, *, weights: bool) -> None:
-        """Free the device memory of gradients and optimizer state, and of the weights if `weights`, until
-        `reload`. The model cannot compute in between. Not collective."""
+        """Free the device memory of gradients and optimizer state until `reload`. Not collective.
+
+        weights: also free that of the weights. The model cannot compute before `reload`.
+        """
         own = list(self.model.parameters())
         if isinstance(self.wrapped, DistributedDataParallel):
             buffers = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
@@ -192,9 +195,11 @@ class TrainingEngine:
         return not self._weights_in_host.occupied
 
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
-        """Return the weights that data parallel ranks replicate, by Megatron's name, with the group of those
-        ranks. Routed experts have their own group. Optimizer states are sharded, so no two ranks hold the
-        same one."""
+        """Return (group, weights by Megatron's name) of the weights that the group's ranks replicate.
+
+        The first entry is for the data parallel group, the second for routed experts and their expert data
+        parallel group. Optimizer states are not included, because they are sharded.
+        """
         groups: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         for name, weight in sorted(self.weight_map.parameters.items()):
             groups[".experts." in name][name] = weight
@@ -205,8 +210,10 @@ class TrainingEngine:
         return full_weights(self.weight_map)
 
     def _run(self, batch, plan, consume, *, forward_only, progress):
-        """Run this rank's micro-batches through Megatron's schedule. On the last stage `consume` gets each
-        with its outputs and returns (loss, report)."""
+        """Run this rank's micro-batches through Megatron's pipeline schedule.
+
+        On the last stage, `consume` gets each micro-batch with its outputs and returns (loss, report).
+        """
         assert self.has_weights, "the weights are in host memory"
         mine = plan[self.grid.dp_rank]
         multiple = self.grid.tp if self.model.config.sequence_parallel else 1
@@ -236,7 +243,7 @@ class TrainingEngine:
         )
 
     def _sum_over_replicas(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Sum the last stages' metrics over the data parallel ranks. Returns them on every rank."""
+        """Return the last stages' metrics, summed over the data parallel ranks, on every rank."""
         names = list(sums)
         if self.grid.pp > 1:  # only the last stage knows the names
             names = broadcast_object(names, self.grid.pp - 1, self.grid.groups.pp)
@@ -245,7 +252,7 @@ class TrainingEngine:
         return dict(zip(names, sum_over_world(mine, self.device.torch).tolist()))
 
     def _copy_of_weights(self) -> list[Tensor]:
-        """Copy the weights to host memory; on the device a second copy would be too large."""
+        """Return a copy of the weights in host memory, because device memory has no room for one."""
         return [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
 
     @torch.no_grad()
@@ -255,6 +262,8 @@ class TrainingEngine:
 
 
 def _finalize_without_division(model, num_tokens=None, **kwargs):
-    """Reduce gradients without Megatron's division by the token count; the loss already contains its
-    denominator."""
+    """Reduce gradients without Megatron's division by the token count.
+
+    The loss already contains its denominator.
+    """
     finalize_model_grads(model, None, **kwargs)

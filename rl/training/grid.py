@@ -37,13 +37,15 @@ class Grid:
 
     @property
     def reports_results(self) -> bool:
-        """Whether this rank reports the results of its data parallel replica: the first tensor parallel rank
-        of the last stage."""
+        """Whether this rank reports results for its data parallel replica.
+
+        It is the first tensor parallel rank of the last stage.
+        """
         return self.is_last_stage and self.tp_rank == 0
 
 
 def build_grid(*, tp: int, pp: int, ep: int = 1, etp: int | None = None, seed: int) -> Grid:
-    """Create Megatron's groups and seed its RNG tracker. `etp` defaults to tp. Collective over the world."""
+    """Create Megatron's groups and seed its RNG tracker; etp=None means tp. Collective over the world."""
     etp = etp or tp
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,

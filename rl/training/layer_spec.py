@@ -1,5 +1,4 @@
-"""The layer specs of the training model: Transformer Engine's (TE) where it is installed, else the layers of
-this module.
+"""The layer specs of the training model: Transformer Engine's (TE) if installed, else this module's.
 
 Megatron's local spec can neither pack sequences, nor shard norms under sequence parallelism, nor run without
 materialising [heads, S, S] scores. `Norm` and `CoreAttention` can, on CPU and on CUDA; `without_te`
@@ -22,8 +21,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 def use_te(dtype: torch.dtype) -> bool:
-    """Return whether layers are Transformer Engine's: on CUDA, if it is installed. Its packed attention
-    requires 16 bits."""
+    """Return whether to use Transformer Engine's layers: on CUDA with a 16-bit dtype, if it is installed.
+
+    Its attention over packed sequences requires 16 bits.
+    """
     if not torch.cuda.is_available() or dtype is torch.float32:
         return False
     return importlib.util.find_spec("transformer_engine") is not None
@@ -42,8 +43,10 @@ def block_spec(config):
 
 
 def te_name(name: str) -> str:
-    """Return a parameter's name in TE's spec, which fuses a norm with the linear layer after it, and the
-    experts of a rank into one grouped layer."""
+    """Return the name in TE's spec of the parameter `name` of the local spec.
+
+    TE fuses a norm with the linear layer after it, and the experts of a rank into one grouped layer.
+    """
     for local, fused in _FUSED_NORMS.items():
         name = name.replace(local, fused)
     return re.sub(r"\.local_experts\.(\d+)\.(linear_fc.)\.weight$", r".\2.weight\1", name)
@@ -60,7 +63,7 @@ _FUSED_NORMS = {
 
 
 def without_te(spec):
-    """Replace Megatron's local classes in a spec, nested dataclasses of classes, by those of this module."""
+    """Return the spec, nested dataclasses of classes, with Megatron's local classes replaced by ours."""
     if isinstance(spec, (list, tuple)):
         return type(spec)(map(without_te, spec))
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
@@ -74,9 +77,11 @@ def without_te(spec):
 
 
 class Norm:
-    """torch's RMSNorm or LayerNorm with parameters marked for sequence parallelism, so that
-    finalize_model_grads sums their gradients over the tensor parallel group. Megatron's WrappedTorchNorm does
-    not mark them."""
+    """torch's RMSNorm or LayerNorm with parameters marked for sequence parallelism.
+
+    Because of the mark, finalize_model_grads sums their gradients over the tensor parallel group. Megatron's
+    WrappedTorchNorm does not set it.
+    """
 
     def __new__(cls, config, hidden_size, eps=1e-5, **_):
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
@@ -88,6 +93,7 @@ class Norm:
 
 class DuplicatedLinear(torch.nn.Module):
     """A linear layer replicated on every tensor parallel rank, for MLA's projections down to the latents.
+
     Under sequence parallelism it computes each rank's part of the tokens.
 
     Megatron's local spec splits these projections by columns. That loses a part of the rotary key's gradient
@@ -103,7 +109,7 @@ class DuplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x):
-        """Map [T/tp, 1, input_size] to ([T/tp, 1, output_size], no bias)."""
+        """Return ([T/tp, 1, output_size], None) for x [T/tp, 1, input_size]; there is no bias."""
         return F.linear(x, self.weight), None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
@@ -115,9 +121,9 @@ class DuplicatedLinear(torch.nn.Module):
 class CoreAttention(MegatronModule):
     """Causal attention over packed sequences (thd), with grouped queries.
 
-    On CPU and for float32, torch's SDPA over all sequences of one length at a time (measured 1.5 to 2.5 times
-    faster than padding on CPU); on CUDA with 16-bit types, one call of torch's variable-length flash
-    attention.
+    On CUDA with 16-bit types it makes one call of torch's variable-length flash attention. On CPU and for
+    float32 it calls torch's SDPA once per distinct length (measured on CPU: 1.5 to 2.5 times faster than
+    padding).
     """
 
     def __init__(self, config, attention_dropout=None, softmax_scale=None, **_):
@@ -128,15 +134,19 @@ class CoreAttention(MegatronModule):
         self.scale = softmax_scale
 
     def forward(self, query, key, value, attention_mask=None, *, packed_seq_params, **_):
-        """Map packed query [T, heads/tp, d], key [T, kv_heads/tp, d] and value [T, kv_heads/tp, v] to [T,
-        heads/tp * v]."""
+        """Attend within packed sequences; returns [T, heads/tp * v].
+
+        query: [T, heads/tp, d]. key: [T, kv_heads/tp, d]. value: [T, kv_heads/tp, v].
+        """
         if query.is_cuda and query.dtype is not torch.float32:  # flash attention supports only 16 bits
             return self._varlen(query, key, value, packed_seq_params).flatten(1)
         return self._by_length(query, key, value, packed_seq_params.cu_seqlens_q)
 
     def _by_length(self, query, key, value, cu_seqlens):
-        """Attend with one call per length instead of one per sequence, whose overhead dominates for short
-        sequences."""
+        """Attend with one call per distinct length.
+
+        With one call per sequence, the overhead of the calls dominates for short sequences.
+        """
         order, lengths = _sorted_by_length(cu_seqlens)
         q, k, v = (x.index_select(0, order) for x in (query, key, value))
         out, at = [], 0
@@ -175,8 +185,10 @@ class CoreAttention(MegatronModule):
 
 
 def _sorted_by_length(cu_seqlens) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """Sort the sequences of a packed row stably by length. Returns token positions int64 [T] and (length,
-    count) pairs."""
+    """Sort the sequences of a packed row stably by length.
+
+    Returns the token positions in that order, int64 [T], and (length, count) for each distinct length.
+    """
     lengths = cu_seqlens.diff().long()
     by_length = lengths.argsort(stable=True)
     starts = cu_seqlens[:-1].long()[by_length]

@@ -1,8 +1,8 @@
 """Log-probs and entropy from hidden states: output projection, softmax and their gradients, fused in chunks.
 
 T tokens, H hidden, V vocabulary. Logits exist for `chunk` tokens at a time, as float32 [chunk, V/tp]; the
-backward pass recomputes them. Memory is O(chunk * V/tp) instead of O(T * V), for one more projection in the
-backward pass.
+backward pass recomputes them. Memory is O(chunk * V/tp) instead of O(T * V); the cost is one more projection
+in the backward pass.
 """
 
 import torch
@@ -13,15 +13,17 @@ from torch import Tensor
 def linear_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, vocab_size: int, group, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p(target), entropy and sum of squared probabilities of p = softmax(hidden @ weight.T /
-    temperature).
+    """Return log p(target), entropy and sum of squared probabilities, float32 [T] each.
+
+    p = softmax(hidden @ weight.T / temperature)
 
     hidden: [T, H], whole on every rank of the tensor parallel group. Its gradient is this rank's part; the
-    caller sums it over the group. weight: [Vpad/tp, H], the rank's rows of the padded head. targets: int64
-    [T] below vocab_size. Rows from vocab_size on are padding with probability 0.
+        caller sums it over the group.
+    weight: [Vpad/tp, H], the rank's rows of the padded head.
+    targets: int64 [T], below vocab_size. Rows from vocab_size on are padding with probability 0.
 
-    The results are float32 [T] each, identical on all ranks of the group; the sum of squares has no gradient.
-    The forward pass is collective over `group`; the backward pass is not.
+    The results are identical on all ranks of the group; the sum of squares has no gradient. The forward pass
+    is collective over `group`; the backward pass is not.
     """
     first_row = group.rank() * weight.shape[0]
     real_rows = max(0, min(weight.shape[0], vocab_size - first_row))
@@ -42,7 +44,7 @@ class _LinearLogprobs(torch.autograd.Function):
             largest = logits.amax(-1) if real_rows else logits.new_full((len(logits),), float("-inf"))
             if group.size() > 1:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            logits.sub_(largest[:, None])  # against overflow, and to keep digits for large logits
+            logits.sub_(largest[:, None])  # prevents overflow and loss of precision for large logits
             weights = logits.exp()
             target_logits = _pick(logits, local_targets[part], is_local[part])
             total, squared = weights.sum(-1), torch.linalg.vecdot(weights, weights)
@@ -61,8 +63,10 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy, _):
-        """Compute the gradients: with l = log p, d logp(y)/d logits = onehot(y) - p and d entropy/d logits =
-        -p * (l + entropy)."""
+        """Compute the gradients.
+
+        d logp(y)/d logits = onehot(y) - p,    d entropy/d logits = -p * (log p + entropy)
+        """
         hidden, weight, local_targets, is_local, lse, entropy = ctx.saved_tensors
         rows = weight[: ctx.real_rows]
         one_chunk = len(hidden) <= ctx.chunk
@@ -89,8 +93,7 @@ def _logits(hidden, rows, temperature):
 
 
 def _localise(targets, first_row, real_rows):
-    """Return the row of each target on this rank (0 if another rank holds it), and whether this rank holds
-    it."""
+    """Return (row, is_local) of each target: its row on this rank, 0 if another rank holds it."""
     local = targets - first_row
     is_local = (local >= 0) & (local < real_rows)
     return local.masked_fill(~is_local, 0), is_local

@@ -1,4 +1,4 @@
-"""The form of a loss: a function of one micro-batch and of its mini-batch's denominators."""
+"""The type of a loss: a function of one micro-batch and of its mini-batch's denominators."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,4 +21,4 @@ class Totals:
 
 
 Loss = Callable[[MicroBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
-"""(loss, metrics) of a micro-batch, both divided by the mini-batch's totals, so that micro-batches add up."""
+"""(micro-batch, totals) -> (loss, metrics), both divided by the totals, so that micro-batches add up."""

@@ -1,7 +1,7 @@
-"""The models of the training grid: Megatron GPTModels whose head computes the outputs that algorithms read.
+"""The models of the training grid: Megatron GPTModels whose heads compute the outputs for the algorithms.
 
 `Policy`, a language model, returns log-probs of given tokens instead of logits. `ValueModel`, a critic or a
-reward model, returns one number at given tokens. Both run on packed micro-batches.
+reward model, returns one value for each given token. Both run on packed micro-batches.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """The log-probs that the head computes, passed to GPTModel.forward as its labels."""
+    """What the head must compute; passed to GPTModel.forward as its labels.
+
+    predict_at: int64 [R], positions in the packed row. targets: int64 [R], the token after each position.
+    """
 
     predict_at: Tensor
     targets: Tensor
@@ -36,8 +39,10 @@ class HeadRequest:
 
 
 class Packed(GPTModel):
-    """One pipeline stage of a model for packed rows. The last stage returns a float32 [R] for each of
-    `outputs`."""
+    """One pipeline stage of a model for packed rows.
+
+    The last stage returns a tensor float32 [R] for each name in `outputs`.
+    """
 
     outputs: tuple[str, ...]
 
@@ -55,8 +60,10 @@ class Packed(GPTModel):
 
 
 class Policy(Packed):
-    """A language model that returns log-probs, entropy and the sum of squared probabilities at response
-    tokens."""
+    """A language model that returns statistics of its predictions at response tokens instead of logits.
+
+    They are the target's log-prob, the entropy and the sum of squared probabilities.
+    """
 
     outputs = ("logprobs", "entropy", "sum_p_squared")
 
@@ -65,8 +72,10 @@ class Policy(Packed):
         self.real_vocab_size, self.head_chunk_tokens = real_vocab_size, head_chunk_tokens
 
     def _postprocess(self, hidden_states, *, labels: HeadRequest, **_):
-        """Compute the head from hidden_states [T, 1, H], or [T/tp, 1, H] under sequence parallelism, on the
-        last stage."""
+        """Compute the head on the last stage; other stages return hidden_states.
+
+        hidden_states: [T, 1, H], or [T/tp, 1, H] under sequence parallelism.
+        """
         if not self.post_process:
             return hidden_states
         group = self.pg_collection.tp
@@ -88,21 +97,26 @@ class Policy(Packed):
 
 
 class ValueModel(Packed):
-    """A language model with a value head instead of the vocabulary's. Values are read at the position before
-    each response token, so that a critic's value is that of the state in which the token was sampled."""
+    """A language model with a value head instead of the vocabulary's head.
+
+    Values are read at the position before each response token. A critic's value is therefore that of the
+    state in which the token was sampled.
+    """
 
     outputs = ("values",)
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if self.post_process:
-            self.output_layer = None  # made by GPTModel in any case
+            self.output_layer = None  # GPTModel always creates one
             hidden, dtype = self.config.hidden_size, self.config.params_dtype
             self.value_head = torch.nn.Linear(hidden, 1, bias=False, dtype=dtype)
 
     def _postprocess(self, hidden_states, *, labels: HeadRequest, **_):
-        """Compute the head from hidden_states [T, 1, H], or [T/tp, 1, H] under sequence parallelism, on the
-        last stage."""
+        """Compute the head on the last stage; other stages return hidden_states.
+
+        hidden_states: [T, 1, H], or [T/tp, 1, H] under sequence parallelism.
+        """
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
@@ -166,7 +180,7 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> Tran
 
 
 def _pipeline_layout(num_layers: int, pp: int) -> list[list[str]]:
-    """Return the kinds of layers of each stage; stages may have different numbers of layers."""
+    """Return the layer types of each stage; stages may have different numbers of layers."""
     stages = [["decoder"] * count for count in stage_layers(num_layers, pp)]
     return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
@@ -176,8 +190,11 @@ def _leave(weight: Tensor) -> Tensor:
 
 
 def build_model(hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *, values: bool) -> Packed:
-    """Build this rank's part of a policy, or of a value model whose `hf` is from `rl.models.value_model`,
-    with uninitialised weights. Collective over the world (Megatron's tied embeddings)."""
+    """Build this rank's part of a policy or a value model, with uninitialised weights.
+
+    hf: for a value model, the result of `rl.models.value_model`. Collective over the world (Megatron's tied
+    embeddings).
+    """
     config = transformer_config(hf, training, dtype)
     options = dict(
         vocab_size=padded_vocab(hf["vocab_size"], vocab_multiple(grid.tp)),

@@ -1,5 +1,4 @@
-"""Move the memory of tensors to the host and back, while the tensors and all views of them stay valid
-objects."""
+"""Move the memory of tensors to the host and back. The tensors and all views of them stay valid objects."""
 
 from collections.abc import Iterable
 
@@ -8,10 +7,10 @@ from torch import Tensor
 
 
 class HostMemory:
-    """Storages moved to the host. Their device memory is free; accessing a tensor in them is undefined.
+    """Storages moved to the host. Their device memory is free, so tensors in them must not be accessed.
 
-    The host buffers are kept for the next move, pinned on CUDA, because allocating them takes longer than the
-    transfer.
+    The host buffers (pinned on CUDA) are kept for the next move, because allocating them takes longer than
+    the transfer.
     """
 
     def __init__(self) -> None:
@@ -25,8 +24,7 @@ class HostMemory:
         return bool(self._moved)
 
     def send(self, tensors: Iterable[Tensor], *, contents: bool) -> None:
-        """Free the storages of the tensors that are on the device. Without `contents` their values are
-        lost."""
+        """Free the device storages of the tensors. If not `contents`, their values are lost."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()

@@ -1,4 +1,4 @@
-"""Megatron's distributed optimizer: built from the config, and the tensors that it holds on this rank."""
+"""Megatron's distributed optimizer: construction from the config, and its tensors on this rank."""
 
 from collections.abc import Iterator
 
@@ -30,8 +30,10 @@ def build_optimizer(adam: Optimizer, dtype: torch.dtype, model: DistributedDataP
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return Megatron's optimizers that update parameters of this rank: one for routed experts, one for all
-    others."""
+    """Return Megatron's optimizers that update parameters of this rank.
+
+    There is one for routed experts and one for all other parameters.
+    """
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if not part.is_stub_optimizer]
 

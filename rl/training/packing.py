@@ -1,5 +1,4 @@
-"""Samples in micro-batches: which rank processes which sample, and the layout of samples in a packed row of
-tokens.
+"""Samples in micro-batches: which rank processes which sample, and the layout of a packed row of tokens.
 
 The plan is plain data that every rank computes identically from the lengths alone. All forward passes of a
 step use the same plan. The log-probs before and in the first update therefore come from the same packed rows
@@ -15,7 +14,7 @@ from torch import Tensor
 from rl.data.batch import Batch
 
 MicroBatches = list[list[int]]
-"""Sample indices of each micro-batch of one data parallel rank. An empty micro-batch holds only padding."""
+"""Sample indices of each micro-batch of one data parallel rank; an empty one holds only padding."""
 MicroBatchPlan = list[MicroBatches]
 """The micro-batches of each data parallel rank, [dp]."""
 
@@ -44,8 +43,7 @@ def plan_micro_batches(
     longest_first = sorted(indices, key=lambda i: (-lengths[i], i))
     ranks = _spread(longest_first, lengths, dp)
     count = max(len(_first_fit(samples, lengths, max_tokens)) for samples in ranks)
-    # An even spread over `count` micro-batches may overfill one where first-fit does not; then first-fit is
-    # used.
+    # An even distribution over `count` micro-batches may exceed max_tokens where first-fit does not.
     return [_even_or_first_fit(samples, lengths, count, max_tokens) for samples in ranks]
 
 
@@ -56,7 +54,7 @@ def plan_minibatch(batch: Batch, samples: list[int], *, dp: int, max_tokens: int
 
 
 def _spread(longest_first, lengths, bins):
-    """Partition greedily into bins of about equal tokens; on ties the bin with fewer samples is used."""
+    """Assign samples greedily to bins of about equal tokens; ties go to the bin with fewer samples."""
     loads, out = [(0, 0, b) for b in range(bins)], [[] for _ in range(bins)]
     for i in longest_first:
         tokens, count, b = min(loads)
@@ -116,11 +114,11 @@ class MicroBatch:
     labels: Tensor | None = None
     """The batch's labels of these samples, float32 [B]."""
     logprobs: Tensor | None = None
-    """Outputs of the forward pass, float32 [R] each: logprobs, entropy and sum_p_squared of a policy,"""
+    """Output of a policy, float32 [R], as are entropy and sum_p_squared."""
     entropy: Tensor | None = None
     sum_p_squared: Tensor | None = None
     values: Tensor | None = None
-    """values of a value model."""
+    """Output of a value model, float32 [R]."""
 
     def __getattr__(self, name: str) -> Tensor:
         """Return a column: `micro.advantages` is `micro.columns["advantages"]`."""
@@ -133,8 +131,10 @@ class MicroBatch:
 
 
 def pack(batch: Batch, samples: list[int], *, multiple: int, device: torch.device) -> MicroBatch:
-    """Concatenate the samples and pad to a multiple of `multiple` tokens, which is tp under sequence
-    parallelism."""
+    """Concatenate the samples and pad the row to a multiple of `multiple` tokens.
+
+    multiple: tp under sequence parallelism, else 1.
+    """
     offsets = batch.offsets
     sequences = [np.concatenate([batch.prompt_ids[i], batch.response_ids[i]]) for i in samples]
     lengths = [len(sequence) for sequence in sequences]

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step. A resumed run needs no state for it."""
+"""The learning rate as a pure function of the step. A checkpoint therefore holds no state for it."""
 
 import math
 
@@ -6,8 +6,10 @@ from rl.config.schema import Optimizer
 
 
 def learning_rate(optimizer: Optimizer, step: int, max_steps: int) -> float:
-    """Return the learning rate of step `step`, 1..max_steps: linear warm-up, above 0 in the first step, then
-    decay."""
+    """Return the learning rate of step `step`, 1..max_steps: linear warm-up, then decay.
+
+    The first step's rate is above 0.
+    """
     if step <= optimizer.warmup_steps:
         return optimizer.lr * step / optimizer.warmup_steps
     if optimizer.schedule == "constant":

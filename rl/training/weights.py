@@ -46,8 +46,10 @@ class WeightMap:
         """dtype of all weights that are not `float32`."""
 
     def place(self, weight: Weight) -> Place:
-        """Return the pipeline stages that hold the weight, its owner first, and a routed expert's expert
-        parallel rank."""
+        """Return the pipeline stages that hold the weight, its owner first, and the expert parallel rank.
+
+        The rank is None for weights outside routed experts.
+        """
         return self.placement.place(weight)
 
     def holds(self, weight: Weight) -> bool:
@@ -56,8 +58,10 @@ class WeightMap:
         return self.grid.pp_rank in place.stages and place.ep_rank in (None, self.grid.ep_rank)
 
     def tensor_split(self, weight: Weight) -> tuple[int, int]:
-        """Return the number of ranks over which the weight is split, and this rank's index; routed experts
-        have own groups."""
+        """Return the number of ranks over which the weight is split, and this rank's index.
+
+        Routed experts use their own tensor parallel group.
+        """
         grid = self.grid
         return (grid.tp, grid.tp_rank) if weight.expert is None else (grid.etp, grid.etp_rank)
 
@@ -74,7 +78,7 @@ class WeightMap:
         return name if name in self.parameters else te_name(name)
 
     def local(self) -> Iterator[tuple[Weight, Tensor]]:
-        """Yield this rank's weights with their parameters; a tied embedding on both its stages."""
+        """Yield this rank's weights with their parameters. Both stages of a tied embedding yield it."""
         for weight in self.weights:
             if self.holds(weight):
                 yield weight, self.parameters[self.local_name(weight, self.grid.pp_rank)]
@@ -82,10 +86,10 @@ class WeightMap:
 
 @torch.no_grad()
 def load_hf(directory: str, weight_map: WeightMap) -> None:
-    """Fill this rank's parameters from a checkpoint's safetensors files. Padding rows of the vocabulary
-    become 0. FP8 weights with a scale per block, as DeepSeek-V3's, are dequantised.
+    """Fill this rank's parameters from a checkpoint's safetensors files. Not collective.
 
-    Raises ValueError as `tensor_files` does. Not collective.
+    Padding rows of the vocabulary become 0. FP8 weights with a scale per block, as in DeepSeek-V3, are
+    dequantised. Raises ValueError as `tensor_files` does.
     """
     files = tensor_files(directory, weight_map.weights)
     reader = TensorReader(files)
@@ -99,8 +103,8 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
                 scale = piece.hf + "_scale_inv"
                 if scale not in files:
                     raise ValueError(
-                        f"{directory} has {piece.hf} in FP8, but no {scale}; Lockstep reads FP8 by blocks "
-                        "only."
+                        f"{directory} has {piece.hf} in FP8, but no {scale}; Lockstep reads only FP8 with "
+                        "one scale per block."
                     )
                 values = dequantised(
                     values, reader.read(scale, blocks_of(piece.hf_box)).float(), piece.hf_box
@@ -114,8 +118,9 @@ def blocks_of(box: Box) -> Box:
 
 
 def dequantised(values: Tensor, factors: Tensor, box: Box) -> Tensor:
-    """Return float32 [r, c], the box of a matrix in FP8 with one float32 factor per block (DeepSeek-V3,
-    arXiv:2412.19437, section 3.3; `weight_scale_inv` in its checkpoints).
+    """Return the dequantised values float32 [r, c] of a box of an FP8 matrix with one factor per block.
+
+    The format is DeepSeek-V3's (arXiv:2412.19437, section 3.3; `weight_scale_inv` in its checkpoints).
 
     values: float8 [r, c], the box. factors: float32, of the blocks `blocks_of(box)`.
     """
@@ -128,9 +133,9 @@ def dequantised(values: Tensor, factors: Tensor, box: Box) -> Tensor:
 def full_weights(weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) of every weight, in the model's order, on every rank.
 
-    Each weight takes an all-gather over the owner's tensor parallel group, for a routed expert a broadcast
-    over the expert parallel group of its stage, and a broadcast over the pipeline group. Collective over the
-    model parallel groups: every rank must exhaust the iterator.
+    Each weight needs an all-gather over the owner's tensor parallel group, for a routed expert a broadcast
+    over the expert parallel group of its stage, and a broadcast over the pipeline group. Every rank must
+    exhaust the iterator, because it is collective over these groups.
     """
     grid = weight_map.grid
     device = next(iter(weight_map.parameters.values())).device
