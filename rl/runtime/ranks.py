@@ -2,8 +2,8 @@
 
 Precedence: torchrun's variables, MPI, a Slurm step, one process. `SLURM_PROCID` alone does not show a step:
 the batch script has it too, and `python train_rl.py` without srun would look like rank 0 of N there and wait
-forever. Only a step has `SLURM_STEP_ID` and `SLURM_STEP_NUM_TASKS`. mpi4py initialises MPI on import, so it is
-imported only when mpirun started the program.
+forever. Only a step has `SLURM_STEP_ID` and `SLURM_STEP_NUM_TASKS`. mpi4py initialises MPI on import, so it
+is imported only when mpirun started the program.
 """
 
 import os
