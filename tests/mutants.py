@@ -8,7 +8,7 @@ Prints `NAME OUTCOME SECONDS` for each:
 
     caught      a test failed, or the tests did not end in time
     survived    no test failed
-    stale       the table does not fit the program: a function, an expression or a test file has another name
+    stale       the table does not fit the program: a function, an expression or a test file was renamed
     error       pytest ended in some other way; its output follows
 
 A name that begins with hole- marks a mutant that no test has caught yet. The exit code is 0 if all others are
@@ -16,9 +16,9 @@ caught.
 
 The table has sections `[tests]` with the stems of test files and options of pytest, and entries
 `name: function: old => new`; an indented line continues the one before it. A function has its qualified name,
-such as Batch.select. `@stem` after it names the file that defines it, where functions of several files fit.
-`#2` takes the second of several equal expressions. `a|b` is a function that is called either a or b. Of the
-stems of a section, those without a file are passed over.
+such as Batch.select. `@stem` after it names the file that defines it, if functions of several files match.
+`#2` selects the second of several equal expressions. `a|b` is a function that is named either a or b. Stems
+without a file are skipped.
 
 A mutant replaces one expression or statement of one function. Expressions are compared as syntax. Functions
 and test files are found by name, so an entry remains valid when files are formatted or moved. Mutants are
@@ -54,7 +54,7 @@ LIMIT_S = 300
 HOLE = "hole-"
 
 Tests = tuple[str, ...]
-"""Stems of test files and options of pytest, as the table has them."""
+"""Stems of test files and options of pytest, as in the table."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Mutant:
 
 
 class Stale(Exception):
-    """An entry of the table does not fit the program."""
+    """Raised when an entry of the table does not fit the program."""
 
 
 def read_table(text: str) -> list[Mutant]:
@@ -207,7 +207,7 @@ def copy_tree(target: Path) -> None:
 
 
 def pass_unchanged(selections: set[Tests], copy: Path) -> bool:
-    """Whether the tests pass without a mutant. Files that are run whole share one pytest."""
+    """Return whether the tests pass without a mutant. Files that are run whole share one pytest."""
     whole = tuple(sorted({word for tests in selections if "-k" not in tests for word in tests}))
     for tests in [whole, *sorted(tests for tests in selections if "-k" in tests)]:
         pid = start(arguments_of(tests, copy), copy, keep_bytecode=True) if tests else 0

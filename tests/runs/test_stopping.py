@@ -55,7 +55,7 @@ def test_a_run_stopped_in_a_generation_goes_on_exactly(config, tmp_path):
     # It stays stopped until the file is gone.
     with pytest.raises(RanksFailed) as refused:
         run_ranks(2, TRAIN, "--config", config, timeout=240)
-    assert refused.value.returncodes == [2, 2] and "remove it to let the run go on" in refused.value.stderr[0]
+    assert refused.value.returncodes == [2, 2] and "remove it to continue the run" in refused.value.stderr[0]
     (tmp_path / "run" / "stop").unlink()
     # Then by its time: already over when the first step would begin, so nothing is done twice.
     with pytest.raises(RanksFailed) as late:
