@@ -1,4 +1,7 @@
-"""Collectives that several rooms use. Each is collective over its group, by default the world."""
+"""Collectives that several rooms use. Each is collective over its group, by default the world.
+
+docs/architecture.md lists all collectives of a step and their groups.
+"""
 
 from typing import Any, TypeVar
 
