@@ -26,9 +26,9 @@ PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
 
 
 def main() -> int:
-    """Read the command line, start torch.distributed, and run.
+    """Read the command line, start torch.distributed, run, and return the exit code.
 
-    Returns the exit code; exits if it is not 0.
+    Once torch.distributed has started, a code other than 0 ends the process here (`leave`).
     """
     if "--dry-run" in sys.argv[1:]:
         from rl.dry_run.command import main as dry_run
@@ -37,8 +37,7 @@ def main() -> int:
     from rl.stopping.signals import expect_signals
 
     expect_signals()  # before any thread exists, which would receive the signals that this one blocks
-    # No import of torch until the configuration is checked, so that --help and a typo take a fraction of a
-    # second.
+    # torch is imported after the configuration is checked: --help and a typo take a fraction of a second.
     from rl.config.checks import check
     from rl.config.options import ConfigError, parse_command_line, to_yaml
     from rl.config.schema import Config, load_config
@@ -91,7 +90,9 @@ def main() -> int:
 
 def watched_run(config, ranks, device) -> int:
     """Lock the run directory, start the watchdog, run, and return the exit code. Collective over the world.
-    Raises ConfigError on every rank. Any other error is reported, and then ends the process."""
+
+    Raises ConfigError on every rank. Any other error is reported, and then ends the process.
+    """
     import torch.distributed as dist
 
     from rl.config.options import ConfigError
@@ -133,7 +134,7 @@ def watched_run(config, ranks, device) -> int:
         from rl.run.loop import run  # imports Megatron and vLLM, so only now
 
         code = run(config, inputs, device, watchdog)
-        dist.monitored_barrier(control_group())  # else the first rank to exit would look lost to the others
+        dist.monitored_barrier(control_group())  # otherwise the first rank to exit would look lost
         return code
     except ConfigError as error:
         status.refuse(str(error))
@@ -158,8 +159,7 @@ def watched_run(config, ranks, device) -> int:
 def prepare_environment(ranks) -> None:
     """Set the variables that libraries read when they are first imported."""
     ranks.export()
-    # With --cpus-per-task Slurm binds each task to its own cores, which are then not divided among the ranks
-    # again.
+    # With --cpus-per-task Slurm binds each task to its own cores, which must not be divided again.
     own_cpus = os.environ.get("SLURM_CPUS_PER_TASK") if ranks.launcher == "slurm" else None
     cpus = own_cpus or max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
     defaults = {
@@ -195,8 +195,9 @@ def refuse(error: Exception, ranks) -> int:
 def leave(code: int, *, together: bool = True) -> None:
     """Run the exit handlers and end the process without the interpreter's teardown.
 
-    Threads of gloo groups that Megatron and vLLM still hold sometimes end a finished run with SIGABRT in the
-    teardown.
+    In that teardown, threads of gloo groups that Megatron and vLLM still hold sometimes end a finished run
+    with SIGABRT.
+
     together: whether every rank exits.
     """
     atexit._run_exitfuncs()

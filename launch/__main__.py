@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the flush at exit then writes
         print(
             "error: the output was closed; `python -m launch status` shows what was submitted.",
             file=sys.stderr,

@@ -29,7 +29,7 @@ def add_resources(parser: argparse.ArgumentParser) -> None:
         option = "--" + name.removesuffix("_s").replace("_", "-")
         options = dict(dest=name, metavar=placeholder, type=type(default), help=text)
         group.add_argument(option, default=default, required=name == "nodes", **options)
-    group.add_argument("--no-requeue", dest="requeue", action="store_false", help="the job is never requeued")
+    group.add_argument("--no-requeue", dest="requeue", action="store_false", help="never requeue the job")
     sbatch_help = "any other option of sbatch, e.g. --sbatch=--constraint=h100"
     group.add_argument("--sbatch", metavar="OPTION", action="append", default=[], help=sbatch_help)
 

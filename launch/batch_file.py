@@ -42,7 +42,7 @@ class Resources:
     def check(self) -> None:
         """Raise ConfigError for invalid values."""
         if self.nodes < 1:
-            raise ConfigError(f"nodes={self.nodes}, but must be at least 1.")
+            raise ConfigError(f"nodes={self.nodes} must be at least 1.")
         if min(self.gpus_per_node, self.ranks_per_node, self.cpus_per_task, self.signal_lead_s) < 0:
             raise ConfigError(
                 "GPUs and ranks per node, cores per task and the signal's lead must be 0 or more."
@@ -59,7 +59,7 @@ class Resources:
         for option in self.sbatch:
             if not option.startswith("-"):
                 raise ConfigError(
-                    f"'{option}' is no option of sbatch; write it as one word, e.g. --constraint=h100."
+                    f"'{option}' is not an option of sbatch; write it as one word, e.g. --constraint=h100."
                 )
 
     @property
@@ -92,8 +92,8 @@ def render(
 ) -> str:
     """Return the batch file of one run.
 
-    logs: directory of the job's and the ranks' logs. command: the command that writes the file, for a
-    comment.
+    logs: directory of the job's and the ranks' logs.
+    command: the command that writes the file, for a comment.
     """
     header = _header(resources, name=name, output=f"{logs}/%x-%j.out", command=command)
     return "\n".join([header, _source(logs), "", _train(config, overrides)]) + "\n"
@@ -104,8 +104,8 @@ def render_sweep(
 ) -> str:
     """Return the batch file of a job array.
 
-    points: directory with a file per task, which has one override per line. array: sbatch's --array, e.g.
-    0-5%2.
+    points: directory with a file per task, which has one override per line.
+    array: sbatch's --array, e.g. 0-5%2.
     """
     header = _header(resources, name=name, output=f"{logs}/%x-%A_%a.out", command=command, array=array)
     body = f"""

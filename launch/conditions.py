@@ -43,7 +43,7 @@ def holds(condition: str, values: Mapping[str, Any]) -> bool:
         tree = ast.parse(condition, mode="eval")
     except (SyntaxError, ValueError):
         raise ConfigError(
-            f"'{condition}' is no condition; write e.g. training.tp * training.pp > 8."
+            f"'{condition}' is not a condition; write e.g. training.tp * training.pp > 8."
         ) from None
     try:
         return bool(_value(tree.body, values, condition))
@@ -87,5 +87,5 @@ def _key(node: ast.expr, values: Mapping[str, Any], condition: str) -> Any:
     if dotted not in values:
         near = difflib.get_close_matches(dotted, list(values), n=1)
         advice = f"; did you mean {near[0]}?" if near else "."
-        raise ConfigError(f"'{condition}' asks for {dotted}, which is no key of the config{advice}")
+        raise ConfigError(f"'{condition}' names {dotted}, which is not a config key{advice}")
     return values[dotted]

@@ -1,17 +1,19 @@
 """The points of a sweep: the values of each point's keys, and its name.
 
-    grid:   {training.optimizer.lr: [1e-6, 2e-6], rollout.samples_per_prompt: [4, 8, 16]}     every
-        combination
-    zip:    {training.tp: [1, 2], training.pp: [2, 1]}                                         first with
-        first, and so on
-    random: {points: 10, seed: 0, keys: {objective.clip_high: {uniform: [0.2, 0.3]}}}          draws
-    seeds:  [1, 2, 3]                                                                          run.seed of
-        each
-    skip:   ["training.tp * training.pp > 8"]                                                  leave these out
-    only:   ["rollout.samples_per_prompt > 4 or training.optimizer.lr < 2e-6"]                 keep these
+    # every combination
+    grid:   {training.optimizer.lr: [1e-6, 2e-6], rollout.samples_per_prompt: [4, 8, 16]}
+    # first with first, and so on
+    zip:    {training.tp: [1, 2], training.pp: [2, 1]}
+    # draws
+    random: {points: 10, seed: 0, keys: {objective.clip_high: {uniform: [0.2, 0.3]}}}
+    # run.seed of each point
+    seeds:  [1, 2, 3]
+    # points to leave out, points to keep
+    skip:   ["training.tp * training.pp > 8"]
+    only:   ["rollout.samples_per_prompt > 4 or training.optimizer.lr < 2e-6"]
 
-The points are all combinations of grid, zip, random and seeds that satisfy the conditions. A name follows
-from a point's own values, so that a point keeps its run when others are added.
+The points are all combinations of grid, zip, random and seeds that satisfy the conditions. A point's name
+depends only on its own values, so that it keeps its run when other points are added.
 """
 
 import hashlib
@@ -41,7 +43,7 @@ class Point:
 
     @property
     def overrides(self) -> list[str]:
-        """The values as arguments of train_rl.py."""
+        """Return the values as arguments of train_rl.py."""
         return [f"{key}={_override(value)}" for key, value in self.values.items()]
 
 
@@ -63,7 +65,7 @@ def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Poin
             raise ConfigError(f"the sweep gives {key} twice; name it in one of grid, zip, random and seeds.")
         if key not in known:
             raise ConfigError(
-                f"the sweep varies {key}, which is no key of the config; train_rl.py --help lists them."
+                f"the sweep varies {key}, which is not a config key; train_rl.py --help lists them."
             )
     if not keys:
         raise ConfigError("the sweep has none of grid, zip, random and seeds, so there is nothing to sweep.")
@@ -116,7 +118,7 @@ def _list(section: str, key: str, values: Any) -> list:
 
 
 def _random(section: dict) -> list[dict]:
-    """Return draws by seed, number and key alone, so that more points keep the first ones."""
+    """Return the draws. Each depends only on seed, number and key, so that further points change no draw."""
     if not section:
         return [{}]
     if section.keys() != {"points", "seed", "keys"}:
@@ -172,7 +174,7 @@ def _is_selected(sweep: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return the shortest distinct suffix: lr, or training.optimizer.lr beside critic.optimizer.lr."""
+    """Return each key's shortest distinct suffix: lr, or training.optimizer.lr beside critic.optimizer.lr."""
     out = {}
     for key in keys:
         parts = key.split(".")

@@ -31,14 +31,13 @@ class RunState:
 
     directory: Path
     state: str
-    """queued, running, stopped (can continue), finished, failed, lost (ended without a report) or unstarted.
-    """
+    """queued, running, stopped (can continue), finished, failed, lost (no report of its end), unstarted."""
     step: int | None = None
     max_steps: int | None = None
     reward: float | None = None
     """Mean score of the last step."""
     silent_s: float | None = None
-    """Age of the oldest heartbeat of any rank, of a run in progress."""
+    """Seconds since the oldest heartbeat of any rank, for a run in progress."""
     attempts: int | None = None
     """Number of starts of its job."""
     job: str = ""
@@ -85,8 +84,11 @@ def noted_jobs(directory: Path) -> list[dict]:
 
 
 def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list[RunState]:
-    """Return the state of each run, with one call of squeue. If Slurm does not answer, the states follow from
-    files alone, with a warning; with `needs_queue` SlurmError is raised."""
+    """Return the state of each run, with one call of squeue.
+
+    If Slurm does not answer, the states follow from files alone, with a warning; with `needs_queue`
+    SlurmError is raised.
+    """
     reported = [_reported(directory) for directory in directories]
     jobs = [_jobs_of(run) for run in reported]
     queue: dict[str, str] | None = None

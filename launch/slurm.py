@@ -10,7 +10,7 @@ TIMEOUT_S = 60
 
 
 class SlurmError(ValueError):
-    """A Slurm command is missing, failed or did not answer."""
+    """Raised when a Slurm command is missing, fails or does not answer."""
 
 
 def available() -> bool:
@@ -41,13 +41,15 @@ def run(*command: str) -> str:
 
 
 def submit(file: str, *, options: Sequence[str] = ()) -> str:
-    """Submit a batch file; returns the job id."""
+    """Submit a batch file; return the job id."""
     return run("sbatch", "--parsable", *options, file).strip().split(";")[0]
 
 
 def states(jobs: Iterable[str]) -> dict[str, str]:
-    """Return the states of those jobs that are in the queue, e.g. 17 -> RUNNING; {} without Slurm. A task of
-    an array is 17_3, in the argument and in the result."""
+    """Return the states of those jobs that are in the queue, e.g. 17 -> RUNNING; {} without Slurm.
+
+    A task of an array is 17_3, in the argument and in the result.
+    """
     ids = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}
     if not ids or not available():
         return {}

@@ -68,8 +68,10 @@ def main(argv: list[str]) -> int:
 
 
 def print_estimate(config: Config, resources: Resources) -> bool:
-    """Print the report of train_rl.py --dry-run and the GPU-hours; return whether the run fits. For CPU nodes
-    nothing is estimated, and the result is True."""
+    """Print the report of train_rl.py --dry-run and the GPU-hours; return whether the run fits.
+
+    For CPU nodes nothing is estimated, and the result is True.
+    """
     if not resources.gpus_per_node:
         print(f"# {resources.world_size} ranks on CPU nodes: no estimate of GPU memory")
         return True

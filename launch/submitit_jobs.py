@@ -8,8 +8,9 @@
     print(job.result())                 # {'state': 'finished', 'step': 150, ...}: the run's status.json
 
 submitit starts one task per rank, and sends SIGUSR2 to the first one when its time is over or it is
-pre-empted. There `Train.checkpoint` waits until train_rl.py, which receives the same signal, has stopped with
-a checkpoint, and returns the same call to submitit: the job is requeued and the run continues under its name.
+pre-empted. In that task `Train.checkpoint` waits until train_rl.py, which receives the same signal, has
+stopped with a checkpoint. It then returns the same call to submitit, which requeues the job, and the run
+continues under its name.
 Everything else works without submitit.
 """
 
@@ -32,7 +33,7 @@ STOPPED_EXIT = 75
 
 
 class RunFailed(RuntimeError):
-    """train_rl.py ended with an error, which is in the task's log."""
+    """Raised when train_rl.py ended with an error, which is in the task's log."""
 
 
 def executor(

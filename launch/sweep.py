@@ -25,7 +25,7 @@ from rl.config.schema import Config, load_config
 
 @dataclass
 class SweepFile:
-    """A sweep file."""
+    """The fields of a sweep file."""
 
     name: str = ""
     """Name of the sweep and of its directory, `runs/<name>`, and of the job. Required."""

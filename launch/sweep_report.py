@@ -3,7 +3,7 @@
 SWEEP is the directory of a sweep (or several run directories). Writes SWEEP/report.png and SWEEP/report.html,
 a single file with the picture and a row per run: the swept values, the state, and the first, best and last
 value of the metric. The metric is the held-out accuracy if the runs have one, else the mean reward; --metric
-selects another one of metrics.jsonl.
+selects another metric of metrics.jsonl.
 """
 
 import argparse

@@ -42,7 +42,7 @@ export SRUN_CPUS_PER_TASK=$cpus # since Slurm 22.05 srun does not inherit it fro
 
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # compute nodes have no internet access
 export PYTHONUNBUFFERED=1
-# Compiled kernels go to a disk of the node: thousands of small files, written by all ranks at once.
+# Compile caches are on a disk of the node, because all ranks write thousands of small files at once.
 cache=${SLURM_TMPDIR:-/tmp}/lockstep-cache-$(id -u)
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor VLLM_CACHE_ROOT=$cache/vllm
 export LOCKSTEP_STATUS=$rank_logs/status.json # a copy of the run's status.json, for the decisions below
@@ -107,15 +107,15 @@ allow_start() {
     fi
 }
 
-# Requeue the job after exit code $1, if that is allowed, and exit with that code.
+# Requeue the job after exit code $1 if allowed, and exit with that code.
 requeue() {
     if [ "${NO_REQUEUE:-0}" = 1 ]; then
-        say "not requeued (NO_REQUEUE=1); the same sbatch command goes on after step $(checkpoint_step)"
+        say "not requeued (NO_REQUEUE=1); the same sbatch command continues after step $(checkpoint_step)"
         exit "$1"
     fi
     if [ "$(checkpoint_step)" = "$started_at" ]; then allow_start $((attempts + 1)); fi
     say "requeue, to go on after step $(checkpoint_step)"
-    scontrol requeue "$job_id" || say "scontrol requeue failed; submit the job again to go on" >&2
+    scontrol requeue "$job_id" || say "scontrol requeue failed; submit the job again to continue" >&2
     exit "$1" # Slurm ends this script anyway
 }
 
@@ -148,7 +148,7 @@ train() {
     exit "$code"
 }
 
-# The number of starts since the newest checkpoint, counted here so that a start that a lost node ends counts too.
+# The number of starts since the newest checkpoint. It is counted at the start, so that a start ended by a lost node counts too.
 attempts=0 last=none started_at=$(checkpoint_step)
 if [ -f "$rank_logs/attempts" ]; then read -r attempts last <"$rank_logs/attempts"; fi
 if [ "$started_at" != "$last" ]; then attempts=0; fi

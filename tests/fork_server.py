@@ -1,12 +1,12 @@
 """A process that has imported what ranks import and forks them: a rank starts at once, not after ten seconds.
 
-tests/spawn.py starts it, once per session. It reads one JSON object a line and answers each with a line:
-{"start": {...}} forks a rank and answers its pid; {"poll": [pid, ...]} answers the ranks' exit codes, null
-while they run. When its input ends it kills the ranks that still run, and ends. It must never start a thread
-or a process group: forked ranks would inherit their locks and sockets, but not the threads.
+tests/spawn.py starts it, once per session. It reads one JSON object per line and answers each with one
+line: {"start": {...}} forks a rank and returns its pid; {"poll": [pid, ...]} returns the ranks' exit codes,
+null while they run. When its input ends, it kills the ranks that still run and exits. It must never start a
+thread or a process group: forked ranks would inherit their locks and sockets, but not the threads.
 
-Three things are seen only by ranks that are started (tests/runs/test_launchers.py, tests/slurm): the order of
-imports, variables that libraries read when they are imported, and a hash seed of its own on each rank.
+Forked ranks cannot test three things: the order of imports, variables that libraries read on import, and a
+different hash seed on each rank. tests/runs/test_launchers.py and tests/slurm start interpreters for these.
 """
 
 import atexit
@@ -29,14 +29,14 @@ MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "deepsee
 
 
 def import_all() -> dict[str, str]:
-    """Import what ranks import; returns the variables that this has set, which ranks then have too."""
+    """Import what ranks import; return the variables that this set, which ranks then have too."""
     before = dict(os.environ)
     from rl.runtime.ranks import discover
     from train_rl import prepare_environment
 
     prepare_environment(discover())
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as rl.runtime.session does, which comes too late here
-    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # read by pyarrow
     import importlib
 
     import pyarrow.parquet  # noqa: F401
@@ -62,7 +62,7 @@ def fork_rank(
     stderr: str,
     answers: int,
 ) -> int:
-    """Start `python script *arguments` in a session of its own; returns its pid."""
+    """Fork a rank that runs `python script *arguments` in its own session; return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -94,7 +94,7 @@ def fork_rank(
 
 
 def run_script(script: str, arguments: Sequence[str]) -> int:
-    """Run a file as the interpreter runs its main program; returns the exit code."""
+    """Run a file as the interpreter runs its main program; return the exit code."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     module = types.ModuleType("__main__")
@@ -112,14 +112,14 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries' notes on what a CPU host lacks
         changed = import_all()
     gc.collect()
     gc.freeze()  # ranks need not look at these objects, and their pages stay shared
     threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"importing has started {threads - 1} threads, which forked ranks would lack"
+    assert threads == 1, f"imports started {threads - 1} threads, which forked ranks would lack"
     running: set[int] = set()
     codes: dict[int, int] = {}
     print(json.dumps("ready"), file=answers, flush=True)

@@ -20,8 +20,7 @@ Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MA
 `init_process_group` needs no arguments, and one OpenMP thread. Ranks are forked from a process that has
 imported torch, Megatron, vLLM and the program (tests/fork_server.py), or are interpreters with `fresh=True`.
 
-A program that did its work may still fail at its end: the store lives in rank 0, so meet in a collective
-before leaving.
+Rank 0 holds the store: end a program with a collective, or a slower rank may fail after its work is done.
 """
 
 import atexit
@@ -46,7 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class RanksFailed(Exception):
-    """A rank failed, or not all ended in time. The message holds their stderr, the failed rank's first."""
+    """Raised when a rank failed or not all ended in time; the message has their stderr, failed first."""
 
     def __init__(self, reason: str, stdout: list[str], stderr: list[str], returncodes: list[int | None]):
         self.stdout, self.stderr, self.returncodes = stdout, stderr, returncodes
@@ -65,14 +64,18 @@ def run_ranks(
 ) -> list[str]:
     """Run the program as `world_size` ranks; return the stdout of each.
 
-    program: Python source (indented as it stands in the test) or the path of a script. args: sys.argv[1:].
-    timeout: seconds until the ranks are killed. grace: seconds for the others to end after one has failed.
-    env: variables beside this process's own and those of a rank. fresh: start interpreters, fork none.
-    Raises RanksFailed when a rank exits with another code than 0.
+    program: Python source, which may be indented as in a test, or the path of a script.
+    args: sys.argv[1:].
+    timeout: seconds until the ranks are killed.
+    grace: seconds for the others to end after one has failed.
+    env: variables beside this process's own and those of a rank.
+    fresh: start interpreters instead of forks.
+
+    Raises RanksFailed when a rank exits with a code other than 0.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         if isinstance(program, str):
-            script = Path(directory, "program.py")  # a file, so that a traceback shows its lines
+            script = Path(directory, "program.py")  # a file, so that tracebacks show its lines
             script.write_text(textwrap.dedent(program))
         else:
             script = program
@@ -117,7 +120,7 @@ def free_port() -> int:
 
 
 class _Rank:
-    """One rank and the files that it writes to: nobody needs to read while a rank writes, as with pipes."""
+    """One rank, which writes to files: unlike pipes, they need no reader while the rank runs."""
 
     pid: int
 
@@ -185,7 +188,7 @@ def _ask_fork_server(**request: object):
 
 @functools.cache
 def _fork_server() -> subprocess.Popen:
-    """Start the server, the first time; it ends with this process."""
+    """Return the server, which the first call starts; it ends with this process."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     server = subprocess.Popen(
         [sys.executable, ROOT / "tests" / "fork_server.py"],

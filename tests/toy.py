@@ -69,7 +69,7 @@ def train(
 ) -> list[dict]:
     """Run train_rl.py on ranks of this host; return the records in its run directory.
 
-    run: the directory, where it is not that of the config, which is `run` beside the config.
+    run: the run directory; the default is `run` beside the config.
     """
     directory = config.parent / "run" if run is None else run
     run_ranks(world_size, TRAIN, "--config", config, f"run.dir={directory}", *overrides, timeout=timeout)

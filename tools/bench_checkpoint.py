@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-# Run as a script, python looks for modules in tools/ only.
+# Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.runtime.ranks import discover  # noqa: E402

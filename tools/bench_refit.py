@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# Run as a script, python looks for modules in tools/ only.
+# Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 SIZES = dict(

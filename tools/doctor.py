@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# Run as a script, python looks for modules in tools/ only.
+# Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.schema import load_config  # noqa: E402
@@ -58,17 +58,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--config", metavar="FILE", help="config whose models, data and run directory are checked")
+    add("--config", metavar="FILE", help="check the models, data and run directory of this config")
     add("overrides", metavar="key=value", nargs="*", help="config overrides")
     add("--gpus", metavar="N", type=int, help="GPUs that a node must have (SLURM_GPUS_ON_NODE)")
     add("--path", metavar="DIR", type=Path, action="append", default=[], help="directory to write to")
     add("--min-free-gib", metavar="X", type=float, default=10.0, help="least free space there (10)")
     add("--max-skew", metavar="S", type=float, default=1.0, help="largest clock difference in seconds (1)")
     add("--mib", metavar="N", type=int, default=64, help="size of the bandwidth test (64)")
-    add("--rounds", metavar="N", type=int, default=7, help="rounds of pairs in it; 0: none (7)")
+    add("--rounds", metavar="N", type=int, default=7, help="rounds of that test; 0: no test (7)")
     slow_help = "a pair below this share of the median is slow (0.5)"
     add("--slow-share", metavar="X", type=float, default=0.5, help=slow_help)
-    add("--min-gb-s", metavar="X", type=float, default=0.0, help="or below so many GB/s (0)")
+    add("--min-gb-s", metavar="X", type=float, default=0.0, help="and a pair below this many GB/s (0)")
     add("--json", action="store_true", help="print one JSON object")
     add("--verbose", action="store_true", help="also print passed checks")
     return parser.parse_intermixed_args(argv)
@@ -126,7 +126,7 @@ def bad_nodes(by_node: ByNode) -> list[str]:
 
 
 def everywhere(by_node: ByNode) -> list[Finding]:
-    """Return what is bad on every one of several nodes, so that no single node is at fault."""
+    """Return the bad findings that all of several nodes have, so that no single node is at fault."""
     first, *others = by_node.values()
     return [f for f in first if others and f.level == "bad" and all(f in findings for findings in others)]
 

@@ -86,10 +86,9 @@ def pair_rounds(number: int, most: int) -> list[list[tuple[int, int]]]:
 def measure_pairs(
     hosts: Sequence[str], device: Device, *, mib: int, rounds: int
 ) -> dict[tuple[str, str], float]:
-    """Return the GB/s of an all-reduce between the first ranks of two nodes, by hosts; identical on all
-    ranks.
+    """Return the GB/s of an all-reduce between the first ranks of two nodes, by hosts.
 
-    On a single node, its first two ranks are measured.
+    The result is identical on all ranks. On a single node, its first two ranks are measured.
     """
     leaders = first_ranks(hosts)
     if len(leaders) == 1:

@@ -1,11 +1,10 @@
 """Make a task, a tokenizer and a model that learns by RL on a laptop CPU in minutes.
 
     python tools/make_toy.py --out toy
-    python tools/make_toy.py --out toy --seed 1 --hidden 64 --layers 2 --heads 4 --kv-heads 2 --intermediate
-    128 --tie
+    python tools/make_toy.py --out toy --seed 1 --hidden 64 --heads 4 --intermediate 128 --tie
 
-The task is two-digit addition: all 8,100 problems a+b= with a and b in 10..99, of which 500 are held out. It
-writes
+The task is two-digit addition: all 8,100 problems a+b= with a and b in 10..99, of which 500 are held out. The
+script writes
 
     OUT/train.parquet   7,600 rows with the columns that tools/prepare_data.py writes
     OUT/test.parquet    the 500 held-out rows

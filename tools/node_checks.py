@@ -155,7 +155,7 @@ def check_disks(paths: Iterable[Path], *, min_free_gib: float) -> list[Finding]:
 
 
 def judge_disk(path: Path, disk: os.statvfs_result, *, min_free_gib: float) -> Finding:
-    """Return whether a file system has enough space and inodes."""
+    """Return the finding on the space and inodes of a file system."""
     free, inodes = disk.f_bavail * disk.f_frsize / GIB, disk.f_favail
     text = f"{path}: {free:.1f} GiB and {inodes:,} inodes free"
     if free < min_free_gib:

@@ -1,13 +1,14 @@
 """Compute the traffic of a refit from a model's config, without weights or GPUs, for any number of ranks.
 
-    python tools/plan_refit.py --model configs/models/qwen2.5-32b --train tp=8,pp=2 --rollout tp=4
-    --world-size 128 python tools/plan_refit.py --model configs/models/deepseek-v3 --train tp=8,pp=16,ep=32
-    --rollout tp=32 --world-size 1024
+    python tools/plan_refit.py --model configs/models/qwen2.5-32b \\
+        --train tp=8,pp=2 --rollout tp=4 --world-size 128
+    python tools/plan_refit.py --model configs/models/deepseek-v3 \\
+        --train tp=8,pp=16,ep=32 --rollout tp=32 --world-size 1024
 
-Prints bytes per rank (min, mean, max) and of all ranks: what stays on its rank, moves within a node and
-between nodes, received and sent; the least that any refit must receive (the rank's part of the engine that it
-does not train); and what gathering every weight on every rank would receive. The plan is that of a run
-(rl/refit/plan.py).
+Prints bytes per rank (min, mean, max) and the total of all ranks: bytes that stay on their rank, bytes
+received and sent within a node and between nodes, the least that any refit must receive (the rank's part of
+the engine that it does not train), and the bytes that a refit by gathering every weight on every rank would
+receive. The plan is that of a run (rl/refit/plan.py).
 
 Times are lower bounds from bytes and link speeds, without latency: for the busiest rank, and with a barrier
 after each batch. `--train` takes tp, pp, ep and etp (default: 1 with ep > 1, else tp), `--rollout` takes tp
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Run as a script, python looks for modules in tools/ only.
+# Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.layout_checks import check_rollout_grid, check_training_grid  # noqa: E402

@@ -60,7 +60,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-# Run as a script, python looks for modules in tools/ only.
+# Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools import dataset_rows  # noqa: E402
@@ -283,8 +283,7 @@ def _lines(path: Path, file: Iterator[str]) -> Iterator[tuple[str, str]]:
 
 
 def from_hub(dataset_id: str, config: str | None = None, *, only_split: str | None = None) -> Records:
-    """Return the records of a data set on the Hugging Face hub, by split; `only_split` applies to all of
-    them.
+    """Return the records of a data set on the Hugging Face hub, by split; `only_split` applies to all.
 
     Raises ValueError if it cannot be loaded or has neither a split train nor a split test.
     """

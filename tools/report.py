@@ -14,7 +14,7 @@ import itertools
 import sys
 from pathlib import Path
 
-# Run as a script, python looks for modules in tools/ only.
+# Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.run_directory.metric_log import FILE_NAME, STEP, accuracies, read_records  # noqa: E402

@@ -3,7 +3,7 @@
     python tools/torture.py --kills 100 --out /tmp/torture
     python tools/torture.py --kills 20 --config configs/toy/grpo.yaml --out /tmp/torture run.max_steps=8
 
-A first run is not disturbed. Then the same command is started in a new directory, and one rank or all ranks
+The first run is not disturbed. Then the same command is started in a new directory, and one rank or all ranks
 receive SIGKILL: half of the time at a random time, half of the time while a checkpoint is being written. The
 run is restarted until it ends by itself; further runs follow in new directories until the number of kills is
 reached. After every kill each checkpoint directory must be complete, and every run that ends must have
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Run as a script, python looks for modules in tools/ only.
+# Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(ROOT))
 
 import pyarrow.parquet as pq  # noqa: E402

@@ -1,8 +1,8 @@
 """Comparison of values that must be identical on all ranks, and failures that all ranks share.
 
-Every rank runs the same control flow. A rank with another batch or configuration would compute on without an
-error, and the result would be wrong. Therefore ranks compare configuration and code at the start, the phase
-and its batch before each phase (`PhaseAgreement.check`), and their weights every few steps.
+Every rank runs the same control flow. A rank with a different batch or configuration would continue
+without an error, and the result would be wrong. Therefore ranks compare configuration and code at the start,
+the phase and its batch before each phase (`PhaseAgreement.check`), and their weights every few steps.
 """
 
 import hashlib
@@ -26,11 +26,12 @@ from rl.runtime.collectives import gather_objects
 def fail_together() -> Iterator[None]:
     """Raise on every rank after the body if the body raised on any rank. Collective over the world.
 
-    For input that each rank reads itself (files that one node may lack): a rank that continued alone would
-    hang in the next collective. The body must not call a collective after a point where it may raise.
+    Use it where each rank reads input itself, such as a file that one node may lack: a rank that continued
+    alone would hang in the next collective. The body must not call a collective after a point where it may
+    raise.
 
-    ValueError and OSError are about input; all ranks raise the same ConfigError. Any other exception is
-    raised unchanged where it occurred, and all other ranks raise FailedElsewhere with its text.
+    ValueError and OSError count as invalid input: all ranks raise the same ConfigError. Any other exception
+    is raised unchanged where it occurred, and all other ranks raise FailedElsewhere with its text.
     """
     problem: tuple[bool, str] | None = None
     defect: Exception | None = None
@@ -53,10 +54,7 @@ def fail_together() -> Iterator[None]:
 
 
 def agree_on_config(config) -> None:
-    """Raise ConfigError on every rank if the configurations of the ranks differ.
-
-    Collective over the world.
-    """
+    """Raise ConfigError on every rank if the ranks' configurations differ. Collective over the world."""
     mine = {key: hashlib.sha256(repr(value).encode()).hexdigest() for key, value in flatten(config).items()}
     agree_on_table(mine, "were started differently")
 
@@ -64,8 +62,8 @@ def agree_on_config(config) -> None:
 def agree_on_table(mine: Mapping[str, str], reason: str) -> None:
     """Raise ConfigError on every rank if the tables of the ranks differ. Collective over the world.
 
-    The message names the first key that differs and the ranks, and ends with `reason`, which tells what they
-    did.
+    The message names the first key that differs and its ranks. It ends with `reason`, which describes what
+    those ranks did, for example "run different programs".
     """
     tables = gather_objects(dict(mine))
     for key in sorted(set().union(*tables)):
@@ -103,11 +101,11 @@ class PhaseAgreement:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Hash the configuration."""
+        """Hash the configuration for the comparisons of this step."""
         self._config_hash = _hash63(repr(self._config))
 
     def check(self, entry: PhaseEntry, batch: int, memory: tuple[int, int]) -> tuple[int, int]:
-        """Compare with all ranks; return the elementwise largest `memory`. Collective over the world.
+        """Compare phase and batch of all ranks; return the maxima of `memory`. Collective over the world.
 
         batch: fingerprint of the batch's token ids, 0 for a phase without a batch.
         memory: bytes in use on the host, and peak bytes on the device; these may differ.
@@ -134,7 +132,7 @@ class PhaseAgreement:
 
 
 def _hash63(text: str) -> int:
-    """Return 63 bits of a hash."""
+    """Return 63 bits of a hash of the text, which fit into an int64."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -145,7 +143,7 @@ def _usual(values: Sequence[Hashable]) -> Any:
 
 
 def name_odd_ranks(values: Sequence, hosts: Sequence[str]) -> str:
-    """Return 'rank 3 (node2) has x; the other 7 ranks: y'. Of two ranks, either may be wrong."""
+    """Return 'rank 3 (node2) has x; the other 7 ranks: y'. With two ranks, either may be wrong."""
     usual = _usual(values)
     odd = [f"rank {rank} ({hosts[rank]}) has {value}" for rank, value in enumerate(values) if value != usual]
     more = f" and {len(odd) - 8} more" if len(odd) > 8 else ""

@@ -24,8 +24,10 @@ def lost_ranks(heartbeats: list[Heartbeat | None], now: float, silent_s: float) 
 
 
 def diagnose(heartbeats: list[Heartbeat | None], now: float, silent_s: float) -> Diagnosis:
-    """Return the ranks for which the others wait. Lost ranks come first, then ranks that are behind in the
-    program, then ranks that do not wait while others do."""
+    """Return the ranks for which the others wait.
+
+    Precedence: lost ranks, ranks that are behind in the program, ranks that do not wait while others do.
+    """
     if lost := lost_ranks(heartbeats, now, silent_s):
         return Diagnosis(tuple(lost), "ended, or held by native code")
     present = [beat for beat in heartbeats if beat is not None]

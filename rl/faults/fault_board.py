@@ -1,7 +1,7 @@
 """The first fault of a run, shared by all ranks through the store of the process group.
 
-The first rank to write its fault determines the cause that is reported. Later faults are taken for its
-consequences. The store answers while collectives hang, and unlike files on a network file system it shows a
+The first rank to write its fault determines the cause that is reported. Later faults count as its
+consequences. The store answers while collectives hang. Unlike a file on a network file system, it shows a
 fault to all ranks at once.
 """
 
@@ -46,13 +46,13 @@ def may_be_secondary(error: BaseException) -> bool:
 
 
 class FaultBoard:
-    """What ranks share about the end of the run.
+    """The first fault of the run and the ranks' acknowledgements of it, in the store.
 
     No method is collective. Each raises dist.DistError if the process that holds the store has ended.
 
-    Args: store: store of the default process group. The board opens its own connection, because another
-        thread may be
-            waiting on the given one.
+    Args:
+        store: store of the default process group. The board opens its own connection, because another thread
+            may be waiting on the given one.
     """
 
     def __init__(self, store: dist.Store):

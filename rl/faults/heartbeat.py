@@ -1,6 +1,7 @@
 """Heartbeats: `<run.dir>/heartbeat/rank_N.json` holds the current phase of a rank and the time of writing.
 
-They are for people, and for the diagnosis of which rank is at fault when ranks wait for each other.
+People read them, and `rl.faults.diagnosis` finds in them which rank is at fault when ranks wait for each
+other.
 """
 
 import json

@@ -1,9 +1,9 @@
 """`<run.dir>/lock.json`: lets one run at a time write into a run directory. For rank 0.
 
 Two jobs in one directory would overwrite each other's checkpoints and metrics while each looks healthy. The
-lock names the process that holds it. It is taken by linking a finished file to its name, which only one
-process can do, also on NFS. A lock whose run has ended is taken over. A run that was taken over by mistake
-(its host hung for minutes) finds that out before it writes again: `RunLock.is_held`.
+lock names the process that holds it. A process takes it by linking a complete file to the lock's name, which
+only one process can do, also on NFS. A lock whose run has ended is taken over. If a run was taken over by
+mistake (its host hung for minutes), `RunLock.is_held` reports that before the run writes again.
 """
 
 import json
@@ -76,14 +76,14 @@ def check_lock(lock: RunLock | None) -> None:
         owner = _read(lock.path)
         state = f"is now that of {_name(owner)}" if owner else "has no lock any more"
         raise LockLost(
-            f"{lock.path.parent} {state}: this run was taken for dead, and ends before it writes there."
+            f"{lock.path.parent} {state}: this run was considered dead, and ends before it writes there."
         )
 
 
 def is_of_another(run_dir: str, token: str) -> bool:
     """Return whether the directory is locked with another token.
 
-    A lock that was released belongs to nobody.
+    A released lock belongs to no run.
     """
     owner = _read(Path(run_dir, FILE_NAME))
     return owner is not None and owner.get("token") != token
@@ -120,16 +120,13 @@ def _replace_stale(mine: Path, path: Path, silent_s: float) -> None:
             f"{path.parent} is in use by a live run, {_name(owner)}; wait for it, end it, or set another "
             f"run.dir. If that run is dead, remove {path}."
         )
-    # Of several runs that find the same stale lock one gets this name, and only while that lock is still
-    # there.
+    # If several runs find the same stale lock, one gets this name, and only while that lock still exists.
     claim = path.with_name(f"{FILE_NAME}.after-{owner.get('token', 'unreadable')}")
     if not _link(mine, claim):
-        raise ValueError(
-            f"another run is taking {path.parent} over just now; if there is none, remove {claim}."
-        )
+        raise ValueError(f"another run is taking over {path.parent}; if there is none, remove {claim}.")
     try:
         if (_read(path) or {}).get("token") != owner.get("token"):
-            raise ValueError(f"another run has just taken {path.parent} over; set another run.dir.")
+            raise ValueError(f"another run has just taken over {path.parent}; set another run.dir.")
         os.replace(mine, path)
     finally:
         claim.unlink()
@@ -151,7 +148,7 @@ def _why_stale(owner: dict[str, Any], directory: Path, silent_s: float) -> str |
     states = _job_states(job) if job and shutil.which("squeue") else None
     if states is not None:
         live = states & LIVE_STATES
-        return None if live else f"Slurm has job {job} as {', '.join(sorted(states)) or 'ended'}"
+        return None if live else f"Slurm reports job {job} as {', '.join(sorted(states)) or 'ended'}"
     silent = _silence(directory)
     return f"no heartbeat for {silent:.0f} s" if silent > silent_s else None
 

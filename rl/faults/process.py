@@ -12,7 +12,7 @@ GIB = float(1 << 30)
 
 @dataclass(frozen=True)
 class Process:
-    """A process, distinguished from every other one, also from a later one with the same pid."""
+    """Identity of a process, which differs even from that of a later process with the same pid."""
 
     host: str
     pid: int
@@ -52,8 +52,11 @@ def resident_bytes() -> int:
 
 
 def return_free_memory() -> None:
-    """Make glibc return freed memory to the system; does nothing with another C library. Between tensors of
-    many sizes glibc keeps more and more of it: a few per cent in 100 steps of a small run."""
+    """Make glibc return freed memory to the system; does nothing with another C library.
+
+    Otherwise freed memory between tensors of many sizes accumulates: a few per cent in 100 steps of a small
+    run.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

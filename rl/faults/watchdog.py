@@ -34,8 +34,10 @@ POLL_S = 0.5
 """Interval of the thread's checks, in seconds."""
 
 ACK_S = 7.5
-"""Longest wait for the other ranks' stacks after an overrun, in seconds. It exceeds
-`phase_tracker.BACKSTOP_S`, and so includes the stacks of a rank whose interpreter lock is held."""
+"""Longest wait for the other ranks' stacks after an overrun, in seconds.
+
+It exceeds `phase_tracker.BACKSTOP_S`, and so includes the stacks of a rank whose interpreter lock is held.
+"""
 
 DIAGNOSIS_S = 2.0
 """Time in which the rank that found an overrun reads heartbeats and reports the rank at fault, in seconds."""
@@ -53,7 +55,7 @@ STACKS, ERRORS = "stacks", "errors"
 
 
 class Watchdog:
-    """The watchdog, running from construction to `close`. `fail` reports an error of the main thread.
+    """The watchdog of one rank, which runs from construction to `close`.
 
     Args:
         config, memory: sections of the configuration.
@@ -172,11 +174,10 @@ class Watchdog:
                 self.status.fail(fault.message)
             self._acknowledge()
             self._wait_until(self._all_acknowledged, ACK_S)
-            self.status.fail(
-                fault.message
-            )  # the rank that found the fault may have ended before it wrote this
+            # The rank that found the fault may have ended before it wrote this.
+            self.status.fail(fault.message)
             if fault.rank != self.rank:
-                time.sleep(LINGER_S)  # fixed: only so that the rank at fault exits first
+                time.sleep(LINGER_S)  # a fixed delay, so that the rank at fault exits first
         self._exit()
 
     def _end_for_overrun(self, entry: PhaseEntry) -> None:
@@ -189,13 +190,13 @@ class Watchdog:
         self._wait_until(lambda: self._board.num_acknowledged() >= self.world_size - 1, ACK_S)
         self._write_heartbeat()
         heartbeats, now = self._heartbeats(), time.time()
-        silent_s = ACK_S + 2  # every rank that can has written a heartbeat since this overrun was found
+        silent_s = ACK_S + 2  # ranks have written a heartbeat since the overrun, if they are able to
         summary = summarize(heartbeats, diagnose(heartbeats, now, silent_s), now, silent_s)
         message = f"{fault.message}: {summary}; stacks in {Path(self._run_dir, STACKS)}"
         self._report(message)
         self.status.fail(message)
         self._board.mark_reported()
-        time.sleep(LINGER_S)  # fixed: the store may end with this process, and other ranks still read it
+        time.sleep(LINGER_S)  # a fixed delay: this process may hold the store, which other ranks still read
         self._exit()
 
     def _end_for_memory(self) -> None:
@@ -203,7 +204,7 @@ class Watchdog:
         message = (
             f"rank {self.rank} ({self._host}) holds {used:.2f} GiB of host memory, more than "
             f"memory.host_limit_gib={self.memory.host_limit_gib:g}, in {self.tracker.current.label}; raise "
-            "it if the host has more, or keep less there (refit.buffer_mib, rollout.cpu_kv_cache_mib, data)"
+            "it if the host has more, or reduce refit.buffer_mib, rollout.cpu_kv_cache_mib or the data"
         )
         self._dump_stacks()
         self._end_for(self._board.post(Fault("memory", self.rank, message)))
@@ -215,7 +216,7 @@ class Watchdog:
         heartbeats = self._heartbeats()
         lost = [rank for rank, beat in enumerate(heartbeats) if beat is not None and beat.process.is_gone()]
         message = (
-            f"the process that holds the store has ended, rank 0 or torchrun's agent: {_first_line(error)}"
+            f"the process that holds the store (rank 0 or torchrun's agent) has ended: {_first_line(error)}"
         )
         if lost:
             message = _lost_message(lost, heartbeats)
@@ -245,10 +246,12 @@ class Watchdog:
     # Errors of the main thread --------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Report an error of the main thread, after which the caller exits, and wait until all ranks know it.
-        If another rank's fault was first, the error is only written to this rank's file."""
+        """Report an error of the main thread and wait until all ranks know it. The caller then exits.
+
+        If another rank's fault was first, the error is only written to this rank's file.
+        """
         self._failing.set()
-        self.tracker.close()  # the main thread runs, and ends by itself
+        self.tracker.close()  # the main thread is running, and exits by itself
         label, rank = self.tracker.current.label, f"rank {self.rank} ({self._host})"
         file = Path(self._run_dir, ERRORS, f"rank_{self.rank}.txt")
         trace = "".join(traceback.format_exception(error))
@@ -294,10 +297,10 @@ class Watchdog:
         self.status.fail(first.message)  # the rank that found the fault may have ended before it wrote this
         self._unlock()
         if first.rank != self.rank:
-            time.sleep(LINGER_S)  # fixed: only so that the rank at fault exits first
+            time.sleep(LINGER_S)  # a fixed delay, so that the rank at fault exits first
 
     def _wait_for_lost_ranks(self) -> list[int]:
-        """Return ranks whose process has ended, or on other hosts whose heartbeats stopped."""
+        """Wait for a lost rank or a fault; return ranks that ended or, on other hosts, are silent."""
         silent_s = 3 * self.config.beat_s + 2
 
         def lost() -> list[int]:

@@ -16,7 +16,7 @@ MAX_CHARS = 500
 """Longest answer that is parsed, in characters; six three-digit numbers with brackets take about 60."""
 
 _SIGNS = "\u00d7 * \u22c5 * \u00f7 / \u2212 - \\times * \\cdot * \\div /".split()
-"""Signs and, after each, its ASCII form."""
+"""Signs, each followed by its ASCII form."""
 
 
 def score(
@@ -38,7 +38,7 @@ def score(
 
     Args:
         ground_truth: {"target": int, "numbers": [int, ...]}, or JSON of it.
-        format_score: 0.1 as in TinyZero.
+        format_score: score of a wrong expression within the tag; 0.1 as in TinyZero.
         use_all: each number must be used exactly once, as in TinyZero; otherwise at most once.
 
     Raises ValueError for a malformed ground truth.

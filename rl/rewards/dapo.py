@@ -25,7 +25,7 @@ NO_ANSWER = "[INVALID]"
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _BOX = "\\boxed{"
 
-# Replaced, then removed, in this order; appendix D.1 of Minerva.
+# Texts that are replaced, then texts that are removed, in the order of appendix D.1 of Minerva.
 _REPLACED = (
     ("an ", ""),
     ("a ", ""),

@@ -6,7 +6,7 @@ import numpy as np
 def overlong_penalties(
     length_tokens: np.ndarray, *, max_tokens: int, buffer_tokens: int, penalty: float
 ) -> np.ndarray:
-    """Return what to add to each score, between -penalty and 0: float64 of the shape of `length_tokens`.
+    """Return the terms to add to the scores, from -penalty to 0: float64 of the shape of `length_tokens`.
 
     DAPO (arXiv:2503.14476, equation 13) with L_max = `max_tokens` and L_cache = `buffer_tokens`, times
     `penalty` (1 in the paper):

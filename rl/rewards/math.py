@@ -126,7 +126,7 @@ def normalize(answer: str) -> str:
 
 
 def _strip(answer: str) -> str:
-    """Remove what never has a meaning: dollar signs, line breaks, negative space."""
+    """Remove signs that never have a meaning: dollar signs, line breaks, negative space."""
     return answer.replace("\\$", "").replace("\\!", "").replace("\n", " ").strip().strip("$").strip()
 
 

@@ -33,7 +33,7 @@ class Mixture:
         score = sum over i of weight_i * score_i. The other values of a single function keep their names. With
         several functions, the values of function i, its unweighted score included, are named `<short
         name>/<key>`, and `acc` and the prediction are those of the first function that returns one. Raises
-        every exception of a function, and RejectedResult.
+        any exception of a function, and RejectedResult.
         """
         scorers = self._sources.get(sample.get("data_source"), self._default)
         results = [scorer.function(**{**scorer.kwargs, **sample}) for scorer in scorers]

@@ -1,7 +1,7 @@
 """The score of a sample, and the conversion of a reward function's result into one.
 
-Every worker of the pool imports this module, so it imports only the standard library: a worker starts in 0.1
-s.
+Every worker of the pool imports this module, so it imports only the standard library. A worker then starts
+in 0.1 s.
 """
 
 import math

@@ -2,9 +2,8 @@
 
 Metric names are verl's, so that its dashboards can be used: actor/*, critic/*, response_length/*, timing_s/*
 (seconds), perf/throughput (tokens per second and rank), val-core/<data_source>/acc/mean@1,
-training/global_step. Nothing here is
-collective: the metrics given to `write` are already those of the whole run, and only rank 0 has a
-`MetricLog`.
+training/global_step. Nothing here is collective: the metrics given to `write` are already those of the whole
+run, and only rank 0 has a `MetricLog`.
 """
 
 import json
@@ -35,22 +34,23 @@ TIMING_LABELS = {
 """Labels of timing_s/<key> in the console line, the most important first; others keep their names."""
 
 HIDDEN_TIMINGS = {"step", "agreement"}
-"""Timings that the list leaves out: the whole step, and what is too short to be of interest."""
+"""Timings that the list leaves out: the whole step, which has its own field, and one that is too short."""
 
 RARE_TIMINGS = {"save_checkpoint": "save", "testing": "val"}
 """Timings of only some steps; they are at the end of the line."""
 
 RARE_COLUMNS = len(" | val 12.3 acc 0.123")
-"""Columns reserved for them in every line, so that all lines of a run show the same timings."""
+"""Columns reserved for RARE_TIMINGS in every line, so that all lines of a run show the same timings."""
 
 
 class MetricLog:
     """Writes the metrics of a run into its directory. For rank 0 only; not collective.
 
-    Args: directory: the run directory; created if missing. `metrics.jsonl` and `tensorboard/` are written
-        there. tensorboard: whether to write TensorBoard event files too. resume_step: the step after which
-        the run continues. Records of later steps are dropped, because those steps
-            are repeated. None: a new run with an empty file.
+    Args:
+        directory: the run directory, created if missing, for `metrics.jsonl` and `tensorboard/`.
+        tensorboard: whether to write TensorBoard event files too.
+        resume_step: the step after which the run continues. Records of later steps are dropped, because those
+            steps are repeated. None: a new run with an empty file.
     """
 
     def __init__(self, directory: str | os.PathLike, *, tensorboard: bool, resume_step: int | None):
@@ -142,8 +142,10 @@ def _parse(line: str) -> dict | None:
 
 
 def keep_lines_up_to(path: Path, step: int | None) -> None:
-    """Drop the records of later steps from a file of JSON lines with the key training/global_step.
-    None drops all records. The file exists afterwards."""
+    """Drop the records of steps after `step`, or all if it is None. The file exists afterwards.
+
+    The file has JSON lines with the key training/global_step.
+    """
     kept = []
     lines = _whole_lines(path) if step is not None and path.exists() else []
     for number, line in enumerate(lines, start=1):
@@ -163,7 +165,7 @@ def keep_lines_up_to(path: Path, step: int | None) -> None:
 
 
 def accuracies(metrics: dict[str, float]) -> dict[str, float]:
-    """Return held-out accuracies by data source: val-core/<data_source>/acc/mean@k, of the smallest k."""
+    """Return held-out accuracies by data source: val-core/<data_source>/acc/mean@k with the smallest k."""
     found = ((re.fullmatch(r"val-core/(.+)/acc/mean@(\d+)", name), value) for name, value in metrics.items())
     largest_first = sorted(
         ((match[1], -int(match[2]), value) for match, value in found if match), key=lambda entry: entry[:2]

@@ -9,7 +9,7 @@ from typing import Protocol, TextIO
 from tqdm import tqdm
 
 LINE_INTERVAL_S = 10.0
-"""Least time between two lines of one phase in a log file, in seconds."""
+"""Shortest time between two lines of one phase in a log file, in seconds."""
 
 
 class Counter(Protocol):

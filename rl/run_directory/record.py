@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def code_hashes(config: Config) -> dict[str, str]:
-    """Return SHA-256 of the files of the program and of the user, and the packages' versions, by name."""
+    """Return the SHA-256 of the files of the program and of the user, and the packages' versions, by name."""
     ours = [*sorted((ROOT / "rl").rglob("*.py")), ROOT / "train_rl.py"]
     files = {str(file.relative_to(ROOT)): file for file in ours} | {
         str(file): file for file in own_files(config)
@@ -40,8 +40,10 @@ def own_files(config: Config) -> list[Path]:
 
 
 def record_run(config: Config, last_step: int) -> None:
-    """Write config.yaml, environment.json and code/ into the run directory. For rank 0. After a resume the
-    names contain its step, so that the record of the first start remains."""
+    """Write config.yaml, environment.json and code/ into the run directory. For rank 0.
+
+    After a resume the names contain its step, so that the record of the first start remains.
+    """
     directory = Path(config.run.dir)
     mark = f"-after-step-{last_step}" if last_step else ""
     (directory / f"config{mark}.yaml").write_text(to_yaml(config))

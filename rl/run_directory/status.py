@@ -63,10 +63,7 @@ class Status:
         }
 
     def write(self, **changes: str | int) -> None:
-        """Change some fields and write all.
-
-        Does nothing on ranks other than 0, or once the run has failed.
-        """
+        """Change some fields and write all. Does nothing on ranks other than 0 or once the run has failed."""
         assert changes.keys() <= self._facts.keys(), changes
         if not self._leads:
             return
@@ -79,7 +76,9 @@ class Status:
 
     def fail(self, reason: str) -> None:
         """Write that the run failed and why, unless its end is written already. For any rank and thread.
-        Never raises OSError, so that a full disk cannot prevent the end of a run."""
+
+        Never raises OSError, so that a full disk cannot prevent the end of a run.
+        """
         self._end("failed", reason)
 
     def refuse(self, reason: str) -> None:

@@ -1,4 +1,7 @@
-"""Collectives that several rooms use. Each is collective over its group, by default the world."""
+"""Collectives that several rooms use. Each is collective over its group, by default the world.
+
+docs/architecture.md lists all collectives of a step and their groups.
+"""
 
 from typing import Any, TypeVar
 
@@ -23,17 +26,14 @@ def broadcast_object(value: T, source: int = 0, group: dist.ProcessGroup | None 
 
 
 def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the sum of a CPU tensor over all ranks, on the CPU.
-
-    It is exact where all ranks but one pass 0.
-    """
+    """Return the sum of a CPU tensor over the world, on the CPU; exact where all ranks but one pass 0."""
     moved = values.to(device, copy=True)
     dist.all_reduce(moved)
     return moved.cpu()
 
 
 def any_rank(here: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether `here` is true on any rank."""
+    """Return whether `here` is true on any rank of the group."""
     anywhere = torch.tensor(int(here))
     dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
     return bool(anywhere)

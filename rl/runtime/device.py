@@ -29,8 +29,10 @@ class Device:
 
 
 def choose_device(local_rank: int) -> Device:
-    """Return this rank's CUDA device and make it current, or the CPU if there is no GPU. The index is
-    `local_rank % device_count`, because with `srun --gpus-per-task=1` every rank sees one device."""
+    """Return this rank's CUDA device and make it current, or return the CPU if there is no GPU.
+
+    The index is `local_rank % device_count`, because under `srun --gpus-per-task=1` a rank sees one device.
+    """
     if not torch.cuda.is_available():
         return Device(torch.device("cpu"), "gloo")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())

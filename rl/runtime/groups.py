@@ -1,4 +1,4 @@
-"""All process groups of a run: their first collective, and their time limit."""
+"""The process groups of a run: their first collective and their time limit."""
 
 import datetime
 
@@ -10,7 +10,7 @@ from rl.config.limits import PhaseLimits
 from rl.runtime.device import Device
 
 MARGIN_S = 120.0
-"""Margin of a collective's time limit over the longest phase's, in seconds, so that the watchdog is first."""
+"""Seconds by which collectives time out later than the longest phase, so that the watchdog is first."""
 
 
 def groups_here() -> list[dist.ProcessGroup]:
@@ -40,8 +40,8 @@ def warm_up(device: Device) -> int:
 def limit_collectives(limits: PhaseLimits) -> None:
     """Derive the time limit of collectives from the longest phase of a step. Not collective.
 
-    During the start-up the limit is that of the start-up. A group has one time limit, although a rank may
-    wait in it during a short phase or a long one. The watchdog applies the limits of single phases.
+    Until this call the limit is that of the start-up. A group has one time limit, although a rank may wait in
+    it during a short phase or a long one. The watchdog applies the limits of single phases.
     """
     longest = max(seconds for name, seconds in vars(limits).items() if name != "start_up")
     for group in groups_here():

@@ -1,9 +1,9 @@
-"""Rank discovery under torchrun, srun, mpirun and a plain `python`. `rl.runtime.rendezvous` follows.
+"""Rank discovery under torchrun, srun, mpirun and a plain `python`, before `rl.runtime.rendezvous`.
 
 Precedence: torchrun's variables, MPI, a Slurm step, one process. `SLURM_PROCID` alone does not show a step:
-the batch script has it too, where `python train_rl.py` without srun would look like rank 0 of N and wait for
-ever. Only a step has `SLURM_STEP_ID` and `SLURM_STEP_NUM_TASKS`. mpi4py initialises MPI when it is imported,
-so it is imported only when mpirun started the program.
+the batch script has it too, and `python train_rl.py` without srun would look like rank 0 of N there and wait
+forever. Only a step has `SLURM_STEP_ID` and `SLURM_STEP_NUM_TASKS`. mpi4py initialises MPI on import, so it
+is imported only when mpirun started the program.
 """
 
 import os
@@ -32,7 +32,7 @@ class Ranks:
     """Rank 0's listening socket at that port, except under torchrun."""
 
     def export(self, environ: dict | None = None) -> None:
-        """Write the variables that torch.distributed and vLLM read."""
+        """Set the environment variables that torch.distributed and vLLM read."""
         environ = os.environ if environ is None else environ
         environ.update(
             RANK=str(self.rank),
@@ -46,7 +46,9 @@ class Ranks:
 
 def discover(environ: Mapping[str, str] | None = None) -> Ranks:
     """Return this process's rank, world and address. Collective over MPI_COMM_WORLD under mpirun, else local.
-    Raises ValueError if the launcher's variables contradict each other."""
+
+    Raises ValueError if the launcher's variables contradict each other.
+    """
     env = os.environ if environ is None else environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
@@ -83,7 +85,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
 
 
 def _started_by_mpirun(env: Mapping[str, str]) -> bool:
-    """Return whether mpirun did: Open MPI sets the first name, MPICH's hydra the second, srun neither."""
+    """Return whether mpirun started this process. Open MPI sets the first, MPICH the second, srun neither."""
     return "OMPI_COMM_WORLD_SIZE" in env or "MPI_LOCALNRANKS" in env
 
 
@@ -135,8 +137,10 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Expand Slurm's `gpu[01-03,7],login` to ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']. `scontrol show
-    hostnames` does the same, but containers often lack it."""
+    """Expand Slurm's `gpu[01-03,7],login` to ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login'].
+
+    `scontrol show hostnames` does the same, but containers often lack it.
+    """
     return [host for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for host in _expand(part)]
 
 

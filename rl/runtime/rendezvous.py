@@ -1,7 +1,6 @@
 """The rendezvous of a job's ranks: rank 0 listens at a port of its host, and the other ranks find that port.
 
-    ranks = join_ranks(discover())        # before torch is imported: a missing rank is reported within a
-    minute
+    ranks = join_ranks(discover())    # before the import of torch: a missing rank is reported within a minute
 
 Under srun a rank knows only the node list and the job's id. From these every rank derives the same few
 candidate ports. Rank 0 listens at the first free candidate. The others try the candidates in turn and send
@@ -33,7 +32,7 @@ JOIN_TIMEOUT = "LOCKSTEP_JOIN_TIMEOUT"
 """Environment variable: seconds that the ranks of a step wait for each other; default JOIN_S."""
 JOIN_S = 60.0
 ANSWER_S = 2.0
-"""Longest wait for a connection or an answer of a listener, in seconds; it may be another program."""
+"""Longest wait for a connection or an answer of a listener, in seconds; another program may listen there."""
 RETRY_S = 0.25
 """Pause between two rounds through the candidate ports, in seconds."""
 
@@ -199,8 +198,10 @@ def _describe_missing(
 def _arrivals(
     listener: socket.socket, token: str, deadline: float
 ) -> Iterator[tuple[socket.socket, int, str]]:
-    """Yield (connection, rank, node) of each rank of this step that connects, until the deadline. Clients of
-    another step are refused. A client that sends nothing delays nobody."""
+    """Yield (connection, rank, node) of each rank of this step that connects, until the deadline.
+
+    Clients of another step are refused. A client that sends nothing delays no other.
+    """
     listener.setblocking(False)
     poller = select.poll()
     poller.register(listener, select.POLLIN)

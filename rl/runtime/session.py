@@ -20,7 +20,7 @@ TIMEOUT = datetime.timedelta(minutes=30)
 """Default time limit of a collective."""
 
 EXIT_TIMEOUT = datetime.timedelta(seconds=20)
-"""Longest wait of a rank that cannot continue for the other ranks to reach the same exit."""
+"""Longest wait of a rank that is about to exit for the other ranks to reach the same exit."""
 
 _gloo_group: dist.ProcessGroup | None = None
 """The world on gloo. The default group's backend may be a composite, which has no monitored barrier."""
@@ -34,8 +34,7 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
     """
     device = choose_device(ranks.local_rank)
     if not device.is_cuda:
-        # vLLM's sampler would compile a function with Inductor: 10 s, or a crash where there is no C++
-        # compiler.
+        # vLLM's sampler would compile a function with Inductor, which takes 10 s and needs a C++ compiler.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if ranks.rank == 0:
         ours = logging.getLogger("rl")
@@ -43,8 +42,8 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
         ours.addHandler(logging.StreamHandler())
         ours.propagate = False
     else:
-        logging.getLogger().setLevel(logging.ERROR)  # other ranks repeat rank 0's warnings,
-        logging.getLogger("rl.rewards").setLevel(logging.WARNING)  # but score samples of their own
+        logging.getLogger().setLevel(logging.ERROR)  # their warnings would repeat rank 0's
+        logging.getLogger("rl.rewards").setLevel(logging.WARNING)  # each rank scores its own samples
         warnings.simplefilter("ignore")
     # These warnings are meant for the libraries' developers.
     for module in (r"megatron\..*", r"torch\.distributed\..*", r"vllm\..*"):
@@ -69,8 +68,11 @@ def control_group() -> dist.ProcessGroup:
 
 
 def leave_together(ranks: Ranks) -> bool:
-    """Wait until every rank is about to exit, at most EXIT_TIMEOUT; return whether all arrived. A launcher
-    kills the other ranks when the first one exits with an error, perhaps before rank 0 has reported it."""
+    """Wait until every rank is about to exit; return whether all arrived within EXIT_TIMEOUT.
+
+    A launcher kills the other ranks when the first one exits with an error, perhaps before rank 0 has
+    reported it. Collective over the world.
+    """
     try:
         if not dist.is_initialized():
             _initialise(ranks, "gloo", EXIT_TIMEOUT)
@@ -81,8 +83,11 @@ def leave_together(ranks: Ranks) -> bool:
 
 
 def _initialise(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None:
-    """Connect to the store, and initialise the default group. May raise RendezvousError. torchrun's agent
-    holds the store. Under other launchers rank 0 does, on the socket of the rendezvous."""
+    """Connect to the store and initialise the default group. Collective over the world.
+
+    torchrun's agent holds the store. Under other launchers rank 0 holds it, on the socket of the rendezvous.
+    Raises RendezvousError.
+    """
     options = dict(rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     if ranks.launcher == "torchrun":
         dist.init_process_group(backend, init_method="env://", **options)

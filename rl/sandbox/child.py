@@ -99,12 +99,12 @@ def _op(code: int, k: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _load_arg(index: int) -> bytes:
-    """Load the low 32 bits of an argument (both machines are little-endian), which the rules below test."""
+    """Return the instruction that loads the low 32 bits of an argument; both machines are little-endian."""
     return _op(_LOAD, 16 + 8 * index)
 
 
 def _rule(index: int, listed: list[int], *, if_listed: int = _ALLOW, otherwise: int = _DENY) -> list[bytes]:
-    """Return `if_listed` for a call whose argument `index` is in `listed`, else `otherwise`."""
+    """Return a rule: `if_listed` for a call whose argument `index` is in `listed`, else `otherwise`."""
     tests = [op for value in listed for op in (_op(_EQUAL, value, 0, 1), _op(_RETURN, if_listed))]
     return [_load_arg(index), *tests, _op(_RETURN, otherwise)]
 
@@ -191,7 +191,7 @@ def apply_landlock(readable: list[str], devices: list[str], writable: str) -> No
 
 
 def enter_user_namespace() -> None:
-    """Enter new user and PID namespaces; the next fork is process 1, and the rest is killed at its end."""
+    """Enter new user and PID namespaces; the next fork is process 1, and its end kills the others there."""
     uid, gid = os.getuid(), os.getgid()
     check(LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWPID), "user namespace")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -371,8 +371,8 @@ def exceeds(box: str, *, max_files: int, max_bytes: int) -> bool:
 def remove_directory(path: str) -> None:
     """Remove a directory and its contents.
 
-    Subdirectories are moved up before they are emptied: a program can nest them deeper than a path can be
-    long and than shutil.rmtree can recurse.
+    Subdirectories are moved up before they are emptied, because a program can nest them deeper than the
+    longest path and than shutil.rmtree can recurse.
     """
     top = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     moved = 0

@@ -1,8 +1,9 @@
-"""Requests to stop a run in order, so that it can continue later, and the ranks' agreement on them.
+"""Requests for an orderly stop, after which a run can continue, and the ranks' agreement on them.
 
 A stop is requested by SIGUSR2 (`#SBATCH --signal=USR2@600`), in a Slurm job also by SIGTERM (pre-emption), by
-`run.max_time`, by the approaching end of the Slurm job, and by a file `stop` in the run directory. A file
-`save` requests a checkpoint now. The process then exits with code 75 (STOPPED_EXIT).
+`run.max_time`, by the approaching end of the Slurm job, and by a file `stop` in the run directory.
+After a stop the process exits with code 75 (STOPPED_EXIT), or 0 after the file `stop`. A file `save` requests
+a checkpoint without a stop.
 
 Signals reach ranks at different moments. Therefore no rank acts alone: all ranks agree between two steps, in
 one collective. During a generation, which may take long, a rank with a request sets a key in the job's store,
@@ -33,7 +34,7 @@ STOPPED_EXIT = 75
 MARGIN_S = 30.0
 """Safety margin before the job's end, in seconds: Slurm checks its time limit every half minute."""
 POLL_S = 1.0
-"""Least time between two checks of the store and of files during a generation, in seconds."""
+"""Shortest time between two checks of the store and of files during a generation, in seconds."""
 REMEMBERED_STEPS = 5
 """Number of latest steps whose times predict the next one; the first steps of a run are slow."""
 
@@ -79,7 +80,7 @@ class StopRequests:
         self._is_shared = False
 
     def agree(self) -> StopDecision:
-        """Return what is requested at present. Collective over the world; call it between two steps."""
+        """Return the pending requests of all ranks. Collective over the world; call it between two steps."""
         save = self._leads and (self._directory / SAVE_FILE).exists()
         requests = torch.tensor([self._reason(predict=True), int(save)])
         dist.all_reduce(requests, op=dist.ReduceOp.MAX)
@@ -88,7 +89,7 @@ class StopRequests:
         return StopDecision(REASONS[int(requests[0])], bool(requests[1]))
 
     def is_requested(self) -> bool:
-        """Return whether a stop is visible in the store. For a generation; cheap, not collective."""
+        """Return whether a stop is in the store. Cheap and not collective; called during a generation."""
         now = time.monotonic()
         if now - self._checked < POLL_S:
             return False
@@ -112,8 +113,8 @@ class StopRequests:
         lead, self._signal_lead = self._signal_lead, None
         return (
             f"warning: the signal before the end of the job comes {lead:.0f} s early, but a step "
-            f"({unstoppable:.0f} s) and a checkpoint ({self._save_seconds:.0f} s) take longer: "
-            f"sbatch --signal=USR2@{2 * (unstoppable + self._save_seconds) + 60:.0f}"
+            f"({unstoppable:.0f} s) and a checkpoint ({self._save_seconds:.0f} s) take longer; "
+            f"submit with --signal=USR2@{2 * (unstoppable + self._save_seconds) + 60:.0f}"
         )
 
     def _reason(self, *, predict: bool) -> int:

@@ -9,13 +9,12 @@ _terminate = False
 def expect_signals() -> None:
     """Block SIGUSR2 in this process and its children; in a Slurm job, record SIGTERM in this process only.
 
-    Call it before any thread exists. Outside of Slurm SIGTERM ends the process, as torchrun and mpirun expect
+    Call it before any thread starts. Outside of Slurm SIGTERM ends the process, as torchrun and mpirun expect
     when they end the ranks of a failed job.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     if "SLURM_JOB_ID" in os.environ:
-        # Handled and not blocked, because children would inherit the block and survive their parent's
-        # SIGTERM.
+        # Handled, not blocked: children would inherit the block and survive their parent's SIGTERM.
         signal.signal(signal.SIGTERM, _record_sigterm)
 
 
@@ -25,8 +24,10 @@ def _record_sigterm(number, frame) -> None:
 
 
 def end_on_closed_pipe() -> None:
-    """End this process silently when the reader of its output exits, as in `... --help | head`. For commands
-    that only print. Otherwise Python raises BrokenPipeError from the print or the flush at exit."""
+    """End this process silently when the reader of its output exits, as in `... --help | head`.
+
+    For commands that only print. Otherwise Python raises BrokenPipeError from the print or the flush at exit.
+    """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 

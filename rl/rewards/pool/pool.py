@@ -30,9 +30,9 @@ from rl.rewards.score import Score
 log = logging.getLogger(__name__)
 
 CHUNK_SAMPLES = 64
-"""Most samples sent at a time, and so most concurrent calls of an async function in one worker."""
+"""Largest number of samples in a chunk, and so of concurrent async calls in one worker."""
 START_ATTEMPTS = 3
-"""Consecutive workers that may die before they are ready."""
+"""Number of consecutive workers that may die before they are ready."""
 SWEEP_EVERY_S = 1.0
 """Seconds between searches for orphaned processes of a busy worker; each search reads all of /proc."""
 
@@ -41,7 +41,7 @@ _logged: set[str] = set()
 
 
 def default_workers(local_world_size: int) -> int:
-    """Return the workers of one rank: its share of the cores that this process may use, at least 1.
+    """Return the number of workers of one rank: its share of the cores that this process may use, at least 1.
 
     Call it before an engine pins the main thread to a core.
     """
@@ -279,7 +279,7 @@ class _Jobs:
         """A score, or the reason of a failure."""
         self.unfinished = num_samples
         self.failed_starts = 0
-        """Consecutive workers that died before they were ready; START_ATTEMPTS if a retry is useless."""
+        """Number of consecutive workers that died before they were ready; START_ATTEMPTS for no retry."""
         self.start_failure = ""
         """Reason of the last failed start, in a sentence."""
         self._start_details = ""

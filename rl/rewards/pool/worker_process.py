@@ -66,7 +66,7 @@ class WorkerProcess:
         self.lost: str | None = None
         """Reason why the worker can no longer be used."""
         self.was_killed = False
-        """Whether the supervisor ended without a message; a call does not kill it by accident."""
+        """Whether the supervisor ended without a message, which a call does not cause by accident."""
         self.is_disconnected = False
         """Whether the scorer's socket is closed; the supervisor will report the reason."""
         self._sweeping = False
@@ -99,13 +99,11 @@ class WorkerProcess:
         if self.is_disconnected:
             return "the call closed the connection of its process"
         if not self.is_ready:
-            return (
-                f"a scoring worker was not ready after {self._startup_s:g} s, most likely for a slow import"
-            )
+            return f"a scoring worker was not ready after {self._startup_s:g} s; its imports may be too slow"
         return too_slow(timeout_s) + ", and its process was killed"
 
     def request_sweep(self) -> None:
-        """Have the orphans of finished calls killed; the worker is not free until that is done."""
+        """Ask the supervisor to kill the orphans of finished calls; until then the worker is not free."""
         if self.is_ready and not self._sweeping:
             self._sweeping, self.deadline = True, time.monotonic() + KILLING_S
             with contextlib.suppress(OSError):  # `receive` notices the worker's end
@@ -195,7 +193,7 @@ class WorkerProcess:
             connection.close()
 
     def has_ended(self, *, wait: bool) -> bool:
-        """Return whether the process has ended; `wait` for it; kill the descendants that it has left."""
+        """Return whether the process has ended (with `wait`, wait for it); kill descendants that it left."""
         left_s = self._shut_down_at + KILLING_S + 5.0 - time.monotonic()
         if wait and left_s > 0:
             try:
