@@ -8,6 +8,7 @@ from rl.rewards import code as code_reward
 from rl.rewards.code import extract_program, read_cases, same_output, same_value, score
 from rl.sandbox import sandbox
 from rl.sandbox.sandbox import Outcome, Protections, protections
+from tests.tables import cells, rows
 from tests.timing import assert_linear_in_text
 
 DOUBLE = {"inputs": ["1\n", "2\n", "5\n"], "outputs": ["2\n", "4\n", "10\n"]}
@@ -27,9 +28,6 @@ def reward(response, ground_truth, **kwargs):
     return score(
         prompt="", response=response, ground_truth=ground_truth, data_source="code", extra_info={}, **kwargs
     )
-
-
-# ---- the program ----
 
 
 @pytest.mark.parametrize(
@@ -58,9 +56,6 @@ def test_the_last_python_block_is_the_program(response, program):
 def test_time_grows_linearly_up_to_100_000_characters(unit):
     assert_linear_in_text(extract_program, unit)
     assert_linear_in_text(lambda text: same_output(text, text + "x"), unit)
-
-
-# ---- the ground truth ----
 
 
 def test_each_form_of_ground_truth_also_as_json():
@@ -106,23 +101,17 @@ def test_a_ground_truth_without_tests_is_an_error(ground_truth):
         reward(RIGHT, ground_truth)
 
 
-# ---- comparison ----
-
-
 @pytest.mark.parametrize(
     "output, expected",
-    [
+    rows("""
+        1  2 => 1 2 ;; 5.0 => 5 ;; 5 => 5.0 ;; 1e3 => 1000 ;; 0.333333 => 0.3333333333 ;;
+        Case 1: 0.50000 => Case 1: 0.5 ;; 123456.9 => 123457.0
+        """)
+    + [
         ("1 2\n3\n", "1 2\n3"),
         ("1 2  \n3\n\n\n", "1 2\n3"),
         ("\n1", "1"),
         ("1\r\n2\r\n", "1\n2\n"),
-        ("1  2", "1 2"),
-        ("5.0", "5"),
-        ("5", "5.0"),
-        ("1e3", "1000"),
-        ("0.333333", "0.3333333333"),
-        ("Case 1: 0.50000", "Case 1: 0.5"),
-        ("123456.9", "123457.0"),
         ("", "\n"),
     ],
 )
@@ -132,21 +121,13 @@ def test_the_same_output(output, expected):
 
 @pytest.mark.parametrize(
     "output, expected",
-    [
-        ("1\n2", "1 2"),
-        ("1\n\n2", "1\n2"),
-        ("1", "2"),
+    rows("""
+        1\n2 => 1 2 ;; 1\n\n2 => 1\n2 ;; 1 => 2 ;; yes => YES ;; 100000 => 100001 ;; 100000.4 => 100000 ;;
+        0.3334 => 0.3333 ;; 1 2 => 1 2 3 ;; nan => 0.5 ;; 1e9999 => 0.5 ;; 0x10 => 16 ;; 1_0 => 10
+        """)
+    + [
         ("", "1"),
-        ("yes", "YES"),
         ("50000000000000000", "50000000000000001"),  # equal as floats
-        ("100000", "100001"),
-        ("100000.4", "100000"),
-        ("0.3334", "0.3333"),
-        ("1 2", "1 2 3"),
-        ("nan", "0.5"),
-        ("1e9999", "0.5"),
-        ("0x10", "16"),
-        ("1_0", "10"),
     ],
 )
 def test_another_output(output, expected):
@@ -168,9 +149,6 @@ def test_values():
         assert not same_value(value, expected)
 
 
-# ---- scores ----
-
-
 def test_programs_with_input_and_output(confined):
     assert reward(RIGHT, DOUBLE) == {"score": 1.0, "acc": 1.0, "passed": 1.0, "timed_out": 0.0}
     all_or_nothing = reward(WRONG_ABOVE_4, DOUBLE)
@@ -187,13 +165,10 @@ def test_programs_with_input_and_output(confined):
 
 @pytest.mark.parametrize(
     "response",
-    [
-        "",
-        "I do not know.",
-        "```python\nprint(2 * int(input())\n```",
-        "```python\n1 / 0\n```",
-        "```python\n```",
-    ],
+    cells(
+        "I do not know. ;; ```python\nprint(2 * int(input())\n``` ;; ```python\n1 / 0\n``` ;; ```python\n```"
+    )
+    + [""],
 )
 def test_no_program_or_a_broken_one_earns_nothing(confined, response):
     assert reward(response, DOUBLE, partial=True) == {
@@ -229,16 +204,12 @@ def test_functions_by_call(confined):
 
 @pytest.mark.parametrize(
     "body",
-    [
-        "return {1, 2}",
-        "return object()",
-        "return 10 ** 5000",
-        "raise SystemExit",
-        "import os; os.write(3, b'{\"value\": 10000000000000000000000}'); os._exit(0)",
-        "import os; os.write(3, b'[' * 100000); os._exit(0)",
-        "import os; os.write(3, b'{}'); os._exit(0)",
-        "return type('A', (), {'__eq__': lambda *_: True})()",
-    ],
+    cells("""
+        return {1, 2} ;; return object() ;; return 10 ** 5000 ;; raise SystemExit ;;
+        import os; os.write(3, b'{"value": 10000000000000000000000}'); os._exit(0) ;;
+        import os; os.write(3, b'[' * 100000); os._exit(0) ;; import os; os.write(3, b'{}'); os._exit(0) ;;
+        return type('A', (), {'__eq__': lambda *_: True})()
+        """),
 )
 def test_values_that_are_none_of_json_or_odd_earn_nothing(confined, body):
     assert reward(f"def f():\n    {body}", {"fn_name": "f", "inputs": [[]], "outputs": [0.5]})["score"] == 0.0

@@ -16,6 +16,7 @@ from rl.config.reward_sources import Component, RewardPlan, make_plan
 from rl.rewards.pool import pool as pool_module
 from rl.rewards.pool import worker_process
 from rl.rewards.pool.pool import ScoringPool, default_workers
+from tests.tables import rows
 from tests.timing import assert_linear
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -84,9 +85,6 @@ def no_process_is_left():
     before = my_children()
     yield
     assert my_children() <= before
-
-
-# ---- scores ----
 
 
 def test_scores_details_and_predictions_come_back_in_order():
@@ -183,9 +181,6 @@ def test_the_work_beside_the_workers_grows_linearly():
         assert_linear(pool.score, lambda size: samples[:size], len(samples))
 
 
-# ---- failures of one call ----
-
-
 AT_ONCE = """raises;interrupts;recurses;allocates;exits;exits at once;crashes;kills itself;kills its group
 kills its parent;kills its parent's group;stops its parent;closes all;writes garbage;writes without end;forges
 forges an error;returns nan;returns text;returns too much""".replace("\n", ";").split(";")
@@ -207,14 +202,12 @@ def test_a_call_that_goes_wrong_costs_its_sample_only(failures, timeout_s, worke
 
 @pytest.mark.parametrize(
     "failure, reason",
-    [
-        ("sleeps", "took longer than the limit of 1 s, and its process was killed"),
-        ("exits at once", "ended its process: exit status 3"),
-        ("crashes", "ended its process: SIGSEGV"),
-        ("allocates", "MemoryError"),
-        ("writes garbage", "sent an invalid message: b'garbage'"),
-        ("returns nan", "the score must be a finite number, it is float nan"),
-    ],
+    rows("""
+        sleeps => took longer than the limit of 1 s, and its process was killed ;;
+        exits at once => ended its process: exit status 3 ;; crashes => ended its process: SIGSEGV ;;
+        allocates => MemoryError ;; writes garbage => sent an invalid message: b'garbage' ;;
+        returns nan => the score must be a finite number, it is float nan
+        """),
 )
 def test_the_reason_of_a_failure_is_logged(failure, reason, caplog):
     with make_pool(
@@ -259,9 +252,6 @@ def test_a_process_that_forks_continuously_is_gone_afterwards(tmp_path):
     assert not heartbeat.exists()
 
 
-# ---- async ----
-
-
 @pytest.mark.parametrize("name", ["hangs", "dies", "exits_in_a_task"])
 def test_an_async_call_that_goes_wrong_costs_its_sample_only(name):
     responses = [*range(5), "bad", *range(6, 12)]
@@ -289,9 +279,6 @@ def test_a_blocking_async_call_costs_its_sample_only(monkeypatch):
 def test_async_calls_that_never_await_share_no_limit():
     with make_pool(REWARDS, "works_without_awaiting", timeout_s=1.0) as pool:
         assert not failed_of(pool.score(samples_of(range(10))))  # 2 s in one chunk
-
-
-# ---- start ----
 
 
 def test_a_slow_import_does_not_count_as_a_call(tmp_path):
@@ -331,9 +318,6 @@ def test_a_process_that_cannot_be_started_is_a_failure_too(monkeypatch):
         assert len(failed_of(pool.score(samples_of(range(5))))) == 5
         with pytest.raises(ValueError, match="cannot be started.*/nowhere/python"):
             pool.check()
-
-
-# ---- ends of workers ----
 
 
 @pytest.mark.parametrize("key", ["pid", "parent"])
@@ -401,9 +385,6 @@ def test_workers_die_with_the_process_that_started_them(tmp_path):
     finally:
         os.kill(fork, signal.SIGKILL)
         process.stdout.close()
-
-
-# ---- the log and the arguments ----
 
 
 def test_the_first_failure_is_logged_once_with_the_count(caplog):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.spawn import ROOT, run_ranks
+from tests.tables import rows
 from tools import doctor
 from tools.link_checks import judge_pairs, pair_rounds, read_nccl_log
 from tools.node_checks import (
@@ -55,12 +56,11 @@ class TestGpus:
 
     @pytest.mark.parametrize(
         "old, new, check",
-        [
-            (", 4, 81559", ", 40123, 81559", "gpu memory"),
-            ("81559, 0,", "81559, 3,", "ecc"),
-            ("Not Active, Not Active", "Active, Not Active", "clocks"),
-            ("Not Active, Not Active", "Not Active, Active", "clocks"),
-        ],
+        rows("""
+            , 4, 81559 => , 40123, 81559 => gpu memory ;; 81559, 0, => 81559, 3, => ecc ;;
+            Not Active, Not Active => Active, Not Active => clocks ;;
+            Not Active, Not Active => Not Active, Active => clocks
+            """),
     )
     def test_a_fault_of_one_is_named(self, old, new, check):
         (finding,) = read_gpus(f"{FINE}\n{FINE.replace(old, new)}\n", expected=2)

@@ -12,11 +12,13 @@ import pytest
 from rl.models import experts, qwen2
 from rl.models.layout import COLUMN, REPLICATED, VOCAB, Weight, index
 from rl.models.placement import RolloutPlacement, TrainingPlacement
+from tests.tables import rows
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tools" / "plan_refit.py"
 MEASURED = """
 import resource, runpy, sys
+from tests.tables import rows
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
@@ -177,19 +179,17 @@ def test_deepseek_on_a_thousand_ranks():
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [
-        (
-            "--train tp=3 --rollout tp=1 --world-size 8",
-            "training.tp=3 times training.pp=1 is 3, which does not divide the world",
-        ),
-        ("--train tp=2 --rollout tp=16 --world-size 8", "rollout.tp=16 does not divide the world of 8 ranks"),
-        ("--train tp=2 --rollout tp=3 --world-size 6", "rollout.tp=3 does not divide the model's"),
-        ("--train tp=8 --rollout tp=1 --world-size 8", "training.tp=8 does not divide the model's"),
-        ("--train tp=2,cp=2 --rollout tp=1 --world-size 8", "found cp=2, but it takes ep, etp, pp, tp"),
-        ("--train tp=two --rollout tp=1 --world-size 8", "found tp=two"),
-        ("--train tp=2,ep=2 --rollout tp=1 --world-size 8", "split experts, but the model has none"),
-        ("--train pp=8 --rollout tp=1 --world-size 8", "training.pp=8 leaves stages without a layer"),
-    ],
+    rows("""
+        --train tp=3 --rollout tp=1 --world-size 8 =>
+        training.tp=3 times training.pp=1 is 3, which does not divide the world ;;
+        --train tp=2 --rollout tp=16 --world-size 8 => rollout.tp=16 does not divide the world of 8 ranks ;;
+        --train tp=2 --rollout tp=3 --world-size 6 => rollout.tp=3 does not divide the model's ;;
+        --train tp=8 --rollout tp=1 --world-size 8 => training.tp=8 does not divide the model's ;;
+        --train tp=2,cp=2 --rollout tp=1 --world-size 8 => found cp=2, but it takes ep, etp, pp, tp ;;
+        --train tp=two --rollout tp=1 --world-size 8 => found tp=two ;;
+        --train tp=2,ep=2 --rollout tp=1 --world-size 8 => split experts, but the model has none ;;
+        --train pp=8 --rollout tp=1 --world-size 8 => training.pp=8 leaves stages without a layer
+        """),
 )
 def test_invalid_layouts_are_refused_in_one_line(tmp_path, arguments, message, capsys):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))

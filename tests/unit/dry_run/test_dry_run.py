@@ -250,14 +250,7 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_the_largest_model_takes_little_of_a_login_node(self):
-        command = [
-            "train_rl.py",
-            "--config",
-            "configs/ppo_deepseek671b.yaml",
-            "--dry-run",
-            "--world-size",
-            "512",
-        ]
+        command = "train_rl.py --config configs/ppo_deepseek671b.yaml --dry-run --world-size 512".split()
         core = {min(os.sched_getaffinity(0))}
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(

@@ -4,6 +4,7 @@ import pytest
 
 from launch.conditions import holds
 from rl.config.options import ConfigError
+from tests.tables import cells
 
 VALUES = {
     "training.tp": 2,
@@ -37,20 +38,11 @@ def test_a_condition_is_read_as_python_reads_it(condition, expected):
 
 @pytest.mark.parametrize(
     "code",
-    [
-        "__import__('os').system('true')",
-        "().__class__",
-        "training.tp.__class__",
-        "[x for x in [1]]",
-        "(lambda: 1)()",
-        "algorithm[0] == 'g'",
-        "f'{algorithm}'",
-        "{'a': 1}",
-        "b'bytes' == 1",
-        "9 ** 9 ** 9 > 1",
-        "1 if x else 2",
-        "(y := 2) > 1",
-    ],
+    cells("""
+        __import__('os').system('true') ;; ().__class__ ;; training.tp.__class__ ;; [x for x in [1]] ;;
+        (lambda: 1)() ;; algorithm[0] == 'g' ;; f'{algorithm}' ;; {'a': 1} ;; b'bytes' == 1 ;;
+        9 ** 9 ** 9 > 1 ;; 1 if x else 2 ;; (y := 2) > 1
+        """),
 )
 def test_anything_that_could_run_is_refused(code):
     with pytest.raises(ConfigError):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from rl.rewards.countdown import evaluate, score
+from tests.tables import cells
 from tests.timing import assert_linear_in_text
 
 TASK = {"target": 24, "numbers": [1, 5, 6, 8]}
@@ -38,31 +39,20 @@ def test_an_expression_that_gives_the_target_is_right(expression, task):
 
 @pytest.mark.parametrize(
     "expression",
-    [
+    cells("""
+        24 ;; 8 * 6 / (1 + 5) = 8 ;; (8 - 5 + 1) * 6 = 25 ;; (8 - 5 + 1) * 6 = 24 = 24 ;;
+        (8 - 5 + 1.0) * 6 ;; (8 - 5 + True) * 6 ;; (8 - 5) ** 1 * 6 ;; 8 // 5 + 6 % 1 ;;
+        (8 - 5 + 1) * 6; 1 ;; __import__('os').system('true') ;; [8 - 5 + 1][0] * 6 ;; max(8 - 5 + 1, 6) ;;
+        (8 - 5 + 1 * 6 ;; 6 5 1 8 ;; ~(8 - 5 + 1) * 6 ;; 9**9**9**9 ;; 1 << 999999999
+        """)
+    + [
         "",
-        "24",
         "1 + 5 + 6 + 8",  # 20
         "(8 - 5 + 1) * 6 * 1",  # one number twice
         "(8 - 5 + 1) * 6 + 0",  # a number that is not given
         "6 * (5 - 1)",  # one left out
-        "8 * 6 / (1 + 5) = 8",
-        "(8 - 5 + 1) * 6 = 25",
-        "(8 - 5 + 1) * 6 = 24 = 24",
         "8 / (6 - 5 - 1)",  # division by zero
-        "(8 - 5 + 1.0) * 6",
-        "(8 - 5 + True) * 6",
-        "(8 - 5) ** 1 * 6",
-        "8 // 5 + 6 % 1",
-        "(8 - 5 + 1) * 6; 1",
-        "__import__('os').system('true')",
-        "[8 - 5 + 1][0] * 6",
-        "max(8 - 5 + 1, 6)",
-        "(8 - 5 + 1 * 6",
-        "6 5 1 8",
-        "~(8 - 5 + 1) * 6",
         "9" * 400,
-        "9**9**9**9",
-        "1 << 999999999",
         "(" * 250 + "1" + ")" * 250,
         "-" * 499 + "1",
         "1+5+6+8+" * 1000,

@@ -1,6 +1,7 @@
 import pytest
 
 from rl.rewards.dapo import normalize, score
+from tests.tables import cells, rows
 from tests.timing import assert_linear_in_text
 
 
@@ -12,25 +13,14 @@ def reward(response, ground_truth="42", **kwargs):
 
 @pytest.mark.parametrize(
     "response, ground_truth",
-    [
-        ("so\nAnswer: 42", "42"),
-        ("Answer:42", 42),
-        ("answer : 42 ", "42"),
-        ("Answer: 41\nAnswer: 42\n", "42"),
-        ("Answer:\n42", "42"),
-        ("Answer: $42$", "42"),
-        ("Answer: x = 42", "42"),
-        ("Answer: \\boxed{42}", "42"),
-        ("Answer: $\\boxed{42}$.", "42"),
-        ("Answer: the answer is $42$, as said", "42"),
-        ("Answer: 42 degrees", "42"),
-        ("Answer: 42^\\circ", "42"),
-        ("Answer: 1,042", "1042"),
-        ("Answer: \\frac12", "\\frac{1}{2}"),
-        ("Answer: \\sqrt2", "\\sqrt{2}"),
-        ("Answer: 42\\text{ cm}", "42"),
-        ("Answer: \\text{east}", "east"),
-    ],
+    rows("""
+        so\nAnswer: 42 => 42 ;; Answer:\n42 => 42 ;; Answer: $42$ => 42 ;; Answer: x = 42 => 42 ;;
+        Answer: \\boxed{42} => 42 ;; Answer: $\\boxed{42}$. => 42 ;;
+        Answer: the answer is $42$, as said => 42 ;; Answer: 42 degrees => 42 ;; Answer: 42^\\circ => 42 ;;
+        Answer: 1,042 => 1042 ;; Answer: \\frac12 => \\frac{1}{2} ;; Answer: \\sqrt2 => \\sqrt{2} ;;
+        Answer: 42\\text{ cm} => 42 ;; Answer: \\text{east} => east
+        """)
+    + [("Answer:42", 42), ("answer : 42 ", "42"), ("Answer: 41\nAnswer: 42\n", "42")],
 )
 def test_the_last_answer_after_normalisation_earns_one(response, ground_truth):
     result = reward(response, ground_truth)
@@ -40,17 +30,11 @@ def test_the_last_answer_after_normalisation_earns_one(response, ground_truth):
 
 @pytest.mark.parametrize(
     "response",
-    [
-        "",
-        "42",
-        "The answer is 42",
-        "Answer: 43",
-        "Answer: 42\nAnswer: 43",
-        "\\boxed{42}",
-        "Answer: 42" + " " * 300,
-        "Answer:",
-        "Answer: 42.",
-    ],
+    cells("""
+        42 ;; The answer is 42 ;; Answer: 43 ;; Answer: 42\nAnswer: 43 ;; \\boxed{42} ;; Answer: ;;
+        Answer: 42.
+        """)
+    + ["", "Answer: 42" + " " * 300],
 )
 def test_everything_else_loses_one(response):
     result = reward(response)
@@ -75,13 +59,8 @@ def test_a_bare_box_counts_only_with_strict_box(response):
 def test_the_strict_form_is_a_box_to_the_letter():
     assert reward("so \\boxed{42}", strict_box=True) == {"score": 1.0, "acc": 1.0, "pred": "42"}
     assert reward("\\boxed{41} \\boxed{\\frac{1}{2}}", "\\frac{1}{2}", strict_box=True)["acc"] == 1.0
-    wrong = [
-        "Answer: 42",
-        "\\boxed{42",
-        "\\boxed{ 42}",
-        "\\boxed{42}" + "x" * 91,
-        "\\boxed{42} \\boxed{43}",
-        "\\boxed{{42}",
+    wrong = cells(r"Answer: 42 ;; \boxed{42 ;; \boxed{ 42} ;; \boxed{42} \boxed{43} ;; \boxed{{42}") + [
+        "\\boxed{42}" + "x" * 91
     ]
     for response in wrong:
         assert reward(response, strict_box=True)["score"] == -1.0, response

@@ -3,6 +3,7 @@ from decimal import Decimal
 import pytest
 
 from rl.rewards.gsm8k import last_number, score
+from tests.tables import cells, rows
 from tests.timing import assert_linear_in_text
 
 
@@ -16,28 +17,14 @@ def acc(response, ground_truth, method="strict"):
 
 @pytest.mark.parametrize(
     "response, ground_truth",
-    [
-        ("So 18.\n#### 18", "18"),
-        ("####18", "18"),
-        ("#### 1,234,567", "1234567"),
-        ("#### 1234567", "1,234,567"),
-        ("#### $18", "18"),
-        ("#### $ 18", "18"),
-        ("#### \\$18", "18"),
-        ("#### -18", "-18"),
-        ("#### -$18", "-18"),
-        ("#### $-18", "-18"),
-        ("#### +18", "18"),
-        ("#### 18.", "18"),
-        ("#### 18.00", "18"),
-        ("#### 0.5", ".5"),
-        ("#### .5", "0.5"),
-        ("#### 18 dollars.", 18),
-        ("#### 18%", "18"),
-        ("#### 5\nNo, wait.\n#### 18", "18"),
-        ("#### 18\n####", "18"),
-        ("##### 18", "18"),
-    ],
+    rows("""
+        So 18.\n#### 18 => 18 ;; ####18 => 18 ;; #### 1,234,567 => 1234567 ;; #### 1234567 => 1,234,567 ;;
+        #### $18 => 18 ;; #### $ 18 => 18 ;; #### \\$18 => 18 ;; #### -18 => -18 ;; #### -$18 => -18 ;;
+        #### $-18 => -18 ;; #### +18 => 18 ;; #### 18. => 18 ;; #### 18.00 => 18 ;; #### 0.5 => .5 ;;
+        #### .5 => 0.5 ;; #### 18% => 18 ;; #### 5\nNo, wait.\n#### 18 => 18 ;; #### 18\n#### => 18 ;;
+        ##### 18 => 18
+        """)
+    + [("#### 18 dollars.", 18)],
 )
 def test_strict_finds_the_number_after_the_last_marker(response, ground_truth):
     assert acc(response, ground_truth) == 1.0
@@ -45,19 +32,12 @@ def test_strict_finds_the_number_after_the_last_marker(response, ground_truth):
 
 @pytest.mark.parametrize(
     "response, ground_truth",
-    [
-        ("18", "18"),
-        ("", "18"),
-        ("The answer is 18.", "18"),
-        ("### 18", "18"),
-        ("#### eighteen, that is 18", "18"),
-        ("#### 18\n#### 19", "18"),
-        ("#### -18", "18"),
-        ("#### 18", "-18"),
-        ("#### 18.5", "18"),
-        ("#### 181", "18"),
-        ("#### 0.1", "0.10000000000000001"),
-    ],
+    rows("""
+        18 => 18 ;; The answer is 18. => 18 ;; ### 18 => 18 ;; #### eighteen, that is 18 => 18 ;;
+        #### 18\n#### 19 => 18 ;; #### -18 => 18 ;; #### 18 => -18 ;; #### 18.5 => 18 ;; #### 181 => 18 ;;
+        #### 0.1 => 0.10000000000000001
+        """)
+    + [("", "18")],
 )
 def test_strict_rejects_other_forms_and_numbers(response, ground_truth):
     assert acc(response, ground_truth) == 0.0
@@ -65,19 +45,11 @@ def test_strict_rejects_other_forms_and_numbers(response, ground_truth):
 
 @pytest.mark.parametrize(
     "response, ground_truth",
-    [
-        ("18", "18"),
-        ("First 5, then 13, in all 18.", "18"),
-        ("She pays $1,234.50.", "1234.5"),
-        ("it costs \\boxed{\\$18}", "18"),
-        ("the balance is -$18", "-18"),
-        ("the balance is (-18)", "-18"),
-        ("#### 18", "18"),
-        ("10-5", "5"),
-        ("x=23-5=18.", "18"),
-        ("(3)-5", "5"),
-        ("18, as I said.", "18"),
-    ],
+    rows(r"""
+        18 => 18 ;; First 5, then 13, in all 18. => 18 ;; She pays $1,234.50. => 1234.5 ;;
+        it costs \boxed{\$18} => 18 ;; the balance is -$18 => -18 ;; the balance is (-18) => -18 ;;
+        #### 18 => 18 ;; 10-5 => 5 ;; x=23-5=18. => 18 ;; (3)-5 => 5 ;; 18, as I said. => 18
+        """),
 )
 def test_flexible_finds_the_last_number_anywhere(response, ground_truth):
     assert acc(response, ground_truth, "flexible") == 1.0
@@ -113,26 +85,8 @@ def test_numbers_beyond_the_precision_of_a_float_are_told_apart():
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(
     "unit",
-    [
-        "#",
-        "####",
-        "#### ",
-        "#### -",
-        "#### $",
-        "1",
-        "1,",
-        "1.",
-        "-",
-        "-$",
-        "$",
-        "\\$ ",
-        " ",
-        ".",
-        ",",
-        "-1",
-        "a-1 ",
-        "\t",
-    ],
+    cells("# ;; #### ;; #### - ;; #### $ ;; 1 ;; 1, ;; 1. ;; - ;; -$ ;; $ ;; . ;; , ;; -1")
+    + ["#### ", "\\$ ", " ", "a-1 ", "\t"],
 )
 def test_time_grows_linearly_up_to_100_000_characters(unit, strict):
     method = "strict" if strict else "flexible"

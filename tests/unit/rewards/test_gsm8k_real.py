@@ -6,6 +6,7 @@ import pytest
 
 from rl.rewards.gsm8k import score
 from tests.spawn import ROOT
+from tests.tables import rows
 from tests.timing import assert_linear_in_text
 
 GSM8K = ROOT / "tests" / "data" / "gsm8k" / "test.jsonl"
@@ -43,15 +44,10 @@ def test_another_final_number_is_wrong(method):
 
 @pytest.mark.parametrize(
     "response, pred",
-    [
-        ("#### $1,234.50", "1234.5"),
-        ("#### 18.00", "18"),
-        ("#### 100", "100"),
-        ("#### -0.0", "0"),
-        ("#### .5", "0.5"),
-        ("#### none", ""),
-        ("#### " + "7" * 5000, "7" * 100),
-    ],
+    rows(
+        "#### $1,234.50 => 1234.5 ;; #### 18.00 => 18 ;; #### 100 => 100 ;; #### -0.0 => 0 ;; #### .5 => 0.5"
+    )
+    + [("#### none", ""), ("#### " + "7" * 5000, "7" * 100)],
 )
 def test_the_prediction_is_one_text_per_number(response, pred):
     assert reward(response, "18", "strict")["pred"] == pred

@@ -52,9 +52,6 @@ def mixture(file, *entries):
     return Mixture(make_plan("rl.rewards.exact:score", {}, {"toy": entries}))
 
 
-# ---- the config ----
-
-
 def test_a_plan_holds_default_and_source_components():
     entries = [{"function": "c.d:g", "weight": 2, "kwargs": {"y": [1]}}, {"function": "e.py:h"}]
     plan = make_plan("a.b:f", {"x": 1}, {"math": entries})
@@ -123,16 +120,7 @@ def test_a_failed_import_names_the_config_key(file):
 
 def test_short_names_are_stems_made_unique():
     functions = ["a.b.math:f", "x/y/math.py:g", "math:h", "a.math_2:f", "length.py:f"]
-    assert short_names([Component(f) for f in functions]) == [
-        "math",
-        "math_2",
-        "math_3",
-        "math_2_2",
-        "length",
-    ]
-
-
-# ---- scores ----
+    assert short_names([Component(f) for f in functions]) == "math math_2 math_3 math_2_2 length".split()
 
 
 def test_the_data_source_chooses_and_the_default_takes_the_rest(file):

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from rl.rewards.qa import normalize, score, token_f1
+from tests.tables import rows
 from tests.timing import assert_linear_in_text
 
 
@@ -13,15 +14,15 @@ def reward(response, ground_truth, **kwargs):
 
 @pytest.mark.parametrize(
     "response, ground_truth",
-    [
-        ("<answer>Paris</answer>", "Paris"),
-        ("<answer> the  PARIS. </answer>", "Paris"),
-        ("I think of Rome.\nParis", "paris"),
+    rows("""
+        <answer>Paris</answer> => Paris ;; <answer> the  PARIS. </answer> => Paris ;;
+        I think of Rome.\nParis => paris ;; <answer>U.S.A</answer> => the USA
+        """)
+    + [
         ("<answer>Rome</answer>\n<answer>Paris</answer> is it", ["Lutetia", "Paris"]),
         ("<answer>Paris</answer>", {"target": ["Paris"]}),
         ("<answer>Paris</answer>", {"answers": "Paris"}),
         ("<answer>Paris</answer>", {"target": np.array(["Paris", "Lutetia"], dtype=object)}),
-        ("<answer>U.S.A</answer>", "the USA"),
         ("<answer>1,984</answer>", 1984),
     ],
 )

@@ -19,9 +19,6 @@ SAMPLE = {
 }
 
 
-# ---- loading ----
-
-
 def test_a_function_is_found_by_module_and_name():
     assert load_reward_function("rl.rewards.exact:score", kwargs={}) is exact.score
 
@@ -93,9 +90,6 @@ def test_a_wrong_signature_is_refused_at_loading(tmp_path):
         load_reward_function("rl.rewards.exact:score", kwargs={"prompt": "a"})
 
 
-# ---- scores ----
-
-
 @pytest.mark.parametrize(
     "result", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), Fraction(1), {"score": 1}]
 )
@@ -152,9 +146,6 @@ def test_the_string_under_pred_is_the_prediction():
 def test_a_result_without_a_finite_score_is_rejected(result):
     with pytest.raises(RejectedResult, match="the score must be a finite number|has no 'score'"):
         to_score(result)
-
-
-# ---- exact match ----
 
 
 @pytest.mark.parametrize(

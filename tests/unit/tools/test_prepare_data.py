@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.tables import cells, rows
 from tools.dataset_rows import code_row, countdown_row, dapo_row, last_boxed, math_row
 from tools.prepare_data import DATASETS, main, prepare_gsm8k
 
@@ -60,14 +61,10 @@ def test_a_source_without_the_files_is_refused_with_their_names(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "{",
-        '{"question": "a"}',
-        '["a"]',
-        '{"question": "a", "answer": "no number"}',
-        '{"question": "a", "answer": "####"}',
-        '{"question": "a", "answer": 5}',
-    ],
+    cells("""
+        { ;; {"question": "a"} ;; ["a"] ;; {"question": "a", "answer": "no number"} ;;
+        {"question": "a", "answer": "####"} ;; {"question": "a", "answer": 5}
+        """),
 )
 def test_an_invalid_line_is_named_and_nothing_written(tmp_path, line):
     source = write_source(tmp_path, train=[("a", "#### 1")], test=[("a", "#### 1")])
@@ -100,21 +97,15 @@ def refusal(capsys, *arguments):
     return capsys.readouterr().err
 
 
-# ---- math ----
-
-
 @pytest.mark.parametrize(
     "solution, answer",
-    [
-        (r"So $x=\boxed{5}$.", "5"),
-        (r"First \boxed{1}, at last $\boxed{\frac{1}{\sqrt{2}}}$.", r"\frac{1}{\sqrt{2}}"),
-        (r"$\fbox{(-\infty, 2]}$", r"(-\infty, 2]"),
-        (r"$\boxed{\left\{ 1, 2 \right\}}$", r"\left\{ 1, 2 \right\}"),
-        (r"$\boxed 7$ apples", "7"),
-        (r"$\boxed{5", None),
-        (r"$\boxedx{5}$", None),
-        ("no answer", None),
-    ],
+    rows(r"""
+        So $x=\boxed{5}$. => 5 ;;
+        First \boxed{1}, at last $\boxed{\frac{1}{\sqrt{2}}}$. => \frac{1}{\sqrt{2}} ;;
+        $\fbox{(-\infty, 2]}$ => (-\infty, 2] ;; $\boxed{\left\{ 1, 2 \right\}}$ => \left\{ 1, 2 \right\} ;;
+        $\boxed 7$ apples => 7
+        """)
+    + [(r"$\boxed{5", None), (r"$\boxedx{5}$", None), ("no answer", None)],
 )
 def test_the_answer_of_a_solution_is_in_its_last_box(solution, answer):
     assert last_boxed(solution) == answer
@@ -261,9 +252,6 @@ def test_what_is_no_answer_of_aime_is_named(tmp_path, capsys, answer):
     )
 
 
-# ---- countdown ----
-
-
 def reachable(numbers):
     """All values of expressions with each number once, by brute force."""
     if len(numbers) == 1:
@@ -301,9 +289,6 @@ def test_countdown_is_solvable_distinct_and_reproducible(tmp_path):
 
 def test_countdown_needs_problems(capsys):
     assert "must be 1 or more" in refusal(capsys, "countdown", "--num-train", "0")
-
-
-# ---- hh-rlhf ----
 
 
 def transcript(*turns):
@@ -357,9 +342,6 @@ def test_a_broken_gz_file_is_named(tmp_path, capsys):
     for broken in (whole[:-9], whole[:12] + b"\xff" * 20 + whole[32:], b"no gzip"):
         file.write_bytes(broken)
         assert "train.jsonl.gz cannot be read" in refusal(capsys, "hh-rlhf", "--source", file)
-
-
-# ---- code ----
 
 
 def test_code_problems_of_apps_and_code_contests(tmp_path, caplog):
@@ -424,9 +406,6 @@ def test_column_types_hold_beyond_one_row_group(tmp_path):
     assert pq.ParquetFile(tmp_path / "out/train.parquet").num_row_groups == 3
 
 
-# ---- sources ----
-
-
 def test_a_source_with_nothing_to_read_is_refused(tmp_path, capsys):
     assert "does not exist" in refusal(capsys, "math", "--source", tmp_path / "nowhere")
     (tmp_path / "readme.md").write_text("x")
@@ -460,9 +439,6 @@ def test_from_hub_takes_the_splits_of_the_data_set(tmp_path, monkeypatch):
     assert set(prepare(tmp_path / "b", "math", "--from-hub", "someone/MATH")) == {"train", "test"}
     assert set(prepare(tmp_path / "c", "aime", "--from-hub")) == {"test"}
     assert asked == [("openai/gsm8k", "main"), ("someone/MATH", None), ("HuggingFaceH4/aime_2024", None)]
-
-
-# ---- the requests and the ground truths are those of the reward functions ----
 
 
 def test_the_math_reward_reads_the_requested_form():
