@@ -49,17 +49,11 @@ def samples_of(batch, *, groups=True):
     columns = {name: column for name in TOKEN_COLUMNS if (column := getattr(batch, name)) is not None}
     for i, (end, length) in enumerate(zip(ends, batch.lengths.tolist())):
         tokens = {name: column[end - length : end].tolist() for name, column in columns.items()}
-        per_sample = {
-            name: getattr(batch, name)[i].item()
-            for name in SAMPLE_COLUMNS
-            if getattr(batch, name) is not None
-        }
-        if not groups:
-            del per_sample["groups"]
+        filled = [name for name in SAMPLE_COLUMNS[not groups :] if getattr(batch, name) is not None]
+        per_sample = {name: getattr(batch, name)[i].item() for name in filled}
         details = {name: column[i].item() for name, column in batch.score_details.items()}
-        out.append(
-            (batch.prompt_ids[i].tolist(), batch.response_ids[i].tolist(), tokens, per_sample, details)
-        )
+        ids = batch.prompt_ids[i].tolist(), batch.response_ids[i].tolist()
+        out.append((*ids, tokens, per_sample, details))
     return out
 
 
@@ -71,50 +65,31 @@ def same_types(found, batch):
     assert all(ids.dtype == np.int32 for ids in found.prompt_ids + found.response_ids)
 
 
-def test_every_tensor_of_a_batch_is_a_token_column_or_a_sample_column():
+def test_columns_of_a_batch():
     batch = full_batch(0)
     tensors = {field.name for field in fields(Batch) if isinstance(getattr(batch, field.name), torch.Tensor)}
-    assert tensors == set(TOKEN_COLUMNS) | set(SAMPLE_COLUMNS)
-    assert set(LOSS_COLUMNS) < set(TOKEN_COLUMNS)
-
-
-def test_lengths_offsets_and_the_mask_by_default():
-    responses = [np.zeros(n, np.int32) for n in (2, 0, 3)]
-    batch = Batch([np.zeros(2, np.int32)] * 3, responses, torch.arange(3), torch.zeros(3, dtype=torch.bool))
-    assert len(batch) == 3
-    assert (batch.lengths.tolist(), batch.prompt_lengths.tolist(), batch.offsets.tolist()) == (
-        [2, 0, 3],
-        [2, 2, 2],
-        [0, 2, 2, 5],
-    )
-    assert batch.lengths.dtype == batch.offsets.dtype == torch.int64
-    assert batch.mask.tolist() == [1.0] * 5 and batch.mask.dtype == torch.float32
-    assert list(batch.loss_columns()) == ["mask"]
-
-
-def test_token_columns_are_those_that_losses_read_and_are_filled():
-    batch = full_batch(0)
+    assert tensors == set(TOKEN_COLUMNS) | set(SAMPLE_COLUMNS) and set(LOSS_COLUMNS) < set(TOKEN_COLUMNS)
     assert tuple(batch.loss_columns()) == LOSS_COLUMNS
     assert all(column is getattr(batch, name) for name, column in batch.loss_columns().items())
     batch.selected_tokens = batch.returns = None
     assert set(LOSS_COLUMNS) - set(batch.loss_columns()) == {"selected_tokens", "returns"}
 
 
-# select ---------------------------------------------------------------------------------------------------------------
+def test_lengths_offsets_and_the_mask_by_default():
+    responses = [np.zeros(n, np.int32) for n in (2, 0, 3)]
+    batch = Batch([np.zeros(2, np.int32)] * 3, responses, torch.arange(3), torch.zeros(3, dtype=torch.bool))
+    assert len(batch) == 3 and batch.prompt_lengths.tolist() == [2, 2, 2]
+    assert (batch.lengths.tolist(), batch.offsets.tolist()) == ([2, 0, 3], [0, 2, 2, 5])
+    assert batch.lengths.dtype == batch.offsets.dtype == torch.int64
+    assert batch.mask.tolist() == [1.0] * 5 and batch.mask.dtype == torch.float32
+    assert list(batch.loss_columns()) == ["mask"]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_select_takes_all_that_belongs_to_the_samples_in_the_order_given(seed):
-    batch = full_batch(seed)
+@pytest.mark.parametrize("seed", range(4))
+def test_select_takes_the_samples_in_the_order_given(seed):
+    batch, shuffled = full_batch(seed), np.random.default_rng(seed).permutation(10).tolist()
     before = samples_of(batch)
-    for chosen in (
-        [],
-        [9, 0, 4],
-        list(range(10)),
-        [5],
-        [2, 2, 7],
-        np.random.default_rng(seed).permutation(10).tolist(),
-    ):
+    for chosen in ([], [9, 0, 4], list(range(10)), [5], [2, 2, 7], shuffled):
         found = batch.select(chosen)
         assert samples_of(found) == [before[i] for i in chosen]
         assert len(found) == len(chosen) and found.mask.shape == (int(found.lengths.sum()),)
@@ -122,14 +97,11 @@ def test_select_takes_all_that_belongs_to_the_samples_in_the_order_given(seed):
     assert samples_of(batch) == before
 
 
-def test_select_keeps_empty_columns_empty():
+def test_a_selection_keeps_empty_columns_and_shares_none():
     batch = full_batch(1, unit=2)
     batch.advantages = batch.labels = None
     found = batch.select([0, 1])
     assert found.advantages is None and found.labels is None and found.unit == 2
-
-
-def test_a_selection_shares_no_column_with_its_batch():
     batch = full_batch(2)
     found = batch.select(list(range(10)))
     for name in (*TOKEN_COLUMNS, *SAMPLE_COLUMNS):
@@ -137,103 +109,65 @@ def test_a_selection_shares_no_column_with_its_batch():
     assert samples_of(batch) == samples_of(full_batch(2))
 
 
-# keep_groups ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kept", [[0], [1, 3], [3, 0, 2], [0, 1, 2, 3]])
-def test_keep_groups_keeps_whole_groups_and_numbers_them_in_the_order_given(seed, kept):
-    batch, sizes = full_batch(seed), [3, 1, 4, 2]
-    found = batch.keep_groups(kept)
-    samples = samples_of(batch, groups=False)
-    starts = np.cumsum([0, *sizes])
-    assert samples_of(found, groups=False) == [
-        samples[i] for k in kept for i in range(starts[k], starts[k + 1])
-    ]
-    assert found.groups.tolist() == [new for new, k in enumerate(kept) for _ in range(sizes[k])]
+def test_keep_groups_keeps_whole_groups_and_renumbers_them(kept):
+    batch, starts = full_batch(sum(kept)), [0, 3, 4, 8, 10]
+    found, samples = batch.keep_groups(kept), samples_of(batch, groups=False)
+    chosen = [(new, i) for new, k in enumerate(kept) for i in range(starts[k], starts[k + 1])]
+    assert samples_of(found, groups=False) == [samples[i] for _, i in chosen]
+    assert found.groups.tolist() == [new for new, _ in chosen]
     same_types(found, batch)
 
 
-def test_keep_groups_finds_samples_of_a_group_that_do_not_lie_together():
+def test_keep_groups_finds_samples_that_do_not_lie_together():
     batch = full_batch(0).select([0, 9, 1, 3, 8, 2])  # groups 0 3 0 1 3 0
     found = batch.keep_groups([3, 0])
     assert samples_of(found, groups=False) == [samples_of(batch, groups=False)[i] for i in (1, 4, 0, 2, 5)]
     assert found.groups.tolist() == [0, 0, 1, 1, 1]
 
 
-# concatenate ----------------------------------------------------------------------------------------------------------
-
-
-def test_concatenate_keeps_order_and_all_columns_and_numbers_groups_on():
+def test_concatenate_keeps_order_columns_and_distinct_groups():
     batches = [full_batch(1), full_batch(2, sizes=(2,)), full_batch(3, sizes=(1, 5))]
     found = concatenate(batches)
     assert samples_of(found, groups=False) == [
-        sample for batch in batches for sample in samples_of(batch, groups=False)
+        s for batch in batches for s in samples_of(batch, groups=False)
     ]
     assert found.groups.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 4, 4, 5, 6, 6, 6, 6, 6]
     same_types(found, batches[0])
-
-
-def test_concatenate_of_one_batch_is_that_batch():
     batch = full_batch(4, unit=2)
-    found = concatenate([batch])
-    assert samples_of(found) == samples_of(batch) and found.unit == 2
+    for parts in ([batch], [batch.keep_groups(kept) for kept in ([0, 1], [2], [3])]):
+        assert samples_of(concatenate(parts)) == samples_of(batch) and concatenate(parts).unit == 2
 
 
-def test_concatenate_undoes_a_split():
-    batch = full_batch(5)
-    found = concatenate([batch.keep_groups([0, 1]), batch.keep_groups([2]), batch.keep_groups([3])])
-    assert samples_of(found) == samples_of(batch)
-
-
-def test_concatenate_has_nan_where_a_batch_lacks_a_number_of_the_score():
-    first, second = (
-        full_batch(1, sizes=(2,), details=("failed", "acc")),
-        full_batch(2, sizes=(3,), details=("failed", "format")),
+def test_concatenate_fills_missing_score_details_with_nan():
+    first = full_batch(1, sizes=(2,), details=("failed", "acc"))
+    second = full_batch(2, sizes=(3,), details=("failed", "format"))
+    found, (one, two) = (
+        concatenate([first, second]).score_details,
+        (first.score_details, second.score_details),
     )
-    found = concatenate([first, second]).score_details
     assert sorted(found) == ["acc", "failed", "format"]
-    assert torch.equal(
-        found["failed"], torch.cat([first.score_details["failed"], second.score_details["failed"]])
-    )
-    assert torch.equal(found["acc"][:2], first.score_details["acc"]) and found["acc"][2:].isnan().all()
-    assert found["format"][:2].isnan().all() and torch.equal(
-        found["format"][2:], second.score_details["format"]
-    )
+    assert torch.equal(found["failed"], torch.cat([one["failed"], two["failed"]]))
+    assert torch.equal(found["acc"][:2], one["acc"]) and found["acc"][2:].isnan().all()
+    assert found["format"][:2].isnan().all() and torch.equal(found["format"][2:], two["format"])
     assert all(column.shape == (5,) and column.dtype == torch.float32 for column in found.values())
 
 
-# pair_up --------------------------------------------------------------------------------------------------------------
-
-
-def test_pair_up_interleaves_chosen_and_rejected_in_units_of_two():
-    chosen, rejected = full_batch(1, sizes=(1,) * 10), full_batch(2)
+def test_pair_up_interleaves_chosen_and_rejected():
+    sides = chosen, rejected = full_batch(1, sizes=(1,) * 10), full_batch(2)
+    chosen.mask, rejected.mask = (sign * torch.arange(len(s.mask)).float() for s, sign in zip(sides, (1, -1)))
     pairs = pair_up(chosen=chosen, rejected=rejected)
     assert pairs.unit == 2 and len(pairs) == 20
-    # The rejected ones are the policy's own, several to a prompt: a mini-batch of prompts takes all pairs of each.
+    # The rejected responses are the policy's own, several to a prompt: their groups remain together.
     assert pairs.groups.tolist() == [0] * 6 + [1] * 2 + [2] * 8 + [3] * 4
-    sides = [samples_of(batch) for batch in (chosen, rejected)]
+    samples = [samples_of(batch) for batch in sides]
     for i, (prompt, response, tokens, per_sample, details) in enumerate(samples_of(pairs)):
-        whole = sides[i % 2][i // 2]
+        whole = samples[i % 2][i // 2]
         assert (prompt, response) == whole[:2]
         assert tokens == {"mask": whole[2]["mask"]} and per_sample["truncated"] == whole[3]["truncated"]
         assert set(per_sample) == {"groups", "truncated"} and not details
-
-
-def test_pair_up_keeps_the_mask_of_each_response():
-    chosen, rejected = full_batch(3), full_batch(4)
-    chosen.mask, rejected.mask = (
-        torch.arange(len(chosen.mask)).float(),
-        -torch.arange(len(rejected.mask)).float(),
-    )
-    pairs = pair_up(chosen=chosen, rejected=rejected)
-    for i in range(20):
-        side = (chosen, rejected)[i % 2]
-        here, there = (
-            slice(*pairs.offsets[i : i + 2].tolist()),
-            slice(*side.offsets[i // 2 : i // 2 + 2].tolist()),
-        )
-        assert torch.equal(pairs.mask[here], side.mask[there])
+    with pytest.raises(AssertionError, match="10 and 2 responses"):
+        pair_up(chosen=full_batch(1), rejected=full_batch(2, sizes=(2,)))
 
 
 def test_pairs_stay_pairs_when_selected_kept_and_concatenated():
@@ -245,106 +179,58 @@ def test_pairs_stay_pairs_when_selected_kept_and_concatenated():
     assert both.groups.tolist() == [0] * 4 + [1] * 2 + [2] * 6 + [3] * 2 + [4] * 8 + [5] * 4
 
 
-def test_pair_up_of_unequal_numbers_is_refused():
-    with pytest.raises(AssertionError, match="10 and 2 responses"):
-        pair_up(chosen=full_batch(1), rejected=full_batch(2, sizes=(2,)))
+OUTCOMES = [  # scores, accuracies, failures, outcomes
+    ([0.1, 0.9, 0.5], [1.0, 0.0, 0.25], [0.0, 0.0, 0.0], [1.0, 0.0, 0.25]),
+    ([0.5, 0.75, -2.0], [NAN, 1.0, NAN], [0.0, 0.0, 0.0], [0.5, 1.0, -2.0]),
+    ([0.5, 0.75], None, [0.0, 0.0], [0.5, 0.75]),
+    ([-5.0, 0.5, 3.0], [NAN, NAN, NAN], [1.0, 0.0, 1.0], [0.0, 0.5, 0.0]),
+    ([-5.0, 0.5], None, [1.0, 0.0], [0.0, 0.5]),
+]
 
 
-# outcomes -------------------------------------------------------------------------------------------------------------
-
-
-def scored(scores, **details):
+@pytest.mark.parametrize("scores, acc, failed, expected", OUTCOMES)
+def test_outcomes_are_accuracies_or_scores_and_0_if_failed(scores, acc, failed, expected):
     batch = full_batch(0, sizes=(len(scores),))
     batch.scores = torch.tensor(scores)
-    batch.score_details = {name: torch.tensor(column) for name, column in details.items()}
-    return batch.outcomes
-
-
-def test_outcomes_are_the_accuracy_where_there_is_one():
-    outcomes = scored([0.1, 0.9, 0.5], acc=[1.0, 0.0, 0.25], failed=[0.0, 0.0, 0.0])
-    assert outcomes.tolist() == [1.0, 0.0, 0.25] and outcomes.dtype == torch.float32
-
-
-def test_outcomes_fall_back_to_the_score_sample_by_sample():
-    assert scored([0.5, 0.75, -2.0], acc=[NAN, 1.0, NAN], failed=[0.0, 0.0, 0.0]).tolist() == [0.5, 1.0, -2.0]
-    assert scored([0.5, 0.75], failed=[0.0, 0.0]).tolist() == [0.5, 0.75]
-
-
-def test_the_outcome_of_a_failed_sample_is_0_whatever_a_failure_scores():
-    assert scored([-5.0, 0.5, 3.0], acc=[NAN, NAN, NAN], failed=[1.0, 0.0, 1.0]).tolist() == [0.0, 0.5, 0.0]
-    assert scored([-5.0, 0.5], failed=[1.0, 0.0]).tolist() == [0.0, 0.5]
-
-
-def test_outcomes_leave_the_scores_alone_and_want_them_there():
-    batch = full_batch(0)
-    batch.score_details["failed"] = torch.ones(10)
-    before = batch.scores.clone()
-    assert batch.score_details.pop("acc") is not None and not batch.outcomes.any()
-    assert torch.equal(batch.scores, before)
+    batch.score_details = {"failed": torch.tensor(failed)} | ({"acc": torch.tensor(acc)} if acc else {})
+    assert batch.outcomes.tolist() == expected and batch.outcomes.dtype == torch.float32
+    assert torch.equal(batch.scores, torch.tensor(scores))
     batch.scores = None
     with pytest.raises(AssertionError, match="not been scored"):
         batch.outcomes  # noqa: B018
 
 
-def test_a_selection_has_a_fingerprint_of_its_own_also_if_that_of_its_batch_was_asked_for():
+def test_a_selection_has_its_own_fingerprint():
     batch = full_batch(0)
-    before = batch.fingerprint
-    everything = list(range(len(batch)))
+    before, everything = batch.fingerprint, list(range(len(batch)))
     assert batch.select(everything).fingerprint == before == batch.fingerprint
-    assert (
-        len({before, batch.select(everything[::-1]).fingerprint, batch.select(everything[:-1]).fingerprint})
-        == 3
-    )
+    others = [batch.select(chosen).fingerprint for chosen in (everything[::-1], everything[:-1])]
+    assert len({before, *others}) == 3
 
 
-# Metrics of a batch -----------------------------------------------------------------------------------------
+def test_lengths_with_and_without_aborted_responses():
+    def metrics_of(responses, prompts, truncated):
+        ids = [[np.zeros(n, np.int32) for n in lengths] for lengths in (prompts, responses)]
+        batch = Batch(*ids, groups=torch.arange(len(responses)), truncated=torch.tensor(truncated))
+        return length_metrics(batch, max_prompt_tokens=5)
 
-
-def lengths_of(responses, prompts, truncated):
-    batch = Batch(
-        prompt_ids=[np.zeros(n, np.int32) for n in prompts],
-        response_ids=[np.zeros(n, np.int32) for n in responses],
-        groups=torch.arange(len(responses)),
-        truncated=torch.tensor(truncated),
-    )
-    return length_metrics(batch, max_prompt_tokens=5)
-
-
-def test_lengths_of_prompts_and_responses_with_and_without_aborted_ones():
-    assert lengths_of([4, 0, 2, 0], [5, 3, 5, 2], [True, False, False, False]) == pytest.approx(
-        {
-            "response_length/mean": 1.5,
-            "response_length/max": 4,
-            "response_length/min": 0,
-            "response_length/clip_ratio": 0.25,
-            "response_length_non_aborted/mean": 3,
-            "response_length_non_aborted/max": 4,
-            "response_length_non_aborted/min": 2,
-            "response_length_non_aborted/clip_ratio": 0.5,
-            "response/aborted_ratio": 0.5,
-            "prompt_length/mean": 3.75,
-            "prompt_length/max": 5,
-            "prompt_length/min": 2,
-            "prompt_length/clip_ratio": 0.5,
-        }
-    )
-
-
-def test_a_batch_of_aborted_responses_has_no_lengths_of_others():
-    metrics = lengths_of([0, 0], [1, 2], [False, False])
+    found = metrics_of([4, 0, 2, 0], [5, 3, 5, 2], [True, False, False, False])
+    expected = {"response/aborted_ratio": 0.5}
+    for name, values in {
+        "response_length": (1.5, 4, 0, 0.25),
+        "response_length_non_aborted": (3, 4, 2, 0.5),
+        "prompt_length": (3.75, 5, 2, 0.5),
+    }.items():
+        expected |= {f"{name}/{at}": value for at, value in zip("mean max min clip_ratio".split(), values)}
+    assert found == pytest.approx(expected)
+    metrics = metrics_of([0, 0], [1, 2], [False, False])
     assert metrics["response/aborted_ratio"] == 1 and not any("non_aborted" in name for name in metrics)
 
 
 def test_balance_of_tokens_over_the_ranks_by_hand():
     found = balance_metrics([10, 20, 30, 1, 2, 3], [[2], [0, 1, 3, 4, 5]])
-    assert found == {
-        "global_seqlen/min": 6,
-        "global_seqlen/max": 60,
-        "global_seqlen/minmax_diff": 54,
-        "global_seqlen/balanced_min": 30,
-        "global_seqlen/balanced_max": 36,
-        "global_seqlen/mean": 33,
-    }
+    values = {"min": 6, "max": 60, "minmax_diff": 54, "balanced_min": 30, "balanced_max": 36, "mean": 33}
+    assert found == {f"global_seqlen/{name}": value for name, value in values.items()}
     # Five samples on two ranks: two and three.
     assert balance_metrics([1, 2, 4, 8, 16], [[4], [0, 1, 2, 3]])["global_seqlen/max"] == 28
 
