@@ -6,22 +6,10 @@ from launch.points import Point, make_points, name_of, short_names, tasks_text
 from rl.config.options import ConfigError
 
 LR, SAMPLES, TP, PP, CLIP = (
-    "training.optimizer.lr",
-    "rollout.samples_per_prompt",
-    "training.tp",
-    "training.pp",
-    "objective.clip_high",
+    "training.optimizer.lr rollout.samples_per_prompt training.tp training.pp objective.clip_high".split()
 )
-KNOWN = {
-    LR: 1e-6,
-    SAMPLES: 8,
-    TP: 1,
-    PP: 1,
-    CLIP: 0.2,
-    "critic.optimizer.lr": 1e-5,
-    "run.seed": 1,
-    "reward.function": "a:b",
-}
+KNOWN = {LR: 1e-6, SAMPLES: 8, TP: 1, PP: 1, CLIP: 0.2, "critic.optimizer.lr": 1e-5, "run.seed": 1}
+KNOWN["reward.function"] = "a:b"
 
 
 def values(**sweep):
@@ -29,38 +17,25 @@ def values(**sweep):
 
 
 def test_a_grid_is_every_combination_the_last_key_fastest():
-    assert values(grid={LR: [1e-6, 2e-6], SAMPLES: [4, 8]}) == [
-        {LR: 1e-6, SAMPLES: 4},
-        {LR: 1e-6, SAMPLES: 8},
-        {LR: 2e-6, SAMPLES: 4},
-        {LR: 2e-6, SAMPLES: 8},
-    ]
+    expected = [{LR: lr, SAMPLES: samples} for lr in (1e-6, 2e-6) for samples in (4, 8)]
+    assert values(grid={LR: [1e-6, 2e-6], SAMPLES: [4, 8]}) == expected
 
 
 def test_zip_goes_side_by_side_and_multiplies_with_the_rest():
-    assert values(zip={TP: [1, 2], PP: [2, 1]}, seeds=2) == [
-        {TP: 1, PP: 2, "run.seed": 1},
-        {TP: 1, PP: 2, "run.seed": 2},
-        {TP: 2, PP: 1, "run.seed": 1},
-        {TP: 2, PP: 1, "run.seed": 2},
-    ]
+    expected = [{TP: tp, PP: pp, "run.seed": seed} for tp, pp in ((1, 2), (2, 1)) for seed in (1, 2)]
+    assert values(zip={TP: [1, 2], PP: [2, 1]}, seeds=2) == expected
 
 
 def test_random_draws_stay_when_more_are_asked_for():
-    spec = {
-        LR: {"log_uniform": [1e-7, 1e-5]},
-        CLIP: {"uniform": [0.2, 0.3]},
-        SAMPLES: {"choice": [4, 8]},
-        TP: {"integer": [1, 4]},
-    }
-    few = values(random={"points": 3, "seed": 7, "keys": spec})
-    more = values(random={"points": 20, "seed": 7, "keys": spec})
-    other = values(random={"points": 3, "seed": 8, "keys": spec})
-    assert more[:3] == few and other != few
-    assert all(
-        1e-7 <= v[LR] <= 1e-5 and 0.2 <= v[CLIP] <= 0.3 and v[SAMPLES] in (4, 8) and 1 <= v[TP] <= 4
-        for v in more
+    keys = {LR: {"log_uniform": [1e-7, 1e-5]}, CLIP: {"uniform": [0.2, 0.3]}}
+    keys |= {SAMPLES: {"choice": [4, 8]}, TP: {"integer": [1, 4]}}
+    few, more, other = (
+        values(random={"points": points, "seed": seed, "keys": keys})
+        for points, seed in ((3, 7), (20, 7), (3, 8))
     )
+    assert more[:3] == few and other != few
+    assert all(1e-7 <= v[LR] <= 1e-5 and 0.2 <= v[CLIP] <= 0.3 for v in more)
+    assert all(v[SAMPLES] in (4, 8) and 1 <= v[TP] <= 4 for v in more)
     assert sum(v[LR] < 1e-6 for v in more) >= 5  # half of them, on a log scale
 
 
@@ -73,34 +48,26 @@ def test_conditions_leave_points_out():
 
 
 def test_a_name_follows_from_the_points_own_values():
-    before = {
-        point.name: point.values for point in make_points({"grid": {LR: [1e-6, 2e-6]}, "seeds": 2}, KNOWN)
-    }
-    after = {
-        point.name: point.values
-        for point in make_points({"grid": {LR: [5e-7, 1e-6, 2e-6]}, "seeds": [3, 2, 1]}, KNOWN)
-    }
-    assert before.keys() == {"lr=1e-06_seed=1", "lr=1e-06_seed=2", "lr=2e-06_seed=1", "lr=2e-06_seed=2"}
+    sweeps = dict(grid={LR: [1e-6, 2e-6]}, seeds=2), dict(grid={LR: [5e-7, 1e-6, 2e-6]}, seeds=[3, 2, 1])
+    before, after = ({point.name: point.values for point in make_points(sweep, KNOWN)} for sweep in sweeps)
+    assert before.keys() == {f"lr={lr}_seed={seed}" for lr in ("1e-06", "2e-06") for seed in (1, 2)}
     assert before.items() <= after.items()
 
 
 def test_names_tell_equal_ends_apart_and_are_fit_for_directories():
+    def name(value):
+        return name_of({"reward.function": value}, {"reward.function": "function"})
+
     assert short_names([LR, SAMPLES]) == {LR: "lr", SAMPLES: "samples_per_prompt"}
     assert short_names([LR, "critic.optimizer.lr"]) == {LR: LR, "critic.optimizer.lr": "critic.optimizer.lr"}
-    assert (
-        name_of({"reward.function": "my dir/f.py:score"}, {"reward.function": "function"})
-        == "function=my-dir-f.py-score"
-    )
-    long = name_of({"reward.function": "x" * 300}, {"reward.function": "function"})
-    assert len(long) <= 120 and long != name_of(
-        {"reward.function": "x" * 301}, {"reward.function": "function"}
-    )
+    assert name("my dir/f.py:score") == "function=my-dir-f.py-score"
+    assert len(name("x" * 300)) <= 120 and name("x" * 300) != name("x" * 301)
 
 
 def test_overrides_are_what_the_program_takes():
-    assert Point(
-        "", {LR: 1e-6, "a": True, "b": [1, 2], "c": "x:y", "d": None, "e": 0.30000000000000004}
-    ).overrides == [f"{LR}=1e-06", "a=true", "b=[1, 2]", "c=x:y", "d=null", "e=0.30000000000000004"]
+    point = Point("", {LR: 1e-6, "a": True, "b": [1, 2], "c": "x:y", "d": None, "e": 0.30000000000000004})
+    expected = f"{LR}=1e-06;a=true;b=[1, 2];c=x:y;d=null;e=0.30000000000000004"
+    assert point.overrides == expected.split(";")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The submitit front where there is no Slurm: what it says, and how a run's end reaches submitit. tests/slurm has the rest."""
+"""The submitit interface without Slurm: its errors, and how the end of a run reaches submitit."""
 
 import pickle
 import sys
