@@ -36,12 +36,9 @@ PUBLISHED = {  # billions, as the model cards say; DeepSeek-V3 without its layer
     "qwen3-8b": 8.19,
 }
 PRODUCTION = {
-    path: int(nodes) * int(gpus)
+    path: int(nodes or 1) * int(gpus)
     for path in CONFIGS.glob("*.yaml")
-    for nodes, gpus in re.findall(r"_(\d+)x(\d+)", path.stem)
-}
-PRODUCTION |= {
-    path: int(gpus) for path in CONFIGS.glob("*.yaml") for gpus in re.findall(r"_(\d+)gpu$", path.stem)
+    for nodes, gpus in re.findall(r"_(?:(\d+)x)?(\d+)(?:gpu)?$", path.stem)
 }
 PRODUCTION |= {CONFIGS / "ppo_deepseek671b.yaml": 512}
 """Config -> ranks, which its name says."""
@@ -53,9 +50,12 @@ def parts_of(model):
 
 
 def found(name, world_size, *overrides, plan=False, **machine):
-    return estimate(
-        load_config(str(CONFIGS / f"{name}.yaml"), overrides), world_size, Hardware(**machine), plan=plan
-    )
+    config = load_config(str(CONFIGS / f"{name}.yaml"), overrides)
+    return estimate(config, world_size, Hardware(**machine), plan=plan)
+
+
+def qwen(*overrides, **machine):
+    return found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, *overrides, **machine)
 
 
 @pytest.mark.parametrize("model", sorted(path.name for path in (CONFIGS / "models").iterdir()))
@@ -75,11 +75,10 @@ def test_an_engine_holds_its_share_and_what_every_rank_repeats(model, tp):
 
 
 def test_a_bucket_is_padded_as_megatron_pads_it():
-    assert buffer_elements([], 4) == 0
-    assert buffer_elements([64], 1) == 128
-    assert buffer_elements([1, 1], 1) == 128
-    assert buffer_elements([65, 65, 65], 1) == 384  # starts at 0, 128 and 256
-    assert buffer_elements([100], 3) == 384  # multiples of 128 that 3 divides
+    # The three of 65 start at 0, 128 and 256; the last is the multiple of 128 that 3 divides.
+    cases = ([], 4, 0), ([64], 1, 128), ([1, 1], 1, 128), ([65, 65, 65], 1, 384), ([100], 3, 384)
+    for sizes, ranks, expected in cases:
+        assert buffer_elements(sizes, ranks) == expected
 
 
 @pytest.mark.parametrize("path", sorted(PRODUCTION), ids=lambda path: path.stem)
@@ -89,9 +88,7 @@ def test_every_production_config_fits_into_gpus_of_80_gib(path):
 
 class TestMemory:
     def test_nothing_of_the_trainer_stays_in_generation_if_all_is_offloaded(self):
-        some = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "training.offload=all").memory
-        none = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "training.offload=none").memory
-        half = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "training.offload=optimizer").memory
+        some, none, half = (qwen(f"training.offload={what}").memory for what in ("all", "none", "optimizer"))
         state = none.stages[0].states["policy"]
         assert none.peak("generation")[0] - some.peak("generation")[0] == state.total
         assert half.peak("generation")[0] - some.peak("generation")[0] == state.weights
@@ -99,26 +96,20 @@ class TestMemory:
         assert (none.away, half.away, some.away) == (0, state.optimizer, state.optimizer + state.weights)
 
     def test_a_critic_doubles_the_state(self):
-        grpo = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8).memory.stages[0]
-        ppo = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "algorithm=ppo").memory.stages[0]
+        grpo = qwen().memory.stages[0]
+        ppo = qwen("algorithm=ppo").memory.stages[0]
         head = 152064 * 3584 / 2 - 3584  # a value head in the place of the vocabulary's rows
         assert grpo.states["policy"].total == ppo.states["policy"].total
-        assert ppo.states["critic"].weights == pytest.approx(
-            grpo.states["policy"].weights - 2 * head, rel=1e-5
-        )
+        weights = grpo.states["policy"].weights
+        assert ppo.states["critic"].weights == pytest.approx(weights - 2 * head, rel=1e-5)
 
     def test_recompute_keeps_the_input_of_each_layer_alone(self):
-        kept = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8).memory.stages[0].activations
-        everything = (
-            found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "training.recompute=false").memory.stages[0].activations
-        )
-        assert everything > 5 * kept
+        kept = qwen().memory.stages[0].activations
+        assert qwen("training.recompute=false").memory.stages[0].activations > 5 * kept
 
     def test_earlier_stages_keep_more_micro_batches(self):
         stages = found("ppo_deepseek671b", 512).memory.stages
-        inputs = (
-            4 * 7168 * 10240 / 8 * 2
-        )  # of four layers: hidden, tokens of the longest row on a rank, bytes
+        inputs = 4 * 7168 * 10240 / 8 * 2  # layers, hidden, tokens of the longest row on a rank, bytes
         for stage in range(1, 13):
             assert stages[stage].activations - stages[stage + 1].activations == pytest.approx(inputs)
 
@@ -127,14 +118,13 @@ class TestMemory:
         assert first.head == 0 < last.head
 
     def test_the_cache_takes_what_the_share_leaves(self):
-        engine = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "rollout.gpu_memory_utilization=0.5").memory.engine
+        engine = qwen("rollout.gpu_memory_utilization=0.5").memory.engine
         assert engine.cache == engine.budget - engine.weights - engine.workspace and engine.budget == 40 * GIB
-        assert (
-            engine.bytes_per_token == 28 * 2 * 2 * 128 * 2
-        )  # layers, keys and values, heads of a rank, channels, bytes
+        # layers, keys and values, heads of a rank, channels, bytes
+        assert engine.bytes_per_token == 28 * 2 * 2 * 128 * 2
         assert engine.cache_tokens == engine.cache // engine.bytes_per_token
 
-    def test_latent_attention_caches_the_latent_on_every_rank_and_keeps_a_second_form_of_its_projection(self):
+    def test_latent_attention_repeats_its_cache_and_one_projection(self):
         some = found("ppo_deepseek671b", 512)
         engine, model = some.memory.engine, some.models["policy"]
         elements, in_float32 = count_engine(model.parts, 32)
@@ -142,12 +132,12 @@ class TestMemory:
         assert engine.weights == 2 * (elements + 61 * 128 // 32 * (128 + 128) * 512) + 4 * in_float32
 
     def test_a_share_too_small_for_one_sequence_is_a_problem(self):
-        (problem,) = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "rollout.gpu_memory_utilization=0.1").problems
+        (problem,) = qwen("rollout.gpu_memory_utilization=0.1").problems
         assert "KV cache" in problem and "1536" in problem
 
     def test_layers_keep_what_the_formula_says(self):
-        # arXiv:2205.05198 counts, for a layer without dropout and with flash attention, inputs and outputs of the products.
-        some = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, "training.tp=1", "rollout.tp=1")
+        # arXiv:2205.05198, for a layer without dropout and with flash attention.
+        some = qwen("training.tp=1", "rollout.tp=1")
         layout, model = layout_of(some.config, 8), some.models["policy"]
         hidden, ffn, query, pairs = 3584, 18944, 3584, 2 * 512
         products = (hidden + query + pairs) + (query + hidden) + (hidden + 2 * ffn) + (ffn + hidden)
@@ -158,31 +148,25 @@ class TestMemory:
 
 class TestChanges:
     def test_the_share_of_the_engine_is_changed_first(self):
-        before = found(
-            "qwen2.5-7b_gsm8k_grpo_8gpu", 8, "training.offload=none", "rollout.gpu_memory_utilization=0.7"
-        )
+        before = qwen("training.offload=none", "rollout.gpu_memory_utilization=0.7")
         change = cheapest_change(before)
         assert list(change.values) == ["rollout.gpu_memory_utilization"] and change.estimate.problems == []
         assert "generation needs" in before.problems[0]
         assert change.words(before) in verdict(before, change)
 
     def test_recompute_is_found_for_activations_that_do_not_fit(self):
-        before = found(
-            "qwen2.5-7b_gsm8k_grpo_8gpu", 8, "training.recompute=false", "training.micro_batch_tokens=131072"
-        )
+        overrides = "training.recompute=false", "training.micro_batch_tokens=131072"
+        before = qwen(*overrides)
         assert "training needs" in before.problems[0]
         change = cheapest_change(before)
         assert change.world_size == 8 and change.estimate.problems == [] and len(change.values) == 1
-        after = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, *before_and(before, change))
-        assert after.problems == []
+        changes = [f"{key}={json.dumps(value)}" for key, value in change.values.items()]
+        assert qwen(*overrides, *changes).problems == []
 
     def test_more_ranks_are_the_last_resort(self):
         before = found("ppo_deepseek671b", 256, "training.ep=16")
-        change = cheapest_change(before)
-        assert "training needs" in before.problems[0] and change.world_size == 512
-
-    def test_a_machine_too_small_for_anything_is_said_to_be_so(self):
-        before = found("qwen2.5-7b_gsm8k_grpo_8gpu", 8, gpu_memory_gib=5.0)
+        assert "training needs" in before.problems[0] and cheapest_change(before).world_size == 512
+        before = qwen(gpu_memory_gib=5.0)
         assert cheapest_change(before) is None and "no change" in verdict(before, None)
 
     def test_a_copy_is_changed(self):
@@ -190,76 +174,40 @@ class TestChanges:
         assert with_values(config, {"training.tp": 4}).training.tp == 4 and config.training.tp == 1
 
 
-def before_and(before, change):
-    keep = [
-        "training.recompute=false",
-        f"training.micro_batch_tokens={before.config.training.micro_batch_tokens}",
-    ]
-    return [*keep, *(f"{key}={json.dumps(value)}" for key, value in change.values.items())]
+LARGEST = "--config configs/ppo_deepseek671b.yaml --dry-run --world-size 512".split()
+NUMBERS = "policy: gradients;engine: KV cache;refit:;seconds per step;GPU-hours;3,807,910,400".split(";")
+DIVIDES = "error: training.tp=2 times training.pp=1 is 2, which does not divide"
+COMMANDS = [  # options, exit code, what is printed
+    ("--world-size 8", 0, NUMBERS),
+    ("--world-size 8 --gpu-memory-gib 24", 2, ["DOES NOT FIT", "cheapest change"]),
+    ("--world-size 7", 2, [DIVIDES]),
+    ("--world-size 8 model.path=models/unknown", 2, ["--model-shape"]),
+    (
+        f"--world-size 8 --model-shape {CONFIGS}/models/qwen3-8b model.path=models/unknown",
+        0,
+        ["8.19 B param"],
+    ),
+    ("--world-size 8 --tflops -1", 2, ["--tflops is -1"]),
+]
 
 
 class TestCommand:
-    def run(self, *arguments):
-        return main(["--config", str(CONFIGS / "qwen2.5-7b_gsm8k_grpo_8gpu.yaml"), "--dry-run", *arguments])
-
-    def test_it_fits(self, capsys):
-        assert self.run("--world-size", "8") == 0
-        out = capsys.readouterr().out
-        assert out.rstrip().splitlines()[-1].startswith("FITS")
-        for word in (
-            "policy: gradients",
-            "engine: KV cache",
-            "refit:",
-            "seconds per step",
-            "GPU-hours",
-            "3,807,910,400",
-        ):
-            assert word in out
-
-    def test_it_does_not_fit(self, capsys):
-        assert self.run("--world-size", "8", "--gpu-memory-gib", "24") == 2
-        out = capsys.readouterr().out
-        assert "DOES NOT FIT" in out and "cheapest change" in out
-
-    def test_a_layout_that_cannot_be_is_one_sentence(self, capsys):
-        assert self.run("--world-size", "7") == 2
-        assert capsys.readouterr().err.startswith(
-            "error: training.tp=2 times training.pp=1 is 2, which does not divide"
-        )
-
-    def test_a_model_that_is_not_here_and_has_no_published_shape(self, capsys):
-        assert self.run("--world-size", "8", "model.path=models/unknown") == 2
-        assert "--model-shape" in capsys.readouterr().err
-
-    def test_a_shape_that_is_given(self, capsys):
-        assert (
-            self.run(
-                "--world-size",
-                "8",
-                "--model-shape",
-                str(CONFIGS / "models" / "qwen3-8b"),
-                "model.path=models/unknown",
-            )
-            == 0
-        )
-        assert "8.19 B parameters" in capsys.readouterr().out
-
-    def test_a_machine_that_cannot_be(self, capsys):
-        assert self.run("--world-size", "8", "--tflops", "-1") == 2
-        assert "--tflops is -1" in capsys.readouterr().err
+    @pytest.mark.parametrize("options, code, words", COMMANDS)
+    def test_exit_code_and_output(self, options, code, words, capsys):
+        config = str(CONFIGS / "qwen2.5-7b_gsm8k_grpo_8gpu.yaml")
+        assert main(["--config", config, "--dry-run", *options.split()]) == code
+        out, err = capsys.readouterr()
+        assert all(word in out + err for word in words), out + err
+        if code == 0:
+            assert out.rstrip().splitlines()[-1].startswith("FITS")
 
     @pytest.mark.slow
     def test_the_largest_model_takes_little_of_a_login_node(self):
-        command = "train_rl.py --config configs/ppo_deepseek671b.yaml --dry-run --world-size 512".split()
         core = {min(os.sched_getaffinity(0))}
+        options = dict(cwd=ROOT, capture_output=True, text=True)
+        options["preexec_fn"] = lambda: os.sched_setaffinity(0, core)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, core),
-        )
+        done = subprocess.run([sys.executable, "train_rl.py", *LARGEST], **options)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert done.returncode == 0 and "671.03 B parameters" in done.stdout, done.stderr
         assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 120
@@ -284,8 +232,7 @@ class TestCommand:
             import train_rl
             assert train_rl.main() == 0
         """
-        arguments = ("--config", "configs/ppo_deepseek671b.yaml", "--dry-run", "--world-size", "512")
-        command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+        command = [sys.executable, "-c", textwrap.dedent(code), *LARGEST]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert "671.03 B parameters" in done.stdout
