@@ -29,17 +29,9 @@ plan_refit = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = plan_refit
 spec.loader.exec_module(plan_refit)
 
-DENSE = dict(
-    architectures=["Qwen2ForCausalLM"],
-    num_hidden_layers=4,
-    hidden_size=16,
-    intermediate_size=24,
-    vocab_size=200,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=4,
-    tie_word_embeddings=True,
-)
+DENSE = dict(architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, vocab_size=200, head_dim=4)
+DENSE |= dict(num_hidden_layers=4, hidden_size=16, intermediate_size=24)
+DENSE |= dict(num_attention_heads=8, num_key_value_heads=4)
 
 
 def mixture(layers=4, num_experts=8, hidden=16, ffn=8):
@@ -48,9 +40,8 @@ def mixture(layers=4, num_experts=8, hidden=16, ffn=8):
         name = f"layers.{layer}.q.weight"
         out.append(Weight((name,), ((32, hidden),), "q", name, COLUMN, layer))
         names = ("gate", "up", "down")
-        out += experts.routed(
-            dict(hidden_size=hidden), layer, block="mlp", num_experts=num_experts, ffn=ffn, names=names
-        )
+        options = dict(block="mlp", num_experts=num_experts, ffn=ffn, names=names)
+        out += experts.routed(dict(hidden_size=hidden), layer, **options)
     return [*out, Weight(("norm.weight",), ((hidden,),), "norm", "norm", REPLICATED)]
 
 
@@ -77,52 +68,33 @@ def held(weights, pieces_of):
 def test_the_survey_is_what_counting_elements_gives(model, world, train, rollout):
     weights = qwen2.weights(DENSE) if model == "dense" else mixture()
     training = TrainingPlacement(world, num_layers=4, num_experts=8, **train)
-    survey = plan_refit.survey_refit(
-        weights,
-        training,
-        RolloutPlacement(world, rollout, 4),
-        ranks_per_node=4,
-        itemsize=2,
-        buffer_bytes=1 << 20,
-    )
+    options = dict(ranks_per_node=4, itemsize=2, buffer_bytes=1 << 20)
+    survey = plan_refit.survey_refit(weights, training, RolloutPlacement(world, rollout, 4), **options)
     per_stage, etp, ep = world // train["pp"], train.get("etp", 1), train.get("ep", 1)
+    last = train["pp"] - 1
 
     def trained(rank):
         def pieces(weight):
             stage, local = divmod(rank, per_stage)
-            stages = (
-                {0, train["pp"] - 1}
-                if weight.tied_to_head
-                else {0}
-                if weight.first_stage
-                else {train["pp"] - 1}
-            )
-            if stage not in (stages if weight.layer is None else {weight.layer * train["pp"] // 4}):
+            if weight.layer is not None:
+                stages = {weight.layer * train["pp"] // 4}
+            else:
+                stages = {0, last} if weight.tied_to_head else {0} if weight.first_stage else {last}
+            if stage not in stages:
                 return []
             if weight.expert is None:
                 return weight.megatron_pieces(train["tp"], local % train["tp"])
-            return (
-                weight.megatron_pieces(etp, local % etp)
-                if local // etp % ep == weight.expert // (8 // ep)
-                else []
-            )
+            has_expert = local // etp % ep == weight.expert // (8 // ep)
+            return weight.megatron_pieces(etp, local % etp) if has_expert else []
 
         return held(weights, pieces)
 
     have = [trained(rank) for rank in range(world)]
-    on_node = [
-        np.any([have[other] for other in range(world) if other // 4 == rank // 4], axis=0)
-        for rank in range(world)
-    ]
+    on_node = [np.any(have[rank // 4 * 4 :][:4], axis=0) for rank in range(world)]
     for rank in range(world):
         need = held(weights, lambda weight, rank=rank: weight.vllm_pieces(rollout, rank % rollout))
-        counts = [
-            need & have[rank],
-            need & ~have[rank] & on_node[rank],
-            need & ~on_node[rank],
-            need & ~have[rank],
-            ~have[rank],
-        ]
+        missing = need & ~have[rank]
+        counts = [need & have[rank], missing & on_node[rank], need & ~on_node[rank], missing, ~have[rank]]
         found = [survey.stays, survey.near_in, survey.far_in, survey.lower_bound, survey.gather]
         assert [int(values[rank]) for values in found] == [2 * int(mask.sum()) for mask in counts], rank
     assert survey.near_out.sum() == survey.near_in.sum() and survey.far_out.sum() == survey.far_in.sum()
@@ -130,19 +102,13 @@ def test_the_survey_is_what_counting_elements_gives(model, world, train, rollout
 
 
 def test_the_table_of_a_published_model(capsys):
-    plan_refit.main(
-        [
-            "--model",
-            str(ROOT / "configs/models/qwen2.5-32b"),
-            *"--train tp=8,pp=2 --rollout tp=4 --world-size 64".split(),
-        ]
-    )
+    options = "--train tp=8,pp=2 --rollout tp=4 --world-size 64".split()
+    plan_refit.main(["--model", str(ROOT / "configs/models/qwen2.5-32b"), *options])
     rows = {line[:28].strip(): line[28:].split() for line in capsys.readouterr().out.splitlines() if line}
     assert rows["received"] == rows["least possible"]
     parameters = 32.76e9
-    assert float(rows["gathering every weight"][1]) == pytest.approx(
-        parameters * 2 * 15 / 16 / 2**30, rel=0.001
-    )
+    gathered = float(rows["gathering every weight"][1])
+    assert gathered == pytest.approx(parameters * 2 * 15 / 16 / 2**30, rel=0.001)
     # Each of 16 replicas of the engine is filled, by what stays and what comes.
     filled = float(rows["received"][3]) + float(rows["stays on the rank"][3])
     assert filled == pytest.approx(16 * parameters * 2 / 2**30, rel=0.001)
@@ -154,27 +120,19 @@ def test_the_table_of_a_published_model(capsys):
 def test_deepseek_on_a_thousand_ranks():
     options = "--train tp=8,pp=16,ep=32 --rollout tp=32 --world-size 1024".split()
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime  # of CPU time: other tests share the cores
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, SCRIPT, "--model", ROOT / "configs/models/deepseek-v3", *options],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", MEASURED, SCRIPT, "--model", ROOT / "configs/models/deepseek-v3"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 60
     assert int(done.stderr.split()[-1]) < 4 << 20  # KiB
-    rows = {
-        line[:28].strip(): [float(word) for word in line[28:].split()]
-        for line in done.stdout.splitlines()[1:10]
-    }
+    lines = done.stdout.splitlines()[1:10]
+    rows = {line[:28].strip(): [float(word) for word in line[28:].split()] for line in lines}
     assert rows["received"] == rows["least possible"]
     assert 671.0e9 * 2 / 2**30 == pytest.approx(rows["gathering every weight"][2], rel=0.01)
-    assert (
-        rows["received"][0] > 671.0e9 * 2 / 32 / 2**30 * 0.97
-    )  # a rank's part of an engine, of which it trains next to nothing
-    assert (
-        rows["sent to other nodes"][2] < 1.5 * rows["sent to other nodes"][1]
-        and rows["largest batch"][2] <= 0.5
-    )
+    # A rank's part of an engine, of which it trains next to nothing.
+    assert rows["received"][0] > 671.0e9 * 2 / 32 / 2**30 * 0.97
+    sent = rows["sent to other nodes"]
+    assert sent[2] < 1.5 * sent[1] and rows["largest batch"][2] <= 0.5
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ from tests.timing import assert_linear_in_text
 
 
 def reward(response, ground_truth="42", **kwargs):
-    return score(
-        prompt="", response=response, ground_truth=ground_truth, data_source="aime", extra_info={}, **kwargs
-    )
+    return score("", response, ground_truth, data_source="aime", extra_info={}, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -47,48 +45,35 @@ def test_only_the_last_300_characters_are_looked_at():
     assert reward("Answer: 42\n" + "x" * 290)["acc"] == 0.0
 
 
-@pytest.mark.parametrize("response", ["so \\boxed{42}", "\\boxed{41}, no: \\boxed{42}."])
-def test_a_bare_box_counts_only_with_strict_box(response):
+INVALID = {"score": -1.0, "acc": 0.0, "pred": "[INVALID]"}
+RIGHT = {"score": 1.0, "acc": 1.0, "pred": "42"}
+NOT_STRICT = ["\\boxed{42}" + "x" * 91]
+NOT_STRICT += cells(r"Answer: 42 ;; \boxed{42 ;; \boxed{ 42} ;; \boxed{42} \boxed{43} ;; \boxed{{42}")
+
+
+def test_a_bare_box_counts_only_with_strict_box():
     # As verl's math_dapo.compute_score without and with strict_box_verify.
-    assert reward(response) == {"score": -1.0, "acc": 0.0, "pred": "[INVALID]"}
-    assert reward(response, strict_box=True) == {"score": 1.0, "acc": 1.0, "pred": "42"}
-    assert reward(response + "\nAnswer: 43", strict_box=True)["score"] == 1.0
-    assert reward(response.replace("42", "43") + "\nAnswer: 42")["score"] == 1.0
-
-
-def test_the_strict_form_is_a_box_to_the_letter():
-    assert reward("so \\boxed{42}", strict_box=True) == {"score": 1.0, "acc": 1.0, "pred": "42"}
+    for response in ("so \\boxed{42}", "\\boxed{41}, no: \\boxed{42}."):
+        assert reward(response) == INVALID
+        assert reward(response, strict_box=True) == RIGHT
+        assert reward(response + "\nAnswer: 43", strict_box=True)["score"] == 1.0
+        assert reward(response.replace("42", "43") + "\nAnswer: 42")["score"] == 1.0
     assert reward("\\boxed{41} \\boxed{\\frac{1}{2}}", "\\frac{1}{2}", strict_box=True)["acc"] == 1.0
-    wrong = cells(r"Answer: 42 ;; \boxed{42 ;; \boxed{ 42} ;; \boxed{42} \boxed{43} ;; \boxed{{42}") + [
-        "\\boxed{42}" + "x" * 91
-    ]
-    for response in wrong:
+    for response in NOT_STRICT:
         assert reward(response, strict_box=True)["score"] == -1.0, response
     assert reward("", strict_box=True)["pred"] == "[INVALID]"
 
 
-@pytest.mark.parametrize(
-    "answer, normal",
-    [
-        # Worked out by hand from the listing in appendix D.1 of arXiv:2206.14858.
-        ("x=y=7", "7"),
-        ("17 an hour", "17hour"),
-        ("5 \\text{ inches}", "5"),
-        ("5\\mbox{ cm}^2", "5"),
-        ("x\\text{and}y", "x,y"),
-        ("3\\text{and}4", "34"),  # so it is: a list of numbers counts as one number with commas
-        ("$3$ and $4$", "3"),
-        ("\\textbf{B}", "B"),
-        ("\\overline{AB}", "AB"),
-        ("\\frac3{4}", "\\frac{3}{{}4}"),
-        ("1,234,567", "1234567"),
-        ("1,234.5", "1,234.5"),
-        ("(1,2)", "(1,2)"),
-        ("3\\mathrm{th}", "3"),
-        ('"yes"', "yes"),
-        ("\\$ 7", "7"),
-    ],
-)
+# By hand from the listing in appendix D.1 of arXiv:2206.14858: a list of numbers counts as one number.
+MINERVA = rows(r"""
+    x=y=7 => 7 ;; 17 an hour => 17hour ;; 5 \text{ inches} => 5 ;; 5\mbox{ cm}^2 => 5 ;;
+    x\text{and}y => x,y ;; 3\text{and}4 => 34 ;; $3$ and $4$ => 3 ;; \textbf{B} => B ;; \overline{AB} => AB ;;
+    3\mathrm{th} => 3 ;; \frac3{4} => \frac{3}{{}4} ;; 1,234,567 => 1234567 ;; 1,234.5 => 1,234.5 ;;
+    (1,2) => (1,2) ;; "yes" => yes ;; \$ 7 => 7
+    """)
+
+
+@pytest.mark.parametrize("answer, normal", MINERVA)
 def test_the_normal_form_of_minerva(answer, normal):
     assert normalize(answer) == normal
 

@@ -2,7 +2,7 @@ import importlib.util
 import logging
 import signal
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -26,32 +26,23 @@ needs_math_verify = pytest.mark.skipif(
 
 
 def reward(response, ground_truth, **kwargs):
-    return score(
-        prompt="", response=response, ground_truth=ground_truth, data_source="math", extra_info={}, **kwargs
-    )
+    return score("", response, ground_truth, data_source="math", extra_info={}, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "text, content",
-    rows(r"""
-        \boxed{7} => 7 ;; so \boxed{6}, no, $\boxed{7}$. => 7 ;; \boxed{\frac{1}{2}} => \frac{1}{2} ;;
-        \boxed{{{7}}} => {{7}} ;; \boxed{\{1, 2\}} => \{1, 2\} ;; \boxed{[0, 1\}} => [0, 1\} ;;
-        \boxed{\boxed{7}} => 7 ;; \boxed {7} => 7 ;; \fbox{7} => 7 ;; \boxed{6} \fbox{7} => 7 ;;
-        \fbox{6} \boxed{7} => 7 ;; $\boxed 7$ => 7
-        """)
-    + [
-        ("\\boxed{}", ""),
-        ("\\boxed{7", None),
-        ("\\boxed{7} \\boxed{8", None),
-        ("\\boxed", None),
-        ("\\boxed7", None),
-        ("boxed{7}", None),
-        ("", None),
-        ("\\boxed{" + "7" * 2000 + "}", None),
-    ],
-)
-def test_the_last_box(text, content):
-    assert last_boxed(text) == content
+BOXES = rows(r"""
+    \boxed{7} => 7 ;; so \boxed{6}, no, $\boxed{7}$. => 7 ;; \boxed{\frac{1}{2}} => \frac{1}{2} ;;
+    \boxed{{{7}}} => {{7}} ;; \boxed{\{1, 2\}} => \{1, 2\} ;; \boxed{[0, 1\}} => [0, 1\} ;;
+    \boxed{\boxed{7}} => 7 ;; \boxed {7} => 7 ;; \fbox{7} => 7 ;; \boxed{6} \fbox{7} => 7 ;;
+    \fbox{6} \boxed{7} => 7 ;; $\boxed 7$ => 7 ;; \boxed{} =>
+    """)
+NO_BOX = ["", "\\boxed{" + "7" * 2000 + "}", *r"\boxed{7 \boxed{7}\boxed{8 \boxed \boxed7 boxed{7}".split()]
+
+
+def test_the_last_box():
+    for text, content in BOXES:
+        assert last_boxed(text) == content, text
+    for text in NO_BOX:
+        assert last_boxed(text) is None, text
 
 
 @pytest.mark.parametrize(
@@ -175,11 +166,8 @@ def test_a_long_comparison_is_aborted_and_timers_restored(monkeypatch, caplog):
 
 @needs_math_verify
 def test_outside_the_main_thread_it_compares_too():
-    results = []
-    thread = threading.Thread(target=lambda: results.append(is_equivalent("0.25", "\\frac{1}{4}")))
-    thread.start()
-    thread.join()
-    assert results == [True]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(is_equivalent, "0.25", "\\frac{1}{4}").result()
 
 
 def test_without_math_verify_only_strings_are_compared(monkeypatch, caplog):

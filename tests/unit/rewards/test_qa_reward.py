@@ -7,9 +7,7 @@ from tests.timing import assert_linear_in_text
 
 
 def reward(response, ground_truth, **kwargs):
-    return score(
-        prompt="", response=response, ground_truth=ground_truth, data_source="nq", extra_info={}, **kwargs
-    )
+    return score("", response, ground_truth, data_source="nq", extra_info={}, **kwargs)
 
 
 @pytest.mark.parametrize(
