@@ -8,6 +8,7 @@ from rl.rewards import code as code_reward
 from rl.rewards.code import extract_program, read_cases, same_output, same_value, score
 from rl.sandbox import sandbox
 from rl.sandbox.sandbox import Outcome, Protections, protections
+from tests.tables import cells, rows
 from tests.timing import assert_linear_in_text
 
 DOUBLE = {"inputs": ["1\n", "2\n", "5\n"], "outputs": ["2\n", "4\n", "10\n"]}
@@ -24,151 +25,99 @@ def confined():
 
 
 def reward(response, ground_truth, **kwargs):
-    return score(
-        prompt="", response=response, ground_truth=ground_truth, data_source="code", extra_info={}, **kwargs
-    )
+    return score("", response, ground_truth, data_source="code", extra_info={}, **kwargs)
 
 
-# ---- the program ----
+PROGRAMS = [
+    ("```python\na\n```", "a\n"),
+    ("```python\na\n```\nor\n```python\nb\n```\nso", "b\n"),
+    ("```python\na\n```\noutput:\n```\n7\n```", "a\n"),
+    ("```py\na\n```", "a\n"),
+    ("```Python3\na\n```", "a\n"),
+    ("```\na\n```\n```cpp\nb\n```", "b\n"),
+    ("  ```python\n  a\n  ```", "  a\n"),
+    ("```python\na\nb", "a\nb"),
+    ("```python\na\n```python\nb\n```", "b\n"),
+    ("print(1)", "print(1)"),
+    ("", ""),
+]
 
 
-@pytest.mark.parametrize(
-    "response, program",
-    [
-        ("```python\na\n```", "a\n"),
-        ("```python\na\n```\nor\n```python\nb\n```\nso", "b\n"),
-        ("```python\na\n```\noutput:\n```\n7\n```", "a\n"),
-        ("```py\na\n```", "a\n"),
-        ("```Python3\na\n```", "a\n"),
-        ("```\na\n```\n```cpp\nb\n```", "b\n"),
-        ("  ```python\n  a\n  ```", "  a\n"),
-        ("```python\na\nb", "a\nb"),
-        ("```python\na\n```python\nb\n```", "b\n"),
-        ("print(1)", "print(1)"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize("response, program", PROGRAMS)
 def test_the_last_python_block_is_the_program(response, program):
     assert extract_program(response) == program
 
 
-@pytest.mark.parametrize(
-    "unit", ["```", "```python\n", "```\n", "`", "\n", " ", "a\n", "```python\na\n```\n"]
-)
+UNITS = ["```", "```python\n", "```\n", "`", "\n", " ", "a\n", "```python\na\n```\n"]
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_time_grows_linearly_up_to_100_000_characters(unit):
     assert_linear_in_text(extract_program, unit)
     assert_linear_in_text(lambda text: same_output(text, text + "x"), unit)
-
-
-# ---- the ground truth ----
 
 
 def test_each_form_of_ground_truth_also_as_json():
     for form in (lambda tests: tests, json.dumps):
         assert [case.stdin for case in read_cases(form(DOUBLE))] == DOUBLE["inputs"]
         assert [case.arguments for case in read_cases(form(ADD))] == [(1, 2), (0.1, 0.2), ([1], [2])]
-        assert [case.test for case in read_cases(form({"asserts": ["assert a", "assert b"]}))] == [
-            "assert a",
-            "assert b",
-        ]
-        assert [case.test for case in read_cases(form({"asserts": "assert a\nassert b"}))] == [
-            "assert a\nassert b"
-        ]
+        for asserts in (["assert a", "assert b"], "assert a\nassert b"):
+            found = [case.test for case in read_cases(form({"asserts": asserts}))]
+            assert found == ([asserts] if isinstance(asserts, str) else asserts)
     assert [case.test for case in read_cases("assert add(1, 2) == 3")] == ["assert add(1, 2) == 3"]
-    # LiveCodeBench: one argument per line of text. APPS: lists of lines.
-    (case,) = read_cases({"fn_name": "f", "inputs": ['[1, 2]\n"a"'], "outputs": ["[3]"]})
-    assert (case.arguments, case.expected) == (([1, 2], "a"), [3])
-    (case,) = read_cases({"inputs": [["1", "2"]], "outputs": [["3"]]})
+    for tests, expected in (
+        # LiveCodeBench: one argument per line of text. Parquet: numpy arrays.
+        ({"fn_name": "f", "inputs": ['[1, 2]\n"a"'], "outputs": ["[3]"]}, (([1, 2], "a"), [3])),
+        ({"fn_name": "f", "inputs": np.array([np.array([1, 2])]), "outputs": np.array([3])}, ((1, 2), 3)),
+    ):
+        (case,) = read_cases(tests)
+        assert (case.arguments, case.expected) == expected
+    (case,) = read_cases({"inputs": [["1", "2"]], "outputs": [["3"]]})  # APPS: lists of lines
     assert (case.stdin, case.expected) == ("1\n2", "3")
-    # Parquet gives numpy arrays.
-    arrays = {"fn_name": "f", "inputs": np.array([np.array([1, 2])]), "outputs": np.array([3])}
-    (case,) = read_cases(arrays)
-    assert (case.arguments, case.expected) == ((1, 2), 3)
 
 
-@pytest.mark.parametrize(
-    "ground_truth",
-    [
-        None,
-        "",
-        "{}",
-        7,
-        [],
-        {},
-        {"inputs": ["1"]},
-        {"inputs": ["1"], "outputs": []},
-        {"inputs": [], "outputs": []},
-        {"asserts": []},
-    ],
-)
+WITHOUT_TESTS = [None, "", "{}", 7, [], {}, {"inputs": ["1"]}, {"asserts": []}]
+WITHOUT_TESTS += [{"inputs": inputs, "outputs": []} for inputs in (["1"], [])]
+
+
+@pytest.mark.parametrize("ground_truth", WITHOUT_TESTS)
 def test_a_ground_truth_without_tests_is_an_error(ground_truth):
     with pytest.raises(ValueError, match="reward_model.ground_truth=.* the code reward needs"):
         reward(RIGHT, ground_truth)
 
 
-# ---- comparison ----
+SAME = rows("""
+    1  2 => 1 2 ;; 5.0 => 5 ;; 5 => 5.0 ;; 1e3 => 1000 ;; 0.333333 => 0.3333333333 ;;
+    Case 1: 0.50000 => Case 1: 0.5 ;; 123456.9 => 123457.0
+    """)
+SAME += [
+    ("1 2\n3\n", "1 2\n3"),
+    ("1 2  \n3\n\n\n", "1 2\n3"),
+    ("\n1", "1"),
+    ("1\r\n2\r\n", "1\n2\n"),
+    ("", "\n"),
+]
+# 50000000000000000 and 50000000000000001 are equal as floats.
+OTHER = rows("""
+    1\n2 => 1 2 ;; 1\n\n2 => 1\n2 ;; 1 => 2 ;; yes => YES ;; 100000 => 100001 ;; 100000.4 => 100000 ;;
+    0.3334 => 0.3333 ;; 1 2 => 1 2 3 ;; nan => 0.5 ;; 1e9999 => 0.5 ;; 0x10 => 16 ;; 1_0 => 10 ;; => 1 ;;
+    50000000000000000 => 50000000000000001
+    """)
 
 
-@pytest.mark.parametrize(
-    "output, expected",
-    [
-        ("1 2\n3\n", "1 2\n3"),
-        ("1 2  \n3\n\n\n", "1 2\n3"),
-        ("\n1", "1"),
-        ("1\r\n2\r\n", "1\n2\n"),
-        ("1  2", "1 2"),
-        ("5.0", "5"),
-        ("5", "5.0"),
-        ("1e3", "1000"),
-        ("0.333333", "0.3333333333"),
-        ("Case 1: 0.50000", "Case 1: 0.5"),
-        ("123456.9", "123457.0"),
-        ("", "\n"),
-    ],
-)
-def test_the_same_output(output, expected):
-    assert same_output(output, expected)
-
-
-@pytest.mark.parametrize(
-    "output, expected",
-    [
-        ("1\n2", "1 2"),
-        ("1\n\n2", "1\n2"),
-        ("1", "2"),
-        ("", "1"),
-        ("yes", "YES"),
-        ("50000000000000000", "50000000000000001"),  # equal as floats
-        ("100000", "100001"),
-        ("100000.4", "100000"),
-        ("0.3334", "0.3333"),
-        ("1 2", "1 2 3"),
-        ("nan", "0.5"),
-        ("1e9999", "0.5"),
-        ("0x10", "16"),
-        ("1_0", "10"),
-    ],
-)
-def test_another_output(output, expected):
-    assert not same_output(output, expected)
+def test_outputs_are_compared_by_lines_and_numbers():
+    for output, expected in SAME:
+        assert same_output(output, expected), (output, expected)
+    for output, expected in OTHER:
+        assert not same_output(output, expected), (output, expected)
 
 
 def test_values():
     assert same_value([1, {"a": 0.1 + 0.2}, None, "x"], [1, {"a": 0.3}, None, "x"])
-    different = [
-        (1, True),
-        (1, "1"),
-        ([1], [1, 1]),
-        ({"a": 1}, {"b": 1}),
-        (None, 0),
-        (0.31, 0.3),
-        (float("nan"), 0.3),
-    ]
+    different = [(1, True), (1, "1"), ([1], [1, 1]), ({"a": 1}, {"b": 1}), (None, 0), (0.31, 0.3)]
+    different += [(float("nan"), 0.3)]
     for value, expected in different:
         assert not same_value(value, expected)
-
-
-# ---- scores ----
 
 
 def test_programs_with_input_and_output(confined):
@@ -177,81 +126,68 @@ def test_programs_with_input_and_output(confined):
     assert (all_or_nothing["score"], all_or_nothing["acc"], all_or_nothing["passed"]) == (0.0, 0.0, 2 / 3)
     assert reward(WRONG_ABOVE_4, DOUBLE, partial=True)["score"] == 2 / 3
     assert reward(WRONG_ABOVE_4, DOUBLE, max_cases=2)["score"] == 1.0
-    assert (
-        reward("```python\nif __name__ == '__main__':\n    print(2 * int(input()))\n```", DOUBLE)["score"]
-        == 1.0
-    )
+    guarded = "```python\nif __name__ == '__main__':\n    print(2 * int(input()))\n```"
+    assert reward(guarded, DOUBLE)["score"] == 1.0
     with pytest.raises(ValueError, match="max_cases=0"):
         reward(RIGHT, DOUBLE, max_cases=0)
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "",
-        "I do not know.",
-        "```python\nprint(2 * int(input())\n```",
-        "```python\n1 / 0\n```",
-        "```python\n```",
-    ],
-)
-def test_no_program_or_a_broken_one_earns_nothing(confined, response):
-    assert reward(response, DOUBLE, partial=True) == {
-        "score": 0.0,
-        "acc": 0.0,
-        "passed": 0.0,
-        "timed_out": 0.0,
-    }
+BROKEN = [
+    "",
+    "I do not know.",
+    "```python\nprint(2 * int(input())\n```",
+    "```python\n1 / 0\n```",
+    "```python\n```",
+]
 
 
-def test_the_right_output_with_a_failing_status_is_not_passed(confined):
+def test_no_program_or_a_broken_one_earns_nothing(confined):
+    for response in BROKEN:
+        found = reward(response, DOUBLE, partial=True)
+        assert found == {"score": 0.0, "acc": 0.0, "passed": 0.0, "timed_out": 0.0}, response
+    # The right output with a failing status is not passed.
     assert reward("print(2 * int(input()))\nraise SystemExit(1)", DOUBLE)["score"] == 0.0
 
 
+TYPED = """
+from dataclasses import dataclass
+@dataclass
+class Pair:
+    a: 'int'
+def add(a: List[int], b: Optional[int]): return a + b
+"""
+"""Types of signatures without an import, as LeetCode has them; a dataclass looks its module up."""
+
+
 def test_functions_by_call(confined):
-    assert reward("```python\ndef add(a, b):\n    print('noise')\n    return a + b\n```", ADD)["score"] == 1.0
-    assert reward("class Solution:\n    def add(self, a, b):\n        return a + b", ADD)["score"] == 1.0
-    assert (
-        reward("def add(a, b):\n    return tuple(a) + tuple(b) if isinstance(a, list) else a + b", ADD)[
-            "score"
-        ]
-        == 1.0
-    )
-    assert reward("def add(a, b):\n    return a - b", ADD, partial=True)["score"] == 0.0
-    assert reward("def plus(a, b):\n    return a + b", ADD)["score"] == 0.0
-    # Types of signatures without an import, as LeetCode has them; a dataclass looks its module up.
-    typed = (
-        "from dataclasses import dataclass\n@dataclass\nclass Pair:\n    a: 'int'\n"
-        "def add(a: List[int], b: Optional[int]):\n    return a + b"
-    )
-    assert reward(typed, ADD)["score"] == 1.0
+    for response, expected in (
+        ("```python\ndef add(a, b):\n    print('noise')\n    return a + b\n```", 1.0),
+        ("class Solution:\n    def add(self, a, b):\n        return a + b", 1.0),
+        ("def add(a, b): return tuple(a) + tuple(b) if isinstance(a, list) else a + b", 1.0),
+        (TYPED, 1.0),
+        ("def add(a, b): return a - b", 0.0),
+        ("def plus(a, b): return a + b", 0.0),
+    ):
+        assert reward(response, ADD, partial=True)["score"] == expected, response
 
 
 @pytest.mark.parametrize(
     "body",
-    [
-        "return {1, 2}",
-        "return object()",
-        "return 10 ** 5000",
-        "raise SystemExit",
-        "import os; os.write(3, b'{\"value\": 10000000000000000000000}'); os._exit(0)",
-        "import os; os.write(3, b'[' * 100000); os._exit(0)",
-        "import os; os.write(3, b'{}'); os._exit(0)",
-        "return type('A', (), {'__eq__': lambda *_: True})()",
-    ],
+    cells("""
+        return {1, 2} ;; return object() ;; return 10 ** 5000 ;; raise SystemExit ;;
+        import os; os.write(3, b'{"value": 10000000000000000000000}'); os._exit(0) ;;
+        import os; os.write(3, b'[' * 100000); os._exit(0) ;; import os; os.write(3, b'{}'); os._exit(0) ;;
+        return type('A', (), {'__eq__': lambda *_: True})()
+        """),
 )
 def test_values_that_are_none_of_json_or_odd_earn_nothing(confined, body):
     assert reward(f"def f():\n    {body}", {"fn_name": "f", "inputs": [[]], "outputs": [0.5]})["score"] == 0.0
 
 
 def test_a_value_in_a_list_of_one_as_apps_has_it(confined):
-    assert (
-        reward("def f():\n    return 5", {"fn_name": "f", "inputs": [[]], "outputs": [[5]]})["score"] == 1.0
-    )
-    assert (
-        reward("def f():\n    return [[5]]", {"fn_name": "f", "inputs": [[]], "outputs": [[5]]})["score"]
-        == 0.0
-    )
+    for value, expected in ("5", 1.0), ("[[5]]", 0.0):
+        tests = {"fn_name": "f", "inputs": [[]], "outputs": [[5]]}
+        assert reward(f"def f():\n    return {value}", tests)["score"] == expected
 
 
 def test_asserts(confined):
@@ -263,35 +199,38 @@ def test_asserts(confined):
     assert reward("def add(a, b):\n    return a", whole)["score"] == 0.0
 
 
-@pytest.mark.parametrize(
-    "leave", ["import sys; sys.exit(0)", "import os; os._exit(0)", "print('token'); exit()", "quit()"]
-)
-def test_leaving_before_the_asserts_does_not_pass_them(confined, leave):
-    assert reward(f"{leave}\ndef add(a, b):\n    return 0", "assert add(1, 2) == 3")["score"] == 0.0
-    assert reward(f"def add(a, b):\n    {leave}", "assert add(1, 2) == 3")["score"] == 0.0
+def test_leaving_before_the_asserts_does_not_pass_them(confined):
+    for leave in ("import sys; sys.exit(0)", "import os; os._exit(0)", "print('token'); exit()", "quit()"):
+        for program in (f"{leave}\ndef add(a, b):\n    return 0", f"def add(a, b):\n    {leave}"):
+            assert reward(program, "assert add(1, 2) == 3")["score"] == 0.0, program
 
 
-@pytest.mark.parametrize(
-    "ground_truth",
-    [{"inputs": ["1"], "outputs": ["271828"]}, {"fn_name": "f", "inputs": [[1]], "outputs": [271828]}],
-)
-def test_the_program_cannot_read_expected_values(monkeypatch, ground_truth):
+@pytest.fixture
+def seen(monkeypatch):
+    """Replace the sandbox and return the list of programs and options that reach it."""
     seen = []
 
     def run_program(source, **options):
-        seen.append(repr((source, options)))
+        seen.append((source, options))
         return Outcome(end="exit", code=0, stdout="2", stderr="", seconds=0.1)
 
     monkeypatch.setattr(code_reward, "run_program", run_program)
-    assert reward(RIGHT, ground_truth)["score"] == 0.0
-    assert len(seen) == 1 and "271828" not in seen[0]
+    return seen
+
+
+def test_the_program_cannot_read_expected_values(seen):
+    function = {"fn_name": "f", "inputs": [[1]], "outputs": [271828]}
+    for ground_truth in ({"inputs": ["1"], "outputs": ["271828"]}, function):
+        assert reward(RIGHT, ground_truth)["score"] == 0.0
+    assert len(seen) == 2 and "271828" not in repr(seen)
 
 
 def test_limits_of_time_and_memory(confined):
     slow = reward("while True: pass", DOUBLE, wall_s=0.5, partial=True)
     assert slow == {"score": 0.0, "acc": 0.0, "passed": 0.0, "timed_out": 1.0}
-    assert reward("a = bytearray(600 << 20)\nprint(2 * int(input()))", DOUBLE)["score"] == 1.0
-    assert reward("a = bytearray(600 << 20)\nprint(2 * int(input()))", DOUBLE, memory_mib=256)["score"] == 0.0
+    large = "a = bytearray(600 << 20)\nprint(2 * int(input()))"
+    assert reward(large, DOUBLE)["score"] == 1.0
+    assert reward(large, DOUBLE, memory_mib=256)["score"] == 0.0
 
 
 def test_total_s_limits_all_tests_of_a_response(monkeypatch):
@@ -314,33 +253,17 @@ def test_total_s_limits_all_tests_of_a_response(monkeypatch):
 def test_without_protection_nothing_is_run_unless_told_to(monkeypatch):
     found = Protections(layers=(), network=False, files=True, reasons={"seccomp": "refused"})
     monkeypatch.setattr(sandbox, "protections", lambda: found)
-    with pytest.raises(
-        ValueError, match="nothing on this machine keeps them from the network.*allow_unprotected=true"
-    ):
+    message = "nothing on this machine keeps them from the network.*allow_unprotected=true"
+    with pytest.raises(ValueError, match=message):
         reward(RIGHT, DOUBLE)
     assert reward(RIGHT, DOUBLE, allow_unprotected=True)["score"] == 1.0
 
 
-def test_options_reach_the_sandbox(monkeypatch):
-    seen = []
-
-    def run_program(source, **options):
-        seen.append((source, options))
-        return Outcome(end="exit", code=0, stdout="2", stderr="", seconds=0.1)
-
-    monkeypatch.setattr(code_reward, "run_program", run_program)
-    reward(
-        RIGHT,
-        DOUBLE,
-        max_cases=1,
-        wall_s=3,
-        cpu_s=1.5,
-        memory_mib=77,
-        interpreter="/bin/python",
-        allow_unprotected=True,
-    )
-    ((source, options),) = seen
-    assert source == "print(2 * int(input()))\n" and options["stdin"] == "1\n"
-    assert options["interpreter"] == "/bin/python" and options["allow_unprotected"] is True
-    limits = options["limits"]
+def test_options_reach_the_sandbox(seen):
+    options = dict(interpreter="/bin/python", allow_unprotected=True)
+    reward(RIGHT, DOUBLE, max_cases=1, wall_s=3, cpu_s=1.5, memory_mib=77, **options)
+    ((source, found),) = seen
+    assert source == "print(2 * int(input()))\n" and found["stdin"] == "1\n"
+    assert options.items() <= found.items()
+    limits = found["limits"]
     assert (limits.wall_s, limits.cpu_s, limits.memory_mib) == (3, 2, 77)

@@ -1,5 +1,4 @@
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -12,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rl.config.reward_sources import Component, RewardPlan, make_plan
+from rl.config.reward_sources import make_plan
 from rl.rewards.pool import pool as pool_module
 from rl.rewards.pool import worker_process
 from rl.rewards.pool.pool import ScoringPool, default_workers
+from tests.spawn import ROOT
+from tests.tables import rows
 from tests.timing import assert_linear
-
-ROOT = Path(__file__).resolve().parents[3]
 
 REWARDS = Path(__file__).parent / "hostile_rewards.py"
 
@@ -29,16 +28,8 @@ def make_pool(path, name, **options):
 
 
 def samples_of(responses, **extra_info):
-    return [
-        {
-            "prompt": "a",
-            "response": str(r),
-            "ground_truth": "2",
-            "data_source": "toy",
-            "extra_info": dict(extra_info),
-        }
-        for r in responses
-    ]
+    sample = {"prompt": "a", "ground_truth": "2", "data_source": "toy"}
+    return [sample | {"response": str(r), "extra_info": dict(extra_info)} for r in responses]
 
 
 def numbers_of(scores):
@@ -75,28 +66,21 @@ def my_children():
 
 
 @pytest.fixture(autouse=True)
-def nothing_was_logged_before(monkeypatch):
+def no_log_before_and_no_process_after(monkeypatch):
     monkeypatch.setattr(pool_module, "_logged", set())
-
-
-@pytest.fixture(autouse=True)
-def no_process_is_left():
     before = my_children()
     yield
     assert my_children() <= before
 
 
-# ---- scores ----
-
-
-def test_scores_details_and_predictions_come_back_in_order():
-    with make_pool(REWARDS, "plain", workers=3) as pool:
+def test_scores_details_and_predictions_come_back_in_order(caplog):
+    with make_pool(REWARDS, "plain", workers=3) as pool, caplog.at_level(logging.DEBUG):
         for num_samples in (0, 1, 300):
             scores = pool.score(samples_of(range(num_samples)))
-            assert [s.values for s in scores] == [
-                {"score": float(i), "acc": 1.0, "failed": 0.0} for i in range(num_samples)
-            ]
+            expected = [{"score": float(i), "acc": 1.0, "failed": 0.0} for i in range(num_samples)]
+            assert [s.values for s in scores] == expected
             assert [s.prediction for s in scores] == [f"<{i}>" for i in range(num_samples)]
+    assert caplog.records == []
 
 
 def test_no_worker_before_the_first_call_or_after_close():
@@ -124,9 +108,8 @@ def test_one_sample_starts_one_worker():
 
 def test_samples_larger_than_any_buffer():
     with make_pool(REWARDS, "length", workers=2) as pool:
-        assert numbers_of(pool.score(samples_of("x" * (3_000_000 + i) for i in range(8)))) == [
-            3_000_000.0 + i for i in range(8)
-        ]
+        lengths = [3_000_000 + i for i in range(8)]
+        assert numbers_of(pool.score(samples_of("x" * length for length in lengths))) == lengths
 
 
 def test_each_data_source_has_its_functions():
@@ -150,15 +133,9 @@ def test_paths_and_modules_resolve_as_in_the_parent(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     sys.path.remove(str(tmp_path))
     sys.path.append(str(tmp_path))
-    by_module = ScoringPool(
-        make_plan("own:score", {}, {}), failure_score=0.0, workers=1, timeout_s=20, memory_mib=2048
-    )
-    with by_path, by_module:
-        assert (
-            numbers_of(by_path.score(samples_of([1])))
-            == numbers_of(by_module.score(samples_of([1])))
-            == [0.5]
-        )
+    with by_path, make_pool("own", "score") as by_module:
+        for pool in (by_path, by_module):
+            assert numbers_of(pool.score(samples_of([1]))) == [0.5]
 
 
 def test_a_function_may_keep_a_process_from_call_to_call():
@@ -171,19 +148,14 @@ def test_a_function_may_keep_a_process_from_call_to_call():
 
 
 def test_the_work_beside_the_workers_grows_linearly():
-    """For 10,000 samples; the time of this process, which hands them out and takes the scores."""
+    """Measure this process, which hands out 10,000 samples and takes their scores."""
     reasoning = "First 12 * 3 = 36 dollars, then 36 + 4 = 40 dollars. " * 6
-    samples = [
-        {**samples_of([f"{reasoning}#### {i}"], index=i)[0], "ground_truth": str(i)} for i in range(10_000)
-    ]
-    plan = make_plan("rl.rewards.gsm8k:score", {}, {})
-    with ScoringPool(plan, failure_score=0.0, workers=2, timeout_s=20, memory_mib=2048) as pool:
+    samples = samples_of(f"{reasoning}#### {i}" for i in range(10_000))
+    samples = [sample | {"ground_truth": str(i)} for i, sample in enumerate(samples)]
+    with make_pool("rl.rewards.gsm8k", "score", workers=2) as pool:
         pool.check()
         assert numbers_of(pool.score(samples)) == [1.0] * len(samples)
         assert_linear(pool.score, lambda size: samples[:size], len(samples))
-
-
-# ---- failures of one call ----
 
 
 AT_ONCE = """raises;interrupts;recurses;allocates;exits;exits at once;crashes;kills itself;kills its group
@@ -195,9 +167,7 @@ LATE = ["sleeps", "spins", "stops itself"]
 @pytest.mark.parametrize("failures, timeout_s", [(AT_ONCE, 30.0), (LATE, 1.0)])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_call_that_goes_wrong_costs_its_sample_only(failures, timeout_s, workers):
-    responses = [
-        response for i, failure in enumerate(failures) for response in (3 * i, failure, 3 * i + 1, 3 * i + 2)
-    ]
+    responses = [r for i, failure in enumerate(failures) for r in (3 * i, failure, 3 * i + 1, 3 * i + 2)]
     with make_pool(REWARDS, "fails_as_named", workers=workers, timeout_s=timeout_s, memory_mib=400) as pool:
         scores = pool.score(samples_of(responses))
         assert [responses[i] for i in failed_of(scores)] == failures
@@ -205,21 +175,18 @@ def test_a_call_that_goes_wrong_costs_its_sample_only(failures, timeout_s, worke
         assert numbers_of(pool.score(samples_of([1, 2]))) == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    "failure, reason",
-    [
-        ("sleeps", "took longer than the limit of 1 s, and its process was killed"),
-        ("exits at once", "ended its process: exit status 3"),
-        ("crashes", "ended its process: SIGSEGV"),
-        ("allocates", "MemoryError"),
-        ("writes garbage", "sent an invalid message: b'garbage'"),
-        ("returns nan", "the score must be a finite number, it is float nan"),
-    ],
-)
+REASONS = rows("""
+    sleeps => took longer than the limit of 1 s, and its process was killed ;;
+    exits at once => ended its process: exit status 3 ;; crashes => ended its process: SIGSEGV ;;
+    allocates => MemoryError ;; writes garbage => sent an invalid message: b'garbage' ;;
+    returns nan => the score must be a finite number, it is float nan
+    """)
+
+
+@pytest.mark.parametrize("failure, reason", REASONS)
 def test_the_reason_of_a_failure_is_logged(failure, reason, caplog):
-    with make_pool(
-        REWARDS, "fails_as_named", timeout_s=1.0 if failure == "sleeps" else 30.0, memory_mib=400
-    ) as pool:
+    timeout_s = 1.0 if failure == "sleeps" else 30.0
+    with make_pool(REWARDS, "fails_as_named", timeout_s=timeout_s, memory_mib=400) as pool:
         pool.score(samples_of([failure]))
     assert reason in caplog.text
 
@@ -259,16 +226,12 @@ def test_a_process_that_forks_continuously_is_gone_afterwards(tmp_path):
     assert not heartbeat.exists()
 
 
-# ---- async ----
-
-
 @pytest.mark.parametrize("name", ["hangs", "dies", "exits_in_a_task"])
 def test_an_async_call_that_goes_wrong_costs_its_sample_only(name):
-    responses = [*range(5), "bad", *range(6, 12)]
     with make_pool(REWARDS, name, workers=2, timeout_s=1.0 if name == "hangs" else 30.0) as pool:
-        scores = pool.score(samples_of(responses))
+        scores = pool.score(samples_of([*range(5), "bad", *range(6, 12)]))
     assert failed_of(scores) == [5]
-    assert numbers_of(scores) == [-1.0 if r == "bad" else float(r) for r in responses]
+    assert numbers_of(scores) == [*range(5), -1.0, *range(6, 12)]
 
 
 def test_async_calls_of_a_chunk_run_concurrently():
@@ -282,8 +245,7 @@ def test_a_blocking_async_call_costs_its_sample_only(monkeypatch):
     monkeypatch.setattr(worker_process, "ASYNC_GRACE_S", 0.2)
     with make_pool(REWARDS, "blocks", timeout_s=0.8) as pool:
         scores = pool.score(samples_of([0, 1, "bad", 3]))
-    assert failed_of(scores) == [2]
-    assert numbers_of(scores) == [0.0, 1.0, -1.0, 3.0]
+    assert failed_of(scores) == [2] and numbers_of(scores) == [0.0, 1.0, -1.0, 3.0]
 
 
 def test_async_calls_that_never_await_share_no_limit():
@@ -291,29 +253,22 @@ def test_async_calls_that_never_await_share_no_limit():
         assert not failed_of(pool.score(samples_of(range(10))))  # 2 s in one chunk
 
 
-# ---- start ----
-
-
 def test_a_slow_import_does_not_count_as_a_call(tmp_path):
-    (tmp_path / "slow.py").write_text(
-        "import time\ntime.sleep(1.5)\ndef score(response, **extra):\n    return float(response)\n"
-    )
+    source = "import time\ntime.sleep(1.5)\ndef score(response, **extra): return float(response)\n"
+    (tmp_path / "slow.py").write_text(source)
     with make_pool(tmp_path / "slow.py", "score", timeout_s=0.7) as pool:
         assert numbers_of(pool.score(samples_of(range(10)))) == [float(i) for i in range(10)]
 
 
-@pytest.mark.parametrize(
-    "source, reason",
-    [
-        ("import time\ntime.sleep(1000)\n", "was not ready after 1 s"),
-        ("1 / 0\n", "ZeroDivisionError"),
-        ("raise SystemExit(2)\n", "SystemExit: 2"),
-        ("import os\nos._exit(7)\n", "exit status 7"),
-        ("def other(**extra):\n    return 0.0\n", "has no 'score', only other"),
-        ("def score(prompt):\n    return 0.0\n", "Accept those it does not read"),
-        ("data = bytearray(3 << 30)\n", "MemoryError"),
-    ],
-)
+BROKEN = rows("""
+    import time; time.sleep(1000) => was not ready after 1 s ;; 1 / 0 => ZeroDivisionError ;;
+    raise SystemExit(2) => SystemExit: 2 ;; import os; os._exit(7) => exit status 7 ;;
+    def other(**extra): return 0.0 => has no 'score', only other ;;
+    def score(prompt): return 0.0 => Accept those it does not read ;; data = bytearray(3 << 30) => MemoryError
+    """)
+
+
+@pytest.mark.parametrize("source, reason", BROKEN)
 def test_an_import_failure_fails_samples_and_check(tmp_path, caplog, source, reason):
     (tmp_path / "broken.py").write_text(source)
     with make_pool(tmp_path / "broken.py", "score", startup_s=1.0 if "sleep" in source else 60.0) as pool:
@@ -331,9 +286,6 @@ def test_a_process_that_cannot_be_started_is_a_failure_too(monkeypatch):
         assert len(failed_of(pool.score(samples_of(range(5))))) == 5
         with pytest.raises(ValueError, match="cannot be started.*/nowhere/python"):
             pool.check()
-
-
-# ---- ends of workers ----
 
 
 @pytest.mark.parametrize("key", ["pid", "parent"])
@@ -403,9 +355,6 @@ def test_workers_die_with_the_process_that_started_them(tmp_path):
         process.stdout.close()
 
 
-# ---- the log and the arguments ----
-
-
 def test_the_first_failure_is_logged_once_with_the_count(caplog):
     with make_pool(REWARDS, "fails_as_named") as pool, caplog.at_level(logging.WARNING):
         pool.score(samples_of([0, "raises", "raises", 3]))
@@ -416,36 +365,16 @@ def test_the_first_failure_is_logged_once_with_the_count(caplog):
     assert "failed on 1 of 1 samples" in second and second.endswith("the first failure was logged before")
 
 
-def test_nothing_is_logged_when_nothing_fails(caplog):
-    with make_pool(REWARDS, "plain") as pool, caplog.at_level(logging.DEBUG):
-        pool.score(samples_of(range(5)))
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"workers": 0},
-        {"timeout_s": 0},
-        {"timeout_s": float("inf")},
-        {"memory_mib": -1},
-        {"startup_s": float("nan")},
-    ],
-)
-def test_numbers_out_of_range_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options)).rpartition("_")[0] or "worker"):
-        make_pool(REWARDS, "plain", **options)
+@pytest.mark.parametrize("option", "workers=0 timeout_s=0 timeout_s=inf memory_mib=-1 startup_s=nan".split())
+def test_numbers_out_of_range_are_refused(option):
+    name, _, value = option.partition("=")
+    with pytest.raises(ValueError, match=name.rpartition("_")[0] or "worker"):
+        make_pool(REWARDS, "plain", **{name: float(value)})
 
 
 def test_ranks_of_a_host_share_its_cores():
     cores = len(os.sched_getaffinity(0))
-    assert default_workers(1) == cores
-    assert default_workers(10 * cores) == 1
-
-
-def test_a_plan_is_plain_data():
-    plan = RewardPlan((Component("a:b"),))
-    assert json.dumps([plan.default[0].function, plan.default[0].kwargs]) == '["a:b", {}]'
+    assert default_workers(1) == cores and default_workers(10 * cores) == 1
 
 
 def test_a_worker_imports_no_large_package():

@@ -72,9 +72,6 @@ def processes_with(text):
     return found
 
 
-# ---- ordinary programs ----
-
-
 @pytest.mark.parametrize("layers", CONFINED, indirect=True)
 def test_input_output_errors_and_status(layers):
     before = leftovers()
@@ -137,9 +134,6 @@ def test_another_interpreter_brings_its_packages():
 def test_invalid_source_exits_with_status_1(source):
     outcome = run_program(source)
     assert outcome.end == "exit" and outcome.code == 1 and outcome.stdout == ""
-
-
-# ---- files ----
 
 
 @pytest.mark.parametrize("layers", CONFINED, indirect=True)
@@ -228,9 +222,6 @@ def test_files_are_limited_in_size_and_number():
     many = "import time\nfor i in range({n}):\n    open(str(i), 'wb').write(bytes({size}))\ntime.sleep(9)"
     assert run_program(many.format(n=200, size=1), limits=limits).end == "disk"
     assert run_program(many.format(n=9, size=1 << 20), limits=limits).end == "disk"
-
-
-# ---- network ----
 
 
 @pytest.mark.parametrize("layers", CONFINED, indirect=True)
@@ -375,9 +366,6 @@ print(libc.prctl(39, 0, 0, 0, 0), libc.prctl(23, 21, 0, 0, 0))
     assert second == ("1 0" if os.geteuid() == 0 else "1 1")
 
 
-# ---- time, memory, output ----
-
-
 def test_limits_of_processor_time_and_wall_time():
     busy = run_program("while True: pass", limits=Limits(cpu_s=1, wall_s=20))
     assert busy.end == "time" and busy.seconds < 15
@@ -410,9 +398,6 @@ def test_output_not_utf8_and_input_larger_than_a_pipe():
     assert (
         run_program("import sys\nprint(len(sys.stdin.read()))", stdin="a" * 3_000_000).stdout == "3000000\n"
     )
-
-
-# ---- the caller ----
 
 
 def test_a_killed_caller_leaves_nothing_behind(tmp_path):

@@ -21,13 +21,8 @@ def test_ten_kills_lose_nothing(tmp_path):
 
 
 def test_metrics_are_compared_without_the_clock(tmp_path):
-    record = {
-        "training/global_step": 1,
-        "time": 5.0,
-        "timing_s/gen": 1.0,
-        "perf/throughput": 3.0,
-        "actor/pg_loss": 0.5,
-    }
+    record = {"training/global_step": 1, "time": 5.0, "timing_s/gen": 1.0, "perf/throughput": 3.0}
+    record["actor/pg_loss"] = 0.5
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     assert metrics_of(tmp_path) == [{"training/global_step": 1, "actor/pg_loss": 0.5}]
 

@@ -15,6 +15,10 @@ GOOD = {"role": "assistant", "content": "2"}
 BAD = {"role": "assistant", "content": "three"}
 
 
+DEFAULTS = dict(prompt_key="prompt", chosen_key="chosen", rejected_key="rejected", overlong="error")
+DEFAULTS |= dict(max_prompt_tokens=64, max_response_tokens=16)
+
+
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
@@ -37,41 +41,24 @@ def load(tmp_path, tokenizer):
     return load
 
 
-DEFAULTS = {
-    "prompt_key": "prompt",
-    "chosen_key": "chosen",
-    "rejected_key": "rejected",
-    "max_prompt_tokens": 64,
-    "max_response_tokens": 16,
-    "overlong": "error",
-}
-
-
-# ---- the forms of a pair ----
-
-
 @pytest.mark.parametrize(
-    "row",
+    "prompt, chosen, rejected",
     [
-        {"prompt": [USER], "chosen": "2", "rejected": "three"},
-        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
-        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        {"prompt": "1+1=", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        {"prompt": "<user>1+1=<assistant>", "chosen": "2", "rejected": "three"},
-        {"prompt": "<user>1+1=<assistant>", "chosen": [GOOD], "rejected": "three"},
+        ([USER], "2", "three"),
+        ([USER], [GOOD], [BAD]),
+        ([USER], [USER, GOOD], [USER, BAD]),
+        ("1+1=", [USER, GOOD], [USER, BAD]),
+        ("<user>1+1=<assistant>", "2", "three"),
+        ("<user>1+1=<assistant>", [GOOD], "three"),
     ],
-    ids=["strings", "messages", "conversations", "string-and-conversations", "text", "text-and-message"],
 )
-def test_all_forms_of_a_pair_give_the_same_tokens(load, tokenizer, row):
-    (pair,) = load({**row, "data_source": "sums"})
-    assert pair.index == 0 and pair.data_source == "sums"
-    assert pair.text == "<user>1+1=<assistant>"
-    assert tokenizer.convert_ids_to_tokens(pair.prompt_ids.tolist()) == ["<user>", *"1+1=", "<assistant>"]
-    assert tokenizer.convert_ids_to_tokens(pair.chosen_ids.tolist()) == ["2", "<eos>"]
-    assert tokenizer.convert_ids_to_tokens(pair.rejected_ids.tolist()) == [*"three", "<eos>"]
-    assert {ids.dtype for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)} == {
-        np.dtype(np.int32)
-    }
+def test_all_forms_of_a_pair_give_the_same_tokens(load, tokenizer, prompt, chosen, rejected):
+    (pair,) = load({"prompt": prompt, "chosen": chosen, "rejected": rejected, "data_source": "sums"})
+    assert pair.index == 0 and pair.data_source == "sums" and pair.text == "<user>1+1=<assistant>"
+    ids = pair.prompt_ids, pair.chosen_ids, pair.rejected_ids
+    expected = [["<user>", *"1+1=", "<assistant>"], ["2", "<eos>"], [*"three", "<eos>"]]
+    assert [tokenizer.convert_ids_to_tokens(part.tolist()) for part in ids] == expected
+    assert {part.dtype for part in ids} == {np.dtype(np.int32)}
 
 
 def test_without_a_prompt_column_the_conversations_hold_it(load):
@@ -100,61 +87,36 @@ def test_other_columns_files_and_max_pairs(load):
     assert [(pair.index, pair.text) for pair in pairs] == [(0, "0"), (1, "1"), (2, "2")]
 
 
-# ---- what is wrong with a pair ----
+OTHER = {**USER, "content": "2+2="}
+CALL = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+WRONG = [  # prompt, chosen, rejected, the error
+    ([USER], [USER, GOOD], [OTHER, BAD], "differ between column 'chosen' and column"),
+    ([USER], [USER, GOOD], "three", "differ between column 'chosen' and column 'rejected'"),
+    ([USER], [GOOD, USER], "three", "'chosen' must end with a text message of the assistant"),
+    ([USER], [CALL], "three", "'chosen' must end with a text message of the assistant"),
+    ([USER], "2", [], "column 'rejected' must be a string or messages .* not list"),
+    ([USER], None, "three", "column 'chosen' must be a string .* not missing"),
+    ([USER], "2", 3, "column 'rejected' must be a string .* not int 3"),
+    ([USER, GOOD], "2", "3", "must not end with a message of the assistant"),
+    ([OTHER], [USER, GOOD], [USER, BAD], 'differ from the prompt .*set data.prompt_key=""'),
+    ("2+2=", [USER, GOOD], [USER, BAD], "differ from the prompt in column 'prompt'"),
+    (5, "2", "3", "column 'prompt' must be a string or a list"),
+    ("", "2", "3", "the prompt in column 'prompt' is empty"),
+]
 
 
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        (
-            {"chosen": [USER, GOOD], "rejected": [{**USER, "content": "2+2="}, BAD]},
-            "differ between column 'chosen' and column",
-        ),
-        (
-            {"chosen": [USER, GOOD], "rejected": "three"},
-            "differ between column 'chosen' and column 'rejected'",
-        ),
-        (
-            {"chosen": [GOOD, USER], "rejected": "three"},
-            "'chosen' must end with a text message of the assistant",
-        ),
-        ({"chosen": "2", "rejected": []}, "column 'rejected' must be a string or messages .* not list"),
-        ({"chosen": None, "rejected": "three"}, "column 'chosen' must be a string .* not missing"),
-        ({"chosen": "2", "rejected": 3}, "column 'rejected' must be a string .* not int 3"),
-        (
-            {"chosen": [{"role": "assistant", "tool_calls": [{"name": "f"}]}], "rejected": "three"},
-            "'chosen' must end with a text message of the assistant",
-        ),
-        (
-            {"prompt": [USER, GOOD], "chosen": "2", "rejected": "3"},
-            "must not end with a message of the assistant",
-        ),
-        (
-            {"prompt": [{**USER, "content": "2+2="}], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            "differ from the prompt in column 'prompt'.*set data.prompt_key=\"\"",
-        ),
-        (
-            {"prompt": "2+2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            "differ from the prompt in column 'prompt'",
-        ),
-        ({"prompt": 5, "chosen": "2", "rejected": "3"}, "column 'prompt' must be a string or a list"),
-        ({"prompt": "", "chosen": "2", "rejected": "3"}, "the prompt in column 'prompt' is empty"),
-    ],
-)
-def test_a_pair_that_makes_no_sense_is_named_with_its_row(load, row, message):
+@pytest.mark.parametrize("prompt, chosen, rejected, message", WRONG)
+def test_an_invalid_pair_is_named_with_its_row(load, prompt, chosen, rejected, message):
     fine = {"prompt": [USER], "chosen": "2", "rejected": "three"}
     with pytest.raises(ValueError, match=f"pairs.jsonl, row 2: .*{message}"):
-        load(fine, {"prompt": [USER], **row})
+        load(fine, {"prompt": prompt, "chosen": chosen, "rejected": rejected})
 
 
-@pytest.mark.parametrize("key", ["prompt", "chosen", "rejected"])
-def test_a_missing_column_names_the_key_of_the_config(load, key):
-    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    with pytest.raises(ValueError, match=f"no column 'x', only prompt, chosen, rejected: .*data.{key}_key"):
-        load(row, **{f"{key}_key": "x"})
-
-
-def test_no_prompt_anywhere_is_refused(load):
+def test_a_missing_column_or_prompt_names_the_key_of_the_config(load):
+    for key in ("prompt", "chosen", "rejected"):
+        message = f"no column 'x', only prompt, chosen, rejected: .*data.{key}_key"
+        with pytest.raises(ValueError, match=message):
+            load({"prompt": "a", "chosen": "b", "rejected": "c"}, **{f"{key}_key": "x"})
     with pytest.raises(ValueError, match="row 1: there is no prompt: .*data.prompt_key"):
         load({"chosen": "a", "rejected": "b"}, prompt_key="")
 
@@ -168,55 +130,36 @@ def test_a_tokenizer_without_eos_is_refused(load, tokenizer_dir):
 
 # ---- lengths ----
 
-LONG = [
-    {"prompt": "aaaa", "chosen": "b", "rejected": "c"},
-    {"prompt": "a", "chosen": "bbbb", "rejected": "c"},
-    {"prompt": "a", "chosen": "b", "rejected": "12345"},
-    {"prompt": "aaa", "chosen": "bbb", "rejected": "ccc"},
-]
+LONG = ["aaaa b c", "a bbbb c", "a b 12345", "aaa bbb ccc"]
+LONG = [dict(zip(("prompt", "chosen", "rejected"), row.split())) for row in LONG]
 
 
-def test_overlong_pairs_under_error_name_what_is_too_long(load):
-    with pytest.raises(
-        ValueError, match="1 of 4 prompts have more than data.max_prompt_tokens=3 tokens, the longest 4"
+def test_overlong_pairs_name_what_is_too_long(load):
+    for options, message in (
+        ({"max_prompt_tokens": 3}, "1 of 4 prompts .* data.max_prompt_tokens=3 tokens, the longest 4"),
+        ({"max_response_tokens": 5}, "1 of 4 rejected .* rollout.max_response_tokens=5 tokens.*first tokens"),
+        ({"max_response_tokens": 0}, "rollout.max_response_tokens=0"),
+        ({"overlong": "cut"}, "data.overlong_prompts='cut'"),
     ):
-        load(*LONG, max_prompt_tokens=3)
-    with pytest.raises(
-        ValueError,
-        match="1 of 4 rejected responses have more than rollout.max_response_tokens=5 tokens.*first tokens",
-    ):
-        load(*LONG, max_response_tokens=5)
+        with pytest.raises(ValueError, match=message):
+            load(*LONG, **options)
 
 
-def test_drop_leaves_out_every_pair_of_which_a_part_is_too_long(load, caplog):
+def test_drop_leaves_out_every_pair_with_a_part_too_long(load, caplog):
+    options = dict(max_prompt_tokens=3, max_response_tokens=4, overlong="drop")
     with caplog.at_level(logging.INFO):
-        pairs = load(*LONG, max_prompt_tokens=3, max_response_tokens=4, overlong="drop")
+        pairs = load(*LONG, **options)
     assert [pair.index for pair in pairs] == [3]
     for noun in ("prompts", "chosen responses", "rejected responses"):
         assert f"1 of 4 {noun} have more" in caplog.text
-
-
-def test_drop_that_leaves_no_pair_is_an_error(load):
     with pytest.raises(ValueError, match="each of the 2 pairs .* would drop all"):
-        load(LONG[0], LONG[1], max_prompt_tokens=3, max_response_tokens=4, overlong="drop")
+        load(LONG[0], LONG[1], **options)
 
 
 def test_truncation_keeps_prompt_end_and_response_start(load, tokenizer):
     row = {"prompt": "01234", "chosen": "abcde", "rejected": "abc"}
     (pair,) = load(row, max_prompt_tokens=3, max_response_tokens=4, overlong="truncate_left")
-    assert tokenizer.convert_ids_to_tokens(pair.prompt_ids.tolist()) == ["2", "3", "4"]
-    assert tokenizer.convert_ids_to_tokens(pair.chosen_ids.tolist()) == [
-        "a",
-        "b",
-        "c",
-        "d",
-    ]  # cut off: no <eos>
-    assert tokenizer.convert_ids_to_tokens(pair.rejected_ids.tolist()) == ["a", "b", "c", "<eos>"]
+    ids = pair.prompt_ids, pair.chosen_ids, pair.rejected_ids
+    expected = [[*"234"], [*"abcd"], [*"abc", "<eos>"]]  # a response that is cut off has no <eos>
+    assert [tokenizer.convert_ids_to_tokens(part.tolist()) for part in ids] == expected
     assert pair.text == "01234"
-
-
-def test_limits_and_choices_are_checked(load):
-    with pytest.raises(ValueError, match="rollout.max_response_tokens=0"):
-        load(*LONG, max_response_tokens=0)
-    with pytest.raises(ValueError, match="data.overlong_prompts='cut'"):
-        load(*LONG, overlong="cut")

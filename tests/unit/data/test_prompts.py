@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from rl.data.prompts import load_prompts, load_tokenizer
 from tests.timing import assert_linear
@@ -20,6 +21,9 @@ ADDITION = {
 }
 
 
+USER = {"role": "user", "content": "a"}
+
+
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
@@ -27,7 +31,7 @@ def tokenizer_dir(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer(tokenizer_dir):
     return load_tokenizer(tokenizer_dir)
 
@@ -42,316 +46,202 @@ def write_jsonl(path, rows):
     return path
 
 
-def load(files, tokenizer, **options):
+def load_files(files, tokenizer, **options):
     options = {"prompt_key": "prompt", "max_prompt_tokens": 64, "overlong": "error", **options}
     return load_prompts(files, tokenizer, **options)
 
 
-# ---- what a prompt holds ----
+@pytest.fixture
+def load(tmp_path, tokenizer):
+    """Load rows, or prompts, from a file that is called a.jsonl."""
+
+    def load(*rows, **options):
+        rows = [row if isinstance(row, dict) else {"prompt": row} for row in rows]
+        return load_files([write_jsonl(tmp_path / "a.jsonl", rows)], tokenizer, **options)
+
+    return load
 
 
-@pytest.mark.parametrize("write, name", [(write_parquet, "train.parquet"), (write_jsonl, "train.jsonl")])
+FORMS = [(write_parquet, "a.parquet"), (write_jsonl, "a.jsonl")]
+
+
+@pytest.mark.parametrize("write, name", FORMS)
 def test_messages_are_rendered_and_tokenized(tmp_path, tokenizer, write, name):
-    (prompt,) = load([write(tmp_path / name, [ADDITION])], tokenizer)
+    (prompt,) = load_files([write(tmp_path / name, [ADDITION])], tokenizer)
     assert prompt.text == "<user>37+58=<assistant>"
     assert prompt.token_ids.dtype == np.int32
     assert tokenizer.convert_ids_to_tokens(prompt.token_ids.tolist()) == ["<user>", *"37+58=", "<assistant>"]
-    assert prompt.index == 0
-    assert prompt.data_source == "addition"
-    assert prompt.ground_truth == "95"
-    assert prompt.extra_info == {"split": "train", "index": 7}
-    assert prompt.response_ids is None
+    assert (prompt.index, prompt.data_source, prompt.ground_truth) == (0, "addition", "95")
+    assert prompt.extra_info == {"split": "train", "index": 7} and prompt.response_ids is None
 
 
-def test_a_string_prompt_is_taken_as_it_is(tmp_path, tokenizer):
-    (prompt,) = load([write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1 + 1 ="}])], tokenizer)
-    assert prompt.text == "1 + 1 ="
-    assert tokenizer.decode(prompt.token_ids) == "1 + 1 ="
-
-
-def test_a_string_prompt_gets_the_tokenizers_bos_exactly_once(tmp_path, tokenizer_dir):
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = load_tokenizer(tokenizer_dir)
+def test_a_string_prompt_is_taken_as_it_is_with_one_bos(load, tokenizer):
+    (prompt,) = load("1 + 1 =")
+    assert prompt.text == tokenizer.decode(prompt.token_ids) == "1 + 1 =" and prompt.messages is None
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", 2)]
     )
-    rows = [{"prompt": "1+1="}, {"prompt": "<bos>1+1="}, {"prompt": [{"role": "user", "content": "1"}]}]
-    tokens = [
-        tokenizer.convert_ids_to_tokens(p.token_ids.tolist())
-        for p in load([write_jsonl(tmp_path / "a.jsonl", rows)], tokenizer)
-    ]
+    prompts = load("1+1=", "<bos>1+1=", [{"role": "user", "content": "1"}])
+    tokens = [tokenizer.convert_ids_to_tokens(prompt.token_ids.tolist()) for prompt in prompts]
     assert tokens == [["<bos>", *"1+1="], ["<bos>", *"1+1="], ["<user>", "1", "<assistant>"]]
 
 
-def test_files_are_concatenated_in_order(tmp_path, tokenizer):
+def test_files_are_concatenated_in_order_up_to_max_prompts(tmp_path, tokenizer):
     first = write_parquet(tmp_path / "first.parquet", [{"prompt": "a"}, {"prompt": "b"}])
-    second = write_jsonl(tmp_path / "second.jsonl", [{"prompt": "c"}])
-    prompts = load([str(second), first], tokenizer)
-    assert [(p.index, p.text, p.data_source) for p in prompts] == [
-        (0, "c", "second"),
-        (1, "a", "first"),
-        (2, "b", "first"),
-    ]
+    second = write_jsonl(tmp_path / "second.jsonl", [{"prompt": "c"}, {"prompt": "x" * 20}])
+    options = dict(max_prompt_tokens=10, overlong="drop")
+    prompts = load_files([str(second), first, second], tokenizer, **options)
+    found = [(p.index, p.text, p.data_source, p.source) for p in prompts]
+    assert found == [(0, "c", "second", 0), (2, "a", "first", 1), (3, "b", "first", 1), (4, "c", "second", 2)]
+    for most, texts in ((3, "abc"), (99, "abc" + "x" * 20)):
+        found = load_files([first, second], tokenizer, max_prompts=most)
+        assert "".join(p.text for p in found) == texts
 
 
-def test_what_a_row_lacks_is_none_or_empty(tmp_path, tokenizer):
-    rows = [
-        {"prompt": "a"},
-        {"prompt": "b", "reward_model": None, "extra_info": None},
-        {"prompt": "c", "reward_model": {"style": "model"}},
-    ]
-    for prompt in load([write_jsonl(tmp_path / "a.jsonl", rows)], tokenizer):
-        assert prompt.ground_truth is None
-        assert prompt.extra_info == {}
-
-
-def test_jsonl_values_keep_their_own_type_in_each_row(tmp_path, tokenizer):
+def test_absent_values_are_none_or_empty_and_types_are_kept(load):
+    absent = {"reward_model": None, "extra_info": None}
+    rows = [{"prompt": "a"}, {"prompt": "b", **absent}, {"prompt": "c", "reward_model": {"style": "model"}}]
+    assert [(prompt.ground_truth, prompt.extra_info) for prompt in load(*rows)] == [(None, {})] * 3
     truths = ["2024-01-01T00:00:00Z", 5, ["a", "b"], {"x": 1.5}]
     rows = [{"prompt": "a", "reward_model": {"ground_truth": truth}} for truth in truths]
-    assert [p.ground_truth for p in load([write_jsonl(tmp_path / "a.jsonl", rows)], tokenizer)] == truths
+    assert [prompt.ground_truth for prompt in load(*rows)] == truths
 
 
-def test_the_template_sees_no_null_keys(tmp_path, tokenizer_dir):
-    tokenizer = load_tokenizer(tokenizer_dir)
+def test_messages_and_the_template_have_no_null_keys(tmp_path, tokenizer):
     name = "{% if m['name'] is defined %}({{ m['name'] }}){% endif %}"
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}" + name + ";{% endfor %}"
-    rows = [
-        {
-            "prompt": [
-                {"role": "user", "content": "a", "name": "Ann"},
-                {"role": "tool", "content": "b", "name": None},
-            ]
-        }
-    ]
-    assert load([write_parquet(tmp_path / "a.parquet", rows)], tokenizer)[0].text == "user(Ann);tool;"
+    named, plain = {**USER, "name": "Ann"}, {"role": "tool", "content": "b"}
+    rows = [{"prompt": [named, plain | {"name": None}]}]
+    (prompt,) = load_files([write_parquet(tmp_path / "a.parquet", rows)], tokenizer)
+    assert prompt.text == "user(Ann);tool;" and prompt.messages == [named, plain]
 
 
-def test_max_prompts_reads_the_first_rows_across_files(tmp_path, tokenizer):
-    first = write_parquet(tmp_path / "a.parquet", [{"prompt": "a"}, {"prompt": "b"}])
-    second = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "c"}, {"prompt": "d"}])
-    assert [p.text for p in load([first, second], tokenizer, max_prompts=3)] == ["a", "b", "c"]
-    assert len(load([first, second], tokenizer, max_prompts=99)) == 4
+def test_a_conversation_ends_with_any_role_but_assistant(load):
+    chat = [USER, {"role": "assistant", "content": "b"}]
+    for last in ("user", "tool", "system"):
+        whole = [*chat, {"role": last, "content": "c"}]
+        (prompt,) = load(whole)
+        assert prompt.text == "<user>a<assistant>b<eos><user>c<assistant>" and prompt.messages == whole
+    message = "row 1: column 'prompt' must not end with a message of the assistant.*data.response_key"
+    with pytest.raises(ValueError, match=message):
+        load(chat)
 
 
-# ---- conversations and sources ----
-
-
-def test_messages_are_kept_without_null_keys(tmp_path, tokenizer):
-    rows = [
-        {"prompt": [{"role": "user", "content": "a", "name": "Ann"}]},
-        {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]},
-    ]
-    first, second = load([write_parquet(tmp_path / "a.parquet", rows)], tokenizer)
-    assert first.messages == [{"role": "user", "content": "a", "name": "Ann"}]
-    assert second.messages == [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]
-    (string,) = load([write_jsonl(tmp_path / "b.jsonl", [{"prompt": "c"}])], tokenizer)
-    assert string.messages is None
-
-
-@pytest.mark.parametrize("last", ["user", "tool", "system"])
-def test_a_conversation_may_end_with_any_other_role(tmp_path, tokenizer, last):
-    chat = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": last, "content": "c"},
-    ]
-    (prompt,) = load([write_jsonl(tmp_path / "a.jsonl", [{"prompt": chat}])], tokenizer)
-    assert prompt.text == "<user>a<assistant>b<eos><user>c<assistant>"
-    assert prompt.messages == chat
-
-
-def test_a_conversation_must_not_end_with_the_assistant(tmp_path, tokenizer):
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(
-        ValueError,
-        match="row 1: column 'prompt' must not end with a message of the assistant.*data.response_key",
-    ):
-        load([write_jsonl(tmp_path / "a.jsonl", [{"prompt": chat}])], tokenizer)
-
-
-def test_a_message_that_calls_tools_needs_no_content(tmp_path, tokenizer_dir):
-    tokenizer = load_tokenizer(tokenizer_dir)
+def test_a_message_that_calls_tools_needs_no_content(load, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content or m.tool_calls[0].name }};{% endfor %}"
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "search"}]}
-    chat = [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "b"}]
-    assert load([write_jsonl(tmp_path / "a.jsonl", [{"prompt": chat}])], tokenizer)[0].text == "a;search;b;"
+    assert load([USER, call, {"role": "tool", "content": "b"}])[0].text == "a;search;b;"
 
 
-def test_each_prompt_knows_the_file_it_came_from(tmp_path, tokenizer):
-    files = [
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}, {"prompt": "x" * 20}]) for name in "ab"
-    ]
-    prompts = load([*files, files[0]], tokenizer, max_prompt_tokens=10, overlong="drop")
-    assert [(p.source, p.index, p.text) for p in prompts] == [(0, 0, "a"), (1, 2, "b"), (2, 4, "a")]
+TARGETS = [
+    ("", "95"),
+    ("reward_model.ground_truth", "95"),
+    ("answer", "ninety five"),
+    ("extra_info.index", "7"),
+]
 
 
-# ---- sft ----
-
-
-@pytest.mark.parametrize(
-    "response_key, target",
-    [("", "95"), ("reward_model.ground_truth", "95"), ("answer", "ninety five"), ("extra_info.index", "7")],
-)
-def test_the_sft_target_is_tokenized_and_ends_with_eos(tmp_path, tokenizer, response_key, target):
+def test_the_sft_target_is_tokenized_and_ends_with_eos(tmp_path, tokenizer):
     file = write_parquet(tmp_path / "a.parquet", [{**ADDITION, "answer": "ninety five"}])
-    (prompt,) = load([file], tokenizer, response_key=response_key)
-    assert prompt.response_ids.dtype == np.int32
-    assert tokenizer.decode(prompt.response_ids[:-1]) == target
-    assert prompt.response_ids[-1] == tokenizer.eos_token_id
-
-
-def test_a_missing_sft_target_names_the_row_and_the_key(tmp_path, tokenizer):
-    file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": "a"}])
-    with pytest.raises(
-        ValueError, match=r"a.jsonl, row 2: answer must be the target text, not missing: .*data.response_key"
-    ):
-        load([file], tokenizer, response_key="answer")
-
-
-def test_sft_without_an_eos_token_is_refused(tmp_path, tokenizer_dir):
-    tokenizer = load_tokenizer(tokenizer_dir)
+    for response_key, target in TARGETS.items():
+        (prompt,) = load_files([file], tokenizer, response_key=response_key)
+        assert prompt.response_ids.dtype == np.int32
+        assert tokenizer.decode(prompt.response_ids[:-1]) == target
+        assert prompt.response_ids[-1] == tokenizer.eos_token_id
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="needs an eos_token"):
-        load([write_jsonl(tmp_path / "a.jsonl", [ADDITION])], tokenizer, response_key="")
+        load_files([file], tokenizer, response_key="")
 
 
-# ---- overlong prompts ----
+def test_a_missing_sft_target_names_the_row_and_the_key(load):
+    message = r"a.jsonl, row 2: answer must be the target text, not missing: .*data.response_key"
+    with pytest.raises(ValueError, match=message):
+        load({"prompt": "a", "answer": "b"}, "a", response_key="answer")
 
 
-@pytest.fixture
-def lengths_3_to_12(tmp_path):
-    return write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * (n - 1) + "="} for n in range(3, 13)])
+LENGTHS_3_TO_12 = ["x" * (n - 1) + "=" for n in range(3, 13)]
 
 
-def test_overlong_error_names_counts_and_remedies(lengths_3_to_12, tokenizer):
+def test_overlong_prompts_are_an_error_with_counts_and_remedies(load):
     with pytest.raises(ValueError) as raised:
-        load([lengths_3_to_12], tokenizer, max_prompt_tokens=10)
+        load(*LENGTHS_3_TO_12, max_prompt_tokens=10)
     message = str(raised.value)
     assert "2 of 10 prompts have more than data.max_prompt_tokens=10 tokens, the longest 12" in message
     assert all(word in message for word in ("data.overlong_prompts", "drop", "truncate_left"))
+    with pytest.raises(ValueError, match="10 of 10 prompts .*would drop all"):
+        load(*LENGTHS_3_TO_12, max_prompt_tokens=2, overlong="drop")
 
 
-def test_overlong_drop_keeps_row_numbers(lengths_3_to_12, tokenizer, caplog):
+def test_overlong_drop_keeps_row_numbers(load, caplog):
     with caplog.at_level(logging.INFO):
-        prompts = load(
-            [lengths_3_to_12], tokenizer, max_prompt_tokens=5, overlong="drop", response_key="prompt"
-        )
-    assert [(p.index, len(p.token_ids)) for p in prompts] == [(0, 3), (1, 4), (2, 5)]
-    assert [len(p.response_ids) for p in prompts] == [4, 5, 6]
-    assert "7 of 10 prompts" in caplog.text
+        prompts = load(*LENGTHS_3_TO_12, max_prompt_tokens=5, overlong="drop", response_key="prompt")
+    found = [(p.index, len(p.token_ids), len(p.response_ids)) for p in prompts]
+    assert found == [(0, 3, 4), (1, 4, 5), (2, 5, 6)] and "7 of 10 prompts" in caplog.text
 
 
-def test_truncate_left_keeps_the_last_tokens_and_the_whole_text(lengths_3_to_12, tokenizer):
-    prompts = load([lengths_3_to_12], tokenizer, max_prompt_tokens=5, overlong="truncate_left")
+def test_truncate_left_keeps_the_last_tokens_and_the_whole_text(load, tokenizer):
+    prompts = load(*LENGTHS_3_TO_12, max_prompt_tokens=5, overlong="truncate_left")
     assert [len(p.token_ids) for p in prompts] == [3, 4] + 8 * [5]
-    assert tokenizer.decode(prompts[-1].token_ids) == "xxxx="
-    assert prompts[-1].text == "x" * 11 + "="
-
-
-def test_a_limit_that_every_prompt_meets_changes_nothing(lengths_3_to_12, tokenizer):
+    assert tokenizer.decode(prompts[-1].token_ids) == "xxxx=" and prompts[-1].text == "x" * 11 + "="
     for overlong in ("error", "drop", "truncate_left"):
-        prompts = load([lengths_3_to_12], tokenizer, max_prompt_tokens=12, overlong=overlong)
+        prompts = load(*LENGTHS_3_TO_12, max_prompt_tokens=12, overlong=overlong)
         assert [len(p.token_ids) for p in prompts] == list(range(3, 13))
 
 
-def test_drop_that_leaves_nothing_is_an_error(lengths_3_to_12, tokenizer):
-    with pytest.raises(ValueError, match="10 of 10 prompts .*would drop all"):
-        load([lengths_3_to_12], tokenizer, max_prompt_tokens=2, overlong="drop")
-
-
-# ---- what is wrong with the data ----
-
-
 def test_a_missing_file_is_named_before_any_other_is_read(tmp_path, tokenizer):
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text("{")
+    (tmp_path / "broken.jsonl").write_text("{")
     with pytest.raises(ValueError, match="nowhere.parquet does not exist"):
-        load([broken, tmp_path / "nowhere.parquet"], tokenizer)
+        load_files([tmp_path / "broken.jsonl", tmp_path / "nowhere.parquet"], tokenizer)
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path, tokenizer):
-    (tmp_path / "a.csv").write_text("prompt\na\n")
-    with pytest.raises(ValueError, match="must be .parquet, .jsonl"):
-        load([tmp_path / "a.csv"], tokenizer)
-
-
-@pytest.mark.parametrize("write, name", [(write_parquet, "a.parquet"), (write_jsonl, "a.jsonl")])
+@pytest.mark.parametrize("write, name", FORMS)
 def test_a_missing_prompt_column_is_reported(tmp_path, tokenizer, write, name):
     file = write(tmp_path / name, [{"question": "a", "answer": "b"}])
-    with pytest.raises(
-        ValueError, match=rf"{name}.* no column 'prompt', only question, answer: .*data.prompt_key"
-    ):
-        load([file], tokenizer)
-    assert load([file], tokenizer, prompt_key="question")[0].text == "a"
+    message = rf"{name}.* no column 'prompt', only question, answer: .*data.prompt_key"
+    with pytest.raises(ValueError, match=message):
+        load_files([file], tokenizer)
+    assert load_files([file], tokenizer, prompt_key="question")[0].text == "a"
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path, tokenizer):
-    (tmp_path / "a.parquet").write_text("this is no parquet file")
-    with pytest.raises(ValueError, match="a.parquet cannot be read as parquet"):
-        load([tmp_path / "a.parquet"], tokenizer)
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
-    with pytest.raises(ValueError, match="a.jsonl, row 2: not JSON"):
-        load([tmp_path / "a.jsonl"], tokenizer)
-    (tmp_path / "b.jsonl").write_text('["a"]\n')
-    with pytest.raises(ValueError, match="b.jsonl, row 1: must be a JSON object"):
-        load([tmp_path / "b.jsonl"], tokenizer)
-    (tmp_path / "c.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
-    with pytest.raises(ValueError, match="c.jsonl cannot be read as JSONL"):
-        load([tmp_path / "c.jsonl"], tokenizer)
-
-
-def test_a_truncated_parquet_file_is_named(tmp_path, tokenizer):
-    file = write_parquet(tmp_path / "a.parquet", [ADDITION] * 1000)
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="a.parquet cannot be read as parquet"):
-        load([file], tokenizer)
-
-
-def test_empty_data_is_refused(tmp_path, tokenizer):
-    (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="a.jsonl is empty"):
-        load([tmp_path / "a.jsonl"], tokenizer)
-    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="a.parquet is empty"):
-        load([tmp_path / "a.parquet"], tokenizer)
+    whole = write_parquet(tmp_path / "whole.parquet", [ADDITION] * 1000).read_bytes()
+    empty = write_parquet(tmp_path / "empty.parquet", [{"prompt": "a"}])
+    pq.write_table(pq.read_table(empty).slice(0, 0), empty)
+    for name, content, message in (
+        ("a.csv", b"prompt\na\n", "must be .parquet, .jsonl"),
+        ("a.parquet", b"this is no parquet file", "a.parquet cannot be read as parquet"),
+        ("b.parquet", whole[:-100], "b.parquet cannot be read as parquet"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "a.jsonl, row 2: not JSON"),
+        ("b.jsonl", b'["a"]\n', "b.jsonl, row 1: must be a JSON object"),
+        ("c.jsonl", b'{"prompt": "\xff"}\n', "c.jsonl cannot be read as JSONL"),
+        ("d.jsonl", b"\n", "d.jsonl is empty"),
+        ("c.parquet", empty.read_bytes(), "c.parquet is empty"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_files([tmp_path / name], tokenizer)
     with pytest.raises(ValueError, match="data.train is empty"):
-        load([], tokenizer)
+        load_files([], tokenizer)
 
 
-@pytest.mark.parametrize("prompt", [None, 5, [], ["a"], [{"role": "user"}], {"role": "user", "content": "a"}])
-def test_a_prompt_that_is_neither_text_nor_messages_is_refused(tmp_path, tokenizer, prompt):
-    file = write_jsonl(tmp_path / "a.jsonl", [ADDITION, {"prompt": prompt}])
-    with pytest.raises(ValueError, match="a.jsonl, row 2: column 'prompt' must be a string or a list"):
-        load([file], tokenizer)
-
-
-def test_a_prompt_without_tokens_is_refused(tmp_path, tokenizer):
+def test_a_prompt_that_is_neither_text_nor_messages_is_refused(load):
+    for prompt in (None, 5, [], ["a"], [{"role": "user"}], USER):
+        with pytest.raises(ValueError, match="a.jsonl, row 2: column 'prompt' must be a string or a list"):
+            load(ADDITION, {"prompt": prompt})
     with pytest.raises(ValueError, match="row 1: the prompt in column 'prompt' is empty"):
-        load([write_jsonl(tmp_path / "a.jsonl", [{"prompt": ""}])], tokenizer)
+        load("")
 
 
-def test_messages_need_a_chat_template_and_strings_do_not(tmp_path, tokenizer_dir):
-    tokenizer = load_tokenizer(tokenizer_dir)
+def test_messages_need_a_chat_template_that_takes_them(load, tokenizer):
     tokenizer.chat_template = None
-    with pytest.raises(
-        ValueError,
-        match="row 1: column 'prompt' holds messages, but the tokenizer of .* has no chat template",
-    ):
-        load([write_jsonl(tmp_path / "a.jsonl", [ADDITION])], tokenizer)
-    assert len(load([write_jsonl(tmp_path / "b.jsonl", [{"prompt": "a"}])], tokenizer)) == 1
-
-
-def test_messages_that_the_template_rejects_are_named(tmp_path, tokenizer_dir):
-    tokenizer = load_tokenizer(tokenizer_dir)
+    message = "row 1: column 'prompt' holds messages, but the tokenizer of .* has no chat template"
+    with pytest.raises(ValueError, match=message):
+        load(ADDITION)
+    assert len(load("a")) == 1
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(
-        ValueError, match="row 1: the chat template of .* rejects .*: System role not supported"
-    ):
-        load([write_jsonl(tmp_path / "a.jsonl", [ADDITION])], tokenizer)
-
-
-# ---- the tokenizer ----
+    message = "row 1: the chat template of .* rejects .*: System role not supported"
+    with pytest.raises(ValueError, match=message):
+        load(ADDITION)
 
 
 def test_loading_a_tokenizer_opens_no_connection(tokenizer_dir, monkeypatch):
@@ -363,28 +253,19 @@ def test_loading_a_tokenizer_opens_no_connection(tokenizer_dir, monkeypatch):
     assert len(load_tokenizer(tokenizer_dir)) == 102
 
 
-def test_a_hub_name_in_place_of_a_directory_is_refused():
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match="'Qwen/Qwen3-8B' is not a directory: download"):
         load_tokenizer("Qwen/Qwen3-8B")
-
-
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="holds no usable tokenizer .* only model.safetensors"):
         load_tokenizer(tmp_path)
 
 
-# ---- speed ----
-
-
 def test_time_to_load_grows_linearly_up_to_the_size_of_gsm8k(tmp_path, tokenizer):
-    question = (
-        "Natalia sold 48 clips to her friends in April, and then half as many in May. " * 3
-        + " How many in all?" * 4
-    )
-    row = {**ADDITION, "prompt": [{"role": "user", "content": question}]}
+    question = "Natalia sold 48 clips to her friends in April, and then half as many in May. " * 3
+    row = {**ADDITION, "prompt": [{"role": "user", "content": question + " How many in all?" * 4}]}
 
     def file_of(size):
         return write_parquet(tmp_path / f"{size}.parquet", [row] * size)
 
-    assert_linear(lambda file: load([file], tokenizer, max_prompt_tokens=1024), file_of, 7473)
+    assert_linear(lambda file: load_files([file], tokenizer, max_prompt_tokens=1024), file_of, 7473)

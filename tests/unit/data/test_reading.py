@@ -12,9 +12,8 @@ from rl.data.reading import read_rows
 from tools.make_toy import build_tokenizer
 
 ROWS = [
-    {"prompt": [{"role": "user", "content": "a"}], "reward_model": {"ground_truth": "1"}, "other": 0},
-    {"prompt": [{"role": "user", "content": "b"}], "reward_model": {"ground_truth": "2"}, "other": 1},
-    {"prompt": [{"role": "user", "content": "c"}], "reward_model": {"ground_truth": "3"}, "other": 2},
+    {"prompt": [{"role": "user", "content": c}], "reward_model": {"ground_truth": str(i + 1)}, "other": i}
+    for i, c in enumerate("abc")
 ]
 WAY_OUT = {"prompt": "name the column with the prompt in data.prompt_key"}
 
@@ -39,23 +38,17 @@ def write_arrow(path):
     return file.rename(path)
 
 
-FORMS = [
-    (write_parquet, "a.parquet"),
-    (write_jsonl, "a.jsonl"),
-    (write_arrow, "a.arrow"),
-    (write_directory, "a.b"),
-]
-
-
-def values(rows):
-    return [row.values for row in rows]
+FORMS = [write_parquet, write_jsonl, write_arrow, write_directory]
+FORMS = list(zip(FORMS, ["a.parquet", "a.jsonl", "a.arrow", "a.b"]))
 
 
 @pytest.mark.parametrize("write, name", FORMS)
 def test_all_formats_give_the_same_rows(tmp_path, write, name):
     file = write(tmp_path / name)
     rows = read_rows([file], required=WAY_OUT, optional=["reward_model", "absent"])
-    assert values(rows) == [{key: row[key] for key in ("prompt", "reward_model")} for row in ROWS]
+    assert [row.values for row in rows] == [
+        {key: row[key] for key in ("prompt", "reward_model")} for row in ROWS
+    ]
     assert [(row.number, row.source, row.path) for row in rows] == [(1, 0, file), (2, 0, file), (3, 0, file)]
     assert rows[2].place == f"{file}, row 3"
 
@@ -66,10 +59,8 @@ def test_prompts_are_the_same_from_all_forms(tmp_path, write, name):
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     options = {"prompt_key": "prompt", "max_prompt_tokens": 9, "overlong": "error", "max_prompts": 2}
     prompts = load_prompts([write(tmp_path / name)], tokenizer, **options)
-    assert [(p.text, p.ground_truth) for p in prompts] == [
-        ("<user>a<assistant>", "1"),
-        ("<user>b<assistant>", "2"),
-    ]
+    found = [(p.text, p.ground_truth) for p in prompts]
+    assert found == [("<user>a<assistant>", "1"), ("<user>b<assistant>", "2")]
     assert prompts[0].data_source == ("a.b" if name == "a.b" else "a")
 
 
@@ -86,9 +77,8 @@ def test_a_saved_selection_keeps_its_rows_and_order(tmp_path):
 
 
 def test_a_saved_tensor_format_does_not_reach_the_rows(tmp_path):
-    datasets.Dataset.from_list([{"prompt": "a", "n": [1, 2]}]).with_format("numpy").save_to_disk(
-        tmp_path / "a"
-    )
+    data = datasets.Dataset.from_list([{"prompt": "a", "n": [1, 2]}])
+    data.with_format("numpy").save_to_disk(tmp_path / "a")
     (row,) = read_rows([tmp_path / "a"], required=WAY_OUT, optional=["n"])
     assert row.values == {"prompt": "a", "n": [1, 2]} and not isinstance(row.values["n"], np.ndarray)
 
@@ -103,18 +93,16 @@ def test_several_arrow_files_of_one_directory_are_read_in_order(tmp_path):
 
 @pytest.mark.parametrize("write, name", FORMS)
 def test_a_missing_column_is_reported_with_a_remedy(tmp_path, write, name):
-    with pytest.raises(
-        ValueError, match=rf"{name}.* no column 'question', only prompt, .*: name it in data.x"
-    ):
+    message = rf"{name}.* no column 'question', only prompt, .*: name it in data.x"
+    with pytest.raises(ValueError, match=message):
         read_rows([write(tmp_path / name)], required={"prompt": "no", "question": "name it in data.x"})
 
 
 def test_a_dataset_dict_names_its_splits(tmp_path):
     split = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "both")
-    with pytest.raises(
-        ValueError, match=r"both is a DatasetDict with the splits train, test: .*both/train\."
-    ):
+    message = r"both is a DatasetDict with the splits train, test: .*both/train\."
+    with pytest.raises(ValueError, match=message):
         read_rows([tmp_path / "both"], required=WAY_OUT)
     assert len(read_rows([tmp_path / "both/test"], required=WAY_OUT)) == 3
 

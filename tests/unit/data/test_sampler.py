@@ -12,42 +12,26 @@ def sampler(num_prompts: int = 10, *, seed: int = 3, shuffle: bool = True) -> Pr
     return PromptSampler(num_prompts, seed=seed, shuffle=shuffle)
 
 
-def test_every_epoch_draws_every_prompt_once():
+def test_every_epoch_draws_every_prompt_once_in_another_order():
     drawn = sampler()
     order = np.concatenate([drawn.draw(3) for _ in range(10)])
-    assert order.dtype == np.int64
-    for epoch in order.reshape(3, 10):
-        assert sorted(epoch) == list(range(10))
-
-
-def test_epochs_differ_in_their_order():
+    assert order.dtype == np.int64 and (np.sort(order.reshape(3, 10)) == np.arange(10)).all()
     first, second = sampler(100).draw(200).reshape(2, 100)
     assert (first != second).any()
+    assert sorted(np.bincount(sampler(4).draw(11), minlength=4)) == [2, 3, 3, 3]
 
 
 def test_the_order_does_not_depend_on_how_it_is_cut_into_draws():
-    whole = sampler().draw(60)
-    parts = sampler()
+    whole, parts = sampler().draw(60), sampler()
     assert np.array_equal(whole, np.concatenate([parts.draw(n) for n in (0, 1, 9, 10, 25, 15)]))
-
-
-def test_a_draw_may_exceed_the_number_of_prompts():
-    drawn = sampler(4).draw(11)
-    assert np.bincount(drawn, minlength=4).tolist() in (
-        [3, 3, 3, 2],
-        [3, 3, 2, 3],
-        [3, 2, 3, 3],
-        [2, 3, 3, 3],
-    )
 
 
 def test_the_order_depends_on_the_seed():
     assert np.array_equal(sampler(100).draw(250), sampler(100).draw(250))
-    assert not np.array_equal(sampler(100, seed=3).draw(100), sampler(100, seed=4).draw(100))
-
-
-def test_epoch_1_of_a_seed_is_not_epoch_0_of_the_next_seed():
-    assert not np.array_equal(sampler(100, seed=3).draw(200)[100:], sampler(100, seed=4).draw(100))
+    other = sampler(100, seed=4).draw(100)
+    assert not np.array_equal(sampler(100, seed=3).draw(100), other)
+    # Epoch 1 of a seed is not epoch 0 of the next one.
+    assert not np.array_equal(sampler(100, seed=3).draw(200)[100:], other)
 
 
 def test_without_shuffling_prompts_come_in_file_order():
@@ -67,34 +51,25 @@ def test_a_restored_sampler_continues(num_drawn):
 def test_the_state_is_the_epoch_and_the_position_in_it():
     drawn = sampler()
     drawn.draw(23)
-    assert drawn.state_dict() == {"epoch": 2, "position": 3}
-    assert drawn.epoch == 2
+    assert drawn.state_dict() == {"epoch": 2, "position": 3} and drawn.epoch == 2
     drawn.draw(7)
     assert drawn.state_dict() == {"epoch": 3, "position": 0}
 
 
-def test_a_cursor_beyond_the_data_is_refused():
-    with pytest.raises(
-        ValueError, match="stands at prompt 10 of epoch 0, but the training data has 10 prompts"
-    ):
-        sampler().load_state_dict({"epoch": 0, "position": 10})
+def refused(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
-def test_no_prompts_or_a_negative_seed_is_refused():
-    with pytest.raises(ValueError, match="at least one"):
-        sampler(0)
-    with pytest.raises(ValueError, match="run.seed=-1"):
-        sampler(seed=-1)
+def test_invalid_samplers_and_cursors_are_refused():
+    beyond = "stands at prompt 10 of epoch 0, but the training data has 10 prompts"
+    refused(beyond, lambda: sampler().load_state_dict({"epoch": 0, "position": 10}))
+    refused("at least one", lambda: sampler(0))
+    refused("run.seed=-1", lambda: sampler(seed=-1))
+    with_weights, without = "had data.train_weights. Resume with", "had no data.train_weights. Resume without"
+    refused(f"{with_weights} them", lambda: sampler().load_state_dict(mixed().state_dict()))
+    refused(f"{without} them", lambda: mixed().load_state_dict(sampler().state_dict()))
 
-
-def test_a_cursor_of_another_kind_of_sampler_is_refused():
-    with pytest.raises(ValueError, match="had data.train_weights. Resume with them"):
-        sampler().load_state_dict(mixed().state_dict())
-    with pytest.raises(ValueError, match="had no data.train_weights. Resume without them"):
-        mixed().load_state_dict(sampler().state_dict())
-
-
-# ---- weighted sources ----
 
 SOURCES = [np.arange(0, 10), np.arange(100, 107), np.arange(200, 400)]
 
@@ -182,34 +157,26 @@ def test_another_seed_gives_another_mixture():
     assert not np.array_equal(source_of(mixed().draw(200)), source_of(mixed(seed=4).draw(200)))
 
 
-def test_a_mixture_that_makes_no_sense_is_refused():
-    with pytest.raises(ValueError, match="data.train_weights=.* one weight per file, 3"):
-        mixed((1, 1))
-    with pytest.raises(ValueError, match="data.train is empty"):
-        mixed((), sources=[])
-    with pytest.raises(ValueError, match="data.train\\[1\\] has no prompts"):
-        mixed((1, 1), sources=[np.arange(3), np.arange(0)])
-    for wrong in (-1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"data.train_weights\[2\]="):
-            mixed((1, 1, wrong))
-    with pytest.raises(ValueError, match="all 0"):
-        mixed((0, 0, 0))
-    with pytest.raises(ValueError, match="run.seed=-1"):
-        mixed(seed=-1)
+def test_an_invalid_mixture_is_refused():
+    for message, weights, options in (
+        ("data.train_weights=.* one weight per file, 3", (1, 1), {}),
+        ("data.train is empty", (), {"sources": []}),
+        (r"data.train\[1\] has no prompts", (1, 1), {"sources": [np.arange(3), np.arange(0)]}),
+        *((r"data.train_weights\[2\]=", (1, 1, wrong), {}) for wrong in (-1, float("nan"), float("inf"))),
+        ("all 0", (0, 0, 0), {}),
+        ("run.seed=-1", (0.5, 0.3, 0.2), {"seed": -1}),
+    ):
+        refused(message, lambda: mixed(weights, **options))  # noqa: B023
 
 
 def test_a_mixture_refuses_the_cursor_of_other_data():
     state = mixed().state_dict()
-    with pytest.raises(ValueError, match="has 3 data sources, but data.train has 2"):
-        mixed((1, 1), sources=SOURCES[:2]).load_state_dict(state)
+    fewer = mixed((1, 1), sources=SOURCES[:2])
+    refused("has 3 data sources, but data.train has 2", lambda: fewer.load_state_dict(state))
     state["sources"][1]["position"] = 7
-    with pytest.raises(
-        ValueError, match="stands at prompt 7 of epoch 0, but the training data has 7 prompts"
-    ):
-        mixed().load_state_dict(state)
+    beyond = "stands at prompt 7 of epoch 0, but the training data has 7 prompts"
+    refused(beyond, lambda: mixed().load_state_dict(state))
 
-
-# ---- curriculum ----
 
 PROMPTS = [Prompt(i, np.arange(5 - i, dtype=np.int32), f"prompt {i}", "test", None, {}) for i in range(5)]
 
@@ -231,29 +198,19 @@ def test_a_curriculum_decides_order_subset_and_repetition():
 
 def test_a_curriculum_gets_epoch_prompts_and_generator():
     drawn = curriculum(growing).draw(2 + 3 + 4)
-    assert (
-        sorted(drawn[:2]) == [3, 4] and sorted(drawn[2:5]) == [2, 3, 4] and sorted(drawn[5:]) == [1, 2, 3, 4]
-    )
+    assert [sorted(part) for part in np.split(drawn, [2, 5])] == [[3, 4], [2, 3, 4], [1, 2, 3, 4]]
     assert np.array_equal(drawn, curriculum(growing).draw(9))
     assert any(not np.array_equal(drawn, curriculum(growing, seed=seed).draw(9)) for seed in range(4))
 
 
-@pytest.mark.parametrize("num_drawn", range(12))
-def test_a_restored_curriculum_continues(num_drawn):
-    saved = curriculum(growing)
-    saved.draw(num_drawn)
-    state = saved.state_dict()
-    assert set(state) == {"epoch", "position"} and saved.epoch == state["epoch"]
-    restored = curriculum(growing)
-    restored.load_state_dict(json.loads(json.dumps(state)))
-    assert np.array_equal(restored.draw(20), saved.draw(20))
-
-
-def test_a_cursor_beyond_the_epoch_of_a_curriculum_is_refused():
-    with pytest.raises(
-        ValueError, match="stands at prompt 3 of epoch 1, but data.curriculum returns 3 prompts"
-    ):
-        curriculum(growing).load_state_dict({"epoch": 1, "position": 3})
+def test_a_restored_curriculum_continues():
+    for num_drawn in range(12):
+        saved, restored = curriculum(growing), curriculum(growing)
+        saved.draw(num_drawn)
+        state = saved.state_dict()
+        assert set(state) == {"epoch", "position"} and saved.epoch == state["epoch"]
+        restored.load_state_dict(json.loads(json.dumps(state)))
+        assert np.array_equal(restored.draw(20), saved.draw(20))
 
 
 def test_a_curriculum_may_sort_its_list_in_place():
@@ -261,75 +218,58 @@ def test_a_curriculum_may_sort_its_list_in_place():
         prompts.reverse()
         return range(5)
 
-    sampler = curriculum(in_place)
-    assert sampler.draw(10).tolist() == [0, 1, 2, 3, 4] * 2
+    assert curriculum(in_place).draw(10).tolist() == [0, 1, 2, 3, 4] * 2
     assert [prompt.index for prompt in PROMPTS] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "returned, message",
-    [
-        ([], "returned no indices"),
-        (np.array([], dtype=int), "returned no indices"),
-        (None, "must return a sequence of indices, not missing"),
-        (7, "must return a sequence of indices, not int 7"),
-        ([0, 5], "index 5 must be in 0..4"),
-        ([0, -1], "index -1 must be in 0..4"),
-        ([0.0, 1.0], "flat sequence of integers, not float64"),
-        ([[0, 1], [2, 3]], r"flat sequence of integers, not int64 of shape \[2, 2\]"),
-        ([[0, 1], [2]], "must return a sequence of indices"),
-        (["0", "1"], "flat sequence of integers"),
-        (
-            np.array([True, False, True, True, True]),
-            "returned a mask instead of indices: return np.flatnonzero",
-        ),
-        (PROMPTS, "flat sequence of integers"),
-    ],
-)
+ORDERS = [
+    ([], "returned no indices"),
+    (np.array([], dtype=int), "returned no indices"),
+    (None, "must return a sequence of indices, not missing"),
+    (7, "must return a sequence of indices, not int 7"),
+    ([0, 5], "index 5 must be in 0..4"),
+    ([0, -1], "index -1 must be in 0..4"),
+    ([0.0, 1.0], "flat sequence of integers, not float64"),
+    ([[0, 1], [2, 3]], r"flat sequence of integers, not int64 of shape \[2, 2\]"),
+    ([[0, 1], [2]], "must return a sequence of indices"),
+    (["0", "1"], "flat sequence of integers"),
+    (np.array([True, False, True]), "returned a mask instead of indices: return np.flatnonzero"),
+    (PROMPTS, "flat sequence of integers"),
+]
+
+
+@pytest.mark.parametrize("returned, message", ORDERS)
 def test_an_order_that_is_no_list_of_indices_is_refused(returned, message):
-    with pytest.raises(ValueError, match=f"data.curriculum, epoch 0: .*{message}"):
-        curriculum(lambda epoch, prompts, rng: returned)
+    refused(
+        f"data.curriculum, epoch 0: .*{message}", lambda: curriculum(lambda epoch, prompts, rng: returned)
+    )
 
 
-def test_a_failing_order_function_names_the_epoch():
-    sampler = curriculum(lambda epoch, prompts, rng: {0: [0, 1]}[epoch])
-    with pytest.raises(ValueError, match="data.curriculum failed for epoch 1: KeyError: 1"):
-        sampler.draw(2)
-
-
-def test_a_curriculum_needs_prompts_and_a_seed():
-    with pytest.raises(ValueError, match="at least one"):
-        CurriculumSampler([], growing, seed=0)
-    with pytest.raises(ValueError, match="run.seed=-1"):
-        curriculum(growing, seed=-1)
+def test_an_invalid_curriculum_is_refused():
+    fails_later = curriculum(lambda epoch, prompts, rng: {0: [0, 1]}[epoch])
+    refused("data.curriculum failed for epoch 1: KeyError: 1", lambda: fails_later.draw(2))
+    refused("at least one", lambda: CurriculumSampler([], growing, seed=0))
+    refused("run.seed=-1", lambda: curriculum(growing, seed=-1))
+    beyond, state = (
+        "stands at prompt 3 of epoch 1, but data.curriculum returns 3",
+        {"epoch": 1, "position": 3},
+    )
+    refused(beyond, lambda: curriculum(growing).load_state_dict(state))
 
 
 def test_an_order_function_is_found_in_a_file_and_in_a_module(tmp_path, monkeypatch):
-    (tmp_path / "lesson_order.py").write_text(
-        "def order(epoch, prompts, rng):\n    return [epoch]\n\nnumber = 5\n"
-    )
+    (tmp_path / "lesson_order.py").write_text("def order(epoch, prompts, rng): return [epoch]\nnumber = 5\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     for spec in (f"{tmp_path}/lesson_order.py:order", "lesson_order.py:order", "lesson_order:order"):
         assert curriculum(load_order(spec)).draw(3).tolist() == [0, 1, 2]
-    with pytest.raises(
-        ValueError, match="data.curriculum='lesson_order:missing': lesson_order has no 'missing', only order"
+    for spec, message in (
+        ("lesson_order:missing", ": lesson_order has no 'missing', only order"),
+        ("lesson_order:number", " must be callable"),
+        ("order", ".*must have the form"),
+        (":order", ".*must have the form"),
+        ("nowhere.py:order", ".*cannot be imported: FileNotFoundError"),
+        ("no_such_package:order", ".*cannot be imported: ModuleNotFoundError"),
+        ("math:sqrt", r".*cannot be called with \(epoch, prompts, rng\)"),
     ):
-        load_order("lesson_order:missing")
-    with pytest.raises(ValueError, match="data.curriculum='lesson_order:number' must be callable"):
-        load_order("lesson_order:number")
-
-
-@pytest.mark.parametrize(
-    "spec, message",
-    [
-        ("order", "must have the form"),
-        (":order", "must have the form"),
-        ("nowhere.py:order", "cannot be imported: FileNotFoundError"),
-        ("no_such_package:order", "cannot be imported: ModuleNotFoundError"),
-        ("math:sqrt", r"cannot be called with \(epoch, prompts, rng\)"),
-    ],
-)
-def test_an_order_function_that_is_not_there_is_refused(spec, message):
-    with pytest.raises(ValueError, match=f"data.curriculum='{spec}'.*{message}"):
-        load_order(spec)
+        refused(f"data.curriculum='{spec}'{message}", lambda: load_order(spec))  # noqa: B023

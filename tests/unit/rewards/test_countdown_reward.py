@@ -5,69 +5,48 @@ import numpy as np
 import pytest
 
 from rl.rewards.countdown import evaluate, score
+from tests.tables import cells
 from tests.timing import assert_linear_in_text
 
 TASK = {"target": 24, "numbers": [1, 5, 6, 8]}
 
 
 def reward(response, task=TASK, **kwargs):
-    return score(
-        prompt="", response=response, ground_truth=task, data_source="countdown", extra_info={}, **kwargs
-    )
+    return score("", response, task, data_source="countdown", extra_info={}, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "expression, task",
-    [
-        ("(6 - 5 / 1 + 2) * 8", {"target": 24, "numbers": [6, 5, 1, 2, 8]}),
-        ("8/(3-8/3)", {"target": 24, "numbers": [3, 3, 8, 8]}),  # only over fractions
-        ("8 / (3 - 8 / 3) = 24", {"target": 24, "numbers": [3, 3, 8, 8]}),
-        ("3 \u00d7 4 \u2212 2 \u00f7 1", {"target": 10, "numbers": [1, 2, 3, 4]}),
-        ("3 \\times 4 - 2 \\div 1", {"target": 10, "numbers": [1, 2, 3, 4]}),
-        ("-(1 - 5)", {"target": 4, "numbers": [1, 5]}),
-        ("-1 + 5", json.dumps({"target": 4, "numbers": [1, 5]})),
-        ("1 - 5", {"target": np.int64(-4), "numbers": np.array([5, 1])}),
-    ],
-)
-def test_an_expression_that_gives_the_target_is_right(expression, task):
+RIGHT = [
+    ("(6 - 5 / 1 + 2) * 8", 24, [6, 5, 1, 2, 8]),
+    ("8/(3-8/3)", 24, [3, 3, 8, 8]),  # only over fractions
+    ("8 / (3 - 8 / 3) = 24", 24, [3, 3, 8, 8]),
+    ("3 \u00d7 4 \u2212 2 \u00f7 1", 10, [1, 2, 3, 4]),
+    ("3 \\times 4 - 2 \\div 1", 10, [1, 2, 3, 4]),
+    ("-(1 - 5)", 4, [1, 5]),
+    ("1 - 5", np.int64(-4), np.array([5, 1])),
+]
+WRONG = ["", "9" * 400, "(" * 250 + "1" + ")" * 250, "-" * 499 + "1", "1+5+6+8+" * 1000]
+# Among others: 20, a number twice, one that is not given, one left out, division by zero.
+WRONG += cells("""
+    1 + 5 + 6 + 8 ;; (8 - 5 + 1) * 6 * 1 ;; (8 - 5 + 1) * 6 + 0 ;; 6 * (5 - 1) ;; 8 / (6 - 5 - 1) ;; 24 ;;
+    8 * 6 / (1 + 5) = 8 ;; (8 - 5 + 1) * 6 = 25 ;; (8 - 5 + 1) * 6 = 24 = 24 ;; (8 - 5 + 1.0) * 6 ;;
+    (8 - 5 + True) * 6 ;; (8 - 5) ** 1 * 6 ;; 8 // 5 + 6 % 1 ;; (8 - 5 + 1) * 6; 1 ;;
+    __import__('os').system('true') ;; [8 - 5 + 1][0] * 6 ;; max(8 - 5 + 1, 6) ;; (8 - 5 + 1 * 6 ;;
+    6 5 1 8 ;; ~(8 - 5 + 1) * 6 ;; 9**9**9**9 ;; 1 << 999999999
+    """)
+
+
+@pytest.mark.parametrize("expression, target, numbers", RIGHT)
+def test_an_expression_that_gives_the_target_is_right(expression, target, numbers):
+    task = {"target": target, "numbers": numbers}
     result = reward(f"So: <answer> {expression} </answer>", task)
     assert result["score"] == result["acc"] == 1.0
     assert reward(f"So it is\n{expression}\n", task)["score"] == 1.0
     assert " " not in result["pred"] and "=" not in result["pred"]
+    if isinstance(numbers, list):
+        assert reward(expression, json.dumps(task))["score"] == 1.0
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "",
-        "24",
-        "1 + 5 + 6 + 8",  # 20
-        "(8 - 5 + 1) * 6 * 1",  # one number twice
-        "(8 - 5 + 1) * 6 + 0",  # a number that is not given
-        "6 * (5 - 1)",  # one left out
-        "8 * 6 / (1 + 5) = 8",
-        "(8 - 5 + 1) * 6 = 25",
-        "(8 - 5 + 1) * 6 = 24 = 24",
-        "8 / (6 - 5 - 1)",  # division by zero
-        "(8 - 5 + 1.0) * 6",
-        "(8 - 5 + True) * 6",
-        "(8 - 5) ** 1 * 6",
-        "8 // 5 + 6 % 1",
-        "(8 - 5 + 1) * 6; 1",
-        "__import__('os').system('true')",
-        "[8 - 5 + 1][0] * 6",
-        "max(8 - 5 + 1, 6)",
-        "(8 - 5 + 1 * 6",
-        "6 5 1 8",
-        "~(8 - 5 + 1) * 6",
-        "9" * 400,
-        "9**9**9**9",
-        "1 << 999999999",
-        "(" * 250 + "1" + ")" * 250,
-        "-" * 499 + "1",
-        "1+5+6+8+" * 1000,
-    ],
-)
+@pytest.mark.parametrize("expression", WRONG)
 def test_anything_else_in_the_tag_earns_the_format_score(expression):
     result = reward(f"<answer>{expression}</answer>")
     assert (result["score"], result["acc"]) == (0.1, 0.0)

@@ -1,36 +1,24 @@
 import pytest
 
 from rl.rewards.dapo import normalize, score
+from tests.tables import cells, rows
 from tests.timing import assert_linear_in_text
 
 
 def reward(response, ground_truth="42", **kwargs):
-    return score(
-        prompt="", response=response, ground_truth=ground_truth, data_source="aime", extra_info={}, **kwargs
-    )
+    return score("", response, ground_truth, data_source="aime", extra_info={}, **kwargs)
 
 
 @pytest.mark.parametrize(
     "response, ground_truth",
-    [
-        ("so\nAnswer: 42", "42"),
-        ("Answer:42", 42),
-        ("answer : 42 ", "42"),
-        ("Answer: 41\nAnswer: 42\n", "42"),
-        ("Answer:\n42", "42"),
-        ("Answer: $42$", "42"),
-        ("Answer: x = 42", "42"),
-        ("Answer: \\boxed{42}", "42"),
-        ("Answer: $\\boxed{42}$.", "42"),
-        ("Answer: the answer is $42$, as said", "42"),
-        ("Answer: 42 degrees", "42"),
-        ("Answer: 42^\\circ", "42"),
-        ("Answer: 1,042", "1042"),
-        ("Answer: \\frac12", "\\frac{1}{2}"),
-        ("Answer: \\sqrt2", "\\sqrt{2}"),
-        ("Answer: 42\\text{ cm}", "42"),
-        ("Answer: \\text{east}", "east"),
-    ],
+    rows("""
+        so\nAnswer: 42 => 42 ;; Answer:\n42 => 42 ;; Answer: $42$ => 42 ;; Answer: x = 42 => 42 ;;
+        Answer: \\boxed{42} => 42 ;; Answer: $\\boxed{42}$. => 42 ;;
+        Answer: the answer is $42$, as said => 42 ;; Answer: 42 degrees => 42 ;; Answer: 42^\\circ => 42 ;;
+        Answer: 1,042 => 1042 ;; Answer: \\frac12 => \\frac{1}{2} ;; Answer: \\sqrt2 => \\sqrt{2} ;;
+        Answer: 42\\text{ cm} => 42 ;; Answer: \\text{east} => east
+        """)
+    + [("Answer:42", 42), ("answer : 42 ", "42"), ("Answer: 41\nAnswer: 42\n", "42")],
 )
 def test_the_last_answer_after_normalisation_earns_one(response, ground_truth):
     result = reward(response, ground_truth)
@@ -40,17 +28,11 @@ def test_the_last_answer_after_normalisation_earns_one(response, ground_truth):
 
 @pytest.mark.parametrize(
     "response",
-    [
-        "",
-        "42",
-        "The answer is 42",
-        "Answer: 43",
-        "Answer: 42\nAnswer: 43",
-        "\\boxed{42}",
-        "Answer: 42" + " " * 300,
-        "Answer:",
-        "Answer: 42.",
-    ],
+    cells("""
+        42 ;; The answer is 42 ;; Answer: 43 ;; Answer: 42\nAnswer: 43 ;; \\boxed{42} ;; Answer: ;;
+        Answer: 42.
+        """)
+    + ["", "Answer: 42" + " " * 300],
 )
 def test_everything_else_loses_one(response):
     result = reward(response)
@@ -63,53 +45,35 @@ def test_only_the_last_300_characters_are_looked_at():
     assert reward("Answer: 42\n" + "x" * 290)["acc"] == 0.0
 
 
-@pytest.mark.parametrize("response", ["so \\boxed{42}", "\\boxed{41}, no: \\boxed{42}."])
-def test_a_bare_box_counts_only_with_strict_box(response):
+INVALID = {"score": -1.0, "acc": 0.0, "pred": "[INVALID]"}
+RIGHT = {"score": 1.0, "acc": 1.0, "pred": "42"}
+NOT_STRICT = ["\\boxed{42}" + "x" * 91]
+NOT_STRICT += cells(r"Answer: 42 ;; \boxed{42 ;; \boxed{ 42} ;; \boxed{42} \boxed{43} ;; \boxed{{42}")
+
+
+def test_a_bare_box_counts_only_with_strict_box():
     # As verl's math_dapo.compute_score without and with strict_box_verify.
-    assert reward(response) == {"score": -1.0, "acc": 0.0, "pred": "[INVALID]"}
-    assert reward(response, strict_box=True) == {"score": 1.0, "acc": 1.0, "pred": "42"}
-    assert reward(response + "\nAnswer: 43", strict_box=True)["score"] == 1.0
-    assert reward(response.replace("42", "43") + "\nAnswer: 42")["score"] == 1.0
-
-
-def test_the_strict_form_is_a_box_to_the_letter():
-    assert reward("so \\boxed{42}", strict_box=True) == {"score": 1.0, "acc": 1.0, "pred": "42"}
+    for response in ("so \\boxed{42}", "\\boxed{41}, no: \\boxed{42}."):
+        assert reward(response) == INVALID
+        assert reward(response, strict_box=True) == RIGHT
+        assert reward(response + "\nAnswer: 43", strict_box=True)["score"] == 1.0
+        assert reward(response.replace("42", "43") + "\nAnswer: 42")["score"] == 1.0
     assert reward("\\boxed{41} \\boxed{\\frac{1}{2}}", "\\frac{1}{2}", strict_box=True)["acc"] == 1.0
-    wrong = [
-        "Answer: 42",
-        "\\boxed{42",
-        "\\boxed{ 42}",
-        "\\boxed{42}" + "x" * 91,
-        "\\boxed{42} \\boxed{43}",
-        "\\boxed{{42}",
-    ]
-    for response in wrong:
+    for response in NOT_STRICT:
         assert reward(response, strict_box=True)["score"] == -1.0, response
     assert reward("", strict_box=True)["pred"] == "[INVALID]"
 
 
-@pytest.mark.parametrize(
-    "answer, normal",
-    [
-        # Worked out by hand from the listing in appendix D.1 of arXiv:2206.14858.
-        ("x=y=7", "7"),
-        ("17 an hour", "17hour"),
-        ("5 \\text{ inches}", "5"),
-        ("5\\mbox{ cm}^2", "5"),
-        ("x\\text{and}y", "x,y"),
-        ("3\\text{and}4", "34"),  # so it is: a list of numbers counts as one number with commas
-        ("$3$ and $4$", "3"),
-        ("\\textbf{B}", "B"),
-        ("\\overline{AB}", "AB"),
-        ("\\frac3{4}", "\\frac{3}{{}4}"),
-        ("1,234,567", "1234567"),
-        ("1,234.5", "1,234.5"),
-        ("(1,2)", "(1,2)"),
-        ("3\\mathrm{th}", "3"),
-        ('"yes"', "yes"),
-        ("\\$ 7", "7"),
-    ],
-)
+# By hand from the listing in appendix D.1 of arXiv:2206.14858: a list of numbers counts as one number.
+MINERVA = rows(r"""
+    x=y=7 => 7 ;; 17 an hour => 17hour ;; 5 \text{ inches} => 5 ;; 5\mbox{ cm}^2 => 5 ;;
+    x\text{and}y => x,y ;; 3\text{and}4 => 34 ;; $3$ and $4$ => 3 ;; \textbf{B} => B ;; \overline{AB} => AB ;;
+    3\mathrm{th} => 3 ;; \frac3{4} => \frac{3}{{}4} ;; 1,234,567 => 1234567 ;; 1,234.5 => 1,234.5 ;;
+    (1,2) => (1,2) ;; "yes" => yes ;; \$ 7 => 7
+    """)
+
+
+@pytest.mark.parametrize("answer, normal", MINERVA)
 def test_the_normal_form_of_minerva(answer, normal):
     assert normalize(answer) == normal
 

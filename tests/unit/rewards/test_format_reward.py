@@ -3,6 +3,7 @@ from functools import partial
 import pytest
 
 from rl.rewards.format import last_answer, last_line, score
+from tests.tables import cells, rows
 from tests.timing import assert_linear_in_text
 
 
@@ -27,24 +28,16 @@ def test_reasoning_then_answer_is_the_form(response):
 
 @pytest.mark.parametrize(
     "response",
-    [
-        "",
-        "b",
-        "<answer>b</answer>",
-        "<think>a</think>",
-        "<think>a</think><answer>b",
-        "<think>a</think><answer> \n</answer>",
-        "<think>a</think>so<answer>b</answer>",
-        "so <think>a</think><answer>b</answer>",
-        "<think>a</think><answer>b</answer> so",
-        "<answer>b</answer><think>a</think>",
-        "<think>a<answer>b</answer></think>",
-        "<think>a<answer></think>b</answer>",
-        "<think>a</think><think>a</think><answer>b</answer>",
-        "<think>a</think><answer>b</answer><answer>b</answer>",
-        "<THINK>a</THINK><ANSWER>b</ANSWER>",
-        "</think><think><answer>b</answer>",
-    ],
+    cells("""
+        b ;; <answer>b</answer> ;; <think>a</think> ;; <think>a</think><answer>b ;;
+        <think>a</think><answer> \n</answer> ;; <think>a</think>so<answer>b</answer> ;;
+        so <think>a</think><answer>b</answer> ;; <think>a</think><answer>b</answer> so ;;
+        <answer>b</answer><think>a</think> ;; <think>a<answer>b</answer></think> ;;
+        <think>a<answer></think>b</answer> ;; <think>a</think><think>a</think><answer>b</answer> ;;
+        <think>a</think><answer>b</answer><answer>b</answer> ;; <THINK>a</THINK><ANSWER>b</ANSWER> ;;
+        </think><think><answer>b</answer>
+        """)
+    + [""],
 )
 def test_anything_else_is_not(response):
     assert reward(response) == 0.0
@@ -74,17 +67,12 @@ def test_a_pattern_that_is_none_is_refused():
 
 @pytest.mark.parametrize(
     "text, answer",
-    [
-        ("<answer> 7 </answer>", "7"),
-        ("<answer>6</answer> no <answer>7</answer>", "7"),
-        ("<answer>7</answer> <answer>8", "7"),
-        ("<answer>7</answer> </answer>", "7"),
-        ("<answer><answer>7</answer>", "7"),
-        ("</answer>7<answer>", None),
-        ("<answer></answer>", ""),
-        ("7", None),
-        ("", None),
-    ],
+    rows("""
+        <answer> 7 </answer> => 7 ;; <answer>6</answer> no <answer>7</answer> => 7 ;;
+        <answer>7</answer> <answer>8 => 7 ;; <answer>7</answer> </answer> => 7 ;;
+        <answer><answer>7</answer> => 7
+        """)
+    + [("</answer>7<answer>", None), ("<answer></answer>", ""), ("7", None), ("", None)],
 )
 def test_the_last_complete_answer(text, answer):
     assert last_answer(text) == answer

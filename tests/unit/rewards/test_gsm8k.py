@@ -3,92 +3,48 @@ from decimal import Decimal
 import pytest
 
 from rl.rewards.gsm8k import last_number, score
+from tests.tables import rows
 from tests.timing import assert_linear_in_text
 
 
 def acc(response, ground_truth, method="strict"):
-    result = score(
-        "question", response, ground_truth, method=method, data_source="openai/gsm8k", extra_info={}
-    )
+    result = score("", response, ground_truth, method=method, data_source="openai/gsm8k", extra_info={})
     assert result["score"] == result["acc"]
     return result["acc"]
 
 
-@pytest.mark.parametrize(
-    "response, ground_truth",
-    [
-        ("So 18.\n#### 18", "18"),
-        ("####18", "18"),
-        ("#### 1,234,567", "1234567"),
-        ("#### 1234567", "1,234,567"),
-        ("#### $18", "18"),
-        ("#### $ 18", "18"),
-        ("#### \\$18", "18"),
-        ("#### -18", "-18"),
-        ("#### -$18", "-18"),
-        ("#### $-18", "-18"),
-        ("#### +18", "18"),
-        ("#### 18.", "18"),
-        ("#### 18.00", "18"),
-        ("#### 0.5", ".5"),
-        ("#### .5", "0.5"),
-        ("#### 18 dollars.", 18),
-        ("#### 18%", "18"),
-        ("#### 5\nNo, wait.\n#### 18", "18"),
-        ("#### 18\n####", "18"),
-        ("##### 18", "18"),
-    ],
-)
-def test_strict_finds_the_number_after_the_last_marker(response, ground_truth):
-    assert acc(response, ground_truth) == 1.0
+RIGHT = {
+    "strict": rows("""
+        So 18.\n#### 18 => 18 ;; ####18 => 18 ;; #### 1,234,567 => 1234567 ;; #### 1234567 => 1,234,567 ;;
+        #### $18 => 18 ;; #### $ 18 => 18 ;; #### \\$18 => 18 ;; #### -18 => -18 ;; #### -$18 => -18 ;;
+        #### $-18 => -18 ;; #### +18 => 18 ;; #### 18. => 18 ;; #### 18.00 => 18 ;; #### 0.5 => .5 ;;
+        #### .5 => 0.5 ;; #### 18% => 18 ;; #### 5\nNo, wait.\n#### 18 => 18 ;; #### 18\n#### => 18 ;;
+        ##### 18 => 18 ;; #### 18 dollars. => 18 ;;
+        #### 12345678901234567890123456789012345678901 => 12345678901234567890123456789012345678901
+        """),
+    "flexible": rows(r"""
+        18 => 18 ;; First 5, then 13, in all 18. => 18 ;; She pays $1,234.50. => 1234.5 ;;
+        it costs \boxed{\$18} => 18 ;; the balance is -$18 => -18 ;; the balance is (-18) => -18 ;;
+        #### 18 => 18 ;; 10-5 => 5 ;; x=23-5=18. => 18 ;; (3)-5 => 5 ;; 18, as I said. => 18
+        """),
+}
+WRONG = {
+    "strict": rows("""
+        18 => 18 ;; The answer is 18. => 18 ;; ### 18 => 18 ;; #### eighteen, that is 18 => 18 ;;
+        #### 18\n#### 19 => 18 ;; #### -18 => 18 ;; #### 18 => -18 ;; #### 18.5 => 18 ;; #### 181 => 18 ;;
+        #### 0.1 => 0.10000000000000001 ;; => 18 ;;
+        #### -12345678901234567890123456789012345678902 => -12345678901234567890123456789012345678901
+        """),
+    "flexible": rows("=> 18 ;; none => 18 ;; 18, or 19 => 18 ;; ...,,,$- => 0 ;; $-18 => 18"),
+}
 
 
-@pytest.mark.parametrize(
-    "response, ground_truth",
-    [
-        ("18", "18"),
-        ("", "18"),
-        ("The answer is 18.", "18"),
-        ("### 18", "18"),
-        ("#### eighteen, that is 18", "18"),
-        ("#### 18\n#### 19", "18"),
-        ("#### -18", "18"),
-        ("#### 18", "-18"),
-        ("#### 18.5", "18"),
-        ("#### 181", "18"),
-        ("#### 0.1", "0.10000000000000001"),
-    ],
-)
-def test_strict_rejects_other_forms_and_numbers(response, ground_truth):
-    assert acc(response, ground_truth) == 0.0
-
-
-@pytest.mark.parametrize(
-    "response, ground_truth",
-    [
-        ("18", "18"),
-        ("First 5, then 13, in all 18.", "18"),
-        ("She pays $1,234.50.", "1234.5"),
-        ("it costs \\boxed{\\$18}", "18"),
-        ("the balance is -$18", "-18"),
-        ("the balance is (-18)", "-18"),
-        ("#### 18", "18"),
-        ("10-5", "5"),
-        ("x=23-5=18.", "18"),
-        ("(3)-5", "5"),
-        ("18, as I said.", "18"),
-    ],
-)
-def test_flexible_finds_the_last_number_anywhere(response, ground_truth):
-    assert acc(response, ground_truth, "flexible") == 1.0
-
-
-@pytest.mark.parametrize(
-    "response, ground_truth",
-    [("", "18"), ("none", "18"), ("18, or 19", "18"), ("...,,,$-", "0"), ("$-18", "18")],
-)
-def test_flexible_gives_nothing_without_the_number_at_the_end(response, ground_truth):
-    assert acc(response, ground_truth, "flexible") == 0.0
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+def test_the_number_of_each_form_is_found(method):
+    for expected, table in ((1.0, RIGHT), (0.0, WRONG)):
+        for response, ground_truth in table[method]:
+            assert acc(response, ground_truth, method) == expected, (response, ground_truth)
+    assert acc("#### 18", 18) == 1.0
 
 
 def test_wrong_method_or_ground_truth_raises():
@@ -99,44 +55,14 @@ def test_wrong_method_or_ground_truth_raises():
             acc("#### 18", ground_truth)
 
 
-def test_numbers_beyond_the_precision_of_a_float_are_told_apart():
-    assert (
-        acc("#### 12345678901234567890123456789012345678901", "12345678901234567890123456789012345678901")
-        == 1.0
-    )
-    assert (
-        acc("#### -12345678901234567890123456789012345678902", "-12345678901234567890123456789012345678901")
-        == 0.0
-    )
+UNITS = "# #### 1 1, 1. - -$ $ . , -1 0 .1 ####1".split()
+UNITS += ["#### ", "#### -", "#### $", "\\$ ", " ", "a-1 ", "\t", "1 "]
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "#",
-        "####",
-        "#### ",
-        "#### -",
-        "#### $",
-        "1",
-        "1,",
-        "1.",
-        "-",
-        "-$",
-        "$",
-        "\\$ ",
-        " ",
-        ".",
-        ",",
-        "-1",
-        "a-1 ",
-        "\t",
-    ],
-)
-def test_time_grows_linearly_up_to_100_000_characters(unit, strict):
-    method = "strict" if strict else "flexible"
-    around = (("", ""), ("####", ""), ("#### 1", ""), ("", "#### 7"), ("#### ", "x"))
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+@pytest.mark.parametrize("unit", UNITS)
+def test_time_grows_linearly_up_to_100_000_characters(unit, method):
+    around = (("", ""), ("####", ""), ("#### 1", ""), ("", "#### 7"), ("#### ", "x"), ("#### 0.", ""))
     assert_linear_in_text(lambda response: score("", response, "7", method=method), unit, around)
 
 

@@ -2,7 +2,7 @@ import importlib.util
 import logging
 import signal
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,6 +17,7 @@ from rl.rewards.math import (
     normalize,
     score,
 )
+from tests.tables import cells, rows
 from tests.timing import assert_linear_in_text
 
 needs_math_verify = pytest.mark.skipif(
@@ -25,82 +26,38 @@ needs_math_verify = pytest.mark.skipif(
 
 
 def reward(response, ground_truth, **kwargs):
-    return score(
-        prompt="", response=response, ground_truth=ground_truth, data_source="math", extra_info={}, **kwargs
-    )
+    return score("", response, ground_truth, data_source="math", extra_info={}, **kwargs)
 
 
-# ---- the box ----
+BOXES = rows(r"""
+    \boxed{7} => 7 ;; so \boxed{6}, no, $\boxed{7}$. => 7 ;; \boxed{\frac{1}{2}} => \frac{1}{2} ;;
+    \boxed{{{7}}} => {{7}} ;; \boxed{\{1, 2\}} => \{1, 2\} ;; \boxed{[0, 1\}} => [0, 1\} ;;
+    \boxed{\boxed{7}} => 7 ;; \boxed {7} => 7 ;; \fbox{7} => 7 ;; \boxed{6} \fbox{7} => 7 ;;
+    \fbox{6} \boxed{7} => 7 ;; $\boxed 7$ => 7 ;; \boxed{} =>
+    """)
+NO_BOX = ["", "\\boxed{" + "7" * 2000 + "}", *r"\boxed{7 \boxed{7}\boxed{8 \boxed \boxed7 boxed{7}".split()]
 
 
-@pytest.mark.parametrize(
-    "text, content",
-    [
-        ("\\boxed{7}", "7"),
-        ("so \\boxed{6}, no, $\\boxed{7}$.", "7"),
-        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-        ("\\boxed{{{7}}}", "{{7}}"),
-        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{[0, 1\\}}", "[0, 1\\}"),
-        ("\\boxed{\\boxed{7}}", "7"),
-        ("\\boxed {7}", "7"),
-        ("\\fbox{7}", "7"),
-        ("\\boxed{6} \\fbox{7}", "7"),
-        ("\\fbox{6} \\boxed{7}", "7"),
-        ("$\\boxed 7$", "7"),
-        ("\\boxed{}", ""),
-        ("\\boxed{7", None),
-        ("\\boxed{7} \\boxed{8", None),
-        ("\\boxed", None),
-        ("\\boxed7", None),
-        ("boxed{7}", None),
-        ("", None),
-        ("\\boxed{" + "7" * 2000 + "}", None),
-    ],
-)
-def test_the_last_box(text, content):
-    assert last_boxed(text) == content
-
-
-# ---- as strings ----
+def test_the_last_box():
+    for text, content in BOXES:
+        assert last_boxed(text) == content, text
+    for text in NO_BOX:
+        assert last_boxed(text) is None, text
 
 
 @pytest.mark.parametrize(
     "answer, normal",
-    [
-        (" 7 ", "7"),
-        ("$7$", "7"),
-        ("\\$7", "7"),
-        ("7.", "7"),
-        ("x=7", "7"),
-        ("x = 7", "7"),
-        ("xyz=7", "xyz=7"),
-        ("x=y=7", "x=y=7"),
-        ("90^\\circ", "90"),
-        ("90^{\\circ}", "90"),
-        ("50\\%", "50"),
-        ("50%", "50"),
-        ("5\\text{ cm}", "5"),
-        ("\\text{east}", "east"),
-        (".5", "\\frac{1}{2}"),
-        ("0.5", "\\frac{1}{2}"),
-        ("(.25, .75)", "(0.25,0.75)"),
-        ("1/2", "\\frac{1}{2}"),
-        ("-1/2", "\\frac{-1}{2}"),
-        ("a/b", "a/b"),
-        ("\\frac12", "\\frac{1}{2}"),
-        ("\\frac1{72}", "\\frac{1}{72}"),
-        ("\\dfrac{1}{2}", "\\frac{1}{2}"),
-        ("\\tfrac 1 2", "\\frac{1}{2}"),
-        ("\\sqrt2", "\\sqrt{2}"),
-        ("3\\sqrt 2", "3\\sqrt{2}"),
-        ("\\sqrt[3]{2}", "\\sqrt[3]{2}"),
-        ("\\left( 1, 2 \\right)", "(1,2)"),
-        ("1{,}000", "1,000"),
-        ("10\\!000", "10000"),
-        ("a \\leftarrow b", "a\\leftarrowb"),
-        ("", ""),
-    ],
+    rows(r"""
+        $7$ => 7 ;; \$7 => 7 ;; 7. => 7 ;; x=7 => 7 ;; x = 7 => 7 ;; xyz=7 => xyz=7 ;; x=y=7 => x=y=7 ;;
+        90^\circ => 90 ;; 90^{\circ} => 90 ;; 50\% => 50 ;; 50% => 50 ;; 5\text{ cm} => 5 ;;
+        \text{east} => east ;; .5 => \frac{1}{2} ;; 0.5 => \frac{1}{2} ;; (.25, .75) => (0.25,0.75) ;;
+        1/2 => \frac{1}{2} ;; -1/2 => \frac{-1}{2} ;; a/b => a/b ;; \frac12 => \frac{1}{2} ;;
+        \frac1{72} => \frac{1}{72} ;; \dfrac{1}{2} => \frac{1}{2} ;; \tfrac 1 2 => \frac{1}{2} ;;
+        \sqrt2 => \sqrt{2} ;; 3\sqrt 2 => 3\sqrt{2} ;; \sqrt[3]{2} => \sqrt[3]{2} ;;
+        \left( 1, 2 \right) => (1,2) ;; 1{,}000 => 1,000 ;; 10\!000 => 10000 ;;
+        a \leftarrow b => a\leftarrowb
+        """)
+    + [(" 7 ", "7"), ("", "")],
 )
 def test_the_normal_form(answer, normal):
     assert normalize(answer) == normal
@@ -118,26 +75,15 @@ def test_the_last_box_is_compared_and_given_as_prediction():
         reward("\\boxed{7}", None)
 
 
-# ---- as expressions ----
-
-
 @needs_math_verify
 @pytest.mark.parametrize(
     "answer, truth",
-    [
-        ("0.25", "\\frac{1}{4}"),
-        ("(x+1)^2", "x^2+2x+1"),
-        ("2\\sqrt{2}", "\\sqrt{8}"),
-        ("\\{2, 1\\}", "\\{1, 2\\}"),
-        ("\\frac{\\sqrt{2}}{2}", "\\frac{1}{\\sqrt{2}}"),
-        ("1000", "1,000"),
-        ("2\\pi r", "2 r \\pi"),
-        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix}2-1\\\\2\\end{pmatrix}"),
-        ("2^{10}", "1024"),
-        ("5!", "120"),
-        ("\\binom{5}{2}", "10"),
-        ("e^{x^2}", "e^{x \\cdot x}"),
-    ],
+    rows(r"""
+        0.25 => \frac{1}{4} ;; (x+1)^2 => x^2+2x+1 ;; 2\sqrt{2} => \sqrt{8} ;; \{2, 1\} => \{1, 2\} ;;
+        \frac{\sqrt{2}}{2} => \frac{1}{\sqrt{2}} ;; 1000 => 1,000 ;; 2\pi r => 2 r \pi ;;
+        \begin{pmatrix} 1 \\ 2 \end{pmatrix} => \begin{pmatrix}2-1\\2\end{pmatrix} ;; 2^{10} => 1024 ;;
+        5! => 120 ;; \binom{5}{2} => 10 ;; e^{x^2} => e^{x \cdot x}
+        """),
 )
 def test_equal_expressions_are_right_and_only_with_symbolic(answer, truth):
     assert is_equivalent(answer, truth)
@@ -147,52 +93,23 @@ def test_equal_expressions_are_right_and_only_with_symbolic(answer, truth):
 @needs_math_verify
 @pytest.mark.parametrize(
     "answer, truth",
-    [
-        ("6", "7"),
-        ("0.26", "\\frac{1}{4}"),
-        ("(1,2]", "(1,2)"),
-        ("x^2", "x^3"),
-        ("", "7"),
-        ("east", "west"),
-        ("}{", "7"),
-        ("\\frac", "7"),
-        ("^" * 300, "7"),
-        ("^(" * 150, "7"),
-        ("1/0", "7"),
-    ],
+    rows(r"""
+        6 => 7 ;; 0.26 => \frac{1}{4} ;; (1,2] => (1,2) ;; x^2 => x^3 ;; east => west ;; }{ => 7 ;;
+        \frac => 7 ;; 1/0 => 7
+        """)
+    + [("", "7"), ("^" * 300, "7"), ("^(" * 150, "7")],
 )
 def test_other_expressions_are_wrong(answer, truth):
     assert not is_equivalent(answer, truth)
 
 
-COSTLY = [
-    "10^{10^{10}}",
-    "10**10**10",
-    "9^9^9",
-    "2^{10}^{10}",
-    "(10^{10})^{10^{5}}",
-    "((10^{100})^{100})^{100}",
-    "10^{10 \\cdot 10^9}",
-    "10^{1000000}",
-    "10^10000000",
-    "10^(10^10)",
-    "x^{-10^{10^{2}}} + 10^{9^9}",
-    "\\frac{1}{10^{9999999}}",
-    "100000!",
-    "((10!)!)!",
-    "3!!!",
-    "(10^5)!",
-    "x!",
-    "\\binom{1000000000}{100000000}",
-    "\\sum_{i=1}^{1000000000} i",
-    "\\prod_{i=1}^{100000} i",
-    "\\int x dx",
-    "\\lim_{x \\to 0} x",
-    "1e1000000000",
-    "1" * 301,
-    "(" * 100_000,
-    "^{9" * 99,
-]
+COSTLY = cells(r"""
+    10^{10^{10}} ;; 10**10**10 ;; 9^9^9 ;; 2^{10}^{10} ;; (10^{10})^{10^{5}} ;; ((10^{100})^{100})^{100} ;;
+    10^{10 \cdot 10^9} ;; 10^{1000000} ;; 10^10000000 ;; 10^(10^10) ;; x^{-10^{10^{2}}} + 10^{9^9} ;;
+    \frac{1}{10^{9999999}} ;; 100000! ;; ((10!)!)! ;; 3!!! ;; (10^5)! ;; x! ;;
+    \binom{1000000000}{100000000} ;; \sum_{i=1}^{1000000000} i ;; \prod_{i=1}^{100000} i ;; \int x dx ;;
+    \lim_{x \to 0} x ;; 1e1000000000
+    """) + ["1" * 301, "(" * 100_000, "^{9" * 99]
 
 
 @pytest.mark.parametrize("expression", COSTLY, ids=lambda text: text[:30])
@@ -213,17 +130,8 @@ def test_what_sympy_gets_is_chosen_in_linear_time(unit):
 
 @pytest.mark.parametrize(
     "expression",
-    [
-        "2^{2024}",
-        "2^{2024} - 1",
-        "10^{100}",
-        "e^{-x^2/2}",
-        "x^{100}",
-        "7!",
-        "\\binom{10}{3}",
-        "\\limits",
-        "1" * 40,
-    ],
+    cells(r"2^{2024} ;; 2^{2024} - 1 ;; 10^{100} ;; e^{-x^2/2} ;; x^{100} ;; 7! ;; \binom{10}{3} ;; \limits")
+    + ["1" * 40],
 )
 def test_what_answers_look_like_is(expression):
     assert not is_costly(expression)
@@ -258,11 +166,8 @@ def test_a_long_comparison_is_aborted_and_timers_restored(monkeypatch, caplog):
 
 @needs_math_verify
 def test_outside_the_main_thread_it_compares_too():
-    results = []
-    thread = threading.Thread(target=lambda: results.append(is_equivalent("0.25", "\\frac{1}{4}")))
-    thread.start()
-    thread.join()
-    assert results == [True]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(is_equivalent, "0.25", "\\frac{1}{4}").result()
 
 
 def test_without_math_verify_only_strings_are_compared(monkeypatch, caplog):
@@ -280,25 +185,7 @@ def test_without_math_verify_only_strings_are_compared(monkeypatch, caplog):
     assert "pip install --no-deps math-verify" in record.getMessage()
 
 
-# ---- time ----
-
-
-UNITS = [
-    "\\boxed{",
-    "\\boxed",
-    "{",
-    "}",
-    "\\",
-    "\\{",
-    "$",
-    " ",
-    "\\frac",
-    "\\sqrt ",
-    "^",
-    "\\boxed{1}",
-    "\\boxed ",
-    "=.",
-]
+UNITS = "\\boxed{ \\boxed { } \\ \\{ $ \\frac ^ \\boxed{1} =.".split() + [" ", "\\sqrt ", "\\boxed "]
 
 
 @pytest.mark.parametrize("unit", UNITS)

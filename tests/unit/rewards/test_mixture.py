@@ -52,9 +52,6 @@ def mixture(file, *entries):
     return Mixture(make_plan("rl.rewards.exact:score", {}, {"toy": entries}))
 
 
-# ---- the config ----
-
-
 def test_a_plan_holds_default_and_source_components():
     entries = [{"function": "c.d:g", "weight": 2, "kwargs": {"y": [1]}}, {"function": "e.py:h"}]
     plan = make_plan("a.b:f", {"x": 1}, {"math": entries})
@@ -68,108 +65,73 @@ def test_a_plan_holds_default_and_source_components():
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_one_mapping_stands_for_a_list_of_one():
-    assert check_sources({"math": {"function": "a:f"}}) == check_sources({"math": [{"function": "a:f"}]})
+MALFORMED = [  # entries, the key below reward.sources.math and the error
+    ([], r"=\[\] must list at least one"),
+    ("a:f", r"='a:f' must list"),
+    (["a:f"], r"\[0\]='a:f' must be a mapping"),
+    ([{"function": "a:f"}, {"weight": 1}], r"\[1\]\.function is missing"),
+    ([{"function": "a"}], r"\[0\]\.function='a' must be package"),
+    ([{"function": None}], r"\[0\]\.function=None"),
+]
+MALFORMED += [  # beside a function
+    ([{"function": "a:f", name: value}], rf"\[0\]\.{message}")
+    for name, value, message in (
+        ("wieght", 1, "wieght is unknown; .* function, weight, kwargs"),
+        ("weight", "1", "weight='1' must be a finite number"),
+        ("weight", True, "weight=True"),
+        ("weight", float("nan"), "weight=nan"),
+        ("kwargs", [1], r"kwargs=\[1\] must map"),
+        ("kwargs", {1: 2}, "kwargs=.* must map keyword names"),
+        ("kwargs", {"prompt": 2}, r"kwargs\.prompt must not be set"),
+    )
+]
 
 
-@pytest.mark.parametrize(
-    "entries, message",
-    [
-        ([], r"reward\.sources\.math=\[\] must list at least one"),
-        ("a:f", r"reward\.sources\.math='a:f' must list"),
-        (["a:f"], r"reward\.sources\.math\[0\]='a:f' must be a mapping"),
-        ([{"function": "a:f"}, {"weight": 1}], r"reward\.sources\.math\[1\]\.function is missing"),
-        ([{"function": "a"}], r"reward\.sources\.math\[0\]\.function='a' must be package"),
-        ([{"function": None}], r"reward\.sources\.math\[0\]\.function=None"),
-        (
-            [{"function": "a:f", "wieght": 1}],
-            r"reward\.sources\.math\[0\]\.wieght is unknown; .* function, weight, kwargs",
-        ),
-        (
-            [{"function": "a:f", "weight": "1"}],
-            r"reward\.sources\.math\[0\]\.weight='1' must be a finite number",
-        ),
-        ([{"function": "a:f", "weight": True}], r"\.weight=True"),
-        ([{"function": "a:f", "weight": float("nan")}], r"\.weight=nan"),
-        ([{"function": "a:f", "kwargs": [1]}], r"reward\.sources\.math\[0\]\.kwargs=\[1\] must map"),
-        ([{"function": "a:f", "kwargs": {1: 2}}], r"\.kwargs=.* must map keyword names"),
-        (
-            [{"function": "a:f", "kwargs": {"prompt": 2}}],
-            r"reward\.sources\.math\[0\]\.kwargs\.prompt must not be set",
-        ),
-    ],
-)
+@pytest.mark.parametrize("entries, message", MALFORMED)
 def test_a_malformed_entry_is_refused_by_its_key(entries, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"reward\.sources\.math{message}"):
         check_sources({"math": entries})
 
 
 def test_sources_that_are_no_mapping_or_no_strings_are_refused():
+    one = {"function": "a:f"}
+    assert check_sources({"math": one}) == check_sources({"math": [one]})
     with pytest.raises(ValueError, match="reward.sources=.* must map data sources"):
         check_sources(["a:f"])
     with pytest.raises(ValueError, match="reward.sources.7: a data source must be a string"):
-        check_sources({7: {"function": "a:f"}})
+        check_sources({7: one})
 
 
 def test_a_failed_import_names_the_config_key(file):
-    plan = make_plan(
-        "rl.rewards.exact:score",
-        {},
-        {"math": [{"function": f"{file}:number"}, {"function": f"{file}:absent"}]},
-    )
+    entries = [{"function": f"{file}:{name}"} for name in ("number", "absent")]
+    plan = make_plan("rl.rewards.exact:score", {}, {"math": entries})
     with pytest.raises(ValueError, match=r"^reward\.sources\.math\[1\]\.function=.* has no 'absent'"):
         Mixture(plan)
 
 
 def test_short_names_are_stems_made_unique():
     functions = ["a.b.math:f", "x/y/math.py:g", "math:h", "a.math_2:f", "length.py:f"]
-    assert short_names([Component(f) for f in functions]) == [
-        "math",
-        "math_2",
-        "math_3",
-        "math_2_2",
-        "length",
-    ]
-
-
-# ---- scores ----
+    assert short_names([Component(f) for f in functions]) == "math math_2 math_3 math_2_2 length".split()
 
 
 def test_the_data_source_chooses_and_the_default_takes_the_rest(file):
     mix = mixture(file, {"function": "number", "kwargs": {"offset": 5}})
     assert mix.score(SAMPLE) == Score({"score": 7.0})
     assert mix.score({**SAMPLE, "data_source": "other"}).values["score"] == 1.0  # exact match
-    assert Mixture(RewardPlan((Component(f"{file}:number", kwargs={"offset": 1}),))).score(SAMPLE) == Score(
-        {"score": 3.0}
-    )
-
-
-def test_the_values_of_a_single_function_keep_their_names(file):
+    plan = RewardPlan((Component(f"{file}:number", kwargs={"offset": 1}),))
+    assert Mixture(plan).score(SAMPLE) == Score({"score": 3.0})
     score = mixture(file, {"function": "answer", "weight": 0.5}).score(SAMPLE)
     assert score == Score({"score": 0.5, "acc": 1.0, "steps": 3.0}, "2")
 
 
 def test_weighted_sum_and_values_of_each_function(file):
-    score = mixture(
-        file,
-        {"function": "number", "weight": -0.5},
-        {"function": "answer", "weight": 2},
-        {"function": "other_answer", "weight": 0},
-    ).score(SAMPLE)
-    assert score.values == {
-        "score": -0.5 * 2.0 + 2 * 1.0,
-        "acc": 1.0,
-        "rules/score": 2.0,
-        "rules_2/score": 1.0,
-        "rules_2/acc": 1.0,
-        "rules_2/steps": 3.0,
-        "rules_3/score": 1.0,
-        "rules_3/acc": 0.5,
-    }
+    weights = {"number": -0.5, "answer": 2, "other_answer": 0}
+    entries = [{"function": name, "weight": weight} for name, weight in weights.items()]
+    score = mixture(file, *entries).score(SAMPLE)
+    number, answer = {"rules/score": 2.0}, {"score": 1.0, "acc": 1.0, "steps": 3.0}
+    expected = {"score": -0.5 * 2.0 + 2 * 1.0, "acc": 1.0, "rules_3/score": 1.0, "rules_3/acc": 0.5}
+    assert score.values == expected | number | {f"rules_2/{name}": value for name, value in answer.items()}
     assert score.prediction == "2"  # of the first that has one
-
-
-def test_without_acc_and_prediction_there_are_none(file):
     score = mixture(file, {"function": "number"}, {"function": "number"}).score(SAMPLE)
     assert score == Score({"score": 4.0, "rules/score": 2.0, "rules_2/score": 2.0})
 

@@ -2,26 +2,25 @@ import numpy as np
 import pytest
 
 from rl.rewards.qa import normalize, score, token_f1
+from tests.tables import rows
 from tests.timing import assert_linear_in_text
 
 
 def reward(response, ground_truth, **kwargs):
-    return score(
-        prompt="", response=response, ground_truth=ground_truth, data_source="nq", extra_info={}, **kwargs
-    )
+    return score("", response, ground_truth, data_source="nq", extra_info={}, **kwargs)
 
 
 @pytest.mark.parametrize(
     "response, ground_truth",
-    [
-        ("<answer>Paris</answer>", "Paris"),
-        ("<answer> the  PARIS. </answer>", "Paris"),
-        ("I think of Rome.\nParis", "paris"),
+    rows("""
+        <answer>Paris</answer> => Paris ;; <answer> the  PARIS. </answer> => Paris ;;
+        I think of Rome.\nParis => paris ;; <answer>U.S.A</answer> => the USA
+        """)
+    + [
         ("<answer>Rome</answer>\n<answer>Paris</answer> is it", ["Lutetia", "Paris"]),
         ("<answer>Paris</answer>", {"target": ["Paris"]}),
         ("<answer>Paris</answer>", {"answers": "Paris"}),
         ("<answer>Paris</answer>", {"target": np.array(["Paris", "Lutetia"], dtype=object)}),
-        ("<answer>U.S.A</answer>", "the USA"),
         ("<answer>1,984</answer>", 1984),
     ],
 )

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -10,7 +9,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.make_toy import addition_problems, make_toy
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 ALL_CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 
 
@@ -24,18 +22,13 @@ def tokenizer(toy):
     return AutoTokenizer.from_pretrained(toy / "model")
 
 
-def test_the_splits_are_disjoint_and_together_all_problems(toy):
-    train, test = (pq.read_table(toy / f"{split}.parquet").to_pylist() for split in ("train", "test"))
-    assert (len(train), len(test)) == (7600, 500)
-    problems = [row["prompt"][0]["content"] for row in train + test]
-    assert set(problems) == {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
-    assert len(problems) == 8100
-
-
-def test_rows_have_the_columns_of_verl_and_the_right_sum(toy):
-    for split in ("train", "test"):
-        for index, row in enumerate(pq.read_table(toy / f"{split}.parquet").to_pylist()):
-            problem = row["prompt"][0]["content"]
+def test_splits_are_disjoint_complete_and_right(toy):
+    problems = []
+    for split, number in (("train", 7600), ("test", 500)):
+        rows = pq.read_table(toy / f"{split}.parquet").to_pylist()
+        assert len(rows) == number
+        for index, row in enumerate(rows):
+            problems.append(problem := row["prompt"][0]["content"])
             a, b = problem.rstrip("=").split("+")
             assert row == {
                 "data_source": "addition",
@@ -44,6 +37,8 @@ def test_rows_have_the_columns_of_verl_and_the_right_sum(toy):
                 "reward_model": {"style": "rule", "ground_truth": str(int(a) + int(b))},
                 "extra_info": {"split": split, "index": index},
             }
+    assert len(problems) == 8100
+    assert set(problems) == {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
 
 
 def test_the_seed_decides_what_is_held_out():
@@ -64,26 +59,15 @@ def test_every_character_is_one_token_and_decodes_to_itself(toy, tokenizer):
 
 def test_special_tokens_are_single_and_skippable(tokenizer):
     ids = tokenizer("<user>1<assistant>2<eos><pad><bos><unk>")["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(ids) == [
-        "<user>",
-        "1",
-        "<assistant>",
-        "2",
-        "<eos>",
-        "<pad>",
-        "<bos>",
-        "<unk>",
-    ]
+    assert tokenizer.convert_ids_to_tokens(ids) == "<user> 1 <assistant> 2 <eos> <pad> <bos> <unk>".split()
     assert tokenizer.decode(ids, skip_special_tokens=True) == "12"
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, 2)
 
 
 def test_the_chat_template_marks_user_and_assistant(tokenizer):
     messages = [{"role": "user", "content": "37+58="}]
-    assert (
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        == "<user>37+58=<assistant>"
-    )
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<user>37+58=<assistant>"
     messages.append({"role": "assistant", "content": "95"})
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<user>37+58=<assistant>95<eos>"
 
@@ -93,16 +77,10 @@ def test_the_model_is_qwen2_of_the_tokenizer_size(toy, tokenizer):
     assert config["architectures"] == ["Qwen2ForCausalLM"]
     assert config["vocab_size"] == len(tokenizer) == 6 + 96
     assert (config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]) == (192, 2, 384)
-    assert (config["num_attention_heads"], config["num_key_value_heads"], config["tie_word_embeddings"]) == (
-        6,
-        2,
-        False,
-    )
-    assert (
-        json.loads((toy / "model/generation_config.json").read_text())["eos_token_id"]
-        == config["eos_token_id"]
-        == 1
-    )
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (6, 2)
+    assert config["tie_word_embeddings"] is False
+    generation = json.loads((toy / "model/generation_config.json").read_text())
+    assert generation["eos_token_id"] == config["eos_token_id"] == 1
     weights = load_file(toy / "model/model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     assert weights["lm_head.weight"].shape == (102, 192)
@@ -121,10 +99,11 @@ def test_files_depend_only_on_the_seed(toy, tmp_path):
     random_state = torch.random.get_rng_state()
     again = make_toy(tmp_path / "again")
     assert torch.equal(torch.random.get_rng_state(), random_state)
-    files = sorted(path.relative_to(toy) for path in toy.rglob("*") if path.is_file())
-    assert files == sorted(path.relative_to(again) for path in again.rglob("*") if path.is_file())
-    for file in files:
-        assert (toy / file).read_bytes() == (again / file).read_bytes(), file
+    first, second = (
+        {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        for root in (toy, again)
+    )
+    assert first == second
     other = make_toy(tmp_path / "other", seed=1)
     assert (toy / "model/model.safetensors").read_bytes() != (other / "model/model.safetensors").read_bytes()
 
@@ -138,13 +117,11 @@ def test_sizes_and_tying_follow_the_arguments(tmp_path):
     assert weights["model.layers.1.self_attn.k_proj.weight"].shape == (4 * 8, 64)
 
 
-@pytest.mark.parametrize(
-    "sizes, message",
-    [({"hidden": 130}, "--hidden 130"), ({"heads": 4, "kv_heads": 3}, "multiple of --kv-heads 3")],
-)
-def test_sizes_that_do_not_divide_are_refused(tmp_path, sizes, message):
-    with pytest.raises(ValueError, match=message):
-        make_toy(tmp_path / "toy", **sizes)
+def test_sizes_that_do_not_divide_are_refused(tmp_path):
+    cases = ({"hidden": 130}, "--hidden 130"), ({"heads": 4, "kv_heads": 3}, "multiple of --kv-heads 3")
+    for sizes, message in cases:
+        with pytest.raises(ValueError, match=message):
+            make_toy(tmp_path / "toy", **sizes)
     assert not (tmp_path / "toy").exists()
 
 

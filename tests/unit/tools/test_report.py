@@ -17,11 +17,8 @@ REWARD = "critic/score/mean"
 
 def write_run(directory, records):
     directory.mkdir(parents=True)
-    lines = [
-        json.dumps({"training/global_step": step, "time": 1000.0 + 10 * step} | rest)
-        for step, rest in records
-    ]
-    (directory / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    facts = [{"training/global_step": step, "time": 1000.0 + 10 * step} | rest for step, rest in records]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in facts))
     return directory
 
 
@@ -69,29 +66,20 @@ def test_before_adds_a_column_and_missing_numbers_are_dashes(grpo, sft, tmp_path
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_first_validation_after_a_step_is_not_called_before(tmp_path, capsys):
-    run_dir = write_run(tmp_path / "run", [(1, {REWARD: 0.1}), (5, {REWARD: 0.2, ACCURACY: 0.3})])
-    table = rows(run([run_dir], capsys))
-    assert table["accuracy before, add"] == ["-"] and table["accuracy after, add"] == ["0.3000 (step 5)"]
+def test_validations_before_after_and_of_several_sources(tmp_path, capsys):
+    def table(name, *records):
+        return rows(run([write_run(tmp_path / name, records)], capsys))
 
-
-def test_run_that_has_only_validated_once_has_no_after(tmp_path, capsys):
-    table = rows(run([write_run(tmp_path / "run", [(0, {ACCURACY: 0.3})])], capsys))
-    assert table["accuracy after, add"] == ["-"] and table["wall time, first to last record"] == ["-"]
-
-
-def test_several_data_sources_and_rewards_outside_0_1(tmp_path, capsys):
+    late = table("late", (1, {REWARD: 0.1}), (5, {REWARD: 0.2, ACCURACY: 0.3}))
+    assert late["accuracy before, add"] == ["-"] and late["accuracy after, add"] == ["0.3000 (step 5)"]
+    once = table("once", (0, {ACCURACY: 0.3}))
+    assert once["accuracy after, add"] == ["-"] and once["wall time, first to last record"] == ["-"]
     other = "val-core/mul/acc/mean@1"
-    records = [
-        (0, {ACCURACY: 0.1, other: 0.2}),
-        (1, {REWARD: -3.0}),
-        (4000, {REWARD: 5.0, ACCURACY: 0.3, other: 0.4}),
-    ]
-    table = rows(run([write_run(tmp_path / "run", records)], capsys))
-    assert table["accuracy before, mul"] == ["0.2000 (step 0)"] and table["accuracy after, add"] == [
-        "0.3000 (step 4000)"
-    ]
-    assert table["wall time, first to last record"] == ["11 h 06 min"]
+    last = 4000, {REWARD: 5.0, ACCURACY: 0.3, other: 0.4}
+    two = table("two", (0, {ACCURACY: 0.1, other: 0.2}), (1, {REWARD: -3.0}), last)
+    assert two["accuracy before, mul"] == ["0.2000 (step 0)"]
+    assert two["accuracy after, add"] == ["0.3000 (step 4000)"]
+    assert two["wall time, first to last record"] == ["11 h 06 min"]
 
 
 def test_plot_has_both_curves_labels_and_legend(grpo, monkeypatch):
@@ -125,9 +113,8 @@ def test_error_is_one_sentence(tmp_path, make, message):
     make(tmp_path / "run")
     with pytest.raises(SystemExit) as stopped:
         report.main([str(tmp_path / "run")])
-    assert (
-        message in stopped.value.code and stopped.value.code.endswith(".") and "\n" not in stopped.value.code
-    )
+    error = stopped.value.code
+    assert message in error and error.endswith(".") and "\n" not in error
 
 
 def test_table_is_printed_where_matplotlib_is_missing(grpo, monkeypatch, capsys):
