@@ -6,8 +6,8 @@ from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.preference import counted
 from rl.objectives.segments import segment_sum
+from rl.training.dp_split import MicroBatches, plan_minibatch
 from rl.training.loss import Totals
-from rl.training.packing import MicroBatches, plan_minibatch
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from rl.rollout.exchange import exchange
 from rl.rollout.sampling import Sampling, seed_of
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
+from rl.training.dp_split import plan_minibatch
 from rl.training.engine import TrainingEngine
-from rl.training.packing import plan_minibatch
 
 
 class Scorer:

@@ -1,5 +1,9 @@
 """Write the trainer's weights into the engine, and check that they arrived.
 
+The path of a weight, such as a fused qkv weight: the model's file says which Hugging Face tensors it consists
+of (`rl.models.dense`), `rl.models.layout` which regions of them Megatron and vLLM hold on each rank,
+`rl.refit.plan` which rank sends which region to which, and `rl.refit.transfer` sends them.
+
 Weights that the engine holds as plain tensors of the trainer's dtype are written in place. Their plan sends
 each rank only its own shard (`rl.refit.plan`). For other weights (quantised, packed), the engine's own loader
 reads its part of the whole tensors (`rl.refit.gather`).

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from rl.config.schema import Rollout
 from rl.rollout import cpu_support
 from rl.rollout.queue import Queue, SharedQueue, StaticQueue
-from rl.rollout.response import Completion, Request, Response, Sample, SingleTurn
 from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.turns import Completion, Request, Response, Sample, SingleTurn
 from rl.rollout.vllm_model import build_llm
 from rl.runtime.collectives import any_rank
 from rl.runtime.device import Device

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from rl.data.batch import Batch
-from rl.rollout.response import Sample
+from rl.rollout.turns import Sample
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
 

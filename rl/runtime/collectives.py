@@ -1,6 +1,11 @@
 """Collectives that several rooms use. Each is collective over its group, by default the world.
 
-docs/architecture.md lists all collectives of a step and their groups.
+Which collective runs in which group:
+- world: exchange of samples, scores, results of forward passes, metrics, weights of a refit (point to point);
+- control (the world on gloo): the comparison before each phase, stop decisions, checkpoints, errors;
+- tp, ep: inside the layers and the head; pp: activations between stages; dp: gradients and weights;
+- replica (the ranks of one vLLM engine): draws of prompts, interrupts, vLLM's own tensor parallelism.
+docs/architecture.md has the table of one step, with sizes and the calling functions.
 """
 
 from typing import Any, TypeVar

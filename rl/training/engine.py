@@ -23,11 +23,12 @@ from rl.data.batch import Batch
 from rl.models import architecture, value_model, value_weights
 from rl.runtime.collectives import broadcast_object, sum_over_world
 from rl.runtime.device import Device
+from rl.training.dp_split import MicroBatchPlan
 from rl.training.grid import Grid
 from rl.training.model import DTYPES, build_model
 from rl.training.offload import HostMemory
 from rl.training.optimizer import build_optimizer, optimizer_tensors
-from rl.training.packing import MicroBatch, MicroBatchPlan, pack
+from rl.training.packing import MicroBatch, pack
 from rl.training.weights import WeightMap, full_weights, load_hf
 
 MicroBatchLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]

@@ -39,7 +39,7 @@ from rl.phases.phases import Phases
 from rl.phases.policy_gradient import policy_loss, token_selection
 from rl.phases.step import Step
 from rl.rollout.exchange import exchange
-from rl.rollout.response import Sample
+from rl.rollout.turns import Sample
 from rl.run_directory.progress import Progress
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device

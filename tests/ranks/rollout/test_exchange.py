@@ -13,7 +13,7 @@ def test_every_column_of_a_sample_reaches_every_rank():
         import numpy as np
         import torch.distributed as dist
         from rl.rollout.exchange import exchange
-        from rl.rollout.response import Sample
+        from rl.rollout.turns import Sample
         from rl.runtime.device import choose_device
 
         dist.init_process_group("gloo")

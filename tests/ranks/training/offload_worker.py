@@ -14,10 +14,10 @@ from rl.data.batch import Batch
 from rl.models import read_hf_config
 from rl.runtime.ranks import discover
 from rl.runtime.session import session
+from rl.training.dp_split import plan_minibatch
 from rl.training.engine import TrainingEngine
 from rl.training.grid import build_grid
 from rl.training.optimizer import optimizer_tensors
-from rl.training.packing import plan_minibatch
 
 RANKS = discover()
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rl.data.batch import Batch
-from rl.training.packing import MicroBatch, pack, plan_micro_batches
+from rl.training.dp_split import plan_micro_batches
+from rl.training.packing import MicroBatch, pack
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl.rollout.response import Completion, Request, SingleTurn
+from rl.rollout.turns import Completion, Request, SingleTurn
 
 
 def test_a_single_turn_asks_once_and_keeps_the_completion():
