@@ -39,7 +39,7 @@ class Change:
 def cheapest_change(before: Estimate) -> Change | None:
     """Return the change to try first; None if no trial fits."""
     world = before.layout.world_size
-    steps = list(_single_changes(before.config, world))
+    steps = list(single_changes(before.config, world))
     for factor, number in TRIALS:
         combinations = (dict(some) for some in itertools.combinations(steps, number))
         trials = [
@@ -50,7 +50,7 @@ def cheapest_change(before: Estimate) -> Change | None:
     return None
 
 
-def _single_changes(config: Config, world_size: int) -> Iterator[tuple[str, object]]:
+def single_changes(config: Config, world_size: int) -> Iterator[tuple[str, object]]:
     """Yield (key, new value) for each single change. Invalid layouts are rejected later."""
     training = config.training
     if not training.recompute:

@@ -140,7 +140,7 @@ def hugging_face(config: Config) -> dict:
         targets=None,
         lengths=batch.lengths,
         column_index=None,
-        columns={k: v.double() for k, v in batch.token_columns().items()},
+        columns={k: v.double() for k, v in batch.loss_columns().items()},
     )
     micro.logprobs, micro.entropy = torch.cat(logprobs), torch.cat(entropies)
     value, terms = policy_loss(config)(micro, totals_of(batch))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl.config.schema import load_config
-from rl.dry_run.changes import cheapest_change, with_values
+from rl.dry_run.changes import cheapest_change, single_changes, with_values
 from rl.dry_run.command import main
 from rl.dry_run.estimate import estimate
 from rl.dry_run.hardware import GIB, Hardware
@@ -171,6 +171,15 @@ class TestChanges:
     def test_a_machine_too_small_for_any_change(self):
         before = found(GRPO, 8, gpu_memory_gib=5.0)
         assert cheapest_change(before) is None and "none of the changes" in verdict(before, None)
+
+    def test_every_kind_of_change_is_tried(self):
+        config = load_config(
+            str(CONFIGS / f"{GRPO}.yaml"), ["training.offload=none", "training.recompute=false"]
+        )
+        sizes = {
+            f"training.{name}" for name in ("recompute", "micro_batch_tokens", "tp", "pp", "ep", "offload")
+        }
+        assert {key for key, _ in single_changes(config, 8)} == sizes | {"rollout.tp"}
 
     def test_a_copy_is_changed(self):
         config = load_config(str(CONFIGS / "quickstart.yaml"))
