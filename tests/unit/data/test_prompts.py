@@ -143,7 +143,7 @@ TARGETS = [
 
 def test_the_sft_target_is_tokenized_and_ends_with_eos(tmp_path, tokenizer):
     file = write_parquet(tmp_path / "a.parquet", [{**ADDITION, "answer": "ninety five"}])
-    for response_key, target in TARGETS.items():
+    for response_key, target in TARGETS:
         (prompt,) = load_files([file], tokenizer, response_key=response_key)
         assert prompt.response_ids.dtype == np.int32
         assert tokenizer.decode(prompt.response_ids[:-1]) == target
@@ -154,7 +154,7 @@ def test_the_sft_target_is_tokenized_and_ends_with_eos(tmp_path, tokenizer):
 
 
 def test_a_missing_sft_target_names_the_row_and_the_key(load):
-    message = r"a.jsonl, row 2: answer must be the target text, not missing: .*data.response_key"
+    message = r"a.jsonl, row 2: answer must be the target text, not missing; .*data.response_key"
     with pytest.raises(ValueError, match=message):
         load({"prompt": "a", "answer": "b"}, "a", response_key="answer")
 
