@@ -85,7 +85,7 @@ def test_slurms_times_are_understood():
         (dict(gpus_per_node=8, ranks_per_node=2), "rank per GPU"),
         (dict(time="tomorrow"), "tomorrow"),
         (dict(time="00:05:00"), "before the start"),
-        (dict(sbatch=["constraint=h100"]), "no option of sbatch"),
+        (dict(sbatch=["constraint=h100"]), "is not an option of sbatch"),
     ],
 )
 def test_resources_that_cannot_be_are_refused(wrong, words):
