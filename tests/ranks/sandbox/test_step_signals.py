@@ -18,7 +18,8 @@ def test_a_program_and_its_watcher_survive_the_signal(number):
     others = set(descendants(os.getpid(), all_processes()))  # such as the fork server of these tests
 
     def send():
-        while len(found := set(descendants(os.getpid(), all_processes())) - others) < 2:  # watcher and program
+        # The watcher and the program.
+        while len(found := set(descendants(os.getpid(), all_processes())) - others) < 2:
             time.sleep(0.01)
         for pid in found:
             os.kill(pid, number)
