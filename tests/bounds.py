@@ -1,4 +1,4 @@
-"""How far rounding may move a result, from the dtype and the length of the sums.
+"""Bounds of the rounding error of a result, from the dtype and the length of the sums.
 
 A rounding changes a number by at most half an eps of its size. Most of the n roundings in a sum cancel, in
 whatever order a processor takes them: together they change it by about sqrt(n) of one (Higham and Mary,

@@ -63,7 +63,7 @@ class Mutant:
     stem: str
     """Stem of the file that defines the function; empty for any."""
     number: int
-    """Which of several equal expressions is replaced, from 1; 0 requires a single one."""
+    """Number of the replaced expression among equal ones, from 1; 0 requires a single one."""
     old: str
     new: str
     tests: Tests

@@ -1,11 +1,11 @@
-"""How the time of a call grows with its input, on any processor and beside any load."""
+"""Growth of the time of a call with its input, on any processor and beside any load."""
 
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 FACTOR = 16
-"""How much longer the long input is."""
+"""Ratio of the long input to the short one."""
 LIMIT = FACTOR**1.5
 """Largest growth of a linear time: four times linear growth, 16, and a quarter of quadratic growth, 256."""
 TICK_S = 1e-4

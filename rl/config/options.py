@@ -55,7 +55,7 @@ class Override:
     key: str
     """Dotted key."""
     text: str
-    """What followed the first '='."""
+    """The text after the first '='."""
     value: Any
     """The text read as YAML."""
 

@@ -374,7 +374,7 @@ class Objective:
     loss: PolicyLoss = "none"
     """Policy loss per token. Each algorithm sets its own; none: as for `advantage`."""
     aggregation: Aggregation = "token-mean"
-    """How token losses become one number; denominators are global over the mini-batch."""
+    """Mean that reduces token losses to one number; denominators are global over the mini-batch."""
     clip_low: Annotated[float, FRACTION] = 0.2
     """The probability ratio is clipped from below at 1 - clip_low."""
     clip_high: Annotated[float, NOT_NEGATIVE] = 0.2
@@ -519,7 +519,7 @@ class Checkpoint:
     best_metric: str = ""
     """Name of a metric of the step, such as val-core/openai/gsm8k/acc/mean@1."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Which values of `best_metric` are the best."""
+    """Whether the highest or the lowest value of `best_metric` is best."""
     background: bool = False
     """Copy to host memory (over all ranks 14 bytes per parameter in bfloat16, 12 in float32) and write during
     the next steps. The checkpoint becomes valid at the end of the step in which all ranks have written it."""

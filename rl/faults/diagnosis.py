@@ -11,7 +11,7 @@ class Diagnosis:
     at_fault: tuple[int, ...]
     """Ranks for which the others wait; empty if the heartbeats do not show which."""
     reason: str
-    """What distinguishes those ranks from the others."""
+    """The property that distinguishes those ranks from the others."""
 
 
 def lost_ranks(heartbeats: list[Heartbeat | None], now: float, silent_s: float) -> list[int]:

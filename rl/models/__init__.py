@@ -1,6 +1,7 @@
 """Model architectures, one file each, and the functions that select the file for a config.
 
-Each file gives Megatron's config for a Hugging Face config, and the names and layouts of all weights.
+Each file defines `ARCHITECTURES` (names in config.json), `check`, `megatron_config` and `weights` (names and
+layouts of all weights). `_FILES` lists the files; docs/extending.md has a worked example.
 """
 
 import json

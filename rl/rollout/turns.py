@@ -2,6 +2,8 @@
 
 The engine asks a `Response` for a request, generates, and returns the completion to it, until there is no
 further request. Responses are stored as token ids; text and messages are derived from them.
+`RolloutEngine.generate` makes a `SingleTurn` for each sample; a response of several turns, with tools, is
+another class with the same methods.
 """
 
 from dataclasses import dataclass

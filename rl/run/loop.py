@@ -28,7 +28,7 @@ from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes, record_run
 from rl.run_directory.status import Status
 from rl.runtime.device import Device
-from rl.runtime.groups import limit_collectives, warm_up
+from rl.runtime.group_warm_up import limit_collectives, warm_up
 from rl.runtime.session import control_group
 from rl.stopping.requests import STOPPED_EXIT, StepAborted, StopDecision, StopRequests
 from rl.training.grid import build_grid

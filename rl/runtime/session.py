@@ -30,7 +30,7 @@ _gloo_group: dist.ProcessGroup | None = None
 def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Device]:
     """Initialise torch.distributed before the engines, which use its default group; destroy it at the end.
 
-    timeout: time limit of collectives until `rl.runtime.groups.limit_collectives` sets another.
+    timeout: time limit of collectives until `rl.runtime.group_warm_up.limit_collectives` sets another.
     """
     device = choose_device(ranks.local_rank)
     if not device.is_cuda:

@@ -2,6 +2,9 @@
 
 `Policy`, a language model, returns log-probs of given tokens instead of logits. `ValueModel`, a critic or a
 reward model, returns one value for each given token. Both run on packed micro-batches.
+
+`build_model` is the one place that creates layers, so that adapters such as LoRA belong here. The names of
+their weights for refit, checkpoints and export belong to `rl.training.weights.WeightMap`.
 """
 
 from dataclasses import dataclass
@@ -28,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """What the head must compute; passed to GPTModel.forward as its labels.
+    """Positions and outputs that the head computes; passed to GPTModel.forward as its labels.
 
     predict_at: int64 [R], positions in the packed row. targets: int64 [R], the token after each position.
     """

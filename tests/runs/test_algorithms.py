@@ -85,7 +85,7 @@ POLICY_GRADIENTS = (
     ),
 )
 SLOW = ("gspo", "clip-cov", "optimal-token-baseline", "gdpo")
-"""What these add beside the gradient is compared by value in tests/unit/objectives."""
+"""Losses and advantages whose values tests/unit/objectives compares already."""
 
 
 def name_of(overrides: tuple[str, ...]) -> str:

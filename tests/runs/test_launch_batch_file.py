@@ -42,7 +42,7 @@ def test_a_cpu_job_asks_for_tasks(tmp_path):
 
 
 def shell_run(text, tmp_path, **environment):
-    """What `train` is called with, by a job.sh that says so."""
+    """Return the arguments of `train`, which a job.sh of the test prints."""
     root = tmp_path / "root"
     (root / "slurm").mkdir(parents=True)
     (root / "slurm" / "job.sh").write_text('say() { :; }\ntrain() { printf "<%s>" "$@"; }\n')

@@ -1,4 +1,4 @@
-"""What 200 steps cost beside training: memory, which must not grow, and the comparison of ranks."""
+"""Cost of 200 steps beside training: memory, which must not grow, and the comparison of ranks."""
 
 from statistics import mean
 

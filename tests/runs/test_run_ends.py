@@ -48,7 +48,7 @@ def errors(failure: RanksFailed) -> list[str]:
 
 
 def ending(run: Path) -> tuple[str, str]:
-    """What status.json says has become of the run."""
+    """Return state and reason of status.json."""
     status = json.loads((run / "status.json").read_text())
     return status["state"], status["reason"]
 

@@ -16,7 +16,8 @@ from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.toy import SFT, write_config
 
 GRADIENT = bounds.of_gradient(SIZES["num_hidden_layers"], SIZES["hidden_size"])
-"""Of a loss and a norm, relative. An epsilon of 1e-2 keeps Adam from amplifying it in the second step."""
+"""Relative bound of a loss and a norm. An epsilon of 1e-2 keeps Adam from amplifying it in the second step.
+"""
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ toys. The ranks form a world of each size in turn, the first ranks alone where i
 seconds of imports, a world none. Each rank saves what it found to OUT_DIR/WORLD_SIZE.RANK.pt.
 
 The toy model adds a table of the token before and a table of the place, row by row: the forward pass of a
-token is the same to the bit in whatever micro-batch it lies, and a parameter collects about ten tokens, too
+token is bitwise the same in every micro-batch, and a parameter collects about ten tokens, too
 few for float32 sums to depend on their order by more than 1e-7.
 """
 
@@ -54,7 +54,7 @@ pairs."""
 LAYOUT = re.compile(f"{MACHINE.pattern}|global_seqlen/")
 """Metrics that may differ between splits: those of the machine, and how evenly the ranks share the tokens."""
 NUM_PROMPTS, NUM_SAMPLES = 8, 4
-"""Of a generation phase."""
+"""Numbers of prompts and of samples per prompt of a generation phase."""
 
 
 # Engines ----------------------------------------------------------------------------------------------------
@@ -82,8 +82,10 @@ class Tables(torch.nn.Module):
 
 
 class ToyEngine:
-    """What `Phases` asks of a training engine. An update keeps the gradient, summed over ranks, and takes no
-    step."""
+    """The methods of a training engine that `Phases` calls.
+
+    An update keeps the gradient, summed over ranks, and takes no step.
+    """
 
     def __init__(self):
         self.grid = SimpleNamespace(dp=dist.get_world_size())

@@ -227,7 +227,7 @@ def examine_fallback(trainer, engine) -> dict:
 
 
 def examine_replicas(trainer, engine) -> str:
-    """What the check says when the weights of one of two training replicas change after a refit."""
+    """Return the message of the check after the weights of one of two training replicas changed."""
     refit(trainer, engine, buffer_mib=BUFFER_MIB)
     if trainer.weight_map.grid.dp_rank == 1:
         for parameter in trainer.weight_map.parameters.values():

@@ -52,7 +52,7 @@ PROGRAM = """
 
 @pytest.fixture(scope="module")
 def drawn():
-    """What each of two ranks drew, by case."""
+    """Return the draws of each of two ranks, by case."""
     return [json.loads(out) for out in run_ranks(2, PROGRAM)]
 
 

@@ -65,7 +65,7 @@ def start(env):
 
 
 def answers(processes, timeout=60):
-    """What each says; the seconds are a guard against hanging."""
+    """Return the output of each rank; the seconds are a guard against hanging."""
     out = []
     for process in processes:
         out_text, error = process.communicate(timeout=timeout)

@@ -106,7 +106,9 @@ def megatron(config: Config, device, tp: int, pp: int) -> dict:
 
 
 def weight_decay(config: Config, device) -> dict[str, float]:
-    """What is left of each weight after a step that does nothing but decay: lr 0.1 times weight decay 5."""
+    """Return the remaining share of each weight after a step of weight decay only: lr 0.1 times weight decay
+    5.
+    """
     optimizer = replace(config.training.optimizer, eps=1e30, weight_decay=5.0)
     config = replace(config, training=replace(config.training, optimizer=optimizer))
     hf = read_hf_config(config.model.path)

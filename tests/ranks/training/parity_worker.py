@@ -40,7 +40,7 @@ from rl.training.weights import load_hf  # noqa: E402
 
 TEMPERATURE = 0.7
 EPS = 1e7
-"""Of Adam, and the learning rate: an epsilon so far above the gradients makes its step the gradient."""
+"""Epsilon of Adam and learning rate: an epsilon so far above the gradients makes its step the gradient."""
 SAMPLING = Sampling(
     samples_per_prompt=1,
     temperature=TEMPERATURE,
@@ -104,8 +104,9 @@ def hf_logprobs(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def hf_gradient(model, logprobs, directory: Path) -> dict[str, torch.Tensor]:
-    """Of the sum of the log-probs, under the names of a checkpoint: transformers holds all experts in one
-    tensor, and splits them when it saves."""
+    """Return the gradient of the sum of the log-probs, under the names of a checkpoint: transformers holds
+    all experts in one tensor, and splits them when it saves.
+    """
     gradients = torch.autograd.grad(logprobs.sum(), list(model.parameters()))
     named = {name for name, _ in model.named_buffers()}
     model = copy.deepcopy(model)

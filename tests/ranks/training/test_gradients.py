@@ -34,7 +34,7 @@ def results(request, tmp_path_factory):
 
 
 def assert_same_gradient(found: dict, expected: dict, weights: dict) -> None:
-    """Of each weight by itself: a small one must not hide behind a large one."""
+    """Compare each weight by itself, so that a large one does not hide a small one."""
     assert found.keys() == expected.keys() == weights.keys()
     for name, gradient in expected.items():
         difference = (found[name].double() - gradient.double()).norm()

@@ -1,4 +1,6 @@
-"""Which directories count as checkpoints, which are kept, and what a killed run leaves."""
+"""Checkpoint directories: which directories count as checkpoints, which are kept, and what a killed run
+leaves.
+"""
 
 import contextlib
 import json

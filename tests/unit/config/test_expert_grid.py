@@ -1,4 +1,4 @@
-"""Which expert parallel layouts a config may ask for."""
+"""Expert parallel layouts that a config may have."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which algorithm, advantage, loss and aggregation go together, and what is said where they do not."""
+"""Combinations of algorithm, advantage, loss and aggregation, and the errors for invalid ones."""
 
 import pytest
 

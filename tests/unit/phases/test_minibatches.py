@@ -29,7 +29,7 @@ def planner_of(prompts_per_minibatch, dp=2):
 @pytest.mark.parametrize(
     "per_minibatch, num_groups, groups_of_each", [(0, 8, [8]), (4, 8, [4, 4]), (4, 5, [3, 2]), (8, 3, [3])]
 )
-def test_groups_stay_whole_and_are_divided_evenly(per_minibatch, num_groups, groups_of_each):
+def test_group_warm_up_stay_whole_and_are_divided_evenly(per_minibatch, num_groups, groups_of_each):
     batch = batch_of([2] * num_groups)
     plans = planner_of(per_minibatch).plans(batch)
     assert [len(batch.groups[plan.samples].unique()) for plan in plans] == groups_of_each

@@ -1,4 +1,4 @@
-"""Which pure function each value of `objective.*` stands for, and that every key reaches it."""
+"""Each value of `objective.*` selects its pure function, and every key reaches it."""
 
 import importlib
 import itertools
@@ -27,7 +27,7 @@ from tests.each import each
 OWN_MODEL = {"gae", "prime"}
 """Estimators that the files of their algorithms call."""
 TOTALS = Totals(num_tokens=301.0, num_samples=17.0, num_units=17.0)
-"""Of a mini-batch that is larger than the micro-batches here."""
+"""Totals of a mini-batch that is larger than the micro-batches here."""
 
 
 def config_of(**objective):

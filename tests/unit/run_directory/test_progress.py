@@ -11,7 +11,7 @@ class Terminal(io.StringIO):
         return True
 
     def screen(self):
-        """What is left to see: carriage returns carried out, trailing blanks gone."""
+        """Return the visible text, after carriage returns and without trailing blanks."""
         rows = []
         for row in self.getvalue().split("\n"):
             seen = ""

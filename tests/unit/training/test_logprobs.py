@@ -48,7 +48,7 @@ def chunked(hidden, weight, targets, upstream, *, temperature, vocab_size, group
 
 
 def error_of(hidden, weight, *, temperature, vocab_size):
-    """How far rounding may move a log-prob: a sum of H products, and a sum of `vocab_size` probabilities."""
+    """Return the rounding bound of a log-prob: a sum of H products and a sum of `vocab_size` terms."""
     return bounds.of_product(hidden, weight[:vocab_size].T) / temperature + bounds.of_sum(vocab_size)
 
 

@@ -10,7 +10,7 @@ PROGRAM = """
     import torch
     import torch.distributed as dist
 
-    from rl.runtime import groups
+    from rl.runtime import group_warm_up as groups
     from rl.config.limits import PhaseLimits
     from rl.runtime.ranks import discover
     from rl.runtime.session import control_group, session
@@ -39,7 +39,7 @@ PROGRAM = """
 """
 
 
-def test_groups_are_used_once_and_get_a_time_limit(tmp_path):
+def test_group_warm_up_are_used_once_and_get_a_time_limit(tmp_path):
     found = [json.loads(out) for out in run_ranks(3, PROGRAM, tmp_path)]
     # The default group, the control group and one or two pairs; a group of one rank has nobody to talk to.
     assert [rank["members"] for rank in found] == [4, 5, 4] and [rank["warmed"] for rank in found] == [

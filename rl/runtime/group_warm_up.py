@@ -1,4 +1,7 @@
-"""The process groups of a run: their first collective and their time limit."""
+"""First collective and time limit of every process group of a run.
+
+`rl.runtime.collectives` says which collective runs in which group.
+"""
 
 import datetime
 
