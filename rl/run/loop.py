@@ -129,7 +129,11 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
 
 
 class Training:
-    """The steps of a run. Methods are collective over the world."""
+    """The steps of a run. Methods are collective over the world.
+
+    This class owns the order of `collect` and `learn`. Today a step collects and then learns; generation one
+    step ahead would collect the next batch before the present one is learned from (docs/architecture.md).
+    """
 
     def __init__(
         self,
