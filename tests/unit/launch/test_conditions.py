@@ -16,6 +16,7 @@ VALUES |= {"algorithm": "grpo", "training.recompute": True, "x": 0}
         ("training.tp * training.pp > 8", False),
         ("training.tp * training.pp >= 8", True),
         ("1 < training.tp <= 2", True),
+        ("1 < training.pp < 3", False),
         ("algorithm == 'grpo' and training.tp == 2", True),
         ("algorithm in ['ppo', 'dapo'] or not training.recompute", False),
         ("training.recompute == true", True),

@@ -135,6 +135,7 @@ def test_accuracies_by_data_source():
     metrics = {
         "val-core/gsm8k/acc/mean@1": 0.5,
         "val-core/a/b/acc/mean@4": 0.2,
+        "val-core/gsm8k/acc/mean@8": 0.4,  # of sampled responses; the smallest k counts
         "val-aux/gsm8k/acc/best@4": 0.7,
     }
     assert accuracies(metrics) == {"a/b": 0.2, "gsm8k": 0.5}
