@@ -53,7 +53,7 @@ class Generation:
         seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
         ids = [prompt.token_ids for prompt in prompts]
         total = len(prompts) * sampling.samples_per_prompt
-        abortable = abortable and self._stop is not None and not step.has_updated
+        abortable = abortable and self._stop is not None and not step.is_committed
         started = time.perf_counter()
         with step.phase("generate", timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
             interrupt = self._stop.is_requested if abortable and self._stop is not None else None

@@ -1,5 +1,7 @@
 """Mini-batches of a step: which samples each optimizer step reads, and how they lie in micro-batches."""
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rl.config.schema import Config
@@ -47,13 +49,14 @@ class MinibatchPlanner:
     def __init__(self, config: Config, dp: int):
         self._prompts_per_minibatch = config.training.prompts_per_minibatch or config.data.prompts_per_step
         self._max_tokens, self._dp = config.training.micro_batch_tokens, dp
-        self._batch: Batch | None = None
+        self._batch: Callable[[], Batch | None] = lambda: None
+        """Weak reference to the batch that was planned last; its columns are freed with the step."""
         self._plans: list[MinibatchPlan] = []
 
     def plans(self, batch: Batch) -> list[MinibatchPlan]:
         """Return one plan per mini-batch, in the order of the optimizer steps."""
-        if self._batch is not batch:
-            self._batch, self._plans = batch, self._plan(batch)
+        if self._batch() is not batch:
+            self._batch, self._plans = weakref.ref(batch), self._plan(batch)
         return self._plans
 
     def _plan(self, batch: Batch) -> list[MinibatchPlan]:

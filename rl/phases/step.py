@@ -22,8 +22,8 @@ class Step:
         self.metrics: dict[str, float] = {}
         self.num_tokens = 0
         """Prompt and response tokens of this step's policy updates."""
-        self.has_updated = False
-        """Once true, the step can no longer be aborted and retried: some model was updated in it."""
+        self.is_committed = False
+        """Once true, the step can no longer be aborted and retried: the algorithm has begun to learn."""
         self.abortable_s = 0.0
         """Seconds of this step in which a stop request could have aborted it."""
         self._first: int | None = None
@@ -36,7 +36,7 @@ class Step:
     def begin(self, number: int) -> None:
         """Begin step `number` with empty metrics. Step 0 is the validation before training."""
         self.number, self.metrics = number, {"training/global_step": number}
-        self.num_tokens, self.has_updated, self.abortable_s = 0, False, 0.0
+        self.num_tokens, self.is_committed, self.abortable_s = 0, False, 0.0
         if self._first is None and number > 0:
             self._first = number
         return_free_memory()

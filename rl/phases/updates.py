@@ -120,7 +120,7 @@ class Updates:
         """
         self._memory.to_training()
         step, epochs = self._step, self._config.training.epochs
-        step.has_updated = True
+        step.is_committed = True
         lr = learning_rate(optimizer, step.number - warmup_steps, self._config.run.max_steps - warmup_steps)
         self._check_replicas(model)
         plans, sums = self._planner.plans(batch), {}

@@ -41,7 +41,7 @@ def exchange(prompts: list[np.ndarray], own: list[Sample], samples_per_prompt: i
     groups = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
     return Batch(
         prompt_ids=[prompts[g] for g in groups],
-        response_ids=np.split(token_ids.numpy(), ends[:-1].numpy()),
+        response_ids=np.split(token_ids.clone().numpy(), ends[:-1].numpy()),
         groups=groups,
         truncated=truncated > 0,
         mask=mask.float(),

@@ -192,10 +192,7 @@ class Training:
         step.begin(number)
         self._checkpoints.poll()
         with step.timed("step"):
-            batch = self._collect()
-            if len(batch):
-                self._algorithm.learn(self._phases, batch)
-        self._cursor = batch.cursor
+            self._cursor = self._collect_and_learn()
         step.metrics["perf/total_num_tokens"] = step.num_tokens
         seconds = step.metrics["timing_s/step"]
         step.metrics["perf/throughput"] = step.num_tokens / seconds / dist.get_world_size()
@@ -210,9 +207,22 @@ class Training:
         if warning := self._stop.record_step(seconds, saving, unstoppable=seconds - step.abortable_s):
             step.progress.line(warning)
 
+    def _collect_and_learn(self) -> dict:
+        """Return the cursor of the batch that was learned from. The batch is freed before validation."""
+        batch = self._collect()
+        self._phases.step.is_committed = True
+        if len(batch):
+            self._algorithm.learn(self._phases, batch)
+        return batch.cursor
+
     def _collect(self) -> Batch:
         """Return the algorithm's batch, with the state of the sampler after its prompts were drawn."""
         batch = self._algorithm.collect(self._phases)
+        if not isinstance(batch, Batch):
+            raise TypeError(
+                f"collect of algorithm={self._config.algorithm} returned {type(batch).__name__}; return a "
+                "Batch, an empty one (batch.keep_groups([])) if there is nothing to learn from."
+            )
         batch.cursor = self._phases.sampler.state_dict()
         return batch
 

@@ -272,7 +272,7 @@ def gradients(name: str, config: Config) -> dict:
         phases, batch = new_phases(config), mini_batches(config)
         planner = phases.updates._planner
         if how != "planned":
-            planner._batch = batch
+            planner._batch = lambda batch=batch: batch
             planner._plans = [MinibatchPlan(plan) for plan in plans_of(how, name, batch)]
         learn(phases, batch)
         plans = [plan.micro_batches for plan in planner.plans(batch)]
