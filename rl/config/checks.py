@@ -185,8 +185,7 @@ def warnings(config: Config) -> list[str]:
     if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
         found.append(
             f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p} sample from a "
-            "truncated "
-            "distribution, but the trainer's log-probs are those of the whole one; 1, 0 and 0 make the two "
-            "agree."
+            "truncated distribution, but the trainer's log-probs are those of the whole one; 1, 0 and 0 make "
+            "the two agree."
         )
     return found

@@ -105,7 +105,7 @@ def test_setup_and_lock_agree(requirements, lock):
     assert {"torch", "megatron-core", "transformers", "numpy"} <= {wanted.name for _, wanted in shared}
     for group, wanted in shared:
         version = locked_version(lock[canonicalize_name(wanted.name)])
-        assert version in wanted.specifier, f"setup.py [{group}] wants {wanted}, the lock has {version}"
+        assert version in wanted.specifier, f"setup.py [{group}] requires {wanted}, the lock has {version}"
 
 
 def test_both_builds_of_vllm_are_the_same_version(requirements, lock):
@@ -183,9 +183,10 @@ def test_lock_meets_what_its_packages_require(lock):
             if found is None:
                 missing.add(canonicalize_name(wanted.name))
             elif not wanted.specifier.contains(locked_version(found), prereleases=True):
-                unmet.append(f"{name} wants {wanted}, the lock has {locked_version(found)}")
+                unmet.append(f"{name} requires {wanted}, the lock has {locked_version(found)}")
         unmet += [
-            f"{name} wants {other}, which is not in the lock" for other in missing - LEFT_OUT.get(name, set())
+            f"{name} requires {other}, which is not in the lock"
+            for other in missing - LEFT_OUT.get(name, set())
         ]
     assert unmet == []
 

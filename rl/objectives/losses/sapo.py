@@ -42,8 +42,7 @@ def sapo(
     if not (sapo_tau_positive > 0 and sapo_tau_negative > 0):
         raise ValueError(
             f"sapo_tau_positive={sapo_tau_positive} and sapo_tau_negative={sapo_tau_negative} must be "
-            "positive; "
-            "the paper uses 1.0 and 1.05."
+            "positive; the paper uses 1.0 and 1.05."
         )
     mask = mask.bool()
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)

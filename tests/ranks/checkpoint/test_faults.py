@@ -1,5 +1,4 @@
-"""What goes wrong with disks and files: each ends as docs/checkpoints.md says, and an older checkpoint is
-intact."""
+"""Faults of disks and files end as docs/checkpoints.md describes, and an older checkpoint stays intact."""
 
 import json
 import os

@@ -181,8 +181,8 @@ def examine(trainer, engine) -> dict:
 
 
 def corrupted(trainer, engine) -> dict:
-    """What the check says of one changed element on the last rank, of two exchanged ones, and after the next
-    refit."""
+    """Return the messages of the check for one changed element on the last rank, for two exchanged
+    elements, and after the next refit."""
     said = {}
     last = trainer.weight_map.placement.num_layers - 1
     names = [name for name in engine.weights() if f"layers.{last}." in name]

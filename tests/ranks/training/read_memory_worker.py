@@ -33,7 +33,7 @@ def resident(field: str) -> int:
 def main(checkpoint: str, out_dir: str) -> None:
     with session(RANKS) as device:
         grid, hf = new_grid(2, 1), read_hf_config(checkpoint)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = resident("VmRSS")
         trainer = TrainingEngine(
             checkpoint, hf, training=Training(tp=2), dtype="bfloat16", grid=grid, device=device
