@@ -29,7 +29,7 @@ from rl.training.model import DTYPES, build_model
 from rl.training.offload import HostMemory
 from rl.training.optimizer import build_optimizer, optimizer_tensors
 from rl.training.packing import MicroBatch, pack
-from rl.training.weights import WeightMap, full_weights, load_hf
+from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights
 
 MicroBatchLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """micro-batch -> (loss, metrics), both already divided by the mini-batch's global denominators."""
@@ -73,6 +73,7 @@ class TrainingEngine:
         self.model = model
         weights = value_weights(hf, needs_head=False) if values else architecture(hf).weights(hf)
         self.weight_map = WeightMap(hf, weights, grid, model)
+        mark_split_weights(self.weight_map)
         load_hf(path, self.weight_map)
         self.reference = self._copy_of_weights() if keep_reference else None
         self.optimizer = None
