@@ -610,3 +610,20 @@ def needs_reference(config: Config) -> bool:
     """Return whether the policy that the run starts from is kept."""
     objective = config.objective
     return "reference" in algorithm_of(config).needs or objective.kl_coef > 0 or objective.reward_kl.coef > 0
+
+
+def needs_early_logprobs(config: Config) -> bool:
+    """Return whether something reads the old policy's log-probs before the first update of a step.
+
+    If nothing does, the first mini-batch needs no forward pass before its update, whose own forward pass is
+    one of the same weights. The readers are the KL penalty of the reward, advantage estimators and losses
+    that select tokens, rejections, which change the denominators of the loss, and algorithms that say so.
+    """
+    estimator, loss = config.objective.chosen
+    return (
+        "old_logprobs" in algorithm_of(config).needs
+        or config.objective.reward_kl.coef > 0
+        or (estimator is not None and not estimator.columns.isdisjoint({"old_logprobs", "sum_p_squared"}))
+        or (loss is not None and "selected_tokens" in loss.columns)
+        or bool(config.rollout_correction.rejections)
+    )

@@ -56,7 +56,7 @@ class Phases:
         planner = MinibatchPlanner(config, engines.policy.grid.dp)
         self.generation = Generation(config, step, engines, self.memory, stop)
         self.inference = Inference(config, step, engines, self.memory, planner)
-        self.updates = Updates(config, step, engines, self.memory, planner)
+        self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
         self.scoring = Scoring(config, step, engines, self.memory, scorer, tokenizer)
         self.kl_penalty = KlPenalty(config)
 
@@ -115,7 +115,11 @@ class Phases:
     # Learn: log-probs, advantages, updates ----------------------------------------------------------------
 
     def log_probs(self, batch: Batch) -> None:
-        """Fill `old_logprobs` and, with a reference policy, `ref_logprobs`; apply `rollout_correction`."""
+        """Fill `old_logprobs` and, with a reference policy, `ref_logprobs`; apply `rollout_correction`.
+
+        `old_logprobs` may be filled only by the first `update`. An algorithm that reads them before declares
+        "old_logprobs" in NEEDS.
+        """
         self.inference.log_probs(batch)
 
     def reference(self, batch: Batch) -> None:
