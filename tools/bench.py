@@ -3,6 +3,7 @@
     python tools/bench.py grpo --rows quickstart           a GRPO step against TRL's GRPOTrainer
     python tools/bench.py learn                            time to 0.90 accuracy, against TRL
     python tools/bench.py control --check docs/performance.json
+    python tools/bench.py show docs/performance.json       the stored tables
     python tools/bench.py TABLE --help
 
 Both sides of a comparison run in one command and take turns, step by step, so that they meet the same load.
@@ -79,7 +80,7 @@ TABLES = {
     ),
     "queue": Table(
         "Idle share of two replicas with static and shared queues",
-        "idle share",
+        "idle share of the shared queue",
         "lower",
         generation.add_queue_arguments,
         generation.measure_queues,
@@ -113,6 +114,9 @@ TABLES = {
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.table == "show":
+        print("\n".join(result.markdown() for result in read_results(args.results).values()), end="")
+        return 0
     table = TABLES[args.table]
     if args.check and not args.check.exists():
         sys.exit(f"bench: --check {args.check} does not exist; --store writes such a file.")
@@ -155,6 +159,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     tables = parser.add_subparsers(dest="table", metavar="TABLE", required=True)
+    show = tables.add_parser("show", help="Print the tables of a file of results")
+    show.add_argument("results", type=Path, metavar="FILE")
     for name, table in TABLES.items():
         sub = tables.add_parser(name, help=table.title, description=table.title)
         sub.add_argument("--work", type=Path, metavar="DIR", help="directory whose contents are reused")

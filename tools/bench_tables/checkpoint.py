@@ -49,7 +49,8 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
         )
     finally:
         shutil.rmtree(disk)
-    foreground, first, *later = found["foreground"], *found["background"]
+    rounds = {kind: found[kind] for kind in ("foreground", "background")}
+    foreground, first, *later = rounds["foreground"], *rounds["background"]
     columns = {
         "foreground, s": middle(foreground),
         "first in background, s": first,
@@ -57,7 +58,7 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
         "GiB": found["bytes"] / 2**30,
     }
     name = f"{args.layers} layers of {args.hidden}, {args.ranks} ranks, tp {args.tp}"
-    return [Row(name, columns, middle(later) / middle(foreground))], {}
+    return [Row(name, columns, middle(later) / middle(foreground), rounds)], {}
 
 
 def save_both_ways(

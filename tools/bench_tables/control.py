@@ -20,9 +20,9 @@ WORK = ("gen", "old_log_prob", "update_actor", "update_weights")
 
 def add_arguments(add) -> None:
     add("--size", choices=SIZES, default="0.7M", help="model of the measured steps (0.7M)")
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="worlds whose steps are measured (2 4)")
+    add("--ranks", type=int, nargs="*", default=[2, 4], help="worlds whose steps are measured (2 4)")
     add("--rounds", type=int, default=5, help="counted steps of each world (5)")
-    add("--worlds", type=int, nargs="+", default=[64, 512, 4096], help="simulated worlds (64 512 4096)")
+    add("--worlds", type=int, nargs="*", default=[64, 512, 4096], help="simulated worlds (64 512 4096)")
     add("--samples-per-rank", type=int, default=8, help="samples of a simulated step for each rank (8)")
     add("--mean-tokens", type=int, default=256, help="mean answer of the simulated step (256)")
     add("--model", default="qwen2.5-32b", help="configs/models/NAME of the simulated refit (qwen2.5-32b)")
@@ -59,7 +59,7 @@ def share_of_control(ranks: int, args: Namespace, runs: Path) -> Row:
         "s of a step": middle([grpo.turn_seconds(turn) for turn in turns])
     }
     columns |= {f"share of {key}": middle(values) for key, values in shares.items()}
-    return Row(f"{ranks} ranks on this machine", columns, middle(shares["control"]))
+    return Row(f"{ranks} ranks on this machine", columns, middle(shares["control"]), shares)
 
 
 # Simulated worlds ---------------------------------------------------------------------------------------

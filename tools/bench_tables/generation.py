@@ -39,10 +39,11 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
             directory = runs / f"{size}-{'seeded' if name == SEEDED else 'plain'}"
             sides[name] = partial(start_vllm, name, directory, task, args)
         turns = alternate(sides, args.rounds)
-        rates = {name: middle([tokens_per_second(turn) for turn in taken]) for name, taken in turns.items()}
+        rounds = {name: [tokens_per_second(turn) for turn in taken] for name, taken in turns.items()}
+        rates = {name: middle(values) for name, values in rounds.items()}
         columns: dict[str, float | int | str] = {f"{name}, tokens/s": rate for name, rate in rates.items()}
         for name, figure in ((SEEDED, rates[OURS] / rates[SEEDED]), (PLAIN, rates[OURS] / rates[PLAIN])):
-            rows.append(Row(f"{size}, {name}", columns, figure))
+            rows.append(Row(f"{size}, {name}", columns, figure, rounds))
     return rows, {}
 
 
@@ -170,10 +171,11 @@ def measure_queues(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], 
     rows = []
     for queue, taken in found.items():
         idle = [1 - sum(seconds) / len(seconds) / max(seconds) for seconds in taken]
-        longest = middle([max(seconds) for seconds in taken])
-        columns: dict[str, float | int | str] = {"s of the last replica": longest, "greatest": max(idle)}
-        rows.append(Row(f"{queue} queue", columns, middle(idle) if queue == "shared" else None))
-        columns["idle share"] = middle(idle)
+        longest = [max(seconds) for seconds in taken]
+        columns: dict[str, float | int | str] = {"idle": middle(idle), "most": max(idle)}
+        columns["s of the last replica"] = middle(longest)
+        figure = middle(idle) if queue == "shared" else None
+        rows.append(Row(f"{queue} queue", columns, figure, {"idle": idle, "seconds": longest}))
     return rows, {}
 
 

@@ -69,13 +69,14 @@ def add_arguments(add) -> None:
 
 def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
     """Return a row per case, and the peer's version."""
-    python = peer.install(args.peer_venv or work / "trl")
-    rows = []
-    for number, (name, case) in enumerate(CASES.items()):
-        if any(name.startswith(start) for start in args.rows):
-            rows.append(measure_case(name, case, args, work, runs / str(number), python))
-    if not rows:
+    chosen = [name for name in CASES if any(name.startswith(start) for start in args.rows)]
+    if not chosen:
         raise ValueError(f"--rows {' '.join(args.rows)} begins the name of no row: {'; '.join(CASES)}.")
+    python = peer.install(args.peer_venv or work / "trl")
+    rows = [
+        measure_case(name, CASES[name], args, work, runs / str(number), python)
+        for number, name in enumerate(chosen)
+    ]
     return rows, {"trl": peer.version(python.parents[1])}
 
 
@@ -113,23 +114,22 @@ def measure_case(name: str, case: Case, args: Namespace, work: Path, runs: Path,
 
 def compare(name: str, theirs: str, turns: dict[str, list[Turn]]) -> Row:
     """Return the row of two sides."""
-    seconds = {side: [turn_seconds(turn) for turn in taken] for side, taken in turns.items()}
-    columns: dict[str, float | int | str] = {"rounds": len(seconds[OURS])}
-    for side, values in seconds.items():
-        label = OURS if side == OURS else "TRL"
-        records = [record for turn in turns[side] for record in turn]
-        columns[f"{label}, s"] = middle(values)
-        columns[f"{label}, range"] = f"{min(values):.2f} to {max(values):.2f}"
-        if side != OURS:
-            columns["TRL runs on"] = side.removeprefix("TRL, ")
+    rounds = {side: [turn_seconds(turn) for turn in taken] for side, taken in turns.items()}
+    columns: dict[str, float | int | str] = {"rounds": len(rounds[OURS])}
+    for side in (theirs, OURS):
+        values, records = rounds[side], [record for turn in turns[side] for record in turn]
         phases = {}
         for key, phase in PHASES.items():
             if f"timing_s/{key}" in records[0]:
                 phases[phase] = middle([record[f"timing_s/{key}"] for record in records])
-        columns[f"of {label}"] = ", ".join(f"{phase} {value:.3g}" for phase, value in phases.items())
+        phases["rest"] = middle(values) - sum(phases.values())
+        label = "TRL" if side == theirs else side
+        columns[f"{label}, s"] = f"{middle(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+        columns[f"of {label}"] = ", ".join(f"{phase} {value:.2f}" for phase, value in phases.items())
         lengths = [record["response_length/mean"] for record in records]
-        columns[f"tokens, {label}"] = sum(lengths) / len(lengths)
-    return Row(name, columns, middle(seconds[theirs]) / middle(seconds[OURS]))
+        columns[f"mean answer, {label}"] = sum(lengths) / len(lengths)
+    columns["TRL runs on"] = theirs.removeprefix("TRL, ")
+    return Row(name, columns, middle(rounds[theirs]) / middle(rounds[OURS]), rounds)
 
 
 def turn_seconds(turn: Turn) -> float:
@@ -213,7 +213,7 @@ def write_config(directory: Path, case: Case) -> Path:
             "samples_per_prompt": case.samples_per_prompt,
             "max_response_tokens": case.max_tokens,
             "max_concurrent_samples": 256,
-            "cpu_kv_cache_mib": 512,
+            "cpu_kv_cache_mib": 512 if case.size == "21M" else 64,
         },
     }
     path = directory / "config.yaml"

@@ -47,7 +47,8 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
         columns[f"{way}, MiB received"] = found["bytes"][way] / MIB
     layouts = f"training {args.train} -> rollout TP {args.rollout_tp}, {args.ranks} ranks"
     ratio = middle(found["seconds"]["gather"]) / middle(found["seconds"]["plan"])
-    return [Row(f"{found['parameters'] / 1e6:.0f} M parameters, {args.dtype}, {layouts}", columns, ratio)], {}
+    name = f"{found['parameters'] / 1e6:.0f} M parameters, {args.dtype}, {layouts}"
+    return [Row(name, columns, ratio, found["seconds"])], {}
 
 
 def save_model(directory: Path, dtype: str, **sizes: int) -> Path:

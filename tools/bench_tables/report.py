@@ -27,6 +27,8 @@ class Row:
     """What the line shows, in order."""
     figure: float | None = None
     """The number that the regression check compares; None for a line that only informs."""
+    rounds: dict[str, list[float]] = field(default_factory=dict)
+    """What each side took in each round, for the JSON file."""
 
 
 @dataclass

@@ -34,9 +34,12 @@ def measure_packing(args: Namespace, work: Path, runs: Path) -> tuple[list[Row],
             max_tokens=args.max_tokens,
             rounds=args.rounds,
         )
-        packed, padded = middle(found["packed"]), middle(found["padded"])
+        rounds = {form: found[form] for form in ("packed", "padded")}
+        packed, padded = middle(rounds["packed"]), middle(rounds["padded"])
         columns = {"packed, s": packed, "padded, s": padded, "padded / real tokens": found["token_ratio"]}
-        rows.append(Row(f"{size}, {args.samples} samples up to {args.max_tokens}", columns, padded / packed))
+        rows.append(
+            Row(f"{size}, {args.samples} samples up to {args.max_tokens}", columns, padded / packed, rounds)
+        )
     return rows, {}
 
 
@@ -49,19 +52,20 @@ def update_both_forms(device, *, model: str, num_samples: int, max_tokens: int, 
     import torch
     import torch.distributed as dist
 
-    from rl.config.schema import Optimizer, Training
+    from rl.config.schema import Config, Optimizer
     from rl.data.batch import given_responses
     from rl.models import read_hf_config
     from rl.objectives.aggregate import aggregate
-    from rl.training.dp_split import plan_minibatch
+    from rl.phases.minibatches import MinibatchPlanner
     from rl.training.engine import TrainingEngine
     from rl.training.grid import build_grid
 
-    grid = build_grid(tp=1, pp=1, seed=1)
+    grid, config = build_grid(tp=1, pp=1, seed=1), Config()
+    config.data.prompts_per_step = num_samples  # one mini-batch
     engine = TrainingEngine(
         model,
         read_hf_config(model),
-        training=Training(),
+        training=config.training,
         dtype="float32",
         grid=grid,
         device=device,
@@ -92,14 +96,16 @@ def update_both_forms(device, *, model: str, num_samples: int, max_tokens: int, 
         )
         return total, {"loss": total}
 
+    planner, plans = MinibatchPlanner(config, grid.dp), {}
+    for form, batch in batches.items():
+        plans[form] = planner.plans(batch)[0].micro_batches
     seconds: dict[str, list[float]] = {"packed": [], "padded": []}
     norms = {}
     for turn in range(rounds + 1):
         for form, batch in batches.items():
-            plan = plan_minibatch(batch, list(range(num_samples)), dp=grid.dp, max_tokens=16384)
             dist.barrier()
             start = time.perf_counter()
-            norms[form] = engine.update(batch, plan, loss, lr=0.0)["grad_norm"]
+            norms[form] = engine.update(batch, plans[form], loss, lr=0.0)["grad_norm"]
             dist.barrier()
             if turn > 0:
                 seconds[form].append(time.perf_counter() - start)

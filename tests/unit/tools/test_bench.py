@@ -25,8 +25,8 @@ def test_row_of_two_sides():
     theirs = [[record(step, 6.0, gen=4.0)] for step in range(3)]
     row = compare("a row", "TRL, 1 x 2", {"Lockstep": ours, "TRL, 1 x 2": theirs})
     assert row.figure == 3.0  # medians; the wait for a turn does not count
-    assert row.columns["Lockstep, s"] == 2.0 and row.columns["Lockstep, range"] == "1.00 to 3.00"
-    assert row.columns["of TRL"] == "generation 4" and row.columns["TRL runs on"] == "1 x 2"
+    assert row.columns["Lockstep, s"] == "2.00 (1.00 to 3.00)" and row.rounds["Lockstep"] == [2.0, 3.0, 1.0]
+    assert row.columns["of TRL"] == "generation 4.00, rest 2.00" and row.columns["TRL runs on"] == "1 x 2"
 
 
 def test_markdown():
