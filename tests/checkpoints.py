@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from tools.tiny_models import PARTICULAR, SIZES, save_tiny, tiny_config
+from tools.tiny_models import PARTICULAR, PUBLISHED, SIZES, save_tiny, tiny_config
 
 __all__ = [
     "PARTICULAR",
+    "PUBLISHED",
     "SIZES",
     "assert_same_checkpoint",
     "save_qwen2",

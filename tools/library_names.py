@@ -2,15 +2,18 @@
 
     python tools/library_names.py                             the installed packages
     python tools/library_names.py vllm=DIR megatron=DIR       unpacked wheels of other versions
+    python tools/library_names.py --record tests/unit/tools/transformer_engine.json transformer_engine=DIR
 
 It reads sources and imports nothing, so that it also checks what cannot be imported here (Transformer Engine,
-CUDA builds): every imported name and attribute exists, and every call has arguments that are accepted. Exit
-code 1: something is missing.
+CUDA builds): every imported name and attribute exists, and every call has arguments that are accepted. What
+is used of a library that is not installed can be recorded, with its version, for tests. Exit code 1:
+something is missing.
 """
 
 import argparse
 import ast
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -81,6 +84,13 @@ def uses(files: list[Path], packages: tuple[str, ...] = CHECKED) -> list[Use]:
     return found
 
 
+def megatron_on_te() -> Path:
+    """Return Megatron's file that uses Transformer Engine."""
+    megatron = installed("megatron")
+    assert megatron is not None, "megatron-core is not installed"
+    return megatron.directory / "megatron" / "core" / "extensions" / "transformer_engine.py"
+
+
 def program_files() -> list[Path]:
     """Return the files of rl/ that also run on CUDA."""
     files = [*sorted((ROOT / "rl").rglob("*.py")), ROOT / "train_rl.py"]
@@ -106,6 +116,9 @@ def _uses_in(file: Path, packages: tuple[str, ...]) -> Iterator[Use]:
                 aliases[name.asname or name.name.partition(".")[0]] = (
                     name.name if name.asname else name.name.partition(".")[0]
                 )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from _calls_of_super(node, aliases, path, is_checked)
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Module))]
     called: set[ast.expr] = set()
     for function in functions:
@@ -127,6 +140,16 @@ def _uses_in(file: Path, packages: tuple[str, ...]) -> Iterator[Use]:
             name = _dotted(node, aliases)
             if name and is_checked(name):
                 yield Use(f"{path}:{node.lineno}", name)
+
+
+def _calls_of_super(owner: ast.ClassDef, aliases, path: str, is_checked) -> Iterator[Use]:
+    """Yield the calls of a checked class's own methods by its subclass."""
+    bases = [name for base in owner.bases if is_checked(name := _dotted(base, aliases))]
+    for node in ast.walk(owner) if len(bases) == 1 else ():
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("super()."):
+            assert isinstance(node.func, ast.Attribute)
+            name = bases[0] if node.func.attr == "__init__" else f"{bases[0]}.{node.func.attr}"
+            yield Use(f"{path}:{node.lineno}", name, 0, tuple(_keywords(node, owner)), is_call=True)
 
 
 def _dotted(node: ast.expr, aliases: Mapping[str, str]) -> str:
@@ -174,6 +197,11 @@ class Library:
         """Return the signature of a dotted name, or None if there is no such name."""
         found = self._find(name, set())
         return None if found is None else self._signature(*found)
+
+    def version(self) -> str:
+        """Return the version of the wheel."""
+        (info,) = self.directory.glob(f"{self.package}-*.dist-info")
+        return info.name.removesuffix(".dist-info").rpartition("-")[2]
 
     def _find(self, name: str, seen: set[str]) -> tuple[ast.AST | None, str] | None:
         """Return (definition, its module) of a name; no definition for values and what is not in Python."""
@@ -310,6 +338,32 @@ class Library:
         return Signature()
 
 
+class RecordedLibrary(Library):
+    """What was used of a library, as `record` wrote it."""
+
+    def __init__(self, file: Path):
+        content = json.loads(file.read_text())
+        self.package, self.recorded_version, self._names = (
+            content[key] for key in ("package", "version", "names")
+        )
+
+    def find(self, name: str) -> Signature | None:
+        if name not in self._names:
+            raise KeyError(f"{name} is not recorded; tools/library_names.py --record records it.")
+        found = self._names[name]
+        return None if found is None else Signature(found["names"] and tuple(found["names"]), *found["takes"])
+
+
+def record(library: Library, file: Path) -> None:
+    """Write the signatures of what the program and Megatron use of the library."""
+    names = {}
+    for name in sorted({use.name for use in uses([*program_files(), megatron_on_te()], (library.package,))}):
+        found = library.find(name)
+        names[name] = found and dict(names=found.names, takes=[found.takes_args, found.takes_kwargs])
+    content = dict(package=library.package, version=library.version(), names=names)
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements of a module, with those inside if, try and with."""
     for node in body:
@@ -382,6 +436,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--record", metavar="FILE", type=Path, help="write what is used of one library")
     parser.add_argument(
         "libraries", metavar="PACKAGE=DIR", nargs="*", help="directory that holds the package"
     )
@@ -395,6 +450,10 @@ def main() -> int:
             print(f"{package} is not installed")
         else:
             libraries[package] = library
+    if args.record:
+        (library,) = libraries.values()
+        record(library, args.record)
+        return 0
     found = uses(program_files())
     said = problems(found, libraries)
     print("\n".join(said) or f"{len(found)} uses, all of them found")
