@@ -101,6 +101,8 @@ def _is_term(node: ast.AST, flags: set[str]) -> bool:
         return node.id in flags
     if isinstance(node, ast.keyword):
         return node.arg == "pin_memory"
+    if isinstance(node, ast.Compare):
+        return any(isinstance(side, ast.Constant) and side.value == "cuda" for side in node.comparators)
     return isinstance(node, ast.Attribute) and (
         node.attr in ("is_cuda", "pin_memory", "record_stream")
         or (node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch")

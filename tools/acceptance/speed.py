@@ -118,6 +118,7 @@ def bare_vllm(task: Task) -> None:
     requests: list = [{"prompt_token_ids": ids.tolist()} for ids in _prompts(task)]
     seconds = []
     for _ in range(2):
+        llm.reset_prefix_cache()
         start = time.perf_counter()
         outputs = llm.generate(requests, sampling, use_tqdm=False)
         seconds.append(time.perf_counter() - start)
