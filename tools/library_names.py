@@ -26,7 +26,7 @@ ON_CPU = ("rl/rollout/cpu_support.py", "rl/training/cpu_support.py")
 """Files that use names of the CPU builds."""
 ATTRIBUTES = {
     "vllm.v1.engine.llm_engine.LLMEngine": "engine_core model_executor step add_request abort_request",
-    "vllm.v1.engine.core_client.InprocClient": "abort_requests _finalizer engine_core",
+    "vllm.v1.engine.core_client.InprocClient": "abort_requests engine_core _finalizer?",
     "vllm.LLM": "llm_engine apply_model sleep wake_up reset_prefix_cache",
     "vllm.v1.executor.uniproc_executor.UniProcExecutor": "driver_worker",
     "vllm.v1.worker.worker_base.WorkerWrapperBase": "worker",
@@ -35,7 +35,7 @@ ATTRIBUTES = {
     "vllm.outputs.CompletionOutput": "token_ids logprobs finish_reason",
     "vllm.outputs.RequestOutput": "request_id outputs finished",
 }
-"""Attributes that the program uses of objects whose class its source does not name."""
+"""Attributes that the program uses of objects whose class its source does not name; ? if it can do without."""
 FORWARDED = {"vllm.LLM": "vllm.EngineArgs"}
 """Callable -> the dataclass to which it hands its further keyword arguments."""
 
@@ -74,13 +74,14 @@ class Signature:
 # ---- what the program uses ---------------------------------------------------------------------------------
 
 
-def uses(files: list[Path], packages: tuple[str, ...] = CHECKED) -> list[Use]:
-    """Return the uses of the packages in the files, and ATTRIBUTES."""
+def uses(files: list[Path], packages: tuple[str, ...] = CHECKED, *, optional: bool = False) -> list[Use]:
+    """Return the uses of the packages in the files, and ATTRIBUTES, with `optional` those marked ? too."""
     found = [use for file in files for use in _uses_in(file, packages)]
     tops = {package.partition(".")[0] for package in packages}
     for owner, names in ATTRIBUTES.items():
         if owner.partition(".")[0] in tops:
-            found += [Use("tools/library_names.py: ATTRIBUTES", f"{owner}.{name}") for name in names.split()]
+            kept = [name.rstrip("?") for name in names.split() if optional or not name.endswith("?")]
+            found += [Use("tools/library_names.py: ATTRIBUTES", f"{owner}.{name}") for name in kept]
     return found
 
 

