@@ -99,6 +99,8 @@ def _memory(estimate: Estimate) -> str:
         rows.append(["engine: activations", *_gib([0.0, 0.0, engine.workspace])])
         rows.append(["engine: KV cache", *_gib([0.0, 0.0, max(0.0, engine.cache)])])
         rows.append(["refit buffers", *_gib([0.0, memory.refit_buffers, 0.0])])
+    if memory.connections:
+        rows.append(["refit: NCCL", *_gib([memory.connections] * len(phases))])
     if memory.judge:
         rows.append(["judge", *_gib([memory.judge] * len(phases))])
     rows.append(["reserve", *_gib([memory.hardware.reserve] * len(phases))])
@@ -137,7 +139,8 @@ def _work(estimate: Estimate) -> str:
     if refit := estimate.refit:
         lines.append(
             f"refit: {refit.all_ranks / GIB:.1f} GiB received by all ranks, at most "
-            f"{refit.busiest / GIB:.2f} GiB by one, {refit.largest_batch / GIB:.2f} GiB of buffers"
+            f"{refit.busiest / GIB:.2f} GiB by one, from at most {refit.senders} ranks, "
+            f"{refit.largest_batch / GIB:.2f} GiB of buffers"
         )
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in estimate.seconds.items())
     lines += [
