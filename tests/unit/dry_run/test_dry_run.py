@@ -212,6 +212,14 @@ class TestCommand:
         ):
             assert word in out
 
+    def test_a_replica_of_several_nodes(self, capsys):
+        assert self.run("--world-size", "8") == 0
+        assert "spans" not in capsys.readouterr().out
+        self.run("--world-size", "8", "--ranks-per-node", "2", "rollout.tp=4")
+        out = capsys.readouterr().out
+        assert int(re.search(r"tp 4 spans 2 nodes; .* take about (\d+) s of gen", out)[1]) > 0
+        assert "refit: NCCL" in out
+
     def test_it_does_not_fit(self, capsys):
         assert self.run("--world-size", "8", "--gpu-memory-gib", "24") == 2
         out = capsys.readouterr().out
