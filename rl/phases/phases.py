@@ -27,6 +27,7 @@ from rl.phases.step import Step
 from rl.phases.updates import TokenSelection, Updates
 from rl.rollout.sampling import greedy_sampling, train_sampling
 from rl.stopping.requests import StopRequests
+from rl.training.dp_split import Cost
 from rl.training.loss import Loss
 
 
@@ -53,7 +54,8 @@ class Phases:
         self.prompts, self.sampler = prompts, sampler
         self.memory = MemorySharing(config, step.device, engines)
         stop = stop if config.run.on_stop_in_generation == "redo" else None
-        planner = MinibatchPlanner(config, engines.policy.grid.dp)
+        weights = engines.policy.weight_map
+        planner = MinibatchPlanner(config, engines.policy.grid.dp, Cost.of_model(weights.hf, weights.weights))
         self.generation = Generation(config, step, engines, self.memory, stop)
         self.inference = Inference(config, step, engines, self.memory, planner)
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)

@@ -13,7 +13,7 @@ from rl.engines.memory import MemorySharing
 from rl.faults.agreement import check_replicas
 from rl.objectives.aggregate import aggregate
 from rl.objectives.value_loss import explained_variance, value_loss
-from rl.phases.batch_metrics import balance_metrics, spread
+from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
 from rl.phases.deferred import FirstUpdate
 from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
@@ -60,9 +60,11 @@ class Updates:
         if batch.advantages is not None:
             step.metrics |= spread("critic/advantages", batch.advantages[batch.mask > 0])
         num_tokens = batch.prompt_lengths + batch.lengths
-        plans = [plan.micro_batches for plan in self._planner.plans(batch)]
-        ranks = [[i for p in plans for micro in p[rank] for i in micro] for rank in range(policy.grid.dp)]
+        plans = self._planner.plans(batch)
+        micro_batches = [plan.micro_batches for plan in plans]
+        ranks = [[i for p in micro_batches for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
         step.metrics |= balance_metrics(num_tokens.tolist(), ranks)
+        step.metrics |= imbalance_metrics([plan.costs for plan in plans if plan.costs is not None])
         first_version = policy.version
         others = self._outputs_after_the_first(batch)
 
