@@ -142,6 +142,8 @@ class Training:
     effect on groups of one sample, and on CUDA in float32."""
     recompute: bool = False
     """Recompute every layer's activations in the backward pass (Megatron full recompute, uniform)."""
+    overlap_gradients: Literal["auto", "on", "off"] = "auto"
+    """Reduce gradients over the data parallel ranks during the backward pass. auto: on CUDA."""
     head_chunk_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Number of tokens whose logits exist at the same time, in the computation of log-probs and entropy. 0:
     as many as have 1 GiB of logits in float32. A micro-batch with no more tokens than this keeps its logits

@@ -10,11 +10,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -22,8 +18,9 @@ from rl.config.schema import Optimizer, Training
 from rl.data.batch import Batch
 from rl.models import architecture, value_model, value_weights
 from rl.runtime.collectives import broadcast_object
-from rl.runtime.device import Device
+from rl.runtime.device import Device, aligned, host_memory
 from rl.training.dp_split import MicroBatchPlan
+from rl.training.gradients import with_gradients
 from rl.training.grid import Grid
 from rl.training.model import DTYPES, build_model
 from rl.training.offload import HostMemory
@@ -75,17 +72,12 @@ class TrainingEngine:
         self.weight_map = WeightMap(hf, weights, grid, model)
         mark_split_weights(self.weight_map)
         load_hf(path, self.weight_map)
+        assert optimizer is not None or not keep_reference, "a frozen model is its own reference"
         self.reference = self._copy_of_weights() if keep_reference else None
         self.optimizer = None
         self.wrapped: torch.nn.Module = model
         if optimizer is not None:
-            model.config.finalize_model_grads_func = _finalize_without_division
-            self.wrapped = DistributedDataParallel(
-                model.config,
-                DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-                model,
-                pg_collection=grid.groups,
-            )
+            self.wrapped = with_gradients(model, training, grid)
             self.optimizer = build_optimizer(optimizer, DTYPES[dtype], self.wrapped)
         self.wrapped.train(self.optimizer is not None)
         self.forward_backward = get_forward_backward_func()
@@ -120,14 +112,23 @@ class TrainingEngine:
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Use the reference weights inside the context."""
+        """Use the reference weights inside the context, for forward passes.
+
+        They are copied into the memory of the gradients, which `update` sets to 0 first. The own weights stay
+        where they are.
+        """
         assert self.reference is not None, "keep_reference was not set"
-        own = self._copy_of_weights()
-        self._set_weights(self.reference)
+        assert not self._learning_state_in_host.occupied, "the gradients' memory is in use by the engine"
+        parameters = list(self.model.parameters())
+        own = [parameter.data for parameter in parameters]
         try:
+            for parameter, weight in zip(parameters, self.reference):
+                unused = parameter.main_grad.view(-1).view(weight.dtype)[: weight.numel()]
+                parameter.data = unused.view(weight.shape).copy_(weight, non_blocking=True)
             yield
         finally:
-            self._set_weights(own)
+            for parameter, data in zip(parameters, own):
+                parameter.data = data
 
     def update(
         self,
@@ -270,18 +271,11 @@ class TrainingEngine:
         return dict(zip(names, mine.tolist()))
 
     def _copy_of_weights(self) -> list[Tensor]:
-        """Return a copy of the weights in host memory, because device memory has no room for one."""
-        return [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
-
-    @torch.no_grad()
-    def _set_weights(self, weights: list[Tensor]) -> None:
-        for parameter, weight in zip(self.model.parameters(), weights):
-            parameter.copy_(weight)
-
-
-def _finalize_without_division(model, num_tokens=None, **kwargs):
-    """Reduce gradients without Megatron's division by the token count.
-
-    The loss already contains its denominator.
-    """
-    finalize_model_grads(model, None, **kwargs)
+        """Return a copy of the weights in one block of host memory, page-locked on CUDA."""
+        own = [parameter.detach() for parameter in self.model.parameters()]
+        sizes = [aligned(weight.nbytes) for weight in own]
+        parts = host_memory(sum(sizes)).split(sizes)
+        return [
+            part[: weight.nbytes].view(weight.dtype).view(weight.shape).copy_(weight)
+            for part, weight in zip(parts, own)
+        ]
