@@ -59,7 +59,12 @@ def start_ours(directory: Path, task: Path, args: Namespace) -> Side:
         "algorithm": f"{ROOT}/tools/bench_tables/generation_in_turns.py",
         "run": {"dir": str(directory / "run"), "max_steps": args.rounds + 1},
         "model": {"path": str(task / "model"), "dtype": "float32"},
-        "data": {"train": [f"{task}/train.parquet"], "prompts_per_step": PROMPTS, "shuffle": False},
+        "data": {
+            "train": [f"{task}/train.parquet"],
+            "prompts_per_step": PROMPTS,
+            "shuffle": False,
+            "max_prompt_tokens": 16,
+        },
         "rollout": {
             "samples_per_prompt": SAMPLES,
             "max_response_tokens": args.max_tokens,
