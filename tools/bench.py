@@ -21,6 +21,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -124,6 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     work.mkdir(parents=True, exist_ok=True)
     runs = Path(tempfile.mkdtemp(prefix="runs-", dir=work))
     machine = describe_machine()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the sides end too
     try:
         rows, versions = table.measure(args, work, runs)
     except (SideFailed, ValueError, OSError) as error:

@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -22,7 +23,13 @@ def add_arguments(add) -> None:
     add("--size", choices=SIZES, default="0.7M", help="model of the measured steps (0.7M)")
     add("--ranks", type=int, nargs="*", default=[2, 4], help="worlds whose steps are measured (2 4)")
     add("--rounds", type=int, default=5, help="counted steps of each world (5)")
-    add("--worlds", type=int, nargs="*", default=[64, 512, 4096], help="simulated worlds (64 512 4096)")
+    add(
+        "--worlds",
+        type=int,
+        nargs="*",
+        default=[64, 512, 4096],
+        help="simulated worlds, multiples of 32 (64 512 4096)",
+    )
     add("--samples-per-rank", type=int, default=8, help="samples of a simulated step for each rank (8)")
     add("--mean-tokens", type=int, default=256, help="mean answer of the simulated step (256)")
     add("--model", default="qwen2.5-32b", help="configs/models/NAME of the simulated refit (qwen2.5-32b)")
@@ -75,6 +82,7 @@ def simulated_world(world: int):
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    warnings.filterwarnings("ignore", module=r"torch\.distributed\..*")  # as in a run
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         yield dist.group.WORLD

@@ -59,7 +59,12 @@ def start_ours(directory: Path, task: Path, args: Namespace) -> Side:
         "algorithm": f"{ROOT}/tools/bench_tables/generation_in_turns.py",
         "run": {"dir": str(directory / "run"), "max_steps": args.rounds + 1},
         "model": {"path": str(task / "model"), "dtype": "float32"},
-        "data": {"train": [f"{task}/train.parquet"], "prompts_per_step": PROMPTS, "shuffle": False},
+        "data": {
+            "train": [f"{task}/train.parquet"],
+            "prompts_per_step": PROMPTS,
+            "shuffle": False,
+            "max_prompt_tokens": 16,
+        },
         "rollout": {
             "samples_per_prompt": SAMPLES,
             "max_response_tokens": args.max_tokens,
@@ -147,16 +152,17 @@ def run_vllm(spec: dict) -> None:
 
 def add_queue_arguments(add) -> None:
     add("--size", choices=SIZES, default="0.7M", help="model (0.7M)")
-    add("--prompts", type=int, default=48, help="prompts of a generation (48)")
-    add("--max-tokens", type=int, default=192, help="longest answer (192)")
+    add("--prompts", type=int, default=96, help="prompts of a generation (96)")
+    add("--max-tokens", type=int, default=160, help="longest answer (160)")
     add("--rounds", type=int, default=5, help="counted generations of each queue (5)")
 
 
 def measure_queues(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
     """Return the share of two replicas' time in which a replica is idle, for both queues.
 
-    An eighth of the prompts has answers of the greatest length, all others have short ones. Each round has
-    the long ones at other places.
+    The prompts are those of two sources in turn, as `data.train` of two files may give them. An eighth of all
+    has answers of the greatest length, the others have short ones; five of six long ones are of the first
+    source. Each round has them at other places.
     """
     task = save_task(runs / "task", args.size, mean_length=args.max_tokens / 8, max_length=args.max_tokens)
     found = on_ranks(
@@ -179,6 +185,16 @@ def measure_queues(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], 
     return rows, {}
 
 
+def long_answers(rng: np.random.Generator, num_prompts: int) -> np.ndarray:
+    """Return which prompts have long answers, bool [num_prompts]."""
+    is_long = np.zeros(num_prompts, bool)
+    num_long = num_prompts // 8
+    for source, count in enumerate((num_long - num_long // 6, num_long // 6)):
+        places = np.arange(source, num_prompts, 2)
+        is_long[rng.choice(places, count, replace=False)] = True
+    return is_long
+
+
 def generate_by_queue(device, *, model: str, num_prompts: int, max_tokens: int, rounds: int) -> dict:
     """Return, by queue, the seconds of each replica in each round. Collective over the world."""
     import torch.distributed as dist
@@ -193,13 +209,13 @@ def generate_by_queue(device, *, model: str, num_prompts: int, max_tokens: int, 
         model, rollout, dtype="float32", max_tokens=max_tokens + 8, seed=0, device=device, frozen=True
     )
     sampling = Sampling(
-        samples_per_prompt=2, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=max_tokens,
+        samples_per_prompt=4, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=max_tokens,
         stop=(), stop_token_ids=(),
     )  # fmt: skip
     short, long = 10, 60  # characters of short and of long answers, which a prompt ends with
     found: dict[str, list[list[float]]] = {"static": [], "shared": []}
     for turn in range(rounds + 1):
-        is_long = np.random.default_rng(turn).permutation(num_prompts) < num_prompts // 8
+        is_long = long_answers(np.random.default_rng(turn), num_prompts)
         prompts = [np.array([4, long if flag else short], np.int32) for flag in is_long]
         for queue, taken in found.items():
             rollout.deterministic = queue == "static"

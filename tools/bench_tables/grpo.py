@@ -245,7 +245,7 @@ def add_learn_arguments(add) -> None:
     add("--target", type=float, default=0.9, help="held-out accuracy to reach (0.9)")
     add("--ranks", type=int, default=2, help="ranks of Lockstep (2)")
     add("--peer-venv", type=Path, metavar="DIR", help="TRL's virtual environment (WORK/trl)")
-    add("--peer-processes", type=int, nargs="+", default=[1], help="processes of TRL (1)")
+    add("--peer-processes", type=int, nargs=1, default=[2], help="processes of TRL; 2 is faster than 1 (2)")
     add("--max-steps", type=int, default=150, help="steps of the schedule, a multiple of 25 (150)")
     add("--seed", type=int, default=1, help="seed of both sides (1)")
 

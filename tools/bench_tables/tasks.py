@@ -11,10 +11,6 @@ the same distribution of lengths.
 import math
 from pathlib import Path
 
-import torch
-
-from tools.make_toy import SPECIAL_TOKENS, addition_problems, build_model, build_tokenizer, write_split
-
 SIZES = {
     "0.7M": {},
     "21M": {"hidden": 512, "layers": 9, "heads": 8, "kv_heads": 4, "intermediate": 1024},
@@ -39,6 +35,8 @@ def save_task(
     mean_length: mean number of tokens of short answers that end at `max_length` at the latest.
     long_share: probability of a long answer.
     """
+    from tools.make_toy import addition_problems, build_model, build_tokenizer, write_split
+
     directory.mkdir(parents=True)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, **SIZES[size])
@@ -60,9 +58,13 @@ def end_probability(mean_length: float, max_length: int) -> float:
     return low
 
 
-@torch.no_grad()
 def make_chain(model, tokenizer, end: float, long_share: float) -> None:
     """Overwrite three channels of the model, so that answers end and are long with these probabilities."""
+    import torch
+
+    from tools.make_toy import SPECIAL_TOKENS
+
+    model.requires_grad_(False)
     body, head = model.model, model.lm_head.weight
     start, short, long = channels = [0, 1, 2]
     for layer in body.layers:

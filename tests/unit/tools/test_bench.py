@@ -1,10 +1,11 @@
 """The results of tools/bench.py: stored, compared, shown; lengths of random models; sides that take turns."""
 
 import sys
+from argparse import Namespace
 
 import pytest
 
-from tools.bench_tables.grpo import compare, time_to
+from tools.bench_tables.grpo import compare, measure, time_to
 from tools.bench_tables.report import Result, Row, read_results, regressions, store_results
 from tools.bench_tables.sides import Side, SideFailed, alternate
 from tools.bench_tables.tasks import end_probability
@@ -59,6 +60,11 @@ def test_storing_keeps_other_rows(tmp_path):
     path.write_text('{"grpo": 1}')
     with pytest.raises(ValueError, match="is not a file of results"):
         read_results(path)
+
+
+def test_unknown_row(tmp_path):
+    with pytest.raises(ValueError, match="--rows 7B begins the name of no row: 0.7M, 16 x 8"):
+        measure(Namespace(rows=["7B"]), tmp_path, tmp_path)
 
 
 def test_time_to_accuracy():
