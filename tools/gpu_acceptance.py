@@ -1,13 +1,13 @@
-"""Accept a GPU machine: test, measure and report the whole CUDA path, about 10 minutes on one GPU.
+"""Accept a GPU machine: test, measure and report the whole CUDA path.
 
-    python tools/gpu_acceptance.py                          all stages; writes acceptance/index.html
-    python tools/gpu_acceptance.py --quick                  3 minutes
-    python tools/gpu_acceptance.py --stage speed            one stage again, into the same page
-    python tools/gpu_acceptance.py --rehearse               the same stages on a CPU with tiny sizes
+    python tools/gpu_acceptance.py                   all stages; on one GPU about 10 to 15 minutes
+    python tools/gpu_acceptance.py --quick           about 3 minutes
+    python tools/gpu_acceptance.py --stage speed     one stage again, into the same page
+    python tools/gpu_acceptance.py --rehearse        the same stages on a CPU with tiny sizes
 
 Every stage runs in processes of its own with a time limit, and the next stage runs whatever became of it. The
-page, and acceptance.json beside it, has every stage that --out holds. Exit code 0: no stage failed; 1: one
-did; 2: there is no GPU.
+page, index.html in --out, and acceptance.json beside it have every stage that has run. Exit code 0: no stage
+failed; 1: one did; 2: there is no GPU.
 """
 
 import argparse
@@ -41,9 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     if not args.rehearse and not ranks:
         print("error: nvidia-smi shows no GPU; use --rehearse for a rehearsal on the CPU.", file=sys.stderr)
         return 2
-    stages = [stage for stage in all_stages() if mode in stage.modes or stage.name in args.stage]
-    for stage in stages:
-        if args.stage and stage.name not in args.stage:
+    failed = []
+    for stage in all_stages():
+        if not (stage.name in args.stage if args.stage else stage.runs_in(mode)):
             continue
         if stage.every_gpu and ranks < 2:
             result = dict(rows=[dict(name="needs several GPUs", verdict="skip", text="this machine has one")])
@@ -52,11 +52,11 @@ def main(argv: list[str] | None = None) -> int:
         result |= dict(name=stage.name, text=stage.text, mode=mode, verdict=verdict(result["rows"]))
         (out / "stages" / f"{stage.name}.json").write_text(json.dumps(result))
         print(f"{result['verdict']:<5} {result.get('seconds', 0):6.1f} s  {stage.name}", flush=True)
+        failed += [stage.name] * (result["verdict"] == "fail")
         for row in result["rows"]:
             if row["verdict"] == "fail":
                 print("     ", row["name"], *(row.get(key, "") for key in ("value", "limit", "text")))
         write_page(out)
-    failed = [result["name"] for result in results(out) if result["verdict"] == "fail"]
     print(f"{out / 'index.html'}: {'failed: ' + ', '.join(failed) if failed else 'no stage failed'}")
     return 1 if failed else 0
 
@@ -71,7 +71,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     modes.add_argument("--rehearse", action="store_true", help="run on the CPU with tiny sizes")
     names = [stage.name for stage in all_stages()]
     add("--stage", metavar="NAME", action="append", choices=names, default=[], help=", ".join(names))
-    add("--out", metavar="DIR", default="acceptance", help="directory of the results (acceptance)")
+    add("--out", metavar="DIR", default="runs/acceptance", help="directory of the results (runs/acceptance)")
     return parser.parse_args(argv)
 
 

@@ -35,7 +35,7 @@ ATTRIBUTES = {
     "vllm.outputs.CompletionOutput": "token_ids logprobs finish_reason",
     "vllm.outputs.RequestOutput": "request_id outputs finished",
 }
-"""Attributes that the program uses of objects whose class its source does not name; ? if it can do without."""
+"""Attributes of objects whose class the program's source does not name; ? if it can do without."""
 FORWARDED = {"vllm.LLM": "vllm.EngineArgs"}
 """Callable -> the dataclass to which it hands its further keyword arguments."""
 

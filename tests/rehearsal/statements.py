@@ -1,12 +1,14 @@
 """The statements of the program that depend on CUDA, read from its source."""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.spawn import ROOT
 
+TERM = re.compile("cuda|nccl|pin_memory|record_stream")
 ON_CPU = ("rl/rollout/cpu_support.py", "rl/training/cpu_support.py")
 
 
@@ -58,14 +60,10 @@ def _own(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _flag(node: ast.stmt) -> Iterator[str]:
-    """Yield the variable to which a statement assigns whether there is CUDA: is_cuda = device.is_cuda."""
-    if (
-        isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and _condition(node.value, set())
-    ):
-        if not isinstance(node.value, (ast.IfExp, ast.Call)) or "is_available" in ast.unparse(node.value):
-            yield node.targets[0].id
+    """Yield the variable or attribute to which a statement assigns whether there is CUDA."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Name, ast.Attribute)):
+        if ast.unparse(node.value).endswith((".is_cuda", "cuda.is_available()")):
+            yield ast.unparse(node.targets[0]).removeprefix("self.")
 
 
 def _required(body: list[ast.stmt], flags: set[str]) -> Iterator[ast.stmt]:
@@ -97,16 +95,13 @@ def _mentions(node: ast.AST, flags: set[str]) -> bool:
 
 
 def _is_term(node: ast.AST, flags: set[str]) -> bool:
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        return node.id in flags
+    """Return whether a node asks for CUDA: a name with cuda or nccl in it, a flag, or pinned memory."""
     if isinstance(node, ast.keyword):
         return node.arg == "pin_memory"
     if isinstance(node, ast.Compare):
         return any(isinstance(side, ast.Constant) and side.value == "cuda" for side in node.comparators)
-    return isinstance(node, ast.Attribute) and (
-        node.attr in ("is_cuda", "pin_memory", "record_stream")
-        or (node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch")
-    )
+    name = getattr(node, "id", "") or getattr(node, "attr", "")
+    return name in flags or bool(TERM.search(name))
 
 
 def _condition(test: ast.AST, flags: set[str]) -> int:

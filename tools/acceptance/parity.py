@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tools.acceptance.stages import ARCHITECTURES, QUICK
+from tools.acceptance.stages import ARCHITECTURES, FEW
 from tools.acceptance.worker import Task, world
 
 CHANGED_SHARE = 0.1
@@ -45,7 +45,7 @@ def run(
             return task.findings.skip("without Transformer Engine", "it is not installed: see stage trainer")
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     if task.mode != "full":
-        architectures = [name for name in architectures if name in QUICK]
+        architectures = [name for name in architectures if name in FEW]
     with world(task) as device:
         for name, dtype in product(architectures, dtypes):
             case = _Case(task, device, name, dtype)
@@ -215,7 +215,7 @@ class _Case:
                     max_concurrent_samples=8,
                     deterministic=True,
                     gpu_memory_utilization=0.3,
-                    enforce_eager=self.name not in QUICK,  # CUDA graphs take seconds to capture
+                    enforce_eager=self.name not in FEW,  # CUDA graphs take seconds to capture
                     cpu_kv_cache_mib=16,
                 ),
             )
