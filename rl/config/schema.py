@@ -137,6 +137,9 @@ class Training:
     """Prompts (with all their samples) per optimizer step. 0: the whole batch of `data.prompts_per_step`."""
     epochs: Annotated[int, AT_LEAST_ONE] = 1
     """Passes over the batch of a step."""
+    shared_prefix: bool = True
+    """Compute a prompt once for all of its samples in a micro-batch. Results are equal within rounding; no
+    effect on groups of one sample, and on CUDA in float32."""
     recompute: bool = False
     """Recompute every layer's activations in the backward pass (Megatron full recompute, uniform)."""
     head_chunk_tokens: Annotated[int, AT_LEAST_ONE] = 1024
