@@ -9,7 +9,7 @@ excludes reward functions, packing, start-up, the optimizer's step and slow repl
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference
 from rl.dry_run.hardware import Hardware
@@ -108,6 +108,15 @@ def _training_pass(
     ideal = busiest * operations / (layout.world_size * hardware.tflops * 1e12 * hardware.train_share)
     bubble = (layout.pp - 1) / num_micro_batches(config, layout, lengths.total)
     return ideal * (1 + bubble)
+
+
+def seconds_between_nodes(
+    config: Config, layout: Layout, model: Model, engine: EngineMemory, lengths: Lengths, hardware: Hardware
+) -> float:
+    """Return the seconds of generation that replicas lose because their all-reduces cross nodes."""
+    one_node = replace(hardware, ranks_per_node=max(hardware.ranks_per_node, layout.rollout_tp))
+    arguments = config, layout, model, engine, lengths
+    return _generation(*arguments, hardware) - _generation(*arguments, one_node)
 
 
 def _generation(
