@@ -131,7 +131,10 @@ class Updates:
                     before_update(plan)
                 totals = plan.totals(batch)
                 micro_loss = lambda micro, totals=totals: loss(micro, totals)  # noqa: E731
-                terms = model.update(batch, plan.micro_batches, micro_loss, lr=lr, progress=bar)
+                reads = getattr(loss, "reads", None)
+                terms = model.update(
+                    batch, plan.micro_batches, micro_loss, lr=lr, outputs=reads, progress=bar
+                )
                 for name, value in terms.items():
                     sums[name] = sums.get(name, 0.0) + value
         num_updates = len(plans) * epochs

@@ -117,7 +117,7 @@ class ToyEngine:
         yield
         self.model, self.reference = self.reference, self.model
 
-    def update(self, batch, plan, loss, *, lr, progress=None):
+    def update(self, batch, plan, loss, *, lr, outputs=None, progress=None):
         gradient = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
         sums: dict[str, float] = {}
         self.model.zero_grad()
