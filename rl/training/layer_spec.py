@@ -11,6 +11,7 @@ import re
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -78,7 +79,9 @@ def without_te(spec):
             fields |= dict(linear_q_down_proj=DuplicatedLinear, linear_kv_down_proj=DuplicatedLinear)
         return dataclasses.replace(spec, **fields)
     if isinstance(spec, type):
-        return {WrappedTorchNorm: Norm, DotProductAttention: CoreAttention}.get(spec, spec)
+        return {WrappedTorchNorm: Norm, FusedLayerNorm: Norm, DotProductAttention: CoreAttention}.get(
+            spec, spec
+        )
     return spec
 
 
