@@ -11,6 +11,7 @@ import re
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -48,7 +49,7 @@ def block_spec(config):
     if config.multi_latent_attention and config.q_lora_rank is None:
         for layer in spec.layer_specs:  # Megatron 0.19 refuses a norm of a latent that the model lacks
             layer.submodules.self_attention.submodules.q_layernorm = IdentityOp
-    classes = {WrappedTorchNorm: Norm, DotProductAttention: CoreAttention}
+    classes = {WrappedTorchNorm: Norm, FusedLayerNorm: Norm, DotProductAttention: CoreAttention}
     return replace_classes(spec, classes, latents=DuplicatedLinear)
 
 
