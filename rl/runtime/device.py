@@ -49,7 +49,7 @@ def host_memory(size: int) -> torch.Tensor:
     code = int(cudart.cudaHostRegister(address, length, 0))
     if code != 0:
         raise RuntimeError(
-            f"cudaHostRegister of {length} bytes returned {code}; check the host memory that is free and `ulimit -l`."
+            f"cudaHostRegister of {length} bytes returned {code}; check free host memory and `ulimit -l`."
         )
     weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
     return torch.from_numpy(memory[start : start + size])
