@@ -10,6 +10,7 @@ import torch
 
 from rl.config.schema import Rollout
 from rl.models import SUPPORTED, read_hf_config
+from rl.rollout import router
 from rl.runtime.device import Device
 
 
@@ -23,6 +24,7 @@ def build_llm(
     """
     from vllm import LLM, ModelRegistry
 
+    router.install()
     hf = read_hf_config(path)
     for name in set(hf["architectures"]) & set(SUPPORTED):
         # Otherwise vLLM inspects the model's class in a subprocess, which takes about 10 s.
@@ -45,6 +47,7 @@ def build_llm(
         options |= dict(
             enforce_eager=True,
             kv_cache_memory_bytes=rollout.cpu_kv_cache_mib << 20,
+            scheduler_cls="rl.rollout.cpu_scheduler.DecodeScheduler",
             # vLLM's CPU rotary kernel is wrong for 3-dimensional queries (DeepSeek).
             compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
         )
