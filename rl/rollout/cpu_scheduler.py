@@ -30,7 +30,7 @@ class DecodeScheduler(Scheduler):
         return self._schedule_decoding() or super().schedule(throttle_prefills)
 
     def _schedule_decoding(self) -> SchedulerOutput | None:
-        """Return the plan of a step that computes one token per running request; None if there is more to do."""
+        """Return the plan of a step with one token per running request; None if there is more to do."""
         running = self.running
         starts = [request.num_computed_tokens for request in running]
         full = [request for request, start in zip(running, starts) if start % self.block_size == 0]
@@ -116,7 +116,7 @@ class DecodeScheduler(Scheduler):
 
     def finish_requests(self, request_ids, finished_status):
         """Forget the log-probs of aborted requests as well."""
-        names = [request_ids] if isinstance(request_ids, str) else request_ids
-        for name in names if names is not None else list(self._logprobs):
-            self._logprobs.pop(name, None)
-        return super().finish_requests(request_ids, finished_status)
+        finished = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self._logprobs.pop(request.request_id, None)
+        return finished

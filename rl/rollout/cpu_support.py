@@ -140,8 +140,8 @@ def unlink_shared_memory() -> None:
 
 
 def make_sampler(runner):
-    """Return the sampler that replaces the one of vLLM's model runner; needs vLLM, which is slow to import."""
-    from rl.rollout.cpu_sampler import HashedSampler
+    """Return the sampler that replaces the one of vLLM's model runner."""
+    from rl.rollout.cpu_sampler import HashedSampler  # imports vLLM
 
     return HashedSampler(runner)
 

@@ -7,12 +7,12 @@ import torch
 
 @functools.cache
 def install() -> None:
-    """Make every router that vLLM builds from now on return float32 logits. Call it before the engine is built.
+    """Make every router that vLLM builds from now on return float32 logits.
 
     With 16-bit weights vLLM's routers round the logits to 16 bits, unless DeepSeek's config has the key
     moe_router_dtype; Qwen3-MoE and Mixtral have no key. Near-equal experts then swap, and the trainer would
-    score tokens by other experts than those that sampled them. Replacing the class is vLLM's public
-    `PluggableLayer.register_oot`.
+    score tokens by other experts than those that sampled them. `PluggableLayer.register_oot` is vLLM's public
+    way to replace a layer; if routers are no longer GateLinear, tests/ranks/rollout/test_router.py fails.
     """
     from vllm.model_executor.custom_op import PluggableLayer
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear

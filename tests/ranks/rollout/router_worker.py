@@ -13,6 +13,7 @@ RANKS = discover()
 prepare_environment(RANKS)
 
 import torch  # noqa: E402
+
 from rl.config.schema import Rollout  # noqa: E402
 from rl.models import architecture, read_hf_config  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402

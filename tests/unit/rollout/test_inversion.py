@@ -1,4 +1,4 @@
-"""The numbers of seeds and positions are uniform and independent; inversion gives each token its share."""
+"""Numbers of seeds and positions are uniform and independent; inversion gives each token its share."""
 
 import numpy as np
 import pytest
@@ -10,11 +10,11 @@ from rl.rollout.sampling import seed_of
 
 COUNT = 1 << 16
 PAST = 1e-4
-"""Least probability of a chi-square below or above the found one. The numbers are fixed: no test is random."""
+"""Least probability of a chi-square below, and above, the found one; the numbers are fixed."""
 
 
 def streams():
-    """Return numbers of consecutive seeds at one position, of the run's seeds, and of one seed's positions."""
+    """Return numbers of consecutive seeds at one position, of a run's seeds, and of one seed's positions."""
     counter = np.arange(COUNT)
     of_run = np.array([seed_of(1, "train.3", i) for i in range(COUNT)], np.uint64)
     return {
