@@ -337,7 +337,7 @@ def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: i
     if not model.has_head:
         return states
     rows = padded_vocab(model.hf["vocab_size"], vocab_multiple(layout.tp)) // layout.tp
-    chunk = min(config.training.head_chunk_tokens, tokens)
+    chunk = min(config.training.head_chunk(rows), tokens)
     gradient = (4 + itemsize) * rows * hidden
     return states + HEAD_COPIES * 4 * chunk * rows + gradient
 

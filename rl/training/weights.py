@@ -22,6 +22,7 @@ class WeightMap:
     """The model's weights that this rank holds, and their parameters."""
 
     def __init__(self, hf: dict, weights: list[Weight], grid: Grid, model: torch.nn.Module):
+        self.hf = hf
         self.grid = grid
         self.weights = weights
         self.placement = TrainingPlacement(

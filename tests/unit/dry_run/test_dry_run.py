@@ -25,6 +25,7 @@ PUBLISHED = {  # billions of parameters on the model cards; DeepSeek-V3 without 
     "llama-3.1-8b": 8.03,
     "mixtral-8x7b": 46.70,
     "qwen2.5-0.5b": 0.494,
+    "qwen2.5-1.5b": 1.544,
     "qwen2.5-32b": 32.76,
     "qwen2.5-7b": 7.616,
     "qwen3-30b-a3b": 30.53,
