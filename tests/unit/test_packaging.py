@@ -12,8 +12,8 @@ import pytest
 import setuptools
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 INSTALLER = ROOT / "tools" / "install_cpu.sh"
