@@ -173,4 +173,4 @@ def refit_plan(model: str, world: int) -> None:
     training = TrainingPlacement(world, 8, 4, layers, etp=1 if experts else None, num_experts=experts)
     rollout = RolloutPlacement(world, 8, layers)
     routing = Routing(weights, training, rollout, node_of=lambda rank: rank // 8, itemsize=2)
-    plan_of(routing, [spans for spans, _ in cut_into_batches(routing, 512 << 20)], 0)
+    plan_of(routing, cut_into_batches(routing, 512 << 20), 0)
