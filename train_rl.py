@@ -46,6 +46,7 @@ def main() -> int:
     from rl.config.schema import Config, load_config
     from rl.runtime.ranks import discover
     from rl.runtime.rendezvous import RendezvousError, join_ranks
+    from rl.runtime.transformers_import import keep_scan
 
     ranks = None
     try:
@@ -76,6 +77,7 @@ def main() -> int:
 
     start_up.mark("rendezvous")
     prepare_environment(ranks)
+    keep_scan()
     from rl.runtime.session import leave_together, session
 
     start_up.mark("torch")
