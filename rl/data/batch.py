@@ -16,6 +16,7 @@ from torch import Tensor
 
 LOSS_COLUMNS = (
     "mask",
+    "rollout_logprobs",
     "old_logprobs",
     "ref_logprobs",
     "weight_versions",
@@ -28,7 +29,7 @@ LOSS_COLUMNS = (
 )
 """Token columns that losses may read; micro-batches contain them."""
 
-TOKEN_COLUMNS = (*LOSS_COLUMNS, "rollout_logprobs", "token_rewards", "sum_p_squared")
+TOKEN_COLUMNS = (*LOSS_COLUMNS, "token_rewards", "sum_p_squared")
 
 
 @dataclass
@@ -49,6 +50,8 @@ class Batch:
     """int32 [T]: version of the policy that sampled each token (`TrainingEngine.version`)."""
     old_logprobs: Tensor | None = None
     """Log-prob by the trainer, before this step's updates."""
+    deferred_version: int | None = None
+    """Version of the policy whose log-probs will be `old_logprobs`, if its first update fills them."""
     ref_logprobs: Tensor | None = None
     """Log-prob by the reference policy."""
     baselines: Tensor | None = None
@@ -85,9 +88,19 @@ class Batch:
     """
 
     def __post_init__(self):
+        count = len(self.response_ids)
+        ends = torch.zeros(count + 1, dtype=torch.int64)
+        ends[1:] = torch.tensor([len(ids) for ids in self.response_ids], dtype=torch.int64).cumsum(0)
+        self._lengths = {
+            "lengths": ends.diff(),
+            "offsets": ends,
+            "prompt_lengths": torch.tensor([len(ids) for ids in self.prompt_ids], dtype=torch.int64),
+        }
         if self.mask is None:
-            self.mask = torch.ones(int(self.lengths.sum()))
+            self.mask = torch.ones(int(ends[-1]))
         self._fingerprint: int | None = None
+        self.layouts: dict[Any, Any] = {}
+        """Layouts of micro-batches of these samples, for several passes; kept by `rl.training.packing`."""
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -102,23 +115,29 @@ class Batch:
     @property
     def lengths(self) -> Tensor:
         """Number of response tokens of each sample, int64 [N]."""
-        return torch.tensor([len(ids) for ids in self.response_ids], dtype=torch.int64)
+        return self._lengths["lengths"]
 
     @property
     def prompt_lengths(self) -> Tensor:
         """Number of prompt tokens of each sample, int64 [N]."""
-        return torch.tensor([len(ids) for ids in self.prompt_ids], dtype=torch.int64)
+        return self._lengths["prompt_lengths"]
 
     @property
     def offsets(self) -> Tensor:
         """First position of each sample in a token column, then the end of the column: int64 [N + 1]."""
-        return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
+        return self._lengths["offsets"]
+
+    def tokens_of(self, samples: list[int]) -> Tensor:
+        """Return the positions of the samples' tokens in a token column, sample by sample, int64."""
+        index = torch.tensor(samples, dtype=torch.int64)
+        lengths = self.lengths[index]
+        # A token's place in the result, plus the distance of its sample's first token from there.
+        shift = self.offsets[index] - (lengths.cumsum(0) - lengths)
+        return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
 
     def select(self, samples: list[int]) -> "Batch":
         """Return these samples, in this order, with all filled columns."""
-        offsets, index = self.offsets, torch.tensor(samples, dtype=torch.int64)
-        tokens = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in samples]
-        tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *tokens])
+        index, tokens = torch.tensor(samples, dtype=torch.int64), self.tokens_of(samples)
         columns = {
             name: value[tokens if name in TOKEN_COLUMNS else index]
             for name, value in vars(self).items()
