@@ -18,7 +18,7 @@ import yaml
 
 from tools.bench_tables import peer
 from tools.bench_tables.report import ROOT, Row, middle
-from tools.bench_tables.sides import STEPS_PER_TURN, Side, Turn, alternate, torchrun
+from tools.bench_tables.sides import STEPS_PER_TURN, BenchFailed, Side, Turn, alternate, torchrun
 from tools.bench_tables.tasks import save_task
 
 OURS = "Lockstep"
@@ -71,7 +71,7 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
     """Return a row per case, and the peer's version."""
     chosen = [name for name in CASES if any(name.startswith(start) for start in args.rows)]
     if not chosen:
-        raise ValueError(f"--rows {' '.join(args.rows)} begins the name of no row: {'; '.join(CASES)}.")
+        raise BenchFailed(f"--rows {' '.join(args.rows)} begins the name of no row: {'; '.join(CASES)}.")
     python = peer.install(args.peer_venv or work / "trl")
     rows = [
         measure_case(name, CASES[name], args, work, runs / str(number), python)
