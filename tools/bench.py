@@ -136,6 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     command = shlex.join(["python", "tools/bench.py", *(sys.argv[1:] if argv is None else argv)])
     result = Result(
         table=args.table,
+        title=table.title,
         figure=table.figure,
         better=table.better,
         rows=rows,

@@ -13,7 +13,7 @@ from tools.bench_tables.tasks import end_probability
 
 def result(figure, *, better="higher", name="a row"):
     row = Row(name, {"ours, s": 0.51234, "rounds": 5, "of ours": "update 0.3"}, figure)
-    return Result("grpo", "TRL / Lockstep", better, [row], "python tools/bench.py grpo")
+    return Result("grpo", "A GRPO step", "TRL / Lockstep", better, [row], "python tools/bench.py grpo")
 
 
 def record(step, seconds, **timings):
