@@ -12,7 +12,7 @@ from tests.spawn import ROOT, run_ranks
 REHEARSE = ROOT / "tests" / "rehearsal" / "rehearse.py"
 HINT = """
 Each of these statements runs only on CUDA, and no test has executed it. Make one of the runs below reach it
-(a config key in RUN), or, if torch or vLLM needs a GPU there, give tests/rehearsal/cuda.py a stand-in.
+(a config key in RUN), or, if torch or vLLM needs a GPU there, give tests/rehearsal/cuda_stand_in.py a stand-in.
 """
 RUN = ("model.dtype=bfloat16", "objective.kl_coef=0.01", "checkpoint.every=1", "checkpoint.background=true")
 

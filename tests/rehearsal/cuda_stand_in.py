@@ -178,11 +178,11 @@ def install() -> None:
     sys.meta_path.insert(0, _Finder())
     import torch.nn.attention.varlen as varlen
 
-    varlen.varlen_attn = _checked(varlen.varlen_attn, _varlen_attn)
+    varlen.varlen_attn = _checked(varlen.varlen_attn, varlen_attn)
     _replace_sleep_mode()
 
 
-def _varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
     """Attend segment by segment, causally and aligned at the bottom right."""
     assert window_size == (-1, 0) and cu_q.dtype is cu_k.dtype is torch.int32
     assert query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]
