@@ -33,9 +33,7 @@ class _Layer(torch.nn.Module):
         self.build(types.SimpleNamespace(**dict.fromkeys(self.names) | bound))
 
     def build(self, given) -> None:
-        raise NotImplementedError(
-            f"{type(self).__name__} has no stand-in: add it to tests/rehearsal/te_stand_in.py"
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no stand-in: add it to {__file__}")
 
     def parameter(self, *shape: int, dtype, parallel: bool = False) -> torch.nn.Parameter:
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype))

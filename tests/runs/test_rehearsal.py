@@ -16,7 +16,13 @@ HINT = """
 Each of these statements runs only on CUDA, and no test has executed it. Make one of the runs below reach it
 (a config key in RUN), or, if torch or vLLM needs a GPU there, extend tests/rehearsal/cuda_stand_in.py.
 """
-RUN = ("model.dtype=bfloat16", "objective.kl_coef=0.01", "checkpoint.every=1", "checkpoint.background=true")
+RUN = (
+    "model.dtype=bfloat16",
+    "objective.kl_coef=0.01",
+    "training.head_chunk_tokens=16",
+    "checkpoint.every=1",
+    "checkpoint.background=true",
+)
 
 
 @pytest.fixture(scope="module")
