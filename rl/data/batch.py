@@ -88,9 +88,19 @@ class Batch:
     """
 
     def __post_init__(self):
+        count = len(self.response_ids)
+        ends = torch.zeros(count + 1, dtype=torch.int64)
+        ends[1:] = torch.tensor([len(ids) for ids in self.response_ids], dtype=torch.int64).cumsum(0)
+        self._lengths = {
+            "lengths": ends.diff(),
+            "offsets": ends,
+            "prompt_lengths": torch.tensor([len(ids) for ids in self.prompt_ids], dtype=torch.int64),
+        }
         if self.mask is None:
-            self.mask = torch.ones(int(self.lengths.sum()))
+            self.mask = torch.ones(int(ends[-1]))
         self._fingerprint: int | None = None
+        self.layouts: dict[Any, Any] = {}
+        """Layouts of micro-batches of these samples, for several passes; kept by `rl.training.packing`."""
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -105,17 +115,17 @@ class Batch:
     @property
     def lengths(self) -> Tensor:
         """Number of response tokens of each sample, int64 [N]."""
-        return torch.tensor([len(ids) for ids in self.response_ids], dtype=torch.int64)
+        return self._lengths["lengths"]
 
     @property
     def prompt_lengths(self) -> Tensor:
         """Number of prompt tokens of each sample, int64 [N]."""
-        return torch.tensor([len(ids) for ids in self.prompt_ids], dtype=torch.int64)
+        return self._lengths["prompt_lengths"]
 
     @property
     def offsets(self) -> Tensor:
         """First position of each sample in a token column, then the end of the column: int64 [N + 1]."""
-        return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
+        return self._lengths["offsets"]
 
     def tokens_of(self, samples: list[int]) -> Tensor:
         """Return the positions of the samples' tokens in a token column, sample by sample, int64."""

@@ -19,6 +19,7 @@ from rl.data.batch import Batch
 from rl.models import architecture, value_model, value_weights
 from rl.runtime.collectives import broadcast_object
 from rl.runtime.device import Device, aligned, host_memory
+from rl.training.attention import can_share
 from rl.training.dp_split import MicroBatchPlan
 from rl.training.gradients import with_gradients
 from rl.training.grid import Grid
@@ -68,6 +69,7 @@ class TrainingEngine:
         hf = value_model(hf) if values else hf
         model = build_model(hf, training, DTYPES[dtype], grid, values=values).to(device.torch)
         self.model = model
+        self.shares_prompts = training.shared_prefix and can_share(device.torch, DTYPES[dtype])
         weights = value_weights(hf, needs_head=False) if values else architecture(hf).weights(hf)
         self.weight_map = WeightMap(hf, weights, grid, model)
         mark_split_weights(self.weight_map)
@@ -236,7 +238,9 @@ class TrainingEngine:
         multiple = self.grid.tp if self.model.config.sequence_parallel else 1
 
         def step(iterator, model):
-            micro = pack(batch, next(iterator), multiple=multiple, device=self.device.torch)
+            micro = pack(
+                batch, next(iterator), multiple=multiple, device=self.device.torch, share=self.shares_prompts
+            )
             if progress is not None:  # only the last stage computes the loss
                 progress.update(len(micro.samples) * self.grid.dp)
             output = self.model.run(micro, self.temperature)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
@@ -21,10 +20,12 @@ from rl.config.schema import Training
 from rl.models import architecture
 from rl.models.dense import rope_theta, scaled_frequencies
 from rl.models.layout import padded_vocab, stage_layers, vocab_multiple
+from rl.training.attention import PackedRow
 from rl.training.grid import Grid
 from rl.training.layer_spec import block_spec, use_te
 from rl.training.logprobs import OUTPUTS, linear_logprobs
 from rl.training.packing import MicroBatch
+from rl.training.rotary import RowRotary, rotate_by_row
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -49,15 +50,18 @@ class Packed(GPTModel):
     """
 
     outputs: tuple[str, ...]
+    rotary: RowRotary
 
     def run(self, micro: MicroBatch, temperature: float):
         """Run the forward pass of one packed micro-batch."""
-        packed = PackedSeqParams(
+        packed = PackedRow(
             qkv_format="thd",
-            cu_seqlens_q=micro.cu_seqlens,
-            cu_seqlens_kv=micro.cu_seqlens,
-            max_seqlen_q=micro.max_seqlen,
-            max_seqlen_kv=micro.max_seqlen,
+            cu_seqlens_q=micro.bounds,
+            cu_seqlens_kv=micro.bounds,
+            max_seqlen_q=micro.tokens.numel(),
+            max_seqlen_kv=micro.tokens.numel(),
+            attention=micro.attention,
+            rotation=self.rotary.of(micro.position_ids),
         )
         request = HeadRequest(micro.predict_at, micro.targets, temperature)
         return self(micro.tokens, micro.position_ids, None, labels=request, packed_seq_params=packed)
@@ -224,4 +228,5 @@ def build_model(hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *,
     if (frequencies := scaled_frequencies(hf)) is not None:
         # Megatron's rope_scaling option has a fixed original context and fixed frequency factors.
         model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq)
+    model.rotary = rotate_by_row(model, fused=config.apply_rope_fusion)
     return model

@@ -1,21 +1,25 @@
 """Packed micro-batches: the layout of several samples in one row of tokens on the device."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rl.data.batch import Batch
+from rl.training.rows import Group, RowAttention, positions, ranges, row_attention, segments
+
+PADDING_TOKENS = 64
+"""Padding forms sequences of at most this many tokens, whose attention costs little."""
 
 
 @dataclass
 class MicroBatch:
     """One packed row of T tokens on the device: B samples with R response tokens in total.
 
-    Position t of the row predicts the token at t + 1. `predict_at` are the R positions whose next token is a
-    response token, `targets` those tokens. Columns and the outputs of the forward pass are [R] in the same
-    order.
+    The row holds the samples' sequences, shortest first, then padding. Columns and the outputs of the forward
+    pass are [R] in the order of the samples. `predict_at` are the positions of the row that predict the R
+    response tokens, `targets` those tokens.
     """
 
     samples: list[int]
@@ -24,9 +28,9 @@ class MicroBatch:
     """int64 [1, T]."""
     position_ids: Tensor
     """int64 [1, T], restarting at 0 in each sequence."""
-    cu_seqlens: Tensor
-    """int32 [B + 1], or [B + 2] if the last sequence is padding."""
-    max_seqlen: int
+    bounds: Tensor
+    """int32 [2]: 0 and T."""
+    attention: RowAttention
     predict_at: Tensor
     """int64 [R]."""
     targets: Tensor
@@ -56,39 +60,100 @@ class MicroBatch:
         )
 
 
-def pack(batch: Batch, samples: list[int], *, multiple: int, device: torch.device) -> MicroBatch:
-    """Concatenate the samples and pad the row to a multiple of `multiple` tokens.
+def pack(
+    batch: Batch,
+    samples: list[int],
+    *,
+    multiple: int,
+    device: torch.device,
+    share: bool = False,
+    num_tokens: int = 0,
+) -> MicroBatch:
+    """Lay the samples out in one row and pad it.
 
-    multiple: tp under sequence parallelism, else 1.
+    multiple: the row's length is a multiple of it: tp under sequence parallelism, else 1. share: adjacent
+    samples of one group with equal prompts share one copy of the prompt. num_tokens: least length of the row.
+
+    The layout is kept with the batch, because several passes over a batch use the same plan.
     """
-    offsets = batch.offsets
-    sequences = [np.concatenate([batch.prompt_ids[i], batch.response_ids[i]]) for i in samples]
-    lengths = [len(sequence) for sequence in sequences]
-    padding = -sum(lengths) % multiple or (multiple if not lengths else 0)
-    if padding:
-        sequences.append(np.zeros(padding, np.int32))
-    ends = np.cumsum([0] + [len(sequence) for sequence in sequences])
-    predict_at, targets, column_index = ([np.zeros(0, np.int64)] for _ in range(3))
-    for i, start in zip(samples, ends):
-        prompt, response = len(batch.prompt_ids[i]), len(batch.response_ids[i])
-        predict_at.append(start + prompt - 1 + np.arange(response))
-        targets.append(batch.response_ids[i].astype(np.int64))
-        column_index.append(int(offsets[i]) + np.arange(response))
-    index = torch.from_numpy(np.concatenate(column_index))
+    key = (tuple(samples), multiple, device, share, num_tokens)
+    if key not in batch.layouts:
+        batch.layouts[key] = _lay_out(batch, samples, multiple, device, share, num_tokens)
+    row: MicroBatch = batch.layouts[key]
+    host = {name: column[row.column_index] for name, column in batch.loss_columns().items()}
+    if batch.labels is not None:
+        host["labels"] = batch.labels[samples]
+    columns = dict(zip(host, _to_device([x.numpy() for x in host.values()], torch.float32, device)))
+    return replace(row, labels=columns.pop("labels", None), columns=columns)
 
-    def on_device(parts, dtype):
-        return torch.from_numpy(np.concatenate(parts)).to(device=device, dtype=dtype)
 
+def _lay_out(batch, samples, multiple, device, share, num_tokens) -> MicroBatch:
+    """Return the micro-batch without columns."""
+    prompts, responses = (x.numpy()[samples] for x in (batch.prompt_lengths, batch.lengths))
+    groups: list[Group] = []
+    pieces = [np.zeros(0, np.int32)]
+    # Positions in the row of the token before each response, and of the response's first token.
+    before, first = np.zeros(len(samples), np.int64), np.zeros(len(samples), np.int64)
+    end = 0
+    for members in _units(batch, samples, share, prompts, responses):
+        start, prompt = end, int(prompts[members[0]])
+        pieces.append(batch.prompt_ids[samples[members[0]]])
+        end += prompt
+        for k in sorted(members, key=lambda k: responses[k]):
+            before[k], first[k] = start + prompt - 1, end
+            pieces.append(batch.response_ids[samples[k]])
+            end += int(responses[k])
+        if len(members) == 1:
+            groups.append(Group(start, end - start))
+        else:
+            groups.append(Group(start, prompt, tuple(sorted(int(n) for n in responses[members] if n))))
+    length = -(-max(num_tokens, end, 1) // multiple) * multiple
+    pieces.append(np.zeros(length - end, np.int32))
+    groups += [Group(at, min(PADDING_TOKENS, length - at)) for at in range(end, length, PADDING_TOKENS)]
+    within = ranges(np.zeros_like(responses), responses)
+    arrays = dict(
+        tokens=np.concatenate(pieces)[None],
+        position_ids=positions(groups)[None],
+        predict_at=np.where(within > 0, first.repeat(responses) + within - 1, before.repeat(responses)),
+        targets=np.concatenate([pieces[0], *(batch.response_ids[i] for i in samples)]),
+        lengths=responses,
+        bounds=np.array([0, length]),
+    )
+    keys = segments(groups)
+    on_device = dict(
+        zip([*arrays, *keys], _to_device([*arrays.values(), *keys.values()], torch.int64, device))
+    )
     return MicroBatch(
         samples=samples,
-        tokens=on_device(sequences, torch.int64)[None],
-        position_ids=on_device([np.arange(len(sequence)) for sequence in sequences], torch.int64)[None],
-        cu_seqlens=torch.from_numpy(ends).to(device=device, dtype=torch.int32),
-        max_seqlen=max(len(sequence) for sequence in sequences),
-        predict_at=on_device(predict_at, torch.int64),
-        targets=on_device(targets, torch.int64),
-        lengths=batch.lengths[samples].to(device),
-        column_index=index,
-        columns={name: column[index].to(device) for name, column in batch.loss_columns().items()},
-        labels=None if batch.labels is None else batch.labels[samples].to(device),
+        bounds=on_device.pop("bounds").int(),
+        attention=row_attention(groups, {name: on_device.pop(name) for name in keys}, device),
+        column_index=torch.from_numpy(ranges(batch.offsets.numpy()[samples], responses)),
+        **on_device,
     )
+
+
+def _units(batch, samples, share, prompts, responses) -> list[list[int]]:
+    """Return the members of each group that shares its prompt, else single samples; units ordered by length.
+
+    Units of equal length are therefore adjacent in the row.
+    """
+    units: list[list[int]] = []
+    groups = batch.groups.numpy()[samples]
+    for k, i in enumerate(samples):
+        if share and k and groups[k] == groups[k - 1]:
+            prompt, previous = batch.prompt_ids[i], batch.prompt_ids[samples[k - 1]]
+            if prompt is previous or np.array_equal(prompt, previous):
+                units[-1].append(k)
+                continue
+        units.append([k])
+    return sorted(units, key=lambda unit: (len(unit) > 1, prompts[unit[0]] + responses[unit].sum()))
+
+
+def _to_device(arrays: list[np.ndarray], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return the arrays on the device, in their shapes, after one transfer that does not block."""
+    sizes = [array.size for array in arrays]
+    host = torch.empty(sum(sizes), dtype=dtype, pin_memory=device.type == "cuda")
+    for part, array in zip(host.split(sizes), arrays):
+        part.copy_(torch.from_numpy(array).flatten())
+    parts = host.to(device, non_blocking=True).split(sizes)
+    return [part.view(array.shape) for part, array in zip(parts, arrays)]

@@ -31,18 +31,21 @@ def example_batch():
     return batch
 
 
-def test_samples_are_concatenated_in_order_and_padded():
+def test_sequences_lie_in_the_row_shortest_first_then_padding():
     micro = pack(example_batch(), [2, 0, 1], multiple=4, device=CPU)
     assert micro.samples == [2, 0, 1]
-    assert micro.tokens.tolist() == [[31, 32, 33, 34, 35, 11, 12, 13, 14, 15, 21, 0]]
-    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 0]]
-    assert micro.cu_seqlens.tolist() == [0, 5, 10, 11, 12]
-    assert micro.max_seqlen == 5
+    assert micro.tokens.tolist() == [[21, 31, 32, 33, 34, 35, 11, 12, 13, 14, 15, 0]]
+    assert micro.position_ids.tolist() == [[0, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0]]
+    assert micro.bounds.tolist() == [0, 12]
+    assert (
+        micro.attention.cu_seqlens_q.tolist() == micro.attention.cu_seqlens_kv.tolist() == [0, 1, 6, 11, 12]
+    )
+    assert micro.attention.max_seqlen_q == micro.attention.max_seqlen_kv == 5
 
 
 def test_response_tokens_are_predicted_from_the_one_before():
     micro = pack(example_batch(), [2, 0, 1], multiple=4, device=CPU)
-    assert micro.predict_at.tolist() == [2, 3, 6, 7, 8]
+    assert micro.predict_at.tolist() == [3, 4, 7, 8, 9]
     assert micro.targets.tolist() == [34, 35, 13, 14, 15]
     assert micro.tokens[0, micro.predict_at + 1].tolist() == micro.targets.tolist()
     assert micro.lengths.tolist() == [2, 3, 0]
@@ -56,12 +59,25 @@ def test_columns_follow_their_tokens():
     assert micro.mask.tolist() == [1, 1, 1, 0, 1]
 
 
+def test_a_layout_is_kept_and_its_columns_are_not():
+    batch = example_batch()
+    first = pack(batch, [2, 0], multiple=4, device=CPU)
+    batch.advantages = -batch.advantages
+    batch.labels = torch.tensor([7.0, 8.0, 9.0])
+    second = pack(batch, [2, 0], multiple=4, device=CPU)
+    assert second.tokens is first.tokens
+    assert second.advantages.tolist() == [-103, -104, -100, -101, -102]
+    assert first.labels is None and second.labels.tolist() == [9, 7]
+    assert pack(batch, [0, 2], multiple=4, device=CPU).targets.tolist() == [13, 14, 15, 34, 35]
+
+
 def test_types_are_those_that_megatron_takes():
     micro = pack(example_batch(), [0, 2], multiple=8, device=CPU)
     for name in ("tokens", "position_ids", "predict_at", "targets", "column_index", "lengths"):
         assert getattr(micro, name).dtype == torch.int64
-    assert micro.cu_seqlens.dtype == torch.int32
-    assert type(micro.max_seqlen) is int
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        assert getattr(micro.attention, name).dtype == torch.int32
+    assert micro.bounds.dtype == torch.int32
     assert micro.advantages.dtype == torch.float32
 
 
@@ -69,10 +85,16 @@ def test_types_are_those_that_megatron_takes():
 def test_a_row_is_padded_to_the_multiple(multiple, padding):
     micro = pack(example_batch(), [0, 2], multiple=multiple, device=CPU)
     assert micro.tokens.shape == micro.position_ids.shape == (1, 10 + padding)
-    assert micro.cu_seqlens.tolist() == [0, 5, 10] + ([10 + padding] if padding else [])
+    assert micro.attention.cu_seqlens_q.tolist() == [0, 5, 10] + ([10 + padding] if padding else [])
     assert micro.tokens[0, 10:].tolist() == [0] * padding
     assert micro.position_ids[0, 10:].tolist() == list(range(padding))  # a sequence of its own
-    assert micro.max_seqlen == max(5, padding)
+
+
+def test_a_row_is_padded_to_a_length_in_short_sequences():
+    micro = pack(example_batch(), [0, 2], multiple=4, device=CPU, num_tokens=149)
+    assert micro.tokens.shape == (1, 152)
+    assert micro.attention.cu_seqlens_q.tolist() == [0, 5, 10, 74, 138, 152]
+    assert micro.position_ids[0, 137:140].tolist() == [63, 0, 1]
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
@@ -80,8 +102,7 @@ def test_an_empty_micro_batch_is_only_padding(multiple):
     micro = pack(example_batch(), [], multiple=multiple, device=CPU)
     assert micro.tokens.tolist() == [[0] * multiple]
     assert micro.position_ids.tolist() == [list(range(multiple))]
-    assert micro.cu_seqlens.tolist() == [0, multiple]
-    assert micro.max_seqlen == multiple
+    assert micro.attention.cu_seqlens_q.tolist() == [0, multiple]
     for tensor in (micro.predict_at, micro.targets, micro.lengths, micro.column_index, micro.advantages):
         assert tensor.shape == (0,)
     assert micro.predict_at.dtype == micro.targets.dtype == micro.lengths.dtype == torch.int64
@@ -90,9 +111,49 @@ def test_an_empty_micro_batch_is_only_padding(multiple):
 def test_an_empty_response_predicts_nothing():
     micro = pack(example_batch(), [1], multiple=1, device=CPU)
     assert micro.tokens.tolist() == [[21]]
-    assert micro.cu_seqlens.tolist() == [0, 1]
+    assert micro.attention.cu_seqlens_q.tolist() == [0, 1]
     assert micro.lengths.tolist() == [0]
     assert micro.predict_at.shape == micro.targets.shape == micro.advantages.shape == (0,)
+
+
+def groups_batch():
+    """Samples 0 to 2 have one prompt and group, one of them an empty response. Sample 3 has the same prompt
+    in another group, sample 4 another prompt in the same group."""
+
+    def ids(*values):
+        return np.array(values, np.int32)
+
+    return Batch(
+        prompt_ids=[ids(11, 12), ids(11, 12), ids(11, 12), ids(11, 12), ids(51)],
+        response_ids=[ids(13, 14, 15), ids(), ids(23), ids(33), ids(43, 44)],
+        groups=torch.tensor([0, 0, 0, 1, 1]),
+        truncated=torch.zeros(5, dtype=torch.bool),
+    )
+
+
+def test_samples_of_a_group_share_an_equal_prompt():
+    micro = pack(groups_batch(), [0, 1, 2, 3, 4], multiple=1, device=CPU, share=True)
+    assert micro.tokens.tolist() == [[11, 12, 33, 51, 43, 44, 11, 12, 23, 13, 14, 15]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 0, 1, 2, 2, 3, 4]]
+    # Both responses of the group are predicted from the same token of the prompt.
+    assert micro.predict_at.tolist() == [7, 9, 10, 7, 1, 3, 4]
+    assert micro.targets.tolist() == [13, 14, 15, 23, 33, 43, 44]
+    assert micro.lengths.tolist() == [3, 0, 1, 1, 2]
+    attention = micro.attention
+    assert attention.cu_seqlens_q.tolist() == [0, 3, 6, 8, 9, 12]
+    assert attention.cu_seqlens_kv.tolist() == [0, 3, 6, 8, 11, 16]
+    assert attention.kv_index.tolist() == [*range(8), 6, 7, 8, 6, 7, 9, 10, 11]
+    assert (attention.max_seqlen_q, attention.max_seqlen_kv) == (3, 5)
+
+
+def test_nothing_changes_without_an_equal_prompt():
+    batch = groups_batch()
+    for samples in ([0, 3], [3, 4], [2], [0, 3, 2]):
+        plain = pack(batch, samples, multiple=1, device=CPU)
+        shared = pack(batch, samples, multiple=1, device=CPU, share=True)
+        assert shared.tokens.tolist() == plain.tokens.tolist()
+        assert shared.attention.runs == plain.attention.runs
+        assert shared.attention.kv_index is None and not shared.attention.shared
 
 
 def test_every_response_token_of_a_planned_batch_is_packed_once():
@@ -110,7 +171,8 @@ def test_every_response_token_of_a_planned_batch_is_packed_once():
         for samples in rank:
             micro = pack(batch, samples, multiple=4, device=CPU)
             assert (found[micro.column_index] == -1).all()
-            found[micro.column_index] = micro.tokens[0, micro.predict_at + 1]
+            found[micro.column_index] = micro.targets
+            assert micro.targets.equal(micro.tokens[0, micro.predict_at + 1])
     assert found.tolist() == np.concatenate(responses).tolist()
 
 
@@ -147,7 +209,7 @@ def test_an_absent_column_is_named_with_present_ones():
 
 def test_an_absent_column_without_any_present():
     nothing = torch.zeros(0, dtype=torch.int64)
-    micro = MicroBatch([], nothing, nothing, nothing, 0, nothing, nothing, nothing, nothing)
+    micro = MicroBatch([], nothing, nothing, nothing, None, nothing, nothing, nothing, nothing)
     with pytest.raises(AttributeError, match="has no mask; its columns are none"):
         micro.mask  # noqa: B018
 

@@ -1,0 +1,161 @@
+"""Causal attention over packed rows, with prompts that several answers share (`rl.training.rows`)."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from rl.training.rows import RowAttention, Run
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """Megatron's parameters of a packed row.
+
+    Megatron's rotary code sees one sequence, `cu_seqlens_q` = [0, T], because `rotation` holds the rotation
+    of each token of the row. The attention reads `attention`.
+    """
+
+    attention: RowAttention | None = None
+    rotation: Tensor | tuple[Tensor, Tensor] | None = None
+
+
+class CoreAttention(MegatronModule):
+    """Causal attention over packed rows (thd), with grouped queries.
+
+    On CUDA with 16-bit types it makes one call of torch's variable-length flash attention, on CPU a few calls
+    of torch's flash attention for CPU on parts of the row, without copies of the inputs.
+    """
+
+    def __init__(self, config, attention_dropout=None, softmax_scale=None, **_):
+        super().__init__(config=config)
+        assert config.softmax_type == "vanilla" and config.window_size is None
+        assert config.context_parallel_size == 1
+        assert (config.attention_dropout if attention_dropout is None else attention_dropout) == 0.0
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedRow, **_):
+        """Attend as the row's `attention` says; returns [T, heads/tp * v].
+
+        query: [T, heads/tp, d]. key: [T, kv_heads/tp, d]. value: [T, kv_heads/tp, v].
+        """
+        row, width = packed_seq_params.attention, value.shape[-1]
+        assert row is not None
+        if query.shape[-1] != width:  # MLA: flash attention requires one width
+            value = F.pad(value, (0, query.shape[-1] - width))
+        if not query.is_cuda:
+            out = _AttendOnCpu.apply(query, key, value, row, self.scale)
+        elif query.dtype is torch.float32:  # flash attention supports only 16 bits
+            out = self._float32(query, key, value, row)
+        else:
+            out = self._varlen(query, key, value, row)
+        return (out[..., :width] if out.shape[-1] != width else out).flatten(1)
+
+    def _varlen(self, query, key, value, row):
+        from torch.nn.attention.varlen import varlen_attn
+
+        if row.kv_index is not None:
+            key, value = (x.index_select(0, row.kv_index) for x in (key, value))
+        return varlen_attn(
+            query,
+            key,
+            value,
+            row.cu_seqlens_q,
+            row.cu_seqlens_kv,
+            row.max_seqlen_q,
+            row.max_seqlen_kv,
+            scale=self.scale,
+            window_size=(-1, 0),  # causal; the last query is aligned with the last key
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+    def _float32(self, query, key, value, row):
+        assert not row.shared and all(run.mask is None for run in row.runs), "see `can_share`"
+        sizes = [run.count * run.length for run in row.runs]
+        out = []
+        for run, *parts in zip(row.runs, *(x.split(sizes) for x in (query, key, value))):
+            q, k, v = (x.unflatten(0, (run.count, run.length)).transpose(1, 2) for x in parts)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            out.append(attended.transpose(1, 2).flatten(0, 1))
+        return torch.cat(out)
+
+
+def can_share(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the attention for this device and dtype supports shared prompts."""
+    return device.type == "cpu" or dtype is not torch.float32
+
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class _AttendOnCpu(torch.autograd.Function):
+    """torch's flash attention for CPU on parts of a row.
+
+    The parts are views of the row, and results are written into the row's own tensors: autograd's backward
+    of a slice would fill a whole row with zeros for each part.
+
+    Answers attend to their prompt in a second call. Its output is merged with that of the first by their
+    log-sum-exp; with merged output and log-sum-exp the backward of each call gives its exact share.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, row, scale):
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)  # [T, heads]
+        for run in row.runs:
+            q, k, v = (_blocks(x, run) for x in (query, key, value))
+            found = _forward(q, k, v, 0.0, run.mask is None, attn_mask=_mask(run, q), scale=scale)
+            _blocks(out, run).copy_(found[0])
+            _blocks(lse, run).copy_(found[1])
+        for part in row.shared:
+            queries, keys = slice(part.start, part.end), slice(part.prompt, part.start)
+            more, lse_more = _forward(
+                _one(query[queries]), _one(key[keys]), _one(value[keys]), 0.0, False, scale=scale
+            )
+            weight = torch.sigmoid(lse_more - _one(lse[queries]))
+            _one(out[queries]).lerp_(more, weight[..., None].to(more.dtype))
+            _one(lse[queries]).copy_(torch.logaddexp(_one(lse[queries]), lse_more))
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.row, ctx.scale = row, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, out, lse = ctx.saved_tensors
+        grad = grad.contiguous()
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+        for run in ctx.row.runs:
+            parts = (_blocks(x, run) for x in (grad, query, key, value, out, lse))
+            mask = _mask(run, query)
+            found = _backward(*parts, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
+            for whole, part in zip(grads, found):
+                _blocks(whole, run).copy_(part)
+        for part in ctx.row.shared:
+            queries, keys = slice(part.start, part.end), slice(part.prompt, part.start)
+            places = (queries, queries, keys, keys, queries, queries)
+            parts = (_one(x[at]) for x, at in zip((grad, query, key, value, out, lse), places))
+            found = _backward(*parts, 0.0, False, scale=ctx.scale)
+            for whole, at, more in zip(grads, (queries, keys, keys), found):
+                _one(whole[at]).add_(more)
+        return *grads, None, None
+
+
+def _blocks(x: Tensor, run: Run) -> Tensor:
+    """Return a view [count, heads, length, ...] of a run of the row."""
+    part = x[run.start : run.start + run.count * run.length]
+    return part.unflatten(0, (run.count, run.length)).transpose(1, 2)
+
+
+def _mask(run: Run, query: Tensor) -> Tensor | None:
+    return None if run.mask is None else run.mask.to(query.dtype)
+
+
+def _one(x: Tensor) -> Tensor:
+    """Return a view [1, heads, length, ...] of x [length, heads, ...]."""
+    return x[None].transpose(1, 2)

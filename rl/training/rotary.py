@@ -1,0 +1,104 @@
+"""Rotary position embedding by the positions of a packed row's tokens.
+
+Megatron's code for packed rows slices every sequence apart in every layer, and reads lengths from the device.
+Here the rotation of every token is computed once per micro-batch (`RowRotary.of`), travels with the row, and
+is applied to the whole row at once.
+"""
+
+import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+from megatron.core.transformer import attention, multi_latent_attention
+from torch import Tensor, nn
+
+from rl.training.attention import PackedRow
+
+
+class RowRotary(nn.Module):
+    """Takes the place of a model's rotary embedding modules, and returns the rotation of the row.
+
+    rotary: the module of Megatron whose frequencies are used.
+    """
+
+    def __init__(self, rotary: nn.Module, *, fused: bool):
+        super().__init__()
+        self.is_yarn, self.fused = isinstance(rotary, YarnRotaryEmbedding), fused
+        emb, self.scale = rotary.get_emb(2) if self.is_yarn else (rotary.get_emb(2), 1.0)
+        self.frequencies = emb[1, 0, 0].chunk(2)[0]
+        """float32 [d / 2]: the angle at position 1."""
+
+    def of(self, position_ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the rotation of each token: cosines and sines side by side, float32 [T, 1, d].
+
+        For fused kernels: the angles, or with YaRN cosines and sines, each float32 [T, 1, 1, d].
+        """
+        angles = torch.outer(position_ids.flatten().float(), self.frequencies)
+        if not self.fused:
+            return torch.cat([angles.cos() * self.scale, angles.sin() * self.scale], -1)[:, None]
+        whole = torch.cat([angles, angles], -1)[:, None, None]
+        return (whole.cos() * self.scale, whole.sin() * self.scale) if self.is_yarn else whole
+
+    def get_rotary_seq_len(self, context, transformer, x, config, packed_seq_params: PackedRow):
+        """Return the row, from which `forward` takes the rotation."""
+        return packed_seq_params
+
+    def forward(self, row: PackedRow, **_):
+        """Return what Megatron's module would: of YaRN also the scale, which is in the rotation already."""
+        return (row.rotation, 1.0) if self.is_yarn else row.rotation
+
+    def get_cached_cos_sin(self, row: PackedRow, dtype: torch.dtype, **_):
+        """Return cosines and sines for MLA's fused kernels."""
+        assert isinstance(row.rotation, tuple)
+        return tuple(x.to(dtype) for x in row.rotation)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotate the pairs of channels of x [T, heads, d]; the backward pass rotates back.
+
+    adjacent: a pair is two adjacent channels, as DeepSeek's weights have it; else one of each half. The
+    output has halves.
+    """
+
+    @staticmethod
+    def forward(ctx, x, rotation, adjacent):
+        ctx.save_for_backward(rotation)
+        ctx.adjacent = adjacent
+        cos, sin = rotation.to(x.dtype).chunk(2, -1)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        _rotate(_pairs(x, adjacent), cos, sin, out.chunk(2, -1), sign=1)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors[0].to(grad.dtype).chunk(2, -1)
+        out = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        _rotate(grad.chunk(2, -1), cos, sin, _pairs(out, ctx.adjacent), sign=-1)
+        return out, None, None
+
+
+def _pairs(x: Tensor, adjacent: bool) -> tuple[Tensor, ...]:
+    return (x[..., ::2], x[..., 1::2]) if adjacent else x.chunk(2, -1)
+
+
+def _rotate(pairs, cos, sin, out, *, sign: int) -> None:
+    (first, second), (out_first, out_second) = pairs, out
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
+
+
+def _apply(t: Tensor, freqs: Tensor, config, **_) -> Tensor:
+    """Take the place of Megatron's apply_rotary_pos_emb. t: [T, heads, d]. freqs: `RowRotary.of`."""
+    return _Rotate.apply(t, freqs, config.multi_latent_attention)
+
+
+def rotate_by_row(model: nn.Module, *, fused: bool) -> RowRotary:
+    """Make Megatron's layers rotate by the row's `rotation`; return the module that computes it.
+
+    fused: whether the config has apply_rope_fusion.
+    """
+    owners = [module for module in model.modules() if hasattr(module, "rotary_pos_emb")]
+    rotary = RowRotary(owners[0].rotary_pos_emb, fused=fused)
+    for owner in owners:
+        owner.rotary_pos_emb = rotary
+    if not fused:
+        attention.apply_rotary_pos_emb = multi_latent_attention.apply_rotary_pos_emb = _apply
+    return rotary

@@ -1,0 +1,158 @@
+"""The layout of a packed row as plain data: what attends to what.
+
+A row is a sequence of segments. A segment is a whole sequence, the prompt of a group of answers, or one of
+these answers. Its queries attend causally to its own keys; those of an answer also to all keys of its
+prompt. `RowAttention` describes that for one row; it is computed once per micro-batch, and
+`rl.training.attention` applies it in every layer.
+
+T: tokens of the row. Tk: keys of all segments, a shared prompt counted once per answer.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MASKED_TOKENS = 128
+"""A group of at most this many tokens is computed as one block with a mask, which costs less than many calls
+for parts (measured on CPU)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Adjacent tokens of a row: one sequence, or a prompt and the answers that share it."""
+
+    start: int
+    prompt: int
+    """Tokens of the sequence or prompt."""
+    answers: tuple[int, ...] = ()
+    """Tokens of each answer."""
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Tokens of each segment."""
+        return (self.prompt, *self.answers)
+
+    @property
+    def starts(self) -> list[int]:
+        """First position in the row of each segment."""
+        return list(accumulate(self.segments[:-1], initial=self.start))
+
+    @property
+    def end(self) -> int:
+        """Position in the row after the group."""
+        return self.start + sum(self.segments)
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` adjacent blocks of the row, each of `length` tokens, which attend to themselves."""
+
+    start: int
+    count: int
+    length: int
+    mask: Tensor | None = None
+    """Float [count, 1, length, length] to add to the scores; None: causal."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Answers [start, end) of one group, which also attend to the whole prompt [prompt, start)."""
+
+    prompt: int
+    start: int
+    end: int
+
+
+@dataclass
+class RowAttention:
+    """What attends to what in one row: for CPU `runs` and `shared`, for CUDA segments with their keys."""
+
+    runs: list[Run]
+    """Blocks that cover the row."""
+    shared: list[Shared]
+    cu_seqlens_q: Tensor
+    """int32 [segments + 1]: bounds of the segments in the row."""
+    cu_seqlens_kv: Tensor
+    """int32 [segments + 1]: bounds of their keys among all keys."""
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    kv_index: Tensor | None
+    """int64 [Tk]: position in the row of each key; None: the keys are those of the row."""
+
+
+def row_attention(groups: list[Group], keys: dict[str, Tensor], device: torch.device) -> RowAttention:
+    """Return the attention of a row of adjacent groups. keys: `segments(groups)` on the device."""
+    runs: list[Run] = []
+    shared: list[Shared] = []
+    for masked_tokens, same in groupby(groups, lambda group: _masked_tokens(group, device)):
+        alike = list(same)
+        start = alike[0].start
+        if masked_tokens:
+            runs.append(Run(start, len(alike), masked_tokens, _masks(alike)))
+            continue
+        for length, equal in groupby(n for group in alike for n in group.segments):
+            runs.append(Run(start, count := len(list(equal)), length))
+            start += count * length
+        shared += [
+            Shared(group.start, group.start + group.prompt, group.end) for group in alike if group.answers
+        ]
+    has_shared = any(group.answers for group in groups)
+    lengths = [(n, n + group.prompt * (k > 0)) for group in groups for k, n in enumerate(group.segments)]
+    return RowAttention(
+        runs=runs,
+        shared=shared,
+        cu_seqlens_q=keys["cu_seqlens_q"].int(),
+        cu_seqlens_kv=keys["cu_seqlens_kv"].int(),
+        max_seqlen_q=max(n for n, _ in lengths),
+        max_seqlen_kv=max(n for _, n in lengths),
+        kv_index=keys["kv_index"] if has_shared else None,
+    )
+
+
+def _masked_tokens(group: Group, device: torch.device) -> int:
+    """Return the length of a group that is computed as one block with a mask, 0 for others."""
+    length = group.end - group.start
+    return length if group.answers and length <= MASKED_TOKENS and device.type == "cpu" else 0
+
+
+def _masks(groups: list[Group]) -> Tensor:
+    """Return the masks of groups of equal length L, float [groups, 1, L, L]: 0, or -inf at unseen keys."""
+    part = np.stack([np.arange(len(g.segments)).repeat(g.segments) for g in groups])  # 0: prompt
+    query, key = part[:, :, None], part[:, None, :]
+    seen = np.tril((query == key) | (key == 0))
+    return torch.zeros(seen.shape).masked_fill_(torch.from_numpy(~seen), float("-inf"))[:, None]
+
+
+def segments(groups: list[Group]) -> dict[str, np.ndarray]:
+    """Return the integer arrays of `RowAttention`; `kv_index` is empty if no prompt is shared."""
+    start, length, prompt_start, prompt = (
+        np.array(column, np.int64)
+        for column in zip(
+            *(
+                (start, length, group.start, group.prompt * (k > 0))
+                for group in groups
+                for k, (start, length) in enumerate(zip(group.starts, group.segments))
+            )
+        )
+    )
+    index = ranges(np.stack([prompt_start, start], 1).ravel(), np.stack([prompt, length], 1).ravel())
+    return dict(
+        cu_seqlens_q=np.cumsum([0, *length]),
+        cu_seqlens_kv=np.cumsum([0, *(prompt + length)]),
+        kv_index=index if prompt.any() else index[:0],
+    )
+
+
+def positions(groups: list[Group]) -> np.ndarray:
+    """Return the position in its sequence of each token of the row, int64 [T]."""
+    first = [group.prompt * (k > 0) for group in groups for k in range(len(group.segments))]
+    return ranges(np.array(first), np.array([n for group in groups for n in group.segments]))
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return start, start + 1, ... of each range, one after the other."""
+    ends = lengths.cumsum()
+    return np.arange(lengths.sum()) + (starts - (ends - lengths)).repeat(lengths)

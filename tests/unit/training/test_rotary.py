@@ -1,0 +1,64 @@
+"""Rotary embeddings by position, beside Megatron's."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl.training import cpu_support
+
+cpu_support.install()
+
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding  # noqa: E402
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd  # noqa: E402
+
+from rl.training import rotary  # noqa: E402
+from rl.training.attention import PackedRow  # noqa: E402
+
+DIM = 32
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 2, 3, 90]])
+PLAIN = RotaryEmbedding(DIM, 1.0, rotary_base=10000, use_cpu_initialization=True)
+YARN = YarnRotaryEmbedding(
+    DIM,
+    rotary_base=10000.0,
+    scaling_factor=4.0,
+    original_max_position_embeddings=64,
+    mscale=1.0,
+    mscale_all_dim=0.5,
+    use_cpu_initialization=True,
+)
+
+
+@pytest.mark.parametrize("adjacent", [False, True], ids=["halves", "adjacent"])
+@pytest.mark.parametrize("module", [PLAIN, YARN], ids=["plain", "yarn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_equals_megatrons_at_the_same_positions(module, adjacent, dtype):
+    row_rotary = rotary.RowRotary(module, fused=False)
+    row = PackedRow(rotation=row_rotary.of(POSITIONS))
+    rotation, scale = row_rotary(row) if module is YARN else (row_rotary(row), 1.0)
+    assert scale == 1.0  # already in the rotation
+    emb, scale = module.get_emb(91) if module is YARN else (module.get_emb(91), 1.0)
+    assert (scale != 1.0) == (module is YARN)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(10, 3, DIM, generator=generator).to(dtype).requires_grad_()
+    upstream = torch.randn(10, 3, DIM, generator=generator).to(dtype)
+    found = rotary._apply(x, rotation, SimpleNamespace(multi_latent_attention=adjacent))
+    expected = _apply_rotary_pos_emb_bshd(
+        x, emb[POSITIONS[0], 0], multi_latent_attention=adjacent, mscale=scale
+    )
+    # Both round each product and sum at most once; bfloat16's sum of a fused product rounds once less.
+    close = dict(rtol=0, atol=4 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(found, expected, **close)
+    (gradient,), (wanted,) = (torch.autograd.grad(y, x, upstream) for y in (found, expected))
+    torch.testing.assert_close(gradient, wanted, **close)
+
+
+def test_fused_kernels_get_angles_or_cosines():
+    angles = rotary.RowRotary(PLAIN, fused=True).of(POSITIONS)
+    assert torch.equal(angles, PLAIN.get_emb(91)[POSITIONS[0]])
+    fused = rotary.RowRotary(YARN, fused=True)
+    row = PackedRow(rotation=fused.of(POSITIONS))
+    emb, scale = YARN.get_emb(91)
+    cos, sin = fused.get_cached_cos_sin(row, dtype=torch.float32, packed_seq=True)
+    assert torch.equal(cos, (emb.cos() * scale)[POSITIONS[0]])
+    assert torch.equal(sin, (emb.sin() * scale)[POSITIONS[0]])
