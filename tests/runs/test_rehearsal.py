@@ -9,7 +9,7 @@ from tests.checkpoints import save_tiny
 from tests.records import records
 from tests.rehearsal.statements import cuda_statements
 from tests.spawn import ROOT, run_ranks
-from tests.toy import write_config
+from tests.toy import SFT, write_config
 
 REHEARSE = ROOT / "tests" / "rehearsal" / "rehearse.py"
 HINT = """
@@ -27,13 +27,24 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def rehearsed(toy, tmp_path_factory):
-    """Executed lines by file, and the run directory: two steps, and a third by a resumed run."""
+    """Executed lines by file, and the run directory: two steps, a third by a resumed run; one in float32."""
     directory = tmp_path_factory.mktemp("rehearsal")
     config = write_config(directory, toy, *RUN)
+    runs = (
+        ("run.max_steps=2",),
+        ("run.max_steps=3",),
+        (
+            *SFT,
+            "model.dtype=float32",
+            "objective.kl_coef=0",
+            "run.max_steps=1",
+            f"run.dir={directory}/float32",
+        ),
+    )
     executed: dict[str, set[int]] = {}
-    for steps in (2, 3):
-        lines = directory / f"lines-{steps}.json"
-        run_ranks(1, REHEARSE, lines, "--config", config, f"run.max_steps={steps}", timeout=300)
+    for number, overrides in enumerate(runs):
+        lines = directory / f"lines-{number}.json"
+        run_ranks(1, REHEARSE, lines, "--config", config, *overrides, timeout=300)
         for file, numbers in json.loads(lines.read_text()).items():
             executed.setdefault(file, set()).update(numbers)
     return executed, directory / "run"
