@@ -1,5 +1,6 @@
 """Causal attention over packed rows, with prompts that several answers share (`rl.training.rows`)."""
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,9 @@ class CoreAttention(MegatronModule):
 
         if row.kv_index is not None:
             key, value = (x.index_select(0, row.kv_index) for x in (key, value))
+        options: dict[str, bool] = {}
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # older torch needs no flag
+            options.update(enable_gqa=query.shape[1] != key.shape[1])
         return varlen_attn(
             query,
             key,
@@ -69,7 +73,7 @@ class CoreAttention(MegatronModule):
             row.max_seqlen_kv,
             scale=self.scale,
             window_size=(-1, 0),  # causal; the last query is aligned with the last key
-            enable_gqa=query.shape[1] != key.shape[1],
+            **options,
         )
 
     def _float32(self, query, key, value, row):
