@@ -34,6 +34,9 @@ def main() -> int:
         from rl.dry_run.command import main as dry_run
 
         return dry_run(sys.argv[1:])
+    from rl.runtime import start_up
+
+    start_up.pause_collection()
     from rl.stopping.signals import expect_signals
 
     expect_signals()  # before any thread exists, which would receive the signals that this one blocks
@@ -47,6 +50,7 @@ def main() -> int:
     ranks = None
     try:
         ranks = discover()
+        start_up.begin(has_launcher=ranks.launcher != "single")
         nowhere = io.StringIO()  # only rank 0 prints the usage and --help
         out, err = (sys.stdout, sys.stderr) if ranks.rank == 0 else (nowhere, nowhere)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -62,6 +66,7 @@ def main() -> int:
     if ranks.rank == 0:
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
+    start_up.mark("config")
     try:
         ranks = join_ranks(ranks)  # before the slow import of torch, so that missing ranks are reported early
     except RendezvousError as error:
@@ -69,11 +74,14 @@ def main() -> int:
             print(f"error (rank {ranks.rank} on {platform.node()}): {error}", file=sys.stderr, flush=True)
         return 1
 
+    start_up.mark("rendezvous")
     prepare_environment(ranks)
     from rl.runtime.session import leave_together, session
 
-    start_up = datetime.timedelta(seconds=config.watchdog.limits.start_up)
-    with session(ranks, start_up) as device:
+    start_up.mark("torch")
+    time_limit = datetime.timedelta(seconds=config.watchdog.limits.start_up)
+    with session(ranks, time_limit) as device:
+        start_up.mark("process group")
         try:
             code = watched_run(config, ranks, device)
             if code:  # together, because a launcher ends the slower ranks when the first one exits
@@ -102,10 +110,12 @@ def watched_run(config, ranks, device) -> int:
     from rl.faults.watchdog import Watchdog
     from rl.run_directory.record import code_hashes
     from rl.run_directory.status import Status
+    from rl.runtime import start_up
     from rl.runtime.collectives import broadcast_object
     from rl.runtime.session import control_group
     from rl.stopping.requests import refuse_if_stopped_by_hand
 
+    start_up.mark("transformers")
     agree_on_config(config)
     with fail_together():
         hashes = code_hashes(config)
@@ -131,6 +141,7 @@ def watched_run(config, ranks, device) -> int:
             watchdog = Watchdog(config.watchdog, config.memory, **own)
         with fail_together():
             inputs = Inputs(config, ranks.world_size)
+        start_up.mark("inputs")
         from rl.run.loop import run  # imports Megatron and vLLM, so only now
 
         code = run(config, inputs, device, watchdog)

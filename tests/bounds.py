@@ -1,42 +1,16 @@
-"""Bounds of the rounding error of a result, from the dtype and the length of the sums.
-
-A rounding changes a number by at most half an eps of its size. Most of the n roundings in a sum cancel, in
-whatever order a processor takes them: together they change it by about sqrt(n) of one (Higham and Mary,
-"A new approach to probabilistic rounding error analysis", 2019; the worst case is n). SLACK covers the tail
-of that distribution. The errors of a wrong formula are hundreds of times larger.
-"""
-
-from math import sqrt
+"""Bounds of rounding errors for tests: those of tools/bounds.py, which explains them, and further ones."""
 
 import torch
 from torch import Tensor
 
-SLACK = 4
-PRODUCTS_PER_LAYER = 6
-"""Matrix products in series in a layer: QKV, scores, attention's sum and projection, two of the MLP."""
+from tools.bounds import PRODUCTS_PER_LAYER, SLACK, of_gradient, of_logits, of_sum
 
-
-def of_sum(terms: int, dtype: torch.dtype = torch.float32) -> float:
-    """Relative to the sum of the absolute values of so many terms."""
-    return SLACK * sqrt(terms) * torch.finfo(dtype).eps / 2
+__all__ = ["PRODUCTS_PER_LAYER", "SLACK", "of_adam_step", "of_gradient", "of_logits", "of_product", "of_sum"]
 
 
 def of_product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> float:
     """Absolute, for each element of a @ b with a [M, K], b [K, N]: sums of K terms."""
     return of_sum(a.shape[1], dtype) * float((a.detach().double().abs() @ b.detach().double().abs()).max())
-
-
-def of_logits(layers: int, width: int, dtype: torch.dtype = torch.float32) -> float:
-    """Relative to the largest logit or log-prob of a transformer: products in series, of sums over its width.
-
-    In bfloat16 a product is added up in float32 and rounded once: width 1.
-    """
-    return of_sum((PRODUCTS_PER_LAYER * layers + 1) * width, dtype)
-
-
-def of_gradient(layers: int, width: int) -> float:
-    """Relative to the norm of a transformer's gradient in float32: its products in series, there and back."""
-    return of_sum(2 * (PRODUCTS_PER_LAYER * layers + 1) * width)
 
 
 def of_adam_step(lr: float, eps: float, gradient: float) -> float:

@@ -8,7 +8,8 @@
 Prints bytes per rank (min, mean, max) and the total of all ranks: bytes that stay on their rank, bytes
 received and sent within a node and between nodes, the least that any refit must receive (the rank's part of
 the engine that it does not train), and the bytes that a refit by gathering every weight on every rank would
-receive. The plan is that of a run (rl/refit/plan.py).
+receive; then the number of ranks with which a rank exchanges messages. The plan is that of a run
+(rl/refit/plan.py), NCCL's memory an estimate (rl/refit/connections.py).
 
 Times are lower bounds from bytes and link speeds, without latency: for the busiest rank, and with a barrier
 after each batch. `--train` takes tp, pp, ep and etp (default: 1 with ep > 1, else tp), `--rollout` takes tp
@@ -29,6 +30,7 @@ from rl.config.layout_checks import check_rollout_grid, check_training_grid  # n
 from rl.config.schema import Config, Rollout, Training  # noqa: E402
 from rl.models import architecture  # noqa: E402
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts  # noqa: E402
+from rl.refit.connections import connection_bytes  # noqa: E402
 from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT  # noqa: E402
 from rl.refit.traffic import RefitTraffic, refit_traffic  # noqa: E402
 
@@ -58,10 +60,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"plan_refit: {error}")
     print(
         report(
-            traffic,
-            nvlink_gbps=args.nvlink_gbps,
-            nic_gbps=args.nic_gbps,
-            one_node=args.world_size <= args.ranks_per_node,
+            traffic, nvlink_gbps=args.nvlink_gbps, nic_gbps=args.nic_gbps, ranks_per_node=args.ranks_per_node
         )
     )
 
@@ -116,7 +115,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def report(traffic: RefitTraffic, *, nvlink_gbps: float, nic_gbps: float, one_node: bool) -> str:
+def report(traffic: RefitTraffic, *, nvlink_gbps: float, nic_gbps: float, ranks_per_node: int) -> str:
     """Return the table and the time estimates."""
     received = traffic.near_in + traffic.far_in
     rows = {
@@ -129,10 +128,11 @@ def report(traffic: RefitTraffic, *, nvlink_gbps: float, nic_gbps: float, one_no
         "sent to other nodes": traffic.far_out,
         "gathering every weight": traffic.gather,
         "largest batch": traffic.peak_buffer,
+        "NCCL's connections": connection_bytes(traffic.partners, ranks_per_node, nic_gbps / 8),
     }
     lines = [f"{'GiB':<28}{'min':>10}{'mean':>10}{'max':>10}{'all ranks':>12}"]
     for name, values in rows.items():
-        total = "" if name == "largest batch" else f"{values.sum() / GIB:.2f}"
+        total = "" if name in ("largest batch", "NCCL's connections") else f"{values.sum() / GIB:.2f}"
         numbers = (values.min(), values.mean(), values.max())
         lines.append(f"{name:<28}{''.join(f'{number / GIB:>10.3f}' for number in numbers)}{total:>12}")
 
@@ -142,7 +142,13 @@ def report(traffic: RefitTraffic, *, nvlink_gbps: float, nic_gbps: float, one_no
         return 8e-9 * max(near / nvlink_gbps, far / nic_gbps)
 
     whole = np.stack([traffic.stays, traffic.near_in, traffic.far_in, traffic.near_out, traffic.far_out])
+    one_node = len(received) <= ranks_per_node
     slowest = 8e-9 * traffic.gather.max() / (nvlink_gbps if one_node else nic_gbps)
+    lines += ["", f"{'partners':<28}{'min':>10}{'mean':>10}{'max':>10}"]
+    for name, counts in zip(
+        ("receives from, on its node", "elsewhere", "sends to, on its node", "elsewhere"), traffic.partners
+    ):
+        lines.append(f"{name:<28}{counts.min():>10}{counts.mean():>10.1f}{counts.max():>10}")
     lines += [
         "",
         f"batches                     {len(traffic.batches)}",

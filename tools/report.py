@@ -3,10 +3,12 @@
     python tools/report.py runs/grpo
     python tools/report.py runs/grpo --before runs/sft --png grpo.png
     python tools/report.py runs/toy-* --png curves.png
+    python tools/report.py runs/quickstart --expect quickstart
 
 Reads only `metrics.jsonl` of the run directories and shows '-' for missing values. `--before` adds a column
 for the run that this one started from. For several runs the plot has the held-out accuracy of each. Also
-works during a run.
+works during a run. `--expect` compares the run with the expected curve of a recipe (configs/expected/) and
+exits with code 3 if a point is outside of its range or missing.
 """
 
 import argparse
@@ -18,25 +20,34 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.run_directory.metric_log import FILE_NAME, STEP, accuracies, read_records  # noqa: E402
+from tools.recipes import Expected, read_recipe  # noqa: E402
 
 REWARD = "critic/score/mean"
+UNMET_EXIT = 3
+"""Exit code if the run leaves the expected curve; 1 is an invalid input."""
 Point = tuple[int, float]
 """A step and the value of a metric at it."""
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run")
     add("--before", metavar="SFT_RUN_DIR", type=Path, help="directory of the run before it")
+    expect_help = "a recipe's name, or its file: compare the run with its expected curve"
+    add("--expect", metavar="RECIPE", help=expect_help)
     add("--png", metavar="FILE", type=Path, help="file of the plot (report.png of the first run)")
     args = parser.parse_args(argv)
+    if args.expect and len(args.run_dirs) > 1:
+        parser.error("--expect compares one run; give one RUN_DIR")
     png = args.png or args.run_dirs[0] / "report.png"
     try:
+        expected = read_recipe(args.expect).expected() if args.expect else []
         runs = {path: read_run(path) for path in (args.before, *args.run_dirs) if path is not None}
         print(table(runs))
+        met = judge(runs[args.run_dirs[0]], expected)
         if len(args.run_dirs) == 1:
             draw(runs[args.run_dirs[0]], png)
         else:
@@ -44,6 +55,28 @@ def main(argv: list[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"report: {error}")
     print(f"plot: {png}")
+    return 0 if met else UNMET_EXIT
+
+
+def judge(records: list[dict], expected: list[Expected]) -> bool:
+    """Print a verdict for each expected point; return whether the run meets all of them."""
+    rows = [("metric", "step", "expected", "found", "verdict")]
+    for point in expected:
+        value = dict(metric_points(records, point.metric)).get(point.step)
+        found = "-" if value is None else f"{value:.4f}"
+        bounds, verdict = f"{point.low:g} to {point.high:g}", _verdict(point, value, records[-1][STEP])
+        rows.append((point.metric, str(point.step), bounds, found, verdict))
+    if expected:
+        print(aligned(rows))
+    return all(row[-1] == "met" for row in rows[1:])
+
+
+def _verdict(point: Expected, value: float | None, last_step: int) -> str:
+    if value is None:
+        return "missing" if last_step >= point.step else "not reached"
+    if value < point.low:
+        return "too low"
+    return "met" if value <= point.high else "too high"
 
 
 def read_run(run_dir: Path) -> list[dict]:
@@ -85,6 +118,11 @@ def table(runs: dict[Path, list[dict]]) -> str:
     names += [f"accuracy {when}, {source}" for source in sources for when in ("before", "after")]
     names += ["mean reward, first", "mean reward, last"]
     rows = [[name] + [cells.get(name, "-") for cells in columns.values()] for name in names]
+    return aligned(rows)
+
+
+def aligned(rows: list) -> str:
+    """Return rows of cells as text with columns."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
@@ -192,4 +230,4 @@ def draw_curves(curves: dict[str, list[Point]], png: Path, *, label: str) -> Non
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

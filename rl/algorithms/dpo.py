@@ -32,13 +32,14 @@ def learn(phases: Phases, batch: Batch) -> None:
     phases.update(batch, partial(loss, config=phases.config))
 
 
-def loss(micro: MicroBatch, totals: Totals, *, config: Config):
+def loss(micro: MicroBatch, totals: Totals, *, config: Config, reference: str = "ref_logprobs"):
     """Return this micro-batch's part of the mean loss over the mini-batch's pairs, and its metrics.
 
+    reference: the column with the log-probs of the policy that the loss compares with.
     A pair is excluded if one of its responses has no token with mask 1.
     """
     preference = config.preference
-    ratios = log_ratios(micro.logprobs, micro.ref_logprobs, micro.mask, micro.lengths)
+    ratios = log_ratios(micro.logprobs, getattr(micro, reference), micro.mask, micro.lengths)
     ratios = ratios[counted(micro.mask, micro.lengths, unit=2)]
     value, stats = pair_loss(
         ratios, beta=preference.beta, loss=preference.loss, label_smoothing=preference.label_smoothing

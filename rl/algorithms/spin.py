@@ -29,5 +29,5 @@ def collect(phases: Phases) -> Batch:
 
 def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
-    batch.ref_logprobs = batch.old_logprobs  # the opponent is the policy that sampled
-    phases.update(batch, partial(loss, config=phases.config))
+    # The opponent is the policy that sampled.
+    phases.update(batch, partial(loss, config=phases.config, reference="old_logprobs"))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from rl.checkpoint.shards import Shard, num_bytes
+from rl.runtime.device import host_memory
 
 
 class Snapshot:
@@ -21,7 +22,8 @@ class Snapshot:
         """Copy the shards into this memory, which holds them until the next call. Waits for the copies."""
         size = num_bytes(shards)
         if self._memory.numel() < size:
-            self._make(size)
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating the new
+            self._memory = host_memory(size)
         copies, at = [], 0
         for shard in shards:
             tensor = shard.tensor
@@ -32,19 +34,3 @@ class Snapshot:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copies
-
-    def _make(self, size: int) -> None:
-        on_cuda = torch.cuda.is_available()
-        if on_cuda and self._memory.numel():
-            _checked(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()), "cudaHostUnregister")
-        self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating the new
-        self._memory = torch.empty(size, dtype=torch.uint8)
-        if on_cuda:
-            # Not pin_memory=True: torch's allocator rounds up to a power of two, up to twice as much.
-            code = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)
-            _checked(code, f"cudaHostRegister of {size} bytes")
-
-
-def _checked(code, call: str) -> None:
-    if int(code) != 0:
-        raise RuntimeError(f"{call} returned {code}")

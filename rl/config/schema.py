@@ -142,9 +142,12 @@ class Training:
     effect on groups of one sample, and on CUDA in float32."""
     recompute: bool = False
     """Recompute every layer's activations in the backward pass (Megatron full recompute, uniform)."""
-    head_chunk_tokens: Annotated[int, AT_LEAST_ONE] = 1024
-    """Number of tokens whose logits exist in float32 at the same time, in the computation of log-probs and
-    entropy."""
+    overlap_gradients: Literal["auto", "on", "off"] = "auto"
+    """Reduce gradients over the data parallel ranks during the backward pass. auto: on CUDA."""
+    head_chunk_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    """Number of tokens whose logits exist at the same time, in the computation of log-probs and entropy. 0:
+    as many as have 1 GiB of logits in float32. A micro-batch with no more tokens than this keeps its logits
+    for the backward pass, which otherwise computes them again."""
     offload: Literal["auto", "none", "optimizer", "all"] = "auto"
     """State of the training models that moves to host memory while the engine generates: none, gradients and
     optimizer state, or also the weights (all). auto: all on CUDA, none on CPU."""
@@ -154,6 +157,10 @@ class Training:
     def expert_tp(self) -> int:
         """Return `etp` with its default resolved."""
         return self.etp or (self.tp if self.ep == 1 else 1)
+
+    def head_chunk(self, rows: int) -> int:
+        """Return `head_chunk_tokens` with its default resolved, for a rank with so many vocabulary rows."""
+        return self.head_chunk_tokens or max(1, 2**30 // (4 * rows))
 
 
 @dataclass
@@ -613,3 +620,20 @@ def needs_reference(config: Config) -> bool:
     """Return whether the policy that the run starts from is kept."""
     objective = config.objective
     return "reference" in algorithm_of(config).needs or objective.kl_coef > 0 or objective.reward_kl.coef > 0
+
+
+def needs_early_logprobs(config: Config) -> bool:
+    """Return whether something reads the old policy's log-probs before the first update of a step.
+
+    If nothing does, the first mini-batch needs no forward pass before its update, whose own forward pass is
+    one of the same weights. The readers are the KL penalty of the reward, advantage estimators and losses
+    that select tokens, rejections, which change the denominators of the loss, and algorithms that say so.
+    """
+    estimator, loss = config.objective.chosen
+    return (
+        "old_logprobs" in algorithm_of(config).needs
+        or config.objective.reward_kl.coef > 0
+        or (estimator is not None and not estimator.columns.isdisjoint({"old_logprobs", "sum_p_squared"}))
+        or (loss is not None and "selected_tokens" in loss.columns)
+        or bool(config.rollout_correction.rejections)
+    )

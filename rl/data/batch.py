@@ -16,6 +16,7 @@ from torch import Tensor
 
 LOSS_COLUMNS = (
     "mask",
+    "rollout_logprobs",
     "old_logprobs",
     "ref_logprobs",
     "weight_versions",
@@ -28,7 +29,7 @@ LOSS_COLUMNS = (
 )
 """Token columns that losses may read; micro-batches contain them."""
 
-TOKEN_COLUMNS = (*LOSS_COLUMNS, "rollout_logprobs", "token_rewards", "sum_p_squared")
+TOKEN_COLUMNS = (*LOSS_COLUMNS, "token_rewards", "sum_p_squared")
 
 
 @dataclass
@@ -49,6 +50,8 @@ class Batch:
     """int32 [T]: version of the policy that sampled each token (`TrainingEngine.version`)."""
     old_logprobs: Tensor | None = None
     """Log-prob by the trainer, before this step's updates."""
+    deferred_version: int | None = None
+    """Version of the policy whose log-probs will be `old_logprobs`, if its first update fills them."""
     ref_logprobs: Tensor | None = None
     """Log-prob by the reference policy."""
     baselines: Tensor | None = None
@@ -124,11 +127,17 @@ class Batch:
         """First position of each sample in a token column, then the end of the column: int64 [N + 1]."""
         return self._lengths["offsets"]
 
+    def tokens_of(self, samples: list[int]) -> Tensor:
+        """Return the positions of the samples' tokens in a token column, sample by sample, int64."""
+        index = torch.tensor(samples, dtype=torch.int64)
+        lengths = self.lengths[index]
+        # A token's place in the result, plus the distance of its sample's first token from there.
+        shift = self.offsets[index] - (lengths.cumsum(0) - lengths)
+        return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
+
     def select(self, samples: list[int]) -> "Batch":
         """Return these samples, in this order, with all filled columns."""
-        offsets, index = self.offsets, torch.tensor(samples, dtype=torch.int64)
-        tokens = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in samples]
-        tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *tokens])
+        index, tokens = torch.tensor(samples, dtype=torch.int64), self.tokens_of(samples)
         columns = {
             name: value[tokens if name in TOKEN_COLUMNS else index]
             for name, value in vars(self).items()

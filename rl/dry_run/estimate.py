@@ -9,6 +9,7 @@ from rl.dry_run.memory import ITEMSIZE, Layout, Memory, estimate_memory, layout_
 from rl.dry_run.shape import Model, check_layouts, models_of
 from rl.dry_run.timing import Lengths, assumed_lengths, estimate_seconds
 from rl.models.placement import RolloutPlacement
+from rl.refit.connections import connection_bytes
 from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT
 from rl.refit.traffic import refit_traffic
 
@@ -23,6 +24,10 @@ class Refit:
     """Maximum bytes that one rank receives."""
     largest_batch: int
     """Maximum bytes of a rank's messages in one batch."""
+    senders: int
+    """Maximum number of ranks from which one rank receives."""
+    connections: int
+    """Maximum bytes of NCCL's buffers for the messages of a rank, from the first refit on."""
     seconds: float
 
 
@@ -103,7 +108,7 @@ def _estimate(config, world_size, hardware, models, notes, lengths, plan) -> Est
     if plan and needs_engine(config):
         refit = plan_refit(config, layout, models["policy"], hardware)
         # The buffer limit bounds the plan's messages unless one row of a weight is larger.
-        memory = replace(memory, refit_buffers=refit.largest_batch)
+        memory = replace(memory, refit_buffers=refit.largest_batch, connections=refit.connections)
     seconds = estimate_seconds(config, layout, models, memory.engine, lengths, hardware)
     if memory.away and "gen" in seconds:
         seconds["offload"] = 2 * memory.away / (hardware.pcie_gb_s * 1e9)
@@ -123,10 +128,13 @@ def plan_refit(config: Config, layout: Layout, model: Model, hardware: Hardware)
         buffer_bytes=config.refit.buffer_mib << 20,
     )
     received = traffic.near_in + traffic.far_in
+    nccl = connection_bytes(traffic.partners, hardware.ranks_per_node, hardware.nic_gb_s)
     return Refit(
         int(received.sum()),
         int(received.max()),
         int(traffic.peak_buffer.max()),
+        int(traffic.partners[:2].sum(0).max()),
+        int(nccl.max()),
         sum(
             float(hardware.link_seconds(load[[NEAR_IN, NEAR_OUT]].max(), load[[FAR_IN, FAR_OUT]].max()))
             for load in traffic.batches

@@ -116,6 +116,8 @@ class Memory:
     judge: float
     """Bytes of the judge, in all phases."""
     refit_buffers: float
+    connections: float
+    """NCCL's buffers for a refit's messages, in bytes, in all phases."""
     offload: str
     """`training.offload`: what is moved to the host during generation (none, optimizer or all)."""
     reference: int
@@ -148,7 +150,7 @@ class Memory:
     def at(self, phase: str, stage: StageMemory) -> float:
         """Return the bytes on a rank of the stage in a phase."""
         states = sum(self.stays(phase, state).total for state in stage.states.values())
-        stays = states + self.judge + self.hardware.reserve
+        stays = states + self.judge + self.connections + self.hardware.reserve
         if phase == "training" or self.engine is None:
             return stays + stage.activations + stage.head
         if phase == "refit":
@@ -210,6 +212,7 @@ def estimate_memory(
         engine_memory(config, models["policy"], hardware) if needs_engine(config) else None,
         judge=hardware.memory * config.reward.judge.gpu_memory_utilization if judge else 0.0,
         refit_buffers=config.refit.buffer_mib << 20,
+        connections=0,
         offload="all" if config.training.offload == "auto" else config.training.offload,
         # The reference, and the model's own weights while the reference is in use.
         reference=sum(2 * itemsize * count.parameters for count in references),
@@ -334,7 +337,7 @@ def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: i
     if not model.has_head:
         return states
     rows = padded_vocab(model.hf["vocab_size"], vocab_multiple(layout.tp)) // layout.tp
-    chunk = min(config.training.head_chunk_tokens, tokens)
+    chunk = min(config.training.head_chunk(rows), tokens)
     gradient = (4 + itemsize) * rows * hidden
     return states + HEAD_COPIES * 4 * chunk * rows + gradient
 

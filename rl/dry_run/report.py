@@ -6,6 +6,7 @@ from rl.dry_run.changes import Change
 from rl.dry_run.estimate import Estimate
 from rl.dry_run.hardware import GIB
 from rl.dry_run.parameters import count_stages
+from rl.dry_run.timing import seconds_between_nodes
 
 PHASES = ("training", "refit", "generation")
 
@@ -99,6 +100,8 @@ def _memory(estimate: Estimate) -> str:
         rows.append(["engine: activations", *_gib([0.0, 0.0, engine.workspace])])
         rows.append(["engine: KV cache", *_gib([0.0, 0.0, max(0.0, engine.cache)])])
         rows.append(["refit buffers", *_gib([0.0, memory.refit_buffers, 0.0])])
+    if memory.connections:
+        rows.append(["refit: NCCL", *_gib([memory.connections] * len(phases))])
     if memory.judge:
         rows.append(["judge", *_gib([memory.judge] * len(phases))])
     rows.append(["reserve", *_gib([memory.hardware.reserve] * len(phases))])
@@ -134,10 +137,19 @@ def _work(estimate: Estimate) -> str:
         f"tokens per step: at most {estimate.max_tokens:,}; about {round(sequences * lengths.total):,} in "
         f"{sequences:,} sequences of {lengths.prompt:g} + {lengths.response:g} tokens"
     ]
+    nodes = -(-estimate.layout.rollout_tp // hardware.ranks_per_node)
+    if nodes > 1 and (engine := estimate.memory.engine):
+        policy, layout = estimate.models["policy"], estimate.layout
+        lost = seconds_between_nodes(estimate.config, layout, policy, engine, lengths, hardware)
+        lines.append(
+            f"generation: a replica of tp {layout.rollout_tp} spans {nodes} nodes; every layer's all-reduces "
+            f"between them take about {lost:.0f} s of gen"
+        )
     if refit := estimate.refit:
         lines.append(
             f"refit: {refit.all_ranks / GIB:.1f} GiB received by all ranks, at most "
-            f"{refit.busiest / GIB:.2f} GiB by one, {refit.largest_batch / GIB:.2f} GiB of buffers"
+            f"{refit.busiest / GIB:.2f} GiB by one, from at most {refit.senders} ranks, "
+            f"{refit.largest_batch / GIB:.2f} GiB of buffers"
         )
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in estimate.seconds.items())
     lines += [

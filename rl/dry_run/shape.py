@@ -80,10 +80,7 @@ class Model:
     @property
     def heads_width(self) -> tuple[int, int]:
         """Channels (of queries or keys, of values), each summed over all query heads."""
-        hf, heads = self.hf, self.hf["num_attention_heads"]
-        if hf.get("kv_lora_rank"):
-            return heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]), heads * hf["v_head_dim"]
-        return heads * sizes.head_dim(hf), heads * sizes.head_dim(hf)
+        return sizes.attention_widths(self.hf)
 
     def cache_elements(self, tp: int) -> int:
         """Return the number of elements of one token in a rank's KV cache.

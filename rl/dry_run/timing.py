@@ -9,9 +9,9 @@ excludes reward functions, packing, start-up, the optimizer's step and slow repl
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rl.config.schema import Config, algorithm_of, needs_reference
+from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import ITEMSIZE, EngineMemory, Layout, num_micro_batches, sequences_per_prompt
 from rl.dry_run.shape import Model
@@ -59,8 +59,8 @@ def estimate_seconds(
     if "samples" in needs:
         assert engine is not None
         seconds["gen"] = _generation(config, layout, policy, engine, lengths, hardware)
-        if "reward" in needs and not config.rollout_correction.bypass:
-            seconds["old_log_prob"] = passes(policy, 2)
+        if not config.rollout_correction.bypass and (share := _share_of_old_logprobs(config)):
+            seconds["old_log_prob"] = share * passes(policy, 2)
     if needs_reference(config):
         # Three transfers: the policy's weights to host memory, the reference's to the GPU, the policy's back.
         ranks = layout.tp * layout.pp * max(1, layout.ep)
@@ -76,6 +76,16 @@ def estimate_seconds(
         seconds["reward"] = passes(models["reward_model"], 2)
     seconds["update_actor"] = epochs * passes(policy, backward)
     return seconds
+
+
+def _share_of_old_logprobs(config: Config) -> float:
+    """Return the share of a step's samples whose old log-probs need a pass of their own, 0 to 1.
+
+    Those of the first mini-batch come from its update, unless something reads them earlier.
+    """
+    prompts = config.data.prompts_per_step
+    minibatches = math.ceil(prompts / (config.training.prompts_per_minibatch or prompts))
+    return 1.0 if needs_early_logprobs(config) else 1 - 1 / minibatches
 
 
 def _training_pass(
@@ -98,6 +108,15 @@ def _training_pass(
     ideal = busiest * operations / (layout.world_size * hardware.tflops * 1e12 * hardware.train_share)
     bubble = (layout.pp - 1) / num_micro_batches(config, layout, lengths.total)
     return ideal * (1 + bubble)
+
+
+def seconds_between_nodes(
+    config: Config, layout: Layout, model: Model, engine: EngineMemory, lengths: Lengths, hardware: Hardware
+) -> float:
+    """Return the seconds of generation that replicas lose because their all-reduces cross nodes."""
+    one_node = replace(hardware, ranks_per_node=max(hardware.ranks_per_node, layout.rollout_tp))
+    arguments = config, layout, model, engine, lengths
+    return _generation(*arguments, hardware) - _generation(*arguments, one_node)
 
 
 def _generation(

@@ -11,7 +11,9 @@ from rl.config.schema import (
     needs_reward,
 )
 from rl.engines.inputs import Inputs
+from rl.rollout import cpu_support
 from rl.rollout.engine import RolloutEngine
+from rl.runtime import start_up
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.grid import Grid
@@ -57,6 +59,20 @@ class Engines:
         generating = [engine for engine in (self.rollout, self.judge) if engine is not None]
         if generating:
             generating[0].close()  # both use the same groups
+
+
+def finish_imports(config: Config, *, generate: bool) -> None:
+    """Import vLLM if the run needs it, then enable garbage collection again (`start_up.pause_collection`).
+
+    generate: whether models that generate are built.
+    """
+    if generate and needs_engine(config):
+        import vllm.entrypoints.llm
+        import vllm.v1.worker.gpu_worker  # noqa: F401
+
+        cpu_support.install()
+        start_up.mark("vLLM")
+    start_up.resume_collection()
 
 
 def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> TrainingEngine:
@@ -113,6 +129,7 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
     if away != "none" and generate:
         # vLLM requires its memory fraction to be free while it initialises.
         engines.offload(weights=away == "all")
+    start_up.mark("trainer")
     if generate and needs_engine(config):
         engines.rollout = RolloutEngine(
             config.model.path,
@@ -140,4 +157,5 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
     if away != "none" and engines.rollout is not None and engines.rollout.awake:
         engines.rollout.sleep()
     engines.reload()
+    start_up.mark("engine")
     return engines

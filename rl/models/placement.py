@@ -9,6 +9,7 @@ expert.
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,7 @@ Ranges = tuple[tuple[int, int], ...]
 """(first, one past the last) layer of each pipeline stage."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The part of a grid that holds a weight. The same ranks hold all weights of one place."""
 
     stages: tuple[int, ...]
@@ -156,10 +156,15 @@ def _ranges(sizes: list[int]) -> Ranges:
 def _stages(weight: Weight, ranges: Ranges) -> tuple[int, ...]:
     last = len(ranges) - 1
     if weight.layer is not None:
-        return (next(stage for stage, (start, stop) in enumerate(ranges) if start <= weight.layer < stop),)
+        return (_stage_of_layer(ranges)[weight.layer],)
     if not weight.first_stage:
         return (last,)
     return (0, last) if weight.tied_to_head and last > 0 else (0,)
+
+
+@functools.cache
+def _stage_of_layer(ranges: Ranges) -> list[int]:
+    return [stage for stage, (start, stop) in enumerate(ranges) for _ in range(start, stop)]
 
 
 def _check_sizes(side: str, world_size: int, tp: int, pp: int, num_layers: int) -> None:

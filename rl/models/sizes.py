@@ -14,6 +14,14 @@ def head_dim(hf: dict) -> int:
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
+def attention_widths(hf: dict) -> tuple[int, int]:
+    """Return the channels (of queries or keys, of values), each summed over all query heads."""
+    heads = hf["num_attention_heads"]
+    if hf.get("kv_lora_rank"):
+        return heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]), heads * hf["v_head_dim"]
+    return heads * head_dim(hf), heads * head_dim(hf)
+
+
 def num_experts(hf: dict) -> int:
     """Return the number of routed experts of a layer, by the key of each family; 0 for a dense model."""
     return next(

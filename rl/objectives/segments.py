@@ -19,24 +19,25 @@ class _SegmentSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, lengths: Tensor) -> Tensor:
         ctx.save_for_backward(lengths)
+        ctx.total = len(x)
         return _reduce(x, lengths)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (lengths,) = ctx.saved_tensors
-        return _Expand.apply(grad, lengths), None
+        return _Expand.apply(grad, lengths, ctx.total), None
 
 
 class _Expand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, per_sample: Tensor, lengths: Tensor) -> Tensor:
+    def forward(ctx, per_sample: Tensor, lengths: Tensor, total: int | None) -> Tensor:
         ctx.save_for_backward(lengths)
-        return torch.repeat_interleave(per_sample, lengths)
+        return torch.repeat_interleave(per_sample, lengths, output_size=total)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (lengths,) = ctx.saved_tensors
-        return _SegmentSum.apply(grad, lengths), None
+        return _SegmentSum.apply(grad, lengths), None, None
 
 
 def _reduce(x: Tensor, lengths: Tensor) -> Tensor:
@@ -44,15 +45,17 @@ def _reduce(x: Tensor, lengths: Tensor) -> Tensor:
         assert len(x) == 0, f"{len(x)} tokens, but no sample to hold them"
         return x.new_zeros(0)
     # float64: the order within a segment is fixed and serial on CPU, so float32 would lose digits on long
-    # responses. segment_reduce itself checks that lengths are not negative and sum to T.
-    return torch.segment_reduce(x.contiguous().double(), "sum", lengths=lengths).to(x.dtype)
+    # responses. segment_reduce itself checks that lengths are not negative and sum to T, but not on CUDA,
+    # where it would have to wait for the device.
+    x64 = x.contiguous().double()
+    return torch.segment_reduce(x64, "sum", lengths=lengths, unsafe=x.is_cuda).to(x.dtype)
 
 
 def segment_sum(x: Tensor, lengths: Tensor) -> Tensor:
     """Return the sum of each sample's tokens: x [T] floating, lengths int64 [B] -> [B] of x's dtype.
 
-    Sums in float64. An empty sample gives 0; a NaN stays within its sample. Raises RuntimeError if lengths do
-    not sum to T.
+    Sums in float64. An empty sample gives 0; a NaN stays within its sample. On the CPU it raises RuntimeError
+    if lengths do not sum to T.
     """
     return _SegmentSum.apply(x, lengths)
 
@@ -63,10 +66,13 @@ def segment_mean(x: Tensor, lengths: Tensor) -> Tensor:
     return segment_sum(x, lengths) / lengths.clamp(min=1)
 
 
-def expand(per_sample: Tensor, lengths: Tensor) -> Tensor:
+def expand(per_sample: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
     """Return its sample's value for each token: per_sample [B] floating, lengths int64 [B] -> [T] of the same
-    dtype."""
+    dtype.
+
+    total: T. Without it, CUDA waits for the sum of the lengths.
+    """
     assert per_sample.shape == lengths.shape, (
         f"{tuple(per_sample.shape)} values for {tuple(lengths.shape)} lengths"
     )
-    return _Expand.apply(per_sample, lengths)
+    return _Expand.apply(per_sample, lengths, total)

@@ -75,6 +75,32 @@ def balance_metrics(num_tokens: list[int], ranks: list[list[int]]) -> dict[str, 
     }
 
 
+def imbalance_metrics(costs: list[list[list[int]]]) -> dict[str, float]:
+    """Return how evenly the updates of a step share their cost (`rl.training.dp_split.Cost`).
+
+    costs: of each micro-batch of each data parallel rank, per mini-batch. Ranks wait for each other at the
+    end of a mini-batch, and in pipelines and expert parallel layers after each micro-batch:
+
+        training/imbalance              cost of the busiest rank of each mini-batch, over the mean rank's, - 1
+        training/micro_batch_imbalance  the same of micro-batches
+        training/micro_batches          micro-batches of a rank, and
+        training/empty_micro_batches    how many of all ranks' have no sample
+    """
+    ranks = [[sum(rank) for rank in minibatch] for minibatch in costs]
+    micros = [[cost for rank in minibatch for cost in rank] for minibatch in costs]
+    return {
+        "training/imbalance": _imbalance(ranks),
+        "training/micro_batch_imbalance": _imbalance(micros),
+        "training/micro_batches": sum(len(minibatch[0]) for minibatch in costs),
+        "training/empty_micro_batches": sum(cost == 0 for minibatch in micros for cost in minibatch),
+    }
+
+
+def _imbalance(costs: list[list[int]]) -> float:
+    """Return by how much of itself the work would shrink if each list were its mean throughout."""
+    return sum(len(each) * max(each) for each in costs) / max(sum(map(sum, costs)), 1) - 1
+
+
 def score_metrics(batch: Batch) -> dict[str, float]:
     """Return metrics of the scores and of the reward function's other numbers."""
     metrics = {"reward/failures": float(batch.score_details["failed"].sum())} | spread(

@@ -1,5 +1,7 @@
 """Rollout correction: importance weights and rejections for the mismatch between engine and trainer."""
 
+from torch import Tensor
+
 from rl.config.schema import RolloutCorrection
 from rl.data.batch import Batch
 from rl.objectives import rollout_correction
@@ -14,20 +16,13 @@ def correct_rollout(batch: Batch, correction: RolloutCorrection) -> dict[str, fl
     """
     if batch.rollout_logprobs is None:
         return {}
+    assert batch.old_logprobs is not None and batch.mask is not None
     pair, mask, lengths = (batch.old_logprobs, batch.rollout_logprobs), batch.mask, batch.lengths
     level = "sequence" if correction.truncate_samples else "token"
     bound = correction.truncate_tokens or correction.truncate_samples or correction.icepop_high
     upper = bound or rollout_correction.USUAL_UPPER
     metrics = rollout_correction.metrics(*pair, lengths, mask, level=level, upper=upper)
-    if correction.truncate_tokens:
-        batch.loss_weights = rollout_correction.token_weights(*pair, mask, upper=correction.truncate_tokens)
-    elif correction.truncate_samples:
-        batch.loss_weights = rollout_correction.sequence_weights(
-            *pair, lengths, mask, upper=correction.truncate_samples
-        )
-    elif correction.icepop_high:
-        low, high = correction.icepop_low, correction.icepop_high
-        batch.loss_weights = rollout_correction.icepop(*pair, mask, low=low, high=high)
+    batch.loss_weights = loss_weights(correction, *pair, lengths, mask)
     if batch.loss_weights is not None:
         metrics["rollout_corr/weight_mean"] = token_mean(batch.loss_weights, mask)
     kept = mask
@@ -42,3 +37,24 @@ def correct_rollout(batch: Batch, correction: RolloutCorrection) -> dict[str, fl
         metrics["rollout_corr/rejected_fraction"] = 1.0 - float(kept.sum() / mask.sum().clamp(min=1))
         batch.mask = kept.float()
     return metrics
+
+
+def loss_weights(
+    correction: RolloutCorrection,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+) -> Tensor | None:
+    """Return the importance weight of each token's loss [T], or None if the correction has no weights.
+
+    A weight depends on its own sample alone, so that any split into whole samples gives the same.
+    """
+    pair = old_logprobs, rollout_logprobs
+    if upper := correction.truncate_tokens:
+        return rollout_correction.token_weights(*pair, mask, upper=upper)
+    if upper := correction.truncate_samples:
+        return rollout_correction.sequence_weights(*pair, lengths, mask, upper=upper)
+    if high := correction.icepop_high:
+        return rollout_correction.icepop(*pair, mask, low=correction.icepop_low, high=high)
+    return None

@@ -1,14 +1,16 @@
 """Forward passes over a batch: log-probs of policy and reference, values, implicit rewards."""
 
+import torch
 from torch import Tensor
 
-from rl.config.schema import Config, needs_reference
+from rl.config.schema import Config, needs_early_logprobs, needs_reference
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.phases.batch_metrics import engine_gap, token_mean
 from rl.phases.correction import correct_rollout
-from rl.phases.minibatches import MinibatchPlanner
+from rl.phases.deferred import OUTPUTS
+from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
 from rl.phases.step import Step
 from rl.training.engine import TrainingEngine
 
@@ -25,25 +27,44 @@ class Inference:
     def log_probs(self, batch: Batch) -> None:
         """Fill `old_logprobs` and, if the config has a reference policy, `ref_logprobs`.
 
-        Computes them with the current weights and applies `rollout_correction`. With
-        `rollout_correction.bypass`, `old_logprobs` is a copy of the engine's log-probs instead.
+        Computes them with the current weights and applies `rollout_correction`. If nothing reads
+        `old_logprobs` before the first update, the update fills them (`Updates.policy`) and this method only
+        notes the version of the policy. With `rollout_correction.bypass`, `old_logprobs` is a copy of the
+        engine's log-probs instead.
         """
-        if self._config.rollout_correction.bypass:
+        policy, config = self._engines.policy, self._config
+        updates_policy = self._step.number > config.critic.warmup_steps
+        if config.rollout_correction.bypass:
             batch.old_logprobs = batch.rollout_logprobs.clone()
+        elif updates_policy and not needs_early_logprobs(config):
+            batch.deferred_version = policy.version
         else:
-            estimator, _ = self._config.objective.chosen
+            estimator, _ = config.objective.chosen
             needs_squares = estimator is not None and "sum_p_squared" in estimator.columns
-            names = ("logprobs", "entropy", *(("sum_p_squared",) if needs_squares else ()))
-            batch.old_logprobs, entropy, *squares = self._pass(
-                self._engines.policy, batch, names, "old_log_prob", "logp"
-            )
-            batch.sum_p_squared = squares[0] if squares else None
-            metrics = self._step.metrics
-            metrics["actor/entropy"] = token_mean(entropy, batch.mask)
-            metrics |= engine_gap(batch, batch.old_logprobs)
-            metrics |= correct_rollout(batch, self._config.rollout_correction)
-        if needs_reference(self._config):
+            names = (*OUTPUTS, "sum_p_squared") if needs_squares else OUTPUTS
+            outputs = self._pass(policy, batch, names, "old_log_prob", "logp")
+            batch.sum_p_squared = outputs[2] if needs_squares else None
+            self.fill_old_logprobs(batch, *outputs[:2])
+        if needs_reference(config):
             self.reference(batch)
+
+    def old_outputs(self, batch: Batch, plans: list[MinibatchPlan]) -> Tensor:
+        """Return OUTPUTS of the current policy for the samples of the plans, float32 [2, T], else 0."""
+        if not plans:
+            return torch.zeros(len(OUTPUTS), int(batch.lengths.sum()))
+        outputs = self._pass(self._engines.policy, batch, OUTPUTS, "old_log_prob", "logp", plans=plans)
+        return torch.stack(outputs)
+
+    def fill_old_logprobs(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> None:
+        """Fill `old_logprobs` and `loss_weights`, reject tokens, and log how engine and trainer differ.
+
+        logprobs, entropy: of the policy before this step's updates, float32 [T].
+        """
+        metrics = self._step.metrics
+        batch.old_logprobs, batch.deferred_version = logprobs, None
+        metrics["actor/entropy"] = token_mean(entropy, batch.mask)
+        metrics |= engine_gap(batch, logprobs)
+        metrics |= correct_rollout(batch, self._config.rollout_correction)
 
     def reference(self, batch: Batch) -> None:
         """Fill `ref_logprobs`: log-probs under the policy that the run started from."""
@@ -80,13 +101,18 @@ class Inference:
         label: str,
         *,
         of_reference: bool = False,
+        plans: list[MinibatchPlan] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return the named outputs of the model at every response token, float32 [T] each."""
+        """Return the named outputs of the model at every response token, float32 [T] each.
+
+        plans: the mini-batches that are computed; the outputs are 0 elsewhere. None: all.
+        """
         self._memory.to_training()
-        plans = [plan.micro_batches for plan in self._planner.plans(batch)]
+        plans = self._planner.plans(batch) if plans is None else plans
+        micro_batches = [plan.micro_batches for plan in plans]
         phase = self._step.phase("log_probs", timing=timing, batch=batch.fingerprint)
-        with phase, self._step.bar(label, len(batch)) as bar:
+        with phase, self._step.bar(label, sum(len(plan.samples) for plan in plans)) as bar:
             if not of_reference:
-                return model.forward(batch, plans, names, bar)
+                return model.forward(batch, micro_batches, names, bar)
             with model.reference_weights():
-                return model.forward(batch, plans, names, bar)
+                return model.forward(batch, micro_batches, names, bar)

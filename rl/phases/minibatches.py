@@ -3,12 +3,12 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.objectives.preference import counted
 from rl.objectives.segments import segment_sum
-from rl.training.dp_split import MicroBatches, plan_minibatch
+from rl.training.dp_split import Cost, MicroBatches, Workload, plan_micro_batches
 from rl.training.loss import Totals
 
 
@@ -18,8 +18,10 @@ class MinibatchPlan:
 
     micro_batches: list[MicroBatches]
     """The micro-batches of each data parallel rank, [dp]."""
+    costs: list[list[int]] | None = None
+    """Cost of each micro-batch of each rank, as `rl.training.dp_split` estimates it."""
 
-    @property
+    @cached_property
     def samples(self) -> list[int]:
         """Indices of the samples in the batch, ascending."""
         return sorted(i for rank in self.micro_batches for micro in rank for i in micro)
@@ -27,16 +29,13 @@ class MinibatchPlan:
     def totals(self, batch: Batch) -> Totals:
         """Return the loss denominators of the mini-batch, from the batch's current mask."""
         samples = self.samples
-        num_tokens = segment_sum(batch.mask, batch.lengths)[samples].sum()
-        num_samples = counted(batch.mask, batch.lengths)[samples].sum()
-        num_units = (
-            counted(batch.mask, batch.lengths, unit=batch.samples_per_unit)[samples].sum()
-            / batch.samples_per_unit
-        )
+        mask = batch.mask[batch.tokens_of(samples)]
+        tokens = segment_sum(mask.double(), batch.lengths[samples])
+        counted = tokens > 0
         return Totals(
-            num_tokens=max(float(num_tokens), 1.0),
-            num_samples=max(float(num_samples), 1.0),
-            num_units=max(float(num_units), 1.0),
+            num_tokens=max(float(tokens.sum()), 1.0),
+            num_samples=max(float(counted.sum()), 1.0),
+            num_units=max(float(counted.view(-1, batch.samples_per_unit).all(1).sum()), 1.0),
         )
 
 
@@ -46,9 +45,9 @@ class MinibatchPlanner:
     Log-probs before the first update are then bitwise equal to those within it.
     """
 
-    def __init__(self, config: Config, dp: int):
+    def __init__(self, config: Config, dp: int, cost: Cost):
         self._prompts_per_minibatch = config.training.prompts_per_minibatch or config.data.prompts_per_step
-        self._max_tokens, self._dp = config.training.micro_batch_tokens, dp
+        self._training, self._dp, self._cost = config.training, dp, cost
         self._batch: Callable[[], Batch | None] = lambda: None
         """Weak reference to the batch that was planned last; its columns are freed with the step."""
         self._plans: list[MinibatchPlan] = []
@@ -65,7 +64,16 @@ class MinibatchPlanner:
         num_minibatches = -(-num_groups // self._prompts_per_minibatch)
         minibatch_of = (batch.groups * num_minibatches).div(num_groups, rounding_mode="floor")
         members = [(minibatch_of == k).nonzero().squeeze(1).tolist() for k in range(num_minibatches)]
-        return [
-            MinibatchPlan(plan_minibatch(batch, samples, dp=self._dp, max_tokens=self._max_tokens))
-            for samples in members
-        ]
+        work = Workload.of_batch(batch, cost=self._cost, shared_prefix=self._training.shared_prefix)
+        return [self._plan_samples(work, samples, batch.samples_per_unit) for samples in members]
+
+    def _plan_samples(self, work: Workload, samples: list[int], samples_per_unit: int) -> MinibatchPlan:
+        plan = plan_micro_batches(
+            work,
+            indices=samples,
+            dp=self._dp,
+            max_tokens=self._training.micro_batch_tokens,
+            samples_per_unit=samples_per_unit,
+            even_rows=self._training.pp > 1,
+        )
+        return MinibatchPlan(plan, [[work.cost(micro) for micro in rank] for rank in plan])

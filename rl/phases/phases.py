@@ -27,6 +27,7 @@ from rl.phases.step import Step
 from rl.phases.updates import TokenSelection, Updates
 from rl.rollout.sampling import greedy_sampling, train_sampling
 from rl.stopping.requests import StopRequests
+from rl.training.dp_split import Cost
 from rl.training.loss import Loss
 
 
@@ -53,10 +54,11 @@ class Phases:
         self.prompts, self.sampler = prompts, sampler
         self.memory = MemorySharing(config, step.device, engines)
         stop = stop if config.run.on_stop_in_generation == "redo" else None
-        planner = MinibatchPlanner(config, engines.policy.grid.dp)
+        weights = engines.policy.weight_map
+        planner = MinibatchPlanner(config, engines.policy.grid.dp, Cost.of_model(weights.hf, weights.weights))
         self.generation = Generation(config, step, engines, self.memory, stop)
         self.inference = Inference(config, step, engines, self.memory, planner)
-        self.updates = Updates(config, step, engines, self.memory, planner)
+        self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
         self.scoring = Scoring(config, step, engines, self.memory, scorer, tokenizer)
         self.kl_penalty = KlPenalty(config)
 
@@ -115,7 +117,11 @@ class Phases:
     # Learn: log-probs, advantages, updates ----------------------------------------------------------------
 
     def log_probs(self, batch: Batch) -> None:
-        """Fill `old_logprobs` and, with a reference policy, `ref_logprobs`; apply `rollout_correction`."""
+        """Fill `old_logprobs` and, with a reference policy, `ref_logprobs`; apply `rollout_correction`.
+
+        `old_logprobs` may be filled only by the first `update`. An algorithm that reads them before declares
+        "old_logprobs" in NEEDS.
+        """
         self.inference.log_probs(batch)
 
     def reference(self, batch: Batch) -> None:

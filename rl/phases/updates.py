@@ -1,6 +1,7 @@
 """The update phase: optimizer steps on the mini-batches of a batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from rl.engines.memory import MemorySharing
 from rl.faults.agreement import check_replicas
 from rl.objectives.aggregate import aggregate
 from rl.objectives.value_loss import explained_variance, value_loss
-from rl.phases.batch_metrics import balance_metrics, spread
+from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
+from rl.phases.deferred import FirstUpdate
+from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
 from rl.phases.step import Step
 from rl.rollout.sampling import seed_of
@@ -33,13 +36,22 @@ class Updates:
     """
 
     def __init__(
-        self, config: Config, step: Step, engines: Engines, memory: MemorySharing, planner: MinibatchPlanner
+        self,
+        config: Config,
+        step: Step,
+        engines: Engines,
+        memory: MemorySharing,
+        planner: MinibatchPlanner,
+        inference: Inference,
     ):
         self._config, self._step, self._engines = config, step, engines
-        self._memory, self._planner = memory, planner
+        self._memory, self._planner, self._inference = memory, planner, inference
 
     def policy(self, batch: Batch, loss: Loss, *, select_tokens: TokenSelection | None = None) -> None:
         """Update the policy.
+
+        If `Inference.log_probs` deferred the old log-probs, those of the first mini-batch come from its
+        update's own forward pass, and those of the others from a pass before it.
 
         select_tokens: called before each update with the whole mini-batch and its log-probs under the current
         weights. The loss reads the result as the column `selected_tokens`.
@@ -48,14 +60,24 @@ class Updates:
         if batch.advantages is not None:
             step.metrics |= spread("critic/advantages", batch.advantages[batch.mask > 0])
         num_tokens = batch.prompt_lengths + batch.lengths
-        plans = [plan.micro_batches for plan in self._planner.plans(batch)]
-        ranks = [[i for p in plans for micro in p[rank] for i in micro] for rank in range(policy.grid.dp)]
+        plans = self._planner.plans(batch)
+        micro_batches = [plan.micro_batches for plan in plans]
+        ranks = [[i for p in micro_batches for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
         step.metrics |= balance_metrics(num_tokens.tolist(), ranks)
+        step.metrics |= imbalance_metrics([plan.costs for plan in plans if plan.costs is not None])
         first_version = policy.version
+        others = self._outputs_after_the_first(batch)
 
-        def before_update(plan: MinibatchPlan) -> None:
+        @contextmanager
+        def update_of(plan: MinibatchPlan) -> Iterator[Loss]:
             if select_tokens is not None:
                 self._select_tokens(batch, plan, select_tokens, number=policy.version - first_version)
+            if others is None or policy.version > first_version:
+                yield loss
+                return
+            first = FirstUpdate(loss, self._config.rollout_correction)
+            yield first
+            self._inference.fill_old_logprobs(batch, *first.outputs(policy, batch, plan, others))
 
         means = self._learn(
             policy,
@@ -63,7 +85,7 @@ class Updates:
             loss,
             self._config.training.optimizer,
             timing="update_actor",
-            before_update=before_update,
+            update_of=update_of,
             warmup_steps=self._config.critic.warmup_steps,
         )
         step.num_tokens += int(num_tokens.sum())
@@ -111,11 +133,12 @@ class Updates:
         optimizer: Optimizer,
         *,
         timing: str,
-        before_update: Callable[[MinibatchPlan], None] | None = None,
+        update_of: Callable[[MinibatchPlan], AbstractContextManager[Loss]] | None = None,
         warmup_steps: int = 0,
     ) -> dict[str, float]:
         """Update one model; return the loss's metrics, averaged over the updates, and the learning rate.
 
+        update_of: surrounds the update on a mini-batch and gives its loss; default: `loss` itself.
         warmup_steps: number of steps before the learning rate schedule of this model starts.
         """
         self._memory.to_training()
@@ -127,15 +150,29 @@ class Updates:
         phase = step.phase("update", timing=timing, batch=batch.fingerprint)
         with phase, step.bar("train", len(batch) * epochs) as bar:
             for plan in plans * epochs:
-                if before_update is not None:
-                    before_update(plan)
-                totals = plan.totals(batch)
-                micro_loss = lambda micro, totals=totals: loss(micro, totals)  # noqa: E731
-                terms = model.update(batch, plan.micro_batches, micro_loss, lr=lr, progress=bar)
+                with nullcontext(loss) if update_of is None else update_of(plan) as chosen:
+                    totals = plan.totals(batch)
+                    micro_loss = lambda micro, of=chosen, totals=totals: of(micro, totals)  # noqa: E731
+                    terms = model.update(batch, plan.micro_batches, micro_loss, lr=lr, progress=bar)
                 for name, value in terms.items():
                     sums[name] = sums.get(name, 0.0) + value
         num_updates = len(plans) * epochs
         return {name: value / num_updates for name, value in sums.items()} | {"lr": lr}
+
+    def _outputs_after_the_first(self, batch: Batch) -> Tensor | None:
+        """Return the outputs of the old policy for all mini-batches but the first, float32 [2, T].
+
+        Returns None if the old log-probs were not deferred. Raises RuntimeError if the policy was updated
+        since then.
+        """
+        if batch.deferred_version is None:
+            return None
+        if batch.deferred_version != self._engines.policy.version:
+            raise RuntimeError(
+                f"algorithm={self._config.algorithm} updated the policy between log_probs and update of a "
+                'batch; add "old_logprobs" to NEEDS, so that log_probs fills them itself.'
+            )
+        return self._inference.old_outputs(batch, self._planner.plans(batch)[1:])
 
     def _check_replicas(self, model: TrainingEngine) -> None:
         """Compare the weights across data parallel ranks, if this step is due for it.
@@ -155,10 +192,10 @@ class Updates:
         """Fill `selected_tokens` for the samples of a mini-batch, before update `number` of this step."""
         samples = plan.samples
         logprobs = batch.old_logprobs
-        if number > 0 or self._config.rollout_correction.bypass:  # old_logprobs are of other weights
+        # Of other weights, or not filled yet, if this selection is not one that a loss declares.
+        if number > 0 or self._config.rollout_correction.bypass or logprobs is None:
             (logprobs,) = self._engines.policy.forward(batch, [plan.micro_batches], ("logprobs",))
-        offsets = batch.offsets
-        index = torch.cat([torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in samples])
+        index = batch.tokens_of(samples)
         batch.selected_tokens = torch.zeros(len(batch.mask))
         seed = seed_of(self._config.run.seed, "choose", self._step.number, number)
         batch.selected_tokens[index] = select(batch.select(samples), logprobs[index], seed).float()

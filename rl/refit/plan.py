@@ -2,21 +2,23 @@
 
 Trainer and engine hold boxes of the same Hugging Face tensors (`rl.models.layout`). Their intersections are
 fragments. Each fragment that a rank needs has exactly one source: the rank itself if it trains that part,
-else a rank of its node that holds it, else any rank that holds it; several candidates take turns. A rank
-therefore receives, exactly once, what its engine needs and its trainer does not hold.
+else a rank of its node that holds it, else any rank that holds it. A rank therefore receives, exactly once,
+what its engine needs and its trainer does not hold. Several candidates take turns, as long as a rank then has
+few partners (`SENDERS`).
 
 The plan is plain data, computed without communication. Every rank computes the same routes and batches, and
 then its own messages. A `kind` is a set of weights that are split identically and whose names differ only in
-the numbers of layer and expert. `parts` is the number of parts into which a weight is divided to fit the
-buffer.
+the numbers of layer and expert. A `stream` is a choice of senders that many weights share; replicas of the
+engine that receive a stream from one rank receive identical messages, which it packs once. `parts` is the
+number of parts into which a weight is divided to fit the buffer.
 """
 
 import functools
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,12 +26,16 @@ from rl.models.boxes import Box, moved, overlap, volume
 from rl.models.layout import Piece, Weight
 from rl.models.placement import Holders, Place, RolloutPlacement, TrainingPlacement
 
+SENDERS = 64
+"""Number of ranks from which a rank receives at most, unless more ranks hold different weights.
+
+Each partner costs NCCL a connection.
+"""
 STAYS, NEAR_IN, FAR_IN, NEAR_OUT, FAR_OUT = range(5)
 """Rows of a load, bytes per rank: copied within the rank, and received and sent within and between nodes."""
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """A box of the Hugging Face tensor `hf`, and the box of this rank's parameter with the same elements."""
 
     weight: int
@@ -39,8 +45,7 @@ class Region:
     local: Box
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """A box that this rank both trains and generates with; it needs no transport."""
 
     weight: int
@@ -53,15 +58,18 @@ class Copy:
 
 @dataclass(frozen=True)
 class Message:
-    """Regions sent to or received from one peer in one batch, packed in this order."""
+    """Regions of one stream in one batch, packed in this order.
 
-    peer: int
+    Messages between two ranks have the same order on both.
+    """
+
+    peers: tuple[int, ...]
+    """Ranks to which it is sent, or the one from which it is received."""
     regions: tuple[Region, ...]
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Part `part` of a weight: each of its fragments is divided by rows into `parts` about equal parts."""
 
     weight: int
@@ -105,7 +113,9 @@ class RefitPlan:
 
     @property
     def bytes_sent(self) -> int:
-        return sum(message.num_bytes for batch in self.batches for message in batch.sends)
+        return sum(
+            message.num_bytes * len(message.peers) for batch in self.batches for message in batch.sends
+        )
 
 
 # Routes: the sender of every fragment, for all ranks at once ------------------------------------------------
@@ -137,6 +147,35 @@ class Kind:
 
 
 @dataclass(frozen=True, eq=False)
+class Stream:
+    """Senders and receivers of fragments that the same training ranks hold and the same ranks need.
+
+    int64 [n] each: `givers[i]` sends to `needers[i]`, whose tensor parallel rank in generation is
+    `needer_tp_ranks[i]`. No rank occurs twice in `needers`.
+    """
+
+    number: int
+    """Position among all streams, which orders the messages between two ranks."""
+    needers: np.ndarray
+    needer_tp_ranks: np.ndarray
+    givers: np.ndarray
+    crosses: np.ndarray
+    """Whether giver and needer differ, bool [n]."""
+    packers: np.ndarray
+    """Ranks that pack a message, once for each tensor parallel rank to which they send, int64 [m]."""
+    packed_tp_ranks: np.ndarray
+    """Those tensor parallel ranks, int64 [m]."""
+
+
+class Flow(NamedTuple):
+    """The fragments of a weight that one stream carries."""
+
+    stream: Stream
+    fragments: dict[int, list[Fragment]]
+    """Fragments by the receiver's tensor parallel rank."""
+
+
+@dataclass(frozen=True, eq=False)
 class Route:
     """Properties of a weight that determine its senders and receivers."""
 
@@ -145,20 +184,6 @@ class Route:
     rollout: Place
     turn: int
     """Number of candidate senders to skip."""
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Senders and receivers of the fragments that the same training ranks hold, int64 [n] each.
-
-    `givers[i]` sends to `needers[i]`, whose tensor parallel rank in generation is `needer_tp_ranks[i]`.
-    """
-
-    fragments: dict[int, list[Fragment]]
-    """Fragments by the receiver's tensor parallel rank."""
-    needers: np.ndarray
-    needer_tp_ranks: np.ndarray
-    givers: np.ndarray
 
 
 class Routing:
@@ -192,73 +217,109 @@ class Routing:
         """Ranks that hold a place in training."""
         self.needed: Callable[[Place], Holders] = functools.cache(rollout.holders)
         """Ranks that hold a place in generation."""
-        self.flows: Callable[[Route], list[Flow]] = functools.cache(self._flows)
-        """Flows of a weight."""
-        self.load: Callable[[Route, int], np.ndarray] = functools.cache(self._load)
-        """Bytes that the largest of `parts` parts of a weight moves on each rank, int64 [5, world_size].
-
-        The rows are STAYS .. FAR_OUT.
-        """
         self.crossing: Callable[[Route, int], np.ndarray] = functools.cache(self._crossing)
-        """Bytes of each rank's messages for that part, sent and received, int64 [world_size]."""
+        """Bytes of the buffers of each rank's messages for the largest of `parts` parts of a weight.
+
+        int64 [world_size], sent and received.
+        """
         self.routes = self._routes()
         """Route of each weight; weights with equal properties share one object."""
+        self._stream_of: dict[tuple, Stream] = {}
+        self._streams: dict[tuple, Stream] = {}
+        self.flows: dict[Route, list[Flow]] = {route: self._flows(route) for route in self.different_routes}
+        """Flows of a weight by its route."""
+
+    @property
+    def different_routes(self) -> list[Route]:
+        """Routes in the order of the first weight that takes each."""
+        return list(dict.fromkeys(self.routes))
+
+    @property
+    def streams(self) -> list[Stream]:
+        return list(self._streams.values())
 
     def _routes(self) -> list[Route]:
+        places = [(self.training.place(weight), self.rollout.place(weight)) for weight in self.weights]
+        turns = max(1, SENDERS // max(1, len({training for training, _ in places})))
         out: list[Route] = []
         kinds: dict[tuple, Kind] = {}
         known: dict[tuple, Route] = {}
         seen: Counter = Counter()
-        for weight in self.weights:
-            key = _kind(weight)
+        for weight, place in zip(self.weights, places):
+            key = weight.megatron, weight.shapes, weight.cut.split, weight.float32
             if key not in kinds:
                 cuts = self.training.cut_size(weight), self.rollout.cut_size(weight)
                 element_bytes = weight.bytes_per_element(self.itemsize)
                 kinds[key] = Kind(len(kinds), element_bytes, _intersect(weight, *cuts))
-            kind, places = kinds[key], (self.training.place(weight), self.rollout.place(weight))
+            kind = kinds[key]
             # Equal layers, and the weights of one layer, use different replicas as senders, to balance load.
-            turn = (kind.number + seen[kind, places]) % len(self.held(places[0]).ranks)
-            seen[kind, places] += 1
-            out.append(known.setdefault((kind, places, turn), Route(kind, *places, turn)))
+            turn = (kind.number + seen[kind, place]) % min(turns, len(self.held(place[0]).ranks))
+            seen[kind, place] += 1
+            if (kind, place, turn) not in known:
+                known[kind, place, turn] = Route(kind, *place, turn)
+            out.append(known[kind, place, turn])
         return out
 
     def _flows(self, route: Route) -> list[Flow]:
-        held, needed = self.held(route.training), self.needed(route.rollout)
         by_sources: dict = defaultdict(lambda: defaultdict(list))
         for fragment in route.kind.fragments:
             by_sources[fragment.sources][fragment.destination].append(fragment)
-        flows = []
-        for sources, by_destination in by_sources.items():
-            holders = held.ranks[np.isin(held.tp_ranks, sources)]
-            some = np.isin(needed.tp_ranks, list(by_destination))
-            givers = _choose(holders, needed.ranks[some], self.nodes, route.turn)
-            flows.append(Flow(dict(by_destination), needed.ranks[some], needed.tp_ranks[some], givers))
-        return flows
+        return [
+            Flow(self._stream(route, sources, tuple(by_destination)), dict(by_destination))
+            for sources, by_destination in by_sources.items()
+        ]
 
-    def _load(self, route: Route, parts: int) -> np.ndarray:
-        load = np.zeros((5, self.world_size), np.int64)
-        for flow in self.flows(route):
-            of_tp_rank = np.zeros(self.rollout.tp, np.int64)
-            for tp_rank, fragments in flow.fragments.items():
-                elements = sum(_elements_of_part(fragment, parts) for fragment in fragments)
-                of_tp_rank[tp_rank] = route.kind.element_bytes * elements
-            num_bytes = of_tp_rank[flow.needer_tp_ranks]
-            stays = flow.givers == flow.needers
-            near = ~stays & (self.nodes[flow.givers] == self.nodes[flow.needers])
-            far = ~stays & ~near
-            np.add.at(load[STAYS], flow.needers[stays], num_bytes[stays])
-            for some, row_in, row_out in ((near, NEAR_IN, NEAR_OUT), (far, FAR_IN, FAR_OUT)):
-                np.add.at(load[row_in], flow.needers[some], num_bytes[some])
-                np.add.at(load[row_out], flow.givers[some], num_bytes[some])
-        return load
+    def _stream(self, route: Route, sources: tuple[int, ...], destinations: tuple[int, ...]) -> Stream:
+        key = route.training, route.rollout, route.turn, sources, destinations
+        if key in self._stream_of:
+            return self._stream_of[key]
+        held, needed = self.held(route.training), self.needed(route.rollout)
+        holders = held.ranks[np.isin(held.tp_ranks, sources)]
+        some = np.isin(needed.tp_ranks, destinations)
+        needers, tp_ranks = needed.ranks[some], needed.tp_ranks[some]
+        givers = _choose(holders, needers, self.nodes, route.turn)
+        content = needers.tobytes(), givers.tobytes()
+        if content not in self._streams:
+            crosses = givers != needers
+            packed = np.unique(givers[crosses] * self.rollout.tp + tp_ranks[crosses])
+            self._streams[content] = Stream(
+                len(self._streams), needers, tp_ranks, givers, crosses, *divmod(packed, self.rollout.tp)
+            )
+        self._stream_of[key] = self._streams[content]
+        return self._streams[content]
 
     def _crossing(self, route: Route, parts: int) -> np.ndarray:
-        return self.load(route, parts)[NEAR_IN:].sum(0)
+        out = np.zeros(self.world_size, np.int64)
+        for flow in self.flows[route]:
+            stream, num_bytes = flow.stream, self._bytes_by_tp_rank(route, flow, parts)
+            out[stream.needers] += num_bytes[stream.needer_tp_ranks] * stream.crosses
+            np.add.at(out, stream.packers, num_bytes[stream.packed_tp_ranks])
+        return out
 
+    def load(self, route: Route, parts: int) -> np.ndarray:
+        """Return the bytes that the largest of `parts` parts of a weight moves on each rank.
 
-def _kind(weight: Weight) -> tuple:
-    names = tuple(re.sub(r"(?<=\.)\d+(?=\.)", "#", name) for name in weight.hf)
-    return names, weight.shapes, weight.cut.split, weight.float32
+        int64 [5, world_size]; the rows are STAYS .. FAR_OUT.
+        """
+        load = np.zeros((5, self.world_size), np.int64)
+        for flow in self.flows[route]:
+            stream = flow.stream
+            num_bytes = self._bytes_by_tp_rank(route, flow, parts)[stream.needer_tp_ranks]
+            near = stream.crosses & (self.nodes[stream.givers] == self.nodes[stream.needers])
+            far = stream.crosses & ~near
+            load[STAYS, stream.needers] += num_bytes * ~stream.crosses
+            for some, row_in, row_out in ((near, NEAR_IN, NEAR_OUT), (far, FAR_IN, FAR_OUT)):
+                load[row_in, stream.needers] += num_bytes * some
+                np.add.at(load[row_out], stream.givers, num_bytes * some)
+        return load
+
+    def _bytes_by_tp_rank(self, route: Route, flow: Flow, parts: int) -> np.ndarray:
+        """Return the bytes that each tensor parallel rank in generation needs of a flow, int64 [tp]."""
+        out = np.zeros(self.rollout.tp, np.int64)
+        for tp_rank, fragments in flow.fragments.items():
+            elements = sum(_elements_of_part(fragment, parts) for fragment in fragments)
+            out[tp_rank] = route.kind.element_bytes * elements
+        return out
 
 
 def _intersect(weight: Weight, source_tp: int, destination_tp: int) -> list[Fragment]:
@@ -289,48 +350,44 @@ def _intersect(weight: Weight, source_tp: int, destination_tp: int) -> list[Frag
 def _choose(holders: np.ndarray, needers: np.ndarray, nodes: np.ndarray, turn: int) -> np.ndarray:
     """Return a holder for each needer, int64 [len(needers)].
 
-    It is the needer itself if it is a holder, else a holder on its node, else any holder. Among several
-    candidates, the needers take the next one in turn, starting at `turn`.
+    It is the needer itself if it is a holder, else a holder on its node, else any holder. Needers are spread
+    over several candidates. If that is uneven, they are shifted by `turn`.
     """
     givers = np.where(np.isin(needers, holders), needers, -1)
     pools = [(holders[nodes[holders] == node], nodes[needers] == node) for node in np.unique(nodes[holders])]
     for pool, reached in [*pools, (holders, np.ones(len(needers), bool))]:
         waiting = np.flatnonzero((givers < 0) & reached)
-        givers[waiting] = pool[(np.arange(len(waiting)) + turn) % len(pool)]
+        apart = max(1, len(pool) // max(1, len(waiting)))
+        shift = turn if len(waiting) % len(pool) else 0
+        givers[waiting] = pool[(np.arange(len(waiting)) * apart + shift) % len(pool)]
     return givers
 
 
 # Batches ----------------------------------------------------------------------------------------------------
 
 
-def cut_into_batches(routing: Routing, buffer_bytes: int) -> list[tuple[tuple[Span, ...], np.ndarray]]:
-    """Return the spans of each batch and the bytes that it moves on each rank, int64 [5, world_size].
+def cut_into_batches(routing: Routing, buffer_bytes: int) -> list[tuple[Span, ...]]:
+    """Return the spans of each batch.
 
-    If weights are divided, the bytes are an upper bound, because parts may differ by a row. No rank's
-    messages exceed buffer_bytes, unless one row of each fragment does. Weights of different places alternate,
-    so that all pipeline stages send at the same time.
+    No rank's messages exceed buffer_bytes, unless one row of each fragment does. Weights of different places
+    alternate, so that all pipeline stages send at the same time.
     """
     batches = []
     spans: list[Span] = []
-    total = np.zeros((5, routing.world_size), np.int64)
     filled = np.zeros(routing.world_size, np.int64)
     for span in _spans_in_turn(routing, buffer_bytes):
-        route = routing.routes[span.weight]
-        more = routing.crossing(route, span.parts)
-        if spans and (filled + more).max() > buffer_bytes:
-            batches.append((tuple(spans), total))
-            spans, total, filled = [], np.zeros_like(total), np.zeros_like(filled)
-        spans.append(span)
-        total += routing.load(route, span.parts)
+        more = routing.crossing(routing.routes[span.weight], span.parts)
         filled += more
-    return [*batches, (tuple(spans), total)] if spans else batches
+        if spans and filled.max() > buffer_bytes:
+            batches.append(tuple(spans))
+            spans, filled = [], more.copy()
+        spans.append(span)
+    return [*batches, tuple(spans)] if spans else batches
 
 
 def _spans_in_turn(routing: Routing, buffer_bytes: int) -> list[Span]:
     of_place: dict[Place, list[Span]] = defaultdict(list)
-    parts_of = {
-        route: _num_parts(routing, route, buffer_bytes // 4) for route in dict.fromkeys(routing.routes)
-    }
+    parts_of = {route: _num_parts(routing, route, buffer_bytes // 4) for route in routing.different_routes}
     for number, route in enumerate(routing.routes):
         of_place[route.training] += [Span(number, part, parts_of[route]) for part in range(parts_of[route])]
     spread = [((i + 0.5) / len(spans), span) for spans in of_place.values() for i, span in enumerate(spans)]
@@ -358,6 +415,22 @@ def _elements_of_part(fragment: Fragment, parts: int) -> int:
 # One rank's messages ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Role:
+    """What one rank does in a stream."""
+
+    giver: int | None
+    """The rank from which it receives, itself if it holds the fragments, None if it needs none."""
+    tp_rank: int
+    """Its tensor parallel rank in generation, if it needs the fragments."""
+    peers: dict[int, tuple[int, ...]]
+    """The ranks to which it sends, by their tensor parallel rank in generation."""
+
+
+Key = tuple[Stream, int, tuple[int, ...]]
+"""Stream, tensor parallel rank in generation and peers of a message."""
+
+
 def plan_of(routing: Routing, batches: Sequence[tuple[Span, ...]], rank: int) -> RefitPlan:
     """Return what one rank copies, sends and receives.
 
@@ -365,78 +438,105 @@ def plan_of(routing: Routing, batches: Sequence[tuple[Span, ...]], rank: int) ->
 
     batches: the spans of each batch, from `cut_into_batches`.
     """
+    roles = {stream: _role(stream, rank) for stream in routing.streams}
+    boxes: dict[tuple[Kind, bool], dict[int, Box]] = {}
     copies: list[Copy] = []
-    outgoing: dict[int, list[tuple[int, Region]]] = {}
-    incoming: dict[int, list[tuple[int, Region]]] = {}
+    outgoing: list[list[tuple[Key, Region]]] = []
+    incoming: list[list[tuple[Key, Region]]] = []
     for number in range(len(routing.weights)):
-        own, outgoing[number], incoming[number] = _regions(routing, number, rank)
+        own, sends, receives = _regions(routing, roles, boxes, number, rank)
         copies += own
+        outgoing.append(sends)
+        incoming.append(receives)
     planned = (
         MessageBatch(s, _messages(routing, s, outgoing), _messages(routing, s, incoming)) for s in batches
     )
     return RefitPlan(rank, tuple(copies), tuple(planned))
 
 
-def _regions(routing: Routing, number: int, rank: int):
-    """Return (copies, sends, receives) of one weight on this rank; sends and receives are (peer, region).
+def _role(stream: Stream, rank: int) -> Role:
+    gets = np.flatnonzero(stream.needers == rank)
+    gives = np.flatnonzero((stream.givers == rank) & stream.crosses)
+    peers: dict[int, list[int]] = defaultdict(list)
+    for tp_rank, peer in zip(stream.needer_tp_ranks[gives].tolist(), stream.needers[gives].tolist()):
+        peers[tp_rank].append(peer)
+    by_tp_rank = {tp_rank: tuple(ranks) for tp_rank, ranks in peers.items()}
+    if not len(gets):
+        return Role(None, -1, by_tp_rank)
+    return Role(int(stream.givers[gets[0]]), int(stream.needer_tp_ranks[gets[0]]), by_tp_rank)
+
+
+def _regions(routing: Routing, roles: dict[Stream, Role], boxes: dict, number: int, rank: int):
+    """Return (copies, sends, receives) of one weight on this rank; sends and receives are (key, region).
 
     Both ranks of a pair list their regions in the same order.
+
+    boxes: filled with the local boxes of each kind, in training and in generation, by the id of the fragment.
     """
     weight, route = routing.weights[number], routing.routes[number]
-    copies, outgoing, incoming = [], [], []
 
-    @functools.cache
-    def source() -> list[Piece]:
-        tp_rank = _tp_rank(routing.held(route.training), rank)
-        return weight.megatron_pieces(routing.training.cut_size(weight), tp_rank)
+    def region(fragment: Fragment, in_training: bool) -> Region:
+        known = boxes.setdefault((route.kind, in_training), {})
+        hf, box = weight.hf[fragment.hf], fragment.box
+        if id(fragment) not in known:
+            known[id(fragment)] = _local_box(_pieces(routing, number, rank, in_training), hf, box)
+        local = known[id(fragment)]
+        if weight.expert is not None and len(local) > len(box):  # a parameter of all experts
+            local = ((weight.expert, weight.expert + 1), *local[1:])
+        return Region(number, hf, box, local)
 
-    @functools.cache
-    def destination() -> list[Piece]:
-        return weight.vllm_pieces(
-            routing.rollout.cut_size(weight), _tp_rank(routing.needed(route.rollout), rank)
-        )
-
-    for flow in routing.flows(route):
-        gets, gives = np.flatnonzero(flow.needers == rank), np.flatnonzero(flow.givers == rank)
-        for i in gives:
-            peer = int(flow.needers[i])
-            for fragment in flow.fragments[int(flow.needer_tp_ranks[i])]:
-                hf, box = weight.hf[fragment.hf], fragment.box
-                local = _local_box(source(), hf, box)
-                if peer == rank:
-                    copies.append(Copy(number, hf, local, _local_box(destination(), hf, box)))
-                else:
-                    outgoing.append((peer, Region(number, hf, box, local)))
-        for i in gets[flow.givers[gets] != rank]:
-            for fragment in flow.fragments[int(flow.needer_tp_ranks[i])]:
-                hf, box = weight.hf[fragment.hf], fragment.box
-                incoming.append(
-                    (int(flow.givers[i]), Region(number, hf, box, _local_box(destination(), hf, box)))
-                )
+    copies: list[Copy] = []
+    outgoing: list[tuple[Key, Region]] = []
+    incoming: list[tuple[Key, Region]] = []
+    for stream, by_tp_rank in routing.flows[route]:
+        role = roles[stream]
+        for tp_rank, peers in role.peers.items():
+            key = stream, tp_rank, peers
+            outgoing += [(key, region(fragment, True)) for fragment in by_tp_rank[tp_rank]]
+        if role.giver == rank:
+            for fragment in by_tp_rank[role.tp_rank]:
+                source, destination = region(fragment, True), region(fragment, False)
+                copies.append(Copy(number, source.hf, source.local, destination.local))
+        elif role.giver is not None:
+            key = stream, role.tp_rank, (role.giver,)
+            incoming += [(key, region(fragment, False)) for fragment in by_tp_rank[role.tp_rank]]
     return copies, outgoing, incoming
 
 
+def _pieces(routing: Routing, number: int, rank: int, in_training: bool) -> list[Piece]:
+    """Return the pieces of the weight on this rank, which holds it."""
+    weight, route = routing.weights[number], routing.routes[number]
+    if in_training:
+        tp_rank = _tp_rank(routing.held(route.training), rank)
+        return weight.megatron_pieces(routing.training.cut_size(weight), tp_rank)
+    return weight.vllm_pieces(routing.rollout.tp, _tp_rank(routing.needed(route.rollout), rank))
+
+
 def _messages(
-    routing: Routing, spans: tuple[Span, ...], regions: dict[int, list[tuple[int, Region]]]
+    routing: Routing, spans: tuple[Span, ...], regions: list[list[tuple[Key, Region]]]
 ) -> tuple[Message, ...]:
-    by_peer: dict[int, list[Region]] = defaultdict(list)
+    packed: dict[Key, list[Region]] = defaultdict(list)
     for span in spans:
-        for peer, region in regions[span.weight]:
+        for key, region in regions[span.weight]:
             first, last = region.box[0]
             start, stop = ((last - first) * part // span.parts for part in (span.part, span.part + 1))
             if start < stop:
-                by_peer[peer].append(_rows_of(region, start, stop))
+                packed[key].append(_rows_of(region, start, stop))
+    return tuple(
+        Message(key[2], *_in_order(routing, packed[key]))
+        for key in sorted(packed, key=lambda key: (key[0].number, key[1]))
+    )
 
-    def element_bytes(region: Region) -> int:
-        return routing.routes[region.weight].kind.element_bytes
 
-    messages = []
-    for peer in sorted(by_peer):
-        # Float32 elements first, so that each region begins at a multiple of its element size.
-        packed = sorted(by_peer[peer], key=lambda region: not routing.weights[region.weight].float32)
-        num_bytes = sum(volume(region.box) * element_bytes(region) for region in packed)
-        messages.append(Message(peer, tuple(packed), num_bytes))
-    return tuple(messages)
+def _in_order(routing: Routing, regions: list[Region]) -> tuple[tuple[Region, ...], int]:
+    """Return the regions in the order in which a message contains them, and its bytes.
+
+    Float32 elements are first, so that each region begins at a multiple of its element size.
+    """
+    ordered = sorted(regions, key=lambda region: not routing.weights[region.weight].float32)
+    return tuple(ordered), sum(
+        volume(region.box) * routing.routes[region.weight].kind.element_bytes for region in ordered
+    )
 
 
 def _rows_of(region: Region, start: int, stop: int) -> Region:

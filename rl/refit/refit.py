@@ -131,8 +131,7 @@ def _make_link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) 
         node_of=lambda rank: nodes.index(nodes[rank]),
         itemsize=weight_map.dtype.itemsize,
     )
-    batches = [spans for spans, _ in cut_into_batches(routing, buffer_mib << 20)]
-    plan = plan_of(routing, batches, dist.get_rank())
+    plan = plan_of(routing, cut_into_batches(routing, buffer_mib << 20), dist.get_rank())
     if engine.device.is_cuda:  # the first NCCL call in a group must include all its ranks
         dist.all_reduce(torch.zeros(1, device=engine.device.torch))
     return Link(plan, in_place, [weight_map.weights[number] for number in sorted(left_out)])

@@ -1,5 +1,8 @@
 """The bytes that a refit moves on every rank, computed from the plan alone for any number of ranks."""
 
+import functools
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +10,7 @@ import numpy as np
 from rl.models.boxes import Box, overlap, volume
 from rl.models.layout import Piece, Weight
 from rl.models.placement import RolloutPlacement, TrainingPlacement
-from rl.refit.plan import NEAR_IN, Kind, Routing, cut_into_batches
+from rl.refit.plan import Kind, Routing, Span, cut_into_batches
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,12 @@ class RefitTraffic:
     gather: np.ndarray
     """Bytes that the rank would receive if every rank gathered the whole model."""
     peak_buffer: np.ndarray
-    """Bytes of the largest batch's messages."""
+    """Bytes of the largest batch's buffers."""
+    partners: np.ndarray
+    """Number of ranks, int64 [4, world_size].
+
+    Those from which the rank receives on its node and on other nodes, and those to which it sends.
+    """
     batches: list[np.ndarray]
     """Bytes of each batch, int64 [5, world_size], rows as in rl.refit.plan.
 
@@ -45,16 +53,42 @@ def refit_traffic(
     routing = Routing(
         weights, training, rollout, node_of=lambda rank: rank // ranks_per_node, itemsize=itemsize
     )
-    total = np.zeros((5, training.world_size), np.int64)
-    for route in routing.routes:
-        total += routing.load(route, 1)
-    batches = [load for _, load in cut_into_batches(routing, buffer_bytes)]
+    batches = cut_into_batches(routing, buffer_bytes)
     peak = np.zeros(training.world_size, np.int64)
-    for load in batches:
-        peak = np.maximum(peak, load[NEAR_IN:].sum(0))
-    stays, near_in, far_in, near_out, far_out = total
+    for spans in batches:
+        peak = np.maximum(peak, sum(routing.crossing(routing.routes[s.weight], s.parts) for s in spans))
+    whole = [Span(number, 0, 1) for number in range(len(weights))]
+    (stays, near_in, far_in, near_out, far_out), *loads = loads_of(routing, [whole, *batches])
     bound, gather = _bounds(routing)
-    return RefitTraffic(stays, near_in, far_in, near_out, far_out, bound, gather, peak, batches)
+    return RefitTraffic(
+        stays, near_in, far_in, near_out, far_out, bound, gather, peak, _partners(routing), loads
+    )
+
+
+def loads_of(routing: Routing, batches: Iterable[Iterable[Span]]) -> list[np.ndarray]:
+    """Return the bytes that each batch moves on each rank, int64 [5, world_size], rows as in rl.refit.plan.
+
+    If weights are divided, they are upper bounds, because parts may differ by a row.
+    """
+    load_of = functools.cache(routing.load)
+    loads = []
+    for spans in batches:
+        load = np.zeros((5, routing.world_size), np.int64)
+        for (route, parts), count in Counter((routing.routes[s.weight], s.parts) for s in spans).items():
+            load += count * load_of(route, parts)
+        loads.append(load)
+    return loads
+
+
+def _partners(routing: Routing) -> np.ndarray:
+    """Return `partners` of `RefitTraffic`."""
+    sends = np.zeros((routing.world_size, routing.world_size), bool)
+    for stream in routing.streams:
+        sends[stream.givers[stream.crosses], stream.needers[stream.crosses]] = True
+    near = routing.nodes[:, None] == routing.nodes
+    return np.stack(
+        [(sends & near).sum(0), (sends & ~near).sum(0), (sends & near).sum(1), (sends & ~near).sum(1)]
+    )
 
 
 def _bounds(routing: Routing) -> tuple[np.ndarray, np.ndarray]:

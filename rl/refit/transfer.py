@@ -4,7 +4,7 @@ The check exchanges checksums in the same way. Point-to-point over the world's g
 NCCL for CUDA tensors.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,39 +50,41 @@ def transfer(
     largest = max((_space(batch.sends + batch.receives) for batch in plan.batches), default=0)
     space = torch.empty(largest, dtype=torch.uint8, device=device)
     for batch in plan.batches:
-        outgoing, used = _buffers(batch.sends, space, 0)
-        incoming, _ = _buffers(batch.receives, space, used)
-        for message in batch.sends:
-            for view, packed in _unpacked(message, outgoing[message.peer], sources):
+        buffers = _buffers(batch.sends + batch.receives, space)
+        outgoing, incoming = buffers[: len(batch.sends)], buffers[len(batch.sends) :]
+        for message, buffer in zip(batch.sends, outgoing):
+            for view, packed in _unpacked(message, buffer, sources):
                 packed.copy_(view)
-        exchange(outgoing, incoming)
-        for message in batch.receives:
-            for view, packed in _unpacked(message, incoming[message.peer], destinations):
+        exchange(_by_peer(batch.sends, outgoing), _by_peer(batch.receives, incoming))
+        for message, buffer in zip(batch.receives, incoming):
+            for view, packed in _unpacked(message, buffer, destinations):
                 view.copy_(packed)
-        done.sent += sum(buffer.nbytes for buffer in outgoing.values())
-        done.received += sum(buffer.nbytes for buffer in incoming.values())
+    done.sent, done.received = plan.bytes_sent, plan.bytes_received
     return done
 
 
-def exchange(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-    """Send each tensor of `outgoing` to its peer and receive those of `incoming`. Collective over the world.
+def exchange(outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]]) -> None:
+    """Send the tensors of `outgoing` to their peers and receive those of `incoming`. Collective over the
+    world.
 
-    Tensors must be contiguous; sender and receiver must agree on the sizes. NCCL executes calls in order, so
-    calls must not wait for each other in a cycle. Therefore every rank iterates over the distances between
-    ranks in the same order, and both ends of a message have the same distance.
+    Tensors must be contiguous; sender and receiver must agree on the sizes and on the order of the tensors
+    between them. NCCL executes calls in order, so calls must not wait for each other in a cycle. Therefore
+    every rank iterates over the first tensor of each pair of ranks, then over the second, and so on, each
+    time over the distances between ranks in the same order, and both ends of a tensor have the same distance.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pending = []
-    for first in range(1, world_size, OPS_PER_CALL // 2):
-        operations = []
-        for distance in range(first, min(first + OPS_PER_CALL // 2, world_size)):
-            to, source = (rank + distance) % world_size, (rank - distance) % world_size
-            if to in outgoing:
-                operations.append(dist.P2POp(dist.isend, outgoing[to], to))
-            if source in incoming:
-                operations.append(dist.P2POp(dist.irecv, incoming[source], source))
-        if operations:
-            pending += dist.batch_isend_irecv(operations)
+    for turn in range(max(map(len, (*outgoing.values(), *incoming.values())), default=0)):
+        for first in range(1, world_size, OPS_PER_CALL // 2):
+            operations = []
+            for distance in range(first, min(first + OPS_PER_CALL // 2, world_size)):
+                to, source = (rank + distance) % world_size, (rank - distance) % world_size
+                if turn < len(outgoing.get(to, ())):
+                    operations.append(dist.P2POp(dist.isend, outgoing[to][turn], to))
+                if turn < len(incoming.get(source, ())):
+                    operations.append(dist.P2POp(dist.irecv, incoming[source][turn], source))
+            if operations:
+                pending += dist.batch_isend_irecv(operations)
     for work in pending:
         work.wait()
 
@@ -114,7 +116,10 @@ def compare(
         peer: torch.empty(len(regions), 2, dtype=torch.int64, device=device)
         for peer, regions in expected.items()
     }
-    exchange({peer: torch.stack(sums) for peer, sums in outgoing.items()}, incoming)
+    exchange(
+        {peer: [torch.stack(sums)] for peer, sums in outgoing.items()},
+        {peer: [sums] for peer, sums in incoming.items()},
+    )
     for peer, regions in expected.items():
         found = torch.stack(
             [checksum(destinations[region.weight][index(region.local)]) for region in regions]
@@ -161,8 +166,9 @@ def _ends(
 def _regions(plan: RefitPlan, direction: str) -> Iterator[tuple[int, Region]]:
     for batch in plan.batches:
         for message in batch.sends if direction == "sends" else batch.receives:
-            for region in message.regions:
-                yield message.peer, region
+            for peer in message.peers:
+                for region in message.regions:
+                    yield peer, region
 
 
 def _space(messages: tuple[Message, ...]) -> int:
@@ -173,13 +179,21 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // 8) * 8
 
 
-def _buffers(messages: tuple[Message, ...], space: Tensor, at: int) -> tuple[dict[int, Tensor], int]:
-    """Return for each message, by its peer, a range of bytes of `space` from `at` on; also return the end."""
-    buffers = {}
+def _buffers(messages: tuple[Message, ...], space: Tensor) -> list[Tensor]:
+    """Return a range of bytes of `space` for each message."""
+    buffers, at = [], 0
     for message in messages:
-        buffers[message.peer] = space[at : at + message.num_bytes]
+        buffers.append(space[at : at + message.num_bytes])
         at += _aligned(message.num_bytes)
-    return buffers, at
+    return buffers
+
+
+def _by_peer(messages: tuple[Message, ...], buffers: list[Tensor]) -> dict[int, list[Tensor]]:
+    out: dict[int, list[Tensor]] = {}
+    for message, buffer in zip(messages, buffers):
+        for peer in message.peers:
+            out.setdefault(peer, []).append(buffer)
+    return out
 
 
 def _unpacked(

@@ -65,8 +65,9 @@ class RolloutEngine:
         if not device.is_cuda:
             dist.barrier()
             cpu_support.unlink_shared_memory()
-        # Garbage collection of the LLM would destroy the trainer's default process group.
-        self.llm.llm_engine.engine_core._finalizer.detach()
+        # Garbage collection of the LLM would destroy the trainer's default process group (not by vLLM 0.25).
+        if finalizer := getattr(self.llm.llm_engine.engine_core, "_finalizer", None):
+            finalizer.detach()
         _abort_in_order(self.llm.llm_engine.engine_core)
         self.model = self.llm.apply_model(lambda model: model)[0]
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner

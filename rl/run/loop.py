@@ -12,7 +12,7 @@ from rl.checkpoint.hf import export_hf
 from rl.checkpoint.store import CheckpointStore
 from rl.config.schema import Config, needs_reward
 from rl.data.batch import Batch
-from rl.engines.engines import build_engines
+from rl.engines.engines import build_engines, finish_imports
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import PhaseAgreement, fail_together
 from rl.faults.lock import check_lock
@@ -27,6 +27,7 @@ from rl.run_directory.metric_log import MetricLog, keep_lines_up_to, step_line
 from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes, record_run
 from rl.run_directory.status import Status
+from rl.runtime import start_up
 from rl.runtime.device import Device
 from rl.runtime.group_warm_up import limit_collectives, warm_up
 from rl.runtime.session import control_group
@@ -41,7 +42,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     ConfigError, identical on every rank, for checkpoints in run.dir from which this run must not or cannot
     continue.
     """
-    started = time.perf_counter()
+    start_up.mark("Megatron")  # imported by this module
     with fail_together():
         algorithm = algorithms.load(config.algorithm)  # a user's file may raise anything
     leads = dist.get_rank() == 0
@@ -60,16 +61,19 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
             status.write(state="finished", step=newest.step, checkpoint_step=newest.step)
             return 0
 
+    finish_imports(config, generate=not is_finished)
     pool = None
     with fail_together():
         if needs_reward(config) and not is_finished:
             pool = start_pool(config, inputs)
+    start_up.mark("rewards")
     training = config.training
     agreement = PhaseAgreement(config, json.dumps(code_hashes(config)), control_group())
     grid = build_grid(
         tp=training.tp, pp=training.pp, ep=training.ep, etp=training.expert_tp, seed=config.run.seed
     )
     warm_up(device)
+    start_up.mark("groups")
     engines = build_engines(config, inputs, grid, device, generate=not is_finished)
     limit_collectives(config.watchdog.limits)
     phases = Phases(
@@ -84,14 +88,15 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     )
     checkpoints = RunCheckpoints(config, store, phases, status)
     last_step, metrics = checkpoints.resume(newest, named)
+    start_up.mark("checkpoint")
     status.write(step=last_step, checkpoint_step=last_step)
     log, asked = None, None
     if not is_finished:
         if leads:
             log = _open_log(config, last_step, metrics, resumes=newest is not None)
         resumed = f", resuming after step {last_step}" if last_step else ""
-        seconds = time.perf_counter() - started
-        progress.line(f"ready in {seconds:.1f} s, run directory {config.run.dir}{resumed}")
+        start_up.mark("record")
+        progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
         asked = Training(config, algorithm, inputs, phases, checkpoints, status, log, stop).run(
             last_step, metrics
         )
@@ -124,7 +129,7 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
         log.write(last_step, metrics)
     if config.logging.samples:
         keep_lines_up_to(Path(config.run.dir, samples.FILE_NAME), resume_step)
-    record_run(config, last_step)
+    record_run(config, last_step, start_up_s=start_up.parts)
     return log
 
 

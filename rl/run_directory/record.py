@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -39,10 +40,11 @@ def own_files(config: Config) -> list[Path]:
     return [Path(file) for file in files if file.endswith(".py") and Path(file).is_file()]
 
 
-def record_run(config: Config, last_step: int) -> None:
+def record_run(config: Config, last_step: int, *, start_up_s: Mapping[str, float]) -> None:
     """Write config.yaml, environment.json and code/ into the run directory. For rank 0.
 
-    After a resume the names contain its step, so that the record of the first start remains.
+    start_up_s: seconds from the command to now, by part. After a resume the names of the files contain its
+    step, so that the record of the first start remains.
     """
     directory = Path(config.run.dir)
     mark = f"-after-step-{last_step}" if last_step else ""
@@ -51,6 +53,7 @@ def record_run(config: Config, last_step: int) -> None:
         "command": sys.argv,
         "world_size": dist.get_world_size(),
         "host": platform.node(),
+        "start_up_s": {part: round(seconds, 2) for part, seconds in start_up_s.items()},
         "git_status": _git("status", "--porcelain"),
         **versions(),
     }

@@ -119,27 +119,34 @@ class Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        """Take a step, in one pass over the memory of each parameter."""
+        fused = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         for group in self.param_groups:
             if not group["params"]:
                 continue
-            group["step"] = step = group.get("step", 0) + 1
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group, step)
-
-    def _update(self, param, group, step):
-        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-        state, grad = self.state[param], param.grad
-        if not state:
-            state.update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
-        if decay and self.adam_w_mode:
-            param.mul_(1 - lr * decay)
-        elif decay:
-            grad = grad.add(param, alpha=decay)
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denominator = (state["exp_avg_sq"].sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
-        param.addcdiv_(state["exp_avg"], denominator, value=-lr / (1 - beta1**step))
+            group["step"] = group.get("step", 0) + 1
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                if not self.state[param]:
+                    self.state[param].update(
+                        exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param)
+                    )
+            beta1, beta2 = group["betas"]
+            fused(
+                params,
+                [param.grad for param in params],
+                [self.state[param]["exp_avg"] for param in params],
+                [self.state[param]["exp_avg_sq"] for param in params],
+                [],
+                [torch.tensor(float(group["step"]))] * len(params),
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
 
 
 class _Rewrite(ast.NodeTransformer):

@@ -1,77 +1,339 @@
 """Split of a mini-batch over the data parallel ranks, and of each rank's samples into micro-batches.
 
-The plan is plain data that every rank computes identically from the lengths alone. All forward passes of a
-step use the same plan. The log-probs before and in the first update therefore come from the same packed rows
-and are bitwise equal.
+The plan is plain data that every rank computes identically from the lengths and groups alone. All forward
+passes of a step use the same plan. The log-probs before and in the first update therefore come from the same
+packed rows and are bitwise equal.
+
+What is balanced is cost, not tokens: see `Cost`. Samples of a group share their prompt in a micro-batch
+(`training.shared_prefix`), so a group is divided only if it exceeds `training.micro_batch_tokens`, or if the
+ranks would be uneven otherwise.
 """
 
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
 from rl.data.batch import Batch
+from rl.models.layout import VOCAB, Weight
+from rl.models.sizes import attention_widths, num_experts
 
 MicroBatches = list[list[int]]
 """Sample indices of each micro-batch of one data parallel rank; an empty one holds only padding."""
 MicroBatchPlan = list[MicroBatches]
 """The micro-batches of each data parallel rank, [dp]."""
 
+MIN_GAIN = 0.02
+"""Least reduction of the busiest rank's cost for which groups are divided, so that prompts are computed more
+often."""
+MAX_TRIES = 16
+"""Most micro-batches without room that are passed over for a part, which bounds the time of a plan."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Operations that a row of packed samples needs: linear in its tokens, and per pair in attention.
+
+    The coefficients follow from the shape of the model, not from a measurement. Ranks that measured would
+    have to agree on the result, and a run would give other plans, and so other rounding, each time it is
+    started. Only ratios matter, and those of one model's products are known; backward passes and
+    recomputation multiply all of them by about the same factor.
+    """
+
+    per_token: int = 1
+    """Operations of a token in all layers, without attention between tokens."""
+    per_answer_token: int = 0
+    """Operations of the head, which reads only the positions that predict an answer's token."""
+    per_pair: int = 0
+    """Operations of attention between a token and itself or an earlier one, in all layers."""
+
+    @classmethod
+    def of_model(cls, hf: dict, weights: Iterable[Weight]) -> "Cost":
+        """Return the cost of a forward pass. hf: the model's config.json; weights: those of `rl.models`."""
+        layers = routed = head = 0
+        for weight in weights:
+            if weight.expert is not None:
+                routed += weight.num_elements
+            elif weight.cut is not VOCAB:
+                layers += weight.num_elements
+            elif not weight.first_stage or weight.tied_to_head:
+                head += weight.num_elements
+        if routed:
+            layers += routed * hf["num_experts_per_tok"] // num_experts(hf)
+        return cls(2 * layers, 2 * head, 2 * hf["num_hidden_layers"] * sum(attention_widths(hf)))
+
+
+class Workload:
+    """Cost and tokens of the samples of a batch.
+
+    Args:
+        prompts, answers: tokens of each sample's prompt and answer, int64 [N].
+        groups: samples with the same number have the same prompt, int64 [N].
+        shared_prefix: whether a micro-batch holds the prompt of a group once; else each sample has its own.
+    """
+
+    def __init__(
+        self, prompts: Tensor, answers: Tensor, groups: Tensor, *, cost: Cost, shared_prefix: bool = True
+    ):
+        own = (cost.per_token + cost.per_answer_token) * answers
+        own = own + cost.per_pair * (answers * prompts + answers * (answers + 1) // 2)
+        shared = cost.per_token * prompts + cost.per_pair * (prompts * (prompts + 1) // 2)
+        if not shared_prefix:
+            own, answers, groups = own + shared, answers + prompts, torch.arange(len(groups))
+            shared, prompts = torch.zeros_like(own), torch.zeros_like(prompts)
+        self.own_cost: list[int] = own.tolist()
+        """Cost of a sample without its prompt, if that is shared."""
+        self.own_tokens: list[int] = answers.tolist()
+        self.prompt_cost: list[int] = shared.tolist()
+        """Cost of a sample's prompt, once per micro-batch."""
+        self.prompt_tokens: list[int] = prompts.tolist()
+        self.groups: list[int] = groups.tolist()
+
+    @classmethod
+    def of_batch(cls, batch: Batch, *, cost: Cost, shared_prefix: bool) -> "Workload":
+        return cls(batch.prompt_lengths, batch.lengths, batch.groups, cost=cost, shared_prefix=shared_prefix)
+
+    def cost(self, samples: Sequence[int]) -> int:
+        """Return the cost of a micro-batch."""
+        prompts = {self.groups[i]: self.prompt_cost[i] for i in samples}
+        return sum(self.own_cost[i] for i in samples) + sum(prompts.values())
+
+    def tokens(self, samples: Sequence[int]) -> int:
+        """Return the tokens of a micro-batch."""
+        prompts = {self.groups[i]: self.prompt_tokens[i] for i in samples}
+        return sum(self.own_tokens[i] for i in samples) + sum(prompts.values())
+
+
+class _Unit(NamedTuple):
+    """Consecutive samples that stay together. Cost and tokens are without the prompt that a group shares."""
+
+    first: int
+    group: int
+    cost: int
+    tokens: int
+    prompt_cost: int
+    prompt_tokens: int
+
+
+class _Part(NamedTuple):
+    """Units of one group in one micro-batch, with their prompt."""
+
+    cost: int
+    tokens: int
+    units: list[_Unit]
+
 
 def plan_micro_batches(
-    lengths: list[int], *, indices: list[int], dp: int, max_tokens: int, samples_per_unit: int = 1
+    work: Workload,
+    *,
+    indices: Sequence[int],
+    dp: int,
+    max_tokens: int,
+    samples_per_unit: int = 1,
+    even_rows: bool = False,
 ) -> MicroBatchPlan:
     """Return the micro-batches of each of `dp` ranks for the samples `indices`.
 
-    lengths: tokens of each sample, prompt included. samples_per_unit: number of consecutive samples kept in
-    one micro-batch, in order; `indices` must contain whole units.
+    samples_per_unit: number of consecutive samples of a group kept in one micro-batch, in order; `indices`
+    must contain whole units. even_rows: a micro-batch costs as much as the rank's longest one, as in a
+    pipeline; groups are then also divided if that makes the sum of padded rows shorter.
 
-    Samples are assigned longest first, each to the rank with the fewest tokens so far. A rank's samples form
-    as few micro-batches of at most `max_tokens` as first-fit gives. Every rank has the same number of
-    micro-batches, which pipeline and expert parallel schedules require.
+    Groups, or parts of them, are assigned most costly first, each to the rank with the least cost so far. A
+    rank's micro-batches are as few as best-fit gives, with at most `max_tokens` tokens each unless one unit
+    has more, and about equal in cost. Every rank has the same number of micro-batches, which pipeline and
+    expert parallel schedules require, in descending order of cost, so that those of different ranks that run
+    at the same time are similar. Samples of a group are adjacent.
+
+    Takes O(N log N) for N samples.
     """
-    if samples_per_unit > 1:
-        size = samples_per_unit
-        units = sorted({i // size for i in indices})
-        assert len(units) * size == len(indices), "a mini-batch holds whole units"
-        totals = [sum(lengths[k * size : (k + 1) * size]) for k in range(len(lengths) // size)]
-        plan = plan_micro_batches(totals, indices=units, dp=dp, max_tokens=max_tokens)
-        return [
-            [[i for k in micro for i in range(k * size, (k + 1) * size)] for micro in rank] for rank in plan
-        ]
-    longest_first = sorted(indices, key=lambda i: (-lengths[i], i))
-    ranks = _spread(longest_first, lengths, dp)
-    count = max(len(_first_fit(samples, lengths, max_tokens)) for samples in ranks)
-    # An even distribution over `count` micro-batches may exceed max_tokens where first-fit does not.
-    return [_even_or_first_fit(samples, lengths, count, max_tokens) for samples in ranks]
+    units = _units(work, indices, samples_per_unit)
+    ranks = [_by_group(members) for members in _spread_over_ranks(units, dp)]
+    divisors = (1, 2, 4) if even_rows else (1,)
+    plans = (_plan_ranks(ranks, max_tokens, max_tokens // divisor) for divisor in divisors)
+    plan = [[_samples(micro, samples_per_unit) for micro in rank] for rank in min(plans, key=_padded_tokens)]
+    return [sorted(rank, key=work.cost, reverse=True) for rank in plan]
 
 
-def plan_minibatch(batch: Batch, samples: list[int], *, dp: int, max_tokens: int) -> MicroBatchPlan:
+def plan_minibatch(
+    batch: Batch,
+    samples: list[int],
+    *,
+    dp: int,
+    max_tokens: int,
+    cost: Cost = Cost(),
+    shared_prefix: bool = True,
+) -> MicroBatchPlan:
     """Return `plan_micro_batches` for these samples of a batch."""
-    lengths, size = (batch.prompt_lengths + batch.lengths).tolist(), batch.samples_per_unit
-    return plan_micro_batches(lengths, indices=samples, dp=dp, max_tokens=max_tokens, samples_per_unit=size)
+    work = Workload.of_batch(batch, cost=cost, shared_prefix=shared_prefix)
+    return plan_micro_batches(
+        work, indices=samples, dp=dp, max_tokens=max_tokens, samples_per_unit=batch.samples_per_unit
+    )
 
 
-def _spread(longest_first, lengths, bins):
-    """Assign samples greedily to bins of about equal tokens; ties go to the bin with fewer samples."""
-    loads, out = [(0, 0, b) for b in range(bins)], [[] for _ in range(bins)]
-    for i in longest_first:
-        tokens, count, b = min(loads)
-        out[b].append(i)
-        loads[b] = (tokens + lengths[i], count + 1, b)
-    return out
+def _plan_ranks(ranks: list[list[list[_Unit]]], max_tokens: int, part_tokens: int) -> list[list[list[_Part]]]:
+    """Return the micro-batches of each rank, from groups in parts of at most `part_tokens`."""
+    parts = [_parts(groups, part_tokens) for groups in ranks]
+    count = max(len(_best_fit(of_rank, max_tokens)) for of_rank in parts)
+    return [_micro_batches(of_rank, count, max_tokens) for of_rank in parts]
 
 
-def _first_fit(longest_first, lengths, max_tokens):
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for i in longest_first:
-        b = next((b for b, free in enumerate(room) if lengths[i] <= free), len(bins))
-        if b == len(bins):
+def _padded_tokens(plan: list[list[list[_Part]]]) -> int:
+    """Return the tokens of the busiest rank, if its micro-batches are padded to the length of the longest."""
+    longest = (max(sum(part.tokens for part in micro) for micro in rank) for rank in plan if rank)
+    return max(longest, default=0) * len(plan[0])
+
+
+def _units(work: Workload, indices: Sequence[int], size: int) -> list[_Unit]:
+    if size == 1:
+        firsts = sorted(indices)
+        costs, tokens = work.own_cost, work.own_tokens
+    else:
+        firsts = sorted({i // size * size for i in indices})
+        assert len(firsts) * size == len(indices), "a mini-batch holds whole units"
+        costs, tokens = ([0] * len(work.groups) for _ in range(2))
+        for first in firsts:
+            costs[first] = sum(work.own_cost[first : first + size])
+            tokens[first] = sum(work.own_tokens[first : first + size])
+    return [
+        _Unit(i, work.groups[i], costs[i], tokens[i], work.prompt_cost[i], work.prompt_tokens[i])
+        for i in firsts
+    ]
+
+
+def _by_group(units: Iterable[_Unit]) -> list[list[_Unit]]:
+    found: dict[int, list[_Unit]] = {}
+    for unit in units:
+        found.setdefault(unit.group, []).append(unit)
+    return list(found.values())
+
+
+def _spread_over_ranks(units: list[_Unit], dp: int) -> list[list[_Unit]]:
+    """Return the units of each rank.
+
+    Groups are divided into parts of at most a rank's mean cost, then a half and a quarter of that, then into
+    units, as long as this makes the busiest rank faster.
+    """
+    groups = _by_group(units)
+    parts = _parts(groups)
+    mean = sum(part.cost for part in parts) / dp
+    chosen, least = _spread(parts, dp)
+    for limit in (mean, mean / 2, mean / 4, 0.0):
+        if all(part.cost <= limit or len(part.units) == 1 for part in parts):
+            continue
+        parts = _parts(groups, max_cost=limit)
+        if sum(part.cost for part in parts) / dp > (1 - MIN_GAIN) * least:
+            break  # even a perfect balance of these or smaller parts would gain too little
+        spread, largest = _spread(parts, dp)
+        if largest < (1 - MIN_GAIN) * least:
+            chosen, least = spread, largest
+    return [[unit for part in rank for unit in part.units] for rank in chosen]
+
+
+def _parts(
+    groups: list[list[_Unit]], max_tokens: float = math.inf, max_cost: float = math.inf
+) -> list[_Part]:
+    """Return each group in as few even parts as the limits of a part require."""
+    parts = []
+    for members in groups:
+        if len(members) == 1:
+            [unit] = members
+            parts.append(_Part(unit.prompt_cost + unit.cost, unit.prompt_tokens + unit.tokens, members))
+            continue
+        cost, tokens = sum(unit.cost for unit in members), sum(unit.tokens for unit in members)
+        prompt_cost, prompt_tokens = members[0].prompt_cost, members[0].prompt_tokens
+        number = max(_ratio(tokens, max_tokens - prompt_tokens), _ratio(cost, max_cost - prompt_cost))
+        if number <= 1:
+            parts.append(_Part(prompt_cost + cost, prompt_tokens + tokens, members))
+            continue
+        number, alone = int(min(number, len(members))), [_Part(u.cost, u.tokens, [u]) for u in members]
+        while True:
+            pieces, _ = _spread(alone, number)
+            sizes = [sum(part.tokens for part in piece) + prompt_tokens for piece in pieces]
+            if max(sizes) <= max_tokens or number == len(members):
+                break
+            number += 1
+        parts += [
+            _Part(prompt_cost + sum(part.cost for part in piece), size, [part.units[0] for part in piece])
+            for piece, size in zip(pieces, sizes)
+        ]
+    return parts
+
+
+def _ratio(amount: float, room: float) -> float:
+    """Return how many times `room` holds `amount`, rounded up; infinity if there is no room."""
+    return math.ceil(amount / room) if room > 0 else math.inf
+
+
+def _most_costly_first(parts: Iterable[_Part]) -> list[_Part]:
+    return sorted(parts, key=lambda part: (-part.cost, part.units[0].first))
+
+
+def _spread(parts: Iterable[_Part], bins: int) -> tuple[list[list[_Part]], int]:
+    """Assign the parts greedily to bins of about equal cost; return the bins and the largest cost.
+
+    Ties go to the bin with fewer parts.
+    """
+    out: list[list[_Part]] = [[] for _ in range(bins)]
+    heap = [(0, 0, b) for b in range(bins)]
+    for part in _most_costly_first(parts):
+        cost, count, b = heap[0]
+        out[b].append(part)
+        heapq.heapreplace(heap, (cost + part.cost, count + 1, b))
+    return out, max(heap)[0]
+
+
+def _best_fit(parts: list[_Part], max_tokens: int) -> list[list[_Part]]:
+    """Return as few bins of at most `max_tokens` as best-fit finds; a larger part has a bin of its own."""
+    if sum(part.tokens for part in parts) <= max_tokens:
+        return [parts]
+    bins: list[list[_Part]] = []
+    rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
+    for part in sorted(parts, key=lambda part: (-part.tokens, part.units[0].first)):
+        at = bisect_left(rooms, (part.tokens, -1))
+        if at < len(rooms):
+            room, b = rooms.pop(at)
+        else:
+            room, b = max_tokens, len(bins)
             bins.append([])
-            room.append(max_tokens)
-        bins[b].append(i)
-        room[b] -= lengths[i]
+        bins[b].append(part)
+        insort(rooms, (room - part.tokens, b))
     return bins
 
 
-def _even_or_first_fit(longest_first, lengths, count, max_tokens):
-    even = _spread(longest_first, lengths, count)
-    fits = all(sum(lengths[i] for i in b) <= max_tokens or len(b) == 1 for b in even)
-    chosen = even if fits else _first_fit(longest_first, lengths, max_tokens)
-    return [sorted(b) for b in chosen] + [[] for _ in range(count - len(chosen))]
+def _micro_batches(parts: list[_Part], count: int, max_tokens: int) -> list[list[_Part]]:
+    """Return `count` micro-batches, of about equal cost if they can be."""
+    bins = _evenly(parts, count, max_tokens) or _best_fit(parts, max_tokens)
+    while len(bins) < count and len(fullest := max(bins, key=len, default=[])) > 1:
+        bins.remove(fullest)
+        bins += _spread(fullest, 2)[0]
+    return bins + [[] for _ in range(count - len(bins))]
+
+
+def _evenly(parts: list[_Part], count: int, max_tokens: int) -> list[list[_Part]] | None:
+    """Assign each part to the least costly bin that has room for it; return None if some part finds none."""
+    if count == 1:
+        return [parts]
+    bins: list[list[_Part]] = [[] for _ in range(count)]
+    heap = [(0, 0, b) for b in range(count)]  # (cost, tokens, bin)
+    for part in _most_costly_first(parts):
+        full = []
+        while heap and bins[heap[0][2]] and heap[0][1] + part.tokens > max_tokens:
+            full.append(heapq.heappop(heap))
+            if not heap or len(full) > MAX_TRIES:
+                return None
+        cost, tokens, b = heap[0]
+        bins[b].append(part)
+        heapq.heapreplace(heap, (cost + part.cost, tokens + part.tokens, b))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return bins
+
+
+def _samples(micro: list[_Part], size: int) -> list[int]:
+    units = sorted((unit.group, unit.first) for part in micro for unit in part.units)
+    return [i for _, first in units for i in range(first, first + size)]

@@ -10,28 +10,25 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rl.config.schema import Optimizer, Training
 from rl.data.batch import Batch
 from rl.models import architecture, value_model, value_weights
-from rl.runtime.collectives import broadcast_object, sum_over_world
-from rl.runtime.device import Device
+from rl.runtime.collectives import broadcast_object
+from rl.runtime.device import Device, aligned, host_memory
 from rl.training.attention import can_share
 from rl.training.dp_split import MicroBatchPlan
+from rl.training.gradients import with_gradients
 from rl.training.grid import Grid
 from rl.training.model import DTYPES, build_model
 from rl.training.offload import HostMemory
-from rl.training.optimizer import build_optimizer, optimizer_tensors
+from rl.training.optimizer import build_optimizer, clip_and_step, optimizer_tensors
 from rl.training.packing import MicroBatch, lay_out, with_columns
 from rl.training.pipeline import KnownShapes
-from rl.training.weights import WeightMap, full_weights, load_hf
+from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights
 
 MicroBatchLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """micro-batch -> (loss, metrics), both already divided by the mini-batch's global denominators."""
@@ -76,19 +73,16 @@ class TrainingEngine:
         self.shares_prompts = training.shared_prefix and can_share(device.torch, DTYPES[dtype])
         weights = value_weights(hf, needs_head=False) if values else architecture(hf).weights(hf)
         self.weight_map = WeightMap(hf, weights, grid, model)
+        mark_split_weights(self.weight_map)
         load_hf(path, self.weight_map)
+        assert optimizer is not None or not keep_reference, "a frozen model is its own reference"
         self.reference = self._copy_of_weights() if keep_reference else None
         self.optimizer = None
         self.wrapped: torch.nn.Module = model
         if optimizer is not None:
-            model.config.finalize_model_grads_func = _finalize_without_division
-            self.wrapped = DistributedDataParallel(
-                model.config,
-                DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-                model,
-                pg_collection=grid.groups,
-            )
+            self.wrapped = with_gradients(model, training, grid)
             self.optimizer = build_optimizer(optimizer, DTYPES[dtype], self.wrapped)
+        self.wrapped.train(self.optimizer is not None)
         self.forward_backward = get_forward_backward_func()
         self._weights_in_host, self._learning_state_in_host = HostMemory(), HostMemory()
 
@@ -101,35 +95,57 @@ class TrainingEngine:
         names: some of logprobs, entropy and sum_p_squared for a policy; values for a value model. plans: one
         per mini-batch. With the plans of the update, both passes give bitwise equal results.
         """
-        out = torch.zeros(len(names), int(batch.lengths.sum()))
+        places, values = [], []
 
         def keep(micro: MicroBatch):
-            for row, name in zip(out, names):
-                if self.grid.reports_results:
-                    row[micro.column_index] = getattr(micro, name).cpu()
+            if self.grid.reports_results:
+                places.append(micro.column_index)
+                values.append(torch.stack([getattr(micro, name) for name in names]))
             return getattr(micro, names[0]).new_zeros(()), {}
 
-        self.wrapped.eval()
+        # A model that learns stays in train() here, because in eval() Transformer Engine may choose another
+        # attention kernel than in the update. Nothing else depends on the mode, because there is no dropout.
         for plan in plans:
-            self._run(batch, plan, keep, forward_only=True, progress=progress)
-        self.wrapped.train()
-        return tuple(sum_over_world(out, self.device.torch))
+            self._run(batch, plan, keep, forward_only=True, progress=progress, outputs=names)
+        out = torch.zeros(len(names), int(batch.lengths.sum()), device=self.device.torch)
+        if places:
+            out[:, torch.cat(places).to(out.device)] = torch.cat(values, dim=1)
+        dist.all_reduce(out)
+        return tuple(out.cpu())
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Use the reference weights inside the context."""
+        """Use the reference weights inside the context, for forward passes.
+
+        They are copied into the memory of the gradients, which `update` sets to 0 first. The own weights stay
+        where they are.
+        """
         assert self.reference is not None, "keep_reference was not set"
-        own = self._copy_of_weights()
-        self._set_weights(self.reference)
+        assert not self._learning_state_in_host.occupied, "the gradients' memory is in use by the engine"
+        parameters = list(self.model.parameters())
+        own = [parameter.data for parameter in parameters]
         try:
+            for parameter, weight in zip(parameters, self.reference):
+                unused = parameter.main_grad.view(-1).view(weight.dtype)[: weight.numel()]
+                parameter.data = unused.view(weight.shape).copy_(weight, non_blocking=True)
             yield
         finally:
-            self._set_weights(own)
+            for parameter, data in zip(parameters, own):
+                parameter.data = data
 
     def update(
-        self, batch: Batch, plan: MicroBatchPlan, loss: MicroBatchLoss, *, lr: float, progress=None
+        self,
+        batch: Batch,
+        plan: MicroBatchPlan,
+        loss: MicroBatchLoss,
+        *,
+        lr: float,
+        outputs: tuple[str, ...] | None = None,
+        progress=None,
     ) -> dict[str, float]:
         """Take one optimizer step on the samples of the plan and increment `version`.
+
+        outputs: names of the outputs that `loss` reads; None for all that the model has.
 
         Returns the metrics of `loss`, summed over micro-batches and data parallel ranks, and `grad_norm`
         before clipping. Raises FloatingPointError on every rank if the gradient is not finite; the weights
@@ -144,12 +160,10 @@ class TrainingEngine:
         def accumulate(micro: MicroBatch):
             value, terms = loss(micro)
             for name, term in terms.items():
-                sums[name] = (
-                    sums.get(name, torch.zeros((), dtype=torch.float64)) + term.detach().double().cpu()
-                )
+                sums[name] = sums.get(name, 0.0) + term.detach().double()
             return value, {}
 
-        self._run(batch, plan, accumulate, forward_only=False, progress=progress)
+        self._run(batch, plan, accumulate, forward_only=False, progress=progress, outputs=outputs)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             # wd_mult is 0 for norms and biases. Megatron's scheduler, which is not used here, would apply it.
@@ -158,7 +172,7 @@ class TrainingEngine:
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}; the update was not applied.")
-        self.optimizer.step()
+        clip_and_step(self.optimizer, norm)
         self.version += 1
         return self._sum_over_replicas(sums) | {"grad_norm": norm}
 
@@ -213,12 +227,14 @@ class TrainingEngine:
         """Yield (Hugging Face name, whole tensor) of every weight on every rank."""
         return full_weights(self.weight_map)
 
-    def _run(self, batch, plan, consume, *, forward_only, progress):
+    def _run(self, batch, plan, consume, *, forward_only, progress, outputs=None):
         """Run this rank's micro-batches through Megatron's pipeline schedule.
 
-        On the last stage, `consume` gets each micro-batch with its outputs and returns (loss, report).
+        On the last stage, `consume` gets each micro-batch with its outputs and returns (loss, report). On
+        CUDA nothing here waits for the device.
         """
         assert self.has_weights, "the weights are in host memory"
+        self.model.outputs = type(self.model).outputs if outputs is None else outputs
         config, groups, device = self.model.config, self.grid.groups, self.device.torch
         rows = [
             lay_out(
@@ -262,23 +278,18 @@ class TrainingEngine:
         names = list(sums)
         if self.grid.pp > 1:  # only the last stage knows the names
             names = broadcast_object(names, self.grid.pp - 1, self.grid.groups.pp)
-        zero = torch.zeros((), dtype=torch.float64)
-        mine = torch.stack([sums[name] if self.grid.reports_results else zero for name in names])
-        return dict(zip(names, sum_over_world(mine, self.device.torch).tolist()))
+        mine = torch.zeros(len(names), dtype=torch.float64, device=self.device.torch)
+        if self.grid.reports_results and names:
+            mine.copy_(torch.stack([sums[name] for name in names]))
+        dist.all_reduce(mine)
+        return dict(zip(names, mine.tolist()))
 
     def _copy_of_weights(self) -> list[Tensor]:
-        """Return a copy of the weights in host memory, because device memory has no room for one."""
-        return [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
-
-    @torch.no_grad()
-    def _set_weights(self, weights: list[Tensor]) -> None:
-        for parameter, weight in zip(self.model.parameters(), weights):
-            parameter.copy_(weight)
-
-
-def _finalize_without_division(model, num_tokens=None, **kwargs):
-    """Reduce gradients without Megatron's division by the token count.
-
-    The loss already contains its denominator.
-    """
-    finalize_model_grads(model, None, **kwargs)
+        """Return a copy of the weights in one block of host memory, page-locked on CUDA."""
+        own = [parameter.detach() for parameter in self.model.parameters()]
+        sizes = [aligned(weight.nbytes) for weight in own]
+        parts = host_memory(sum(sizes)).split(sizes)
+        return [
+            part[: weight.nbytes].view(weight.dtype).view(weight.shape).copy_(weight)
+            for part, weight in zip(parts, own)
+        ]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -45,7 +46,11 @@ def block_spec(config):
     kind = config.normalization
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=kind)
     classes = {WrappedTorchNorm: Norm, DotProductAttention: CoreAttention}
-    return replace_classes(spec, classes, latents=DuplicatedLinear)
+    spec = replace_classes(spec, classes, latents=DuplicatedLinear)
+    if config.multi_latent_attention and config.q_lora_rank is None:
+        for layer in spec.layer_specs:  # Megatron 0.19 refuses a norm of a latent that the model lacks
+            layer.submodules.self_attention.submodules.q_layernorm = IdentityOp
+    return spec
 
 
 def te_name(name: str) -> str:

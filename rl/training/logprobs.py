@@ -1,19 +1,32 @@
-"""Log-probs and entropy from hidden states: output projection, softmax and their gradients, fused in chunks.
+"""Log-probs and entropy from hidden states: output projection, softmax and their gradients, in chunks.
 
-T tokens, H hidden, V vocabulary. Logits exist for `chunk` tokens at a time, as float32 [chunk, V/tp]; the
-backward pass recomputes them. Memory is O(chunk * V/tp) instead of O(T * V); the cost is one more projection
-in the backward pass.
+T tokens, H hidden, V vocabulary. Logits [chunk, V/tp] exist for `chunk` tokens at a time, in the weight's
+dtype. If one chunk holds all tokens, the backward pass reuses its logits; otherwise it computes them again,
+so that memory is O(chunk * V/tp) instead of O(T * V) at the cost of one more projection.
+
+On CUDA one Triton kernel each way reads the logits once (`rl.training.head_kernels`). The functions here are
+the CPU path and the reference that the kernels are tested against.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+OUTPUTS = ("logprobs", "entropy", "sum_p_squared")
+
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, vocab_size: int, group, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p(target), entropy and sum of squared probabilities, float32 [T] each.
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    group,
+    chunk: int,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> tuple[Tensor, ...]:
+    """Return the outputs of these names, some of OUTPUTS, float32 [T] each.
 
     p = softmax(hidden @ weight.T / temperature)
 
@@ -22,85 +35,164 @@ def linear_logprobs(
     weight: [Vpad/tp, H], the rank's rows of the padded head.
     targets: int64 [T], below vocab_size. Rows from vocab_size on are padding with probability 0.
 
-    The results are identical on all ranks of the group; the sum of squares has no gradient. The forward pass
-    is collective over `group`; the backward pass is not.
+    The results are identical on all ranks of the group; the sum of squares has no gradient. An output that is
+    not named costs nothing, nor does the gradient of one that the loss does not use. The forward pass is
+    collective over `group` (one all-gather); the backward pass is not.
     """
-    first_row = group.rank() * weight.shape[0]
-    real_rows = max(0, min(weight.shape[0], vocab_size - first_row))
-    return _LinearLogprobs.apply(hidden, weight, targets, temperature, first_row, real_rows, group, chunk)
+    keep = torch.is_grad_enabled() and len(targets) <= chunk
+    wanted = ("entropy" in outputs, "sum_p_squared" in outputs)
+    results = _LinearLogprobs.apply(
+        hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep
+    )
+    found = dict(zip(OUTPUTS, results))
+    return tuple(found[name] for name in outputs)
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, first_row, real_rows, group, chunk):
-        local_targets, is_local = _localise(targets, first_row, real_rows)
-        rows = weight[:real_rows]
-        logprobs, entropy, squares, lse = (
-            torch.empty(len(targets), dtype=torch.float32, device=hidden.device) for _ in range(4)
-        )
-        for start in range(0, len(targets), chunk):
+    def forward(ctx, hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep):
+        per_rank = len(weight)
+        first_row = group.rank() * per_rank
+        real_rows = max(0, min(per_rank, vocab_size - first_row))
+        local_targets = targets - first_row
+        local_targets = torch.where(local_targets < real_rows, local_targets, -1).clamp_(min=-1)
+        statistics, _ = _functions(hidden)
+        found = hidden.new_zeros(3 + sum(wanted), len(targets), dtype=torch.float32)
+        found[0].fill_(torch.finfo(torch.float32).min)  # of no rows
+        kept = None
+        for start in range(0, len(targets) if real_rows else 0, chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], rows, temperature)
-            largest = logits.amax(-1) if real_rows else logits.new_full((len(logits),), float("-inf"))
-            if group.size() > 1:
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            logits.sub_(largest[:, None])  # prevents overflow and loss of precision for large logits
-            weights = logits.exp()
-            target_logits = _pick(logits, local_targets[part], is_local[part])
-            total, squared = weights.sum(-1), torch.linalg.vecdot(weights, weights)
-            sums = torch.stack([total, squared, weights.mul_(logits).sum(-1), target_logits])
-            if group.size() > 1:
-                dist.all_reduce(sums, group=group)
-            total, squared, weighted, target_logits = sums
-            squares[part] = squared / total.square()
-            lse[part] = largest + total.log()
-            logprobs[part] = target_logits - total.log()
-            entropy[part] = total.log() - weighted / total
-        ctx.save_for_backward(hidden, weight, local_targets, is_local, lse, entropy)
+            logits = hidden[part] @ weight[:real_rows].T
+            statistics(logits, temperature, local_targets[part], wanted, found[:, part])
+            kept = logits if keep else None
+        logprobs, lse, entropy, squares = _combine(found, targets // per_rank, group, wanted)
+        ctx.save_for_backward(hidden, weight, local_targets, lse, entropy, kept)
         ctx.temperature, ctx.real_rows, ctx.chunk = temperature, real_rows, chunk
-        ctx.mark_non_differentiable(squares)
+        ctx.set_materialize_grads(False)
+        if squares is not None:
+            ctx.mark_non_differentiable(squares)
         return logprobs, entropy, squares
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy, _):
-        """Compute the gradients.
-
-        d logp(y)/d logits = onehot(y) - p,    d entropy/d logits = -p * (log p + entropy)
-        """
-        hidden, weight, local_targets, is_local, lse, entropy = ctx.saved_tensors
-        rows = weight[: ctx.real_rows]
-        one_chunk = len(hidden) <= ctx.chunk
-        grad_hidden = torch.empty_like(hidden)
+        hidden, weight, local_targets, lse, entropy, kept = ctx.saved_tensors
+        _, gradient = _functions(hidden)
+        rows, chunk = weight[: ctx.real_rows], ctx.chunk
+        one_chunk = len(hidden) <= chunk
+        grad_hidden = torch.empty_like(hidden) if ctx.real_rows else torch.zeros_like(hidden)
         dtype = weight.dtype if one_chunk else torch.float32  # several chunks are summed in float32
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        for start in range(0, len(hidden), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            log_p = _logits(hidden[part], rows, ctx.temperature).sub_(lse[part, None])
-            p = log_p.exp()
-            grad = -p * grad_logprobs[part, None]
-            at = is_local[part].nonzero().squeeze(1)
-            grad[at, local_targets[part][at]] += grad_logprobs[part][at]
-            grad -= p * (log_p + entropy[part, None]) * grad_entropy[part, None]
-            grad = (grad / ctx.temperature).to(weight.dtype)
-            grad_hidden[part] = grad @ rows
-            grad_weight[: ctx.real_rows] += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+        for start in range(0, len(hidden) if ctx.real_rows else 0, chunk):
+            part = slice(start, start + chunk)
+            logits = hidden[part] @ rows.T if kept is None else kept
+            grad = gradient(
+                logits,
+                ctx.temperature,
+                local_targets[part],
+                lse[part],
+                None if grad_logprobs is None else grad_logprobs[part],
+                None if grad_entropy is None else (entropy[part], grad_entropy[part]),
+            )
+            torch.mm(grad, rows, out=grad_hidden[part])
+            if one_chunk:
+                torch.mm(grad.T, hidden, out=grad_weight[: ctx.real_rows])
+            else:
+                _add_product(grad_weight[: ctx.real_rows], grad.T, hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 7
 
 
-def _logits(hidden, rows, temperature):
-    """Return float32 [chunk, rows]. The projection uses the weight's dtype, as in the generation engine."""
-    return (hidden @ rows.T).float().div_(temperature)
+def statistics(
+    logits: Tensor, temperature: float, targets: Tensor, wanted: tuple[bool, bool], out: Tensor
+) -> None:
+    """Write the statistics of a rank's scaled logits x = logits / temperature [c, rows] to `out` [n, c].
+
+    They are m = max x, sum exp(x - m) and the target's x - m; then, if wanted, sum exp(x - m) (x - m) for the
+    entropy and sum exp(x - m)^2 for the sum of squares.
+
+    targets: int64 [c], the target's row on this rank, or -1 if another rank has it; its x - m is then 0.
+    """
+    x = logits.float()
+    if temperature != 1.0:
+        x = x / temperature
+    largest = x.amax(-1)
+    x = x - largest[:, None]  # prevents overflow and loss of precision for large logits
+    target = x.gather(1, targets.clamp(min=0)[:, None]).squeeze(1).masked_fill_(targets < 0, 0.0)
+    powers = x.exp() if wanted[0] else x.exp_()
+    found = [largest, powers.sum(-1), target]
+    if wanted[0]:
+        found.append(x.mul_(powers).sum(-1))
+    if wanted[1]:
+        found.append(torch.linalg.vecdot(powers, powers))
+    torch.stack(found, out=out)
 
 
-def _localise(targets, first_row, real_rows):
-    """Return (row, is_local) of each target: its row on this rank, 0 if another rank holds it."""
-    local = targets - first_row
-    is_local = (local >= 0) & (local < real_rows)
-    return local.masked_fill(~is_local, 0), is_local
+def gradient(
+    logits: Tensor,
+    temperature: float,
+    targets: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor | None,
+    of_entropy: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Return the gradient of the loss by the logits, in their dtype. Overwrites the logits.
+
+    d logp(y)/d logits = onehot(y) - p,    d entropy/d logits = -p * (log p + entropy)
+
+    of_entropy: (entropy, gradient of the loss by it), None if the loss does not use it.
+    """
+    log_p = logits.float()
+    if temperature != 1.0:
+        log_p.div_(temperature)
+    log_p.sub_(lse[:, None])
+    mine = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs / temperature
+    if of_entropy is None:
+        grad = log_p.exp_().mul_(-mine[:, None])
+    else:
+        entropy, upstream = of_entropy[0], of_entropy[1] / temperature
+        p = log_p.exp()
+        grad = log_p.add_(entropy[:, None]).mul_(upstream[:, None]).add_(mine[:, None]).mul_(p).neg_()
+    grad.scatter_add_(1, targets.clamp(min=0)[:, None], mine.masked_fill(targets < 0, 0.0)[:, None])
+    return grad.to(logits.dtype)
 
 
-def _pick(logits, local_targets, is_local):
-    """Return the logit of each target that this rank holds, 0 for the others."""
-    if logits.shape[1] == 0:
-        return logits.new_zeros(len(logits))
-    return logits.gather(1, local_targets[:, None]).squeeze(1).masked_fill(~is_local, 0.0)
+def _functions(hidden: Tensor):
+    """Return `statistics` and `gradient` for the device; those for CUDA are Triton kernels."""
+    if hidden.is_cuda:
+        from rl.training import head_kernels
+
+        return head_kernels.statistics, head_kernels.gradient
+    return statistics, gradient
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to the float32 `total`, on CUDA and in float32 without a tensor for the product."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
+
+
+def _combine(found: Tensor, owners: Tensor, group, wanted: tuple[bool, bool]):
+    """Return (logprobs, log sum exp, entropy or None, sum of squares or None) [T] of the whole vocabulary.
+
+    found: [n, T], this rank's statistics. owners: int64 [T], the rank whose rows contain the target.
+    """
+    parts = found[None]
+    if group.size() > 1:
+        parts = found.new_empty(group.size(), *found.shape)
+        dist.all_gather_into_tensor(parts.view(-1, found.shape[1]), found, group=group)
+    largest = parts[:, 0].amax(0)
+    below = parts[:, 0] - largest
+    scale = below.exp()
+    total = (parts[:, 1] * scale).sum(0)
+    log_total = total.log()
+    at = owners[None]
+    logprobs = (parts[:, 2].gather(0, at) + below.gather(0, at))[0] - log_total
+    entropy = squares = None
+    if wanted[0]:
+        entropy = log_total - ((parts[:, 3] + below * parts[:, 1]) * scale).sum(0) / total
+    if wanted[1]:
+        squares = (parts[:, -1] * scale.square()).sum(0) / total.square()
+    return logprobs, largest + log_total, entropy, squares

@@ -23,7 +23,7 @@ from rl.models.layout import padded_vocab, stage_layers, vocab_multiple
 from rl.training.attention import PackedRow
 from rl.training.grid import Grid
 from rl.training.layer_spec import block_spec, use_te
-from rl.training.logprobs import linear_logprobs
+from rl.training.logprobs import OUTPUTS, linear_logprobs
 from rl.training.packing import MicroBatch
 from rl.training.rotary import RowRotary, rotate_by_row
 
@@ -45,7 +45,8 @@ class HeadRequest:
 class Packed(GPTModel):
     """One pipeline stage of a model for packed rows.
 
-    The last stage returns a tensor float32 [R] for each name in `outputs`.
+    The last stage returns a tensor float32 [R] for each name in `outputs`, which the engine may reduce to
+    those that a pass needs.
     """
 
     outputs: tuple[str, ...]
@@ -72,7 +73,7 @@ class Policy(Packed):
     They are the target's log-prob, the entropy and the sum of squared probabilities.
     """
 
-    outputs = ("logprobs", "entropy", "sum_p_squared")
+    outputs = OUTPUTS
 
     def __init__(self, *args, real_vocab_size: int, head_chunk_tokens: int, **kwargs):
         super().__init__(*args, **kwargs)
@@ -100,6 +101,7 @@ class Policy(Packed):
             vocab_size=self.real_vocab_size,
             group=group,
             chunk=self.head_chunk_tokens,
+            outputs=self.outputs,
         )
 
 
@@ -225,7 +227,7 @@ def build_model(hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *,
             block_spec(config),
             share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
             real_vocab_size=hf["vocab_size"],
-            head_chunk_tokens=training.head_chunk_tokens,
+            head_chunk_tokens=training.head_chunk(options["vocab_size"] // grid.tp),
             **options,
         )
     if (frequencies := scaled_frequencies(hf)) is not None:

@@ -5,18 +5,20 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from rl.runtime.device import aligned, host_memory
+
 
 class HostMemory:
     """Storages moved to the host. Their device memory is free, so tensors in them must not be accessed.
 
-    The host buffers (pinned on CUDA) are kept for the next move, because allocating them takes longer than
+    The host memory (page-locked on CUDA) is kept for the next move, because allocating it takes longer than
     the transfer.
     """
 
     def __init__(self) -> None:
         self._moved: dict[int, tuple[torch.UntypedStorage, int, Tensor | None]] = {}
         """Address of the storage object -> (storage, bytes, contents or None if they were discarded)."""
-        self._buffers: dict[int, Tensor] = {}
+        self._memory, self._used = torch.empty(0, dtype=torch.uint8), 0
 
     @property
     def occupied(self) -> bool:
@@ -25,12 +27,18 @@ class HostMemory:
 
     def send(self, tensors: Iterable[Tensor], *, contents: bool) -> None:
         """Free the device storages of the tensors. If not `contents`, their values are lost."""
+        storages = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key in self._moved or not size:
-                continue
-            host = self._copy(key, storage) if contents else None
+            if storage._cdata not in self._moved and storage.nbytes():
+                storages[storage._cdata] = storage
+        sizes = [storage.nbytes() for storage in storages.values()]
+        hosts = self._places(sizes) if contents else [None] * len(sizes)
+        for storage, host in zip(storages.values(), hosts):
+            if host is not None:
+                host.copy_(_bytes_of(storage), non_blocking=True)
+        _synchronize(storages.values())
+        for (key, storage), size, host in zip(storages.items(), sizes, hosts):
             self._moved[key] = (storage, size, host)
             storage.resize_(0)
 
@@ -39,16 +47,27 @@ class HostMemory:
         for storage, size, host in self._moved.values():
             storage.resize_(size)
             if host is not None:
-                storage.copy_(host.untyped_storage(), non_blocking=True)
-        self._buffers = {key: host for key, (_, _, host) in self._moved.items() if host is not None}
-        if any(storage.is_cuda for storage, _, _ in self._moved.values()):
-            torch.cuda.synchronize()
-        self._moved = {}
+                _bytes_of(storage).copy_(host, non_blocking=True)
+        _synchronize(storage for storage, _, _ in self._moved.values())
+        self._moved, self._used = {}, 0
 
-    def _copy(self, key: int, storage: torch.UntypedStorage) -> Tensor:
-        """Copy the storage to host memory, into the buffer of the last move if it fits."""
-        host = self._buffers.get(key)
-        if host is None or len(host) != storage.nbytes():
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
-        host.untyped_storage().copy_(storage)
-        return host
+    def _places(self, sizes: list[int]) -> list[Tensor]:
+        """Return free host memory of these sizes, in one block; a larger one is allocated if necessary."""
+        total = sum(map(aligned, sizes))
+        if self._used + total > len(self._memory):
+            self._memory, self._used = torch.empty(0, dtype=torch.uint8), 0  # frees it unless it is in use
+            self._memory = host_memory(total)
+        places = []
+        for size in sizes:
+            places.append(self._memory[self._used : self._used + size])
+            self._used += aligned(size)
+        return places
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _synchronize(storages: Iterable[torch.UntypedStorage]) -> None:
+    if any(storage.is_cuda for storage in storages):
+        torch.cuda.synchronize()

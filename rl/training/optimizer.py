@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
 
@@ -36,6 +37,17 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if not part.is_stub_optimizer]
+
+
+def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
+    """Take the step for gradients that `prepare_grads` has prepared and whose norm is known.
+
+    `MegatronOptimizer.step` would prepare them and compute their norm again. Collective over the data
+    parallel group.
+    """
+    for part in optimizer_parts(optimizer):
+        clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 """Load and gather the weights of the training model through the layouts of `rl.models.layout`.
 
 `load_hf` reads on each rank only the boxes that it holds. `full_weights` yields every Hugging Face tensor
-whole on every rank, one at a time.
+whole on every rank, one at a time. `mark_split_weights` tells Megatron which weights are replicated.
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ class WeightMap:
     """The model's weights that this rank holds, and their parameters."""
 
     def __init__(self, hf: dict, weights: list[Weight], grid: Grid, model: torch.nn.Module):
+        self.hf = hf
         self.grid = grid
         self.weights = weights
         self.placement = TrainingPlacement(
@@ -82,6 +83,18 @@ class WeightMap:
         for weight in self.weights:
             if self.holds(weight):
                 yield weight, self.parameters[self.local_name(weight, self.grid.pp_rank)]
+
+
+def mark_split_weights(weight_map: WeightMap) -> None:
+    """Set Megatron's mark of every weight that tensor parallel ranks split, and clear that of the others.
+
+    Megatron's gradient norm counts a marked weight on each rank and any other on the first rank only. It
+    requires the marks before the optimizer is built. Transformer Engine marks the weight of every linear
+    layer, also of those that it duplicates (MLA's projections down to the latents; `Linear.reset_parameters`
+    of 2.11).
+    """
+    for weight, parameter in weight_map.local():
+        parameter.tensor_model_parallel = weight.cut.split
 
 
 @torch.no_grad()

@@ -48,4 +48,8 @@ def test_ranks_find_each_other(launcher, toy, tmp_path):
     assert result.stderr.count(f"{world_size} rank") == 1  # one world, and its first rank speaks
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["training/global_step"] for step in steps] == [1, 2]
-    assert json.loads((tmp_path / "run" / "environment.json").read_text())["world_size"] == world_size
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["world_size"] == world_size
+    parts = environment["start_up_s"]  # only `python` has no launcher; supervised runs import no vLLM
+    assert ("launcher" in parts) == (launcher != "python") and "vLLM" not in parts
+    assert parts["torch"] > 0 and parts["Megatron"] > 0

@@ -10,7 +10,7 @@ from tests.spawn import ROOT
 SOURCES = [
     ROOT / "train_rl.py",
     *ROOT.glob("rl/**/*.py"),
-    *ROOT.glob("tools/*.py"),
+    *ROOT.glob("tools/**/*.py"),
     *ROOT.glob("launch/**/*.py"),
 ]
 UNPICKLES = {

@@ -44,11 +44,11 @@ def gmpo(
     mask = mask.bool()
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     advantage = sample_mean(torch.where(mask, advantages, 0.0), mask, lengths)
-    sign = expand(advantage.sign(), lengths)
+    sign = expand(advantage.sign(), lengths, len(mask))
     clipped = log_ratio.clamp(-clip_low, clip_high)
     binding = sign * clipped < sign * log_ratio
     log_mean = sample_mean(torch.where(binding, clipped, log_ratio), mask, lengths)
     loss = -advantage * log_mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return torch.where(mask, expand(loss, lengths), 0.0), summed(
+    return torch.where(mask, expand(loss, lengths, len(mask)), 0.0), summed(
         ppo_kl=-masked_log_ratio(logprobs, old_logprobs, mask), pg_clipfrac=binding
     )

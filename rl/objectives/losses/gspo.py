@@ -48,7 +48,7 @@ def gspo(
     logprobs, old_logprobs = torch.where(mask, logprobs, 0.0), torch.where(mask, old_logprobs, 0.0)
     advantages = torch.where(mask, advantages, 0.0)
     # The mean is capped, not the tokens: one outlier among many tokens needs no cap, and the paper has none.
-    log_s = expand(sample_mean((logprobs - old_logprobs).detach(), mask, lengths), lengths)
+    log_s = expand(sample_mean((logprobs - old_logprobs).detach(), mask, lengths), lengths, len(mask))
     ratio = (log_s + (logprobs - logprobs.detach())).clamp(max=MAX_LOG_SAMPLE_RATIO).exp()
 
     unclipped = -advantages * ratio

@@ -51,8 +51,10 @@ VOCAB, PLACES = 23, 40
 MINIBATCHES = ((1, 7, 3, 2, 3), (6, 4, 1, 5))
 """Sizes of the groups in each of two mini-batches, cut as `Phases` cuts nine groups: 16 samples each, also in
 pairs."""
-LAYOUT = re.compile(f"{MACHINE.pattern}|global_seqlen/")
+LAYOUT = re.compile(f"{MACHINE.pattern}|global_seqlen/|training/(imbalance|micro_batch|empty)")
 """Metrics that may differ between splits: those of the machine, and how evenly the ranks share the tokens."""
+HF = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 1}
+"""Shape of a model, for the cost of a micro-batch."""
 NUM_PROMPTS, NUM_SAMPLES = 8, 4
 """Numbers of prompts and of samples per prompt of a generation phase."""
 
@@ -89,6 +91,7 @@ class ToyEngine:
 
     def __init__(self):
         self.grid = SimpleNamespace(dp=dist.get_world_size())
+        self.weight_map = SimpleNamespace(hf=HF, weights=[])
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
         self.version = 0
         self.gradients: list[dict[str, torch.Tensor]] = []

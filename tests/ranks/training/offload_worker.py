@@ -1,5 +1,5 @@
-"""Trains a small model with and without stays in host memory between its steps; prints what came of it, as
-JSON."""
+"""Trains a small model with and without stays in host memory between its steps, and with overlapped reduction
+of gradients; prints what came of it, as JSON."""
 
 import json
 import sys
@@ -43,8 +43,9 @@ def storages(model: TrainingEngine) -> dict[str, int]:
     }
 
 
-def train(path: str, device, grid, dtype: str, mode: str) -> tuple[list, list]:
-    training = replace(Config().training, micro_batch_tokens=64)
+def train(path: str, device, grid, dtype: str, mode: str) -> tuple[list, list, list]:
+    overlap = "on" if mode == "all, overlapped" else "off"
+    training = replace(Config().training, micro_batch_tokens=24, overlap_gradients=overlap)
     model = TrainingEngine(
         path,
         read_hf_config(path),
@@ -53,26 +54,43 @@ def train(path: str, device, grid, dtype: str, mode: str) -> tuple[list, list]:
         grid=grid,
         device=device,
         optimizer=Optimizer(lr=1e-3),
+        keep_reference=True,
     )
     rng, seen, sizes = np.random.default_rng(0), [], []
+    first = None
     for _ in range(3):
         if mode != "none":
-            model.offload(weights=mode == "all")
-            model.offload(weights=mode == "all")  # a second time changes nothing
+            model.offload(weights=mode != "optimizer")
+            model.offload(weights=mode != "optimizer")  # a second time changes nothing
             sizes.append(storages(model))
             model.reload()
             model.reload()
         ids = [rng.integers(5, size=6).astype(np.int32) for _ in range(8)]
         batch = Batch(ids, ids, groups=torch.arange(8), truncated=torch.zeros(8, dtype=torch.bool))
-        plan = plan_minibatch(batch, list(range(8)), dp=grid.dp, max_tokens=64)
+        plan = plan_minibatch(batch, list(range(8)), dp=grid.dp, max_tokens=24)
         (logprobs,) = model.forward(batch, [plan], ("logprobs",))
+        first = first or (batch, plan, logprobs)
         report = model.update(
             batch, plan, lambda micro: ((loss := -micro.logprobs.sum() / 48), {"loss": loss}), lr=1e-3
         )
         seen.append([report["grad_norm"], logprobs.double().sum().item()])
     sizes.append(storages(model))
     seen.append([weight.double().sum().item() for weight in model.model.parameters()])
-    return seen, sizes
+    return seen, sizes, reference_errors(model, *first)
+
+
+def reference_errors(model: TrainingEngine, batch, plan, initial) -> list[float]:
+    """Return by how much log-probs differ: own ones after and before the reference pass; the reference's and
+    the initial ones; own and initial ones."""
+
+    def logprobs():
+        return model.forward(batch, [plan], ("logprobs",))[0]
+
+    before = logprobs()
+    with model.reference_weights():
+        reference = logprobs()
+    pairs = ((logprobs(), before), (reference, initial), (before, initial))
+    return [float((a - b).abs().max()) for a, b in pairs]
 
 
 if __name__ == "__main__":
@@ -80,7 +98,7 @@ if __name__ == "__main__":
         grid = build_grid(tp=1, pp=1, seed=1)
         results = {}
         for dtype in ("float32", "bfloat16"):
-            for mode in ("none", "optimizer", "all"):
+            for mode in ("none", "optimizer", "all", "all, overlapped"):
                 results[f"{dtype} {mode}"] = train(sys.argv[1], device, grid, dtype, mode)
         dist.barrier()
     print(json.dumps(results))

@@ -18,7 +18,7 @@ def results(toy) -> dict:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", ["optimizer", "all"])
+@pytest.mark.parametrize("mode", ["optimizer", "all", "all, overlapped"])
 def test_offloading_changes_neither_metrics_nor_weights(results, dtype, mode):
     assert results[f"{dtype} {mode}"][0] == results[f"{dtype} none"][0]
 
@@ -34,3 +34,10 @@ def test_offloaded_tensors_hold_no_byte_on_the_device(results, dtype):
 def test_weights_stay_where_only_the_optimizer_moves(results, dtype):
     *away, back = results[f"{dtype} optimizer"][1]
     assert away == [{"weights": back["weights"], "gradients": 0, "optimizer": 0}] * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["none", "all", "all, overlapped"])
+def test_reference_weights_are_the_first_and_own_ones_return(results, dtype, mode):
+    own_again, reference_and_initial, own_and_initial = results[f"{dtype} {mode}"][2]
+    assert own_again == reference_and_initial == 0 < own_and_initial

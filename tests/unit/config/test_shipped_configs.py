@@ -14,7 +14,7 @@ from rl.config.schema import load_config
 from rl.models import SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+FILES = [file for file in sorted((ROOT / "configs").rglob("*.yaml")) if file.parent.name != "expected"]
 PRODUCTION = {
     "qwen2.5-0.5b_gsm8k_grpo_1gpu": ("qwen2.5-0.5b", 1),
     "qwen2.5-7b_gsm8k_grpo_8gpu": ("qwen2.5-7b", 8),

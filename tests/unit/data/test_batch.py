@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl.data.batch import LOSS_COLUMNS, TOKEN_COLUMNS, Batch, concatenate, pair_up
-from rl.phases.batch_metrics import balance_metrics, length_metrics, sample_means
+from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, length_metrics, sample_means
 
 SAMPLE_COLUMNS = ("groups", "truncated", "baselines", "labels", "scores", "rewards")
 NAN = float("nan")
@@ -38,6 +38,7 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         samples_per_unit=unit,
         baselines=column(count),
         cursor={"epoch": 1},
+        deferred_version=3,
         score_details={name: column(count) for name in details},
         **{name: column(total) for name in TOKEN_COLUMNS},
     )
@@ -278,3 +279,11 @@ def test_sample_means_leave_out_samples_without_a_counted_token():
     values, mask = torch.tensor([1.0, 3.0, NAN, NAN, 5.0]), torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0])
     means = sample_means(values, mask, torch.tensor([2, 0, 2, 1]))
     assert means.tolist() == [2.0, 5.0] and means.dtype == torch.float64
+
+
+def test_imbalance_is_the_time_in_which_ranks_wait():
+    # Two mini-batches of two ranks: the busiest cost 7 and 4, the means 5.5 and 3.
+    found = imbalance_metrics([[[4, 3], [4, 0]], [[1, 1], [3, 1]]])
+    assert found["training/imbalance"] == pytest.approx(11 / 8.5 - 1)
+    assert found["training/micro_batch_imbalance"] == pytest.approx((4 * 4 + 4 * 3) / 17 - 1)
+    assert (found["training/micro_batches"], found["training/empty_micro_batches"]) == (4, 1)

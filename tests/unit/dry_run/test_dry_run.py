@@ -25,6 +25,7 @@ PUBLISHED = {  # billions of parameters on the model cards; DeepSeek-V3 without 
     "llama-3.1-8b": 8.03,
     "mixtral-8x7b": 46.70,
     "qwen2.5-0.5b": 0.494,
+    "qwen2.5-1.5b": 1.544,
     "qwen2.5-32b": 32.76,
     "qwen2.5-7b": 7.616,
     "qwen3-30b-a3b": 30.53,
@@ -211,6 +212,14 @@ class TestCommand:
             "3,807,910,400",
         ):
             assert word in out
+
+    def test_a_replica_of_several_nodes(self, capsys):
+        assert self.run("--world-size", "8") == 0
+        assert "spans" not in capsys.readouterr().out
+        self.run("--world-size", "8", "--ranks-per-node", "2", "rollout.tp=4")
+        out = capsys.readouterr().out
+        assert int(re.search(r"tp 4 spans 2 nodes; .* take about (\d+) s of gen", out)[1]) > 0
+        assert "refit: NCCL" in out
 
     def test_it_does_not_fit(self, capsys):
         assert self.run("--world-size", "8", "--gpu-memory-gib", "24") == 2

@@ -12,7 +12,8 @@ from rl.models import qwen2
 from rl.models.boxes import index, volume
 from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Weight, expert_down, expert_gate_up
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts, vllm_ranges
-from rl.refit.plan import FAR_OUT, NEAR_OUT, Routing, cut_into_batches, plan_of
+from rl.refit.plan import FAR_OUT, NEAR_OUT, SENDERS, Routing, cut_into_batches, plan_of
+from rl.refit.traffic import loads_of, refit_traffic
 
 ITEMSIZE = 2
 
@@ -91,7 +92,7 @@ def routing_of(case, ranks_per_node=4):
 
 def plans_of(case, buffer_bytes=1 << 20):
     routing = routing_of(case)
-    batches = [spans for spans, _ in cut_into_batches(routing, buffer_bytes)]
+    batches = cut_into_batches(routing, buffer_bytes)
     return [plan_of(routing, batches, rank) for rank in range(routing.world_size)]
 
 
@@ -178,13 +179,13 @@ def test_plans_fill_every_element_of_every_engine_once(case, buffer_bytes):
         for rank, batch in enumerate(batches):
             for message in batch.sends:
                 values = [trained[rank][region.weight][index(region.local)] for region in message.regions]
-                on_the_way[rank, message.peer] = (
-                    np.concatenate([v.reshape(-1) for v in values]),
-                    message.num_bytes,
-                )
+                for peer in message.peers:
+                    packed = np.concatenate([v.reshape(-1) for v in values])
+                    on_the_way.setdefault((rank, peer), []).append((packed, message.num_bytes))
         for rank, batch in enumerate(batches):
             for message in batch.receives:
-                values, num_bytes = on_the_way.pop((message.peer, rank))
+                (sender,) = message.peers
+                values, num_bytes = on_the_way[sender, rank].pop(0)
                 assert num_bytes == message.num_bytes
                 at = 0
                 for region in message.regions:
@@ -192,7 +193,7 @@ def test_plans_fill_every_element_of_every_engine_once(case, buffer_bytes):
                     write(rank, region.weight, region.local, values[at : at + size])
                     at += size
                 assert at == len(values)
-        assert not on_the_way, "sent and not received"
+        assert not any(on_the_way.values()), "sent and not received"
     for rank in world:
         for number, weight in enumerate(weights):
             for piece in pieces_on(rollout, weight, rank, "vllm"):
@@ -270,7 +271,7 @@ def test_a_source_is_the_rank_itself_else_near_else_far():
                     ]
                     near = [r for r in holders if r // 4 == plan.rank // 4]
                     kinds[bool(near)] += 1
-                    assert message.peer in (near or holders)
+                    assert set(message.peers) <= set(near or holders)
     assert kinds[True] and kinds[False]
 
 
@@ -288,7 +289,7 @@ def test_replicas_share_the_sending():
     weights = qwen(layers=8)
     training, rollout = TrainingPlacement(32, 2, 2, 8), RolloutPlacement(32, 2, 8)
     routing = routing_of((weights, training, rollout))
-    load = sum(load for _, load in cut_into_batches(routing, 1 << 20))
+    load = sum(loads_of(routing, cut_into_batches(routing, 1 << 20)))
     sent = load[NEAR_OUT] + load[FAR_OUT]
     for stage in (sent[:16], sent[16:]):
         for tp_rank in (0, 1):
@@ -299,13 +300,37 @@ def test_replicas_share_the_sending():
 def test_a_receiver_uses_all_candidate_senders():
     # Ranks 1 and 2 of each replica lack their quarter, which two ranks hold.
     routing = routing_of((qwen(layers=8), TrainingPlacement(4, 2, 1, 8), RolloutPlacement(4, 4, 8)))
-    load = sum(load for _, load in cut_into_batches(routing, 1 << 20))
+    load = sum(loads_of(routing, cut_into_batches(routing, 1 << 20)))
     assert load[NEAR_OUT].min() > 0.7 * load[NEAR_OUT].max()
 
 
+def test_a_rank_receives_from_few_ranks_of_a_large_world():
+    case = mixture_case(512, 2, 2, 2, 1, 2)  # of 4 places in training, each held by 64 or 128 ranks
+    weights, training, rollout = case
+    traffic = refit_traffic(
+        weights, training, rollout, ranks_per_node=8, itemsize=ITEMSIZE, buffer_bytes=1 << 20
+    )
+    near_in, far_in, near_out, far_out = traffic.partners
+    assert 0 < far_in.max() <= SENDERS and near_in.max() <= 7
+    assert far_out.max() <= 2 * SENDERS and far_out.sum() == far_in.sum() and near_out.sum() == near_in.sum()
+    plan = plan_of(routing := routing_of(case, 8), cut_into_batches(routing, 1 << 20), 300)
+    peers = {rank for batch in plan.batches for message in batch.receives for rank in message.peers}
+    assert len(peers) == near_in[300] + far_in[300]
+
+
+def test_replicas_receive_one_packed_message():
+    routing = routing_of(dense_case(64, 4, 4, 1))
+    plan = plan_of(routing, cut_into_batches(routing, 1 << 20), 0)
+    (batch,) = plan.batches
+    assert plan.bytes_sent > 10 * sum(message.num_bytes for message in batch.sends)
+    pairs = [(peer, message.regions) for message in batch.sends for peer in message.peers]
+    assert len(pairs) == len(set(pairs))
+
+
 def test_pipeline_stages_send_at_the_same_time():
-    batches = cut_into_batches(routing_of(dense_case(8, 2, 4, 2)), 4000)
-    first_half = sum(load for _, load in batches[: len(batches) // 2])
+    routing = routing_of(dense_case(8, 2, 4, 2))
+    batches = cut_into_batches(routing, 4000)
+    first_half = sum(loads_of(routing, batches[: len(batches) // 2]))
     sent = (first_half[NEAR_OUT] + first_half[FAR_OUT]).reshape(4, 2).sum(1)
     assert sent.min() > 0.2 * sent.max()
 
@@ -314,14 +339,13 @@ def test_every_rank_makes_the_same_plans(case):
     expected = plans_of(case, 2000)
     for rank in range(len(expected)):
         routing = routing_of(case)  # as each rank computes it
-        batches = [spans for spans, _ in cut_into_batches(routing, 2000)]
-        assert plan_of(routing, batches, rank) == expected[rank]
+        assert plan_of(routing, cut_into_batches(routing, 2000), rank) == expected[rank]
 
 
 def test_loads_of_batches_are_those_of_the_plans(case):
     routing = routing_of(case)
-    batches = cut_into_batches(routing, 1 << 20)  # nothing is cut
-    total = sum((load for _, load in batches), np.zeros((5, routing.world_size)))
+    loads = loads_of(routing, cut_into_batches(routing, 1 << 20))  # nothing is cut
+    total = sum(loads, np.zeros((5, routing.world_size)))
     for plan in plans_of(case):
         assert (
             plan.bytes_sent == total[3:, plan.rank].sum()

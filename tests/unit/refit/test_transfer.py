@@ -29,7 +29,7 @@ def calls(monkeypatch):
         monkeypatch.setattr(
             dist, "batch_isend_irecv", lambda ops: posted.append([(op.sends, op.peer) for op in ops]) or []
         )
-        buffers = {peer: torch.zeros(1) for peer in range(WORLD) if peer != rank}
+        buffers = {peer: [torch.zeros(1)] * 2 for peer in range(WORLD) if peer != rank}
         transfer.exchange(buffers, buffers)
         return posted
 

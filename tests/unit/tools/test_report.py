@@ -117,6 +117,27 @@ def test_error_is_one_sentence(tmp_path, make, message):
     assert message in error and error.endswith(".") and "\n" not in error
 
 
+def test_a_run_is_compared_with_an_expected_curve(grpo, tmp_path, capsys):
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(
+        f"points:\n  {ACCURACY}: {{0: [0.2, 0.3], 5: [0, 1], 10: [0.8, 1], 20: [0, 1]}}\n"
+        f"  {REWARD}: {{1: [0, 0.04]}}\n"
+    )
+    assert report.main([str(grpo), "--expect", str(recipe)]) == report.UNMET_EXIT
+    found = [
+        line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("val-", "crit"))
+    ]
+    assert [" ".join(words[5:]) for words in found] == [
+        "0.2500 met",
+        "- missing",
+        "0.7500 too low",
+        "- not reached",
+        "0.0500 too high",
+    ]
+    recipe.write_text(f"points: {{{ACCURACY}: {{0: [0.2, 0.3]}}}}\n")
+    assert report.main([str(grpo), "--expect", str(recipe)]) == 0
+
+
 def test_table_is_printed_where_matplotlib_is_missing(grpo, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="needs matplotlib"):

@@ -190,18 +190,17 @@ def test_equal_calls_are_bitwise_equal(group):
 # Memory -----------------------------------------------------------------------------------------------------
 
 
-class LargestOutput(TorchDispatchMode):
-    """Elements of the largest tensor that an operation returned while this mode was on."""
+class Results(TorchDispatchMode):
+    """Elements of every tensor that an operation returned while this mode was on."""
 
     def __init__(self):
         super().__init__()
-        self.numel = 0
+        self.sizes = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
+        tensors = out if isinstance(out, (tuple, list)) else (out,)
+        self.sizes += [tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor)]
         return out
 
 
@@ -212,24 +211,49 @@ def test_logits_exist_for_one_chunk_at_a_time(group, dtype):
         rows=vocab_size, tokens=tokens, vocab_size=vocab_size, dtype=dtype
     )
     hidden.requires_grad_(), weight.requires_grad_()
-    with LargestOutput() as forward:
+    with Results() as forward:
         outputs = linear_logprobs(
             hidden, weight, targets, temperature=1.0, vocab_size=vocab_size, group=group, chunk=chunk
         )
-    with LargestOutput() as backward:
+    with Results() as backward:
         torch.autograd.backward(outputs[:2], list(upstream))
     assert weight.grad.abs().sum() > 0
     # Equality shows that the mode sees the logits.
-    assert forward.numel == backward.numel == chunk * vocab_size
+    assert max(forward.sizes) == max(backward.sizes) == chunk * vocab_size
 
 
-def test_no_logits_are_kept_between_the_passes(group):
+@pytest.mark.parametrize("chunk", [63, 64])
+def test_logits_are_kept_only_if_one_chunk_has_them_all(group, chunk):
     tokens, vocab_size = 64, 5_000
     hidden, weight, targets, _ = inputs(rows=vocab_size, tokens=tokens, vocab_size=vocab_size)
     hidden.requires_grad_(), weight.requires_grad_()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
         linear_logprobs(
-            hidden, weight, targets, temperature=1.0, vocab_size=vocab_size, group=group, chunk=tokens
+            hidden, weight, targets, temperature=1.0, vocab_size=vocab_size, group=group, chunk=chunk
         )
-    assert sorted(kept) == sorted([hidden.numel(), weight.numel(), *[tokens] * 4])
+    logits = [tokens * vocab_size] if chunk >= tokens else []
+    assert sorted(kept) == sorted([hidden.numel(), weight.numel(), *[tokens] * 3, *logits])
+
+
+def test_what_nobody_asks_for_is_not_computed(group):
+    """Number of operations on all logits, with and without entropy and sum of squares."""
+    tokens, vocab_size = 16, 5_000
+    hidden, weight, targets, upstream = inputs(rows=vocab_size, tokens=tokens, vocab_size=vocab_size)
+    hidden.requires_grad_(), weight.requires_grad_()
+
+    def count(outputs, num_used):
+        head = dict(temperature=1.0, vocab_size=vocab_size, group=group, chunk=tokens)
+        with Results() as forward:
+            found = linear_logprobs(hidden, weight, targets, **head, outputs=outputs)
+        assert len(found) == len(outputs)
+        with Results() as backward:
+            torch.autograd.backward(found[:num_used], list(upstream)[:num_used])
+        return tuple(mode.sizes.count(tokens * vocab_size) for mode in (forward, backward))
+
+    # Forward: the product, minus the maximum, exp. Backward: the kept product, minus lse, exp, times the
+    # gradient, the target.
+    assert count(("logprobs",), 1) == (3, 5)
+    # Forward also: the product with the logits. The loss uses log-probs only.
+    assert count(("logprobs", "entropy"), 1) == (4, 5)
+    assert count(("logprobs", "entropy"), 2) > (4, 5)

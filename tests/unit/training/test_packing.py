@@ -1,123 +1,14 @@
-"""Plans of micro-batches, and samples in packed rows."""
-
-import random
+"""Samples in packed rows."""
 
 import numpy as np
 import pytest
 import torch
 
 from rl.data.batch import Batch
-from rl.training.dp_split import plan_micro_batches
+from rl.training.dp_split import plan_minibatch
 from rl.training.packing import MicroBatch, pack
 
 CPU = torch.device("cpu")
-
-
-# The plan ---------------------------------------------------------------------------------------------------
-
-
-def trials(samples_per_unit=1, count=300):
-    """Random arguments of `plan`, from equal units to a few much longer than a micro-batch; the indices are a
-    part of all."""
-    rng = random.Random(f"units of {samples_per_unit}")
-    for _ in range(count):
-        max_tokens = rng.randint(1, 200)
-        longest = rng.choice((1, max_tokens // (2 + samples_per_unit) + 1, max_tokens, 3 * max_tokens))
-        num_units = rng.randint(1, 60 // samples_per_unit)
-        # Responses may be empty, but a unit has tokens.
-        shortest = [
-            0 if samples_per_unit > 1 and rng.random() < 0.1 else 1
-            for _ in range(num_units * samples_per_unit)
-        ]
-        lengths = [rng.randint(least, longest) for least in shortest]
-        drawn = rng.sample(range(num_units), rng.randint(1, num_units))
-        indices = [i for k in drawn for i in range(k * samples_per_unit, (k + 1) * samples_per_unit)]
-        yield lengths, indices, rng.randint(1, 9), max_tokens
-
-
-def plan(lengths, indices, dp, max_tokens, samples_per_unit=1):
-    return plan_micro_batches(
-        lengths, indices=indices, dp=dp, max_tokens=max_tokens, samples_per_unit=samples_per_unit
-    )
-
-
-def micro_batches(ranks):
-    return [micro for rank in ranks for micro in rank]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_properties_of_every_plan(size):
-    exceeding = several = empty = 0
-    for arguments in trials(size):
-        lengths, indices, dp, max_tokens = arguments
-        ranks = plan(*arguments, size)
-        # Every rank has the same number of micro-batches, no more than first-fit can need: all but one of its
-        # bins are more than half full.
-        assert len(ranks) == dp and len({len(rank) for rank in ranks}) == 1, arguments
-        loads = [sum(lengths[i] for micro in rank for i in micro) for rank in ranks]
-        assert len(ranks[0]) < 2 * max(loads) / max_tokens + 1, arguments
-        # Loads differ by at most one unit.
-        units = {i // size: sum(lengths[i // size * size : i // size * size + size]) for i in indices}
-        assert max(loads) <= min(loads) + max(units.values()), arguments
-        found = []
-        for micro in micro_batches(ranks):
-            assert micro == sorted(micro) and len(micro) % size == 0, arguments
-            # Units stay whole and in order.
-            starts = micro[::size]
-            assert micro == [i for start in starts for i in range(start, start + size)], arguments
-            assert all(start % size == 0 for start in starts), arguments
-            tokens = sum(lengths[i] for i in micro)
-            assert tokens <= max_tokens or len(micro) == size, arguments
-            exceeding += tokens > max_tokens
-            several += len(micro) > size
-            empty += not micro
-            found += starts
-        assert sorted(found) == sorted(indices[::size]), arguments
-    assert exceeding > 100 and several > 100 and empty > 20  # every case occurs
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_plan_depends_on_its_samples_alone(size):
-    rng = random.Random(5)
-    for lengths, indices, dp, max_tokens in trials(size, 50):
-        expected = plan(lengths, indices, dp, max_tokens, size)
-        assert plan(lengths, rng.sample(indices, len(indices)), dp, max_tokens, size) == expected
-        others = [n if i in indices else n + 17 for i, n in enumerate(lengths)]
-        assert plan(others, indices, dp, max_tokens, size) == expected
-
-
-def test_pairs_are_planned_as_samples_of_their_length():
-    for lengths, indices, dp, max_tokens in trials(2, 50):
-        sums = [a + b for a, b in zip(lengths[::2], lengths[1::2])]
-        singles = plan(sums, [i // 2 for i in indices[::2]], dp, max_tokens)
-        pairs = [[[i for k in micro for i in (2 * k, 2 * k + 1)] for micro in rank] for rank in singles]
-        assert plan(lengths, indices, dp, max_tokens, 2) == pairs
-
-
-def test_plans_by_hand():
-    # A rank with a long sample takes fewer others.
-    assert plan([12, 4, 3, 5], [0, 1, 2, 3], 2, 100) == [[[0]], [[1, 2, 3]]]
-    # With more ranks than units some ranks have an empty micro-batch.
-    assert plan([5, 9], [0, 1], 4, 10) == [[[1]], [[0]], [[]], [[]]]
-    assert plan([5, 9, 1, 1], [0, 1, 2, 3], 3, 10, 2) == [[[0, 1]], [[2, 3]], [[]]]
-    # Equal samples are distributed evenly.
-    sizes = [[len(micro) for micro in rank] for rank in plan([10] * 8, list(range(8)), 2, 20)]
-    assert sizes == [[2, 2], [2, 2]]
-    # A rank's micro-batches are about equally long; first-fit alone gives 20 and 4 tokens.
-    [rank] = plan([4] * 6, list(range(6)), 1, 20)
-    assert [len(micro) for micro in rank] == [3, 3]
-    # Evenly: 3 + 2 + 2 and 3 + 2, more than 6; first-fit: 3 + 3 and 2 + 2 + 2.
-    assert plan([3, 3, 2, 2, 2], list(range(5)), 1, 6) == [[[0, 1], [2, 3, 4]]]
-    # Pairs of 8, 9, 2 and 3 tokens; two of at most 11 go to each rank.
-    assert plan([7, 1, 4, 5, 1, 1, 3, 0], list(range(8)), 2, 11, 2) == [[[2, 3, 4, 5]], [[0, 1, 6, 7]]]
-    # One rank without the pair of 2: that of 9 alone, then those of 8 and 3.
-    assert plan([7, 1, 4, 5, 1, 1, 3, 0], [2, 3, 0, 1, 6, 7], 1, 11, 2) == [[[2, 3], [0, 1, 6, 7]]]
-
-
-@pytest.mark.parametrize("indices", [[0, 1, 2], [1, 2], [0, 2, 3]])
-def test_part_of_a_pair_is_refused(indices):
-    with pytest.raises(AssertionError, match="whole units"):
-        plan([5] * 6, indices, 1, 100, 2)
 
 
 # Packed rows ------------------------------------------------------------------------------------------------
@@ -268,9 +159,8 @@ def test_every_response_token_of_a_planned_batch_is_packed_once():
         groups=torch.arange(count),
         truncated=torch.zeros(count, dtype=torch.bool),
     )
-    lengths = (batch.prompt_lengths + batch.lengths).tolist()
     found = torch.full((int(batch.lengths.sum()),), -1)
-    for rank in plan(lengths, list(range(count)), 3, 40):
+    for rank in plan_minibatch(batch, list(range(count)), dp=3, max_tokens=40):
         for samples in rank:
             micro = pack(batch, samples, multiple=4, device=CPU)
             assert (found[micro.column_index] == -1).all()
@@ -289,10 +179,9 @@ def test_packed_rows_of_pairs():
         truncated=torch.zeros(20, dtype=torch.bool),
         samples_per_unit=2,
     )
-    totals = (batch.prompt_lengths + batch.lengths).tolist()
-    ranks = plan(totals, list(range(20)), 2, 40, batch.samples_per_unit)
+    ranks = plan_minibatch(batch, list(range(20)), dp=2, max_tokens=40)
     assert len(ranks[0]) > 1
-    for samples in micro_batches(ranks):
+    for samples in (micro for rank in ranks for micro in rank):
         micro = pack(batch, samples, multiple=4, device=CPU)
         assert micro.lengths.tolist() == [lengths[i] for i in samples]
         assert [i // 2 for i in micro.samples[::2]] == [i // 2 for i in micro.samples[1::2]]

@@ -1,0 +1,116 @@
+"""One rank of test_old_logprobs.py: a step of GRPO with old log-probs of the first update, and of a pass.
+
+    old_logprobs_worker.py CHECKPOINT OUT_FILE PIPELINE_STAGES
+
+Rank 0 saves {case: {"separate" or "deferred": (metrics, weights, batch columns)}}.
+"""
+
+import os
+import sys
+
+from rl.runtime.ranks import discover
+from train_rl import prepare_environment
+
+RANKS = discover()
+prepare_environment(RANKS)
+
+from types import SimpleNamespace  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from rl.algorithms import load  # noqa: E402
+from rl.config.schema import load_config, needs_early_logprobs  # noqa: E402
+from rl.data.batch import Batch  # noqa: E402
+from rl.engines.engines import Engines, build_policy  # noqa: E402
+from rl.faults.agreement import PhaseAgreement  # noqa: E402
+from rl.faults.phase_tracker import PhaseTracker  # noqa: E402
+from rl.models import read_hf_config  # noqa: E402
+from rl.phases import inference  # noqa: E402
+from rl.phases.phases import Phases  # noqa: E402
+from rl.phases.step import Step  # noqa: E402
+from rl.run_directory.progress import Progress  # noqa: E402
+from rl.runtime.session import session  # noqa: E402
+from rl.training.grid import build_grid  # noqa: E402
+
+CASES = {
+    "one mini-batch": ["objective.entropy_coef=0.1"],
+    "four mini-batches": [
+        "training.prompts_per_minibatch=2",
+        "rollout_correction.truncate_samples=1.1",
+        "objective.kl_coef=0.1",
+    ],
+    "two epochs": [
+        "training.prompts_per_minibatch=4",
+        "training.epochs=2",
+        "rollout_correction.icepop_low=0.8",
+        "rollout_correction.icepop_high=1.2",
+    ],
+    "pairs": ["algorithm=spin", "training.prompts_per_minibatch=4"],
+}
+GROUPS, SAMPLES = 8, 2
+
+
+def sampled(vocab_size: int, *, pairs: bool) -> Batch:
+    """Return samples as after generation and scoring; the engine's log-probs are filled in `step`."""
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(most):
+        length = int(torch.randint(1, most, (), generator=generator))
+        return torch.randint(3, vocab_size, (length,), generator=generator).int().numpy()
+
+    prompts = [tokens(9) for _ in range(GROUPS)]
+    count = GROUPS * SAMPLES
+    batch = Batch(
+        prompt_ids=[prompts[i // SAMPLES] for i in range(count)],
+        response_ids=[tokens(20) for _ in range(count)],
+        groups=torch.arange(count) // SAMPLES,
+        truncated=torch.zeros(count, dtype=torch.bool),
+        samples_per_unit=SAMPLES if pairs else 1,
+    )
+    batch.mask = (torch.rand(len(batch.mask), generator=generator) > 0.2).float()
+    batch.rewards = torch.rand(count, generator=generator)
+    batch.rollout_logprobs = torch.randn(len(batch.mask), generator=generator) * 0.1
+    return batch
+
+
+def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
+    keys = [f"model.path={sys.argv[1]}", "data.train=x.jsonl", f"data.prompts_per_step={GROUPS}"]
+    keys += ["model.dtype=float32", f"training.pp={sys.argv[3]}", "training.micro_batch_tokens=60"]
+    config = load_config(None, ["training.optimizer.lr=1e-2", *keys, *overrides])
+    assert not needs_early_logprobs(config)
+    inference.needs_early_logprobs = lambda config: separate
+    hf = read_hf_config(config.model.path)
+    engines = Engines(build_policy(config, hf, GRID, DEVICE))
+    phases = Phases(
+        config,
+        step=Step(
+            device=DEVICE,
+            progress=Progress(enabled=False),
+            watchdog=SimpleNamespace(tracker=PhaseTracker(config.watchdog.limits, open(os.devnull, "w"))),
+            agreement=PhaseAgreement(config, "", dist.group.WORLD),
+        ),
+        engines=engines,
+        prompts=[],
+        sampler=None,
+        scorer=None,
+        tokenizer=None,
+    )
+    phases.step.begin(1)
+    batch = sampled(hf["vocab_size"], pairs=config.algorithm == "spin")
+    plans = [plan.micro_batches for plan in phases.updates._planner.plans(batch)]
+    batch.rollout_logprobs += engines.policy.forward(batch, plans, ("logprobs",))[0]
+    load(config.algorithm).learn(phases, batch)
+    return phases.metrics, dict(engines.policy.full_weights()), batch.loss_columns()
+
+
+if __name__ == "__main__":
+    with session(RANKS) as DEVICE:
+        GRID = build_grid(tp=1, pp=int(sys.argv[3]), seed=1)
+        found = {
+            case: {name: step(keys, separate=name == "separate") for name in ("separate", "deferred")}
+            for case, keys in CASES.items()
+        }
+        if dist.get_rank() == 0:
+            torch.save(found, sys.argv[2])
+        dist.barrier()

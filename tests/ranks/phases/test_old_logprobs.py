@@ -1,0 +1,37 @@
+"""Old log-probs from the first update's forward pass: the step is that of a separate pass, bitwise."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import save_qwen2
+from tests.records import MACHINE
+from tests.spawn import run_ranks
+
+WORKER = Path(__file__).parent / "old_logprobs_worker.py"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_first_update_gives_the_old_log_probs(tmp_path, stages):
+    checkpoint, out = save_qwen2(tmp_path / "model", seed=2, tie=True), tmp_path / "out.pt"
+    run_ranks(2, WORKER, checkpoint, out, stages, timeout=120)
+    for case, results in torch.load(out).items():
+        (expected, weights, columns), (metrics, *found) = results["separate"], results["deferred"]
+        # Bitwise, in metrics, weights and what the batch holds afterwards.
+        assert {k: v for k, v in metrics.items() if not MACHINE.match(k)} == {
+            k: v for k, v in expected.items() if not MACHINE.match(k)
+        }, case
+        for tensors, others in zip(found, (weights, columns)):
+            assert tensors.keys() == others.keys(), case
+            assert all(torch.equal(tensors[name], others[name]) for name in others), case
+        assert "old_logprobs" in columns and metrics["actor/grad_norm"] > 0
+        assert ("loss_weights" in columns) == (case in ("four mini-batches", "two epochs"))
+        if "loss_weights" in columns:
+            assert (
+                0.5 < metrics["rollout_corr/weight_mean"] < 1.5
+                and columns["loss_weights"].unique().numel() > 9
+            )
+        # A pass is made for the other mini-batches only.
+        assert "timing_s/old_log_prob" in expected
+        assert ("timing_s/old_log_prob" in metrics) == (case != "one mini-batch")

@@ -1,0 +1,33 @@
+"""The gradient norm counts each weight once where Transformer Engine marks replicated weights as split."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import bounds
+from tests.checkpoints import PARTICULAR, SIZES, save_tiny
+from tests.spawn import run_ranks
+
+WORKER = Path(__file__).parent / "norm_worker.py"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("norms")
+    models = [save_tiny(name, directory / name, seed=4, num_key_value_heads=4) for name in PARTICULAR]
+    run_ranks(2, WORKER, directory, *models, timeout=240)
+    return json.loads((directory / "out.json").read_text())
+
+
+def test_marks_of_split_weights_are_those_of_the_layout(results):
+    assert results.keys() == PARTICULAR.keys()
+    for found in results.values():
+        assert found["weights"] > 10 and found["wrong"] == []
+
+
+def test_norm_at_tp_2_is_that_at_tp_1(results):
+    found = results["DeepseekV3ForCausalLM"]
+    bound = bounds.of_gradient(SIZES["num_hidden_layers"] + 1, SIZES["hidden_size"])
+    assert found["tp2"] == pytest.approx(found["tp1"], rel=bound)
+    assert found["tp2 unmended"] > found["tp1"] * (1 + bound), "the marks have no effect"

@@ -1,0 +1,236 @@
+"""A stand-in for CUDA: the program's own files take their CUDA branches on a CPU.
+
+`install` compiles rl.* from its own source with CUDA's names mapped, as rl.training.cpu_support does for
+Megatron. Only the program sees CUDA; torch, Megatron and vLLM remain CPU builds. What is mapped:
+
+- `torch.cuda.X`: must exist in torch and is called with arguments that its signature accepts; then BEHAVIOURS
+  has what it does. An X without an entry raises and names this file.
+- `x.is_cuda` of tensors and storages is true; the literals "cuda" and "nccl" become "cpu" and "gloo".
+- pinned memory is ordinary memory; `x.cuda()` is x; streams and events execute in program order.
+- torch's variable-length attention is computed by SDPA, and vLLM's sleep mode loses weights and cache.
+"""
+
+import ast
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+import types
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder, SourceFileLoader
+
+import torch
+
+CPU_SUPPORT = ("rl.training.cpu_support", "rl.rollout.cpu_support")
+"""Modules for CPUs: they keep the real names, and what they have patched already."""
+LITERALS = {"cuda": "cpu", "nccl": "gloo", "cpu:gloo,cuda:nccl": "cpu:gloo"}
+RENAMED = {"_dump_nccl_trace_json": "_dump_fr_trace_json"}
+"""Names of C code in CUDA builds only -> the same of this build."""
+GIB = 1 << 30
+
+
+class Stream:
+    """A stream or event of a device that executes in program order."""
+
+    def __init__(self, *args, **options): ...
+
+    def __getattr__(self, name: str):
+        real = getattr(torch.cuda.Stream, name, None) or getattr(torch.cuda.Event, name)
+        assert callable(real), name
+        return lambda *args, **options: 0.0 if name == "elapsed_time" else self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args): ...
+
+
+class CudaRuntime:
+    """torch.cuda.cudart(): what C code exports, by its documented arguments."""
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        return 0
+
+
+def _nothing(*args, **options) -> None: ...
+
+
+BEHAVIOURS = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_capability": lambda *args: (9, 0),
+    "get_device_name": lambda *args: "rehearsal",
+    "memory_allocated": lambda *args: GIB,
+    "max_memory_allocated": lambda *args: GIB,
+    "memory_reserved": lambda *args: GIB,
+    "max_memory_reserved": lambda *args: GIB,
+    "mem_get_info": lambda *args: (64 * GIB, 80 * GIB),
+    "get_rng_state": lambda *args: torch.get_rng_state(),
+    "set_rng_state": lambda state, *args: torch.set_rng_state(state),
+    "manual_seed": torch.default_generator.manual_seed,
+    "cudart": CudaRuntime,
+    "Stream": Stream,
+    "Event": Stream,
+    "current_stream": Stream,
+    "default_stream": Stream,
+    "stream": lambda stream: contextlib.nullcontext(),
+    "device": lambda device: contextlib.nullcontext(),
+    "OutOfMemoryError": torch.cuda.OutOfMemoryError,
+    "nvtx": torch.cuda.nvtx,
+} | dict.fromkeys(
+    ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect"), _nothing
+)
+"""What a name of torch.cuda does here."""
+
+
+class _Cuda(types.ModuleType):
+    def __getattr__(self, name: str):
+        real = getattr(torch.cuda, name)  # AttributeError: torch has no such name
+        if name not in BEHAVIOURS:
+            raise NotImplementedError(
+                f"torch.cuda.{name} has no stand-in yet: add it to BEHAVIOURS in {__file__}"
+            )
+        behaviour = BEHAVIOURS[name]
+        return _checked(real, behaviour) if inspect.isfunction(real) else behaviour
+
+
+def _checked(real, behaviour):
+    """Return `behaviour`, which raises TypeError for arguments that `real` does not accept."""
+    signature = inspect.signature(real)
+
+    @functools.wraps(real)
+    def call(*args, **options):
+        signature.bind(*args, **options)
+        return behaviour(*args, **options)
+
+    return call
+
+
+def _is_cuda(value) -> bool:
+    tensors = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
+    return True if isinstance(value, tensors) else value.is_cuda
+
+
+class _Rewrite(ast.NodeTransformer):
+    def visit_Attribute(self, node):
+        self.generic_visit(node)
+        if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            return ast.copy_location(ast.Name("__cuda__", node.ctx), node)
+        if node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
+            return ast.copy_location(ast.Call(ast.Name("__is_cuda__", ast.Load()), [node.value], []), node)
+        node.attr = RENAMED.get(node.attr, node.attr)
+        return node
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute):
+            if node.func.attr in ("cuda", "pin_memory"):
+                return node.func.value
+            if node.func.attr == "record_stream":
+                return ast.copy_location(ast.Constant(None), node)
+        return node
+
+    def visit_keyword(self, node):
+        self.generic_visit(node)
+        if node.arg == "pin_memory":
+            node.value = ast.copy_location(ast.Call(ast.Name("bool", ast.Load()), [], []), node.value)
+        return node
+
+    def visit_Constant(self, node):
+        if isinstance(node.value, str):
+            node.value = LITERALS.get(node.value, node.value)
+        return node
+
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname):
+        path = self.get_filename(fullname)
+        tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(self.get_data(path), path)))
+        return compile(tree, path, "exec", dont_inherit=True)
+
+    def exec_module(self, module):
+        module.__dict__.update(__cuda__=_Cuda("torch.cuda on a CPU"), __is_cuda__=_is_cuda)
+        super().exec_module(module)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, fullname, path, target=None):
+        if not (fullname + ".").startswith("rl.") or fullname in CPU_SUPPORT:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def install() -> None:
+    """Import rl.* anew with CUDA's names mapped, and replace what of vLLM and torch needs a GPU."""
+    for module in CPU_SUPPORT:
+        importlib.import_module(module)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rl" and name not in CPU_SUPPORT]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _Finder())
+    import torch.nn.attention.varlen as varlen
+
+    varlen.varlen_attn = _checked(varlen.varlen_attn, _varlen_attn)
+    _replace_sleep_mode()
+
+
+def _varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """Attend segment by segment, causally and aligned at the bottom right."""
+    assert window_size == (-1, 0) and cu_q.dtype is cu_k.dtype is torch.int32
+    assert query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    out = []
+    for (q0, q1), (k0, k1) in zip(*(zip(c.tolist(), c.tolist()[1:]) for c in (cu_q, cu_k))):
+        assert q1 - q0 <= max_q and k1 - k0 <= max_k
+        mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
+        part = (x.transpose(0, 1)[None] for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *part, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+        out.append(attended[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+CPU_ENGINE = dict(
+    enforce_eager=True,
+    kv_cache_memory_bytes=16 << 20,
+    compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
+)
+"""Options of rl.rollout.vllm_model for CPUs."""
+CUDA_ENGINE = ("enable_sleep_mode", "moe_backend", "gpu_memory_utilization")
+"""Options of the CUDA engine that the CPU build refuses; tools/library_names.py checks that they exist."""
+
+
+def _replace_sleep_mode() -> None:
+    """Let vLLM's CPU engine take the options of the CUDA engine, and lose at level 2 what that loses."""
+    import vllm
+
+    class Engine(vllm.LLM):
+        def __init__(self, *args, **options):
+            self.can_sleep = options.get("enable_sleep_mode", False)
+            kept = {name: value for name, value in options.items() if name not in CUDA_ENGINE}
+            super().__init__(*args, **kept | CPU_ENGINE)
+            self.asleep: set[str] = set()
+
+        def sleep(self, level=1, **options):
+            assert self.can_sleep and level == 2 and not self.asleep
+            super().sleep(level=level, **options)
+            self.asleep = {"weights", "kv_cache"}
+            with torch.no_grad():
+                for parameter in self.apply_model(lambda model: model)[0].parameters():
+                    parameter.fill_(torch.nan)
+
+        def wake_up(self, tags=None):
+            assert set(tags) <= self.asleep, f"{tags} do not sleep"
+            self.asleep -= set(tags)
+            return super().wake_up(tags=tags)
+
+    vllm.LLM = Engine

@@ -1,0 +1,171 @@
+"""Plans of micro-batches: balanced by cost, groups together, equal counts on all ranks."""
+
+import random
+
+import pytest
+import torch
+
+from rl.models import architecture
+from rl.training.dp_split import Cost, Workload, plan_micro_batches
+from tests import timing
+from tests.checkpoints import SIZES
+
+TOKENS = Cost()
+SQUARE = Cost(per_token=10, per_answer_token=3, per_pair=1)
+
+
+def work_of(prompts, answers, groups=None, cost=TOKENS, shared=True):
+    groups = range(len(prompts)) if groups is None else groups
+    return Workload(*map(torch.tensor, (prompts, answers, list(groups))), cost=cost, shared_prefix=shared)
+
+
+def trials(size=1, count=200):
+    """Random workloads, from short units to some much longer than a micro-batch; a part of all is planned."""
+    rng = random.Random(f"units of {size}")
+    for number in range(count):
+        max_tokens = rng.randint(1, 200)
+        longest = rng.choice((1, max_tokens // (2 + size) + 1, max_tokens, 3 * max_tokens))
+        prompts, answers, groups = [], [], []
+        for group in range(rng.randint(1, 30 // size)):
+            prompt = rng.randint(1, longest)
+            for _ in range(size * rng.randint(1, 5)):
+                prompts.append(prompt)
+                answers.append(rng.randint(0, longest))
+                groups.append(group)
+        units = range(0, len(prompts), size)
+        drawn = rng.sample(units, rng.randint(1, len(units)))
+        indices = [i for first in drawn for i in range(first, first + size)]
+        options = dict(dp=rng.randint(1, 9), max_tokens=max_tokens, even_rows=number % 3 == 0)
+        yield work_of(prompts, answers, groups, SQUARE, number % 4 > 0), indices, options
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_properties_of_every_plan(size):
+    exceeding = several = empty = divided = 0
+    for work, indices, options in trials(size):
+        plan = plan_micro_batches(work, indices=indices, samples_per_unit=size, **options)
+        assert len(plan) == options["dp"] and len({len(rank) for rank in plan}) == 1
+        # The busiest rank has at most one group more than the mean.
+        costs = [[work.cost(micro) for micro in rank] for rank in plan]
+        members = {}
+        for i in indices:
+            members.setdefault(work.groups[i // size * size], []).append(i)
+        most = max(work.cost(samples) for samples in members.values())
+        assert max(map(sum, costs)) <= sum(map(sum, costs)) / len(plan) + most
+        assert all(of_rank == sorted(of_rank, reverse=True) for of_rank in costs)
+        found = []
+        for micro in (micro for rank in plan for micro in rank):
+            # Groups are adjacent, because their numbers ascend with the samples'; units are whole.
+            assert micro == sorted(micro) and len(micro) % size == 0
+            starts = micro[::size]
+            assert micro == [i for start in starts for i in range(start, start + size)]
+            assert all(start % size == 0 for start in starts)
+            tokens = work.tokens(micro)
+            assert tokens <= options["max_tokens"] or len(micro) == size
+            exceeding += tokens > options["max_tokens"]
+            several += len(micro) > size
+            empty += not micro
+            found += micro
+        assert sorted(found) == sorted(indices)
+        divided += sum(
+            len(plan) > 1 and not any(set(s) <= set(m) for r in plan for m in r) for s in members.values()
+        )
+    assert min(exceeding, several, empty, divided) > 50  # every case occurs
+
+
+def test_a_plan_depends_on_its_samples_alone():
+    rng = random.Random(5)
+    for work, indices, options in trials(count=50):
+        expected = plan_micro_batches(work, indices=indices, **options)
+        assert plan_micro_batches(work, indices=rng.sample(indices, len(indices)), **options) == expected
+        for i in set(range(len(work.groups))) - set(indices):
+            work.own_cost[i] += 17
+            work.own_tokens[i] += 17
+        assert plan_micro_batches(work, indices=indices, **options) == expected
+
+
+def plan(answers, dp, max_tokens, prompts=None, groups=None, unit=1, **options):
+    work = work_of(prompts or [0] * len(answers), answers, groups, **options)
+    everything = range(len(answers))
+    return plan_micro_batches(work, indices=everything, dp=dp, max_tokens=max_tokens, samples_per_unit=unit)
+
+
+def test_plans_by_hand():
+    # A rank with a long sample takes fewer others.
+    assert plan([12, 4, 3, 5], 2, 100) == [[[0]], [[1, 2, 3]]]
+    # With more ranks than samples some ranks have an empty micro-batch.
+    assert plan([5, 9], 4, 10) == [[[1]], [[0]], [[]], [[]]]
+    # Equal samples are distributed evenly.
+    sizes = [[len(micro) for micro in rank] for rank in plan([10] * 8, 2, 20)]
+    assert sizes == [[2, 2], [2, 2]]
+    # A rank's micro-batches are about equally long; best-fit alone gives 20 and 4 tokens.
+    [rank] = plan([4] * 6, 1, 20)
+    assert [len(micro) for micro in rank] == [3, 3]
+    # Evenly: 3 + 2 + 2 and 3 + 2, more than 6; best-fit: 3 + 3 and 2 + 2 + 2.
+    assert plan([3, 3, 2, 2, 2], 1, 6) == [[[0, 1], [2, 3, 4]]]
+    # By cost, not by tokens: an answer of 8 tokens has 36 pairs, 24 answers of 1 have 24.
+    assert plan([8, *[1] * 8], 2, 100) == [[[0]], [[1, 2, 3, 4, 5, 6, 7, 8]]]
+    assert plan([8, *[1] * 24], 2, 100, cost=Cost(1, 0, 1)) == [[[0, 23]], [[*range(1, 23), 24]]]
+
+
+def test_a_group_shares_its_prompt_where_it_fits():
+    two_groups = dict(prompts=[50] * 8, groups=[0] * 4 + [1] * 4)
+    # 50 + 4 * 10 tokens each: together, though 4 * 60 exceed the limit.
+    assert plan([10] * 8, 2, 90, **two_groups) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    # One token too many: each is divided evenly.
+    assert plan([10] * 8, 2, 89, **two_groups) == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+    # With a prompt per sample, one sample of 60 tokens fits.
+    assert [len(micro) for micro in plan([10] * 8, 2, 90, **two_groups, shared=False)[0]] == [1] * 4
+    # A group is divided if other ranks were idle otherwise.
+    assert plan([10] * 4, 2, 1000, prompts=[5] * 4, groups=[7] * 4) == [[[0, 3]], [[1, 2]]]
+    # But not if its prompt is nearly everything.
+    assert plan([1] * 4, 2, 1000, prompts=[500] * 4, groups=[7] * 4) == [[[0, 1, 2, 3]], [[]]]
+
+
+def test_rows_of_a_pipeline_have_about_equal_lengths():
+    # Three groups of 60 and one of 90 tokens: four rows of 90, or halves of 30 and 45 in three rows of 90.
+    work = work_of([0] * 24, [15] * 6 + [10] * 18, [i // 6 for i in range(24)])
+    lengths = {
+        even: [
+            work.tokens(micro)
+            for micro in plan_micro_batches(work, indices=range(24), dp=1, max_tokens=100, even_rows=even)[0]
+        ]
+        for even in (False, True)
+    }
+    assert lengths == {False: [90, 60, 60, 60], True: [90, 90, 90]}
+
+
+@pytest.mark.parametrize("indices", [[0, 1, 2], [1, 2], [0, 2, 3]])
+def test_part_of_a_pair_is_refused(indices):
+    with pytest.raises(AssertionError, match="whole units"):
+        plan_micro_batches(
+            work_of([0] * 6, [5] * 6), indices=indices, dp=1, max_tokens=100, samples_per_unit=2
+        )
+
+
+def test_plan_takes_linear_time_in_ranks_and_samples():
+    def make(dp):
+        rng = random.Random(dp)
+        groups = [k // 8 for k in range(4 * dp)]
+        prompts = [10 + g % 50 for g in groups]
+        return dp, work_of(prompts, [int(400 * rng.random() ** 3) + 1 for _ in groups], groups, SQUARE)
+
+    def call(made):
+        dp, work = made
+        plan_micro_batches(work, indices=range(4 * dp), dp=dp, max_tokens=500)
+        plan_micro_batches(work, indices=range(4 * dp), dp=1, max_tokens=500)
+
+    timing.assert_linear(call, make, 4096)
+
+
+def test_cost_follows_the_shape_of_the_model():
+    hf = SIZES | {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "tie_word_embeddings": True}
+    weights = architecture(hf).weights(hf)
+    cost = Cost.of_model(hf, weights)
+    total = sum(weight.num_elements for weight in weights)
+    embedding = hf["vocab_size"] * hf["hidden_size"]
+    assert cost.per_answer_token == 2 * embedding and cost.per_token == 2 * (total - embedding)
+    width = hf["num_attention_heads"] * (hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+    assert cost.per_pair == 4 * hf["num_hidden_layers"] * width
+    untied = hf | {"tie_word_embeddings": False}
+    assert Cost.of_model(untied, architecture(untied).weights(untied)) == cost

@@ -1,0 +1,1 @@
+"""The stages of tools/gpu_acceptance.py."""

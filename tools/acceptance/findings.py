@@ -1,0 +1,84 @@
+"""What a stage found: rows with a verdict, written to a file after each one.
+
+A stage that crashes or runs out of time therefore still shows what it found before.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+PASS, FAIL, SKIP, NOTE = "pass", "fail", "skip", "note"
+"""Verdicts. A skip names what is missing; a note is a figure without a limit."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result of a stage."""
+
+    name: str
+    verdict: str
+    value: str = ""
+    limit: str = ""
+    text: str = ""
+
+
+@dataclass
+class Findings:
+    """The rows of one stage. Only rank 0 writes them."""
+
+    path: Path
+    writes: bool = True
+    rows: list[Row] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    """Numbers by name, for later stages and for comparisons between machines."""
+    timeline: dict[str, float] = field(default_factory=dict)
+    """Seconds by part of a training step."""
+
+    def at_most(self, name: str, value: float, limit: float, *, unit: str = "", text: str = "") -> None:
+        """Add a figure that passes up to `limit`; a value that is not a number fails."""
+        verdict = PASS if value <= limit else FAIL
+        self._add(Row(name, verdict, shown(value, unit), f"at most {shown(limit, unit)}", text), value)
+
+    def at_least(self, name: str, value: float, limit: float, *, unit: str = "", text: str = "") -> None:
+        """Add a figure that passes from `limit` on."""
+        verdict = PASS if value >= limit else FAIL
+        self._add(Row(name, verdict, shown(value, unit), f"at least {shown(limit, unit)}", text), value)
+
+    def target(self, name: str, value: float, least: float, *, applies: bool, unit: str = "") -> None:
+        """Add a figure with a target that holds for GPUs only; elsewhere it is a note."""
+        if applies:
+            return self.at_least(name, value, least, unit=unit)
+        self.note(name, value, unit=unit, text=f"on a GPU at least {shown(least, unit)}")
+
+    def note(self, name: str, value: float, *, unit: str = "", text: str = "") -> None:
+        self._add(Row(name, NOTE, shown(value, unit), text=text), value)
+
+    def remark(self, name: str, text: str) -> None:
+        self._add(Row(name, NOTE, text=text))
+
+    def check(self, name: str, passed: bool, text: str = "", *, value: str = "") -> None:
+        self._add(Row(name, PASS if passed else FAIL, value, text=text))
+
+    def skip(self, name: str, text: str) -> None:
+        self._add(Row(name, SKIP, text=text))
+
+    def _add(self, row: Row, value: float | None = None) -> None:
+        self.rows.append(row)
+        if value is not None:
+            self.figures[row.name] = value
+        self.write()
+
+    def write(self) -> None:
+        """Write the file, atomically."""
+        if self.writes:
+            content = dict(rows=list(map(asdict, self.rows)), figures=self.figures, timeline=self.timeline)
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(json.dumps(content))
+            partial.replace(self.path)
+
+
+def shown(value: float, unit: str = "") -> str:
+    """Return a number with four digits and its unit."""
+    whole = abs(value) < 1e15 and value == round(value)
+    text = f"{value:.0f}" if whole or 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+    return f"{text} {unit}".strip()

@@ -1,0 +1,313 @@
+"""Parity of transformers, Megatron and vLLM on tiny random models, and of refits.
+
+The reference is transformers in float32 on the CPU, with the weights that the dtype under test can hold.
+Bounds follow from that dtype (tools/bounds.py). In bfloat16 a mixture of experts has tokens whose experts
+change by rounding: there the median is bounded, and the share of tokens beyond the bound.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tools.acceptance.stages import ARCHITECTURES, FEW
+from tools.acceptance.worker import Task, world
+
+CHANGED_SHARE = 0.1
+"""Largest share of tokens whose experts may change by rounding: 3 of 8 experts, random routers, 2 layers."""
+LENGTHS = ((5, 9), (17, 1), (1, 30), (33, 4), (8, 8), (2, 64), (40, 21), (3, 3))
+"""Prompt and response tokens of the compared samples."""
+EPS = 1e7
+"""Adam's epsilon: so far above the gradients that a step of Adam is lr / EPS times the gradient."""
+SCALE = 1e3
+"""That factor: the step is so far above the weights that rounding their sum is rounding the gradient."""
+
+
+def run(
+    task: Task,
+    *,
+    architectures: Sequence[str],
+    dtypes: Sequence[str],
+    rollout_tp: int = 0,
+    layouts: bool = False,
+    use_te: bool = True,
+) -> None:
+    """Compare the architectures in each dtype, in one layout or in all that the world has.
+
+    rollout_tp: tensor parallel size of the vLLM engine, which a process can build once; 0: none.
+    """
+    import importlib.util
+
+    if not use_te:
+        if importlib.util.find_spec("transformer_engine") is None:
+            return task.findings.skip("without Transformer Engine", "it is not installed: see stage trainer")
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    if task.mode != "full":
+        architectures = [name for name in architectures if name in FEW]
+    with world(task) as device:
+        for name, dtype in product(architectures, dtypes):
+            case = _Case(task, device, name, dtype)
+            for layout in _layouts(case) if layouts else [(1, 1, 1)]:
+                case.compare(layout, rollout_tp)
+
+
+def _layouts(case: "_Case") -> list[tuple[int, int, int]]:
+    """Return tp, pp and ep of the training layouts of this world."""
+    import torch.distributed as dist
+
+    candidates = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]
+    world_size = dist.get_world_size()
+    return [
+        (tp, pp, ep)
+        for tp, pp, ep in candidates
+        if world_size % (tp * pp) == 0 and world_size % (pp * ep) == 0 and (ep == 1 or case.has_experts)
+    ]
+
+
+class _Case:
+    """One architecture in one dtype on this rank."""
+
+    def __init__(self, task: Task, device, name: str, dtype: str):
+        import torch
+        import torch.distributed as dist
+        from transformers import AutoModelForCausalLM
+
+        from rl.models import architecture, read_hf_config
+        from tools import bounds
+        from tools.tiny_models import SIZES, save_tiny
+
+        self.task, self.device, self.name, self.dtype = task, device, name, getattr(torch, dtype)
+        self.path = str(task.out / "models" / name)
+        if dist.get_rank() == 0:
+            save_tiny(ARCHITECTURES[name], Path(self.path), seed=0)
+        dist.barrier()
+        self.hf = read_hf_config(self.path)
+        architecture(self.hf).check(self.hf)
+        self.batch = _random_batch(self.hf["vocab_size"])
+        self.engine: Any = None
+        width = 1 if dtype == "bfloat16" else SIZES["hidden_size"]
+        self.logprob_bound = bounds.of_logits(self.hf["num_hidden_layers"], width, self.dtype)
+        self.gradient_bound = bounds.of_gradient(self.hf["num_hidden_layers"], width, self.dtype)
+        if dist.get_rank() == 0:
+            model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+            self.reference = model.to(self.dtype).float().eval()
+            self.expected = _hf_logprobs(self.reference, self.batch)
+            self.gradient = _hf_gradient(self.reference, self.expected, Path(self.path, "gradient"))
+            self.expected = self.expected.detach()
+            same = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype).to(device.torch).eval()
+            with torch.no_grad():
+                self._bounded("transformers log-probs", _hf_logprobs(same, self.batch), self.expected)
+
+    @property
+    def has_experts(self) -> bool:
+        return any("expert" in key for key in self.hf)
+
+    def compare(self, layout: tuple[int, int, int], rollout_tp: int) -> None:
+        """Compare Megatron in a layout with the reference and, with rollout_tp, vLLM after a refit."""
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        from rl.engines.engines import build_policy
+        from rl.training.dp_split import plan_minibatch
+        from rl.training.grid import build_grid
+
+        tp, pp, ep = layout
+        if parallel_state.is_initialized():
+            parallel_state.destroy_model_parallel()
+        config = self._config(layout, rollout_tp)
+        grid = build_grid(tp=tp, pp=pp, ep=ep, etp=config.training.expert_tp, seed=1)
+        trainer = build_policy(config, self.hf, grid, self.device)
+        if dist.get_world_size() > 1:
+            self.label = f"tp {tp} pp {pp} ep {ep}"
+        else:
+            self.label = ""
+        if rollout_tp:
+            self._engine(config, trainer, rollout_tp)
+            if not self.label:
+                return  # stage trainer compares the rest
+        samples = list(range(len(self.batch)))
+        plan = plan_minibatch(self.batch, samples, dp=grid.dp, max_tokens=config.training.micro_batch_tokens)
+        (found,) = trainer.forward(self.batch, [plan], ("logprobs",))
+        before = {name: tensor.cpu().float() for name, tensor in trainer.full_weights()}
+        gaps: list[float] = []
+
+        def loss(micro):
+            old = found[micro.column_index.cpu()].to(micro.logprobs.device)
+            gaps.append(float((micro.logprobs.detach() - old).abs().max()) if len(old) else 0.0)
+            value = -micro.logprobs.sum()
+            return value, {"loss": value}
+
+        norm = trainer.update(self.batch, plan, loss, lr=SCALE * EPS)["grad_norm"]
+        after = {name: tensor.cpu().float() for name, tensor in trainer.full_weights()}
+        if dist.get_rank() == 0:
+            self._bounded("Megatron log-probs", found, self.expected)
+            if gaps:  # only the last pipeline stage has log-probs
+                self._at_most("first update: |log ratio|", max(gaps), 0.0)
+            self._gradients({name: (after[name] - before[name]) / SCALE for name in after}, norm)
+
+    def _engine(self, config, trainer, rollout_tp: int) -> None:
+        """Refit, check, generate; sleep, wake and repeat."""
+        import torch
+        import torch.distributed as dist
+
+        from rl.refit.refit import check_refit, refit
+        from rl.rollout.engine import RolloutEngine
+        from rl.rollout.exchange import exchange
+        from rl.rollout.sampling import train_sampling
+
+        if self.engine is None:
+            options = dict(dtype=config.model.dtype, max_tokens=128, seed=1, device=self.device)
+            self.engine = RolloutEngine(self.path, config.rollout, **options)
+        engine = self.engine
+        if not engine.awake:
+            engine.wake_weights()
+        moved = refit(trainer, engine)
+        check_refit(trainer, engine)
+        engine.weights_version = 0
+        if not engine.awake:
+            engine.wake_cache()
+        sampling = train_sampling(config)
+
+        def generate():
+            drawn = engine.generate(self.batch.prompt_ids, sampling, list(range(len(self.batch))))
+            mine = drawn if engine.rank_in_replica == 0 else []
+            return exchange(self.batch.prompt_ids, mine, sampling.samples_per_prompt, self.device)
+
+        first = generate()
+        engine.sleep()
+        engine.wake_weights()
+        start = time.perf_counter()
+        refit(trainer, engine)
+        seconds = time.perf_counter() - start
+        check_refit(trainer, engine)
+        engine.wake_cache()
+        second = generate()
+        engine.sleep()
+        if dist.get_rank() > 0:
+            return
+        self._check("engine weights equal the trainer's, twice", True, "check_refit compares every element")
+        self._at_most("bytes through vLLM's own loader", moved.fallback, 0)
+        self.task.findings.note(self._name("second refit"), seconds * 1e3, unit="ms")
+        with torch.no_grad():
+            expected = _hf_logprobs(self.reference, first)
+        self._bounded("vLLM log-probs", first.rollout_logprobs, expected)
+        pairs = list(zip(first.response_ids, second.response_ids))
+        equal = sum(a.shape == b.shape and bool((a == b).all()) for a, b in pairs)
+        self._check("same samples after sleep and refit", equal == len(pairs), f"{equal} of {len(pairs)}")
+
+    def _config(self, layout: tuple[int, int, int], rollout_tp: int):
+        from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve
+
+        tp, pp, ep = layout
+        return resolve(
+            Config(
+                model=Model(path=self.path, dtype=str(self.dtype).removeprefix("torch.")),
+                data=Data(max_prompt_tokens=64),
+                training=Training(
+                    tp=tp, pp=pp, ep=ep, micro_batch_tokens=96, optimizer=Optimizer(eps=EPS, clip_grad=0.0)
+                ),
+                rollout=Rollout(
+                    tp=rollout_tp or 1,
+                    samples_per_prompt=1,
+                    max_response_tokens=48,
+                    max_concurrent_samples=8,
+                    deterministic=True,
+                    gpu_memory_utilization=0.3,
+                    enforce_eager=self.name not in FEW,  # CUDA graphs take seconds to capture
+                    cpu_kv_cache_mib=16,
+                ),
+            )
+        )
+
+    def _name(self, what: str) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return ", ".join(filter(None, (self.name, dtype, getattr(self, "label", ""), what)))
+
+    def _at_most(self, what: str, value: float, limit: float) -> None:
+        self.task.findings.at_most(self._name(what), value, limit)
+
+    def _check(self, what: str, passed: bool, text: str) -> None:
+        self.task.findings.check(self._name(what), passed, text)
+
+    def _bounded(self, what: str, found, expected) -> None:
+        """Bound the differences of log-probs, relative to the largest."""
+        import torch
+
+        differences = (found.double().cpu() - expected.double().cpu()).abs()
+        limit = self.logprob_bound * float(expected.abs().max())
+        if not (self.has_experts and self.dtype is torch.bfloat16):
+            return self._at_most(what, float(differences.max()), limit)
+        self._at_most(f"{what}, median", float(differences.median()), limit)
+        self._at_most(
+            f"{what}, share beyond the bound", float((differences > limit).double().mean()), CHANGED_SHARE
+        )
+
+    def _gradients(self, found: dict, norm: float) -> None:
+        """Bound the difference of the whole gradient and of its norm, relative to the norm."""
+        import torch
+
+        def size(tensors) -> float:
+            return float(torch.stack([tensor.double().norm() for tensor in tensors]).norm())
+
+        whole = size(self.gradient.values())
+        off = size([found[name] - expected for name, expected in self.gradient.items()]) / whole
+        if self.has_experts and self.dtype is torch.bfloat16:
+            text = "not bounded: some tokens choose other experts"
+            self.task.findings.note(self._name("gradient"), off, text=text)
+            self.task.findings.note(self._name("gradient's norm"), abs(norm / whole - 1), text=text)
+        else:
+            self._at_most("gradient", off, self.gradient_bound)
+            self._at_most("gradient's norm", abs(norm / whole - 1), self.gradient_bound)
+
+
+def _random_batch(vocab_size: int):
+    import torch
+
+    from rl.data.batch import Batch
+
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(length):
+        return torch.randint(3, vocab_size, (length,), generator=generator).int().numpy()
+
+    return Batch(
+        prompt_ids=[tokens(prompt) for prompt, _ in LENGTHS],
+        response_ids=[tokens(response) for _, response in LENGTHS],
+        groups=torch.arange(len(LENGTHS)),
+        truncated=torch.zeros(len(LENGTHS), dtype=torch.bool),
+    )
+
+
+def _hf_logprobs(model, batch):
+    """Return the log-probs of the response tokens, one sequence at a time: not packed, not padded."""
+    import torch
+
+    out = []
+    for prompt, response in zip(batch.prompt_ids, batch.response_ids):
+        ids = torch.tensor([*prompt.tolist(), *response.tolist()], device=model.device)
+        log_p = model(ids[None]).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1]
+        out.append(log_p.gather(1, ids[len(prompt) :, None])[:, 0])
+    return torch.cat(out)
+
+
+def _hf_gradient(model, logprobs, directory: Path) -> dict:
+    """Return the gradient of the sum of the log-probs, under the names of a checkpoint.
+
+    transformers holds all experts in one tensor, and splits them when it saves.
+    """
+    import copy
+
+    import torch
+    from safetensors.torch import load_file
+
+    gradients = torch.autograd.grad(logprobs.sum(), list(model.parameters()))
+    buffers = {name for name, _ in model.named_buffers()}
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), gradients):
+            parameter.copy_(gradient)
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if name not in buffers}

@@ -1,0 +1,155 @@
+"""Stages that run train_rl.py as its users do, and read the metrics that it writes."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from tools.acceptance.worker import ROOT, Task
+
+MACHINE = re.compile(r"time$|timing_s/|perf/")
+"""Metrics that depend on the clock or the machine."""
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Environment of runs that are compared bitwise on a GPU."""
+
+
+def train(task: Task, name: str, config: str | dict, *overrides: str, **environment: str) -> list[dict]:
+    """Run train_rl.py in OUT/name; return its records. config: a file of configs/, or the config itself."""
+    directory = task.out / name
+    if isinstance(config, dict):
+        file = task.out / f"{name}.yaml"
+        file.write_text(yaml.dump(config))
+    else:
+        file = ROOT / "configs" / config
+    command = [sys.executable, "train_rl.py", "--config", str(file), f"run.dir={directory}", *overrides]
+    subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _toy(task: Task) -> tuple[str, ...]:
+    """Return the overrides that give a toy config its data, made once, and the dtype of this device."""
+    from tools.make_toy import make_toy
+
+    toy = task.out / "toy"
+    if not (toy / "model" / "config.json").exists():
+        make_toy(toy)
+    return (
+        f"data.train=[{toy}/train.parquet]",
+        f"model.dtype={task.size('bfloat16', 'float32')}",
+        "logging.tensorboard=false",
+    )
+
+
+def learning(task: Task) -> None:
+    """Train the quickstart: a supervised warm-up, then GRPO to 0.9 held-out accuracy."""
+    data = _toy(task)
+    for name in ("sft", "grpo"):
+        shutil.rmtree(task.out / name, ignore_errors=True)
+    short = task.size((), ("run.max_steps=2", "data.prompts_per_step=32"))
+    train(task, "sft", "quickstart_sft.yaml", f"model.path={task.out}/toy/model", *data, *short)
+    records = train(
+        task,
+        "grpo",
+        "quickstart.yaml",
+        f"model.path={task.out}/sft/hf",
+        f"data.val=[{task.out}/toy/test.parquet]",
+        *data,
+        *short,
+        *task.size((), ("validation.max_prompts=32",)),
+    )
+    accuracies = [value for record in records for key, value in record.items() if key.endswith("/acc/mean@1")]
+    task.findings.note("held-out accuracy before GRPO", accuracies[0])
+    task.findings.target("held-out accuracy after GRPO", accuracies[-1], 0.9, applies=not task.is_rehearsal)
+    gaps = [record[key] for record in records for key in record if key.endswith("rollout_probs_diff_mean")]
+    if gaps:
+        task.findings.at_most("engine against trainer: mean difference of probabilities", max(gaps), 0.02)
+    seconds = sorted(record["timing_s/step"] for record in records if record.get("timing_s/step"))
+    task.findings.note("median step", seconds[len(seconds) // 2], unit="s")
+
+
+def resume(task: Task) -> None:
+    """Compare a run of four steps with one that was stopped after its second step and resumed."""
+    data = _toy(task)
+    overrides = (
+        f"model.path={task.out}/toy/model",
+        *data,
+        "run.max_steps=4",
+        "checkpoint.every=2",
+        "checkpoint.keep_last=0",
+        "checkpoint.export_hf=false",
+        "validation.every=0",
+        "data.prompts_per_step=32",
+        "training.prompts_per_minibatch=16",
+        "objective.entropy_coef=0.01",  # an untrained model has no reward, and without one no gradient
+    )
+    straight, stopped = task.out / "straight", task.out / "stopped"
+    for directory in (straight, stopped):
+        shutil.rmtree(directory, ignore_errors=True)
+    train(task, "straight", "quickstart.yaml", *overrides, **DETERMINISTIC)
+    shutil.copytree(straight, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "step_000004")
+    lines = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (stopped / "metrics.jsonl").write_text("".join(lines[:-2]))
+    train(task, "stopped", "quickstart.yaml", *overrides, **DETERMINISTIC)
+    records = [
+        [
+            {key: value for key, value in json.loads(line).items() if not MACHINE.match(key)}
+            for line in (directory / "metrics.jsonl").read_text().splitlines()
+        ]
+        for directory in (straight, stopped)
+    ]
+    differing = sorted(
+        {key for a, b in zip(*records) for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
+    )
+    learns = all(record["actor/grad_norm"] > 0 for record in records[0])
+    same = not differing and len(records[0]) == len(records[1]) and learns
+    task.findings.check("every metric of steps 3 and 4 is bitwise equal", same, ", ".join(differing))
+    files = sorted(straight.glob("checkpoints/step_000004/*.safetensors"))
+    equal = [file.read_bytes() == _in(stopped, straight, file).read_bytes() for file in files]
+    text = f"{sum(equal)} of {len(equal)} files"
+    task.findings.check("weights and optimizer states are bitwise equal", bool(equal) and all(equal), text)
+
+
+def _in(directory: Path, other: Path, file: Path) -> Path:
+    return directory / file.relative_to(other)
+
+
+def timeline(task: Task) -> None:
+    """Run GRPO steps of the shape of Qwen2.5-1.5B; show the last one by phase."""
+    from tools.acceptance.speed import PROMPT, RESPONSE, checkpoint, save_prompts
+
+    prompt, response = task.size((PROMPT, RESPONSE), (16, 8))
+    num_prompts = task.size(16, 4)
+    shutil.rmtree(task.out / "timeline", ignore_errors=True)
+    config = dict(
+        algorithm="grpo",
+        run=dict(name="timeline", max_steps=task.size(3, 2)),
+        model=dict(path=str(checkpoint(task)), dtype="bfloat16"),
+        data=dict(
+            train=[str(save_prompts(task, prompt))], max_prompt_tokens=prompt, prompts_per_step=num_prompts
+        ),
+        rollout=dict(samples_per_prompt=8, max_response_tokens=response),
+        objective=dict(kl_coef=0.001),
+        reward=dict(function="rl.rewards.exact:score"),
+        validation=dict(every=0),
+        checkpoint=dict(every=0),
+        logging=dict(tensorboard=False),
+    )
+    last = train(task, "timeline", config)[-1]
+    parts = {
+        key.removeprefix("timing_s/"): value for key, value in last.items() if key.startswith("timing_s/")
+    }
+    step = parts.pop("step")
+    task.findings.timeline = dict(sorted(parts.items(), key=lambda part: -part[1]))
+    task.findings.note(
+        "step", step, unit="s", text=f"{num_prompts * 8} samples of {prompt} + {response} tokens"
+    )
+    for key in ("perf/throughput", "perf/device_memory_peak_gib", "perf/host_memory_gib", "actor/grad_norm"):
+        if key in last:
+            task.findings.note(key, last[key])

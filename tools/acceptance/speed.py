@@ -1,0 +1,351 @@
+"""Speed and memory of every phase for the shape of Qwen2.5-1.5B with random weights, and bare vLLM.
+
+Samples have 512 prompt tokens and up to 1,024 answer tokens. Work is counted as 2 operations per parameter of
+the layers and token, causal attention, and the head at answer tokens. A backward pass counts twice.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tools.acceptance.worker import Task, world
+
+PROMPT, RESPONSE, SAMPLES = 512, 1024, 8
+"""Tokens of a prompt, of an answer, and answers of a prompt."""
+SHAPE = dict(
+    vocab_size=151936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    max_position_embeddings=32768,
+)
+TINY = dict(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=1024,
+)
+GIB = 1 << 30
+REFIT_SECONDS, TRAIN_MFU, FORWARD_MFU, OF_BARE_VLLM, MEMORY_ERROR, GIVEN_BACK = (
+    0.2,
+    0.45,
+    0.55,
+    0.95,
+    0.1,
+    0.9,
+)
+"""Targets, for one GPU of 80 GB or more."""
+
+
+def checkpoint(task: Task) -> Path:
+    """Return the directory of the random model, made once."""
+    import torch
+    import transformers
+
+    from tools.make_toy import build_tokenizer
+
+    directory = task.out / "models" / "speed"
+    if not (directory / "config.json").exists():
+        config = transformers.Qwen2Config(
+            **task.size(SHAPE, TINY), tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=2
+        )
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = transformers.Qwen2ForCausalLM(config).bfloat16()
+        build_tokenizer().save_pretrained(directory)
+        model.save_pretrained(directory)
+    return directory
+
+
+def save_prompts(task: Task, tokens: int) -> Path:
+    """Write prompts of so many tokens, one a character; return the file."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    generator = np.random.default_rng(0)
+    rows = [
+        {
+            "data_source": "random",
+            "prompt": [
+                {"role": "user", "content": "".join(map(chr, generator.integers(97, 123, tokens - 2)))}
+            ],
+            "reward_model": {"style": "rule", "ground_truth": "a"},
+        }
+        for _ in range(64)
+    ]
+    path = task.out / f"prompts-{tokens}.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def _sizes(task: Task) -> tuple[int, int, int]:
+    """Return (prompts, tokens of a prompt, tokens of an answer) of the generation."""
+    if task.is_rehearsal:
+        return 2, 16, 8
+    return (8 if task.mode == "quick" else 32), PROMPT, RESPONSE
+
+
+def _prompts(task: Task) -> list:
+    import torch
+
+    count, prompt, _ = _sizes(task)
+    vocab = task.size(SHAPE, TINY)["vocab_size"]
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, vocab, (prompt,), generator=generator).int().numpy() for _ in range(count)]
+
+
+def bare_vllm(task: Task) -> None:
+    """Generate the same samples by LLM.generate with vLLM's own defaults."""
+    import os
+
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    if task.is_rehearsal:
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+    from vllm import LLM, SamplingParams
+
+    _, prompt, response = _sizes(task)
+    cpu = dict(enforce_eager=True, kv_cache_memory_bytes=64 << 20)
+    options = task.size(dict(gpu_memory_utilization=0.5, max_num_seqs=256), cpu)
+    llm = LLM(str(checkpoint(task)), dtype="bfloat16", max_model_len=prompt + response, seed=1, **options)
+    sampling = SamplingParams(n=SAMPLES, temperature=1.0, max_tokens=response, logprobs=0, detokenize=False)
+    requests: list = [{"prompt_token_ids": ids.tolist()} for ids in _prompts(task)]
+    seconds = []
+    for _ in range(2):
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        outputs = llm.generate(requests, sampling, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    task.findings.note("tokens per second", tokens / seconds[-1], text=f"{tokens} tokens, second call")
+
+
+def run(task: Task) -> None:
+    with world(task) as device:
+        _Speed(task, device).measure()
+
+
+class _Speed:
+    """The engines of a run and what they take."""
+
+    def __init__(self, task: Task, device):
+        import torch
+
+        from rl.config.schema import Config, Data, Model, Rollout, Training, resolve
+        from rl.dry_run.estimate import estimate
+        from rl.dry_run.hardware import Hardware
+        from rl.engines.engines import Engines, build_policy
+        from rl.engines.memory import MemorySharing
+        from rl.models import read_hf_config
+        from rl.rollout.engine import RolloutEngine
+        from rl.training.grid import build_grid
+
+        self.task, self.device, self.findings = task, device, task.findings
+        _, prompt, response = _sizes(task)
+        path = str(checkpoint(task))
+        self.hf = read_hf_config(path)
+        self.config = resolve(
+            Config(
+                algorithm="grpo",
+                model=Model(path=path, dtype="bfloat16"),
+                data=Data(train=["none"], max_prompt_tokens=prompt),
+                training=Training(micro_batch_tokens=task.size(16384, 128), offload="all"),
+                rollout=Rollout(
+                    samples_per_prompt=SAMPLES,
+                    max_response_tokens=response,
+                    deterministic=True,
+                    cpu_kv_cache_mib=16,
+                ),
+            )
+        )
+        total = torch.cuda.get_device_properties(0).total_memory / GIB if device.is_cuda else 80.0
+        self.predicted = estimate(self.config, 1, Hardware(gpu_memory_gib=total)).memory
+        self.rate = _matrix_rate(task, device)
+        self.findings.note("bfloat16 matrix rate", self.rate / 1e12, unit="TFLOP/s")
+        grid = build_grid(tp=1, pp=1, seed=1)
+        self.policy = build_policy(self.config, self.hf, grid, device)
+        (state,) = self.predicted.stages[0].states.values()
+        with self._freed("offload gives back the training state", state.total):
+            self.policy.offload(weights=True)
+            device.release_cached_memory()
+        options = dict(dtype="bfloat16", max_tokens=prompt + response, seed=1, device=device)
+        self.engine = RolloutEngine(path, self.config.rollout, **options)
+        self.memory = MemorySharing(self.config, device, Engines(self.policy, rollout=self.engine))
+
+    def measure(self) -> None:
+        engine = self.predicted.engine
+        with self._freed("sleep gives back weights and cache", engine.weights + engine.cache):
+            self._timed("sleep", self.engine.sleep)
+        self._timed("reload the training state", self.memory.to_training)
+        self._training()
+        self._compare_memory("training")
+        refits: list[float] = []
+        for step in (1, 2):
+            start = time.perf_counter()
+            self.memory.to_generation(step, lambda: self._refit(refits))
+            seconds = time.perf_counter() - start
+            if step == 1:
+                self.memory.to_training()
+        nbytes = sum(parameter.nbytes for parameter in self.engine.weights().values())
+        self.findings.note("offload, wake and refit", seconds, unit="s")
+        on_gpu = self.device.is_cuda
+        if on_gpu:
+            self.findings.at_most("refit", refits[-1], REFIT_SECONDS * nbytes / 3e9, unit="s")
+        self.findings.note(
+            "refit bandwidth", nbytes / refits[-1] / 1e9, unit="GB/s", text=f"{nbytes / 1e9:.2f} GB"
+        )
+        self._generation()
+        self._compare_memory("generation")
+
+    def _training(self) -> None:
+        """Measure the log-prob pass and the update on samples that share no prompt."""
+        import torch
+
+        from rl.data.batch import Batch
+        from rl.training.dp_split import plan_minibatch
+
+        _, prompt, response = _sizes(self.task)
+        count = self.task.size(64, 8)
+        generator = torch.Generator().manual_seed(1)
+
+        def tokens(number):
+            return torch.randint(3, self.hf["vocab_size"], (number,), generator=generator).int().numpy()
+
+        batch = Batch(
+            prompt_ids=[tokens(prompt) for _ in range(count)],
+            response_ids=[tokens(response) for _ in range(count)],
+            groups=torch.arange(count),
+            truncated=torch.zeros(count, dtype=torch.bool),
+        )
+        limit = self.config.training.micro_batch_tokens
+        plan = plan_minibatch(batch, list(range(count)), dp=1, max_tokens=limit)
+
+        def loss(micro):
+            value = -micro.logprobs.sum() / (count * response)
+            return value, {"loss": value}
+
+        work = _forward_work(self.hf, count, prompt, response)
+        ways: dict[str, tuple[Callable, int, float]] = {
+            "log-prob pass": (lambda: self.policy.forward(batch, [plan], ("logprobs",)), 1, FORWARD_MFU),
+            "update": (lambda: self.policy.update(batch, plan, loss, lr=1e-6), 3, TRAIN_MFU),
+        }
+        for name, (way, passes, least) in ways.items():
+            way()  # compiles and allocates
+            seconds = min(self._seconds(way) for _ in range(self.task.size(3, 1)))
+            text = f"{count} samples of {prompt} + {response} tokens"
+            self.findings.note(name, seconds, unit="s", text=text)
+            share = passes * work / seconds / self.rate
+            self.findings.target(
+                f"{name}: share of the matrix rate", share, least, applies=self.device.is_cuda
+            )
+
+    def _generation(self) -> None:
+        """Measure the engine, and compare it with bare vLLM if that stage has run."""
+        from rl.rollout.sampling import train_sampling
+
+        prompts, sampling = _prompts(self.task), train_sampling(self.config)
+        seeds = list(range(len(prompts)))
+        self.engine.generate(prompts, sampling, seeds)
+        self.engine.llm.reset_prefix_cache()
+        start = time.perf_counter()
+        samples = self.engine.generate(prompts, sampling, seeds)
+        rate = sum(len(sample.token_ids) for sample in samples) / (time.perf_counter() - start)
+        self.findings.note("generation, tokens per second", rate)
+        bare = self.task.out / "stages" / "bare-vllm.json"
+        figures = json.loads(bare.read_text())["figures"] if bare.exists() else {}
+        if "tokens per second" in figures:
+            share = rate / figures["tokens per second"]
+            self.findings.target(
+                "generation against bare vLLM", share, OF_BARE_VLLM, applies=self.device.is_cuda
+            )
+        else:
+            self.findings.skip(
+                "generation against bare vLLM", "stage bare-vllm has no figure in this directory"
+            )
+
+    @contextmanager
+    def _refit(self, seconds: list[float]) -> Iterator[None]:
+        self.device.synchronize()
+        start = time.perf_counter()
+        yield
+        self.device.synchronize()
+        seconds.append(time.perf_counter() - start)
+        if len(seconds) > 1:
+            self._compare_memory("refit")
+
+    def _timed(self, name: str, way: Callable) -> None:
+        self.findings.note(name, self._seconds(way), unit="s")
+
+    def _seconds(self, way: Callable) -> float:
+        self.device.synchronize()
+        start = time.perf_counter()
+        way()
+        self.device.synchronize()
+        return time.perf_counter() - start
+
+    def _used(self) -> int:
+        """Return the bytes in use: of the GPU, by the driver; on a CPU those of this process."""
+        import torch
+
+        if self.device.is_cuda:
+            free, total = torch.cuda.mem_get_info()
+            return total - free
+        from rl.faults.process import resident_bytes
+
+        return resident_bytes()
+
+    @contextmanager
+    def _freed(self, name: str, claimed: float) -> Iterator[None]:
+        """Compare the memory that the body frees with what the dry run says it holds."""
+        before = self._used()
+        yield
+        freed, text = before - self._used(), f"of {claimed / GIB:.2f} GiB"
+        if self.device.is_cuda:
+            self.findings.at_least(name, freed / GIB, GIVEN_BACK * claimed / GIB, unit="GiB", text=text)
+        else:
+            self.findings.note(name, freed / GIB, unit="GiB", text=f"{text} (host memory)")
+
+    def _compare_memory(self, phase: str) -> None:
+        """Compare the memory in use with the dry run; torch keeps what the phase's peak has allocated."""
+        used = self._used()
+        predicted, _ = self.predicted.peak(phase)
+        text = f"{used / GIB:.1f} GiB in use, {predicted / GIB:.1f} GiB predicted"
+        if self.device.is_cuda:
+            self.findings.at_most(
+                f"memory in {phase}: error", abs(used / predicted - 1), MEMORY_ERROR, text=text
+            )
+        else:
+            self.findings.skip(f"memory in {phase}", f"needs a GPU; {text}")
+
+
+def _matrix_rate(task: Task, device) -> float:
+    """Return the operations per second of a product of two square bfloat16 matrices: the best of five."""
+    import torch
+
+    size, repeats = task.size((8192, 20), (256, 1))
+    a = torch.randn(size, size, device=device.torch, dtype=torch.bfloat16)
+    seconds = []
+    for _ in range(6):
+        device.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            a @ a
+        device.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 * repeats / min(seconds[1:])
+
+
+def _forward_work(hf: dict, count: int, prompt: int, response: int) -> float:
+    """Return the operations of a forward pass, the head at answer tokens only."""
+    hidden, layers, length = hf["hidden_size"], hf["num_hidden_layers"], prompt + response
+    kv = hidden * hf["num_key_value_heads"] // hf["num_attention_heads"]
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * hf["intermediate_size"]
+    attention = hidden * length  # products of scores and values per token, half of them masked
+    body = 2 * layers * (layer + attention) * count * length
+    return body + 2 * hf["vocab_size"] * hidden * count * response

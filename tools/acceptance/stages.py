@@ -1,0 +1,103 @@
+"""The stages of tools/gpu_acceptance.py, in order. This module imports neither torch nor the program."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3-moe": "Qwen3MoeForCausalLM",
+    "deepseek-v2": "DeepseekV2ForCausalLM",
+    "deepseek-v3": "DeepseekV3ForCausalLM",
+}
+FEW = ("qwen2", "qwen3-moe", "deepseek-v3")
+"""Architectures of --quick and of a rehearsal."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the acceptance that runs in processes of its own."""
+
+    name: str
+    text: str
+    """What it shows, for the page."""
+    function: str
+    """module:function in tools.acceptance; its arguments are a Task and `arguments`."""
+    seconds: int
+    """Time limit on a GPU."""
+    arguments: Mapping = field(default_factory=dict)
+    quick: bool = False
+    """Whether it runs with --quick."""
+    rehearsed: bool = True
+    every_gpu: bool = False
+    """Whether it runs one rank per GPU and needs at least two."""
+
+    def runs_in(self, mode: str) -> bool:
+        """Return whether it runs in a mode: full, quick or rehearse."""
+        return {"full": True, "quick": self.quick, "rehearse": self.rehearsed}[mode]
+
+
+def all_stages() -> list[Stage]:
+    """Return every stage, in order."""
+    trainer = dict(architectures=tuple(ARCHITECTURES), dtypes=("bfloat16", "float32"))
+    return [
+        Stage(
+            "versions",
+            "Versions, devices, and the names used of each library",
+            "versions:run",
+            60,
+            quick=True,
+        ),
+        _parity(
+            "trainer",
+            "Log-probs, gradients, first update: Megatron and transformers",
+            180,
+            **trainer,
+            quick=True,
+        ),
+        _parity("trainer-without-te", "The same without Transformer Engine", 180, **trainer, use_te=False),
+        *map(_engine, ARCHITECTURES),
+        *(_layouts(name, tp) for name in ("qwen2", "deepseek-v3") for tp in (1, 2)),
+        Stage("resume", "A resumed run equals the run that was not interrupted", "runs:resume", 180),
+        Stage("learning", "GRPO teaches the toy model to add", "runs:learning", 240),
+        Stage("bare-vllm", "Generation by vLLM alone, for comparison", "speed:bare_vllm", 180),
+        Stage("speed", "Speed and memory of each phase, shape of Qwen2.5-1.5B", "speed:run", 300, quick=True),
+        Stage("step", "A GRPO step of that shape through train_rl.py, by phase", "runs:timeline", 240),
+    ]
+
+
+def _parity(
+    name: str, text: str, seconds: int, *, quick=False, rehearsed=True, every_gpu=False, **arguments
+) -> Stage:
+    return Stage(name, text, "parity:run", seconds, arguments, quick, rehearsed, every_gpu)
+
+
+def _engine(name: str) -> Stage:
+    return _parity(
+        f"engine-{name}",
+        f"Refit, sleep and log-probs of vLLM, {ARCHITECTURES[name]}",
+        120,
+        architectures=(name,),
+        dtypes=("bfloat16",),
+        rollout_tp=1,
+        quick=name == "deepseek-v3",  # qwen2 is in stage speed
+        rehearsed=name in FEW,
+    )
+
+
+def _layouts(name: str, rollout_tp: int) -> Stage:
+    return _parity(
+        f"layouts-{name}-tp{rollout_tp}",
+        f"Training layouts and NCCL refits into engines of {rollout_tp} ranks, {ARCHITECTURES[name]}",
+        300,
+        architectures=(name,),
+        dtypes=("bfloat16",),
+        rollout_tp=rollout_tp,
+        layouts=True,
+        quick=name == "qwen2" and rollout_tp == 1,
+        rehearsed=rollout_tp == 1,
+        every_gpu=True,
+    )

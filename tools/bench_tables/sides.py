@@ -1,0 +1,225 @@
+"""The sides of a comparison: programs that compute in turn, so that both meet the same load of the machine.
+
+A side is a process (a torchrun with its ranks, or a plain one) that calls `wait_for_turn` before each turn,
+and appends a record to a file after each step, with the names of `metrics.jsonl`. The tool grants turns one
+at a time. While one side computes, all others sleep.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TURNS = "LOCKSTEP_BENCH_TURNS"
+"""Environment variable: file with the number of turns granted so far. Absent: no one waits."""
+STEPS_PER_TURN = "LOCKSTEP_BENCH_STEPS_PER_TURN"
+STEP = "training/global_step"
+POLL_S = 0.01
+
+
+class SideFailed(Exception):
+    """A side ended before its turn did; the message has the end of its output."""
+
+
+def wait_for_turn(turn: int) -> None:
+    """Sleep until turn `turn`, 1 for the first, is granted. Returns at once outside of a comparison."""
+    path = os.environ.get(TURNS)
+    while path and int(Path(path).read_text() or 0) < turn:
+        time.sleep(POLL_S)
+
+
+def torchrun(world_size: int) -> list[str]:
+    """Return the start of a command line that runs a program on this many ranks."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world_size),
+    ]
+
+
+class Side:
+    """One side: its process and its records.
+
+    Args:
+        command: command line.
+        directory: holds the side's log and its file of turns; created here.
+        records: the file with a JSON object per step.
+        steps_per_turn: steps that the side takes in one turn.
+        environment: variables besides this process's own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        directory: Path,
+        records: Path,
+        steps_per_turn: int = 1,
+        environment: dict[str, str] | None = None,
+    ):
+        self.name, self.records, self._steps_per_turn = name, records, steps_per_turn
+        directory.mkdir(parents=True)
+        self._turns, self._log = directory / "turns", directory / "log"
+        self._turns.write_text("0")
+        self._granted = 0
+        self.taken: list[dict[str, Any]] = []
+        """All records so far."""
+        self._offset = 0
+        environ = os.environ | {"PYTHONPATH": str(ROOT), TURNS: str(self._turns)} | (environment or {})
+        self.started = time.time()
+        with open(self._log, "w") as log:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def take_turn(self) -> list[dict[str, Any]]:
+        """Grant a turn and return the records of its steps. Raises SideFailed."""
+        self._granted += 1
+        grant(self._turns, self._granted)
+        last = self._granted * self._steps_per_turn
+        while not self._has_step(last):
+            if self._process.poll() is not None and not self._has_step(last):
+                end = end_of(self._log.read_text(errors="replace"))
+                raise SideFailed(f"{self.name} ended with {self._process.returncode}:\n{end}")
+            time.sleep(POLL_S)
+        return [record for record in self.taken if record[STEP] > last - self._steps_per_turn]
+
+    def _has_step(self, step: int) -> bool:
+        """Read the lines that are new, and return whether the records reach `step`."""
+        if self.records.exists() and self.records.stat().st_size > self._offset:
+            with open(self.records) as file:
+                file.seek(self._offset)
+                lines = file.read().split("\n")[:-1]
+            self._offset += sum(len(line) + 1 for line in lines)  # JSON without other than ASCII
+            self.taken += map(json.loads, lines)
+        return bool(self.taken) and self.taken[-1][STEP] >= step
+
+    def stop(self) -> None:
+        """End the side's processes. They are only measured, so nothing is lost."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def end_of(log: str) -> str:
+    """Return the last 3,000 characters before torchrun's own report, which does not have the cause."""
+    return log.split("torch/distributed/run.py", 1)[0][-3000:]
+
+
+def grant(path: Path, turn: int) -> None:
+    """Write the number of turns granted so far, in one rename, so that no one reads an empty file."""
+    partial = path.with_name("turns.partial")
+    partial.write_text(str(turn))
+    os.replace(partial, path)
+
+
+Turn = list[dict[str, Any]]
+"""The records of one turn."""
+
+
+def alternate(
+    start: dict[str, Callable[[], Side]],
+    rounds: int,
+    *,
+    enough: Callable[[dict[str, list[Turn]]], bool] = lambda turns: False,
+    rivals: Sequence[str] = (),
+    seconds: Callable[[Turn], float] | None = None,
+    warm_up: int = 1,
+) -> dict[str, list[Turn]]:
+    """Start the sides, let them take turns, end them, and return the turns of each side.
+
+    The order of the sides is reversed after each round, so that a load that grows favours no side.
+
+    Args:
+        rounds: counted rounds.
+        enough: called after each counted round; true ends the comparison early.
+        rivals: sides of which only the fastest in the warm-up takes part in the counted rounds.
+        seconds: time of a turn, to compare rivals.
+        warm_up: rounds that are not counted.
+    """
+    sides: dict[str, Side] = {}
+    turns: dict[str, list[Turn]] = {}
+    try:
+        for name, make in start.items():
+            sides[name] = make()
+            for _ in range(warm_up):
+                turns[name] = [sides[name].take_turn()]
+        if rivals and seconds is not None:
+            fastest = min(rivals, key=lambda name: seconds(turns[name][-1]))
+            for name in set(rivals) - {fastest}:
+                sides.pop(name).stop()
+                turns.pop(name)
+        counted: dict[str, list[Turn]] = {name: [] for name in sides}
+        for number in range(rounds):
+            names = list(sides) if number % 2 == 0 else list(sides)[::-1]
+            for name in names:
+                counted[name].append(sides[name].take_turn())
+            if enough(counted):
+                break
+        return counted
+    finally:
+        for side in sides.values():
+            side.stop()
+
+
+# Programs on ranks --------------------------------------------------------------------------------------
+
+
+def on_ranks(program: str, world_size: int, work: Path, **arguments: Any) -> dict[str, Any]:
+    """Run `module:function` of tools/bench_tables on ranks and return what it returned on rank 0.
+
+    The function is called as `function(device, **arguments)` within a session. Its arguments and its result
+    are JSON. Raises SideFailed.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    request, answer = work / "arguments.json", work / "answer.json"
+    answer.unlink(missing_ok=True)
+    request.write_text(json.dumps({"program": program, "arguments": arguments}, default=str))
+    command = [*torchrun(world_size), str(Path(__file__)), str(request), str(answer)]
+    environ = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    if done.returncode or not answer.exists():
+        end = end_of(done.stderr)
+        raise SideFailed(f"{program} on {world_size} ranks ended with {done.returncode}:\n{end}")
+    return json.loads(answer.read_text())
+
+
+def run_rank(request: Path, answer: Path) -> None:
+    """Run one rank of `on_ranks`."""
+    import importlib
+
+    from rl.runtime.ranks import discover
+    from train_rl import prepare_environment
+
+    ranks = discover()
+    prepare_environment(ranks)
+    from rl.runtime.session import session
+
+    asked = json.loads(request.read_text())
+    module, function = asked["program"].split(":")
+    with session(ranks) as device:
+        found = getattr(importlib.import_module(f"tools.bench_tables.{module}"), function)(
+            device, **asked["arguments"]
+        )
+        if ranks.rank == 0:
+            partial = answer.with_suffix(".partial")
+            partial.write_text(json.dumps(found))
+            os.replace(partial, answer)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from train_rl import leave
+
+    leave(run_rank(Path(sys.argv[1]), Path(sys.argv[2])) or 0)

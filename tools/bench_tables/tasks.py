@@ -1,0 +1,105 @@
+"""Checkpoints and data that all sides of a comparison read: random models whose answers have natural lengths.
+
+A model with random weights never learned when to stop. Three channels of the residual stream, which no layer
+writes to, therefore make an answer a chain of three states that depends on the last token only: the end of
+the prompt, a short answer, and a long one. The first character of an answer decides whether it is a long one.
+A short answer ends with the same probability after each token; a long one goes on to the limit. All else is
+random. The end is sampled like any token, so every program that samples from the checkpoint has answers of
+the same distribution of lengths.
+"""
+
+import math
+from pathlib import Path
+
+SIZES = {
+    "0.7M": {},
+    "21M": {"hidden": 512, "layers": 9, "heads": 8, "kv_heads": 4, "intermediate": 1024},
+    "tiny": {"hidden": 32, "layers": 1, "heads": 1, "kv_heads": 1, "intermediate": 32},
+}
+"""Arguments of tools.make_toy.build_model; the first is the quickstart's model."""
+NEVER = -30.0
+LONG = range(54, 102)
+"""Characters of long answers; the others, 6 to 53, are those of short ones."""
+REWARD = """
+def score(prompt, response, ground_truth, **extra):
+    return len(set(response)) / 96
+"""
+"""A reward of these models that differs within a group: the share of all characters that an answer has."""
+
+
+def save_task(
+    directory: Path, size: str, *, mean_length: float, max_length: int, long_share: float = 0.0
+) -> Path:
+    """Write model, train.parquet, test.parquet and reward.py to `directory`, which is created.
+
+    mean_length: mean number of tokens of short answers that end at `max_length` at the latest.
+    long_share: probability of a long answer.
+    """
+    from tools.make_toy import addition_problems, build_model, build_tokenizer, write_split
+
+    directory.mkdir(parents=True)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, **SIZES[size])
+    make_chain(model, tokenizer, end_probability(mean_length, max_length), long_share)
+    model.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    for split, problems in addition_problems(0).items():
+        write_split(directory / f"{split}.parquet", split, problems)
+    (directory / "reward.py").write_text(REWARD)
+    return directory
+
+
+def end_probability(mean_length: float, max_length: int) -> float:
+    """Return p such that a length that ends with p after each token, at most max_length, has this mean."""
+    low, high = 1e-6, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        low, high = (p, high) if (1 - (1 - p) ** max_length) / p > mean_length else (low, p)
+    return low
+
+
+def make_chain(model, tokenizer, end: float, long_share: float) -> None:
+    """Overwrite three channels of the model, so that answers end and are long with these probabilities."""
+    import torch
+
+    from tools.make_toy import SPECIAL_TOKENS
+
+    model.requires_grad_(False)
+    body, head = model.model, model.lm_head.weight
+    start, short, long = channels = [0, 1, 2]
+    for layer in body.layers:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight[channels] = 0.0
+    embedding = body.embed_tokens.weight
+    embedding[:, channels] = 0.0
+    embedding[:, short] = 1.0
+    embedding[LONG, short], embedding[LONG, long] = 0.0, 1.0
+    assistant = tokenizer.convert_tokens_to_ids("<assistant>")
+    embedding[assistant, short], embedding[assistant, start] = 0.0, 1.0
+    shorts, longs = range(len(SPECIAL_TOKENS), LONG.start), LONG
+    eos = tokenizer.eos_token_id
+    logits = torch.full((len(head), 3), NEVER)
+    logits[shorts, start] = 0.0
+    if long_share:
+        logits[longs, start] = math.log(long_share / (1 - long_share) * len(shorts) / len(longs))
+    logits[shorts, short] = 0.0
+    logits[eos, short] = math.log(end / (1 - end) * len(shorts))
+    logits[longs, long] = 0.0
+    head[eos] = 0.0
+    # The final norm scales the channel of the state, which is 1, by almost the same factor at every token.
+    ids = torch.arange(len(SPECIAL_TOKENS), len(head))[None]
+    scale = body(ids).last_hidden_state[0][:, [short, long]].sum(-1).mean()
+    head[:, channels] = logits / scale
+
+
+def prompt_ids(task: Path, count: int) -> list[list[int]]:
+    """Return the token ids of the first prompts of the training data, with the chat template."""
+    import pyarrow.parquet as pq
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(task / "model")
+    rows = pq.read_table(task / "train.parquet").column("prompt").to_pylist()[:count]
+    return [
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        for messages in rows
+    ]

@@ -1,0 +1,162 @@
+"""Accept a GPU machine: test, measure and report the whole CUDA path.
+
+    python tools/gpu_acceptance.py                   all stages; on one GPU about 10 to 15 minutes
+    python tools/gpu_acceptance.py --quick           about 3 minutes
+    python tools/gpu_acceptance.py --stage speed     one stage again, into the same page
+    python tools/gpu_acceptance.py --rehearse        the same stages on a CPU with tiny sizes
+
+Every stage runs in processes of its own with a time limit, and the next stage runs whatever became of it. The
+page, index.html in --out, and acceptance.json beside it have every stage that has run. Exit code 0: no stage
+failed; 1: one did; 2: there is no GPU.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Python searches only tools/ for modules when it runs this file as a script.
+sys.path.insert(0, str(ROOT))
+
+from tools.acceptance.page import page  # noqa: E402
+from tools.acceptance.stages import Stage, all_stages  # noqa: E402
+
+REHEARSAL_FACTOR = 3
+"""A CPU takes longer to import and to start vLLM than a GPU machine; sizes are tiny."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    out = Path(args.out).resolve()
+    (out / "stages").mkdir(parents=True, exist_ok=True)
+    mode = "rehearse" if args.rehearse else "quick" if args.quick else "full"
+    ranks = num_ranks(mode)
+    if not args.rehearse and not ranks:
+        print("error: nvidia-smi shows no GPU; use --rehearse for a rehearsal on the CPU.", file=sys.stderr)
+        return 2
+    failed = []
+    for stage in all_stages():
+        if not (stage.name in args.stage if args.stage else stage.runs_in(mode)):
+            continue
+        if stage.every_gpu and ranks < 2:
+            result = dict(rows=[dict(name="needs several GPUs", verdict="skip", text="this machine has one")])
+        else:
+            result = run_stage(stage, out, mode, ranks if stage.every_gpu else 1)
+        result |= dict(name=stage.name, text=stage.text, mode=mode, verdict=verdict(result["rows"]))
+        (out / "stages" / f"{stage.name}.json").write_text(json.dumps(result))
+        print(f"{result['verdict']:<5} {result.get('seconds', 0):6.1f} s  {stage.name}", flush=True)
+        failed += [stage.name] * (result["verdict"] == "fail")
+        for row in result["rows"]:
+            if row["verdict"] == "fail":
+                print("     ", row["name"], *(row.get(key, "") for key in ("value", "limit", "text")))
+        write_page(out)
+    print(f"{out / 'index.html'}: {'failed: ' + ', '.join(failed) if failed else 'no stage failed'}")
+    return 1 if failed else 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--quick", action="store_true", help="fewer architectures, no training run")
+    modes.add_argument("--rehearse", action="store_true", help="run on the CPU with tiny sizes")
+    names = [stage.name for stage in all_stages()]
+    add("--stage", metavar="NAME", action="append", choices=names, default=[], help=", ".join(names))
+    add("--out", metavar="DIR", default="runs/acceptance", help="directory of the results (runs/acceptance)")
+    return parser.parse_args(argv)
+
+
+def num_ranks(mode: str) -> int:
+    """Return the number of GPUs, without importing torch; a rehearsal has two ranks."""
+    if mode == "rehearse":
+        return 2
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    return min(found, len(visible.split(","))) if visible else found
+
+
+def run_stage(stage: Stage, out: Path, mode: str, ranks: int) -> dict:
+    """Run the stage in a process group of its own; return its findings, what it took, and how it ended."""
+    file, log = (out / "stages" / f"{stage.name}.{suffix}" for suffix in ("json", "log"))
+    file.unlink(missing_ok=True)
+    limit = stage.seconds * (REHEARSAL_FACTOR if mode == "rehearse" else 1)
+    python = [sys.executable]
+    if ranks > 1:
+        python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*python, "-m", "tools.acceptance.worker", stage.name, str(out), mode]
+    start = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(mode), stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code, ending = process.wait(limit), ""
+        except subprocess.TimeoutExpired:
+            code, ending = 1, f"it took longer than its limit of {limit} s"
+        finally:
+            end(process)
+    result = json.loads(file.read_text()) if file.exists() else dict(rows=[])
+    if code and not any(row["verdict"] == "fail" for row in result["rows"]):
+        ending = ending or f"exit code {code}"
+        result["rows"].append(dict(name="runs to its end", verdict="fail", text=f"{ending}; {tail(log)}"))
+    return result | dict(seconds=time.monotonic() - start)
+
+
+def environment(mode: str) -> Mapping[str, str]:
+    """Return the environment of a stage: a rehearsal sees no GPU and leaves the other cores alone."""
+    variables = dict(PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
+    if mode == "rehearse":
+        variables |= dict(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    return os.environ | variables
+
+
+def end(process: subprocess.Popen) -> None:
+    """End the stage's process group, with all that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def tail(log: Path) -> str:
+    """Return the last line of the log that is not empty."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:400] if lines else "it wrote nothing"
+
+
+def verdict(rows: list[dict]) -> str:
+    """Return the stage's verdict: fail if a row failed, skip if nothing was looked at."""
+    verdicts = {row["verdict"] for row in rows}
+    if "fail" in verdicts:
+        return "fail"
+    return "pass" if verdicts & {"pass", "note"} else "skip"
+
+
+def results(out: Path) -> list[dict]:
+    """Return the results in `out`, in the order of the stages."""
+    files = [out / "stages" / f"{stage.name}.json" for stage in all_stages()]
+    found = [json.loads(file.read_text()) for file in files if file.exists()]
+    return [result for result in found if "verdict" in result]
+
+
+def write_page(out: Path) -> None:
+    found = results(out)
+    (out / "acceptance.json").write_text(json.dumps(found, indent=1))
+    (out / "index.html").write_text(page(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Tiny random Hugging Face checkpoints of every architecture, for tests and tools/gpu_acceptance.py.
+
+Their weights show a wrong layout: biases, norms and routers' biases are random too.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+
+from tools.make_toy import build_tokenizer
+
+SIZES = dict(
+    hidden_size=128,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.1,
+)
+"""Heads of 32 channels: vLLM's CPU attention requires a multiple of 32."""
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+"""Llama 3.1's scaling, with a context so short that tests meet kept, mixed and scaled frequencies."""
+LATENTS = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=512,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=64,
+    v_head_dim=32,
+    n_routed_experts=8,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
+)
+"""vLLM's CPU attention over latents requires kv_lora_rank + qk_rope_head_dim = 576."""
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=4.0,
+    original_max_position_embeddings=64,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
+PARTICULAR: dict[str, dict] = {
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": dict(head_dim=64),  # not hidden / heads
+    "LlamaForCausalLM": dict(rope_parameters=LLAMA3_ROPE),
+    "MistralForCausalLM": dict(head_dim=64, sliding_window=None, num_hidden_layers=3),  # PP 2 splits unevenly
+    # A dense first layer, an intermediate size for experts, a head_dim other than hidden / heads.
+    "Qwen3MoeForCausalLM": dict(
+        head_dim=64,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        mlp_only_layers=[0],
+        norm_topk_prob=True,
+    ),
+    "MixtralForCausalLM": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "DeepseekV3ForCausalLM": LATENTS
+    | dict(
+        q_lora_rank=48,
+        n_shared_experts=1,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        rope_parameters=YARN,
+        num_hidden_layers=3,
+        first_k_dense_replace=2,  # PP 2: 2 dense and 1
+    ),
+    "DeepseekV2ForCausalLM": LATENTS
+    | dict(
+        q_lora_rank=None,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+    ),
+}
+"""Architecture -> keys of its tiny config besides SIZES."""
+PUBLISHED = {"DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func="sigmoid")}
+"""Keys of published configs that transformers 5 omits and vLLM reads."""
+
+
+def tiny_config(architecture: str, *, tie: bool = False, **options) -> transformers.PreTrainedConfig:
+    """Return the config of a random model of 2 or 3 layers, 4 heads, 2 KV heads and the toy's vocabulary."""
+    kind = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
+    return kind(
+        architectures=[architecture],
+        vocab_size=len(build_tokenizer()),
+        tie_word_embeddings=tie,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+        **SIZES | PARTICULAR[architecture] | options,
+    )
+
+
+def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = False, **options) -> str:
+    """Save a random model of `tiny_config` with the toy's tokenizer; return the directory."""
+    torch.manual_seed(seed)
+    model = getattr(transformers, architecture)(tiny_config(architecture, tie=tie, **options))
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.ndim == 1 and "inv_freq" not in name:
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+    model.save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    config = Path(directory, "config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | PUBLISHED.get(architecture, {})))
+    return str(directory)
