@@ -46,11 +46,12 @@ def block_spec(config):
     multi_latent_attention.TELinear = DuplicatedLinear
     kind = config.normalization
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=kind)
+    classes = {WrappedTorchNorm: Norm, FusedLayerNorm: Norm, DotProductAttention: CoreAttention}
+    spec = replace_classes(spec, classes, latents=DuplicatedLinear)
     if config.multi_latent_attention and config.q_lora_rank is None:
         for layer in spec.layer_specs:  # Megatron 0.19 refuses a norm of a latent that the model lacks
             layer.submodules.self_attention.submodules.q_layernorm = IdentityOp
-    classes = {WrappedTorchNorm: Norm, FusedLayerNorm: Norm, DotProductAttention: CoreAttention}
-    return replace_classes(spec, classes, latents=DuplicatedLinear)
+    return spec
 
 
 def te_name(name: str) -> str:

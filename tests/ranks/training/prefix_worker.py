@@ -34,7 +34,7 @@ from rl.runtime.session import session  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
 from rl.training.loss import Totals  # noqa: E402
 
-GROUPS = [(30, (5, 9, 0, 12)), (100, (40, 61, 61)), (7, (20,)), (60, (3, 70))]
+GROUPS = [(30, (5, 9, 0, 12)), (70, (20, 31, 31)), (7, (20,)), (40, (3, 90))]
 """(tokens of the prompt, tokens of each response): a group that is one masked block, groups that are not, an
 empty response, and a sample alone."""
 EQUAL = [(64, (64,) * 16)]
