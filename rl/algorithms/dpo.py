@@ -12,6 +12,8 @@ policy's, and `sppo`, which compares the policy's responses with each other.
 
 from functools import partial
 
+import torch
+
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.preference import counted, log_ratios, pair_loss
@@ -40,11 +42,12 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config, reference: str = 
     """
     preference = config.preference
     ratios = log_ratios(micro.logprobs, getattr(micro, reference), micro.mask, micro.lengths)
-    ratios = ratios[counted(micro.mask, micro.lengths, unit=2)]
+    enters = counted(micro.mask, micro.lengths, unit=2)
+    ratios = torch.where(enters, ratios, 0.0)  # not ratios[enters], whose size the host would wait for
     value, stats = pair_loss(
         ratios, beta=preference.beta, loss=preference.loss, label_smoothing=preference.label_smoothing
     )
-    total = value.sum() / totals.num_units
+    total = torch.where(enters[::2], value, 0.0).sum() / totals.num_units
     return total, {"preference/loss": total} | {
         f"preference/{name}": stat / totals.num_units for name, stat in stats.items()
     }

@@ -16,6 +16,8 @@ outcome is the reward function's `acc`, or its score if it returns no `acc`, cla
 
 from functools import partial
 
+import torch
+
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.advantages.prime import prime
@@ -72,9 +74,11 @@ def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config):
     The mean is over the mini-batch's samples that have a token with mask 1.
     """
     enters = counted(micro.mask, micro.lengths)
-    ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)[enters]
-    value, stats = outcome_loss(ratios, micro.labels[enters], beta=config.implicit_reward.beta)
-    total = value.sum() / totals.num_samples
+    ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)
+    # A sample without such a token has a log-ratio of 0, which is wrong for label 1: not counted as accurate.
+    labels = torch.where(enters, micro.labels, 1.0)
+    value, stats = outcome_loss(ratios, labels, beta=config.implicit_reward.beta)
+    total = torch.where(enters, value, 0.0).sum() / totals.num_samples
     return total, {
         "implicit_reward/loss": total,
         "implicit_reward/accuracy": stats["accuracy"] / totals.num_samples,

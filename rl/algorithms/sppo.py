@@ -12,6 +12,8 @@ one half. An iteration is a step.
 
 from functools import partial
 
+import torch
+
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.preference import counted, log_ratios, sppo_loss, win_rates
@@ -42,8 +44,9 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config):
     Samples without a token with mask 1 are excluded.
     """
     enters = counted(micro.mask, micro.lengths)
-    ratios = log_ratios(micro.logprobs, micro.old_logprobs, micro.mask, micro.lengths)[enters]
-    total = sppo_loss(ratios, micro.labels[enters], eta=1 / config.preference.beta).sum() / totals.num_samples
+    ratios = log_ratios(micro.logprobs, micro.old_logprobs, micro.mask, micro.lengths)  # 0 if excluded
+    losses = sppo_loss(ratios, micro.labels, eta=1 / config.preference.beta)
+    total = torch.where(enters, losses, 0.0).sum() / totals.num_samples
     return total, {
         "preference/loss": total,
         "preference/log_ratio": ratios.detach().abs().sum() / totals.num_samples,

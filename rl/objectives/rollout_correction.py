@@ -72,7 +72,7 @@ def sequence_weights(
     mask = mask.bool()
     log_weight = segment_sum(torch.where(mask, old_logprobs - rollout_logprobs, 0.0), lengths)
     weights = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=upper)
-    return torch.where(mask, expand(weights, lengths), 0.0)
+    return torch.where(mask, expand(weights, lengths, len(mask)), 0.0)
 
 
 @torch.no_grad()

@@ -3,10 +3,11 @@
 import pytest
 
 from rl.config.checks import check
+from rl.config.declarations import describe
 from rl.config.layout_checks import check_layout
 from rl.config.options import ConfigError, flatten, help_text, load, to_yaml, tree_docs
 from rl.config.ranges import ranges_of
-from rl.config.schema import Config, load_config, resolve
+from rl.config.schema import Config, load_config, needs_early_logprobs, resolve
 from tests.each import each
 
 SUPPORTED = ["Qwen3ForCausalLM", "LlamaForCausalLM"]
@@ -447,3 +448,31 @@ def test_more_tokens_than_the_model_has_positions_are_an_error():
         "model has 4096 "
         "positions (max_position_embeddings); lower them to 4096 together."
     )
+
+
+@each(
+    "overrides, early",
+    [
+        ((), False),
+        (("objective.kl_coef=0.1", "objective.entropy_coef=0.1"), False),
+        (("rollout_correction.truncate_samples=2",), False),
+        (("algorithm=spin",), False),
+        (("algorithm=ppo", "objective.reward_kl.coef=0"), False),
+        (("algorithm=ppo",), True),
+        (("objective.reward_kl.coef=0.01",), True),
+        (("objective.advantage=optimal-token-baseline",), True),
+        (("objective.loss=kl-cov",), True),
+        (("rollout_correction.reject=token-k2", "rollout_correction.reject_high=0.1"), True),
+    ],
+)
+def test_readers_of_old_log_probs_before_the_first_update(overrides, early):
+    assert needs_early_logprobs(config_with(*overrides)) == early
+
+
+def test_an_algorithm_declares_that_it_reads_old_log_probs(tmp_path):
+    own = tmp_path / "own.py"
+    text = "NEEDS = {}\nDEFAULTS = {{}}\ndef collect(phases): ...\ndef learn(phases, batch): ..."
+    for needs, early in (('("samples",)', False), ('("samples", "old_logprobs")', True)):
+        describe.cache_clear()
+        own.write_text(text.format(needs))
+        assert needs_early_logprobs(config_with(f"algorithm={own}")) == early
