@@ -15,12 +15,14 @@ from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from rl.training.attention import CoreAttention, te_attention
+
+NORMALISES_ALL = importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
+"""Whether Megatron's latent attention normalises the query even if it has no latent (0.19)."""
 
 
 def use_te(dtype: torch.dtype) -> bool:
@@ -34,7 +36,15 @@ def use_te(dtype: torch.dtype) -> bool:
 
 
 def block_spec(config):
-    """Return the spec of this pipeline stage's transformer layers for a TransformerConfig."""
+    """Return the spec of this pipeline stage's transformer layers for a TransformerConfig.
+
+    Raises ValueError for DeepSeek-V2-Lite with Megatron 0.19.
+    """
+    if config.multi_latent_attention and config.q_lora_rank is None and NORMALISES_ALL:
+        raise ValueError(
+            "a model with latent attention and q_lora_rank null (DeepSeek-V2-Lite) requires megatron-core "
+            "0.16: later versions normalise the query too, or no latent; pip install megatron-core==0.16.1."
+        )
     if use_te(config.params_dtype):
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
@@ -47,11 +57,7 @@ def block_spec(config):
     kind = config.normalization
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=kind)
     classes = {WrappedTorchNorm: Norm, FusedLayerNorm: Norm, DotProductAttention: CoreAttention}
-    spec = replace_classes(spec, classes, latents=DuplicatedLinear)
-    if config.multi_latent_attention and config.q_lora_rank is None:
-        for layer in spec.layer_specs:  # Megatron 0.19 refuses a norm of a latent that the model lacks
-            layer.submodules.self_attention.submodules.q_layernorm = IdentityOp
-    return spec
+    return replace_classes(spec, classes, latents=DuplicatedLinear)
 
 
 def te_name(name: str) -> str:

@@ -263,7 +263,7 @@ def main(checkpoint: str, out: str, engine_kind: str, *layouts: str) -> None:
                 results.append(dict(layout=layout, rollout_tp=rollout_tp) | examine(trainer, engine))
             if kind == "plain" and layout == "2x1":
                 results[-1]["replicas"] = examine_replicas(
-                    trainer, PlainEngine(trainer.weight_map.weights, 1, device)
+                    trainer, PlainEngine(trainer.weight_map.weights, 4, device)
                 )
         if kind == "plain" and not expert:
             results[-1]["fallback"] = examine_fallback(

@@ -1,27 +1,31 @@
 """The gradient norm counts each weight once where Transformer Engine marks replicated weights as split."""
 
+import importlib.metadata
 import json
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from tests import bounds
 from tests.checkpoints import PARTICULAR, SIZES, save_tiny
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "norm_worker.py"
+MEGATRON = Version(importlib.metadata.version("megatron-core"))
+MODELS = PARTICULAR.keys() - ({"DeepseekV2ForCausalLM"} if MEGATRON >= Version("0.17") else set())
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     directory = tmp_path_factory.mktemp("norms")
-    models = [save_tiny(name, directory / name, seed=4, num_key_value_heads=4) for name in PARTICULAR]
+    models = [save_tiny(name, directory / name, seed=4, num_key_value_heads=4) for name in MODELS]
     run_ranks(2, WORKER, directory, *models, timeout=240)
     return json.loads((directory / "out.json").read_text())
 
 
 def test_marks_of_split_weights_are_those_of_the_layout(results):
-    assert results.keys() == PARTICULAR.keys()
+    assert results.keys() == MODELS
     for found in results.values():
         assert found["weights"] > 10 and found["wrong"] == []
 
