@@ -12,7 +12,6 @@ import numpy as np
 
 from tools.bench_tables import grpo
 from tools.bench_tables.report import ROOT, Row, middle
-from tools.bench_tables.sides import alternate
 from tools.bench_tables.tasks import SIZES, save_task
 
 WORK = ("gen", "old_log_prob", "update_actor", "update_weights")
@@ -45,25 +44,16 @@ def share_of_control(ranks: int, args: Namespace, runs: Path) -> Row:
     """Return control's share of the step, from metrics.jsonl of a run on this many ranks."""
     case = grpo.Case(args.size, 128, mean_length=80)
     task = save_task(runs / "task", args.size, mean_length=80, max_length=128)
-    overrides = [
-        f"model.path={task}/model",
-        f"data.train=[{task}/train.parquet]",
-        f"reward.function={task}/reward.py:score",
-        f"run.max_steps={args.rounds + 1}",
-    ]
-    config = grpo.write_config(runs, case)
-    turns = alternate(
-        {grpo.OURS: lambda: grpo.start_ours(runs / "lockstep", config, ranks, overrides)}, args.rounds
-    )[grpo.OURS]
+    records = grpo.run_alone(runs / "lockstep", grpo.write_config(runs, case), task, ranks, args.rounds)
     shares: dict[str, list[float]] = {}
-    for turn in turns:
-        total = grpo.turn_seconds(turn)
+    for record in records:
+        total = grpo.turn_seconds([record])
         for key in ("reward", "agreement", "adv"):
-            shares.setdefault(key, []).append(turn[0].get(f"timing_s/{key}", 0.0) / total)
-        outside = total - sum(turn[0].get(f"timing_s/{key}", 0.0) for key in WORK)
+            shares.setdefault(key, []).append(record.get(f"timing_s/{key}", 0.0) / total)
+        outside = total - sum(record.get(f"timing_s/{key}", 0.0) for key in WORK)
         shares.setdefault("control", []).append(outside / total)
     columns: dict[str, float | int | str] = {
-        "s of a step": middle([grpo.turn_seconds(turn) for turn in turns])
+        "s of a step": middle([grpo.turn_seconds([record]) for record in records])
     }
     columns |= {f"share of {key}": middle(values) for key, values in shares.items()}
     return Row(f"{ranks} ranks on this machine", columns, middle(shares["control"]), shares)

@@ -30,6 +30,7 @@ PHASES = {
     "reward": "reward",
 }
 """timing_s/<key> -> its name in the table."""
+NO_VALIDATION = ("data.val=[]", "validation.every=0")
 ACCURACY = "val-core/addition/acc/mean@1"
 
 
@@ -97,6 +98,7 @@ def measure_case(name: str, case: Case, args: Namespace, work: Path, runs: Path,
         f"reward.function={reward}:score",
         f"run.max_steps={steps}",
         "data.shuffle=false",
+        *NO_VALIDATION,
         "training.optimizer={lr: 1.0e-6, schedule: constant, warmup_steps: 0, beta2: 0.95}",
         "rollout.deterministic=false",
         *args.set,
@@ -152,8 +154,6 @@ def start_ours(
         "checkpoint.export_hf=false",
         "logging.samples=0",
     ]
-    if steps_per_turn == 1:
-        fixed += ["data.val=[]", "validation.every=0"]
     command = [*torchrun(ranks), "train_rl.py", "--config", str(config), *fixed, *overrides]
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), STEPS_PER_TURN: str(steps_per_turn)}
@@ -166,6 +166,20 @@ def start_ours(
         steps_per_turn=steps_per_turn,
         environment=environment,
     )
+
+
+def run_alone(directory: Path, config: Path, task: Path, ranks: int, rounds: int) -> Turn:
+    """Run Lockstep without another side and without waits; return the records of all steps but the first."""
+    overrides = [
+        f"model.path={task}/model",
+        f"data.train=[{task}/train.parquet]",
+        f"reward.function={task}/reward.py:score",
+        f"run.max_steps={rounds + 1}",
+        *NO_VALIDATION,
+    ]
+    ours = partial(start_ours, directory, config, ranks, overrides, steps_per_turn=rounds + 1)
+    (turn,) = alternate({OURS: ours}, 1, warm_up=0)[OURS]
+    return turn[1:]
 
 
 def trl_sides(args: Namespace, python: Path, runs: Path, spec: dict) -> dict:

@@ -145,14 +145,16 @@ def regressions(result: Result, stored: Result | None, tolerance: float) -> list
     result that has no row in common with the stored one is a problem too.
     """
     before = {row.name: row.figure for row in stored.rows} if stored is not None else {}
-    common = [row for row in result.rows if row.figure is not None and before.get(row.name) is not None]
+    common = [row for row in result.rows if before.get(row.name) is not None]
     if not common:
         names = ", ".join(row.name for row in result.rows)
         return [f"{result.table}: nothing is stored for its rows ({names}); store them first with --store."]
     sentences = []
     for row in common:
-        assert row.figure is not None
-        old, new = float(before[row.name] or 0.0), row.figure
+        old, new = before[row.name], row.figure
+        if new is None:  # such as an accuracy that was not reached
+            sentences.append(f"{result.table}, {row.name}: no {result.figure} was found; it was {old:.3g}.")
+            continue
         is_higher = result.better == "higher"
         limit = old * (1 - tolerance) if is_higher else old * (1 + tolerance)
         if new < limit if is_higher else new > limit:

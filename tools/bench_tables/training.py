@@ -131,17 +131,8 @@ def measure_memory(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], 
     """Return the peak memory of rank 0 in each phase of a GRPO step, as medians of the steps."""
     case = grpo.Case(args.size, args.max_tokens, prompts=8, mean_length=0.63 * args.max_tokens)
     task = save_task(runs / "task", args.size, mean_length=case.mean_length, max_length=args.max_tokens)
-    overrides = [
-        f"model.path={task}/model",
-        f"data.train=[{task}/train.parquet]",
-        f"reward.function={task}/reward.py:score",
-        f"run.max_steps={args.rounds + 1}",
-    ]
     config = grpo.write_config(runs, case)
-    turns = grpo.alternate(
-        {grpo.OURS: lambda: grpo.start_ours(runs / "lockstep", config, args.ranks, overrides)}, args.rounds
-    )
-    records = [record for turn in turns[grpo.OURS] for record in turn]
+    records = grpo.run_alone(runs / "lockstep", config, task, args.ranks, args.rounds)
     rows = []
     for phase in ("refit", "generate", "score", "log_probs", "update"):
         columns: dict[str, float | int | str] = {}

@@ -49,6 +49,7 @@ def test_regressions(tmp_path):
     (sentence,) = regressions(result(2.0, name="another"), stored, 0.15)
     assert "nothing is stored for its rows (another)" in sentence
     assert regressions(result(2.0), None, 0.15)
+    assert regressions(result(None), stored, 0.15) == ["grpo, a row: no TRL / Lockstep was found; it was 2."]
 
 
 def test_storing_keeps_other_rows(tmp_path):
