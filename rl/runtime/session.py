@@ -22,6 +22,8 @@ TIMEOUT = datetime.timedelta(minutes=30)
 EXIT_TIMEOUT = datetime.timedelta(seconds=20)
 """Longest wait of a rank that is about to exit for the other ranks to reach the same exit."""
 
+SPLIT_GROUPS = "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
+
 _gloo_group: dist.ProcessGroup | None = None
 """The world on gloo. The default group's backend may be a composite, which has no monitored barrier."""
 
@@ -30,8 +32,14 @@ _gloo_group: dist.ProcessGroup | None = None
 def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Device]:
     """Initialise torch.distributed before the engines, which use its default group; destroy it at the end.
 
-    timeout: time limit of collectives until `rl.runtime.group_warm_up.limit_collectives` sets another.
+    timeout: time limit of collectives until `rl.runtime.group_warm_up.limit_collectives` sets another. Raises
+    ValueError if VLLM_DISTRIBUTED_USE_SPLIT_GROUP is set.
     """
+    if int(os.environ.get(SPLIT_GROUPS) or 0):
+        raise ValueError(
+            f"{SPLIT_GROUPS}=1 requires a default group that is bound to a device, in which torch creates "
+            "each of Megatron's and vLLM's thousands of groups with all ranks; unset it."
+        )
     device = choose_device(ranks.local_rank)
     if not device.is_cuda:
         # vLLM's sampler would compile a function with Inductor, which takes 10 s and needs a C++ compiler.
@@ -87,6 +95,11 @@ def _initialise(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None
 
     torchrun's agent holds the store. Under other launchers rank 0 holds it, on the socket of the rendezvous.
     Raises RendezvousError.
+
+    Without a device_id torch initialises NCCL in a group's first collective, and new_group returns at once on
+    a rank outside the group. With one, every new_group would split the world's communicator on all ranks
+    (`_new_process_group_helper` of torch 2.13): DeepSeek-V3 on 512 ranks has 4,166 groups on NCCL, of which a
+    rank uses about 15.
     """
     options = dict(rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     if ranks.launcher == "torchrun":

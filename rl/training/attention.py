@@ -89,6 +89,37 @@ class CoreAttention(MegatronModule):
         return torch.cat(out)
 
 
+def te_attention(te_class: type) -> type:
+    """Return a subclass of Megatron's TEDotProductAttention for packed rows."""
+
+    class RowTEAttention(te_class):
+        def forward(self, query, key, value, *_, packed_seq_params: PackedRow, **__):
+            """Attend as the row's `attention` says; shapes as of `CoreAttention`.
+
+            It calls Transformer Engine's forward itself: Megatron's has no name for a causal mask of packed
+            sequences that is aligned at the bottom right (cuDNN 9.7 and flash attention have it).
+            """
+            row = packed_seq_params.attention
+            assert row is not None
+            mask = "padding_causal"
+            if row.kv_index is not None:
+                key, value = (x.index_select(0, row.kv_index) for x in (key, value))
+                mask = "padding_causal_bottom_right"
+            return super(te_class, self).forward(
+                query,
+                key,
+                value,
+                qkv_format="thd",
+                attn_mask_type=mask,
+                cu_seqlens_q=row.cu_seqlens_q,
+                cu_seqlens_kv=row.cu_seqlens_kv,
+                max_seqlen_q=row.max_seqlen_q,
+                max_seqlen_kv=row.max_seqlen_kv,
+            )
+
+    return RowTEAttention
+
+
 def can_share(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the attention for this device and dtype supports shared prompts."""
     return device.type == "cpu" or dtype is not torch.float32

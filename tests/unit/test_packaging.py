@@ -13,6 +13,7 @@ import setuptools
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 INSTALLER = ROOT / "tools" / "install_cpu.sh"
@@ -157,6 +158,12 @@ def test_dockerfile_and_transformer_engine_mean_the_same_cuda(requirements):
     image = re.search(r"^FROM nvidia/cuda:(\d+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[1]
     engine = next(wanted for _, wanted in requirements if wanted.name == "transformer-engine")
     assert f"core_cu{image}" in engine.extras
+
+
+def test_flash_attention_compiles_with_the_pinned_torch(requirements):
+    pins = {(group, wanted.name): str(wanted.specifier) for group, wanted in requirements}
+    assert pins["cuda", "flash-attn"] == "==2.8.3"  # its setup.py fixes C++17
+    assert Version(pins["cuda", "torch"].removeprefix("==")) < Version("2.14"), "whose headers require C++20"
 
 
 def locked_environment():

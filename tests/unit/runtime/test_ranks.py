@@ -8,6 +8,7 @@ import types
 import pytest
 
 from rl.runtime.ranks import Ranks, discover, expand_hostlist, expand_tasks_per_node
+from rl.runtime.session import SPLIT_GROUPS, session
 
 TORCHRUN = dict(
     RANK="5",
@@ -278,3 +279,12 @@ def test_hostlists_are_expanded(text, hosts):
 )
 def test_tasks_per_node_are_expanded(text, counts):
     assert expand_tasks_per_node(text) == counts
+
+
+def test_groups_split_from_the_world_are_refused(monkeypatch):
+    import vllm.envs
+
+    assert SPLIT_GROUPS in vllm.envs.environment_variables
+    monkeypatch.setenv(SPLIT_GROUPS, "1")
+    with pytest.raises(ValueError, match="unset it"), session(discover(TORCHRUN)):
+        pass
