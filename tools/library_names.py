@@ -108,7 +108,9 @@ def _uses_in(file: Path, packages: tuple[str, ...]) -> Iterator[Use]:
     path = str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else str(file)
 
     def is_checked(name: str) -> bool:
-        return any((name + ".").startswith(package + ".") for package in packages)
+        return not name.rpartition(".")[2].startswith("__") and any(
+            (name + ".").startswith(package + ".") for package in packages
+        )
 
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -165,12 +167,17 @@ def _dotted(node: ast.expr, aliases: Mapping[str, str]) -> str:
 
 
 def _keywords(call: ast.Call, function: ast.AST) -> Iterator[str]:
-    """Yield the keywords of a call, with those that the function collects in a dict and passes by **."""
+    """Yield the keywords of a call, with those that the function collects in a dict and passes by **.
+
+    A key that the function itself looks up (`if "key" in ...`) is left out: it may be missing.
+    """
+    tests = [node for node in ast.walk(function) if isinstance(node, ast.Compare)]
+    looked_up = {node.left.value for node in tests if isinstance(node.left, ast.Constant)}
     for keyword in call.keywords:
         if keyword.arg:
             yield keyword.arg
         elif isinstance(keyword.value, ast.Name):
-            yield from _keys_of(keyword.value.id, function)
+            yield from (key for key in _keys_of(keyword.value.id, function) if key not in looked_up)
 
 
 def _keys_of(name: str, function: ast.AST) -> Iterator[str]:

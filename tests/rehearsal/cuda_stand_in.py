@@ -230,13 +230,15 @@ CPU_ENGINE = dict(
     compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
 )
 """Options of rl.rollout.vllm_model for CPUs."""
-CUDA_ENGINE = ("enable_sleep_mode", "moe_backend", "gpu_memory_utilization")
+CUDA_ENGINE = ("enable_sleep_mode", "moe_backend", "gpu_memory_utilization", "sleep_mode_offload_cudagraph")
 """Options of the CUDA engine that the CPU build refuses; tools/library_names.py checks that they exist."""
 
 
 def _replace_sleep_mode() -> None:
     """Let vLLM's CPU engine take the options of the CUDA engine, and lose at level 2 what that loses."""
     import vllm
+
+    from rl.rollout.cpu_support import release_packed_weights
 
     class Engine(vllm.LLM):
         def __init__(self, *args, **options):
@@ -256,6 +258,8 @@ def _replace_sleep_mode() -> None:
         def wake_up(self, tags=None):
             assert set(tags) <= self.asleep, f"{tags} do not sleep"
             self.asleep -= set(tags)
+            if "kv_cache" in tags:  # after a refit; CUDA has no packed weights
+                release_packed_weights(self.apply_model(lambda model: model)[0])
             return super().wake_up(tags=tags)
 
     vllm.LLM = Engine

@@ -140,9 +140,23 @@ def get_cpu_offload_context(enabled, *sizes):
     return contextlib.nullcontext(), lambda tensor: tensor
 
 
+def apply_rotary_pos_emb(t, freqs, tensor_format, *, fused, cu_seqlens, cp_size=1, cp_rank=0):
+    """Rotate t [T, heads, d] by the angles freqs [T, 1, 1, d] of a row that is one sequence."""
+    assert tensor_format == "thd" and fused and cu_seqlens.tolist() == [0, len(t)] and cp_size == 1
+    angles, halves = freqs[: len(t), 0], t.float().chunk(2, -1)
+    turned = torch.cat([-halves[1], halves[0]], -1)
+    return (t.float() * angles.cos() + turned * angles.sin()).to(t.dtype)
+
+
 FUNCTIONS = {
     function.__name__: function
-    for function in (multi_tensor_applier, multi_tensor_scale, multi_tensor_l2norm, get_cpu_offload_context)
+    for function in (
+        multi_tensor_applier,
+        multi_tensor_scale,
+        multi_tensor_l2norm,
+        get_cpu_offload_context,
+        apply_rotary_pos_emb,
+    )
 }
 
 

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from tests.checkpoints import save_tiny
 from tests.records import records
 from tests.rehearsal.statements import cuda_statements
 from tests.spawn import ROOT, run_ranks
@@ -64,10 +63,8 @@ def test_every_cuda_statement_is_executed(rehearsed):
 
 
 @pytest.mark.slow  # a fresh interpreter, because Megatron looks for Transformer Engine when it is imported
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "DeepseekV3ForCausalLM"])
-def test_layers_of_transformer_engine_train_and_refit(toy, tmp_path, architecture):
-    model = save_tiny(architecture, tmp_path / "model", seed=0)
-    config = write_config(tmp_path, toy, *RUN, f"model.path={model}", "run.max_steps=2")
+def test_layers_of_transformer_engine_train_and_refit(toy, tmp_path):
+    config = write_config(tmp_path, toy, *RUN, "run.max_steps=2")
     run_ranks(1, REHEARSE, "--te", tmp_path / "lines", "--config", config, fresh=True, timeout=300)
     found = records(tmp_path / "run")
     assert len(found) == 2 and all(record["actor/grad_norm"] > 0 for record in found)
