@@ -56,8 +56,7 @@ def block_spec(config):
     multi_latent_attention.TELinear = DuplicatedLinear
     kind = config.normalization
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=kind)
-    classes = {WrappedTorchNorm: Norm, FusedLayerNorm: Norm, DotProductAttention: CoreAttention}
-    return replace_classes(spec, classes, latents=DuplicatedLinear)
+    return replace_classes(spec, LOCAL_CLASSES, latents=DuplicatedLinear)
 
 
 def te_name(name: str) -> str:
@@ -138,3 +137,7 @@ class DuplicatedLinear(torch.nn.Module):
         """Return the weight as a replicated one."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets)
+
+
+LOCAL_CLASSES = {WrappedTorchNorm: Norm, FusedLayerNorm: Norm, DotProductAttention: CoreAttention}
+"""Class of Megatron's local spec -> the class of this project in its place."""

@@ -9,7 +9,7 @@ cpu_support.install()
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 
-from rl.training.layer_spec import Norm, te_name, without_te  # noqa: E402
+from rl.training.layer_spec import LOCAL_CLASSES, Norm, replace_classes, te_name  # noqa: E402
 
 LAYER = "decoder.layers.3."
 
@@ -33,4 +33,4 @@ def test_names_of_fused_norms_and_experts(local, fused):
 
 def test_norms_are_ours_where_apex_is_installed():
     """Megatron's local specs then name FusedLayerNorm, which rejects RMSNorm (gpt_layer_specs.LNImpl)."""
-    assert without_te([FusedLayerNorm, WrappedTorchNorm]) == [Norm, Norm]
+    assert replace_classes([FusedLayerNorm, WrappedTorchNorm], LOCAL_CLASSES) == [Norm, Norm]
