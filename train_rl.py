@@ -46,6 +46,7 @@ def main() -> int:
     from rl.config.schema import Config, load_config
     from rl.runtime.ranks import discover
     from rl.runtime.rendezvous import RendezvousError, join_ranks
+    from rl.runtime.transformers_import import keep_scan
 
     ranks = None
     try:
@@ -76,6 +77,7 @@ def main() -> int:
 
     start_up.mark("rendezvous")
     prepare_environment(ranks)
+    keep_scan()
     from rl.runtime.session import leave_together, session
 
     start_up.mark("torch")
@@ -177,6 +179,9 @@ def prepare_environment(ranks) -> None:
         "OMP_NUM_THREADS": str(cpus),
         # Spinning OpenMP threads make a generation 20 times slower if there are more threads than cores.
         "OMP_WAIT_POLICY": "PASSIVE",
+        # Megatron launches a collective before the product that it overlaps with, and requires that the GPU
+        # keeps this order. Read when CUDA initialises.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",

@@ -40,7 +40,7 @@ from tools.bench_tables.report import (  # noqa: E402
     regressions,
     store_results,
 )
-from tools.bench_tables.sides import SideFailed  # noqa: E402
+from tools.bench_tables.sides import BenchFailed  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the sides end too
     try:
         rows, versions = table.measure(args, work, runs)
-    except (SideFailed, ValueError, OSError) as error:
+    except BenchFailed as error:
         sys.exit(f"bench: {error}")
     finally:
         shutil.rmtree(runs if args.work else work, ignore_errors=True)
@@ -136,6 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     command = shlex.join(["python", "tools/bench.py", *(sys.argv[1:] if argv is None else argv)])
     result = Result(
         table=args.table,
+        title=table.title,
         figure=table.figure,
         better=table.better,
         rows=rows,

@@ -85,11 +85,15 @@ def uses(files: list[Path], packages: tuple[str, ...] = CHECKED, *, optional: bo
     return found
 
 
-def megatron_on_te() -> Path:
-    """Return Megatron's file that uses Transformer Engine."""
+def megatron_on_te() -> list[Path]:
+    """Return Megatron's files that use Transformer Engine, without FSDP, inference, Mamba, other models."""
     megatron = installed("megatron")
     assert megatron is not None, "megatron-core is not installed"
-    return megatron.directory / "megatron" / "core" / "extensions" / "transformer_engine.py"
+    core = megatron.directory / "megatron" / "core"
+    rooms = "extensions optimizer tensor_parallel transformer distributed models/common models/gpt".split()
+    files = [*core.glob("*.py"), *(file for room in rooms for file in sorted((core / room).rglob("*.py")))]
+    files = [file for file in files if "fsdp" not in file.parts]
+    return [file for file in files if "transformer_engine" in file.read_text()]
 
 
 def program_files() -> list[Path]:
@@ -358,7 +362,7 @@ class RecordedLibrary(Library):
 def record(library: Library, file: Path) -> None:
     """Write the signatures of what the program and Megatron use of the library."""
     names = {}
-    for name in sorted({use.name for use in uses([*program_files(), megatron_on_te()], (library.package,))}):
+    for name in sorted({use.name for use in uses([*program_files(), *megatron_on_te()], (library.package,))}):
         found = library.find(name)
         names[name] = found and dict(names=found.names, takes=[found.takes_args, found.takes_kwargs])
     content = dict(package=library.package, version=library.version(), names=names)

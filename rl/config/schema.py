@@ -245,8 +245,10 @@ class Rollout:
     deterministic: bool = False
     """Assign prompts to replicas by a fixed rule instead of to the first idle replica. With the same seed,
     world and layout a run is then bitwise repeatable on CPU."""
-    max_concurrent_samples: Annotated[int, AT_LEAST_ONE] = 256
-    """Most samples that one replica generates at a time (vLLM's max_num_seqs)."""
+    max_concurrent_samples: Annotated[int, AT_LEAST_ONE] = 512
+    """Most samples that one replica generates at a time (vLLM's max_num_seqs). The default is the largest
+    batch of vLLM's CUDA graphs. Only prompts not yet drawn can move between replicas: for
+    `deterministic=false` to balance them, choose at most half of a replica's samples of a step."""
     gpu_memory_utilization: Annotated[float, PROBABILITY] = 0.5
     """Fraction of a GPU's memory that the engine may take while it is awake. No effect on CPU."""
     cpu_kv_cache_mib: Annotated[int, AT_LEAST_ONE] = 64

@@ -7,7 +7,8 @@ which are None before.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -88,16 +89,8 @@ class Batch:
     """
 
     def __post_init__(self):
-        count = len(self.response_ids)
-        ends = torch.zeros(count + 1, dtype=torch.int64)
-        ends[1:] = torch.tensor([len(ids) for ids in self.response_ids], dtype=torch.int64).cumsum(0)
-        self._lengths = {
-            "lengths": ends.diff(),
-            "offsets": ends,
-            "prompt_lengths": torch.tensor([len(ids) for ids in self.prompt_ids], dtype=torch.int64),
-        }
         if self.mask is None:
-            self.mask = torch.ones(int(ends[-1]))
+            self.mask = torch.ones(int(self.lengths.sum()))
         self._fingerprint: int | None = None
         self.layouts: dict[Any, Any] = {}
         """Layouts of micro-batches of these samples, for several passes; kept by `rl.training.packing`."""
@@ -112,20 +105,20 @@ class Batch:
             self._fingerprint = fingerprint(self.prompt_ids + self.response_ids)
         return self._fingerprint
 
-    @property
+    @cached_property
     def lengths(self) -> Tensor:
         """Number of response tokens of each sample, int64 [N]."""
-        return self._lengths["lengths"]
+        return torch.tensor([len(ids) for ids in self.response_ids], dtype=torch.int64)
 
-    @property
+    @cached_property
     def prompt_lengths(self) -> Tensor:
         """Number of prompt tokens of each sample, int64 [N]."""
-        return self._lengths["prompt_lengths"]
+        return torch.tensor([len(ids) for ids in self.prompt_ids], dtype=torch.int64)
 
-    @property
+    @cached_property
     def offsets(self) -> Tensor:
         """First position of each sample in a token column, then the end of the column: int64 [N + 1]."""
-        return self._lengths["offsets"]
+        return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
 
     def tokens_of(self, samples: list[int]) -> Tensor:
         """Return the positions of the samples' tokens in a token column, sample by sample, int64."""
@@ -139,9 +132,7 @@ class Batch:
         """Return these samples, in this order, with all filled columns."""
         index, tokens = torch.tensor(samples, dtype=torch.int64), self.tokens_of(samples)
         columns = {
-            name: value[tokens if name in TOKEN_COLUMNS else index]
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
+            name: value[tokens if name in TOKEN_COLUMNS else index] for name, value in self._columns().items()
         }
         return replace(
             self,
@@ -151,14 +142,22 @@ class Batch:
             **columns,
         )
 
+    def _columns(self) -> dict[str, Tensor]:
+        """Return the filled token and sample columns by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
     def keep_groups(self, groups: list[int]) -> "Batch":
         """Return the samples of these groups, renumbered from 0 in the given order.
 
         An empty list gives an empty batch.
         """
-        members = [(self.groups == group).nonzero().squeeze(1).tolist() for group in groups]
-        kept = self.select([i for samples in members for i in samples])
-        sizes = torch.tensor([len(samples) for samples in members], dtype=torch.int64)
+        members: dict[int, list[int]] = {group: [] for group in groups}
+        for i, group in enumerate(self.groups.tolist()):
+            if group in members:
+                members[group].append(i)
+        kept = self.select([i for samples in members.values() for i in samples])
+        sizes = torch.tensor([len(samples) for samples in members.values()], dtype=torch.int64)
         return replace(kept, groups=torch.arange(len(groups)).repeat_interleave(sizes))
 
     @property
@@ -194,8 +193,8 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     """
     first = batches[0]
     columns: dict = {}
-    for name, value in vars(first).items():
-        if isinstance(value, Tensor) and name != "groups":
+    for name in first._columns():
+        if name != "groups":
             columns[name] = torch.cat([getattr(batch, name) for batch in batches])
     groups, start = [], 0
     for batch in batches:

@@ -21,8 +21,9 @@ from rl.models.sizes import num_kv_heads
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 BATCHED_TOKENS = 16384
 """Maximum tokens of one engine step: vLLM's default max_num_batched_tokens on a GPU of 70 GiB or more."""
-HEAD_COPIES = 5
-"""Number of float32 arrays of a chunk's logits that coexist in the backward pass of rl.training.logprobs."""
+HEAD_COPIES = 2
+"""Number of arrays of a chunk's logits, in the weights' dtype, that coexist in rl.training.logprobs on CUDA:
+one, and that of the next chunk while the last one is still referenced."""
 
 
 @dataclass(frozen=True)
@@ -339,7 +340,7 @@ def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: i
     rows = padded_vocab(model.hf["vocab_size"], vocab_multiple(layout.tp)) // layout.tp
     chunk = min(config.training.head_chunk(rows), tokens)
     gradient = (4 + itemsize) * rows * hidden
-    return states + HEAD_COPIES * 4 * chunk * rows + gradient
+    return states + HEAD_COPIES * itemsize * chunk * rows + gradient
 
 
 def engine_memory(config: Config, model: Model, hardware: Hardware) -> EngineMemory:

@@ -27,6 +27,9 @@ class FirstUpdate:
     def __init__(self, loss: Loss, correction: RolloutCorrection):
         self._loss, self._correction = loss, correction
         self._kept: list[tuple[Tensor, Tensor]] = []
+        reads = getattr(loss, "reads", None)
+        self.reads = None if reads is None else tuple(dict.fromkeys((*OUTPUTS, *reads)))
+        """Outputs of the model that the update needs; None for all."""
 
     def __call__(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of the micro-batch, with the columns `old_logprobs` and `loss_weights` filled."""

@@ -2,6 +2,8 @@
 
 import time
 
+import torch
+
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
@@ -9,8 +11,9 @@ from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.phases.step import Step
 from rl.rollout.exchange import exchange
+from rl.rollout.queue import greedy_idle, idle_shares
 from rl.rollout.sampling import Sampling, seed_of
-from rl.runtime.collectives import any_rank
+from rl.runtime.collectives import any_rank, sum_over_world
 from rl.stopping.requests import StepAborted, StopRequests
 
 
@@ -56,13 +59,16 @@ class Generation:
         abortable = abortable and self._stop is not None and not step.is_committed
         started = time.perf_counter()
         with step.phase("generate", timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
+            began = time.perf_counter()  # all ranks have arrived
             interrupt = self._stop.is_requested if abortable and self._stop is not None else None
             own = engine.generate(ids, sampling, seeds, progress=bar, interrupt=interrupt)
+            busy = time.perf_counter() - began
             if abortable and any_rank(own is None):
                 raise StepAborted
             # Every rank of a replica holds the same samples; its first rank contributes them.
             own = own if own is not None and engine.rank_in_replica == 0 else []
             batch = exchange(ids, own, sampling.samples_per_prompt, self._step.device)
+            step.metrics |= self._idle_metrics(timing, busy, batch)
         if abortable:
             step.abortable_s += time.perf_counter() - started
         return batch
@@ -72,3 +78,22 @@ class Generation:
         step.metrics |= self._memory.to_generation(
             step.number, lambda: step.phase("refit", timing="update_weights")
         )
+
+    def _idle_metrics(self, timing: str, busy: float, batch: Batch) -> dict[str, float]:
+        """Return the shares of the generation in which replicas waited for the slowest, mean and maximum.
+
+        greedy is the mean share if each replica that became free had taken the longest group left. Collective
+        over the world. busy: seconds in which this replica generated.
+        """
+        engine = self._engines.rollout
+        assert engine is not None
+        seconds = torch.zeros(engine.num_replicas, dtype=torch.float64)
+        if engine.rank_in_replica == 0:
+            seconds[engine.replica] = busy
+        mean, most = idle_shares(sum_over_world(seconds, self._step.device.torch).tolist())
+        lengths = torch.tensor([len(ids) for ids in batch.response_ids])
+        loads = torch.zeros(int(batch.groups.max()) + 1, dtype=lengths.dtype)
+        loads.index_add_(0, batch.groups, lengths)
+        greedy = greedy_idle(loads.tolist(), engine.num_replicas)
+        name = f"perf/idle_share_{timing}"
+        return {f"{name}/mean": mean, f"{name}/max": most, f"{name}/greedy": greedy}

@@ -45,9 +45,10 @@ class MinibatchPlanner:
     Log-probs before the first update are then bitwise equal to those within it.
     """
 
-    def __init__(self, config: Config, dp: int, cost: Cost):
+    def __init__(self, config: Config, dp: int, cost: Cost, *, shares_prompts: bool):
         self._prompts_per_minibatch = config.training.prompts_per_minibatch or config.data.prompts_per_step
         self._training, self._dp, self._cost = config.training, dp, cost
+        self._shares_prompts = shares_prompts
         self._batch: Callable[[], Batch | None] = lambda: None
         """Weak reference to the batch that was planned last; its columns are freed with the step."""
         self._plans: list[MinibatchPlan] = []
@@ -64,7 +65,7 @@ class MinibatchPlanner:
         num_minibatches = -(-num_groups // self._prompts_per_minibatch)
         minibatch_of = (batch.groups * num_minibatches).div(num_groups, rounding_mode="floor")
         members = [(minibatch_of == k).nonzero().squeeze(1).tolist() for k in range(num_minibatches)]
-        work = Workload.of_batch(batch, cost=self._cost, shared_prefix=self._training.shared_prefix)
+        work = Workload.of_batch(batch, cost=self._cost, shared_prefix=self._shares_prompts)
         return [self._plan_samples(work, samples, batch.samples_per_unit) for samples in members]
 
     def _plan_samples(self, work: Workload, samples: list[int], samples_per_unit: int) -> MinibatchPlan:

@@ -54,8 +54,9 @@ class Phases:
         self.prompts, self.sampler = prompts, sampler
         self.memory = MemorySharing(config, step.device, engines)
         stop = stop if config.run.on_stop_in_generation == "redo" else None
-        weights = engines.policy.weight_map
-        planner = MinibatchPlanner(config, engines.policy.grid.dp, Cost.of_model(weights.hf, weights.weights))
+        policy = engines.policy
+        cost = Cost.of_model(policy.weight_map.hf, policy.weight_map.weights)
+        planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=policy.shares_prompts)
         self.generation = Generation(config, step, engines, self.memory, stop)
         self.inference = Inference(config, step, engines, self.memory, planner)
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)

@@ -21,6 +21,7 @@ from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
 from rl.objectives.segments import expand
 from rl.phases.updates import TokenSelection
+from rl.training.logprobs import OUTPUTS
 from rl.training.loss import Loss, Totals
 from rl.training.packing import MicroBatch
 
@@ -47,7 +48,12 @@ def policy_loss(config: Config) -> Loss:
     _, loss = config.objective.chosen
     assert loss is not None, "the algorithm has no policy gradient"
     function = getattr(importlib.import_module(f"rl.objectives.losses.{loss.function}"), loss.function)
-    return partial(_policy_loss, config=config, token_loss=function)
+    policy = partial(_policy_loss, config=config, token_loss=function)
+    inputs = set(inspect.signature(function).parameters) | (
+        {"entropy"} if config.objective.entropy_coef else set()
+    )
+    policy.reads = tuple(name for name in OUTPUTS if name == "logprobs" or name in inputs)
+    return policy
 
 
 def token_selection(config: Config) -> TokenSelection | None:

@@ -1,5 +1,6 @@
 """Scores of responses by the reward function, a reward model and a judge."""
 
+import math
 import os
 from collections.abc import Callable
 
@@ -179,8 +180,8 @@ def gather_columns(
     everyone = gather_objects(sorted({name for result in results for name in result}))
     names = sorted({name for rank_names in everyone for name in rank_names})
     table = torch.zeros(len(names), total, dtype=torch.float64)
-    for i, result in zip(mine, results):
-        table[:, i] = torch.tensor([result.get(name, float("nan")) for name in names], dtype=torch.float64)
+    rows = [[result.get(name, math.nan) for result in results] for name in names]
+    table[:, mine] = torch.tensor(rows, dtype=torch.float64).view(len(names), len(mine))
     return dict(zip(names, sum_over_world(table, device.torch).float()))
 
 

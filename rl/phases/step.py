@@ -12,6 +12,10 @@ from rl.faults.watchdog import Watchdog
 from rl.run_directory.progress import Progress
 from rl.runtime.device import Device
 
+TRIM_EVERY = 10
+"""Steps after which freed memory is returned to the system. What is returned has to be mapped again: half of
+the page faults of a small step."""
+
 
 class Step:
     """Number and metrics of the current step. All phases of a run share one object; `begin` resets it."""
@@ -39,7 +43,8 @@ class Step:
         self.num_tokens, self.is_committed, self.abortable_s = 0, False, 0.0
         if self._first is None and number > 0:
             self._first = number
-        return_free_memory()
+        if number % TRIM_EVERY == 0:
+            return_free_memory()
         self.watchdog.tracker.begin_step(number)
         self.agreement.begin_step()
 

@@ -153,7 +153,10 @@ class Updates:
                 with nullcontext(loss) if update_of is None else update_of(plan) as chosen:
                     totals = plan.totals(batch)
                     micro_loss = lambda micro, of=chosen, totals=totals: of(micro, totals)  # noqa: E731
-                    terms = model.update(batch, plan.micro_batches, micro_loss, lr=lr, progress=bar)
+                    reads = getattr(chosen, "reads", None)
+                    terms = model.update(
+                        batch, plan.micro_batches, micro_loss, lr=lr, outputs=reads, progress=bar
+                    )
                 for name, value in terms.items():
                     sums[name] = sums.get(name, 0.0) + value
         num_updates = len(plans) * epochs

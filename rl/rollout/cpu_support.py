@@ -21,18 +21,47 @@ def install() -> None:
 
 
 def _keep_weights_alive() -> None:
-    """Make linear layers compute with their parameters, so that a write to a parameter is an update.
+    """Make linear layers keep their parameters, and compute with a packed copy that can be renewed.
 
-    The CPU build packs each linear layer's weight into a oneDNN handle and replaces `layer.weight` by an
+    The CPU build packs each linear layer's weight into a oneDNN handle once and replaces `layer.weight` by an
     empty tensor. For embeddings and tied heads it computes with a packed copy that an update never reaches:
     the logits are silently wrong.
     """
     import vllm.model_executor.layers.utils as layers
 
-    def live_linear(layer, remove_weight):
-        layer.cpu_linear = torch.nn.functional.linear
+    def pack(layer, remove_weight):
+        layer.cpu_linear = PackedLinear(layer)
 
-    layers.dispatch_cpu_unquantized_gemm = live_linear
+    layers.dispatch_cpu_unquantized_gemm = pack
+
+
+class PackedLinear:
+    """The product of a linear layer, with a packed copy of its weight that is made at the first product.
+
+    oneDNN's product with packed weights takes about 0.7 times as long as torch's, which packs each time.
+    """
+
+    def __init__(self, layer: torch.nn.Module):
+        self._layer, self._handler = layer, None
+
+    def __call__(self, x, weight, bias):
+        from vllm import _custom_ops as ops
+
+        if self._handler is None:
+            self._handler = ops.create_onednn_mm(self._layer.weight.t(), 32)
+        return ops.onednn_mm(self._handler, x, bias)
+
+    def release(self) -> None:
+        """Free the copy. Call it after every write to weights, or to save memory."""
+        self._handler = None
+
+
+def release_packed_weights(model: torch.nn.Module) -> None:
+    """Free the packed copies of all linear layers of the model."""
+    for module in model.modules():
+        packed = module.__dict__.get("cpu_linear")
+        if isinstance(packed, PackedLinear):
+            packed.release()
 
 
 def _keep_experts_alive() -> None:
@@ -108,6 +137,13 @@ def unlink_shared_memory() -> None:
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}*"):
             path.unlink(missing_ok=True)
     _shared_memory_names.clear()
+
+
+def make_sampler(runner):
+    """Return the sampler that replaces the one of vLLM's model runner."""
+    from rl.rollout.cpu_sampler import HashedSampler  # imports vLLM
+
+    return HashedSampler(runner)
 
 
 class KvCache:

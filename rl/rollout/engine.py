@@ -71,7 +71,10 @@ class RolloutEngine:
         _abort_in_order(self.llm.llm_engine.engine_core)
         self.model = self.llm.apply_model(lambda model: model)[0]
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self._cpu_cache = None if device.is_cuda else cpu_support.KvCache(self._runner.kv_caches)
+        self._cpu_cache = None
+        if not device.is_cuda:
+            self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
+            self._runner.sampler = cpu_support.make_sampler(self._runner)
         self._replica_group = _own_replica_group(world, self.tp, rank)
         self._queues_made = 0
         self.awake = True
@@ -99,6 +102,7 @@ class RolloutEngine:
         self.llm.reset_prefix_cache()
         if self._cpu_cache is not None:
             self._cpu_cache.release()
+            cpu_support.release_packed_weights(self.model)
         elif not self.frozen:
             self.llm.sleep(level=2)
 
@@ -139,6 +143,8 @@ class RolloutEngine:
         for module in self.model.modules():
             if isinstance(module, MLAAttention):
                 module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
+        if not self.device.is_cuda:
+            cpu_support.release_packed_weights(self.model)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -227,34 +233,35 @@ class RolloutEngine:
             return False
         request_id = f"{response.prompt}.{response.number}"
         prompt = {"prompt_token_ids": request.token_ids}
-        self.llm.llm_engine.add_request(request_id, prompt, _params(sampling, request))
+        self.llm.llm_engine.add_request(request_id, prompt, self._params(sampling, request))
         running[request_id] = response
         return True
+
+    def _params(self, sampling: Sampling, request: Request):
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=request.max_tokens,
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=request.seed if self.device.is_cuda else None,
+            extra_args={"seed": request.seed},  # for HashedSampler
+            logprobs=0,  # the sampled token's only
+            flat_logprobs=True,
+            # Stop strings are matched in text; otherwise the trainer decodes in batches.
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # no other request has these parameters
+        )
 
     def _any_in_replica(self, here: bool) -> bool:
         """Return whether `here` is true on any rank of this replica. Collective over the replica."""
         return here if self.tp == 1 else any_rank(here, self._replica_group)
-
-
-def _params(sampling: Sampling, request: Request):
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        max_tokens=request.max_tokens,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        seed=request.seed,
-        logprobs=0,  # the sampled token's only
-        flat_logprobs=True,
-        # Stop strings are matched in text; otherwise the trainer decodes in batches.
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
 
 
 def _completion(output, weights_version: int) -> Completion:

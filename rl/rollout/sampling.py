@@ -8,7 +8,12 @@ from rl.config.schema import Config
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of one call of the engine."""
+    """Sampling parameters of one call of the engine.
+
+    vLLM keeps the state of these options in host memory (vllm/v1/worker/gpu/sample/states.py). The state of
+    penalties, logit biases and bad words is allocated on the GPU with the weights, where a level-2 sleep
+    discards it: `RolloutEngine.sleep` must restore it before such an option is added.
+    """
 
     samples_per_prompt: int
     temperature: float

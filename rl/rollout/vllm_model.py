@@ -10,6 +10,7 @@ import torch
 
 from rl.config.schema import Rollout
 from rl.models import SUPPORTED, read_hf_config
+from rl.rollout import router
 from rl.runtime.device import Device
 
 
@@ -22,7 +23,9 @@ def build_llm(
     unchanged afterwards.
     """
     from vllm import LLM, ModelRegistry
+    from vllm.engine.arg_utils import EngineArgs
 
+    router.install()
     hf = read_hf_config(path)
     for name in set(hf["architectures"]) & set(SUPPORTED):
         # Otherwise vLLM inspects the model's class in a subprocess, which takes about 10 s.
@@ -41,14 +44,20 @@ def build_llm(
             moe_backend="auto" if frozen else "triton",
             gpu_memory_utilization=rollout.gpu_memory_utilization,
         )
+        if "sleep_mode_offload_cudagraph" in EngineArgs.__dataclass_fields__:  # not in vLLM 0.25
+            # The memory of CUDA graphs goes to the host during sleep; otherwise the trainer lacks it.
+            options["sleep_mode_offload_cudagraph"] = not frozen and not rollout.enforce_eager
     else:
         options |= dict(
             enforce_eager=True,
             kv_cache_memory_bytes=rollout.cpu_kv_cache_mib << 20,
-            # vLLM's CPU rotary kernel is wrong for 3-dimensional queries (DeepSeek).
-            compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
+            scheduler_cls="rl.rollout.cpu_scheduler.DecodeScheduler",
+            compilation_config={"custom_ops": ["all"]},
         )
-        if "kv_lora_rank" in hf:  # the default backend on hosts with AMX removes kv_b_proj.weight
+        if "kv_lora_rank" in hf:
+            # vLLM's CPU rotary kernel is wrong for 3-dimensional queries.
+            options["compilation_config"]["custom_ops"].append("-rotary_embedding")
+            # The default backend on hosts with AMX removes kv_b_proj.weight.
             options["attention_backend"] = "CPU_MLA"
     with _process_state_kept(device):
         return LLM(

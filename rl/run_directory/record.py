@@ -24,12 +24,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def code_hashes(config: Config) -> dict[str, str]:
     """Return the SHA-256 of the files of the program and of the user, and the packages' versions, by name."""
+    own = {str(file): _sha256(file) for file in own_files(config)}
+    return _program_hashes() | own
+
+
+@functools.cache
+def _program_hashes() -> dict[str, str]:
+    """Return the hashes of the program's files, read once, and the packages' versions."""
     ours = [*sorted((ROOT / "rl").rglob("*.py")), ROOT / "train_rl.py"]
-    files = {str(file.relative_to(ROOT)): file for file in ours} | {
-        str(file): file for file in own_files(config)
-    }
-    hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+    hashes = {str(file.relative_to(ROOT)): _sha256(file) for file in ours}
     return hashes | {f"the version of {name}": version for name, version in package_versions().items()}
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def own_files(config: Config) -> list[Path]:

@@ -48,7 +48,9 @@ def host_memory(size: int) -> torch.Tensor:
     cudart = torch.cuda.cudart()
     code = int(cudart.cudaHostRegister(address, length, 0))
     if code != 0:
-        raise RuntimeError(f"cudaHostRegister of {length} bytes returned {code}")
+        raise RuntimeError(
+            f"cudaHostRegister of {length} bytes returned {code}; check free host memory and `ulimit -l`."
+        )
     weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
     return torch.from_numpy(memory[start : start + size])
 

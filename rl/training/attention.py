@@ -1,5 +1,6 @@
 """Causal attention over packed rows, with prompts that several answers share (`rl.training.rows`)."""
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,9 @@ class CoreAttention(MegatronModule):
 
         if row.kv_index is not None:
             key, value = (x.index_select(0, row.kv_index) for x in (key, value))
+        options: dict[str, bool] = {}
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # older torch needs no flag
+            options.update(enable_gqa=query.shape[1] != key.shape[1])
         return varlen_attn(
             query,
             key,
@@ -69,7 +73,7 @@ class CoreAttention(MegatronModule):
             row.max_seqlen_kv,
             scale=self.scale,
             window_size=(-1, 0),  # causal; the last query is aligned with the last key
-            enable_gqa=query.shape[1] != key.shape[1],
+            **options,
         )
 
     def _float32(self, query, key, value, row):
@@ -83,6 +87,37 @@ class CoreAttention(MegatronModule):
             )
             out.append(attended.transpose(1, 2).flatten(0, 1))
         return torch.cat(out)
+
+
+def te_attention(te_class: type) -> type:
+    """Return a subclass of Megatron's TEDotProductAttention for packed rows."""
+
+    class RowTEAttention(te_class):
+        def forward(self, query, key, value, *_, packed_seq_params: PackedRow, **__):
+            """Attend as the row's `attention` says; shapes as of `CoreAttention`.
+
+            It calls Transformer Engine's forward itself: Megatron's has no name for a causal mask of packed
+            sequences that is aligned at the bottom right (cuDNN 9.7 and flash attention have it).
+            """
+            row = packed_seq_params.attention
+            assert row is not None
+            mask = "padding_causal"
+            if row.kv_index is not None:
+                key, value = (x.index_select(0, row.kv_index) for x in (key, value))
+                mask = "padding_causal_bottom_right"
+            return super(te_class, self).forward(
+                query,
+                key,
+                value,
+                qkv_format="thd",
+                attn_mask_type=mask,
+                cu_seqlens_q=row.cu_seqlens_q,
+                cu_seqlens_kv=row.cu_seqlens_kv,
+                max_seqlen_q=row.max_seqlen_q,
+                max_seqlen_kv=row.max_seqlen_kv,
+            )
+
+    return RowTEAttention
 
 
 def can_share(device: torch.device, dtype: torch.dtype) -> bool:

@@ -196,6 +196,15 @@ def _cpu_rng_states(random):
     )
 
 
+def _no_dropout(fused_bias_dropout):
+    """Add residuals in place in passes without gradients.
+
+    Megatron does so in eval() only, because of dropout, which this project never uses.
+    """
+    choose = fused_bias_dropout.get_bias_dropout_add
+    fused_bias_dropout.get_bias_dropout_add = lambda training, fused: choose(False, fused)
+
+
 def _adam_of_optimizer(optimizer):
     if optimizer.USING_PYTORCH_OPTIMIZER:
         optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
@@ -244,6 +253,7 @@ def _uneven_collectives(mappings):
 
 _AFTER_IMPORT = {
     "megatron.core.jit": _no_compiler,
+    "megatron.core.fusions.fused_bias_dropout": _no_dropout,
     "megatron.core.tensor_parallel.random": _cpu_rng_states,
     "megatron.core.tensor_parallel.mappings": _uneven_collectives,
     "megatron.core.transformer.moe.moe_utils": _split_sizes_as_lists,

@@ -26,7 +26,8 @@ from rl.training.grid import Grid
 from rl.training.model import DTYPES, build_model
 from rl.training.offload import HostMemory
 from rl.training.optimizer import build_optimizer, clip_and_step, optimizer_tensors
-from rl.training.packing import MicroBatch, pack
+from rl.training.packing import MicroBatch, lay_out, with_columns
+from rl.training.pipeline import KnownShapes
 from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights
 
 MicroBatchLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -234,13 +235,20 @@ class TrainingEngine:
         """
         assert self.has_weights, "the weights are in host memory"
         self.model.outputs = type(self.model).outputs if outputs is None else outputs
-        mine = plan[self.grid.dp_rank]
-        multiple = self.grid.tp if self.model.config.sequence_parallel else 1
+        config, groups, device = self.model.config, self.grid.groups, self.device.torch
+        rows = [
+            lay_out(
+                batch,
+                samples,
+                multiple=self.grid.tp if config.sequence_parallel else 1,
+                device=device,
+                share=self.shares_prompts,
+            )
+            for samples in plan[self.grid.dp_rank]
+        ]
 
         def step(iterator, model):
-            micro = pack(
-                batch, next(iterator), multiple=multiple, device=self.device.torch, share=self.shares_prompts
-            )
+            micro = with_columns(next(iterator), batch)
             if progress is not None:  # only the last stage computes the loss
                 progress.update(len(micro.samples) * self.grid.dp)
             output = self.model.run(micro, self.temperature)
@@ -255,12 +263,14 @@ class TrainingEngine:
 
         self.forward_backward(
             forward_step_func=step,
-            data_iterator=iter(mine),
+            data_iterator=iter(rows),
             model=[self.wrapped],
-            num_microbatches=len(mine),
-            seq_length=1,  # variable_seq_lengths: shapes travel with the tensors
+            num_microbatches=len(rows),
+            seq_length=1,  # unused: `KnownShapes` has the shapes
             micro_batch_size=1,
             forward_only=forward_only,
+            p2p_communicator=KnownShapes(groups.pp, config, rows),
+            pg_collection=groups,
         )
 
     def _sum_over_replicas(self, sums: dict[str, Tensor]) -> dict[str, float]:

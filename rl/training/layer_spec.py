@@ -1,8 +1,8 @@
 """The layer specs of the training model: Transformer Engine's (TE) if installed, else this module's.
 
 Megatron's local spec can neither pack sequences, nor shard norms under sequence parallelism, nor run without
-materialising [heads, S, S] scores. `Norm` and `CoreAttention` can, on CPU and on CUDA; `without_te`
-substitutes them in the local spec. Parameter names are those of the local spec; `te_name` returns TE's.
+materialising [heads, S, S] scores. `Norm` and `CoreAttention` can, on CPU and on CUDA; `block_spec` puts them
+into the local spec. Parameter names are those of the local spec; `te_name` returns TE's.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import re
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -18,7 +19,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from rl.training.attention import CoreAttention
+from rl.training.attention import CoreAttention, te_attention
 
 NORMALISES_ALL = importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
 """Whether Megatron's latent attention normalises the query even if it has no latent (0.19)."""
@@ -45,13 +46,18 @@ def block_spec(config):
             "0.16: later versions normalise the query too, or no latent; pip install megatron-core==0.16.1."
         )
     if use_te(config.params_dtype):
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        return replace_classes(spec, {TEDotProductAttention: te_attention(TEDotProductAttention)})
     # Without TE, Megatron 0.16.1 uses both names without importing them: the float32 router raises NameError,
     # and MLA accepts no other class for its projections down to the latents.
     moe_utils.te_general_gemm = None
     multi_latent_attention.TELinear = DuplicatedLinear
     kind = config.normalization
-    return without_te(get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=kind))
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=kind)
+    classes = {WrappedTorchNorm: Norm, FusedLayerNorm: Norm, DotProductAttention: CoreAttention}
+    return replace_classes(spec, classes, latents=DuplicatedLinear)
 
 
 def te_name(name: str) -> str:
@@ -74,18 +80,22 @@ _FUSED_NORMS = {
 }
 
 
-def without_te(spec):
-    """Return the spec, nested dataclasses of classes, with Megatron's local classes replaced by ours."""
+def replace_classes(spec, classes: dict[type, type], *, latents: type | None = None):
+    """Return the spec, nested dataclasses of classes, with classes replaced.
+
+    latents: class of MLA's projections down to the latents.
+    """
     if isinstance(spec, (list, tuple)):
-        return type(spec)(map(without_te, spec))
+        return type(spec)(replace_classes(part, classes, latents=latents) for part in spec)
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        fields = {field.name: without_te(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
-        if isinstance(spec, multi_latent_attention.MLASelfAttentionSubmodules):
-            fields |= dict(linear_q_down_proj=DuplicatedLinear, linear_kv_down_proj=DuplicatedLinear)
+        fields = {
+            field.name: replace_classes(getattr(spec, field.name), classes, latents=latents)
+            for field in dataclasses.fields(spec)
+        }
+        if latents and isinstance(spec, multi_latent_attention.MLASelfAttentionSubmodules):
+            fields |= dict(linear_q_down_proj=latents, linear_kv_down_proj=latents)
         return dataclasses.replace(spec, **fields)
-    if isinstance(spec, type):
-        return {WrappedTorchNorm: Norm, DotProductAttention: CoreAttention}.get(spec, spec)
-    return spec
+    return classes.get(spec, spec) if isinstance(spec, type) else spec
 
 
 class Norm:

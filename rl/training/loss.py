@@ -21,4 +21,7 @@ class Totals:
 
 
 Loss = Callable[[MicroBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, totals) -> (loss, metrics), both divided by the totals, so that micro-batches add up."""
+"""(micro-batch, totals) -> (loss, metrics), both divided by the totals, so that micro-batches add up.
+
+A loss may have the attribute `reads`: the names of the model's outputs that it reads. Others are then not
+computed."""

@@ -169,11 +169,13 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> Tran
         use_cpu_initialization=not on_cuda,
         # Loss terms contain their global denominator: no division by micro-batches or data parallel size.
         calculate_per_token_loss=True,
-        variable_seq_lengths=training.pp > 1,
+        variable_seq_lengths=training.pp > 1,  # see `rl.training.pipeline`
         # variable_seq_lengths raises with the default 'allgather', even for dense models.
         moe_token_dispatcher_type="alltoall",
         # PP 2 and gloo: batched p2p pairs sends with the wrong receives, overlapped p2p reads freed buffers.
         batch_p2p_comm=on_cuda,
+        # Megatron waits for the device after each transfer, against a race in versions of torch before 2.
+        batch_p2p_sync=False,
         overlap_p2p_comm=False,
         deallocate_pipeline_outputs=on_cuda,
         bias_activation_fusion=use_te(dtype),
@@ -181,7 +183,10 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> Tran
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        # Megatron has no fused kernel for MLA without YaRN.
+        apply_rope_fusion=use_te(dtype) and of_model.get("rope_type") != "rope",
+        moe_permute_fusion="num_moe_experts" in of_model and use_te(dtype),
+        moe_router_fusion="num_moe_experts" in of_model and use_te(dtype),
         recompute_granularity="full" if training.recompute else None,
         recompute_method="uniform" if training.recompute else None,
         recompute_num_layers=1 if training.recompute else None,

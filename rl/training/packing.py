@@ -9,9 +9,6 @@ from torch import Tensor
 from rl.data.batch import Batch
 from rl.training.rows import Group, RowAttention, positions, ranges, row_attention, segments
 
-PADDING_TOKENS = 64
-"""Padding forms sequences of at most this many tokens, whose attention costs little."""
-
 
 @dataclass
 class MicroBatch:
@@ -61,34 +58,39 @@ class MicroBatch:
 
 
 def pack(
-    batch: Batch,
-    samples: list[int],
-    *,
-    multiple: int,
-    device: torch.device,
-    share: bool = False,
-    num_tokens: int = 0,
+    batch: Batch, samples: list[int], *, multiple: int, device: torch.device, share: bool = False
 ) -> MicroBatch:
-    """Lay the samples out in one row and pad it.
+    """Lay the samples out in one row, and add their columns."""
+    return with_columns(lay_out(batch, samples, multiple=multiple, device=device, share=share), batch)
 
-    multiple: the row's length is a multiple of it: tp under sequence parallelism, else 1. share: adjacent
-    samples of one group with equal prompts share one copy of the prompt. num_tokens: least length of the row.
 
-    The layout is kept with the batch, because several passes over a batch use the same plan.
-    """
-    key = (tuple(samples), multiple, device, share, num_tokens)
-    if key not in batch.layouts:
-        batch.layouts[key] = _lay_out(batch, samples, multiple, device, share, num_tokens)
-    row: MicroBatch = batch.layouts[key]
+def with_columns(row: MicroBatch, batch: Batch) -> MicroBatch:
+    """Return a copy of the micro-batch with the present columns and labels of its batch."""
     host = {name: column[row.column_index] for name, column in batch.loss_columns().items()}
     if batch.labels is not None:
-        host["labels"] = batch.labels[samples]
+        host["labels"] = batch.labels[row.samples]
+    device = row.tokens.device
     columns = dict(zip(host, _to_device([x.numpy() for x in host.values()], torch.float32, device)))
     return replace(row, labels=columns.pop("labels", None), columns=columns)
 
 
-def _lay_out(batch, samples, multiple, device, share, num_tokens) -> MicroBatch:
-    """Return the micro-batch without columns."""
+def lay_out(
+    batch: Batch, samples: list[int], *, multiple: int, device: torch.device, share: bool = False
+) -> MicroBatch:
+    """Return the micro-batch without columns.
+
+    multiple: the row is padded to a multiple of it: tp under sequence parallelism, else 1. share: adjacent
+    samples of one group with equal prompts share one copy of the prompt.
+
+    The layout is kept with the batch, because several passes over a batch use the same plan.
+    """
+    key = (tuple(samples), multiple, device, share)
+    if key not in batch.layouts:
+        batch.layouts[key] = _lay_out(batch, samples, multiple, device, share)
+    return batch.layouts[key]
+
+
+def _lay_out(batch, samples, multiple, device, share) -> MicroBatch:
     prompts, responses = (x.numpy()[samples] for x in (batch.prompt_lengths, batch.lengths))
     groups: list[Group] = []
     pieces = [np.zeros(0, np.int32)]
@@ -107,9 +109,10 @@ def _lay_out(batch, samples, multiple, device, share, num_tokens) -> MicroBatch:
             groups.append(Group(start, end - start))
         else:
             groups.append(Group(start, prompt, tuple(sorted(int(n) for n in responses[members] if n))))
-    length = -(-max(num_tokens, end, 1) // multiple) * multiple
-    pieces.append(np.zeros(length - end, np.int32))
-    groups += [Group(at, min(PADDING_TOKENS, length - at)) for at in range(end, length, PADDING_TOKENS)]
+    length = -(-max(end, 1) // multiple) * multiple
+    if length > end:
+        groups.append(Group(end, length - end))
+        pieces.append(np.zeros(length - end, np.int32))
     within = ranges(np.zeros_like(responses), responses)
     arrays = dict(
         tokens=np.concatenate(pieces)[None],

@@ -1,4 +1,6 @@
-"""train_rl.py on the stand-in for CUDA: `rehearse.py LINES <arguments of train_rl.py>`.
+"""train_rl.py on the stand-in for CUDA: `rehearse.py [--te] LINES <arguments of train_rl.py>`.
+
+--te: also on the stand-in for Transformer Engine; then the process must be a fresh interpreter.
 
 At its end the process writes the lines of rl/ that it executed to LINES, as JSON: {file: [line, ...]}. After
 the run it calls what only faults and changes of size reach: the watchdog's dump, a larger snapshot.
@@ -11,7 +13,7 @@ import threading
 from pathlib import Path
 
 import train_rl
-from tests.rehearsal import cuda
+from tests.rehearsal import cuda_stand_in
 from tests.spawn import ROOT
 
 RL = str(ROOT / "rl") + "/"
@@ -34,7 +36,7 @@ def main(lines: str) -> None:
     atexit.register(write)
     threading.settrace(trace)
     sys.settrace(trace)
-    cuda.install()
+    cuda_stand_in.install()
     import torch
 
     import rl.run.loop as loop
@@ -56,5 +58,10 @@ def main(lines: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--te":
+        del sys.argv[1]
+        from tests.rehearsal import te_stand_in
+
+        te_stand_in.install()
     sys.argv[1:], lines = sys.argv[2:], sys.argv[1]
     main(lines)

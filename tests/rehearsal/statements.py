@@ -9,7 +9,8 @@ from pathlib import Path
 from tests.spawn import ROOT
 
 TERM = re.compile("cuda|nccl|pin_memory|record_stream")
-ON_CPU = ("rl/rollout/cpu_support.py", "rl/training/cpu_support.py")
+ELSEWHERE = ("rl/rollout/cpu_support.py", "rl/training/cpu_support.py", "rl/dry_run/")
+"""Files that are for CPUs or have no device."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def cuda_statements() -> list[Statement]:
     found = []
     for path in sorted((ROOT / "rl").rglob("*.py")):
         file = str(path.relative_to(ROOT))
-        if file not in ON_CPU:
+        if not file.startswith(ELSEWHERE):
             found += _statements_of(path, file)
     return found
 
@@ -74,12 +75,20 @@ def _required(body: list[ast.stmt], flags: set[str]) -> Iterator[ast.stmt]:
         if any(_mentions(part, flags) for part in header):
             yield node
         if isinstance(node, ast.If) and (sign := _condition(node.test, flags)):
-            taken = node.body if sign > 0 else node.orelse or body[number + 1 : number + 2]
-            yield from taken[:1]
+            taken = node.body if sign > 0 else node.orelse
+            yield from _first(taken) if taken else body[number + 1 : number + 2]
         for part in ("body", "orelse", "finalbody"):
             yield from _required(getattr(node, part, []), flags)
         for handler in getattr(node, "handlers", []):
             yield from _required(handler.body, flags)
+
+
+def _first(branch: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the first statement of a branch and, if that is an elif, those of its branches."""
+    yield from branch[:1]
+    if len(branch) == 1 and isinstance(branch[0], ast.If):
+        yield from _first(branch[0].body)
+        yield from _first(branch[0].orelse)
 
 
 def _header(node: ast.stmt) -> list[ast.AST]:

@@ -5,29 +5,46 @@ import json
 
 import pytest
 
+from tests.checkpoints import save_tiny
 from tests.records import records
 from tests.rehearsal.statements import cuda_statements
 from tests.spawn import ROOT, run_ranks
+from tests.toy import SFT, write_config
 
 REHEARSE = ROOT / "tests" / "rehearsal" / "rehearse.py"
 HINT = """
 Each of these statements runs only on CUDA, and no test has executed it. Make one of the runs below reach it
-(a config key in RUN), or, if torch or vLLM needs a GPU there, give tests/rehearsal/cuda.py a stand-in.
+(a config key in RUN), or, if torch or vLLM needs a GPU there, extend tests/rehearsal/cuda_stand_in.py.
 """
-RUN = ("model.dtype=bfloat16", "objective.kl_coef=0.01", "checkpoint.every=1", "checkpoint.background=true")
+RUN = (
+    "model.dtype=bfloat16",
+    "objective.kl_coef=0.01",
+    "training.head_chunk_tokens=16",
+    "checkpoint.every=1",
+    "checkpoint.background=true",
+)
 
 
 @pytest.fixture(scope="module")
 def rehearsed(toy, tmp_path_factory):
-    """Executed lines by file, and the run directory: two steps, and a third by a resumed run."""
-    from tests.toy import write_config
-
+    """Executed lines by file, and the run directory: two steps, a third by a resumed run; one in float32."""
     directory = tmp_path_factory.mktemp("rehearsal")
     config = write_config(directory, toy, *RUN)
+    runs = (
+        ("run.max_steps=2",),
+        ("run.max_steps=3",),
+        (
+            *SFT,
+            "model.dtype=float32",
+            "objective.kl_coef=0",
+            "run.max_steps=1",
+            f"run.dir={directory}/float32",
+        ),
+    )
     executed: dict[str, set[int]] = {}
-    for steps in (2, 3):
-        lines = directory / f"lines-{steps}.json"
-        run_ranks(1, REHEARSE, lines, "--config", config, f"run.max_steps={steps}", timeout=300)
+    for number, overrides in enumerate(runs):
+        lines = directory / f"lines-{number}.json"
+        run_ranks(1, REHEARSE, lines, "--config", config, *overrides, timeout=300)
         for file, numbers in json.loads(lines.read_text()).items():
             executed.setdefault(file, set()).update(numbers)
     return executed, directory / "run"
@@ -44,6 +61,18 @@ def test_every_cuda_statement_is_executed(rehearsed):
     ]
     print(f"{len(statements)} statements that depend on CUDA, {len(statements) - len(missing)} executed")
     assert not missing, "\n".join(map(str, missing)) + HINT
+
+
+@pytest.mark.slow  # a fresh interpreter, because Megatron looks for Transformer Engine when it is imported
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "DeepseekV3ForCausalLM"])
+def test_layers_of_transformer_engine_train_and_refit(toy, tmp_path, architecture):
+    model = save_tiny(architecture, tmp_path / "model", seed=0)
+    config = write_config(tmp_path, toy, *RUN, f"model.path={model}", "run.max_steps=2")
+    run_ranks(1, REHEARSE, "--te", tmp_path / "lines", "--config", config, fresh=True, timeout=300)
+    found = records(tmp_path / "run")
+    assert len(found) == 2 and all(record["actor/grad_norm"] > 0 for record in found)
+    # The engine has the weights that these layers hold under other names and in other shapes.
+    assert all(record["training/rollout_probs_diff_mean"] < 0.01 for record in found)
 
 
 def test_the_rehearsal_trains(rehearsed):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tools.bench_tables.refit import save_model
 from tools.bench_tables.report import Row, middle
-from tools.bench_tables.sides import on_ranks
+from tools.bench_tables.sides import BenchFailed, on_ranks
 
 
 def add_arguments(add) -> None:
@@ -29,7 +29,7 @@ def add_arguments(add) -> None:
 def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
     """Return the row of foreground and background saves."""
     if args.rounds < 2:
-        raise ValueError(f"--rounds {args.rounds}: the first background save is not counted; at least 2.")
+        raise BenchFailed(f"--rounds {args.rounds}: the first background save is not counted; at least 2.")
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), args.hidden // 64)
     sizes = {"hidden_size": args.hidden, "intermediate_size": 4 * args.hidden, **heads}
     disk = args.disk or runs / "disk"

@@ -105,6 +105,7 @@ def simulated_step(world: int, args: Namespace) -> Row:
     from rl.phases.minibatches import MinibatchPlanner
     from rl.rollout.exchange import exchange
     from rl.runtime.device import Device
+    from rl.training.dp_split import Cost
 
     group_size, num_samples = 8, world * args.samples_per_rank
     prompts, samples = fake_samples(num_samples, group_size, args.mean_tokens)
@@ -119,7 +120,8 @@ def simulated_step(world: int, args: Namespace) -> Row:
         agreement = PhaseAgreement(config, "", group)
         entry = PhaseEntry("update", 1, 1, 0.0, 0.0, 1.0)
         timed(columns, "agreement, s", lambda: agreement.check(entry, batch.fingerprint, (0, 0)))
-    planner = MinibatchPlanner(config, world)
+    hf, weights = read_model(args.model)
+    planner = MinibatchPlanner(config, world, Cost.of_model(hf, weights))
     plans = timed(columns, "micro-batch plan, s", lambda: planner.plans(batch))
     ranks = [[i for micro in rank for i in micro] for rank in plans[0].micro_batches]
 
@@ -127,7 +129,7 @@ def simulated_step(world: int, args: Namespace) -> Row:
         return length_metrics(batch, max_prompt_tokens=16) | balance_metrics(num_tokens.tolist(), ranks)
 
     timed(columns, "metrics, s", metrics)
-    timed(columns, "refit plan, s", lambda: refit_plan(args.model, world))
+    timed(columns, "refit plan, s", lambda: refit_plan(hf, weights, world))
     columns["exchange, MiB"] = (3 * 8 * num_samples + 4 * 4 * int(batch.lengths.sum())) / 2**20
     most = float(max(columns["micro-batch plan, s"], columns["refit plan, s"]))  # type: ignore[type-var]
     return Row(f"{world} simulated ranks, seconds of the longest plan", columns, most)
@@ -161,15 +163,20 @@ def fake_samples(num_samples: int, group_size: int, mean_tokens: int) -> tuple[l
     return prompts, samples
 
 
-def refit_plan(model: str, world: int) -> None:
-    """Compute the plan of rank 0's refit from tp 8, pp 4 to tp 8, on nodes of 8 ranks."""
+def read_model(name: str) -> tuple[dict, list]:
+    """Return the config.json of configs/models/NAME, and its weights."""
     from rl.models import architecture
+
+    hf = json.loads((ROOT / "configs" / "models" / name / "config.json").read_text())
+    return hf, architecture(hf).weights(hf)
+
+
+def refit_plan(hf: dict, weights: list, world: int) -> None:
+    """Compute the plan of rank 0's refit from tp 8, pp 4 to tp 8, on nodes of 8 ranks."""
     from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts
     from rl.refit.plan import Routing, cut_into_batches, plan_of
 
-    hf = json.loads((ROOT / "configs" / "models" / model / "config.json").read_text())
-    weights, layers = architecture(hf).weights(hf), hf["num_hidden_layers"]
-    experts = count_experts(weights)
+    layers, experts = hf["num_hidden_layers"], count_experts(weights)
     training = TrainingPlacement(world, 8, 4, layers, etp=1 if experts else None, num_experts=experts)
     rollout = RolloutPlacement(world, 8, layers)
     routing = Routing(weights, training, rollout, node_of=lambda rank: rank // 8, itemsize=2)

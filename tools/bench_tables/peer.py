@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.bench_tables.sides import Side
+from tools.bench_tables.sides import BenchFailed, Side
 
 TRL = "trl==1.16.*"
 HERE = Path(__file__).resolve().parent
@@ -16,22 +16,22 @@ def install(directory: Path) -> Path:
     import torch
     import transformers
 
+    if torch.cuda.is_available():
+        raise BenchFailed("TRL is compared on the CPU only, and this machine has a GPU.")
     python, stamp = directory / "bin" / "python", directory / "trl-version"
-    if not stamp.exists():
-        torch_version = f"torch=={torch.__version__}"
-        print(f"installing {TRL} into {directory}", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", directory], check=True)
-        pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-        wanted = [TRL, torch_version, f"transformers=={transformers.__version__}"]
-        first = subprocess.run(
-            [*pip, *wanted]
-        )  # with pip's configuration, which works on a site without internet
-        if first.returncode:
-            subprocess.run([*pip, *index, *wanted], check=True)
-        program = "import importlib.metadata as m; print(m.version('trl'))"
-        stamp.write_text(subprocess.check_output([python, "-c", program], text=True))
-    return python
+    if stamp.exists():
+        return python
+    print(f"installing {TRL} into {directory}", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    pip += [TRL, f"torch=={torch.__version__}", f"transformers=={transformers.__version__}"]
+    # First with pip's configuration, which works on a site without internet.
+    for index in ([], ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]):
+        if subprocess.run([*pip, *index]).returncode == 0:
+            program = "import importlib.metadata as m; print(m.version('trl'))"
+            stamp.write_text(subprocess.check_output([python, "-c", program], text=True))
+            return python
+    raise BenchFailed(f"pip cannot install {TRL} into {directory}; its messages are above.")
 
 
 def version(directory: Path) -> str:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from tools.bench_tables.report import Row, middle
-from tools.bench_tables.sides import on_ranks
+from tools.bench_tables.sides import BenchFailed, on_ranks
 
 SIZES = dict(
     vocab_size=32000,
@@ -35,12 +35,12 @@ def add_arguments(add) -> None:
 
 
 def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
-    """Return the row of the two refits. Raises ValueError if they leave different parameters."""
+    """Return the row of the two refits. Raises BenchFailed if they leave different parameters."""
     model = save_model(runs / "model", args.dtype, num_hidden_layers=args.layers)
     asked = {key: getattr(args, key) for key in ("train", "rollout_tp", "rounds", "buffer_mib", "dtype")}
     found = on_ranks("refit:refit_both_ways", args.ranks, runs / "ranks", model=str(model), **asked)
     if found["differing"]:
-        raise ValueError(f"parameters differ between the two refits: {', '.join(found['differing'])}.")
+        raise BenchFailed(f"parameters differ between the two refits: {', '.join(found['differing'])}.")
     columns: dict[str, float | int | str] = {}
     for way, seconds in found["seconds"].items():
         columns[f"{way}, s"] = middle(seconds)
@@ -58,6 +58,7 @@ def save_model(directory: Path, dtype: str, **sizes: int) -> Path:
 
     from tools.make_toy import build_tokenizer
 
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     config = transformers.Qwen2Config(**SIZES | sizes)
     transformers.Qwen2ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)

@@ -36,6 +36,7 @@ class Result:
     """One table, with what is needed to judge and to repeat it."""
 
     table: str
+    title: str
     figure: str
     """What the rows' figures are, such as 'TRL / Lockstep, seconds of a step'."""
     better: Literal["higher", "lower"]
@@ -57,7 +58,7 @@ class Result:
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         machine = "; ".join(f"{name} {value}" for name, value in self.machine.items())
         versions = ", ".join(f"{name} {value}" for name, value in self.versions.items())
-        return f"## {self.table}\n\n{table}\n\n`{self.command}`; {machine}; {versions}\n"
+        return f"### {self.title}\n\n{table}\n\n`{self.command}`; {machine}; {versions}\n"
 
 
 def shown(value: float | int | str) -> str:

@@ -24,8 +24,8 @@ STEP = "training/global_step"
 POLL_S = 0.01
 
 
-class SideFailed(Exception):
-    """A side ended before its turn did; the message has the end of its output."""
+class BenchFailed(Exception):
+    """The table cannot be measured: a wrong argument, or a side that ended, with the end of its output."""
 
 
 def wait_for_turn(turn: int) -> None:
@@ -84,14 +84,14 @@ class Side:
             )
 
     def take_turn(self) -> list[dict[str, Any]]:
-        """Grant a turn and return the records of its steps. Raises SideFailed."""
+        """Grant a turn and return the records of its steps. Raises BenchFailed."""
         self._granted += 1
         grant(self._turns, self._granted)
         last = self._granted * self._steps_per_turn
         while not self._has_step(last):
             if self._process.poll() is not None and not self._has_step(last):
                 end = end_of(self._log.read_text(errors="replace"))
-                raise SideFailed(f"{self.name} ended with {self._process.returncode}:\n{end}")
+                raise BenchFailed(f"{self.name} ended with {self._process.returncode}:\n{end}")
             time.sleep(POLL_S)
         return [record for record in self.taken if record[STEP] > last - self._steps_per_turn]
 
@@ -180,7 +180,7 @@ def on_ranks(program: str, world_size: int, work: Path, **arguments: Any) -> dic
     """Run `module:function` of tools/bench_tables on ranks and return what it returned on rank 0.
 
     The function is called as `function(device, **arguments)` within a session. Its arguments and its result
-    are JSON. Raises SideFailed.
+    are JSON. Raises BenchFailed.
     """
     work.mkdir(parents=True, exist_ok=True)
     request, answer = work / "arguments.json", work / "answer.json"
@@ -191,7 +191,7 @@ def on_ranks(program: str, world_size: int, work: Path, **arguments: Any) -> dic
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     if done.returncode or not answer.exists():
         end = end_of(done.stderr)
-        raise SideFailed(f"{program} on {world_size} ranks ended with {done.returncode}:\n{end}")
+        raise BenchFailed(f"{program} on {world_size} ranks ended with {done.returncode}:\n{end}")
     return json.loads(answer.read_text())
 
 

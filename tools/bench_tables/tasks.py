@@ -35,8 +35,11 @@ def save_task(
     mean_length: mean number of tokens of short answers that end at `max_length` at the latest.
     long_share: probability of a long answer.
     """
+    from transformers.utils import logging
+
     from tools.make_toy import addition_problems, build_model, build_tokenizer, write_split
 
+    logging.disable_progress_bar()
     directory.mkdir(parents=True)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, **SIZES[size])

@@ -57,6 +57,7 @@ def update_both_forms(device, *, model: str, num_samples: int, max_tokens: int, 
     from rl.models import read_hf_config
     from rl.objectives.aggregate import aggregate
     from rl.phases.minibatches import MinibatchPlanner
+    from rl.training.dp_split import Cost
     from rl.training.engine import TrainingEngine
     from rl.training.grid import build_grid
 
@@ -96,7 +97,9 @@ def update_both_forms(device, *, model: str, num_samples: int, max_tokens: int, 
         )
         return total, {"loss": total}
 
-    planner, plans = MinibatchPlanner(config, grid.dp), {}
+    weights = engine.weight_map
+    planner = MinibatchPlanner(config, grid.dp, Cost.of_model(weights.hf, weights.weights))
+    plans = {}
     for form, batch in batches.items():
         plans[form] = planner.plans(batch)[0].micro_batches
     seconds: dict[str, list[float]] = {"packed": [], "padded": []}
@@ -105,7 +108,7 @@ def update_both_forms(device, *, model: str, num_samples: int, max_tokens: int, 
         for form, batch in batches.items():
             dist.barrier()
             start = time.perf_counter()
-            norms[form] = engine.update(batch, plans[form], loss, lr=0.0)["grad_norm"]
+            norms[form] = engine.update(batch, plans[form], loss, lr=0.0, outputs=("logprobs",))["grad_norm"]
             dist.barrier()
             if turn > 0:
                 seconds[form].append(time.perf_counter() - start)

@@ -91,7 +91,7 @@ class ToyEngine:
 
     def __init__(self):
         self.grid = SimpleNamespace(dp=dist.get_world_size())
-        self.weight_map = SimpleNamespace(hf=HF, weights=[])
+        self.weight_map, self.shares_prompts = SimpleNamespace(hf=HF, weights=[]), True
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
         self.version = 0
         self.gradients: list[dict[str, torch.Tensor]] = []
@@ -120,7 +120,7 @@ class ToyEngine:
         yield
         self.model, self.reference = self.reference, self.model
 
-    def update(self, batch, plan, loss, *, lr, progress=None):
+    def update(self, batch, plan, loss, *, lr, outputs=None, progress=None):
         gradient = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
         sums: dict[str, float] = {}
         self.model.zero_grad()

@@ -149,6 +149,16 @@ class Checks:
         assert all(np.array_equal(first[k].token_ids, again[k].token_ids) for k in first)
         assert any(not np.array_equal(first[k].token_ids, other[k].token_ids) for k in first)
 
+    def check_samples_depend_neither_on_the_batch_nor_on_chunks(self):
+        first = self.samples(PLAIN)
+        scheduler = self.engine.llm.llm_engine.engine_core.engine_core.scheduler
+        for name, value in (("max_num_scheduled_tokens", 8), ("max_num_active_reqs", 2)):
+            with patch.object(scheduler, name, value), EngineSteps(self.engine) as steps:
+                again = self.samples(PLAIN)
+            assert all(np.array_equal(first[k].token_ids, again[k].token_ids) for k in first), name
+            most = [sum(event[2] for event in step if event[0] == "schedule") for step in steps]
+            assert max(most) <= (8 if name == "max_num_scheduled_tokens" else 40), most
+
     def check_logprobs_are_those_of_the_sampling_distribution(self):
         for sampling in (
             PLAIN,

@@ -24,7 +24,7 @@ def batch_of(group_sizes, unit=1):
 def planner_of(prompts_per_minibatch, dp=2):
     keys = ["model.path=toy", "data.train=toy.jsonl", "data.prompts_per_step=8"]
     keys += [f"training.prompts_per_minibatch={prompts_per_minibatch}", "training.micro_batch_tokens=8"]
-    return MinibatchPlanner(load_config(None, keys), dp, Cost())
+    return MinibatchPlanner(load_config(None, keys), dp, Cost(), shares_prompts=True)
 
 
 @pytest.mark.parametrize(

@@ -526,3 +526,9 @@ def test_the_weights_that_are_measured_are_those_of_the_config():
         pair = batch.old_logprobs, batch.rollout_logprobs, batch.lengths, batch.mask
         expected = rollout_correction.metrics(*pair, level=level, upper=upper)
         assert found.items() >= expected.items() and len(expected) == 27
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_reads_the_entropy_only_for_its_bonus(loss):
+    assert policy_loss(config_of(loss=loss)).reads == ("logprobs",)
+    assert policy_loss(config_of(loss=loss, entropy_coef=0.1)).reads == ("logprobs", "entropy")

@@ -7,13 +7,13 @@ import pytest
 
 from tools.bench_tables.grpo import compare, measure, time_to
 from tools.bench_tables.report import Result, Row, read_results, regressions, store_results
-from tools.bench_tables.sides import Side, SideFailed, alternate
+from tools.bench_tables.sides import BenchFailed, Side, alternate
 from tools.bench_tables.tasks import end_probability
 
 
 def result(figure, *, better="higher", name="a row"):
     row = Row(name, {"ours, s": 0.51234, "rounds": 5, "of ours": "update 0.3"}, figure)
-    return Result("grpo", "TRL / Lockstep", better, [row], "python tools/bench.py grpo")
+    return Result("grpo", "A GRPO step", "TRL / Lockstep", better, [row], "python tools/bench.py grpo")
 
 
 def record(step, seconds, **timings):
@@ -63,7 +63,7 @@ def test_storing_keeps_other_rows(tmp_path):
 
 
 def test_unknown_row(tmp_path):
-    with pytest.raises(ValueError, match="--rows 7B begins the name of no row: 0.7M, 16 x 8"):
+    with pytest.raises(BenchFailed, match="--rows 7B begins the name of no row: 0.7M, 16 x 8"):
         measure(Namespace(rows=["7B"]), tmp_path, tmp_path)
 
 
@@ -117,5 +117,5 @@ def test_sides_take_turns(tmp_path):
 
 def test_a_side_that_ends_early(tmp_path):
     start, _ = sides(tmp_path, "a", last=1)
-    with pytest.raises(SideFailed, match="a ended with 3"):
+    with pytest.raises(BenchFailed, match="a ended with 3"):
         alternate(start, 1)

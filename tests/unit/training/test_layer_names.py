@@ -6,7 +6,10 @@ from rl.training import cpu_support
 
 cpu_support.install()
 
-from rl.training.layer_spec import te_name  # noqa: E402
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+
+from rl.training.layer_spec import Norm, te_name, without_te  # noqa: E402
 
 LAYER = "decoder.layers.3."
 
@@ -26,3 +29,8 @@ LAYER = "decoder.layers.3."
 )
 def test_names_of_fused_norms_and_experts(local, fused):
     assert te_name(LAYER + local) == LAYER + fused
+
+
+def test_norms_are_ours_where_apex_is_installed():
+    """Megatron's local specs then name FusedLayerNorm, which rejects RMSNorm (gpt_layer_specs.LNImpl)."""
+    assert without_te([FusedLayerNorm, WrappedTorchNorm]) == [Norm, Norm]

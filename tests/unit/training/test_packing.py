@@ -90,13 +90,6 @@ def test_a_row_is_padded_to_the_multiple(multiple, padding):
     assert micro.position_ids[0, 10:].tolist() == list(range(padding))  # a sequence of its own
 
 
-def test_a_row_is_padded_to_a_length_in_short_sequences():
-    micro = pack(example_batch(), [0, 2], multiple=4, device=CPU, num_tokens=149)
-    assert micro.tokens.shape == (1, 152)
-    assert micro.attention.cu_seqlens_q.tolist() == [0, 5, 10, 74, 138, 152]
-    assert micro.position_ids[0, 137:140].tolist() == [63, 0, 1]
-
-
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_an_empty_micro_batch_is_only_padding(multiple):
     micro = pack(example_batch(), [], multiple=multiple, device=CPU)

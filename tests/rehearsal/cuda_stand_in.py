@@ -7,7 +7,8 @@ Megatron. Only the program sees CUDA; torch, Megatron and vLLM remain CPU builds
   has what it does. An X without an entry raises and names this file.
 - `x.is_cuda` of tensors and storages is true; the literals "cuda" and "nccl" become "cpu" and "gloo".
 - pinned memory is ordinary memory; `x.cuda()` is x; streams and events execute in program order.
-- torch's variable-length attention is computed by SDPA, and vLLM's sleep mode loses weights and cache.
+- torch's variable-length attention is computed by SDPA, Triton's kernels by their references in torch, and
+  vLLM's sleep mode loses weights and cache.
 """
 
 import ast
@@ -19,6 +20,7 @@ import sys
 import types
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder, SourceFileLoader
+from pathlib import Path
 
 import torch
 
@@ -117,6 +119,11 @@ def _is_cuda(value) -> bool:
     return True if isinstance(value, tensors) else value.is_cuda
 
 
+def _wide(product, *tensors, out_dtype, out=None):
+    """Compute a product of 16-bit matrices into a wider type, which only CUDA does in one call."""
+    return product(*(tensor.to(out_dtype) for tensor in tensors), out=out)
+
+
 class _Rewrite(ast.NodeTransformer):
     def visit_Attribute(self, node):
         self.generic_visit(node)
@@ -129,7 +136,10 @@ class _Rewrite(ast.NodeTransformer):
 
     def visit_Call(self, node):
         self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute):
+        if any(keyword.arg == "out_dtype" for keyword in node.keywords):
+            node.args.insert(0, node.func)
+            node.func = ast.copy_location(ast.Name("__wide__", ast.Load()), node)
+        elif isinstance(node.func, ast.Attribute):
             if node.func.attr in ("cuda", "pin_memory"):
                 return node.func.value
             if node.func.attr == "record_stream":
@@ -155,7 +165,7 @@ class _Loader(SourceFileLoader):
         return compile(tree, path, "exec", dont_inherit=True)
 
     def exec_module(self, module):
-        module.__dict__.update(__cuda__=_Cuda("torch.cuda on a CPU"), __is_cuda__=_is_cuda)
+        module.__dict__.update(__cuda__=_Cuda("torch.cuda on a CPU"), __is_cuda__=_is_cuda, __wide__=_wide)
         super().exec_module(module)
 
 
@@ -178,11 +188,26 @@ def install() -> None:
     sys.meta_path.insert(0, _Finder())
     import torch.nn.attention.varlen as varlen
 
-    varlen.varlen_attn = _checked(varlen.varlen_attn, _varlen_attn)
+    varlen.varlen_attn = _checked(varlen.varlen_attn, varlen_attn)
+    _replace_kernels()
     _replace_sleep_mode()
 
 
-def _varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+def _replace_kernels() -> None:
+    """Replace the Triton kernels of the head, which tests run in Triton's interpreter, by their reference."""
+    import rl.training.logprobs as reference
+
+    path = Path(reference.__file__).with_name("head_kernels.py")
+    kernels = types.ModuleType("rl.training.head_kernels")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and hasattr(reference, node.name):
+            function = getattr(reference, node.name)
+            assert [a.arg for a in node.args.args] == list(inspect.signature(function).parameters), node.name
+            setattr(kernels, node.name, function)
+    sys.modules[kernels.__name__] = kernels
+
+
+def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
     """Attend segment by segment, causally and aligned at the bottom right."""
     assert window_size == (-1, 0) and cu_q.dtype is cu_k.dtype is torch.int32
     assert query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]

@@ -1,0 +1,122 @@
+"""vLLM's scheduler with a short path for steps in which every request decodes one token.
+
+Scheduling and its bookkeeping cost vLLM about 60 us of Python per token, most of a step of a small model. In
+a step without a prompt little of that can happen: no request is admitted, and a block of the KV cache is
+needed only where one is full. This class is the value of vLLM's public option `scheduler_cls`.
+"""
+
+import numpy as np
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.sched.utils import check_stop, remove_all
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists
+
+
+class DecodeScheduler(Scheduler):
+    """Schedules exactly what vLLM's scheduler does, without speculation, pipeline stages or connectors.
+
+    A request without stop strings yields one output, when it is finished. With another vLLM, compare
+    `_schedule_decoding` with the loop over `running` in Scheduler.schedule, and `update_from_output` with
+    Scheduler's.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        assert not (self.num_spec_tokens or self.use_pp or self.connector or self.log_stats)
+        self._logprobs: dict[str, list[float]] = {}
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        return self._schedule_decoding() or super().schedule(throttle_prefills)
+
+    def _schedule_decoding(self) -> SchedulerOutput | None:
+        """Return the plan of a step with one token per running request; None if there is more to do."""
+        running = self.running
+        starts = [request.num_computed_tokens for request in running]
+        full = [request for request, start in zip(running, starts) if start % self.block_size == 0]
+        if (
+            not running
+            or self.waiting
+            or len(running) > self.max_num_scheduled_tokens
+            or len(full) > self.kv_cache_manager.block_pool.get_num_free_blocks()
+            or any(request.num_tokens != start + 1 for request, start in zip(running, starts))
+            or any(request.request_id not in self.prev_step_scheduled_req_ids for request in running)
+        ):
+            return None
+        self.current_step += 1
+        self.kv_cache_manager.new_step_starts()
+        blocks = {r.request_id: self.kv_cache_manager.allocate_slots(r, 1).get_block_ids() for r in full}
+        names = [request.request_id for request in running]
+        for request in running:
+            request.num_computed_tokens += 1
+            request.num_in_flight_tokens += 1
+        self.prev_step_scheduled_req_ids.clear()
+        self.prev_step_scheduled_req_ids.update(names)
+        finished, self.finished_req_ids = self.finished_req_ids, set()
+        preempted, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
+        return SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=names,
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=[blocks.get(name) for name in names],
+                num_computed_tokens=starts,
+                num_output_tokens=[request.num_output_tokens for request in running],
+            ),
+            num_scheduled_tokens=dict.fromkeys(names, 1),
+            total_num_scheduled_tokens=len(names),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            preempted_req_ids=preempted,
+            finished_req_ids=finished,
+            free_encoder_mm_hashes=[],
+            new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
+        )
+
+    def update_from_output(self, scheduler_output, model_runner_output) -> dict[int, EngineCoreOutputs]:
+        """Append the sampled tokens to their requests; return the outputs of those that are finished."""
+        plan = scheduler_output.num_scheduled_tokens
+        if any(self.requests[name].sampling_params.detokenize for name in plan):
+            return super().update_from_output(scheduler_output, model_runner_output)
+        logprobs = model_runner_output.logprobs.logprobs[:, 0].tolist() if plan else []
+        outputs, finished = [], set()
+        for name, num_tokens in plan.items():
+            request, row = self.requests[name], model_runner_output.req_id_to_index[name]
+            request.num_in_flight_tokens -= num_tokens
+            sampled = model_runner_output.sampled_token_ids[row]
+            if not sampled:  # a chunk of a prompt
+                continue
+            request._output_token_ids.append(sampled[0])
+            request._all_token_ids.append(sampled[0])
+            if request.num_tokens % self.hash_block_size == 0:
+                request.update_block_hashes()
+            self._logprobs.setdefault(name, []).append(logprobs[row])
+            if check_stop(request, self.max_model_len):
+                outputs.append(self._finish(request))
+                finished.add(request)
+        self.running = remove_all(self.running, finished)
+        return {0: EngineCoreOutputs(outputs=outputs)}
+
+    def _finish(self, request) -> EngineCoreOutput:
+        """Free the request; return all of its tokens and log-probs."""
+        tokens = list(request._output_token_ids)
+        logprobs = np.array(self._logprobs.pop(request.request_id), np.float32)[:, None]
+        ranks = np.zeros(len(tokens), np.int64)
+        reason = request.get_finished_reason()
+        self._free_request(request)
+        return EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=tokens,
+            new_logprobs=LogprobsLists(np.array(tokens)[:, None], logprobs, ranks),
+            finish_reason=reason,
+            stop_reason=request.stop_reason,
+        )
+
+    def finish_requests(self, request_ids, finished_status):
+        """Forget the log-probs of aborted requests as well."""
+        finished = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self._logprobs.pop(request.request_id, None)
+        return finished

@@ -1,0 +1,65 @@
+"""The import of transformers without its scan of all model files.
+
+To know which file defines which class, transformers 5 reads every file of every model when it is imported:
+3,200 files and 70 MB per rank, on every start. The result depends on the installation alone, so it is kept
+in a file of the user's cache.
+"""
+
+import contextlib
+import hashlib
+import marshal
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+_MODULE, _FUNCTION = "transformers.utils.import_utils", "create_import_structure_from_path"
+
+
+def keep_scan() -> None:
+    """Make the next import of transformers read the kept result of its scan, or keep it. Idempotent."""
+    if _MODULE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def kept(scan: Callable[[str], dict], path: str | os.PathLike) -> dict:
+    """Return `scan(path)`, from a file if it was kept. A change of the directory makes the file invalid."""
+    directory = Path(path)
+    directory = directory.parent if directory.is_file() else directory
+    if directory.name != "models":  # a single model, whose few files are read if it is used
+        return scan(path)  # type: ignore[arg-type]
+    times = [file.stat().st_mtime_ns for file in (directory, directory.parent / "__init__.py")]
+    key = hashlib.sha256(repr((str(directory), times, sys.implementation.cache_tag)).encode()).hexdigest()
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    file = Path(root, "lockstep", "transformers-models", key)
+    with contextlib.suppress(OSError, ValueError, EOFError, TypeError):  # absent or truncated: scan again
+        return marshal.loads(file.read_bytes())
+    found = scan(path)  # type: ignore[arg-type]
+    with contextlib.suppress(OSError):  # a read-only home only costs time
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partial:
+            partial.write(marshal.dumps(found))
+        os.replace(partial.name, file)
+    return found
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, fullname, path, target=None):
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                execute(module)
+                scan = getattr(module, _FUNCTION, None)  # another version may have another way
+                if scan is not None:
+                    setattr(module, _FUNCTION, lambda path: kept(scan, path))
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

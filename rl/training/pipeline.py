@@ -1,0 +1,28 @@
+"""Transfers between pipeline stages without an exchange of shapes.
+
+Micro-batches have different lengths. Megatron therefore sends the shape before each tensor, and waits twice
+for the device to read it. Every stage packs the same micro-batches, so it knows the shapes in advance: a
+stage receives activations, and later gradients, in the order of the micro-batches.
+"""
+
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from rl.training.packing import MicroBatch
+
+
+class KnownShapes(P2PCommunicator):
+    """Transfers of one run of the schedule over `rows`. Requires config.variable_seq_lengths."""
+
+    def __init__(self, pp_group, config, rows: list[MicroBatch]):
+        super().__init__(pp_group=pp_group, config=config)
+        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shapes = [[row.tokens.numel() // parts, 1, config.hidden_size] for row in rows]
+        self._activations, self._gradients = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
+        """Return the shapes of the tensors to receive from the previous and the next stage."""
+        nothing = [0, 0, 0]
+        return (
+            next(self._activations) if recv_prev else nothing,
+            next(self._gradients) if recv_next else nothing,
+        )

@@ -1,0 +1,190 @@
+"""A stand-in for Transformer Engine, so that a rehearsal builds, trains and refits its layers on a CPU.
+
+The package has exactly the names of the record (tests/unit/tools/transformer_engine.json), so that an import
+of another name fails as it would on CUDA. Constructors take the recorded arguments. LAYERS and FUNCTIONS
+compute in torch, for one rank; other classes cannot be used.
+"""
+
+import contextlib
+import importlib.machinery
+import json
+import sys
+import types
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+RECORD = Path(__file__).parents[1] / "unit" / "tools" / "transformer_engine.json"
+
+
+class _Layer(torch.nn.Module):
+    """A layer that checks its arguments against the record."""
+
+    names: tuple[str, ...]
+    takes_more: bool
+
+    def __init__(self, *args, **options):
+        super().__init__()
+        bound = dict(zip(self.names, args)) | options
+        unknown = set() if self.takes_more else bound.keys() - set(self.names)
+        assert not unknown, f"{type(self).__name__} of Transformer Engine has no argument {unknown}"
+        assert bound.get("tp_size", 1) == 1, "the stand-in computes on one rank"
+        self.build(types.SimpleNamespace(**dict.fromkeys(self.names) | bound))
+
+    def build(self, given) -> None:
+        raise NotImplementedError(f"{type(self).__name__} has no stand-in: add it to {__file__}")
+
+    def parameter(self, *shape: int, dtype, parallel: bool = False) -> torch.nn.Parameter:
+        parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
+        if parallel:  # TE marks the weights of every linear layer, also of one that is not split
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+        return parameter
+
+
+class Linear(_Layer):
+    def build(self, given) -> None:
+        shape = given.out_features, given.in_features
+        self.weight = self.parameter(*shape, dtype=given.params_dtype, parallel=True)
+        self.bias = self.parameter(shape[0], dtype=given.params_dtype) if given.bias else None
+        self.return_bias = given.return_bias
+
+    def forward(self, inp, is_first_microbatch=None):
+        out = F.linear(inp, self.weight, None if self.return_bias else self.bias)
+        return (out, self.bias) if self.return_bias else out
+
+
+class LayerNormLinear(Linear):
+    def build(self, given) -> None:
+        super().build(given)
+        assert given.normalization == "RMSNorm" and not given.return_layernorm_output
+        self.layer_norm_weight = self.parameter(given.in_features, dtype=given.params_dtype)
+        self.eps = given.eps
+
+    def forward(self, inp, is_first_microbatch=None):
+        return super().forward(F.rms_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.eps))
+
+
+class RMSNorm(_Layer):
+    def build(self, given) -> None:
+        size = given.normalized_shape or given.hidden_size
+        self.weight = self.parameter(size, dtype=given.params_dtype or given.dtype or torch.bfloat16)
+        self.weight.sequence_parallel = given.sequence_parallel
+        self.eps = given.eps
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class GroupedLinear(_Layer):
+    def build(self, given) -> None:
+        self.num_gemms, self.return_bias = given.num_gemms, given.return_bias
+        for number in range(given.num_gemms):
+            weight = self.parameter(
+                given.out_features, given.in_features, dtype=given.params_dtype, parallel=True
+            )
+            setattr(self, f"weight{number}", weight)
+
+    def forward(self, inp, m_splits, is_first_microbatch=None):
+        parts = inp.split(m_splits)
+        out = torch.cat([F.linear(part, getattr(self, f"weight{n}")) for n, part in enumerate(parts)])
+        return (out, None) if self.return_bias else out
+
+
+class DotProductAttention(_Layer):
+    def build(self, given) -> None:
+        self.scale = given.softmax_scale
+
+    def forward(self, query, key, value, attention_mask=None, **options):
+        from tests.rehearsal.cuda_stand_in import varlen_attn
+
+        assert options["qkv_format"] == "thd" and options["attn_mask_type"].startswith("padding_causal")
+        width = value.shape[-1]
+        value = F.pad(value, (0, query.shape[-1] - width))
+        out = varlen_attn(
+            query,
+            key,
+            value,
+            options["cu_seqlens_q"],
+            options["cu_seqlens_kv"],
+            options["max_seqlen_q"],
+            options["max_seqlen_kv"],
+            scale=self.scale,
+            window_size=(-1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out[..., :width].flatten(1)
+
+
+LAYERS = {
+    layer.__name__: layer for layer in (Linear, LayerNormLinear, RMSNorm, GroupedLinear, DotProductAttention)
+}
+
+
+def multi_tensor_applier(operation, flag, lists, *args):
+    return operation(0, flag, lists, *args)
+
+
+def multi_tensor_scale(chunk, flag, lists, scale):
+    for source, target in zip(*lists):
+        target.copy_(source * scale)
+
+
+def multi_tensor_l2norm(chunk, flag, lists, per_tensor):
+    assert not per_tensor
+    return torch.stack([tensor.float().norm() for tensor in lists[0]]).norm(), None
+
+
+def get_cpu_offload_context(enabled, *sizes):
+    assert not enabled
+    return contextlib.nullcontext(), lambda tensor: tensor
+
+
+FUNCTIONS = {
+    function.__name__: function
+    for function in (multi_tensor_applier, multi_tensor_scale, multi_tensor_l2norm, get_cpu_offload_context)
+}
+
+
+def install() -> None:
+    """Make `import transformer_engine` give the stand-in. Call it before the first import of Megatron."""
+    content = json.loads(RECORD.read_text())
+    _module("transformer_engine", content["version"])  # cpu_support sets the name to None if it is free
+    from rl.training.cpu_support import Adam
+
+    recorded = {name: found for name, found in content["names"].items() if found is not None}
+    for name, found in sorted(recorded.items()):
+        *parents, last = name.split(".")
+        owner = _module(".".join(parents), content["version"])
+        if last == "FusedAdam":
+            value: object = Adam
+        elif last in FUNCTIONS:
+            value = FUNCTIONS[last]
+        elif last in LAYERS and parents[-1] == "pytorch":
+            value = type(
+                last, (LAYERS[last],), dict(names=tuple(found["names"]), takes_more=found["takes"][1])
+            )
+        elif any(other.startswith(name + ".") for other in recorded) and found["names"] is None:
+            continue  # a module or an enumeration
+        elif isinstance(owner, types.ModuleType) and last[0].isupper():
+            value = type(last, (_Layer,), {"names": tuple(found["names"] or ())})
+        else:
+            value = None  # functions for FP8, graphs and fusions that the program does not use
+        if not hasattr(owner, last):
+            setattr(owner, last, value)
+
+
+def _module(name: str, version: str):
+    """Return the module, or the class, of a dotted name, made with its parents."""
+    if name not in sys.modules:
+        parent, _, last = name.rpartition(".")
+        owner = _module(parent, version) if parent else None
+        if owner is not None and isinstance(getattr(owner, last, None), type):
+            return getattr(owner, last)
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__path__, module.__version__ = [], version
+        sys.modules[name] = module
+        if owner is not None:
+            setattr(owner, last, module)
+    return sys.modules[name]

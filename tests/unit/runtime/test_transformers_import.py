@@ -1,0 +1,65 @@
+"""The scan of transformers' model files is kept between starts, and renewed if the installation changes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rl.runtime.transformers_import import kept
+
+FOUND = {"qwen2": {frozenset({"torch"}): {"modeling_qwen2": {"Qwen2Model"}}}}
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    models = tmp_path / "transformers" / "models"
+    models.mkdir(parents=True)
+    for file in (models.parent / "__init__.py", models / "__init__.py"):
+        file.touch()
+    return models
+
+
+def scans(path, times=2):
+    """Return how many of several starts scanned; all must find the same."""
+    count = 0
+
+    def scan(path):
+        nonlocal count
+        count += 1
+        return FOUND
+
+    assert [kept(scan, path) for _ in range(times)] == [FOUND] * times
+    return count
+
+
+def test_the_second_start_does_not_scan(models):
+    assert scans(models) == 1 and scans(models / "__init__.py") == 0
+
+
+def test_another_installation_is_scanned_again(models):
+    scans(models)
+    os.utime(models.parent / "__init__.py", ns=(1, 1))
+    assert scans(models) == 1
+
+
+def test_a_truncated_file_is_replaced(models, tmp_path):
+    scans(models)
+    (file,) = (tmp_path / "cache" / "lockstep" / "transformers-models").iterdir()
+    file.write_bytes(file.read_bytes()[:10])
+    assert scans(models) == 1
+
+
+def test_a_single_model_is_not_kept(models):
+    (models / "qwen2").mkdir()
+    assert scans(models / "qwen2") == 2
+
+
+def test_the_kept_result_is_that_of_transformers(tmp_path, monkeypatch):
+    from transformers.utils import import_utils
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    scan = import_utils.create_import_structure_from_path
+    models = Path(import_utils.__file__).parents[1] / "models"
+    first = kept(scan, models)
+    assert first == kept(scan, models) and "Qwen2Config" in str(first["qwen2"])
