@@ -75,6 +75,5 @@ class MinibatchPlanner:
             dp=self._dp,
             max_tokens=self._training.micro_batch_tokens,
             samples_per_unit=samples_per_unit,
-            even_rows=self._training.pp > 1,
         )
         return MinibatchPlan(plan, [[work.cost(micro) for micro in rank] for rank in plan])

@@ -1,7 +1,9 @@
 """Patches that make vLLM's CPU build usable inside a trainer. Nothing is patched on CUDA."""
 
+import ctypes
 import functools
 import glob
+import mmap
 import os
 import socket
 from pathlib import Path
@@ -167,4 +169,19 @@ class KvCache:
         for storage, num_bytes in self.storages:
             if storage.nbytes() == 0:
                 storage.resize_(num_bytes)
-                torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+                _zero(storage.data_ptr(), num_bytes)
+
+
+def _zero(address: int, num_bytes: int) -> None:
+    """Fill memory with zeros, whole pages without touching them.
+
+    The kernel provides zeroed pages when they are first used (madvise(2), MADV_DONTNEED), so a large cache
+    that is used in part costs only that part.
+    """
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    pages = ctypes.c_size_t(max(0, end - first))
+    if not pages.value or ctypes.CDLL(None).madvise(ctypes.c_void_p(first), pages, mmap.MADV_DONTNEED):
+        first = end = address + num_bytes  # no whole page, or pages that are locked in memory
+    ctypes.memset(address, 0, first - address)
+    ctypes.memset(end, 0, address + num_bytes - end)

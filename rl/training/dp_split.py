@@ -129,19 +129,12 @@ class _Part(NamedTuple):
 
 
 def plan_micro_batches(
-    work: Workload,
-    *,
-    indices: Sequence[int],
-    dp: int,
-    max_tokens: int,
-    samples_per_unit: int = 1,
-    even_rows: bool = False,
+    work: Workload, *, indices: Sequence[int], dp: int, max_tokens: int, samples_per_unit: int = 1
 ) -> MicroBatchPlan:
     """Return the micro-batches of each of `dp` ranks for the samples `indices`.
 
     samples_per_unit: number of consecutive samples of a group kept in one micro-batch, in order; `indices`
-    must contain whole units. even_rows: a micro-batch costs as much as the rank's longest one, as in a
-    pipeline; groups are then also divided if that makes the sum of padded rows shorter.
+    must contain whole units.
 
     Groups, or parts of them, are assigned most costly first, each to the rank with the least cost so far. A
     rank's micro-batches are as few as best-fit gives, with at most `max_tokens` tokens each unless one unit
@@ -153,9 +146,12 @@ def plan_micro_batches(
     """
     units = _units(work, indices, samples_per_unit)
     ranks = [_by_group(members) for members in _spread_over_ranks(units, dp)]
-    divisors = (1, 2, 4) if even_rows else (1,)
-    plans = (_plan_ranks(ranks, max_tokens, max_tokens // divisor) for divisor in divisors)
-    plan = [[_samples(micro, samples_per_unit) for micro in rank] for rank in min(plans, key=_padded_tokens)]
+    parts = [_parts(groups, max_tokens) for groups in ranks]
+    count = max(len(_best_fit(of_rank, max_tokens)) for of_rank in parts)
+    plan = [
+        [_samples(micro, samples_per_unit) for micro in _micro_batches(of_rank, count, max_tokens)]
+        for of_rank in parts
+    ]
     return [sorted(rank, key=work.cost, reverse=True) for rank in plan]
 
 
@@ -173,19 +169,6 @@ def plan_minibatch(
     return plan_micro_batches(
         work, indices=samples, dp=dp, max_tokens=max_tokens, samples_per_unit=batch.samples_per_unit
     )
-
-
-def _plan_ranks(ranks: list[list[list[_Unit]]], max_tokens: int, part_tokens: int) -> list[list[list[_Part]]]:
-    """Return the micro-batches of each rank, from groups in parts of at most `part_tokens`."""
-    parts = [_parts(groups, part_tokens) for groups in ranks]
-    count = max(len(_best_fit(of_rank, max_tokens)) for of_rank in parts)
-    return [_micro_batches(of_rank, count, max_tokens) for of_rank in parts]
-
-
-def _padded_tokens(plan: list[list[list[_Part]]]) -> int:
-    """Return the tokens of the busiest rank, if its micro-batches are padded to the length of the longest."""
-    longest = (max(sum(part.tokens for part in micro) for micro in rank) for rank in plan if rank)
-    return max(longest, default=0) * len(plan[0])
 
 
 def _units(work: Workload, indices: Sequence[int], size: int) -> list[_Unit]:

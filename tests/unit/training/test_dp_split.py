@@ -35,7 +35,7 @@ def trials(size=1, count=200):
         units = range(0, len(prompts), size)
         drawn = rng.sample(units, rng.randint(1, len(units)))
         indices = [i for first in drawn for i in range(first, first + size)]
-        options = dict(dp=rng.randint(1, 9), max_tokens=max_tokens, even_rows=number % 3 == 0)
+        options = dict(dp=rng.randint(1, 9), max_tokens=max_tokens)
         yield work_of(prompts, answers, groups, SQUARE, number % 4 > 0), indices, options
 
 
@@ -120,19 +120,6 @@ def test_a_group_shares_its_prompt_where_it_fits():
     assert plan([10] * 4, 2, 1000, prompts=[5] * 4, groups=[7] * 4) == [[[0, 3]], [[1, 2]]]
     # But not if its prompt is nearly everything.
     assert plan([1] * 4, 2, 1000, prompts=[500] * 4, groups=[7] * 4) == [[[0, 1, 2, 3]], [[]]]
-
-
-def test_rows_of_a_pipeline_have_about_equal_lengths():
-    # Three groups of 60 and one of 90 tokens: four rows of 90, or halves of 30 and 45 in three rows of 90.
-    work = work_of([0] * 24, [15] * 6 + [10] * 18, [i // 6 for i in range(24)])
-    lengths = {
-        even: [
-            work.tokens(micro)
-            for micro in plan_micro_batches(work, indices=range(24), dp=1, max_tokens=100, even_rows=even)[0]
-        ]
-        for even in (False, True)
-    }
-    assert lengths == {False: [90, 60, 60, 60], True: [90, 90, 90]}
 
 
 @pytest.mark.parametrize("indices", [[0, 1, 2], [1, 2], [0, 2, 3]])
