@@ -37,13 +37,13 @@ def learn(phases: Phases, batch: Batch) -> None:
 def loss(micro: MicroBatch, totals: Totals, *, config: Config, reference: str = "ref_logprobs"):
     """Return this micro-batch's part of the mean loss over the mini-batch's pairs, and its metrics.
 
-    reference: the column with the log-probs of the policy that the loss compares with.
+    reference: name of the column that holds the reference policy's log-probs.
     A pair is excluded if one of its responses has no token with mask 1.
     """
     preference = config.preference
     ratios = log_ratios(micro.logprobs, getattr(micro, reference), micro.mask, micro.lengths)
     enters = counted(micro.mask, micro.lengths, unit=2)
-    ratios = torch.where(enters, ratios, 0.0)  # not ratios[enters], whose size the host would wait for
+    ratios = torch.where(enters, ratios, 0.0)  # ratios[enters] would wait for the device
     value, stats = pair_loss(
         ratios, beta=preference.beta, loss=preference.loss, label_smoothing=preference.label_smoothing
     )

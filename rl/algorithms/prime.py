@@ -75,7 +75,7 @@ def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config):
     """
     enters = counted(micro.mask, micro.lengths)
     ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)
-    # A sample without such a token has a log-ratio of 0, which is wrong for label 1: not counted as accurate.
+    # An excluded sample has log-ratio 0. With label 1 that counts as inaccurate, so it adds nothing.
     labels = torch.where(enters, micro.labels, 1.0)
     value, stats = outcome_loss(ratios, labels, beta=config.implicit_reward.beta)
     total = torch.where(enters, value, 0.0).sum() / totals.num_samples

@@ -29,5 +29,5 @@ def collect(phases: Phases) -> Batch:
 
 def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
-    # The opponent is the policy that sampled.
+    # The opponent is the policy that generated the responses.
     phases.update(batch, partial(loss, config=phases.config, reference="old_logprobs"))

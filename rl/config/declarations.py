@@ -27,7 +27,7 @@ NEEDS = {
     "greedy_baseline": "the score of a greedy response to each prompt",
     "implicit_reward": "a reward model that learns during the run",
     "dynamic_sampling": "further rounds of generation in a step",
-    "old_logprobs": "log-probs of the old policy before the first update, not only in it",
+    "old_logprobs": "log-probs of the old policy before the first update of a step",
 }
 """Models and data that an algorithm may need. A run builds and reads what its algorithm names, and rejects
 settings of the rest."""

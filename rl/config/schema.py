@@ -138,16 +138,16 @@ class Training:
     epochs: Annotated[int, AT_LEAST_ONE] = 1
     """Passes over the batch of a step."""
     shared_prefix: bool = True
-    """Compute a prompt once for all of its samples in a micro-batch. Results are equal within rounding; no
-    effect on groups of one sample, and on CUDA in float32."""
+    """Compute a prompt once for all of its samples in a micro-batch. Results agree up to rounding. No effect
+    on groups of one sample, nor on CUDA in float32."""
     recompute: bool = False
     """Recompute every layer's activations in the backward pass (Megatron full recompute, uniform)."""
     overlap_gradients: Literal["auto", "on", "off"] = "auto"
     """Reduce gradients over the data parallel ranks during the backward pass. auto: on CUDA."""
     head_chunk_tokens: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of tokens whose logits exist at the same time, in the computation of log-probs and entropy. 0:
-    as many as have 1 GiB of logits in float32. A micro-batch with no more tokens than this keeps its logits
-    for the backward pass, which otherwise computes them again."""
+    """Maximum number of tokens whose logits are computed at once for log-probs and entropy. 0: as many as fit
+    in 1 GiB of float32 logits. A micro-batch with at most this many tokens keeps its logits for the backward
+    pass; a larger one recomputes them there."""
     offload: Literal["auto", "none", "optimizer", "all"] = "auto"
     """State of the training models that moves to host memory while the engine generates: none, gradients and
     optimizer state, or also the weights (all). auto: all on CUDA, none on CPU."""
@@ -159,7 +159,7 @@ class Training:
         return self.etp or (self.tp if self.ep == 1 else 1)
 
     def head_chunk(self, rows: int) -> int:
-        """Return `head_chunk_tokens` with its default resolved, for a rank with so many vocabulary rows."""
+        """Return `head_chunk_tokens` with 0 resolved. rows: vocabulary rows of the head on this rank."""
         return self.head_chunk_tokens or max(1, 2**30 // (4 * rows))
 
 
@@ -247,8 +247,9 @@ class Rollout:
     world and layout a run is then bitwise repeatable on CPU."""
     max_concurrent_samples: Annotated[int, AT_LEAST_ONE] = 512
     """Most samples that one replica generates at a time (vLLM's max_num_seqs). The default is the largest
-    batch of vLLM's CUDA graphs. Only prompts not yet drawn can move between replicas: for
-    `deterministic=false` to balance them, choose at most half of a replica's samples of a step."""
+    batch size for which vLLM captures a CUDA graph. Prompts that a replica has started stay there. If
+    `deterministic=false` should balance the replicas, set at most half of the samples that one replica
+    generates in a step."""
     gpu_memory_utilization: Annotated[float, PROBABILITY] = 0.5
     """Fraction of a GPU's memory that the engine may take while it is awake. No effect on CPU."""
     cpu_kv_cache_mib: Annotated[int, AT_LEAST_ONE] = 64
@@ -627,9 +628,10 @@ def needs_reference(config: Config) -> bool:
 def needs_early_logprobs(config: Config) -> bool:
     """Return whether something reads the old policy's log-probs before the first update of a step.
 
-    If nothing does, the first mini-batch needs no forward pass before its update, whose own forward pass is
-    one of the same weights. The readers are the KL penalty of the reward, advantage estimators and losses
-    that select tokens, rejections, which change the denominators of the loss, and algorithms that say so.
+    If nothing does, the first mini-batch needs no separate forward pass: its update's own forward pass uses
+    the same weights. Early readers are the KL penalty in the reward, some advantage estimators, losses that
+    select tokens, rejections (they change the loss denominators), and algorithms that declare
+    "old_logprobs" in NEEDS.
     """
     estimator, loss = config.objective.chosen
     return (

@@ -93,7 +93,7 @@ class Batch:
             self.mask = torch.ones(int(self.lengths.sum()))
         self._fingerprint: int | None = None
         self.layouts: dict[Any, Any] = {}
-        """Layouts of micro-batches of these samples, for several passes; kept by `rl.training.packing`."""
+        """Cached layouts of micro-batches, for several passes; filled by `rl.training.packing`."""
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -124,7 +124,7 @@ class Batch:
         """Return the positions of the samples' tokens in a token column, sample by sample, int64."""
         index = torch.tensor(samples, dtype=torch.int64)
         lengths = self.lengths[index]
-        # A token's place in the result, plus the distance of its sample's first token from there.
+        # Position in the column = position in the result + a shift that is constant within a sample.
         shift = self.offsets[index] - (lengths.cumsum(0) - lengths)
         return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
 

@@ -23,7 +23,7 @@ BATCHED_TOKENS = 16384
 """Maximum tokens of one engine step: vLLM's default max_num_batched_tokens on a GPU of 70 GiB or more."""
 HEAD_COPIES = 2
 """Number of arrays of a chunk's logits, in the weights' dtype, that coexist in rl.training.logprobs on CUDA:
-one, and that of the next chunk while the last one is still referenced."""
+the current chunk's, and the previous chunk's, which is still referenced."""
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,9 @@ def estimate_seconds(
 
 
 def _share_of_old_logprobs(config: Config) -> float:
-    """Return the share of a step's samples whose old log-probs need a pass of their own, 0 to 1.
+    """Return the share of a step's samples whose old log-probs need a separate pass, 0 to 1.
 
-    Those of the first mini-batch come from its update, unless something reads them earlier.
+    Unless something reads them earlier, the first mini-batch takes them from its update.
     """
     prompts = config.data.prompts_per_step
     minibatches = math.ceil(prompts / (config.training.prompts_per_minibatch or prompts))

@@ -15,7 +15,7 @@ def head_dim(hf: dict) -> int:
 
 
 def attention_widths(hf: dict) -> tuple[int, int]:
-    """Return the channels (of queries or keys, of values), each summed over all query heads."""
+    """Return the numbers of channels (of queries or keys, of values), each summed over all query heads."""
     heads = hf["num_attention_heads"]
     if hf.get("kv_lora_rank"):
         return heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]), heads * hf["v_head_dim"]

@@ -45,8 +45,8 @@ def _reduce(x: Tensor, lengths: Tensor) -> Tensor:
         assert len(x) == 0, f"{len(x)} tokens, but no sample to hold them"
         return x.new_zeros(0)
     # float64: the order within a segment is fixed and serial on CPU, so float32 would lose digits on long
-    # responses. segment_reduce itself checks that lengths are not negative and sum to T, but not on CUDA,
-    # where it would have to wait for the device.
+    # responses. segment_reduce checks that lengths are not negative and sum to T. On CUDA the check is
+    # off, because it would make the host wait for the device.
     x64 = x.contiguous().double()
     return torch.segment_reduce(x64, "sum", lengths=lengths, unsafe=x.is_cuda).to(x.dtype)
 
@@ -70,7 +70,7 @@ def expand(per_sample: Tensor, lengths: Tensor, total: int | None = None) -> Ten
     """Return its sample's value for each token: per_sample [B] floating, lengths int64 [B] -> [T] of the same
     dtype.
 
-    total: T. Without it, CUDA waits for the sum of the lengths.
+    total: T. If None, the host waits for the device to sum the lengths.
     """
     assert per_sample.shape == lengths.shape, (
         f"{tuple(per_sample.shape)} values for {tuple(lengths.shape)} lengths"

@@ -78,13 +78,13 @@ def balance_metrics(num_tokens: list[int], ranks: list[list[int]]) -> dict[str, 
 def imbalance_metrics(costs: list[list[list[int]]]) -> dict[str, float]:
     """Return how evenly the updates of a step share their cost (`rl.training.dp_split.Cost`).
 
-    costs: of each micro-batch of each data parallel rank, per mini-batch. Ranks wait for each other at the
-    end of a mini-batch, and in pipelines and expert parallel layers after each micro-batch:
+    costs: cost by mini-batch, data parallel rank and micro-batch. Ranks wait for each other at the end of a
+    mini-batch. In pipelines and expert parallel layers they also wait after each micro-batch. The metrics:
 
-        training/imbalance              cost of the busiest rank of each mini-batch, over the mean rank's, - 1
-        training/micro_batch_imbalance  the same of micro-batches
-        training/micro_batches          micro-batches of a rank, and
-        training/empty_micro_batches    how many of all ranks' have no sample
+        training/imbalance              cost of the busiest rank / mean cost of a rank - 1, over mini-batches
+        training/micro_batch_imbalance  the same for micro-batches
+        training/micro_batches          number of micro-batches of one rank
+        training/empty_micro_batches    number of micro-batches without a sample, over all ranks
     """
     ranks = [[sum(rank) for rank in minibatch] for minibatch in costs]
     micros = [[cost for rank in minibatch for cost in rank] for minibatch in costs]
@@ -97,7 +97,7 @@ def imbalance_metrics(costs: list[list[list[int]]]) -> dict[str, float]:
 
 
 def _imbalance(costs: list[list[int]]) -> float:
-    """Return by how much of itself the work would shrink if each list were its mean throughout."""
+    """Return (sum of len(list) * max(list)) / (sum of all costs) - 1; 0 if each list is constant."""
     return sum(len(each) * max(each) for each in costs) / max(sum(map(sum, costs)), 1) - 1
 
 

@@ -48,7 +48,7 @@ def loss_weights(
 ) -> Tensor | None:
     """Return the importance weight of each token's loss [T], or None if the correction has no weights.
 
-    A weight depends on its own sample alone, so that any split into whole samples gives the same.
+    A weight depends only on its own sample, so the result does not depend on how samples are split.
     """
     pair = old_logprobs, rollout_logprobs
     if upper := correction.truncate_tokens:

@@ -1,4 +1,4 @@
-"""Log-probs of the old policy from the forward pass of the first update, in place of a pass of their own."""
+"""Log-probs of the old policy from the forward pass of the first update, instead of a separate pass."""
 
 import torch
 from torch import Tensor
@@ -13,15 +13,15 @@ from rl.training.loss import Loss, Totals
 from rl.training.packing import MicroBatch
 
 OUTPUTS = ("logprobs", "entropy")
-"""Outputs of the old policy that a step keeps."""
+"""Outputs of the old policy that a step stores."""
 
 
 class FirstUpdate:
     """The loss of a policy update whose old log-probs are those of its own forward pass.
 
-    The ratio of new and old policy is then exactly 1 in this update, as it is with a pass of its own under
-    the same weights. On the last pipeline stage the object is called as a loss; `outputs` returns what its
-    micro-batches computed.
+    The ratio of new to old policy is exactly 1 in this update, as with a separate pass under the same
+    weights. The last pipeline stage calls the object as a loss. Afterwards `outputs` returns what the calls
+    stored.
     """
 
     def __init__(self, loss: Loss, correction: RolloutCorrection):
@@ -29,7 +29,7 @@ class FirstUpdate:
         self._kept: list[tuple[Tensor, Tensor]] = []
         reads = getattr(loss, "reads", None)
         self.reads = None if reads is None else tuple(dict.fromkeys((*OUTPUTS, *reads)))
-        """Outputs of the model that the update needs; None for all."""
+        """Names of the model's outputs that the update needs; None for all."""
 
     def __call__(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of the micro-batch, with the columns `old_logprobs` and `loss_weights` filled."""

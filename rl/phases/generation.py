@@ -80,10 +80,10 @@ class Generation:
         )
 
     def _idle_metrics(self, timing: str, busy: float, batch: Batch) -> dict[str, float]:
-        """Return the shares of the generation in which replicas waited for the slowest, mean and maximum.
+        """Return the mean and maximum share of the generation time in which a replica waited for the slowest.
 
-        greedy is the mean share if each replica that became free had taken the longest group left. Collective
-        over the world. busy: seconds in which this replica generated.
+        `greedy` is the mean share that longest-first assignment of groups would have had. Collective over the
+        world. busy: seconds in which this replica generated.
         """
         engine = self._engines.rollout
         assert engine is not None

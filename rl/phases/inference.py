@@ -29,7 +29,7 @@ class Inference:
 
         Computes them with the current weights and applies `rollout_correction`. If nothing reads
         `old_logprobs` before the first update, the update fills them (`Updates.policy`) and this method only
-        notes the version of the policy. With `rollout_correction.bypass`, `old_logprobs` is a copy of the
+        stores the version of the policy. With `rollout_correction.bypass`, `old_logprobs` is a copy of the
         engine's log-probs instead.
         """
         policy, config = self._engines.policy, self._config
@@ -49,7 +49,7 @@ class Inference:
             self.reference(batch)
 
     def old_outputs(self, batch: Batch, plans: list[MinibatchPlan]) -> Tensor:
-        """Return OUTPUTS of the current policy for the samples of the plans, float32 [2, T], else 0."""
+        """Return OUTPUTS of the current policy, float32 [2, T]; 0 for samples that are not in the plans."""
         if not plans:
             return torch.zeros(len(OUTPUTS), int(batch.lengths.sum()))
         outputs = self._pass(self._engines.policy, batch, OUTPUTS, "old_log_prob", "logp", plans=plans)
@@ -58,7 +58,7 @@ class Inference:
     def fill_old_logprobs(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> None:
         """Fill `old_logprobs` and `loss_weights`, reject tokens, and log how engine and trainer differ.
 
-        logprobs, entropy: of the policy before this step's updates, float32 [T].
+        logprobs, entropy: under the policy before this step's updates, float32 [T].
         """
         metrics = self._step.metrics
         batch.old_logprobs, batch.deferred_version = logprobs, None
@@ -105,7 +105,7 @@ class Inference:
     ) -> tuple[Tensor, ...]:
         """Return the named outputs of the model at every response token, float32 [T] each.
 
-        plans: the mini-batches that are computed; the outputs are 0 elsewhere. None: all.
+        plans: the mini-batches to compute, None for all. Outputs of other samples are 0.
         """
         self._memory.to_training()
         plans = self._planner.plans(batch) if plans is None else plans

@@ -19,7 +19,7 @@ class MinibatchPlan:
     micro_batches: list[MicroBatches]
     """The micro-batches of each data parallel rank, [dp]."""
     costs: list[list[int]] | None = None
-    """Cost of each micro-batch of each rank, as `rl.training.dp_split` estimates it."""
+    """Estimated cost (`rl.training.dp_split.Cost`) by data parallel rank and micro-batch."""
 
     @cached_property
     def samples(self) -> list[int]:

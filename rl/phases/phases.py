@@ -120,8 +120,8 @@ class Phases:
     def log_probs(self, batch: Batch) -> None:
         """Fill `old_logprobs` and, with a reference policy, `ref_logprobs`; apply `rollout_correction`.
 
-        `old_logprobs` may be filled only by the first `update`. An algorithm that reads them before declares
-        "old_logprobs" in NEEDS.
+        `old_logprobs` may remain None until the first `update`. An algorithm that reads them earlier must
+        declare "old_logprobs" in NEEDS.
         """
         self.inference.log_probs(batch)
 

@@ -13,8 +13,8 @@ from rl.run_directory.progress import Progress
 from rl.runtime.device import Device
 
 TRIM_EVERY = 10
-"""Steps after which freed memory is returned to the system. What is returned has to be mapped again: half of
-the page faults of a small step."""
+"""Interval, in steps, at which freed host memory is returned to the system. Returned memory must be mapped
+again, which caused half of the page faults of a small step."""
 
 
 class Step:

@@ -50,8 +50,8 @@ class Updates:
     def policy(self, batch: Batch, loss: Loss, *, select_tokens: TokenSelection | None = None) -> None:
         """Update the policy.
 
-        If `Inference.log_probs` deferred the old log-probs, those of the first mini-batch come from its
-        update's own forward pass, and those of the others from a pass before it.
+        If `Inference.log_probs` deferred the old log-probs, the first mini-batch takes them from its update's
+        own forward pass. The other mini-batches take them from a separate pass before that update.
 
         select_tokens: called before each update with the whole mini-batch and its log-probs under the current
         weights. The loss reads the result as the column `selected_tokens`.
@@ -138,7 +138,7 @@ class Updates:
     ) -> dict[str, float]:
         """Update one model; return the loss's metrics, averaged over the updates, and the learning rate.
 
-        update_of: surrounds the update on a mini-batch and gives its loss; default: `loss` itself.
+        update_of: context manager around the update on a mini-batch, yields its loss; None: `loss`.
         warmup_steps: number of steps before the learning rate schedule of this model starts.
         """
         self._memory.to_training()
@@ -163,17 +163,17 @@ class Updates:
         return {name: value / num_updates for name, value in sums.items()} | {"lr": lr}
 
     def _outputs_after_the_first(self, batch: Batch) -> Tensor | None:
-        """Return the outputs of the old policy for all mini-batches but the first, float32 [2, T].
+        """Return the outputs of the old policy, float32 [2, T]; those of the first mini-batch are 0.
 
         Returns None if the old log-probs were not deferred. Raises RuntimeError if the policy was updated
-        since then.
+        after `log_probs`.
         """
         if batch.deferred_version is None:
             return None
         if batch.deferred_version != self._engines.policy.version:
             raise RuntimeError(
                 f"algorithm={self._config.algorithm} updated the policy between log_probs and update of a "
-                'batch; add "old_logprobs" to NEEDS, so that log_probs fills them itself.'
+                'batch; add "old_logprobs" to its NEEDS, so that log_probs computes them.'
             )
         return self._inference.old_outputs(batch, self._planner.plans(batch)[1:])
 
@@ -195,7 +195,7 @@ class Updates:
         """Fill `selected_tokens` for the samples of a mini-batch, before update `number` of this step."""
         samples = plan.samples
         logprobs = batch.old_logprobs
-        # Of other weights, or not filled yet, if this selection is not one that a loss declares.
+        # Then old_logprobs belong to other weights, or are not filled yet.
         if number > 0 or self._config.rollout_correction.bypass or logprobs is None:
             (logprobs,) = self._engines.policy.forward(batch, [plan.micro_batches], ("logprobs",))
         index = batch.tokens_of(samples)

@@ -3,8 +3,8 @@
 Trainer and engine hold boxes of the same Hugging Face tensors (`rl.models.layout`). Their intersections are
 fragments. Each fragment that a rank needs has exactly one source: the rank itself if it trains that part,
 else a rank of its node that holds it, else any rank that holds it. A rank therefore receives, exactly once,
-what its engine needs and its trainer does not hold. Several candidates take turns, as long as a rank then has
-few partners (`SENDERS`).
+what its engine needs and its trainer does not hold. If there are several candidates, the load is spread over
+them, within the limit on the number of a rank's partners (`SENDERS`).
 
 The plan is plain data, computed without communication. Every rank computes the same routes and batches, and
 then its own messages. A `kind` is a set of weights that are split identically and whose names differ only in
@@ -27,9 +27,9 @@ from rl.models.layout import Piece, Weight
 from rl.models.placement import Holders, Place, RolloutPlacement, TrainingPlacement
 
 SENDERS = 64
-"""Number of ranks from which a rank receives at most, unless more ranks hold different weights.
+"""Maximum number of ranks from which a rank receives, unless the weights that it needs are on more ranks.
 
-Each partner costs NCCL a connection.
+NCCL opens a connection for each partner.
 """
 STAYS, NEAR_IN, FAR_IN, NEAR_OUT, FAR_OUT = range(5)
 """Rows of a load, bytes per rank: copied within the rank, and received and sent within and between nodes."""
@@ -60,11 +60,11 @@ class Copy(NamedTuple):
 class Message:
     """Regions of one stream in one batch, packed in this order.
 
-    Messages between two ranks have the same order on both.
+    Both ranks of a pair order their messages identically.
     """
 
     peers: tuple[int, ...]
-    """Ranks to which it is sent, or the one from which it is received."""
+    """Ranks to which the message is sent, or the one rank from which it is received."""
     regions: tuple[Region, ...]
     num_bytes: int
 
@@ -155,16 +155,16 @@ class Stream:
     """
 
     number: int
-    """Position among all streams, which orders the messages between two ranks."""
+    """Index among all streams; it determines the order of the messages between two ranks."""
     needers: np.ndarray
     needer_tp_ranks: np.ndarray
     givers: np.ndarray
     crosses: np.ndarray
     """Whether giver and needer differ, bool [n]."""
     packers: np.ndarray
-    """Ranks that pack a message, once for each tensor parallel rank to which they send, int64 [m]."""
+    """Rank that packs each message, int64 [m]: one message per tensor parallel rank that receives."""
     packed_tp_ranks: np.ndarray
-    """Those tensor parallel ranks, int64 [m]."""
+    """Tensor parallel rank of the receivers of each of these messages, int64 [m]."""
 
 
 class Flow(NamedTuple):
@@ -218,7 +218,7 @@ class Routing:
         self.needed: Callable[[Place], Holders] = functools.cache(rollout.holders)
         """Ranks that hold a place in generation."""
         self.crossing: Callable[[Route, int], np.ndarray] = functools.cache(self._crossing)
-        """Bytes of the buffers of each rank's messages for the largest of `parts` parts of a weight.
+        """Buffer bytes of each rank's messages for the largest of `parts` parts of a weight.
 
         int64 [world_size], sent and received.
         """
@@ -351,7 +351,7 @@ def _choose(holders: np.ndarray, needers: np.ndarray, nodes: np.ndarray, turn: i
     """Return a holder for each needer, int64 [len(needers)].
 
     It is the needer itself if it is a holder, else a holder on its node, else any holder. Needers are spread
-    over several candidates. If that is uneven, they are shifted by `turn`.
+    over several candidates. If they do not divide evenly, the first candidate is shifted by `turn`.
     """
     givers = np.where(np.isin(needers, holders), needers, -1)
     pools = [(holders[nodes[holders] == node], nodes[needers] == node) for node in np.unique(nodes[holders])]
@@ -417,7 +417,7 @@ def _elements_of_part(fragment: Fragment, parts: int) -> int:
 
 @dataclass(frozen=True)
 class Role:
-    """What one rank does in a stream."""
+    """The part of one rank in a stream."""
 
     giver: int | None
     """The rank from which it receives, itself if it holds the fragments, None if it needs none."""
@@ -428,7 +428,7 @@ class Role:
 
 
 Key = tuple[Stream, int, tuple[int, ...]]
-"""Stream, tensor parallel rank in generation and peers of a message."""
+"""Stream, receivers' tensor parallel rank in generation, and peers of a message."""
 
 
 def plan_of(routing: Routing, batches: Sequence[tuple[Span, ...]], rank: int) -> RefitPlan:
@@ -471,7 +471,7 @@ def _regions(routing: Routing, roles: dict[Stream, Role], boxes: dict, number: i
 
     Both ranks of a pair list their regions in the same order.
 
-    boxes: filled with the local boxes of each kind, in training and in generation, by the id of the fragment.
+    boxes: cache of local boxes by (kind, whether in training) and id of the fragment; filled here.
     """
     weight, route = routing.weights[number], routing.routes[number]
 
@@ -504,7 +504,7 @@ def _regions(routing: Routing, roles: dict[Stream, Role], boxes: dict, number: i
 
 
 def _pieces(routing: Routing, number: int, rank: int, in_training: bool) -> list[Piece]:
-    """Return the pieces of the weight on this rank, which holds it."""
+    """Return the pieces of a weight on this rank, which must hold it in training or in generation."""
     weight, route = routing.weights[number], routing.routes[number]
     if in_training:
         tp_rank = _tp_rank(routing.held(route.training), rank)
@@ -529,9 +529,9 @@ def _messages(
 
 
 def _in_order(routing: Routing, regions: list[Region]) -> tuple[tuple[Region, ...], int]:
-    """Return the regions in the order in which a message contains them, and its bytes.
+    """Return the regions in the order of the message, and the message's bytes.
 
-    Float32 elements are first, so that each region begins at a multiple of its element size.
+    Float32 elements come first, so that each region begins at a multiple of its element size.
     """
     ordered = sorted(regions, key=lambda region: not routing.weights[region.weight].float32)
     return tuple(ordered), sum(

@@ -29,9 +29,10 @@ class RefitTraffic:
     peak_buffer: np.ndarray
     """Bytes of the largest batch's buffers."""
     partners: np.ndarray
-    """Number of ranks, int64 [4, world_size].
+    """Number of ranks with which each rank exchanges messages, int64 [4, world_size].
 
-    Those from which the rank receives on its node and on other nodes, and those to which it sends.
+    Rows: receives from, on its node; receives from, on other nodes; sends to, on its node; sends to, on other
+    nodes.
     """
     batches: list[np.ndarray]
     """Bytes of each batch, int64 [5, world_size], rows as in rl.refit.plan.
@@ -81,7 +82,7 @@ def loads_of(routing: Routing, batches: Iterable[Iterable[Span]]) -> list[np.nda
 
 
 def _partners(routing: Routing) -> np.ndarray:
-    """Return `partners` of `RefitTraffic`."""
+    """Compute `RefitTraffic.partners`."""
     sends = np.zeros((routing.world_size, routing.world_size), bool)
     for stream in routing.streams:
         sends[stream.givers[stream.crosses], stream.needers[stream.crosses]] = True

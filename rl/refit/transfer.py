@@ -64,13 +64,12 @@ def transfer(
 
 
 def exchange(outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]]) -> None:
-    """Send the tensors of `outgoing` to their peers and receive those of `incoming`. Collective over the
-    world.
+    """Send `outgoing` to its keys, the peers, and receive `incoming`. Collective over the world.
 
     Tensors must be contiguous; sender and receiver must agree on the sizes and on the order of the tensors
     between them. NCCL executes calls in order, so calls must not wait for each other in a cycle. Therefore
-    every rank iterates over the first tensor of each pair of ranks, then over the second, and so on, each
-    time over the distances between ranks in the same order, and both ends of a tensor have the same distance.
+    every rank first handles the first tensor of each pair of ranks, then the second, and so on. Each time it
+    iterates over the distances between ranks in the same order; both ends of a tensor have the same distance.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pending = []
@@ -180,7 +179,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _buffers(messages: tuple[Message, ...], space: Tensor) -> list[Tensor]:
-    """Return a range of bytes of `space` for each message."""
+    """Return a slice of `space`, uint8, for each message."""
     buffers, at = [], 0
     for message in messages:
         buffers.append(space[at : at + message.num_bytes])

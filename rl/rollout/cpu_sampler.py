@@ -1,8 +1,8 @@
 """The sampler of the CPU engine, vectorised over the rows of a batch.
 
 vLLM's CPU sampler steps one torch.Generator per request in a Python loop, draws a Gumbel number per
-vocabulary entry and row, and ranks the sampled token among all others. This one takes one number per row.
-On CUDA nothing is replaced: vLLM's runner there hashes seed and position in a kernel.
+vocabulary entry and row, and computes the rank of the sampled token. This sampler draws one number per row.
+On CUDA the sampler is not replaced, because vLLM hashes seed and position in a kernel there.
 """
 
 import numpy as np
@@ -15,17 +15,17 @@ from rl.rollout.inversion import invert, uniforms
 
 
 class HashedSampler(Sampler):
-    """Samples a token by the request's seed, `extra_args["seed"]`, and the token's position.
+    """Samples each token from a hash of the request's seed (`extra_args["seed"]`) and the token's position.
 
     A sample depends neither on the other requests of its batch, nor on the replica, nor on preemptions. There
     is no torch.Generator per request: vLLM steps it back after a chunk of a prompt, which the CPU's generator
     cannot do.
 
-    Replaces `sampler` of vLLM's GPUModelRunner. With another vLLM, compare `_draw` with
+    Replaces `sampler` of vLLM's GPUModelRunner. For another version of vLLM, compare `_draw` with
     TopKTopPSampler.forward_cpu and `gather_logprobs` with Sampler's.
 
     Args:
-        runner: the model runner, which has seeds and positions of the rows.
+        runner: vLLM's model runner, which holds the seeds and positions of the rows.
     """
 
     def __init__(self, runner):
@@ -36,9 +36,11 @@ class HashedSampler(Sampler):
     def _draw(self, logits, generators, k, p):
         """Return the sampled tokens, int64 [B], and the log-probs of the sampling distribution, [B, V].
 
-        logits: float32 [B, V] after temperature and min_p. A greedy request's token is not used.
+        logits: float32 [B, V] after temperature and min_p. The caller ignores the tokens of greedy requests.
         """
-        assert not generators, "a request has SamplingParams.seed instead of extra_args['seed']"
+        assert not generators, (
+            "requests must pass their seed in extra_args['seed'], not in SamplingParams.seed"
+        )
         logprobs = apply_top_k_top_p(logits, k, p).log_softmax(-1)
         batch, requests = self._runner.input_batch, self._runner.requests
         seeds = np.array(
@@ -49,7 +51,9 @@ class HashedSampler(Sampler):
 
     @staticmethod
     def gather_logprobs(logprobs, num_logprobs, token_ids):
-        """Return the log-probs of `token_ids`, int64 [B], without the rank, which nobody reads."""
-        assert num_logprobs == 0, f"num_logprobs={num_logprobs}; only the sampled token's is returned"
+        """Return the log-probs of `token_ids`, int64 [B]. Their ranks are 0: nothing reads them."""
+        assert num_logprobs == 0, (
+            f"num_logprobs={num_logprobs} must be 0: only the sampled token's log-prob is returned"
+        )
         tokens = token_ids.unsqueeze(-1)
         return LogprobsTensors(tokens.int(), logprobs.gather(-1, tokens), torch.zeros_like(token_ids))

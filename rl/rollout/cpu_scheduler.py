@@ -1,8 +1,8 @@
 """vLLM's scheduler with a short path for steps in which every request decodes one token.
 
-Scheduling and its bookkeeping cost vLLM about 60 us of Python per token, most of a step of a small model. In
-a step without a prompt little of that can happen: no request is admitted, and a block of the KV cache is
-needed only where one is full. This class is the value of vLLM's public option `scheduler_cls`.
+Scheduling and its bookkeeping cost vLLM about 60 us of Python per token, most of the time of a small model's
+step. A step without prompts needs little of it: no request is admitted, and a request needs a new block of
+the KV cache only if its last block is full. This class is the value of vLLM's public option `scheduler_cls`.
 """
 
 import numpy as np
@@ -16,9 +16,9 @@ from vllm.v1.outputs import LogprobsLists
 class DecodeScheduler(Scheduler):
     """Schedules exactly what vLLM's scheduler does, without speculation, pipeline stages or connectors.
 
-    A request without stop strings yields one output, when it is finished. With another vLLM, compare
-    `_schedule_decoding` with the loop over `running` in Scheduler.schedule, and `update_from_output` with
-    Scheduler's.
+    A request without stop strings yields one output, when it is finished. For another version of vLLM,
+    compare `_schedule_decoding` with the loop over `running` in Scheduler.schedule, and `update_from_output`
+    with Scheduler's.
     """
 
     def __init__(self, *args, **options):
@@ -30,7 +30,7 @@ class DecodeScheduler(Scheduler):
         return self._schedule_decoding() or super().schedule(throttle_prefills)
 
     def _schedule_decoding(self) -> SchedulerOutput | None:
-        """Return the plan of a step with one token per running request; None if there is more to do."""
+        """Return a plan in which each running request decodes one token, or None if there is more to do."""
         running = self.running
         starts = [request.num_computed_tokens for request in running]
         full = [request for request, start in zip(running, starts) if start % self.block_size == 0]
@@ -76,7 +76,7 @@ class DecodeScheduler(Scheduler):
         )
 
     def update_from_output(self, scheduler_output, model_runner_output) -> dict[int, EngineCoreOutputs]:
-        """Append the sampled tokens to their requests; return the outputs of those that are finished."""
+        """Append the sampled tokens to their requests; return the outputs of the finished requests."""
         plan = scheduler_output.num_scheduled_tokens
         if any(self.requests[name].sampling_params.detokenize for name in plan):
             return super().update_from_output(scheduler_output, model_runner_output)
@@ -115,7 +115,7 @@ class DecodeScheduler(Scheduler):
         )
 
     def finish_requests(self, request_ids, finished_status):
-        """Forget the log-probs of aborted requests as well."""
+        """Finish the requests as Scheduler does, and discard their stored log-probs."""
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._logprobs.pop(request.request_id, None)

@@ -23,7 +23,7 @@ def install() -> None:
 
 
 def _keep_weights_alive() -> None:
-    """Make linear layers keep their parameters, and compute with a packed copy that can be renewed.
+    """Make linear layers keep their parameters and compute with a packed copy that can be rebuilt.
 
     The CPU build packs each linear layer's weight into a oneDNN handle once and replaces `layer.weight` by an
     empty tensor. For embeddings and tied heads it computes with a packed copy that an update never reaches:
@@ -38,9 +38,9 @@ def _keep_weights_alive() -> None:
 
 
 class PackedLinear:
-    """The product of a linear layer, with a packed copy of its weight that is made at the first product.
+    """Computes a linear layer from a packed copy of its weight, which the first call makes.
 
-    oneDNN's product with packed weights takes 0.5 to 0.9 times as long as torch's, which packs each time.
+    oneDNN's product with packed weights takes 0.5 to 0.9 times as long as torch's, which packs at every call.
     """
 
     def __init__(self, layer: torch.nn.Module):
@@ -54,7 +54,7 @@ class PackedLinear:
         return ops.onednn_mm(self._handler, x, bias)
 
     def release(self) -> None:
-        """Free the copy. Call it after every write to weights, or to save memory."""
+        """Free the packed copy. Must be called after every write to the weight; also saves memory."""
         self._handler = None
 
 
@@ -142,7 +142,7 @@ def unlink_shared_memory() -> None:
 
 
 def make_sampler(runner):
-    """Return the sampler that replaces the one of vLLM's model runner."""
+    """Return the sampler that replaces `runner.sampler`."""
     from rl.rollout.cpu_sampler import HashedSampler  # imports vLLM
 
     return HashedSampler(runner)
@@ -173,15 +173,15 @@ class KvCache:
 
 
 def _zero(address: int, num_bytes: int) -> None:
-    """Fill memory with zeros, whole pages without touching them.
+    """Fill memory with zeros, without writing to whole pages.
 
-    The kernel provides zeroed pages when they are first used (madvise(2), MADV_DONTNEED), so a large cache
-    that is used in part costs only that part.
+    After madvise(2) with MADV_DONTNEED, the kernel provides zeroed pages at their first use. A large cache
+    therefore takes only the memory of the part that is used.
     """
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     pages = ctypes.c_size_t(max(0, end - first))
     if not pages.value or ctypes.CDLL(None).madvise(ctypes.c_void_p(first), pages, mmap.MADV_DONTNEED):
-        first = end = address + num_bytes  # no whole page, or pages that are locked in memory
+        first = end = address + num_bytes  # there is no whole page, or the pages are locked
     ctypes.memset(address, 0, first - address)
     ctypes.memset(end, 0, address + num_bytes - end)

@@ -65,7 +65,7 @@ class RolloutEngine:
         if not device.is_cuda:
             dist.barrier()
             cpu_support.unlink_shared_memory()
-        # Garbage collection of the LLM would destroy the trainer's default process group (not by vLLM 0.25).
+        # Garbage collection of the LLM would destroy the trainer's default process group (not in vLLM 0.25).
         if finalizer := getattr(self.llm.llm_engine.engine_core, "_finalizer", None):
             finalizer.detach()
         _abort_in_order(self.llm.llm_engine.engine_core)
@@ -256,7 +256,7 @@ class RolloutEngine:
             # Stop strings are matched in text; otherwise the trainer decodes in batches.
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # no other request has these parameters
+            skip_clone=True,  # each request has its own parameters
         )
 
     def _any_in_replica(self, here: bool) -> bool:

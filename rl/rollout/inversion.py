@@ -1,10 +1,10 @@
-"""Sampling by inversion with one uniform number per token, a hash of the request's seed and the position."""
+"""Sampling by inversion, with one uniform number per token: a hash of the request's seed and the position."""
 
 import numpy as np
 import torch
 
 CHUNK = 1 << 18
-"""Number of probabilities that are summed at a time; their float64 sums stay in a core's cache."""
+"""Number of probabilities that are summed at once, such that their float64 sums fit in a core's cache."""
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -30,7 +30,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def invert(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return for each row the first token whose cumulative probability exceeds the number, int64 [B].
+    """Return for each row the first token whose cumulative probability exceeds `uniform`, int64 [B].
 
     A token of probability 0 is never returned. The sums are float64: float32 would distort tokens below 6e-8.
 

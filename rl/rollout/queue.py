@@ -50,8 +50,10 @@ class SharedQueue:
 def greedy_idle(loads: list[int], num_replicas: int) -> float:
     """Return the mean idle share of replicas that take the largest remaining load when they become free.
 
-    The order needs lengths that are known only afterwards: it is what a queue could reach at best, up to
-    4/3 - 1/(3R) of the optimum (Graham 1969). loads: tokens of each prompt's samples.
+    The order needs response lengths that are known only afterwards, so this is a reference value for a queue.
+    The busiest replica is within 4/3 - 1/(3R) of the optimum for R replicas (Graham 1969).
+
+    loads: number of response tokens of each prompt's samples.
     """
     busy = [0] * num_replicas
     for load in sorted(loads, reverse=True):

@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts that compute in float32, as the trainer's do (`moe_router_dtype`)."""
+"""MoE routers of the engine that compute in float32, as in the trainer (`moe_router_dtype`)."""
 
 import functools
 
@@ -7,12 +7,13 @@ import torch
 
 @functools.cache
 def install() -> None:
-    """Make every router that vLLM builds from now on return float32 logits.
+    """Make all routers that vLLM builds afterwards return float32 logits.
 
     With 16-bit weights vLLM's routers round the logits to 16 bits, unless DeepSeek's config has the key
-    moe_router_dtype; Qwen3-MoE and Mixtral have no key. Near-equal experts then swap, and the trainer would
-    score tokens by other experts than those that sampled them. `PluggableLayer.register_oot` is vLLM's public
-    way to replace a layer; if routers are no longer GateLinear, tests/ranks/rollout/test_router.py fails.
+    moe_router_dtype; Qwen3-MoE and Mixtral have no key. Rounding changes the order of nearly equal experts,
+    and the trainer would then compute a token's log-prob with other experts than the engine.
+    `PluggableLayer.register_oot` is vLLM's public way to replace a layer. If routers are no longer
+    GateLinear, tests/ranks/rollout/test_router.py fails.
     """
     from vllm.model_executor.custom_op import PluggableLayer
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear

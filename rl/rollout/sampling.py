@@ -10,9 +10,9 @@ from rl.config.schema import Config
 class Sampling:
     """Sampling parameters of one call of the engine.
 
-    vLLM keeps the state of these options in host memory (vllm/v1/worker/gpu/sample/states.py). The state of
-    penalties, logit biases and bad words is allocated on the GPU with the weights, where a level-2 sleep
-    discards it: `RolloutEngine.sleep` must restore it before such an option is added.
+    vLLM keeps the state of these options in host memory (vllm/v1/worker/gpu/sample/states.py). It allocates
+    the state of penalties, logit biases and bad words on the GPU with the weights, where a level-2 sleep
+    discards it. Before such an option is added, `RolloutEngine.wake_weights` must restore that state.
     """
 
     samples_per_prompt: int

@@ -45,7 +45,7 @@ def build_llm(
             gpu_memory_utilization=rollout.gpu_memory_utilization,
         )
         if "sleep_mode_offload_cudagraph" in EngineArgs.__dataclass_fields__:  # not in vLLM 0.25
-            # The memory of CUDA graphs goes to the host during sleep; otherwise the trainer lacks it.
+            # CUDA graphs move to host memory during sleep, so that the trainer can use their memory.
             options["sleep_mode_offload_cudagraph"] = not frozen and not rollout.enforce_eager
     else:
         options |= dict(

@@ -51,8 +51,9 @@ def own_files(config: Config) -> list[Path]:
 def record_run(config: Config, last_step: int, *, start_up_s: Mapping[str, float]) -> None:
     """Write config.yaml, environment.json and code/ into the run directory. For rank 0.
 
-    start_up_s: seconds from the command to now, by part. After a resume the names of the files contain its
-    step, so that the record of the first start remains.
+    After a resume the names contain its step, so that the record of the first start remains.
+
+    start_up_s: seconds of each part of the start-up.
     """
     directory = Path(config.run.dir)
     mark = f"-after-step-{last_step}" if last_step else ""

@@ -8,7 +8,7 @@ import torch
 
 PAGE = 4096
 ALIGNMENT = 512
-"""Bytes between the tensors in a block of host memory: any dtype fits, and aligned copies are fastest."""
+"""Alignment of tensors in a block of host memory, in bytes. Suits every dtype; aligned copies are fastest."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Device:
 def host_memory(size: int) -> torch.Tensor:
     """Return uninitialised host memory, uint8 [size], page-locked if there is a GPU.
 
-    It is unlocked when the last tensor in it is gone. Not pin_memory=True: torch's allocator rounds up to a
-    power of two, up to twice as much, and keeps what is freed.
+    The memory is unlocked when the last tensor in it is freed. pin_memory=True is not used: torch's allocator
+    rounds up to a power of two (up to twice the size) and keeps freed memory. Raises RuntimeError if CUDA
+    cannot lock the memory.
     """
     if not torch.cuda.is_available() or not size:
         return torch.empty(size, dtype=torch.uint8)
@@ -49,14 +50,15 @@ def host_memory(size: int) -> torch.Tensor:
     code = int(cudart.cudaHostRegister(address, length, 0))
     if code != 0:
         raise RuntimeError(
-            f"cudaHostRegister of {length} bytes returned {code}; check free host memory and `ulimit -l`."
+            f"cudaHostRegister of {length} bytes returned {code}: the memory cannot be page-locked; check "
+            "the free host memory and `ulimit -l`."
         )
     weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
     return torch.from_numpy(memory[start : start + size])
 
 
 def aligned(size: int) -> int:
-    """Return the size of a part of a block of host memory: a multiple of ALIGNMENT."""
+    """Return `size`, in bytes, rounded up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

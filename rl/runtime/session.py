@@ -23,6 +23,7 @@ EXIT_TIMEOUT = datetime.timedelta(seconds=20)
 """Longest wait of a rank that is about to exit for the other ranks to reach the same exit."""
 
 SPLIT_GROUPS = "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
+"""Environment variable with which vLLM splits its groups from the world's communicator."""
 
 _gloo_group: dist.ProcessGroup | None = None
 """The world on gloo. The default group's backend may be a composite, which has no monitored barrier."""
@@ -37,8 +38,8 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
     """
     if int(os.environ.get(SPLIT_GROUPS) or 0):
         raise ValueError(
-            f"{SPLIT_GROUPS}=1 requires a default group that is bound to a device, in which torch creates "
-            "each of Megatron's and vLLM's thousands of groups with all ranks; unset it."
+            f"{SPLIT_GROUPS}={os.environ[SPLIT_GROUPS]} is not supported: with a default group bound to a "
+            "device, every rank would take part in creating thousands of groups; unset it."
         )
     device = choose_device(ranks.local_rank)
     if not device.is_cuda:
@@ -97,9 +98,9 @@ def _initialise(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None
     Raises RendezvousError.
 
     Without a device_id torch initialises NCCL in a group's first collective, and new_group returns at once on
-    a rank outside the group. With one, every new_group would split the world's communicator on all ranks
-    (`_new_process_group_helper` of torch 2.13): DeepSeek-V3 on 512 ranks has 4,166 groups on NCCL, of which a
-    rank uses about 15.
+    a rank outside the group. With a device_id, every new_group would split the world's communicator on all
+    ranks (`_new_process_group_helper` of torch 2.13). DeepSeek-V3 on 512 ranks has 4,166 groups on NCCL, of
+    which a rank uses about 15.
     """
     options = dict(rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     if ranks.launcher == "torchrun":

@@ -1,6 +1,7 @@
-"""The time from the command to the first step, by part; and imports without garbage collection.
+"""Start-up time from the command to the first step, by part, and imports without garbage collection.
 
-A process starts once, so the parts are state of this module. It imports nothing, because it runs first.
+A process starts once, so this module holds the parts as its state. It is imported first and therefore imports
+only the standard library.
 """
 
 import gc
@@ -12,11 +13,11 @@ parts: dict[str, float] = {}
 """Seconds of each part of this process's start-up, in order."""
 
 _last = 0.0
-"""End of the last part, in seconds since the boot."""
+"""End of the previous part, in seconds since boot."""
 
 
 def begin(*, has_launcher: bool) -> None:
-    """Start to measure: the first part is the launcher's, from its own start to that of this process.
+    """Start the measurement. The first part is the time from the launcher's start to this process's start.
 
     has_launcher: whether the parent process is a launcher. Otherwise this process is the command.
     """
@@ -28,7 +29,7 @@ def begin(*, has_launcher: bool) -> None:
 
 
 def mark(part: str) -> None:
-    """Add the time since the last mark to a part."""
+    """Add the time since the previous mark to `part`."""
     global _last
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
     parts[part] = parts.get(part, 0.0) + now - _last
@@ -45,22 +46,22 @@ def summary() -> str:
 def pause_collection() -> None:
     """Disable garbage collection while modules are imported.
 
-    The imports of torch, transformers, Megatron and vLLM create two million objects, and hardly any garbage.
-    To search them again and again takes a third of the imports' time.
+    The imports of torch, transformers, Megatron and vLLM create two million objects and hardly any garbage.
+    Repeated collections would take a third of the import time.
     """
     gc.disable()
 
 
 def resume_collection() -> None:
-    """Enable garbage collection, which then ignores all present objects: modules, classes and functions.
+    """Enable garbage collection and exclude all present objects (modules, classes, functions) from it.
 
-    Call it before engines are built: their garbage may hold device memory.
+    Call this before the engines are built, because their garbage may hold device memory.
     """
     gc.freeze()
     gc.enable()
 
 
 def _started(pid: int) -> float:
-    """Return the start of a process in seconds since the boot, to 0.01 s."""
+    """Return the start of a process in seconds since boot, with a resolution of 0.01 s."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")

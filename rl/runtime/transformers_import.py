@@ -1,8 +1,8 @@
-"""The import of transformers without its scan of all model files.
+"""Import of transformers without its scan of all model files.
 
-To know which file defines which class, transformers 5 reads every file of every model when it is imported:
-3,200 files and 70 MB per rank, on every start. The result depends on the installation alone, so it is kept
-in a file of the user's cache.
+At import, transformers 5 reads every file of every model to find out which file defines which class: 3,200
+files and 70 MB per rank, at every start. The result depends only on the installation, so it is cached in a
+file in the user's cache directory.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ _MODULE, _FUNCTION = "transformers.utils.import_utils", "create_import_structure
 
 
 def keep_scan() -> None:
-    """Make the next import of transformers read the kept result of its scan, or keep it. Idempotent."""
+    """Make the next import of transformers use the cached result of its scan, or cache it. Idempotent."""
     if _MODULE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def kept(scan: Callable[[str], dict], path: str | os.PathLike) -> dict:
-    """Return `scan(path)`, from a file if it was kept. A change of the directory makes the file invalid."""
+    """Return `scan(path)`, from the cache if possible. A change of the directory invalidates the cache."""
     directory = Path(path)
     directory = directory.parent if directory.is_file() else directory
     if directory.name != "models":  # a single model, whose few files are read if it is used
@@ -38,7 +38,7 @@ def kept(scan: Callable[[str], dict], path: str | os.PathLike) -> dict:
     with contextlib.suppress(OSError, ValueError, EOFError, TypeError):  # absent or truncated: scan again
         return marshal.loads(file.read_bytes())
     found = scan(path)  # type: ignore[arg-type]
-    with contextlib.suppress(OSError):  # a read-only home only costs time
+    with contextlib.suppress(OSError):  # with a read-only home directory, every start scans
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partial:
             partial.write(marshal.dumps(found))
@@ -57,7 +57,7 @@ class _Finder(MetaPathFinder):
 
             def exec_module(module):
                 execute(module)
-                scan = getattr(module, _FUNCTION, None)  # another version may have another way
+                scan = getattr(module, _FUNCTION, None)  # other versions of transformers may not have it
                 if scan is not None:
                     setattr(module, _FUNCTION, lambda path: kept(scan, path))
 

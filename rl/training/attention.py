@@ -1,4 +1,4 @@
-"""Causal attention over packed rows, with prompts that several answers share (`rl.training.rows`)."""
+"""Causal attention over packed rows, in which several answers may share a prompt (`rl.training.rows`)."""
 
 import inspect
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class PackedRow(PackedSeqParams):
 class CoreAttention(MegatronModule):
     """Causal attention over packed rows (thd), with grouped queries.
 
-    On CUDA with 16-bit types it makes one call of torch's variable-length flash attention, on CPU a few calls
-    of torch's flash attention for CPU on parts of the row, without copies of the inputs.
+    On CUDA with 16-bit types it calls torch's variable-length flash attention once. On the CPU it calls
+    torch's flash attention a few times on parts of the row, without copies of the inputs.
     """
 
     def __init__(self, config, attention_dropout=None, softmax_scale=None, **_):
@@ -39,7 +39,7 @@ class CoreAttention(MegatronModule):
         self.scale = softmax_scale
 
     def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedRow, **_):
-        """Attend as the row's `attention` says; returns [T, heads/tp * v].
+        """Compute the attention that the row's `attention` describes; return [T, heads/tp * v].
 
         query: [T, heads/tp, d]. key: [T, kv_heads/tp, d]. value: [T, kv_heads/tp, v].
         """
@@ -61,7 +61,7 @@ class CoreAttention(MegatronModule):
         if row.kv_index is not None:
             key, value = (x.index_select(0, row.kv_index) for x in (key, value))
         options: dict[str, bool] = {}
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # older torch needs no flag
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # older versions of torch need no flag
             options.update(enable_gqa=query.shape[1] != key.shape[1])
         return varlen_attn(
             query,
@@ -94,10 +94,10 @@ def te_attention(te_class: type) -> type:
 
     class RowTEAttention(te_class):
         def forward(self, query, key, value, *_, packed_seq_params: PackedRow, **__):
-            """Attend as the row's `attention` says; shapes as of `CoreAttention`.
+            """Compute the attention that the row's `attention` describes; shapes as in `CoreAttention`.
 
-            It calls Transformer Engine's forward itself: Megatron's has no name for a causal mask of packed
-            sequences that is aligned at the bottom right (cuDNN 9.7 and flash attention have it).
+            It calls Transformer Engine's forward directly, because Megatron's does not offer the causal mask
+            that is aligned at the bottom right (cuDNN 9.7 and flash attention have it).
             """
             row = packed_seq_params.attention
             assert row is not None
@@ -132,11 +132,11 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 class _AttendOnCpu(torch.autograd.Function):
     """torch's flash attention for CPU on parts of a row.
 
-    The parts are views of the row, and results are written into the row's own tensors: autograd's backward
-    of a slice would fill a whole row with zeros for each part.
+    The parts are views of the row, and results are written into the row's own tensors. Autograd's backward
+    pass of a slice would allocate a zero-filled row for each part.
 
-    Answers attend to their prompt in a second call. Its output is merged with that of the first by their
-    log-sum-exp; with merged output and log-sum-exp the backward of each call gives its exact share.
+    Answers attend to their prompt in a second call. The outputs of both calls are merged by their
+    log-sum-exp. Given the merged output and log-sum-exp, the backward pass of each call is exact.
     """
 
     @staticmethod

@@ -119,7 +119,7 @@ class Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Take a step, in one pass over the memory of each parameter."""
+        """Update the parameters, with one pass over the memory of each."""
         fused = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         for group in self.param_groups:
             if not group["params"]:
@@ -199,7 +199,7 @@ def _cpu_rng_states(random):
 def _no_dropout(fused_bias_dropout):
     """Add residuals in place in passes without gradients.
 
-    Megatron does so in eval() only, because of dropout, which this project never uses.
+    Megatron does so only in eval(), because of dropout, which this project never uses.
     """
     choose = fused_bias_dropout.get_bias_dropout_add
     fused_bias_dropout.get_bias_dropout_add = lambda training, fused: choose(False, fused)

@@ -4,9 +4,9 @@ The plan is plain data that every rank computes identically from the lengths and
 passes of a step use the same plan. The log-probs before and in the first update therefore come from the same
 packed rows and are bitwise equal.
 
-What is balanced is cost, not tokens: see `Cost`. Samples of a group share their prompt in a micro-batch
+The plan balances cost (`Cost`), not tokens. Samples of a group share their prompt in a micro-batch
 (`training.shared_prefix`), so a group is divided only if it exceeds `training.micro_batch_tokens`, or if the
-ranks would be uneven otherwise.
+cost of the ranks would otherwise be uneven.
 """
 
 import heapq
@@ -29,32 +29,31 @@ MicroBatchPlan = list[MicroBatches]
 """The micro-batches of each data parallel rank, [dp]."""
 
 MIN_GAIN = 0.02
-"""Least reduction of the busiest rank's cost for which groups are divided, so that prompts are computed more
-often."""
+"""Minimum relative reduction of the busiest rank's cost for which groups are divided. The prompt of a divided
+group is computed more than once."""
 MAX_TRIES = 16
-"""Most micro-batches without room that are passed over for a part, which bounds the time of a plan."""
+"""Maximum number of full micro-batches that are skipped for one part; it bounds the time of a plan."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Operations that a row of packed samples needs: linear in its tokens, and per pair in attention.
+    """Estimated operations of a packed row: linear in its tokens, and per pair of tokens in attention.
 
-    The coefficients follow from the shape of the model, not from a measurement. Ranks that measured would
-    have to agree on the result, and a run would give other plans, and so other rounding, each time it is
-    started. Only ratios matter, and those of one model's products are known; backward passes and
-    recomputation multiply all of them by about the same factor.
+    The coefficients follow from the shape of the model, not from a measurement. Ranks would have to agree on
+    measured values, which would also give other plans, and therefore other rounding, at each start. Only
+    ratios matter. Backward passes and recomputation multiply all coefficients by about the same factor.
     """
 
     per_token: int = 1
-    """Operations of a token in all layers, without attention between tokens."""
+    """Operations per token in all layers, without attention between tokens."""
     per_answer_token: int = 0
-    """Operations of the head, which reads only the positions that predict an answer's token."""
+    """Operations of the head per answer token; the head reads only positions that predict one."""
     per_pair: int = 0
-    """Operations of attention between a token and itself or an earlier one, in all layers."""
+    """Operations of attention per pair of a token and itself or an earlier token, in all layers."""
 
     @classmethod
     def of_model(cls, hf: dict, weights: Iterable[Weight]) -> "Cost":
-        """Return the cost of a forward pass. hf: the model's config.json; weights: those of `rl.models`."""
+        """Return the cost of a forward pass. hf: the model's config.json; weights: from `rl.models`."""
         layers = routed = head = 0
         for weight in weights:
             if weight.expert is not None:
@@ -72,9 +71,9 @@ class Workload:
     """Cost and tokens of the samples of a batch.
 
     Args:
-        prompts, answers: tokens of each sample's prompt and answer, int64 [N].
+        prompts, answers: number of tokens of each sample's prompt and answer, int64 [N].
         groups: samples with the same number have the same prompt, int64 [N].
-        shared_prefix: whether a micro-batch holds the prompt of a group once; else each sample has its own.
+        shared_prefix: whether a micro-batch contains the prompt of a group once instead of once per sample.
     """
 
     def __init__(
@@ -87,10 +86,10 @@ class Workload:
             own, answers, groups = own + shared, answers + prompts, torch.arange(len(groups))
             shared, prompts = torch.zeros_like(own), torch.zeros_like(prompts)
         self.own_cost: list[int] = own.tolist()
-        """Cost of a sample without its prompt, if that is shared."""
+        """Cost of each sample, without its prompt if prompts are shared."""
         self.own_tokens: list[int] = answers.tolist()
         self.prompt_cost: list[int] = shared.tolist()
-        """Cost of a sample's prompt, once per micro-batch."""
+        """Cost of each sample's prompt, once per group and micro-batch; 0 if prompts are not shared."""
         self.prompt_tokens: list[int] = prompts.tolist()
         self.groups: list[int] = groups.tolist()
 
@@ -104,7 +103,7 @@ class Workload:
         return sum(self.own_cost[i] for i in samples) + sum(prompts.values())
 
     def tokens(self, samples: Sequence[int]) -> int:
-        """Return the tokens of a micro-batch."""
+        """Return the number of tokens of a micro-batch."""
         prompts = {self.groups[i]: self.prompt_tokens[i] for i in samples}
         return sum(self.own_tokens[i] for i in samples) + sum(prompts.values())
 
@@ -136,11 +135,11 @@ def plan_micro_batches(
     samples_per_unit: number of consecutive samples of a group kept in one micro-batch, in order; `indices`
     must contain whole units.
 
-    Groups, or parts of them, are assigned most costly first, each to the rank with the least cost so far. A
-    rank's micro-batches are as few as best-fit gives, with at most `max_tokens` tokens each unless one unit
-    has more, and about equal in cost. Every rank has the same number of micro-batches, which pipeline and
-    expert parallel schedules require, in descending order of cost, so that those of different ranks that run
-    at the same time are similar. Samples of a group are adjacent.
+    Groups, or parts of them, are assigned in descending order of cost, each to the rank with the least cost
+    so far. A rank gets as few micro-batches as best-fit finds. They have about equal cost, and at most
+    `max_tokens` tokens unless one unit has more. Every rank has the same number of micro-batches, as pipeline
+    and expert parallel schedules require. They are in descending order of cost, so that micro-batches that
+    run at the same time on different ranks are similar. Samples of a group are adjacent.
 
     Takes O(N log N) for N samples.
     """
@@ -198,8 +197,8 @@ def _by_group(units: Iterable[_Unit]) -> list[list[_Unit]]:
 def _spread_over_ranks(units: list[_Unit], dp: int) -> list[list[_Unit]]:
     """Return the units of each rank.
 
-    Groups are divided into parts of at most a rank's mean cost, then a half and a quarter of that, then into
-    units, as long as this makes the busiest rank faster.
+    Groups are divided into parts of at most a rank's mean cost, then half and a quarter of it, then into
+    units. Each division is used only if it reduces the cost of the busiest rank by MIN_GAIN.
     """
     groups = _by_group(units)
     parts = _parts(groups)
@@ -220,7 +219,7 @@ def _spread_over_ranks(units: list[_Unit], dp: int) -> list[list[_Unit]]:
 def _parts(
     groups: list[list[_Unit]], max_tokens: float = math.inf, max_cost: float = math.inf
 ) -> list[_Part]:
-    """Return each group in as few even parts as the limits of a part require."""
+    """Return the parts of each group: as few as the limits allow, of about equal cost."""
     parts = []
     for members in groups:
         if len(members) == 1:
@@ -248,7 +247,7 @@ def _parts(
 
 
 def _ratio(amount: float, room: float) -> float:
-    """Return how many times `room` holds `amount`, rounded up; infinity if there is no room."""
+    """Return amount / room, rounded up; infinity if there is no room."""
     return math.ceil(amount / room) if room > 0 else math.inf
 
 
@@ -271,7 +270,7 @@ def _spread(parts: Iterable[_Part], bins: int) -> tuple[list[list[_Part]], int]:
 
 
 def _best_fit(parts: list[_Part], max_tokens: int) -> list[list[_Part]]:
-    """Return as few bins of at most `max_tokens` as best-fit finds; a larger part has a bin of its own."""
+    """Return the bins of at most `max_tokens` that best-fit finds; a larger part has its own bin."""
     if sum(part.tokens for part in parts) <= max_tokens:
         return [parts]
     bins: list[list[_Part]] = []
@@ -289,7 +288,7 @@ def _best_fit(parts: list[_Part], max_tokens: int) -> list[list[_Part]]:
 
 
 def _micro_batches(parts: list[_Part], count: int, max_tokens: int) -> list[list[_Part]]:
-    """Return `count` micro-batches, of about equal cost if they can be."""
+    """Return `count` micro-batches, of about equal cost if `max_tokens` allows it."""
     bins = _evenly(parts, count, max_tokens) or _best_fit(parts, max_tokens)
     while len(bins) < count and len(fullest := max(bins, key=len, default=[])) > 1:
         bins.remove(fullest)
@@ -298,7 +297,7 @@ def _micro_batches(parts: list[_Part], count: int, max_tokens: int) -> list[list
 
 
 def _evenly(parts: list[_Part], count: int, max_tokens: int) -> list[list[_Part]] | None:
-    """Assign each part to the least costly bin that has room for it; return None if some part finds none."""
+    """Assign each part to the least costly bin with room for it; return None if a part has no such bin."""
     if count == 1:
         return [parts]
     bins: list[list[_Part]] = [[] for _ in range(count)]

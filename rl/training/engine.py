@@ -75,7 +75,9 @@ class TrainingEngine:
         self.weight_map = WeightMap(hf, weights, grid, model)
         mark_split_weights(self.weight_map)
         load_hf(path, self.weight_map)
-        assert optimizer is not None or not keep_reference, "a frozen model is its own reference"
+        assert optimizer is not None or not keep_reference, (
+            "keep_reference requires an optimizer: a frozen model is its own reference"
+        )
         self.reference = self._copy_of_weights() if keep_reference else None
         self.optimizer = None
         self.wrapped: torch.nn.Module = model
@@ -103,8 +105,8 @@ class TrainingEngine:
                 values.append(torch.stack([getattr(micro, name) for name in names]))
             return getattr(micro, names[0]).new_zeros(()), {}
 
-        # A model that learns stays in train() here, because in eval() Transformer Engine may choose another
-        # attention kernel than in the update. Nothing else depends on the mode, because there is no dropout.
+        # A model in training stays in train() here: in eval() Transformer Engine may choose another attention
+        # kernel than in the update. Nothing else depends on the mode, because there is no dropout.
         for plan in plans:
             self._run(batch, plan, keep, forward_only=True, progress=progress, outputs=names)
         out = torch.zeros(len(names), int(batch.lengths.sum()), device=self.device.torch)
@@ -117,11 +119,13 @@ class TrainingEngine:
     def reference_weights(self) -> Iterator[None]:
         """Use the reference weights inside the context, for forward passes.
 
-        They are copied into the memory of the gradients, which `update` sets to 0 first. The own weights stay
-        where they are.
+        They are copied into the gradient buffers, which `update` sets to 0 before it uses them. The trained
+        weights stay in their own memory.
         """
         assert self.reference is not None, "keep_reference was not set"
-        assert not self._learning_state_in_host.occupied, "the gradients' memory is in use by the engine"
+        assert not self._learning_state_in_host.occupied, (
+            "reload the gradient buffers first: the reference weights need them"
+        )
         parameters = list(self.model.parameters())
         own = [parameter.data for parameter in parameters]
         try:
@@ -145,7 +149,7 @@ class TrainingEngine:
     ) -> dict[str, float]:
         """Take one optimizer step on the samples of the plan and increment `version`.
 
-        outputs: names of the outputs that `loss` reads; None for all that the model has.
+        outputs: names of the model's outputs that `loss` reads; None for all.
 
         Returns the metrics of `loss`, summed over micro-batches and data parallel ranks, and `grad_norm`
         before clipping. Raises FloatingPointError on every rank if the gradient is not finite; the weights
@@ -266,7 +270,7 @@ class TrainingEngine:
             data_iterator=iter(rows),
             model=[self.wrapped],
             num_microbatches=len(rows),
-            seq_length=1,  # unused: `KnownShapes` has the shapes
+            seq_length=1,  # unused: `KnownShapes` provides the shapes
             micro_batch_size=1,
             forward_only=forward_only,
             p2p_communicator=KnownShapes(groups.pp, config, rows),

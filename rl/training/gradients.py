@@ -15,10 +15,10 @@ from rl.training.layer_spec import use_te
 def with_gradients(model, training: Training, grid: Grid) -> DistributedDataParallel:
     """Wrap a model for training: float32 gradients, sharded over the data parallel ranks.
 
-    With `training.overlap_gradients` a bucket is reduced as soon as its gradients are complete, during the
-    backward pass of the last micro-batch. Megatron's overlap of the parameters' all-gather with the next
-    forward pass is not used: after the last update of a step the next reader of the weights is the refit or a
-    checkpoint, which would have to wait for it.
+    With `training.overlap_gradients`, a bucket is reduced as soon as its gradients are complete, during the
+    backward pass of the last micro-batch. Megatron can also overlap the all-gather of the parameters with the
+    next forward pass. This is not used: the refit or a checkpoint would have to wait for it after the last
+    update of a step.
 
     Collective over the world.
     """
@@ -44,9 +44,9 @@ def with_gradients(model, training: Training, grid: Grid) -> DistributedDataPara
 
 
 def _accumulate_in_products(model: torch.nn.Module) -> None:
-    """Let Transformer Engine's products of weight gradients add to the float32 sums.
+    """Make Transformer Engine's weight-gradient products accumulate into the float32 gradients.
 
-    Otherwise each micro-batch writes them in bfloat16 and adds them in another pass over memory. Megatron's
+    Otherwise each micro-batch writes bfloat16 gradients and adds them in another pass over memory. Megatron's
     `gradient_accumulation_fusion` would do the same, but its output layer then requires apex.
     """
     from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, Linear

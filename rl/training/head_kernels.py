@@ -1,7 +1,7 @@
-"""The log-prob head's two Triton kernels: statistics of a chunk's logits, and their gradient in place.
+"""Triton kernels of the log-prob head: statistics of a chunk's logits, and the gradient in their place.
 
-They compute what `statistics` and `gradient` of `rl.training.logprobs` compute, reading each logit once and
-without float32 copies of the logits. Imported on CUDA only; tests run them in Triton's interpreter.
+They compute the same as `statistics` and `gradient` of `rl.training.logprobs`, but read each logit once and
+make no float32 copy of the logits. Imported on CUDA only; tests run them in Triton's interpreter.
 """
 
 import torch
@@ -10,14 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""Logits that a program reads at once: 16 per thread, which fit its registers."""
+"""Number of logits that a program reads at once: 16 per thread, which fit in its registers."""
 WARPS = 8
 
 
 def statistics(
     logits: Tensor, temperature: float, targets: Tensor, wanted: tuple[bool, bool], out: Tensor
 ) -> None:
-    """As `rl.training.logprobs.statistics`."""
+    """Compute `rl.training.logprobs.statistics` in one kernel, with the same arguments."""
     tokens, rows = logits.shape
     _statistics[(tokens,)](
         logits,
@@ -43,7 +43,7 @@ def gradient(
     grad_logprobs: Tensor | None,
     of_entropy: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """As `rl.training.logprobs.gradient`."""
+    """Compute `rl.training.logprobs.gradient` in one kernel, with the same arguments."""
     tokens, rows = logits.shape
     mine = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs / temperature
     entropy, upstream = (lse, lse) if of_entropy is None else (of_entropy[0], of_entropy[1] / temperature)
@@ -63,7 +63,7 @@ def gradient(
         BLOCK=block,
         num_warps=WARPS,
     )
-    torch.autograd.graph.increment_version(logits)  # a second backward pass is an error, not wrong numbers
+    torch.autograd.graph.increment_version(logits)  # so that a second backward pass raises an error
     return logits
 
 
@@ -81,7 +81,7 @@ def _statistics(
     SQUARES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token. Sums are rescaled whenever a block contains a larger logit."""
+    """Compute the statistics of one token per program. Sums are rescaled if a block has a larger logit."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * row_stride
     columns = tl.arange(0, BLOCK)
@@ -95,7 +95,7 @@ def _statistics(
         if SCALED:
             x = x / temperature
         new = tl.maximum(largest, tl.max(x, 0))
-        # Of the first block: exp(-inf) = 0, and 0 * -inf would be NaN.
+        # For the first block `largest` is -inf, and 0 * -inf would be NaN.
         below = tl.where(largest == float("-inf"), 0.0, largest - new)
         scale = tl.exp(below)
         x = x - new
@@ -134,7 +134,7 @@ def _gradient(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token and block of logits."""
+    """Compute the gradient of one token and one block of logits per program."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < rows

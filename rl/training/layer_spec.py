@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from rl.training.attention import CoreAttention, te_attention
 
 NORMALISES_ALL = importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
-"""Whether Megatron's latent attention normalises the query even if it has no latent (0.19)."""
+"""Whether Megatron's MLA normalises the query even without a query latent (Megatron 0.19)."""
 
 
 def use_te(dtype: torch.dtype) -> bool:
@@ -42,8 +42,8 @@ def block_spec(config):
     """
     if config.multi_latent_attention and config.q_lora_rank is None and NORMALISES_ALL:
         raise ValueError(
-            "a model with latent attention and q_lora_rank null (DeepSeek-V2-Lite) requires megatron-core "
-            "0.16: later versions normalise the query too, or no latent; pip install megatron-core==0.16.1."
+            "q_lora_rank=null (DeepSeek-V2-Lite) requires megatron-core 0.16: later versions would also "
+            "normalise the query; pip install megatron-core==0.16.1."
         )
     if use_te(config.params_dtype):
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -80,9 +80,9 @@ _FUSED_NORMS = {
 
 
 def replace_classes(spec, classes: dict[type, type], *, latents: type | None = None):
-    """Return the spec, nested dataclasses of classes, with classes replaced.
+    """Return the spec, nested dataclasses of classes, with the classes in `classes` replaced.
 
-    latents: class of MLA's projections down to the latents.
+    latents: class for MLA's down-projections to the latents; None keeps Megatron's.
     """
     if isinstance(spec, (list, tuple)):
         return type(spec)(replace_classes(part, classes, latents=latents) for part in spec)
@@ -140,4 +140,4 @@ class DuplicatedLinear(torch.nn.Module):
 
 
 LOCAL_CLASSES = {WrappedTorchNorm: Norm, FusedLayerNorm: Norm, DotProductAttention: CoreAttention}
-"""Class of Megatron's local spec -> the class of this project in its place."""
+"""Class of Megatron's local spec -> its replacement in this project."""

@@ -4,8 +4,8 @@ T tokens, H hidden, V vocabulary. Logits [chunk, V/tp] exist for `chunk` tokens 
 dtype. If one chunk holds all tokens, the backward pass reuses its logits; otherwise it computes them again,
 so that memory is O(chunk * V/tp) instead of O(T * V) at the cost of one more projection.
 
-On CUDA one Triton kernel each way reads the logits once (`rl.training.head_kernels`). The functions here are
-the CPU path and the reference that the kernels are tested against.
+On CUDA, one Triton kernel per direction reads the logits once (`rl.training.head_kernels`). The functions
+here are the CPU path and the reference against which the kernels are tested.
 """
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 OUTPUTS = ("logprobs", "entropy", "sum_p_squared")
+"""Names of the outputs: log p(target), entropy, sum of squared probabilities."""
 
 
 def linear_logprobs(
@@ -26,7 +27,7 @@ def linear_logprobs(
     chunk: int,
     outputs: tuple[str, ...] = OUTPUTS,
 ) -> tuple[Tensor, ...]:
-    """Return the outputs of these names, some of OUTPUTS, float32 [T] each.
+    """Return the named outputs, a subset of OUTPUTS, float32 [T] each.
 
     p = softmax(hidden @ weight.T / temperature)
 
@@ -36,7 +37,7 @@ def linear_logprobs(
     targets: int64 [T], below vocab_size. Rows from vocab_size on are padding with probability 0.
 
     The results are identical on all ranks of the group; the sum of squares has no gradient. An output that is
-    not named costs nothing, nor does the gradient of one that the loss does not use. The forward pass is
+    not named costs nothing, nor does the gradient of an output that the loss does not use. The forward pass is
     collective over `group` (one all-gather); the backward pass is not.
     """
     keep = torch.is_grad_enabled() and len(targets) <= chunk
@@ -58,7 +59,7 @@ class _LinearLogprobs(torch.autograd.Function):
         local_targets = torch.where(local_targets < real_rows, local_targets, -1).clamp_(min=-1)
         statistics, _ = _functions(hidden)
         found = hidden.new_zeros(3 + sum(wanted), len(targets), dtype=torch.float32)
-        found[0].fill_(torch.finfo(torch.float32).min)  # of no rows
+        found[0].fill_(torch.finfo(torch.float32).min)  # the maximum over no rows
         kept = None
         for start in range(0, len(targets) if real_rows else 0, chunk):
             part = slice(start, start + chunk)
@@ -106,8 +107,8 @@ def statistics(
 ) -> None:
     """Write the statistics of a rank's scaled logits x = logits / temperature [c, rows] to `out` [n, c].
 
-    They are m = max x, sum exp(x - m) and the target's x - m; then, if wanted, sum exp(x - m) (x - m) for the
-    entropy and sum exp(x - m)^2 for the sum of squares.
+    The rows of `out` are m = max x, sum exp(x - m) and the target's x - m. Then follow, if `wanted`,
+    sum exp(x - m) (x - m) for the entropy and sum exp(x - m)^2 for the sum of squares.
 
     targets: int64 [c], the target's row on this rank, or -1 if another rank has it; its x - m is then 0.
     """
@@ -134,11 +135,12 @@ def gradient(
     grad_logprobs: Tensor | None,
     of_entropy: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Return the gradient of the loss by the logits, in their dtype. Overwrites the logits.
+    """Return the gradient of the loss with respect to the logits, in their dtype. May overwrite the logits.
 
     d logp(y)/d logits = onehot(y) - p,    d entropy/d logits = -p * (log p + entropy)
 
-    of_entropy: (entropy, gradient of the loss by it), None if the loss does not use it.
+    lse: log sum exp of the scaled logits over the whole vocabulary, float32 [c].
+    of_entropy: (entropy, gradient of the loss with respect to it), None if the loss does not use it.
     """
     log_p = logits.float()
     if temperature != 1.0:
@@ -156,7 +158,7 @@ def gradient(
 
 
 def _functions(hidden: Tensor):
-    """Return `statistics` and `gradient` for the device; those for CUDA are Triton kernels."""
+    """Return `statistics` and `gradient` for the device of `hidden`: on CUDA, the Triton kernels."""
     if hidden.is_cuda:
         from rl.training import head_kernels
 
@@ -165,7 +167,7 @@ def _functions(hidden: Tensor):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to the float32 `total`, on CUDA and in float32 without a tensor for the product."""
+    """Add a @ b to the float32 `total`, on CUDA and for float32 without a temporary product."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:
@@ -177,7 +179,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _combine(found: Tensor, owners: Tensor, group, wanted: tuple[bool, bool]):
     """Return (logprobs, log sum exp, entropy or None, sum of squares or None) [T] of the whole vocabulary.
 
-    found: [n, T], this rank's statistics. owners: int64 [T], the rank whose rows contain the target.
+    found: [n, T], this rank's statistics. owners: int64 [T], the rank that holds the target's row.
     """
     parts = found[None]
     if group.size() > 1:

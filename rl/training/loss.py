@@ -23,5 +23,5 @@ class Totals:
 Loss = Callable[[MicroBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, totals) -> (loss, metrics), both divided by the totals, so that micro-batches add up.
 
-A loss may have the attribute `reads`: the names of the model's outputs that it reads. Others are then not
-computed."""
+A loss may have the attribute `reads`: names of the model's outputs that it reads. The model then computes
+only these."""

@@ -45,7 +45,7 @@ class HeadRequest:
 class Packed(GPTModel):
     """One pipeline stage of a model for packed rows.
 
-    The last stage returns a tensor float32 [R] for each name in `outputs`, which the engine may reduce to
+    The last stage returns a tensor float32 [R] for each name in `outputs`, which the training engine sets to
     those that a pass needs.
     """
 
@@ -174,7 +174,7 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> Tran
         moe_token_dispatcher_type="alltoall",
         # PP 2 and gloo: batched p2p pairs sends with the wrong receives, overlapped p2p reads freed buffers.
         batch_p2p_comm=on_cuda,
-        # Megatron waits for the device after each transfer, against a race in versions of torch before 2.
+        # True would wait for the device after each transfer, because of a race in torch before version 2.
         batch_p2p_sync=False,
         overlap_p2p_comm=False,
         deallocate_pipeline_outputs=on_cuda,

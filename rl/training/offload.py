@@ -52,10 +52,13 @@ class HostMemory:
         self._moved, self._used = {}, 0
 
     def _places(self, sizes: list[int]) -> list[Tensor]:
-        """Return free host memory of these sizes, in one block; a larger one is allocated if necessary."""
+        """Return a part of the host memory for each size, in bytes; allocate a larger block if necessary."""
         total = sum(map(aligned, sizes))
         if self._used + total > len(self._memory):
-            self._memory, self._used = torch.empty(0, dtype=torch.uint8), 0  # frees it unless it is in use
+            self._memory, self._used = (
+                torch.empty(0, dtype=torch.uint8),
+                0,
+            )  # frees the block unless it is in use
             self._memory = host_memory(total)
         places = []
         for size in sizes:

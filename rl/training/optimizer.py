@@ -40,10 +40,10 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
-    """Take the step for gradients that `prepare_grads` has prepared and whose norm is known.
+    """Clip the gradients, whose norm is `norm`, and update the parameters. Requires `prepare_grads`.
 
-    `MegatronOptimizer.step` would prepare them and compute their norm again. Collective over the data
-    parallel group.
+    `MegatronOptimizer.step` would prepare the gradients and compute their norm again. Collective over the
+    data parallel group.
     """
     for part in optimizer_parts(optimizer):
         clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, norm)

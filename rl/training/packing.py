@@ -60,12 +60,12 @@ class MicroBatch:
 def pack(
     batch: Batch, samples: list[int], *, multiple: int, device: torch.device, share: bool = False
 ) -> MicroBatch:
-    """Lay the samples out in one row, and add their columns."""
+    """Return the samples as one row, with their columns; arguments as for `lay_out`."""
     return with_columns(lay_out(batch, samples, multiple=multiple, device=device, share=share), batch)
 
 
 def with_columns(row: MicroBatch, batch: Batch) -> MicroBatch:
-    """Return a copy of the micro-batch with the present columns and labels of its batch."""
+    """Return a copy of the micro-batch with the current columns and labels of its batch."""
     host = {name: column[row.column_index] for name, column in batch.loss_columns().items()}
     if batch.labels is not None:
         host["labels"] = batch.labels[row.samples]
@@ -79,10 +79,10 @@ def lay_out(
 ) -> MicroBatch:
     """Return the micro-batch without columns.
 
-    multiple: the row is padded to a multiple of it: tp under sequence parallelism, else 1. share: adjacent
+    multiple: the row is padded to a multiple of it (tp under sequence parallelism, else 1). share: adjacent
     samples of one group with equal prompts share one copy of the prompt.
 
-    The layout is kept with the batch, because several passes over a batch use the same plan.
+    The layout is cached in the batch, because several passes over a batch use the same plan.
     """
     key = (tuple(samples), multiple, device, share)
     if key not in batch.layouts:
@@ -136,9 +136,9 @@ def _lay_out(batch, samples, multiple, device, share) -> MicroBatch:
 
 
 def _units(batch, samples, share, prompts, responses) -> list[list[int]]:
-    """Return the members of each group that shares its prompt, else single samples; units ordered by length.
+    """Return units as indices into `samples`: groups that share a prompt, or single samples.
 
-    Units of equal length are therefore adjacent in the row.
+    Units are ordered by length, so that units of equal length are adjacent in the row.
     """
     units: list[list[int]] = []
     groups = batch.groups.numpy()[samples]
@@ -153,7 +153,7 @@ def _units(batch, samples, share, prompts, responses) -> list[list[int]]:
 
 
 def _to_device(arrays: list[np.ndarray], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return the arrays on the device, in their shapes, after one transfer that does not block."""
+    """Return the arrays on the device, in their shapes, with one transfer that does not block the host."""
     sizes = [array.size for array in arrays]
     host = torch.empty(sum(sizes), dtype=dtype, pin_memory=device.type == "cuda")
     for part, array in zip(host.split(sizes), arrays):

@@ -1,8 +1,8 @@
 """Transfers between pipeline stages without an exchange of shapes.
 
-Micro-batches have different lengths. Megatron therefore sends the shape before each tensor, and waits twice
-for the device to read it. Every stage packs the same micro-batches, so it knows the shapes in advance: a
-stage receives activations, and later gradients, in the order of the micro-batches.
+Micro-batches have different lengths. Megatron therefore sends the shape before each tensor, and the host
+waits for the device twice to read it. Here every stage packs the same micro-batches and so knows the shapes
+in advance. A stage receives activations, and later gradients, in the order of the micro-batches.
 """
 
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

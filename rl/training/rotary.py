@@ -1,8 +1,8 @@
-"""Rotary position embedding by the positions of a packed row's tokens.
+"""Rotary position embedding of packed rows.
 
-Megatron's code for packed rows slices every sequence apart in every layer, and reads lengths from the device.
-Here the rotation of every token is computed once per micro-batch (`RowRotary.of`), travels with the row, and
-is applied to the whole row at once.
+Megatron's code for packed rows slices out every sequence in every layer and reads lengths from the device.
+Here the rotation of every token is computed once per micro-batch (`RowRotary.of`), passed with the row, and
+applied to the whole row at once.
 """
 
 import torch
@@ -14,9 +14,9 @@ from rl.training.attention import PackedRow
 
 
 class RowRotary(nn.Module):
-    """Takes the place of a model's rotary embedding modules, and returns the rotation of the row.
+    """Replaces a model's rotary embedding modules and returns the rotation of the row.
 
-    rotary: the module of Megatron whose frequencies are used.
+    rotary: the module of Megatron whose frequencies are used. fused: as in `rotate_by_row`.
     """
 
     def __init__(self, rotary: nn.Module, *, fused: bool):
@@ -42,7 +42,7 @@ class RowRotary(nn.Module):
         return packed_seq_params
 
     def forward(self, row: PackedRow, **_):
-        """Return what Megatron's module would: of YaRN also the scale, which is in the rotation already."""
+        """Return the rotation and, for YaRN, a scale of 1, because the rotation is already scaled."""
         return (row.rotation, 1.0) if self.is_yarn else row.rotation
 
     def get_cached_cos_sin(self, row: PackedRow, dtype: torch.dtype, **_):
@@ -54,8 +54,8 @@ class RowRotary(nn.Module):
 class _Rotate(torch.autograd.Function):
     """Rotate the pairs of channels of x [T, heads, d]; the backward pass rotates back.
 
-    adjacent: a pair is two adjacent channels, as DeepSeek's weights have it; else one of each half. The
-    output has halves.
+    adjacent: whether a pair is two adjacent channels (DeepSeek's weights) or one channel of each half of d.
+    In the output, a pair is always one channel of each half.
     """
 
     @staticmethod
@@ -86,14 +86,14 @@ def _rotate(pairs, cos, sin, out, *, sign: int) -> None:
 
 
 def _apply(t: Tensor, freqs: Tensor, config, **_) -> Tensor:
-    """Take the place of Megatron's apply_rotary_pos_emb. t: [T, heads, d]. freqs: `RowRotary.of`."""
+    """Replace Megatron's apply_rotary_pos_emb. t: [T, heads, d]. freqs: from `RowRotary.of`."""
     return _Rotate.apply(t, freqs, config.multi_latent_attention)
 
 
 def rotate_by_row(model: nn.Module, *, fused: bool) -> RowRotary:
     """Make Megatron's layers rotate by the row's `rotation`; return the module that computes it.
 
-    fused: whether the config has apply_rope_fusion.
+    fused: the config's apply_rope_fusion.
     """
     owners = [module for module in model.modules() if hasattr(module, "rotary_pos_emb")]
     rotary = RowRotary(owners[0].rotary_pos_emb, fused=fused)

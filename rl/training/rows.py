@@ -1,11 +1,11 @@
-"""The layout of a packed row as plain data: what attends to what.
+"""Layout of a packed row as plain data: which tokens attend to which.
 
 A row is a sequence of segments. A segment is a whole sequence, the prompt of a group of answers, or one of
-these answers. Its queries attend causally to its own keys; those of an answer also to all keys of its
+these answers. Its queries attend causally to its own keys. Those of an answer also attend to all keys of its
 prompt. `RowAttention` describes that for one row; it is computed once per micro-batch, and
 `rl.training.attention` applies it in every layer.
 
-T: tokens of the row. Tk: keys of all segments, a shared prompt counted once per answer.
+T: tokens of the row. Tk: keys of all segments; a shared prompt counts once per answer.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 MASKED_TOKENS = 128
-"""A group of at most this many tokens is computed as one block with a mask, which costs less than many calls
-for parts (measured on CPU)."""
+"""Maximum number of tokens of a group that is computed as one block with a mask. For short groups this costs
+less than one call per segment (measured on CPU)."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class Group:
 
     start: int
     prompt: int
-    """Tokens of the sequence or prompt."""
+    """Number of tokens of the sequence or prompt."""
     answers: tuple[int, ...] = ()
-    """Tokens of each answer."""
+    """Number of tokens of each answer."""
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """Tokens of each segment."""
+        """Number of tokens of each segment."""
         return (self.prompt, *self.answers)
 
     @property
     def starts(self) -> list[int]:
-        """First position in the row of each segment."""
+        """Position in the row of each segment's first token."""
         return list(accumulate(self.segments[:-1], initial=self.start))
 
     @property
@@ -48,7 +48,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Run:
-    """`count` adjacent blocks of the row, each of `length` tokens, which attend to themselves."""
+    """`count` adjacent blocks of the row, of `length` tokens each; tokens attend within their block."""
 
     start: int
     count: int
@@ -68,7 +68,7 @@ class Shared:
 
 @dataclass
 class RowAttention:
-    """What attends to what in one row: for CPU `runs` and `shared`, for CUDA segments with their keys."""
+    """Which tokens attend to which in one row. The CPU reads `runs` and `shared`, CUDA the other fields."""
 
     runs: list[Run]
     """Blocks that cover the row."""
@@ -80,7 +80,7 @@ class RowAttention:
     max_seqlen_q: int
     max_seqlen_kv: int
     kv_index: Tensor | None
-    """int64 [Tk]: position in the row of each key; None: the keys are those of the row."""
+    """int64 [Tk]: position in the row of each key; None if no prompt is shared (key i is token i)."""
 
 
 def row_attention(groups: list[Group], keys: dict[str, Tensor], device: torch.device) -> RowAttention:
@@ -113,7 +113,7 @@ def row_attention(groups: list[Group], keys: dict[str, Tensor], device: torch.de
 
 
 def _masked_tokens(group: Group, device: torch.device) -> int:
-    """Return the length of a group that is computed as one block with a mask, 0 for others."""
+    """Return the group's number of tokens if it is computed as one block with a mask, else 0."""
     length = group.end - group.start
     return length if group.answers and length <= MASKED_TOKENS and device.type == "cpu" else 0
 
@@ -153,6 +153,6 @@ def positions(groups: list[Group]) -> np.ndarray:
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return start, start + 1, ... of each range, one after the other."""
+    """Return the concatenation of the ranges start, start + 1, ..., start + length - 1, int64."""
     ends = lengths.cumsum()
     return np.arange(lengths.sum()) + (starts - (ends - lengths)).repeat(lengths)

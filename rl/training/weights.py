@@ -1,7 +1,7 @@
 """Load and gather the weights of the training model through the layouts of `rl.models.layout`.
 
 `load_hf` reads on each rank only the boxes that it holds. `full_weights` yields every Hugging Face tensor
-whole on every rank, one at a time. `mark_split_weights` tells Megatron which weights are replicated.
+whole on every rank, one at a time. `mark_split_weights` tells Megatron which weights are split.
 """
 
 from collections.abc import Iterator
@@ -86,12 +86,11 @@ class WeightMap:
 
 
 def mark_split_weights(weight_map: WeightMap) -> None:
-    """Set Megatron's mark of every weight that tensor parallel ranks split, and clear that of the others.
+    """Set Megatron's mark on weights that are split over tensor parallel ranks; clear it on all others.
 
-    Megatron's gradient norm counts a marked weight on each rank and any other on the first rank only. It
-    requires the marks before the optimizer is built. Transformer Engine marks the weight of every linear
-    layer, also of those that it duplicates (MLA's projections down to the latents; `Linear.reset_parameters`
-    of 2.11).
+    Megatron's gradient norm counts a marked weight on every rank and any other weight on the first rank only.
+    Call this before the optimizer is built. Transformer Engine 2.11 marks the weight of every linear layer,
+    even of duplicated ones such as MLA's down-projections to the latents (`Linear.reset_parameters`).
     """
     for weight, parameter in weight_map.local():
         parameter.tensor_model_parallel = weight.cut.split
