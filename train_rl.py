@@ -179,8 +179,8 @@ def prepare_environment(ranks) -> None:
         "OMP_NUM_THREADS": str(cpus),
         # Spinning OpenMP threads make a generation 20 times slower if there are more threads than cores.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # Megatron launches a collective before the product that it overlaps with, and requires that the GPU
-        # keeps this order. Read when CUDA initialises.
+        # Megatron launches a collective before the product that it overlaps, and the GPU must keep this
+        # order. CUDA reads the variable when it initialises.
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,4 +1,4 @@
-"""Measure Lockstep beside its peers and beside itself: one command per table.
+"""Measure Lockstep and compare it with its peers: one command per table.
 
     python tools/bench.py grpo --rows quickstart           a GRPO step against TRL's GRPOTrainer
     python tools/bench.py learn                            time to 0.90 accuracy, against TRL
@@ -6,13 +6,13 @@
     python tools/bench.py show docs/performance.json       the stored tables
     python tools/bench.py TABLE --help
 
-Both sides of a comparison run in one command and take turns, step by step, so that they meet the same load.
-Figures are medians of the rounds. The table goes to stdout as Markdown, and with --out also as JSON. --store
-adds it to a file of results (docs/performance.json). --check compares its figures, most of which are ratios,
-with that file and exits with 1 if one is worse by more than --tolerance.
+Both sides of a comparison run in one command and take turns, step by step, so that both see the same load of
+the machine. Figures are medians over the rounds. The table is printed as Markdown and, with --out, written as
+JSON. --store adds it to a file of results (docs/performance.json). --check compares its figures, most of
+which are ratios, with such a file and exits with 1 if a figure is worse by more than --tolerance.
 
---work is a directory for models, TRL's environment and the quickstart's warm-up; they are reused. Without it
-a temporary directory is used.
+--work is a directory for models, TRL's environment and the quickstart's warm-up, which are reused. The
+default is a temporary directory.
 """
 
 import argparse
@@ -49,11 +49,11 @@ class Table:
 
     title: str
     figure: str
-    """What the rows' figures are."""
+    """Meaning of the rows' figures."""
     better: str
     add_arguments: Callable
     measure: Callable
-    """(arguments, directory of what is reused, directory of this call) -> (rows, versions of peers)."""
+    """(arguments, directory of reused files, directory of this call) -> (rows, versions of peers)."""
 
 
 TABLES = {
@@ -87,7 +87,7 @@ TABLES = {
         generation.measure_queues,
     ),
     "control": Table(
-        "Control: share of a step outside generation, forward, backward and refit; growth with the ranks",
+        "Share of a step outside generation, forward, backward and refit, and its growth with the ranks",
         "share, or seconds",
         "lower",
         control.add_arguments,
@@ -120,12 +120,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     table = TABLES[args.table]
     if args.check and not args.check.exists():
-        sys.exit(f"bench: --check {args.check} does not exist; --store writes such a file.")
+        sys.exit(f"bench: --check={args.check} does not exist; create the file with --store.")
     work = args.work or Path(tempfile.mkdtemp(prefix="lockstep-bench-"))
     work.mkdir(parents=True, exist_ok=True)
     runs = Path(tempfile.mkdtemp(prefix="runs-", dir=work))
     machine = describe_machine()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the sides end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the sides are stopped too
     try:
         rows, versions = table.measure(args, work, runs)
     except BenchFailed as error:
@@ -166,11 +166,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     show.add_argument("results", type=Path, metavar="FILE")
     for name, table in TABLES.items():
         sub = tables.add_parser(name, help=table.title, description=table.title)
-        sub.add_argument("--work", type=Path, metavar="DIR", help="directory whose contents are reused")
+        sub.add_argument(
+            "--work", type=Path, metavar="DIR", help="directory of files that are reused (temporary)"
+        )
         sub.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON")
         sub.add_argument("--store", type=Path, metavar="FILE", help="add the table to a file of results")
         sub.add_argument("--check", type=Path, metavar="FILE", help="compare with a file of results")
-        sub.add_argument("--tolerance", type=float, default=0.15, help="share that may be lost (0.15)")
+        sub.add_argument(
+            "--tolerance", type=float, default=0.15, help="relative loss that --check accepts (0.15)"
+        )
         table.add_arguments(sub.add_argument)
     return parser.parse_args(argv)
 

@@ -5,9 +5,9 @@
     python tools/gpu_acceptance.py --stage speed     one stage again, into the same page
     python tools/gpu_acceptance.py --rehearse        the same stages on a CPU with tiny sizes
 
-Every stage runs in processes of its own with a time limit, and the next stage runs whatever became of it. The
-page, index.html in --out, and acceptance.json beside it have every stage that has run. Exit code 0: no stage
-failed; 1: one did; 2: there is no GPU.
+Every stage runs in its own processes with a time limit. The next stage runs even if a stage fails. index.html
+and acceptance.json in --out contain every stage that has run. Exit codes: 0, no stage failed; 1, a stage
+failed; 2, there is no GPU.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from tools.acceptance.page import page  # noqa: E402
 from tools.acceptance.stages import Stage, all_stages  # noqa: E402
 
 REHEARSAL_FACTOR = 3
-"""A CPU takes longer to import and to start vLLM than a GPU machine; sizes are tiny."""
+"""Factor of the time limits in a rehearsal, where imports and the start of vLLM take longer."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     mode = "rehearse" if args.rehearse else "quick" if args.quick else "full"
     ranks = num_ranks(mode)
     if not args.rehearse and not ranks:
-        print("error: nvidia-smi shows no GPU; use --rehearse for a rehearsal on the CPU.", file=sys.stderr)
+        print("error: nvidia-smi lists no GPU; use --rehearse to run on the CPU.", file=sys.stderr)
         return 2
     failed = []
     for stage in all_stages():
@@ -88,7 +88,7 @@ def num_ranks(mode: str) -> int:
 
 
 def run_stage(stage: Stage, out: Path, mode: str, ranks: int) -> dict:
-    """Run the stage in a process group of its own; return its findings, what it took, and how it ended."""
+    """Run the stage in its own process group; return its findings and duration; add a failure if it broke."""
     file, log = (out / "stages" / f"{stage.name}.{suffix}" for suffix in ("json", "log"))
     file.unlink(missing_ok=True)
     limit = stage.seconds * (REHEARSAL_FACTOR if mode == "rehearse" else 1)
@@ -104,7 +104,7 @@ def run_stage(stage: Stage, out: Path, mode: str, ranks: int) -> dict:
         try:
             code, ending = process.wait(limit), ""
         except subprocess.TimeoutExpired:
-            code, ending = 1, f"it took longer than its limit of {limit} s"
+            code, ending = 1, f"it exceeded its time limit of {limit} s"
         finally:
             end(process)
     result = json.loads(file.read_text()) if file.exists() else dict(rows=[])
@@ -115,7 +115,7 @@ def run_stage(stage: Stage, out: Path, mode: str, ranks: int) -> dict:
 
 
 def environment(mode: str) -> Mapping[str, str]:
-    """Return the environment of a stage: a rehearsal sees no GPU and leaves the other cores alone."""
+    """Return the environment of a stage; in a rehearsal without GPUs and with one thread per rank."""
     variables = dict(PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
     if mode == "rehearse":
         variables |= dict(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
@@ -123,7 +123,7 @@ def environment(mode: str) -> Mapping[str, str]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End the stage's process group, with all that it started."""
+    """Kill the stage's process group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -138,7 +138,7 @@ def tail(log: Path) -> str:
 
 
 def verdict(rows: list[dict]) -> str:
-    """Return the stage's verdict: fail if a row failed, skip if nothing was looked at."""
+    """Return the stage's verdict: fail if a row failed, skip if all rows were skipped, else pass."""
     verdicts = {row["verdict"] for row in rows}
     if "fail" in verdicts:
         return "fail"

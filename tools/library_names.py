@@ -4,10 +4,10 @@
     python tools/library_names.py vllm=DIR megatron=DIR       unpacked wheels of other versions
     python tools/library_names.py --record tests/unit/tools/transformer_engine.json transformer_engine=DIR
 
-It reads sources and imports nothing, so that it also checks what cannot be imported here (Transformer Engine,
-CUDA builds): every imported name and attribute exists, and every call has arguments that are accepted. What
-is used of a library that is not installed can be recorded, with its version, for tests. Exit code 1:
-something is missing.
+It checks that every imported name and attribute exists and that calls have valid arguments. It reads sources
+and imports nothing, so it can also check packages that cannot be imported here (Transformer Engine, CUDA
+builds). --record writes the used names of such a package, with its version, for tests. Exit code 1: a name or
+argument is missing.
 """
 
 import argparse
@@ -35,14 +35,14 @@ ATTRIBUTES = {
     "vllm.outputs.CompletionOutput": "token_ids logprobs finish_reason",
     "vllm.outputs.RequestOutput": "request_id outputs finished",
 }
-"""Attributes of objects whose class the program's source does not name; ? if it can do without."""
+"""Class -> attributes that the program uses without naming the class; ? marks optional attributes."""
 FORWARDED = {"vllm.LLM": "vllm.EngineArgs"}
-"""Callable -> the dataclass to which it hands its further keyword arguments."""
+"""Callable -> dataclass to which it passes its other keyword arguments."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """A name in the program, and the arguments if it is called there."""
+    """A use of a library name in the program, with the arguments if it is a call."""
 
     where: str
     """file:line"""
@@ -54,14 +54,14 @@ class Use:
 
 @dataclass(frozen=True)
 class Signature:
-    """Parameters of a callable; None for those of a value or of C code."""
+    """Parameters of a callable. `names` is None for values and C code, which are not checked."""
 
     names: tuple[str, ...] | None = None
     takes_args: bool = True
     takes_kwargs: bool = True
 
     def problem(self, use: Use) -> str:
-        """Return what does not fit the call; "" if it fits."""
+        """Return why the call does not match; "" if it matches."""
         if not use.is_call or self.names is None:
             return ""
         unknown = [word for word in use.keywords if word not in self.names and not self.takes_kwargs]
@@ -75,7 +75,7 @@ class Signature:
 
 
 def uses(files: list[Path], packages: tuple[str, ...] = CHECKED, *, optional: bool = False) -> list[Use]:
-    """Return the uses of the packages in the files, and ATTRIBUTES, with `optional` those marked ? too."""
+    """Return the uses of the packages in the files and in ATTRIBUTES; `optional` adds those marked ?."""
     found = [use for file in files for use in _uses_in(file, packages)]
     tops = {package.partition(".")[0] for package in packages}
     for owner, names in ATTRIBUTES.items():
@@ -86,12 +86,15 @@ def uses(files: list[Path], packages: tuple[str, ...] = CHECKED, *, optional: bo
 
 
 def megatron_on_te() -> list[Path]:
-    """Return Megatron's files that use Transformer Engine, without FSDP, inference, Mamba, other models."""
+    """Return Megatron's files that use Transformer Engine, without FSDP, inference, Mamba and other models."""
     megatron = installed("megatron")
     assert megatron is not None, "megatron-core is not installed"
     core = megatron.directory / "megatron" / "core"
-    rooms = "extensions optimizer tensor_parallel transformer distributed models/common models/gpt".split()
-    files = [*core.glob("*.py"), *(file for room in rooms for file in sorted((core / room).rglob("*.py")))]
+    folders = "extensions optimizer tensor_parallel transformer distributed models/common models/gpt".split()
+    files = [
+        *core.glob("*.py"),
+        *(file for folder in folders for file in sorted((core / folder).rglob("*.py"))),
+    ]
     files = [file for file in files if "fsdp" not in file.parts]
     return [file for file in files if "transformer_engine" in file.read_text()]
 
@@ -150,7 +153,7 @@ def _uses_in(file: Path, packages: tuple[str, ...]) -> Iterator[Use]:
 
 
 def _calls_of_super(owner: ast.ClassDef, aliases, path: str, is_checked) -> Iterator[Use]:
-    """Yield the calls of a checked class's own methods by its subclass."""
+    """Yield the calls of a checked class's methods through super() in its subclass `owner`."""
     bases = [name for base in owner.bases if is_checked(name := _dotted(base, aliases))]
     for node in ast.walk(owner) if len(bases) == 1 else ():
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("super()."):
@@ -167,9 +170,9 @@ def _dotted(node: ast.expr, aliases: Mapping[str, str]) -> str:
 
 
 def _keywords(call: ast.Call, function: ast.AST) -> Iterator[str]:
-    """Yield the keywords of a call, with those that the function collects in a dict and passes by **.
+    """Yield the keywords of a call, including those that the function collects in a dict and passes by **.
 
-    A key that the function itself looks up (`if "key" in ...`) is left out: it may be missing.
+    Keys that the function tests (`if "key" in ...`) are omitted, because they may be missing.
     """
     tests = [node for node in ast.walk(function) if isinstance(node, ast.Compare)]
     looked_up = {node.left.value for node in tests if isinstance(node.left, ast.Constant)}
@@ -216,7 +219,7 @@ class Library:
         return info.name.removesuffix(".dist-info").rpartition("-")[2]
 
     def _find(self, name: str, seen: set[str]) -> tuple[ast.AST | None, str] | None:
-        """Return (definition, its module) of a name; no definition for values and what is not in Python."""
+        """Return (definition, its module) of a name. The definition is None for values and C code."""
         if name in seen:
             return None
         seen.add(name)
@@ -351,7 +354,7 @@ class Library:
 
 
 class RecordedLibrary(Library):
-    """What was used of a library, as `record` wrote it."""
+    """The used names of a library, as written by `record`."""
 
     def __init__(self, file: Path):
         content = json.loads(file.read_text())
@@ -361,13 +364,13 @@ class RecordedLibrary(Library):
 
     def find(self, name: str) -> Signature | None:
         if name not in self._names:
-            raise KeyError(f"{name} is not recorded; tools/library_names.py --record records it.")
+            raise KeyError(f"{name} is not recorded; record it with tools/library_names.py --record.")
         found = self._names[name]
         return None if found is None else Signature(found["names"] and tuple(found["names"]), *found["takes"])
 
 
 def record(library: Library, file: Path) -> None:
-    """Write the signatures of what the program and Megatron use of the library."""
+    """Write the signatures of the library's names that the program and Megatron use."""
     names = {}
     for name in sorted({use.name for use in uses([*program_files(), *megatron_on_te()], (library.package,))}):
         found = library.find(name)
@@ -377,7 +380,7 @@ def record(library: Library, file: Path) -> None:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, with those inside if, try and with."""
+    """Yield the statements of a module, including those inside if, try and with."""
     for node in body:
         yield node
         for part in ("body", "orelse", "finalbody"):
@@ -411,7 +414,7 @@ def _signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef, *, is_method: bo
 
 
 def problems(found: list[Use], libraries: Mapping[str, Library]) -> list[str]:
-    """Return one sentence for each use that a library does not have or accept."""
+    """Return a message for each use of a missing name or with invalid arguments."""
     out = []
     for use in found:
         library = libraries.get(use.name.partition(".")[0])
@@ -448,7 +451,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--record", metavar="FILE", type=Path, help="write what is used of one library")
+    parser.add_argument("--record", metavar="FILE", type=Path, help="write the used names of one library")
     parser.add_argument(
         "libraries", metavar="PACKAGE=DIR", nargs="*", help="directory that holds the package"
     )
@@ -467,9 +470,9 @@ def main() -> int:
         record(library, args.record)
         return 0
     found = uses(program_files())
-    said = problems(found, libraries)
-    print("\n".join(said) or f"{len(found)} uses, all of them found")
-    return 1 if said else 0
+    missing = problems(found, libraries)
+    print("\n".join(missing) or f"{len(found)} uses, all of them found")
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@
 A recipe is a file configs/expected/NAME.yaml with these keys:
 
     config         file in configs/, without .yaml
-    overrides      key=value pairs over it (none)
-    model          folder of configs/models with the model's shape; without it there is no dry run
+    overrides      key=value pairs that override it (none)
+    model          folder in configs/models with the model's shape; if absent, no dry run
     ranks          number of ranks
     gpu_memory_gb  80 or 141: the smaller GPU on which the recipe fits
     points         metric -> {step: [low, high]}: the expected curve
-    basis          where the expected curve comes from
-    published      results of others, each 'who, what; address', or that there are none
+    basis          source of the expected curve
+    published      published results, each 'who, what; address', or a statement that there are none
 """
 
 import argparse
@@ -39,7 +39,7 @@ GPUS = {
     80: Hardware(gpu_memory_gib=79.1),  # H100
     141: Hardware(gpu_memory_gib=139.8, hbm_gb_s=4800.0),  # H200
 }
-"""Memory in GB as sold -> the machine, with the memory that CUDA reports."""
+"""Nominal GPU memory in GB -> hardware, with the memory that CUDA reports."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Expected:
 
 @dataclass
 class Recipe:
-    """The keys of a recipe's file, which the module's docstring explains."""
+    """The keys of a recipe's file; see the docstring of this module."""
 
     config: str = ""
     overrides: list[str] = field(default_factory=list)
@@ -73,11 +73,9 @@ class Recipe:
                 for step, (low, high) in curve.items():
                     found.append(Expected(metric, int(step), float(low), float(high)))
             except (AttributeError, TypeError, ValueError):
-                raise ValueError(
-                    f"points.{metric}={curve} is not a mapping of steps to [low, high]."
-                ) from None
+                raise ValueError(f"points.{metric}={curve} must map steps to [low, high].") from None
         if not found:
-            raise ValueError("the recipe has no points.")
+            raise ValueError("points is empty; add the expected curve of a metric.")
         return found
 
     def command(self) -> str:
@@ -91,7 +89,7 @@ class Recipe:
     def dry_run(self, gpu: int, *, plan: bool = True) -> Estimate:
         """Return the estimate on `GPUS[gpu]`.
 
-        plan: also plan the refit, which takes seconds for many ranks.
+        plan: whether to plan the refit, which takes seconds for many ranks.
         """
         config = load_config(str(ROOT / "configs" / f"{self.config}.yaml"), self.overrides)
         shape = str(ROOT / "configs" / "models" / self.model / "config.json")
@@ -102,7 +100,7 @@ def read_recipe(name: str) -> Recipe:
     """Return a recipe by its name, or by the path of its file. Raises ValueError or OSError."""
     path = Path(name) if name.endswith(".yaml") else RECIPES / f"{name}.yaml"
     if not path.is_file():
-        raise ValueError(f"there is no recipe {name}; choose a file, or one of {', '.join(names())}.")
+        raise ValueError(f"recipe={name} does not exist; give a file or one of {', '.join(names())}.")
     return build(Recipe, Raw(str(path), read_file(path), ()))
 
 

@@ -8,7 +8,7 @@
 Reads only `metrics.jsonl` of the run directories and shows '-' for missing values. `--before` adds a column
 for the run that this one started from. For several runs the plot has the held-out accuracy of each. Also
 works during a run. `--expect` compares the run with the expected curve of a recipe (configs/expected/) and
-exits with code 3 if a point is outside of its range or missing.
+exits with code 3 if a point is outside its range or missing.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tools.recipes import Expected, read_recipe  # noqa: E402
 
 REWARD = "critic/score/mean"
 UNMET_EXIT = 3
-"""Exit code if the run leaves the expected curve; 1 is an invalid input."""
+"""Exit code if the run misses the expected curve; 1 means an invalid input."""
 Point = tuple[int, float]
 """A step and the value of a metric at it."""
 
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run")
     add("--before", metavar="SFT_RUN_DIR", type=Path, help="directory of the run before it")
-    expect_help = "a recipe's name, or its file: compare the run with its expected curve"
+    expect_help = "compare the run with the expected curve of this recipe (name or file)"
     add("--expect", metavar="RECIPE", help=expect_help)
     add("--png", metavar="FILE", type=Path, help="file of the plot (report.png of the first run)")
     args = parser.parse_args(argv)
@@ -122,7 +122,7 @@ def table(runs: dict[Path, list[dict]]) -> str:
 
 
 def aligned(rows: list) -> str:
-    """Return rows of cells as text with columns."""
+    """Return the rows as text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows

@@ -1,6 +1,6 @@
 """Tiny random Hugging Face checkpoints of every architecture, for tests and tools/gpu_acceptance.py.
 
-Their weights show a wrong layout: biases, norms and routers' biases are random too.
+Biases, norms and routers' biases are random too, so that a wrong layout changes results.
 """
 
 import json
@@ -29,7 +29,7 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
-"""Llama 3.1's scaling, with a context so short that tests meet kept, mixed and scaled frequencies."""
+"""Llama 3.1's scaling. The context is so short that tests cover kept, mixed and scaled frequencies."""
 LATENTS = dict(
     num_key_value_heads=4,
     kv_lora_rank=512,
@@ -53,7 +53,7 @@ YARN = dict(
 )
 PARTICULAR: dict[str, dict] = {
     "Qwen2ForCausalLM": {},
-    "Qwen3ForCausalLM": dict(head_dim=64),  # not hidden / heads
+    "Qwen3ForCausalLM": dict(head_dim=64),  # differs from hidden / heads
     "LlamaForCausalLM": dict(rope_parameters=LLAMA3_ROPE),
     "MistralForCausalLM": dict(head_dim=64, sliding_window=None, num_hidden_layers=3),  # PP 2 splits unevenly
     # A dense first layer, an intermediate size for experts, a head_dim other than hidden / heads.
@@ -91,7 +91,7 @@ PARTICULAR: dict[str, dict] = {
         routed_scaling_factor=1.0,
     ),
 }
-"""Architecture -> keys of its tiny config besides SIZES."""
+"""Architecture -> keys of its tiny config in addition to SIZES."""
 PUBLISHED = {"DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func="sigmoid")}
 """Keys of published configs that transformers 5 omits and vLLM reads."""
 

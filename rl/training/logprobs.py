@@ -36,8 +36,8 @@ def linear_logprobs(
     weight: [Vpad/tp, H], the rank's rows of the padded head.
     targets: int64 [T], below vocab_size. Rows from vocab_size on are padding with probability 0.
 
-    The results are identical on all ranks of the group; the sum of squares has no gradient. An output that is
-    not named costs nothing, nor does the gradient of an output that the loss does not use. The forward pass is
+    The results are identical on all ranks of the group; the sum of squares has no gradient. Outputs that are
+    not named cost nothing, nor do gradients of outputs that the loss does not use. The forward pass is
     collective over `group` (one all-gather); the backward pass is not.
     """
     keep = torch.is_grad_enabled() and len(targets) <= chunk

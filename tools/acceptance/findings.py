@@ -1,6 +1,6 @@
-"""What a stage found: rows with a verdict, written to a file after each one.
+"""Results of a stage: rows with a verdict, written to a file after each row.
 
-A stage that crashes or runs out of time therefore still shows what it found before.
+A stage that crashes or exceeds its time limit therefore keeps its earlier results.
 """
 
 import json
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 PASS, FAIL, SKIP, NOTE = "pass", "fail", "skip", "note"
-"""Verdicts. A skip names what is missing; a note is a figure without a limit."""
+"""Verdicts. A skip names what is missing. A note is a value without a limit."""
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,22 @@ class Findings:
     writes: bool = True
     rows: list[Row] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
-    """Numbers by name, for later stages and for comparisons between machines."""
+    """Values by name, for later stages and for comparisons between machines."""
     timeline: dict[str, float] = field(default_factory=dict)
     """Seconds by part of a training step."""
 
     def at_most(self, name: str, value: float, limit: float, *, unit: str = "", text: str = "") -> None:
-        """Add a figure that passes up to `limit`; a value that is not a number fails."""
+        """Add a value that passes if it is at most `limit`; NaN fails."""
         verdict = PASS if value <= limit else FAIL
         self._add(Row(name, verdict, shown(value, unit), f"at most {shown(limit, unit)}", text), value)
 
     def at_least(self, name: str, value: float, limit: float, *, unit: str = "", text: str = "") -> None:
-        """Add a figure that passes from `limit` on."""
+        """Add a value that passes if it is at least `limit`; NaN fails."""
         verdict = PASS if value >= limit else FAIL
         self._add(Row(name, verdict, shown(value, unit), f"at least {shown(limit, unit)}", text), value)
 
     def target(self, name: str, value: float, least: float, *, applies: bool, unit: str = "") -> None:
-        """Add a figure with a target that holds for GPUs only; elsewhere it is a note."""
+        """Add a value with a target if it `applies` (on a GPU), else a note."""
         if applies:
             return self.at_least(name, value, least, unit=unit)
         self.note(name, value, unit=unit, text=f"on a GPU at least {shown(least, unit)}")
@@ -78,7 +78,7 @@ class Findings:
 
 
 def shown(value: float, unit: str = "") -> str:
-    """Return a number with four digits and its unit."""
+    """Return a number with four significant digits, and its unit."""
     whole = abs(value) < 1e15 and value == round(value)
     text = f"{value:.0f}" if whole or 1000 <= abs(value) < 1e15 else f"{value:.4g}"
     return f"{text} {unit}".strip()

@@ -1,4 +1,4 @@
-"""The page of an acceptance: one self-contained HTML file, light and dark, verdicts in words and shapes."""
+"""The page of an acceptance run: one self-contained HTML file in light and dark mode."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -30,7 +30,7 @@ th { color: var(--dim); font-weight: 500; }
 
 
 def page(results: Sequence[Mapping]) -> str:
-    """Return the page of the stages' results; failed stages are open."""
+    """Return the HTML page of the stages' results; failed stages are expanded."""
     counts = {word: sum(r["verdict"] == word for r in results) for word in ("pass", "fail", "skip")}
     modes = sorted({result["mode"] for result in results})
     seconds = sum(result.get("seconds", 0) for result in results)
@@ -77,7 +77,7 @@ def _verdict(word: str) -> str:
 
 
 def _timeline(seconds: Mapping[str, float]) -> str:
-    """Return one bar per part, in the order of the step, as long as its share."""
+    """Return one bar per part; its length is proportional to the seconds."""
     longest = max(seconds.values(), default=0.0)
     return "".join(
         f'<div class="bar"><span>{escape(name)}</span><span><i style="width:{100 * value / longest:.1f}%">'

@@ -1,8 +1,8 @@
 """Parity of transformers, Megatron and vLLM on tiny random models, and of refits.
 
-The reference is transformers in float32 on the CPU, with the weights that the dtype under test can hold.
-Bounds follow from that dtype (tools/bounds.py). In bfloat16 a mixture of experts has tokens whose experts
-change by rounding: there the median is bounded, and the share of tokens beyond the bound.
+The reference is transformers in float32 on the CPU, with weights rounded to the dtype under test. Bounds
+follow from that dtype (tools/bounds.py). In bfloat16, rounding changes the selected experts of some tokens of
+a mixture of experts. There the median is bounded, and the share of tokens beyond the bound.
 """
 
 import sys
@@ -16,13 +16,13 @@ from tools.acceptance.stages import ARCHITECTURES, FEW
 from tools.acceptance.worker import Task, world
 
 CHANGED_SHARE = 0.1
-"""Largest share of tokens whose experts may change by rounding: 3 of 8 experts, random routers, 2 layers."""
+"""Maximum share of tokens whose experts change by rounding (3 of 8 experts, random routers, 2 layers)."""
 LENGTHS = ((5, 9), (17, 1), (1, 30), (33, 4), (8, 8), (2, 64), (40, 21), (3, 3))
-"""Prompt and response tokens of the compared samples."""
+"""Numbers of prompt and response tokens of the compared samples."""
 EPS = 1e7
-"""Adam's epsilon: so far above the gradients that a step of Adam is lr / EPS times the gradient."""
+"""Adam's epsilon. It is so large that Adam's step is lr / EPS times the gradient."""
 SCALE = 1e3
-"""That factor: the step is so far above the weights that rounding their sum is rounding the gradient."""
+"""The factor lr / EPS. It is so large that weights do not affect the rounding of weight + step."""
 
 
 def run(
@@ -36,7 +36,7 @@ def run(
 ) -> None:
     """Compare the architectures in each dtype, in one layout or in all that the world has.
 
-    rollout_tp: tensor parallel size of the vLLM engine, which a process can build once; 0: none.
+    rollout_tp: tensor parallel size of the vLLM engine, 0 for no engine. A process can build only one.
     """
     import importlib.util
 
@@ -54,7 +54,7 @@ def run(
 
 
 def _layouts(case: "_Case") -> list[tuple[int, int, int]]:
-    """Return tp, pp and ep of the training layouts of this world."""
+    """Return (tp, pp, ep) of each training layout that fits this world."""
     import torch.distributed as dist
 
     candidates = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]
@@ -67,7 +67,7 @@ def _layouts(case: "_Case") -> list[tuple[int, int, int]]:
 
 
 class _Case:
-    """One architecture in one dtype on this rank."""
+    """Parity of one architecture in one dtype, on this rank."""
 
     def __init__(self, task: Task, device, name: str, dtype: str):
         import torch
@@ -105,7 +105,7 @@ class _Case:
         return any("expert" in key for key in self.hf)
 
     def compare(self, layout: tuple[int, int, int], rollout_tp: int) -> None:
-        """Compare Megatron in a layout with the reference and, with rollout_tp, vLLM after a refit."""
+        """Compare Megatron in one layout with the reference and, if rollout_tp > 0, vLLM after a refit."""
         import torch.distributed as dist
         from megatron.core import parallel_state
 
@@ -148,7 +148,7 @@ class _Case:
             self._gradients({name: (after[name] - before[name]) / SCALE for name in after}, norm)
 
     def _engine(self, config, trainer, rollout_tp: int) -> None:
-        """Refit, check, generate; sleep, wake and repeat."""
+        """Refit, check the weights and generate, before and after a sleep; compare with the reference."""
         import torch
         import torch.distributed as dist
 
@@ -232,7 +232,7 @@ class _Case:
         self.task.findings.check(self._name(what), passed, text)
 
     def _bounded(self, what: str, found, expected) -> None:
-        """Bound the differences of log-probs, relative to the largest."""
+        """Check the differences of log-probs against the bound, relative to the largest log-prob."""
         import torch
 
         differences = (found.double().cpu() - expected.double().cpu()).abs()
@@ -245,7 +245,7 @@ class _Case:
         )
 
     def _gradients(self, found: dict, norm: float) -> None:
-        """Bound the difference of the whole gradient and of its norm, relative to the norm."""
+        """Check the differences of the gradient and of its norm against the bound, relative to the norm."""
         import torch
 
         def size(tensors) -> float:
@@ -281,7 +281,7 @@ def _random_batch(vocab_size: int):
 
 
 def _hf_logprobs(model, batch):
-    """Return the log-probs of the response tokens, one sequence at a time: not packed, not padded."""
+    """Return the log-probs of the response tokens [T], computed one sequence at a time."""
     import torch
 
     out = []
@@ -293,9 +293,9 @@ def _hf_logprobs(model, batch):
 
 
 def _hf_gradient(model, logprobs, directory: Path) -> dict:
-    """Return the gradient of the sum of the log-probs, under the names of a checkpoint.
+    """Return the gradient of the sum of the log-probs by name in the checkpoint.
 
-    transformers holds all experts in one tensor, and splits them when it saves.
+    transformers holds all experts in one tensor and splits it in `save_pretrained`.
     """
     import copy
 

@@ -1,4 +1,4 @@
-"""Stages that run train_rl.py as its users do, and read the metrics that it writes."""
+"""Stages that run train_rl.py like a user and read the metrics that it writes."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from tools.acceptance.worker import ROOT, Task
 MACHINE = re.compile(r"time$|timing_s/|perf/")
 """Metrics that depend on the clock or the machine."""
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Environment of runs that are compared bitwise on a GPU."""
+"""Environment variables of runs that are compared bitwise on a GPU."""
 
 
 def train(task: Task, name: str, config: str | dict, *overrides: str, **environment: str) -> list[dict]:
-    """Run train_rl.py in OUT/name; return its records. config: a file of configs/, or the config itself."""
+    """Run train_rl.py in OUT/name; return its records. config: a file in configs/, or the config itself."""
     directory = task.out / name
     if isinstance(config, dict):
         file = task.out / f"{name}.yaml"
@@ -33,7 +33,7 @@ def train(task: Task, name: str, config: str | dict, *overrides: str, **environm
 
 
 def _toy(task: Task) -> tuple[str, ...]:
-    """Return the overrides that give a toy config its data, made once, and the dtype of this device."""
+    """Return overrides with the toy's data, which is made once, and the dtype of this device."""
     from tools.make_toy import make_toy
 
     toy = task.out / "toy"
@@ -74,7 +74,7 @@ def learning(task: Task) -> None:
 
 
 def resume(task: Task) -> None:
-    """Compare a run of four steps with one that was stopped after its second step and resumed."""
+    """Compare a run of four steps with a run that is stopped after its second step and resumed."""
     data = _toy(task)
     overrides = (
         f"model.path={task.out}/toy/model",
@@ -86,7 +86,7 @@ def resume(task: Task) -> None:
         "validation.every=0",
         "data.prompts_per_step=32",
         "training.prompts_per_minibatch=16",
-        "objective.entropy_coef=0.01",  # an untrained model has no reward, and without one no gradient
+        "objective.entropy_coef=0.01",  # the untrained model gets no reward, so only entropy gives a gradient
     )
     straight, stopped = task.out / "straight", task.out / "stopped"
     for directory in (straight, stopped):
@@ -121,7 +121,7 @@ def _in(directory: Path, other: Path, file: Path) -> Path:
 
 
 def timeline(task: Task) -> None:
-    """Run GRPO steps of the shape of Qwen2.5-1.5B; show the last one by phase."""
+    """Run GRPO steps of a model with the shape of Qwen2.5-1.5B; report the last step by phase."""
     from tools.acceptance.speed import PROMPT, RESPONSE, checkpoint, save_prompts
 
     prompt, response = task.size((PROMPT, RESPONSE), (16, 8))

@@ -1,7 +1,7 @@
-"""Speed and memory of every phase for the shape of Qwen2.5-1.5B with random weights, and bare vLLM.
+"""Speed and memory of every phase for the shape of Qwen2.5-1.5B with random weights, and of vLLM alone.
 
-Samples have 512 prompt tokens and up to 1,024 answer tokens. Work is counted as 2 operations per parameter of
-the layers and token, causal attention, and the head at answer tokens. A backward pass counts twice.
+Samples have 512 prompt tokens and up to 1,024 answer tokens. The operations are 2 per layer parameter and
+token, plus causal attention, plus the head at answer tokens. A backward pass counts twice.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from tools.acceptance.worker import Task, world
 
 PROMPT, RESPONSE, SAMPLES = 512, 1024, 8
-"""Tokens of a prompt, of an answer, and answers of a prompt."""
+"""Number of tokens of a prompt, tokens of an answer, and answers of a prompt."""
 SHAPE = dict(
     vocab_size=151936,
     hidden_size=1536,
@@ -41,11 +41,12 @@ REFIT_SECONDS, TRAIN_MFU, FORWARD_MFU, OF_BARE_VLLM, MEMORY_ERROR, GIVEN_BACK = 
     0.1,
     0.9,
 )
-"""Targets, for one GPU of 80 GB or more."""
+"""Targets for one GPU of 80 GB or more: seconds of a refit of 3 GB; shares of the matrix rate; share of bare
+vLLM's rate; relative error of predicted memory; share of the memory that is given back."""
 
 
 def checkpoint(task: Task) -> Path:
-    """Return the directory of the random model, made once."""
+    """Return the directory of the random model, which is made if it does not exist."""
     import torch
     import transformers
 
@@ -64,7 +65,7 @@ def checkpoint(task: Task) -> Path:
 
 
 def save_prompts(task: Task, tokens: int) -> Path:
-    """Write prompts of so many tokens, one a character; return the file."""
+    """Write random prompts of `tokens` tokens, one per character; return the file."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -86,7 +87,7 @@ def save_prompts(task: Task, tokens: int) -> Path:
 
 
 def _sizes(task: Task) -> tuple[int, int, int]:
-    """Return (prompts, tokens of a prompt, tokens of an answer) of the generation."""
+    """Return (number of prompts, tokens of a prompt, tokens of an answer) of the generation."""
     if task.is_rehearsal:
         return 2, 16, 8
     return (8 if task.mode == "quick" else 32), PROMPT, RESPONSE
@@ -102,7 +103,7 @@ def _prompts(task: Task) -> list:
 
 
 def bare_vllm(task: Task) -> None:
-    """Generate the same samples by LLM.generate with vLLM's own defaults."""
+    """Generate the same number of samples with LLM.generate and vLLM's own defaults."""
     import os
 
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
@@ -132,7 +133,7 @@ def run(task: Task) -> None:
 
 
 class _Speed:
-    """The engines of a run and what they take."""
+    """The engines of a run, with measurements of time and memory."""
 
     def __init__(self, task: Task, device):
         import torch
@@ -290,7 +291,7 @@ class _Speed:
         return time.perf_counter() - start
 
     def _used(self) -> int:
-        """Return the bytes in use: of the GPU, by the driver; on a CPU those of this process."""
+        """Return the bytes in use: of the GPU, as the driver reports; without a GPU, of this process."""
         import torch
 
         if self.device.is_cuda:
@@ -302,7 +303,7 @@ class _Speed:
 
     @contextmanager
     def _freed(self, name: str, claimed: float) -> Iterator[None]:
-        """Compare the memory that the body frees with what the dry run says it holds."""
+        """Compare the bytes that the body frees with `claimed`, the dry run's prediction in bytes."""
         before = self._used()
         yield
         freed, text = before - self._used(), f"of {claimed / GIB:.2f} GiB"
@@ -312,7 +313,7 @@ class _Speed:
             self.findings.note(name, freed / GIB, unit="GiB", text=f"{text} (host memory)")
 
     def _compare_memory(self, phase: str) -> None:
-        """Compare the memory in use with the dry run; torch keeps what the phase's peak has allocated."""
+        """Compare the memory in use with the dry run. torch still holds the phase's peak allocation."""
         used = self._used()
         predicted, _ = self.predicted.peak(phase)
         text = f"{used / GIB:.1f} GiB in use, {predicted / GIB:.1f} GiB predicted"
@@ -325,7 +326,7 @@ class _Speed:
 
 
 def _matrix_rate(task: Task, device) -> float:
-    """Return the operations per second of a product of two square bfloat16 matrices: the best of five."""
+    """Return the best of five rates of a product of square bfloat16 matrices, in operations per second."""
     import torch
 
     size, repeats = task.size((8192, 20), (256, 1))
@@ -342,7 +343,7 @@ def _matrix_rate(task: Task, device) -> float:
 
 
 def _forward_work(hf: dict, count: int, prompt: int, response: int) -> float:
-    """Return the operations of a forward pass, the head at answer tokens only."""
+    """Return the operations of a forward pass, with the head at answer tokens only."""
     hidden, layers, length = hf["hidden_size"], hf["num_hidden_layers"], prompt + response
     kv = hidden * hf["num_key_value_heads"] // hf["num_attention_heads"]
     layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * hf["intermediate_size"]

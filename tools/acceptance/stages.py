@@ -14,29 +14,30 @@ ARCHITECTURES = {
     "deepseek-v3": "DeepseekV3ForCausalLM",
 }
 FEW = ("qwen2", "qwen3-moe", "deepseek-v3")
-"""Architectures of --quick and of a rehearsal."""
+"""Architectures that --quick and --rehearse cover."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the acceptance that runs in processes of its own."""
+    """A part of the acceptance that runs in its own processes."""
 
     name: str
     text: str
-    """What it shows, for the page."""
+    """Description on the page."""
     function: str
     """module:function in tools.acceptance; its arguments are a Task and `arguments`."""
     seconds: int
-    """Time limit on a GPU."""
+    """Time limit on a GPU, in seconds."""
     arguments: Mapping = field(default_factory=dict)
     quick: bool = False
     """Whether it runs with --quick."""
     rehearsed: bool = True
+    """Whether it runs with --rehearse."""
     every_gpu: bool = False
     """Whether it runs one rank per GPU and needs at least two."""
 
     def runs_in(self, mode: str) -> bool:
-        """Return whether it runs in a mode: full, quick or rehearse."""
+        """Return whether the stage runs in a mode: full, quick or rehearse."""
         return {"full": True, "quick": self.quick, "rehearse": self.rehearsed}[mode]
 
 
@@ -46,7 +47,7 @@ def all_stages() -> list[Stage]:
     return [
         Stage(
             "versions",
-            "Versions, devices, and the names used of each library",
+            "Versions, devices, and the library names that the program uses",
             "versions:run",
             60,
             quick=True,
@@ -63,7 +64,7 @@ def all_stages() -> list[Stage]:
         *(_layouts(name, tp) for name in ("qwen2", "deepseek-v3") for tp in (1, 2)),
         Stage("resume", "A resumed run equals the run that was not interrupted", "runs:resume", 180),
         Stage("learning", "GRPO teaches the toy model to add", "runs:learning", 240),
-        Stage("bare-vllm", "Generation by vLLM alone, for comparison", "speed:bare_vllm", 180),
+        Stage("bare-vllm", "Generation with vLLM alone, for comparison", "speed:bare_vllm", 180),
         Stage("speed", "Speed and memory of each phase, shape of Qwen2.5-1.5B", "speed:run", 300, quick=True),
         Stage("step", "A GRPO step of that shape through train_rl.py, by phase", "runs:timeline", 240),
     ]

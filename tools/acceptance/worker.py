@@ -1,4 +1,4 @@
-"""One process of a stage, or one rank of it: started by tools/gpu_acceptance.py.
+"""One process or rank of a stage, started by tools/gpu_acceptance.py.
 
 python -m tools.acceptance.worker STAGE OUT MODE
 """
@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Task:
-    """What a stage's function gets."""
+    """The argument of a stage's function."""
 
     findings: Findings
     out: Path
-    """Directory of the acceptance; a stage may leave files for later ones."""
+    """Directory of the results; a stage may write files for later stages."""
     mode: str
     """full, quick or rehearse."""
 
@@ -33,7 +33,7 @@ class Task:
         return self.mode == "rehearse"
 
     def size(self, full, rehearsal):
-        """Return the value for a GPU, or the one for a rehearsal on a CPU."""
+        """Return `rehearsal` in a rehearsal on the CPU, else `full`."""
         return rehearsal if self.is_rehearsal else full
 
 
@@ -52,7 +52,7 @@ def world(task: Task) -> Iterator:
 
     with session(ranks) as device:
         if not device.is_cuda and not task.is_rehearsal:
-            raise SystemExit("torch sees no GPU; on a CPU use --rehearse.")
+            raise SystemExit("torch finds no GPU; use --rehearse on a CPU.")
         yield device
 
 

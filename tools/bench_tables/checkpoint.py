@@ -1,4 +1,4 @@
-"""How long a checkpoint blocks training, saved in the foreground and in the background.
+"""Seconds for which a checkpoint blocks training, saved in the foreground and in the background.
 
 A random model with an initialised optimizer is saved several times each way. Training is blocked for the
 duration of `store.save` and, for a background save, of the commit after all ranks have written. The first
@@ -16,7 +16,12 @@ from tools.bench_tables.sides import BenchFailed, on_ranks
 
 
 def add_arguments(add) -> None:
-    add("--disk", type=Path, metavar="DIR", help="a new directory on the disk of your runs; removed (WORK)")
+    add(
+        "--disk",
+        type=Path,
+        metavar="DIR",
+        help="a new directory on the disk of your runs, removed at the end (WORK)",
+    )
     add("--layers", type=int, default=10)
     add("--hidden", type=int, default=1024)
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="dtype of the weights")
@@ -29,7 +34,9 @@ def add_arguments(add) -> None:
 def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
     """Return the row of foreground and background saves."""
     if args.rounds < 2:
-        raise BenchFailed(f"--rounds {args.rounds}: the first background save is not counted; at least 2.")
+        raise BenchFailed(
+            f"--rounds={args.rounds} must be at least 2: the first background save is not counted."
+        )
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), args.hidden // 64)
     sizes = {"hidden_size": args.hidden, "intermediate_size": 4 * args.hidden, **heads}
     disk = args.disk or runs / "disk"

@@ -1,4 +1,4 @@
-"""Control: what a step spends outside generation, forward, backward and refit, and its growth with ranks."""
+"""Control: time of a step outside generation, forward, backward and refit, and its growth with ranks."""
 
 import json
 import time
@@ -15,23 +15,27 @@ from tools.bench_tables.report import ROOT, Row, middle
 from tools.bench_tables.tasks import SIZES, save_task
 
 WORK = ("gen", "old_log_prob", "update_actor", "update_weights")
-"""timing_s/<key> of generation, forward and backward passes, optimizer, and refit."""
+"""Keys <key> of timing_s/<key> of generation, forward and backward passes, optimizer, and refit."""
 
 
 def add_arguments(add) -> None:
     add("--size", choices=SIZES, default="0.7M", help="model of the measured steps (0.7M)")
-    add("--ranks", type=int, nargs="*", default=[2, 4], help="worlds whose steps are measured (2 4)")
-    add("--rounds", type=int, default=5, help="counted steps of each world (5)")
+    add(
+        "--ranks", type=int, nargs="*", default=[2, 4], help="numbers of ranks whose steps are measured (2 4)"
+    )
+    add("--rounds", type=int, default=5, help="counted steps for each number of ranks (5)")
     add(
         "--worlds",
         type=int,
         nargs="*",
         default=[64, 512, 4096],
-        help="simulated worlds, multiples of 32 (64 512 4096)",
+        help="simulated numbers of ranks, multiples of 32 (64 512 4096)",
     )
-    add("--samples-per-rank", type=int, default=8, help="samples of a simulated step for each rank (8)")
-    add("--mean-tokens", type=int, default=256, help="mean answer of the simulated step (256)")
-    add("--model", default="qwen2.5-32b", help="configs/models/NAME of the simulated refit (qwen2.5-32b)")
+    add("--samples-per-rank", type=int, default=8, help="samples per rank of a simulated step (8)")
+    add("--mean-tokens", type=int, default=256, help="mean tokens of an answer in a simulated step (256)")
+    add(
+        "--model", default="qwen2.5-32b", help="NAME in configs/models/ for the simulated refit (qwen2.5-32b)"
+    )
 
 
 def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
@@ -66,8 +70,8 @@ def share_of_control(ranks: int, args: Namespace, runs: Path) -> Row:
 def simulated_world(world: int):
     """Initialise torch.distributed as rank 0 of a world whose other ranks do not exist.
 
-    Collectives of torch's backend `fake` return at once, as if all ranks had sent the same. What remains is
-    this rank's own work.
+    Collectives of torch's backend `fake` return at once, as if all ranks had sent the same data. Only this
+    rank's own work is measured.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -83,7 +87,7 @@ def simulated_world(world: int):
 def simulated_step(world: int, args: Namespace) -> Row:
     """Return the seconds that one rank spends in the parts of a step that grow with the world.
 
-    In the exchange this rank has all samples, because nobody else would contribute them.
+    In the exchange this rank has all samples, because the other ranks do not exist.
     """
     import torch
 
@@ -111,7 +115,7 @@ def simulated_step(world: int, args: Namespace) -> Row:
         entry = PhaseEntry("update", 1, 1, 0.0, 0.0, 1.0)
         timed(columns, "agreement, s", lambda: agreement.check(entry, batch.fingerprint, (0, 0)))
     hf, weights = read_model(args.model)
-    planner = MinibatchPlanner(config, world, Cost.of_model(hf, weights))
+    planner = MinibatchPlanner(config, world, Cost.of_model(hf, weights), shares_prompts=True)
     plans = timed(columns, "micro-batch plan, s", lambda: planner.plans(batch))
     ranks = [[i for micro in rank for i in micro] for rank in plans[0].micro_batches]
 
@@ -126,7 +130,7 @@ def simulated_step(world: int, args: Namespace) -> Row:
 
 
 def timed(columns: dict, name: str, function: Callable):
-    """Call the function, note its seconds, and return what it returned."""
+    """Call the function, store its seconds as columns[name], and return its result."""
     start = time.perf_counter()
     out = function()
     columns[name] = time.perf_counter() - start
@@ -154,7 +158,7 @@ def fake_samples(num_samples: int, group_size: int, mean_tokens: int) -> tuple[l
 
 
 def read_model(name: str) -> tuple[dict, list]:
-    """Return the config.json of configs/models/NAME, and its weights."""
+    """Return the config.json of configs/models/NAME and the model's weights."""
     from rl.models import architecture
 
     hf = json.loads((ROOT / "configs" / "models" / name / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The generation phase beside bare vLLM, and static against shared queues of two replicas."""
+"""The generation phase against bare vLLM, and the static against the shared queue with two replicas."""
 
 import json
 import os
@@ -28,8 +28,8 @@ def add_arguments(add) -> None:
 def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
     """Return the tokens per second of Lockstep's generation phase and of vLLM's LLM.generate, by model.
 
-    All sides run on one rank with one thread. A bare vLLM gets the same requests, a seed per sample, which a
-    reproducible run needs, and requests without seeds, which vLLM samples faster.
+    All sides run on one rank with one thread. vLLM is measured twice: with the same requests, each with a
+    seed, as a reproducible run needs them; and with requests without seeds, which vLLM samples faster.
     """
     rows = []
     for size in args.sizes:
@@ -83,7 +83,7 @@ def start_ours(directory: Path, task: Path, args: Namespace) -> Side:
 
 
 def start_vllm(name: str, directory: Path, task: Path, args: Namespace) -> Side:
-    """Start `run_vllm` in a process of its own."""
+    """Start `run_vllm` in its own process."""
     directory.mkdir()
     records = directory / "records.jsonl"
     spec = {
@@ -101,14 +101,14 @@ def start_vllm(name: str, directory: Path, task: Path, args: Namespace) -> Side:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "TORCHDYNAMO_DISABLE": "1",  # as in Lockstep's ranks; else vLLM's sampler is compiled
+        "TORCHDYNAMO_DISABLE": "1",  # as in Lockstep's ranks; otherwise vLLM compiles its sampler
     }
     command = [sys.executable, str(Path(__file__)), str(path)]
     return Side(name, command, directory=directory / "side", records=records, environment=environment)
 
 
 def run_vllm(spec: dict) -> None:
-    """Generate turn by turn with vLLM as its documentation shows, on the CPU without compilation."""
+    """Generate in turns with vLLM as its documentation shows, on the CPU without compilation."""
     from vllm import LLM, SamplingParams
 
     from rl.rollout.sampling import seed_of
@@ -160,9 +160,9 @@ def add_queue_arguments(add) -> None:
 def measure_queues(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
     """Return the share of two replicas' time in which a replica is idle, for both queues.
 
-    The prompts are those of two sources in turn, as `data.train` of two files may give them. An eighth of all
-    has answers of the greatest length, the others have short ones; five of six long ones are of the first
-    source. Each round has them at other places.
+    Prompts alternate between two sources, as with two files in `data.train`. One eighth of the prompts has
+    answers of the maximum length, the others have short answers. Five of six long answers belong to the first
+    source. Their positions change in each round.
     """
     task = save_task(runs / "task", args.size, mean_length=args.max_tokens / 8, max_length=args.max_tokens)
     found = on_ranks(
@@ -212,7 +212,7 @@ def generate_by_queue(device, *, model: str, num_prompts: int, max_tokens: int, 
         samples_per_prompt=4, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=max_tokens,
         stop=(), stop_token_ids=(),
     )  # fmt: skip
-    short, long = 10, 60  # characters of short and of long answers, which a prompt ends with
+    short, long = 10, 60  # last token of a prompt with short and with long answers
     found: dict[str, list[list[float]]] = {"static": [], "shared": []}
     for turn in range(rounds + 1):
         is_long = long_answers(np.random.default_rng(turn), num_prompts)

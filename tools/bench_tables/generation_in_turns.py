@@ -1,4 +1,4 @@
-"""Generation alone as a side of a comparison: an algorithm that learns nothing.
+"""Generation as a side of a comparison: an algorithm that never updates the policy.
 
 Named by `algorithm=tools/bench_tables/generation_in_turns.py`.
 """
@@ -18,4 +18,4 @@ def collect(phases):
 
 
 def learn(phases, batch):
-    raise AssertionError("there is nothing to learn from")
+    raise AssertionError("this algorithm only generates")

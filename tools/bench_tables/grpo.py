@@ -1,8 +1,8 @@
-"""GRPO beside TRL's GRPOTrainer with its own generation: seconds of a step, and time to learn a task.
+"""GRPO against TRL's GRPOTrainer with its own generation: seconds per step, and time to learn a task.
 
 Both sides have the same checkpoint, prompts, samples per prompt, sampling, reward, learning rates, Adam and
-number of updates, and all cores: Lockstep on a rank per core, TRL on one process with a thread per core or on
-a process per core, whichever is faster in the warm-up.
+number of updates. Both use all cores: Lockstep with one rank per core, TRL with one process and a thread per
+core or with one process per core, whichever is faster in the warm-up.
 """
 
 import itertools
@@ -39,14 +39,14 @@ class Case:
     """One row: a checkpoint, and the step that is measured."""
 
     size: str
-    """Of tools.bench_tables.tasks; empty: the quickstart's model after its warm-up."""
+    """Key of tools.bench_tables.tasks.SIZES; empty: the quickstart's model after its warm-up."""
     max_tokens: int
     prompts: int = 16
     updates: int = 1
     mean_length: float = 0.0
     long_share: float = 0.0
     micro_batch: int = 16
-    """Samples that TRL trains at a time on a process: of 8, 16, 32 and 64 the fastest for the 0.7M row."""
+    """TRL's micro-batch on one process, in samples; 16 is the fastest of 8 to 64 for the 0.7M row."""
     samples_per_prompt = 8
 
 
@@ -59,12 +59,12 @@ CASES = {
 
 
 def add_arguments(add) -> None:
-    add("--rows", nargs="+", default=list(CASES), help="start of the names of the rows to measure (all)")
+    add("--rows", nargs="+", default=list(CASES), help="prefixes of the names of the rows to measure (all)")
     add("--rounds", type=int, default=5, help="counted steps of each side (5)")
     add("--ranks", type=int, default=len(os.sched_getaffinity(0)), help="ranks of Lockstep (one per core)")
     add("--peer-venv", type=Path, metavar="DIR", help="TRL's virtual environment (WORK/trl)")
     add("--peer-processes", type=int, nargs="+", help="processes of TRL to try (1, and one per core)")
-    add("--peer-micro-batch", type=int, help="samples that TRL trains at a time (by row)")
+    add("--peer-micro-batch", type=int, help="micro-batch of TRL, in samples (depends on the row)")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further overrides of Lockstep's config")
 
 
@@ -72,7 +72,7 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
     """Return a row per case, and the peer's version."""
     chosen = [name for name in CASES if any(name.startswith(start) for start in args.rows)]
     if not chosen:
-        raise BenchFailed(f"--rows {' '.join(args.rows)} begins the name of no row: {'; '.join(CASES)}.")
+        raise BenchFailed(f"--rows={' '.join(args.rows)} matches no row; rows: {'; '.join(CASES)}.")
     python = peer.install(args.peer_venv or work / "trl")
     rows = [
         measure_case(name, CASES[name], args, work, runs / str(number), python)
@@ -135,7 +135,7 @@ def compare(name: str, theirs: str, turns: dict[str, list[Turn]]) -> Row:
 
 
 def turn_seconds(turn: Turn) -> float:
-    """Return the seconds of a turn's steps, without the wait for it and without validation."""
+    """Return the seconds of a turn's steps, without the wait for the turn and without validation."""
     return sum(record["timing_s/step"] - record.get("timing_s/turn", 0.0) for record in turn)
 
 
@@ -145,7 +145,7 @@ def turn_seconds(turn: Turn) -> float:
 def start_ours(
     directory: Path, config: Path, ranks: int, overrides: list[str], steps_per_turn: int = 1
 ) -> Side:
-    """Start train_rl.py on the ranks, as a user does, with GRPO that waits for its turns."""
+    """Start train_rl.py like a user on `ranks` ranks, with GRPO that waits for its turns."""
     run_dir = directory / "run"
     fixed = [
         f"algorithm={ROOT}/tools/bench_tables/grpo_in_turns.py",
@@ -169,7 +169,7 @@ def start_ours(
 
 
 def run_alone(directory: Path, config: Path, task: Path, ranks: int, rounds: int) -> Turn:
-    """Run Lockstep without another side and without waits; return the records of all steps but the first."""
+    """Run Lockstep without another side; return the records of all steps but the first."""
     overrides = [
         f"model.path={task}/model",
         f"data.train=[{task}/train.parquet]",
@@ -183,7 +183,7 @@ def run_alone(directory: Path, config: Path, task: Path, ranks: int, rounds: int
 
 
 def trl_sides(args: Namespace, python: Path, runs: Path, spec: dict) -> dict:
-    """Return how to start TRL on each number of processes, by the name of the side."""
+    """Return a function that starts TRL for each number of processes, by the name of the side."""
     cores = len(os.sched_getaffinity(0))
     sides = {}
     for processes in args.peer_processes or sorted({1, cores}):
@@ -259,7 +259,13 @@ def add_learn_arguments(add) -> None:
     add("--target", type=float, default=0.9, help="held-out accuracy to reach (0.9)")
     add("--ranks", type=int, default=2, help="ranks of Lockstep (2)")
     add("--peer-venv", type=Path, metavar="DIR", help="TRL's virtual environment (WORK/trl)")
-    add("--peer-processes", type=int, nargs=1, default=[2], help="processes of TRL; 2 is faster than 1 (2)")
+    add(
+        "--peer-processes",
+        type=int,
+        nargs=1,
+        default=[2],
+        help="processes of TRL (2, which is faster than 1)",
+    )
     add("--max-steps", type=int, default=150, help="steps of the schedule, a multiple of --every (150)")
     add("--every", type=int, default=25, help="steps between two validations (25)")
     add("--seed", type=int, default=1, help="seed of both sides (1)")
@@ -327,15 +333,15 @@ def best_accuracy(turns: list[Turn]) -> float:
 
 
 def learning_curve(turns: list[Turn]) -> tuple[list[float], list[float]]:
-    """Return the seconds of training until each validation, and its accuracy."""
+    """Return the seconds of training until each validation, and the accuracies."""
     seconds = list(itertools.accumulate(turn_seconds(turn) for turn in turns))
     return seconds, [turn[-1][ACCURACY] for turn in turns]
 
 
 def time_to(target: float, seconds: list[float], accuracies: list[float]) -> float:
-    """Return the time at which the accuracy reaches the target, between two validations by a line.
+    """Return the seconds until the accuracy reaches the target, interpolated linearly between validations.
 
-    The time of the first validation if that one reaches it, infinite if none does.
+    Returns the time of the first validation if it reaches the target, and infinity if none does.
     """
     for k, accuracy in enumerate(accuracies):
         if accuracy >= target:

@@ -1,6 +1,6 @@
-"""GRPO as a side of a comparison: it waits for its turn before a step and notes each phase's peak memory.
+"""GRPO as a side of a comparison: it waits for its turn before a step and logs each phase's peak memory.
 
-An algorithm's file outside of `rl.algorithms`, named by `algorithm=tools/bench_tables/grpo_in_turns.py`. The
+An algorithm file outside of `rl.algorithms`, selected by `algorithm=tools/bench_tables/grpo_in_turns.py`. The
 wait is timing_s/turn, which is part of timing_s/step. LOCKSTEP_BENCH_STEPS_PER_TURN is the number of steps in
 a turn, 1 by default.
 """
@@ -33,7 +33,7 @@ def learn(phases, batch):
 
 
 def measure_memory(step) -> None:
-    """Let every phase of the run add its peak memory on rank 0 to the metrics, in GiB."""
+    """Make every phase of the run log its peak memory on rank 0, in GiB."""
     if "phase" in vars(step):  # done in an earlier step
         return
     run_phase = step.phase
@@ -42,7 +42,7 @@ def measure_memory(step) -> None:
     def phase(name, **options):
         if step.device.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from the present size
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current size
         with run_phase(name, **options):
             yield
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())

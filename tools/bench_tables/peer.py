@@ -1,4 +1,4 @@
-"""The peer: TRL in a virtual environment of its own, and how it is started as a side of a comparison."""
+"""The peer: installs TRL in its own virtual environment and starts it as a side of a comparison."""
 
 import json
 import subprocess
@@ -17,7 +17,9 @@ def install(directory: Path) -> Path:
     import transformers
 
     if torch.cuda.is_available():
-        raise BenchFailed("TRL is compared on the CPU only, and this machine has a GPU.")
+        raise BenchFailed(
+            "the comparison with TRL supports only machines without a GPU; run it on a CPU machine."
+        )
     python, stamp = directory / "bin" / "python", directory / "trl-version"
     if stamp.exists():
         return python
@@ -25,13 +27,13 @@ def install(directory: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", directory], check=True)
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     pip += [TRL, f"torch=={torch.__version__}", f"transformers=={transformers.__version__}"]
-    # First with pip's configuration, which works on a site without internet.
+    # First with pip's own configuration, which also works on sites without internet access.
     for index in ([], ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]):
         if subprocess.run([*pip, *index]).returncode == 0:
             program = "import importlib.metadata as m; print(m.version('trl'))"
             stamp.write_text(subprocess.check_output([python, "-c", program], text=True))
             return python
-    raise BenchFailed(f"pip cannot install {TRL} into {directory}; its messages are above.")
+    raise BenchFailed(f"pip cannot install {TRL} into {directory}; see its messages above.")
 
 
 def version(directory: Path) -> str:

@@ -1,7 +1,8 @@
 """A refit by plan against a refit by gathering: bytes received from the transport, and seconds.
 
 A random Qwen2 is held by Megatron at TP x PP and served by vLLM. Each round does both refits; the first round
-is not counted (connections, the plan). At the end, the engine's parameters are compared bitwise.
+is not counted: it also connects the ranks and computes the plan. At the end, the engine's parameters are
+compared bitwise.
 """
 
 import math

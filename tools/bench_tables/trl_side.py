@@ -1,9 +1,9 @@
-"""TRL's GRPOTrainer as a side of a comparison. Run by the interpreter of the peer's own environment.
+"""TRL's GRPOTrainer as a side of a comparison. The interpreter of the peer's environment runs it.
 
     python tools/bench_tables/trl_side.py SPEC.json
 
-The specification is written by tools/bench_tables/peer.py. Each step, `updates` optimizer steps on one
-generation, is a line in the file of records, with the names of Lockstep's metrics.jsonl.
+tools/bench_tables/peer.py writes the specification. A step is one generation with `updates` optimizer steps.
+Each step is a line in the file of records, with the names of Lockstep's metrics.jsonl.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ from tools.bench_tables.sides import STEP, wait_for_turn  # noqa: E402
 
 
 class TimedTrainer(GRPOTrainer):
-    """Adds up the seconds of generation and of scoring, and keeps the lengths of the samples."""
+    """Records the seconds of generation and scoring, and the lengths of the samples."""
 
     seconds: dict[str, float] = {}
     lengths: list[int] = []
