@@ -40,6 +40,8 @@ ALLOWED = {
     # Megatron's own source, compiled, in the user's cache; written and read by this user, as Python's .pyc
     # files are.
     ("rl/training/cpu_support.py", "marshal.loads"),
+    # The result of transformers' scan of its own files, in the same cache.
+    ("rl/runtime/transformers_import.py", "marshal.loads"),
 }
 
 
