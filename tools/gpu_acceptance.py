@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.acceptance.page import page  # noqa: E402
 from tools.acceptance.stages import Stage, all_stages  # noqa: E402
+from tools.processes import kill_tree  # noqa: E402
 
 REHEARSAL_FACTOR = 3
 """Factor of the time limits in a rehearsal, where imports and the start of vLLM take longer."""
@@ -45,8 +45,10 @@ def main(argv: list[str] | None = None) -> int:
     for stage in all_stages():
         if not (stage.name in args.stage if args.stage else stage.runs_in(mode)):
             continue
-        if stage.every_gpu and ranks < 2:
-            result = dict(rows=[dict(name="needs several GPUs", verdict="skip", text="this machine has one")])
+        engine_ranks = stage.arguments.get("rollout_tp", 1)
+        if stage.every_gpu and (ranks < 2 or ranks % engine_ranks):
+            text = f"this machine has {ranks}; the engine has {engine_ranks} ranks"
+            result = dict(rows=[dict(name="needs several GPUs", verdict="skip", text=text)])
         else:
             result = run_stage(stage, out, mode, ranks if stage.every_gpu else 1)
         result |= dict(name=stage.name, text=stage.text, mode=mode, verdict=verdict(result["rows"]))
@@ -84,7 +86,7 @@ def num_ranks(mode: str) -> int:
     done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
-    return min(found, len(visible.split(","))) if visible else found
+    return found if visible is None else min(found, len(list(filter(None, visible.split(",")))))
 
 
 def run_stage(stage: Stage, out: Path, mode: str, ranks: int) -> dict:
@@ -106,7 +108,7 @@ def run_stage(stage: Stage, out: Path, mode: str, ranks: int) -> dict:
         except subprocess.TimeoutExpired:
             code, ending = 1, f"it exceeded its time limit of {limit} s"
         finally:
-            end(process)
+            kill_tree(process)
     result = json.loads(file.read_text()) if file.exists() else dict(rows=[])
     if code and not any(row["verdict"] == "fail" for row in result["rows"]):
         ending = ending or f"exit code {code}"
@@ -120,15 +122,6 @@ def environment(mode: str) -> Mapping[str, str]:
     if mode == "rehearse":
         variables |= dict(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     return os.environ | variables
-
-
-def end(process: subprocess.Popen) -> None:
-    """Kill the stage's process group."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
 
 
 def tail(log: Path) -> str:

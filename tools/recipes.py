@@ -80,7 +80,11 @@ class Recipe:
 
     def command(self) -> str:
         """Return the command that starts the recipe."""
-        launcher = f"torchrun --nproc-per-node {self.ranks}" if self.ranks <= 8 else "srun python"
+        launcher = (
+            f"torchrun --nproc-per-node {self.ranks}"
+            if self.ranks <= 8
+            else "srun --ntasks-per-node 8 python"
+        )
         if self.ranks == 1:
             launcher = "python"
         words = [*launcher.split(), "train_rl.py", "--config", f"configs/{self.config}.yaml", *self.overrides]

@@ -88,9 +88,10 @@ def describe_machine() -> dict[str, str]:
     }
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        names = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split("\n")
-        machine["GPU"] = f"{len(names) - 1} x {names[0]}"
-    except OSError:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        names = done.stdout.splitlines()
+        machine["GPU"] = f"{len(names)} x {names[0]}" if names else "none"
+    except (OSError, subprocess.SubprocessError):  # no GPU, or none that its driver can use
         pass
     return machine
 

@@ -5,16 +5,16 @@ and appends a record to a file after each step, with the names of `metrics.jsonl
 at a time. While one side computes, all others sleep.
 """
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from tools.processes import kill_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 TURNS = "LOCKSTEP_BENCH_TURNS"
@@ -107,9 +107,7 @@ class Side:
 
     def stop(self) -> None:
         """Kill the side's processes, whose results are not needed."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        kill_tree(self._process)
 
 
 def end_of(log: str) -> str:
