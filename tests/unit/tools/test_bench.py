@@ -47,7 +47,7 @@ def test_regressions(tmp_path):
     assert regressions(result(1.0, better="lower"), lower, 0.15) == []
     assert "at most 2.3" in regressions(result(2.31, better="lower"), lower, 0.15)[0]
     (sentence,) = regressions(result(2.0, name="another"), stored, 0.15)
-    assert "nothing is stored for its rows (another)" in sentence
+    assert "no stored figures for its rows (another)" in sentence
     assert regressions(result(2.0), None, 0.15)
     assert regressions(result(None), stored, 0.15) == ["grpo, a row: no TRL / Lockstep was found; it was 2."]
 
@@ -64,7 +64,7 @@ def test_storing_keeps_other_rows(tmp_path):
 
 
 def test_unknown_row(tmp_path):
-    with pytest.raises(BenchFailed, match="--rows 7B begins the name of no row: 0.7M, 16 x 8"):
+    with pytest.raises(BenchFailed, match="--rows=7B matches no row; rows: 0.7M, 16 x 8"):
         measure(Namespace(rows=["7B"]), tmp_path, tmp_path)
 
 
