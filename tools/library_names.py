@@ -86,7 +86,7 @@ def uses(files: list[Path], packages: tuple[str, ...] = CHECKED, *, optional: bo
 
 
 def megatron_on_te() -> list[Path]:
-    """Return Megatron's files that use Transformer Engine, except FSDP, inference, Mamba, other models."""
+    """Return Megatron's files that use Transformer Engine, without FSDP, inference and other models."""
     megatron = installed("megatron")
     assert megatron is not None, "megatron-core is not installed"
     core = megatron.directory / "megatron" / "core"
