@@ -55,6 +55,16 @@ def test_rotation_equals_megatrons_at_the_same_positions(module, adjacent, dtype
     torch.testing.assert_close(gradient, wanted, **close)
 
 
+def test_a_fused_model_beside_an_unfused_one_keeps_megatrons_kernels(monkeypatch):
+    x, angles, config = (
+        torch.ones(2, 1, DIM),
+        torch.ones(2, 1, 1, DIM),
+        SimpleNamespace(apply_rope_fusion=True),
+    )
+    monkeypatch.setattr(rotary, "_megatrons_apply", lambda *args, **options: (args, options))
+    assert rotary._apply(x, angles, config, mscale=2.0) == ((x, angles, config), {"mscale": 2.0})
+
+
 def test_fused_kernels_get_angles_or_cosines():
     angles = rotary.RowRotary(PLAIN, fused=True).of(POSITIONS)
     assert torch.equal(angles, PLAIN.get_emb(91)[POSITIONS[0]])
