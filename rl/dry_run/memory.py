@@ -122,7 +122,7 @@ class Memory:
     offload: str
     """`training.offload`: what is moved to the host during generation (none, optimizer or all)."""
     reference: int
-    """Host memory of a rank for reference weights in use, in bytes."""
+    """Host memory of a rank for reference weights, in bytes. In use they are in the gradients' memory."""
     hardware: Hardware = field(repr=False)
 
     @property
@@ -215,8 +215,7 @@ def estimate_memory(
         refit_buffers=config.refit.buffer_mib << 20,
         connections=0,
         offload="all" if config.training.offload == "auto" else config.training.offload,
-        # The reference, and the model's own weights while the reference is in use.
-        reference=sum(2 * itemsize * count.parameters for count in references),
+        reference=sum(itemsize * count.parameters for count in references),
         hardware=hardware,
     )
 

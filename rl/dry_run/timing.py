@@ -62,10 +62,10 @@ def estimate_seconds(
         if not config.rollout_correction.bypass and (share := _share_of_old_logprobs(config)):
             seconds["old_log_prob"] = share * passes(policy, 2)
     if needs_reference(config):
-        # Three transfers: the policy's weights to host memory, the reference's to the GPU, the policy's back.
+        # One transfer: the reference weights go to the GPU, into the memory of the gradients.
         ranks = layout.tp * layout.pp * max(1, layout.ep)
-        swap = 3 * ITEMSIZE[config.model.dtype] * policy.parameters / ranks
-        seconds["ref"] = passes(policy, 2) + swap / (hardware.pcie_gb_s * 1e9)
+        transfer = ITEMSIZE[config.model.dtype] * policy.parameters / ranks
+        seconds["ref"] = passes(policy, 2) + transfer / (hardware.pcie_gb_s * 1e9)
     if "critic" in models:
         seconds["values"] = passes(models["critic"], 2)
         seconds["update_critic"] = epochs * passes(models["critic"], backward)

@@ -34,6 +34,7 @@ def _keep_weights_alive() -> None:
     def pack(layer, remove_weight):
         layer.cpu_linear = PackedLinear(layer)
 
+    assert callable(layers.dispatch_cpu_unquantized_gemm)  # with another vLLM, an error, not wrong logits
     layers.dispatch_cpu_unquantized_gemm = pack
 
 
@@ -74,6 +75,7 @@ def _keep_experts_alive() -> None:
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
+    assert {"process_weights_after_loading", "apply"} <= vars(CPUUnquantizedExperts).keys()
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
     CPUUnquantizedExperts.apply = _live_experts
 

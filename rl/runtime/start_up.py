@@ -1,9 +1,10 @@
 """Start-up time from the command to the first step, by part, and imports without garbage collection.
 
-A process starts once, so this module holds the parts as its state. It is imported first and therefore imports
-only the standard library.
+A process starts once, so the parts are state of this module. It imports only the standard library, because
+it runs first.
 """
 
+import contextlib
 import gc
 import os
 import time
@@ -24,7 +25,11 @@ def begin(*, has_launcher: bool) -> None:
     global _last
     parts.clear()
     _last = _started(os.getpid())
-    if has_launcher:
+    if not has_launcher:
+        return
+    # Slurm's parent is a daemon of root, which /proc with hidepid does not show; that of a container's first
+    # process has no number there. The launcher's time is then unknown.
+    with contextlib.suppress(OSError):
         parts["launcher"] = max(0.0, _last - _started(os.getppid()))
 
 

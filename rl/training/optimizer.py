@@ -46,7 +46,9 @@ def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
     data parallel group.
     """
     for part in optimizer_parts(optimizer):
-        clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, norm)
+        # A rank has none if the other ranks' shards hold all; the CUDA kernels refuse an empty list.
+        if parameters := part.get_parameters():
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
     optimizer.step_with_ready_grads()
 
 

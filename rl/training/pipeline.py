@@ -15,6 +15,7 @@ class KnownShapes(P2PCommunicator):
 
     def __init__(self, pp_group, config, rows: list[MicroBatch]):
         super().__init__(pp_group=pp_group, config=config)
+        assert callable(P2PCommunicator._communicate_shapes)  # with another Megatron, an error, not waits
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         shapes = [[row.tokens.numel() // parts, 1, config.hidden_size] for row in rows]
         self._activations, self._gradients = iter(shapes), iter(shapes)

@@ -85,8 +85,13 @@ def _rotate(pairs, cos, sin, out, *, sign: int) -> None:
     torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
 
 
-def _apply(t: Tensor, freqs: Tensor, config, **_) -> Tensor:
+_megatrons_apply = attention.apply_rotary_pos_emb
+
+
+def _apply(t: Tensor, freqs: Tensor, config, **options) -> Tensor:
     """Replace Megatron's apply_rotary_pos_emb. t: [T, heads, d]. freqs: from `RowRotary.of`."""
+    if config.apply_rope_fusion:  # another model of this process
+        return _megatrons_apply(t, freqs, config, **options)
     return _Rotate.apply(t, freqs, config.multi_latent_attention)
 
 
@@ -100,5 +105,7 @@ def rotate_by_row(model: nn.Module, *, fused: bool) -> RowRotary:
     for owner in owners:
         owner.rotary_pos_emb = rotary
     if not fused:
-        attention.apply_rotary_pos_emb = multi_latent_attention.apply_rotary_pos_emb = _apply
+        for module in (attention, multi_latent_attention):
+            assert "apply_rotary_pos_emb" in vars(module), f"{module.__name__} rotates in another way"
+            module.apply_rotary_pos_emb = _apply
     return rotary

@@ -30,6 +30,13 @@ def test_a_command_without_launcher_has_no_launcher_part():
     assert start_up.parts == {}
 
 
+def test_a_launcher_that_proc_does_not_show_is_left_out(monkeypatch):
+    monkeypatch.setattr(os, "getppid", lambda: 0)  # as in a container's first process
+    start_up.begin(has_launcher=True)
+    start_up.mark("config")
+    assert list(start_up.parts) == ["config"]
+
+
 def test_starts_of_processes_are_ordered():
     assert start_up._started(1) <= start_up._started(os.getppid()) <= start_up._started(os.getpid())
 

@@ -42,7 +42,9 @@ def test_rotation_equals_megatrons_at_the_same_positions(module, adjacent, dtype
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(10, 3, DIM, generator=generator).to(dtype).requires_grad_()
     upstream = torch.randn(10, 3, DIM, generator=generator).to(dtype)
-    found = rotary._apply(x, rotation, SimpleNamespace(multi_latent_attention=adjacent))
+    found = rotary._apply(
+        x, rotation, SimpleNamespace(multi_latent_attention=adjacent, apply_rope_fusion=False)
+    )
     expected = _apply_rotary_pos_emb_bshd(
         x, emb[POSITIONS[0], 0], multi_latent_attention=adjacent, mscale=scale
     )
@@ -51,6 +53,16 @@ def test_rotation_equals_megatrons_at_the_same_positions(module, adjacent, dtype
     torch.testing.assert_close(found, expected, **close)
     (gradient,), (wanted,) = (torch.autograd.grad(y, x, upstream) for y in (found, expected))
     torch.testing.assert_close(gradient, wanted, **close)
+
+
+def test_a_fused_model_beside_an_unfused_one_keeps_megatrons_kernels(monkeypatch):
+    x, angles, config = (
+        torch.ones(2, 1, DIM),
+        torch.ones(2, 1, 1, DIM),
+        SimpleNamespace(apply_rope_fusion=True),
+    )
+    monkeypatch.setattr(rotary, "_megatrons_apply", lambda *args, **options: (args, options))
+    assert rotary._apply(x, angles, config, mscale=2.0) == ((x, angles, config), {"mscale": 2.0})
 
 
 def test_fused_kernels_get_angles_or_cosines():
