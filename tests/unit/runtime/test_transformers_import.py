@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.runtime.transformers_import import kept
+from rl.runtime.transformers_import import cached_scan
 
 FOUND = {"qwen2": {frozenset({"torch"}): {"modeling_qwen2": {"Qwen2Model"}}}}
 
@@ -29,7 +29,7 @@ def scans(path, times=2):
         count += 1
         return FOUND
 
-    assert [kept(scan, path) for _ in range(times)] == [FOUND] * times
+    assert [cached_scan(scan, path) for _ in range(times)] == [FOUND] * times
     return count
 
 
@@ -61,5 +61,5 @@ def test_the_cached_scan_equals_that_of_transformers(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     scan = import_utils.create_import_structure_from_path
     models = Path(import_utils.__file__).parents[1] / "models"
-    first = kept(scan, models)
-    assert first == kept(scan, models) and "Qwen2Config" in str(first["qwen2"])
+    first = cached_scan(scan, models)
+    assert first == cached_scan(scan, models) and "Qwen2Config" in str(first["qwen2"])
