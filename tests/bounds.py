@@ -1,4 +1,4 @@
-"""Bounds of rounding errors for tests: those of tools/bounds.py, which explains them, and further ones."""
+"""Bounds of rounding errors for tests: those of tools/bounds.py, and further ones."""
 
 import torch
 from torch import Tensor

@@ -109,6 +109,7 @@ def read_recipe(name: str) -> Recipe:
 
 
 def names() -> list[str]:
+    """Return the names of the shipped recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
@@ -136,6 +137,7 @@ def _verdict(found: Estimate) -> str:
 
 
 def section(name: str, recipe: Recipe) -> str:
+    """Return the section of a recipe in docs/recipes.md."""
     curve = ", ".join(
         f"`{point.metric}` {point.low:g} to {point.high:g} at step {point.step}"
         for point in recipe.expected()

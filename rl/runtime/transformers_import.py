@@ -25,7 +25,7 @@ def keep_scan() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def kept(scan: Callable[[str], dict], path: str | os.PathLike) -> dict:
+def cached_scan(scan: Callable[[str], dict], path: str | os.PathLike) -> dict:
     """Return `scan(path)`, from the cache if possible. A change of the directory invalidates the cache."""
     directory = Path(path)
     directory = directory.parent if directory.is_file() else directory
@@ -59,7 +59,7 @@ class _Finder(MetaPathFinder):
                 execute(module)
                 scan = getattr(module, _FUNCTION, None)  # other versions of transformers may not have it
                 if scan is not None:
-                    setattr(module, _FUNCTION, lambda path: kept(scan, path))
+                    setattr(module, _FUNCTION, lambda path: cached_scan(scan, path))
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

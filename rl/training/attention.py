@@ -22,6 +22,7 @@ class PackedRow(PackedSeqParams):
 
     attention: RowAttention | None = None
     rotation: Tensor | tuple[Tensor, Tensor] | None = None
+    """Result of `rl.training.rotary.RowRotary.of`."""
 
 
 class CoreAttention(MegatronModule):

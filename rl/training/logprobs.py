@@ -111,6 +111,7 @@ def statistics(
     sum exp(x - m) (x - m) for the entropy and sum exp(x - m)^2 for the sum of squares.
 
     targets: int64 [c], the target's row on this rank, or -1 if another rank has it; its x - m is then 0.
+    wanted: whether (the entropy, the sum of squares) is requested. out: float32.
     """
     x = logits.float()
     if temperature != 1.0:

@@ -73,6 +73,7 @@ class RowAttention:
     runs: list[Run]
     """Blocks that cover the row."""
     shared: list[Shared]
+    """Answers that also attend to their prompt."""
     cu_seqlens_q: Tensor
     """int32 [segments + 1]: bounds of the segments in the row."""
     cu_seqlens_kv: Tensor
@@ -88,16 +89,16 @@ def row_attention(groups: list[Group], keys: dict[str, Tensor], device: torch.de
     runs: list[Run] = []
     shared: list[Shared] = []
     for masked_tokens, same in groupby(groups, lambda group: _masked_tokens(group, device)):
-        alike = list(same)
-        start = alike[0].start
+        adjacent = list(same)
+        start = adjacent[0].start
         if masked_tokens:
-            runs.append(Run(start, len(alike), masked_tokens, _masks(alike)))
+            runs.append(Run(start, len(adjacent), masked_tokens, _masks(adjacent)))
             continue
-        for length, equal in groupby(n for group in alike for n in group.segments):
+        for length, equal in groupby(n for group in adjacent for n in group.segments):
             runs.append(Run(start, count := len(list(equal)), length))
             start += count * length
         shared += [
-            Shared(group.start, group.start + group.prompt, group.end) for group in alike if group.answers
+            Shared(group.start, group.start + group.prompt, group.end) for group in adjacent if group.answers
         ]
     has_shared = any(group.answers for group in groups)
     lengths = [(n, n + group.prompt * (k > 0)) for group in groups for k, n in enumerate(group.segments)]

@@ -1,14 +1,14 @@
-"""A stand-in for CUDA: the program's own files take their CUDA branches on a CPU.
+"""A stand-in for CUDA, with which the program takes its CUDA branches on a CPU.
 
-`install` compiles rl.* from its own source with CUDA's names mapped, as rl.training.cpu_support does for
-Megatron. Only the program sees CUDA; torch, Megatron and vLLM remain CPU builds. What is mapped:
+`install` compiles rl.* from its own source with CUDA's names replaced, as rl.training.cpu_support does for
+Megatron. Only the program sees CUDA; torch, Megatron and vLLM remain CPU builds. Replaced are:
 
-- `torch.cuda.X`: must exist in torch and is called with arguments that its signature accepts; then BEHAVIOURS
-  has what it does. An X without an entry raises and names this file.
-- `x.is_cuda` of tensors and storages is true; the literals "cuda" and "nccl" become "cpu" and "gloo".
-- pinned memory is ordinary memory; `x.cuda()` is x; streams and events execute in program order.
-- torch's variable-length attention is computed by SDPA, Triton's kernels by their references in torch, and
-  vLLM's sleep mode loses weights and cache.
+- `torch.cuda.X`: X must exist in torch, and calls must match its signature. BEHAVIOURS has the replacement.
+  An X without an entry raises an error that names this file.
+- `x.is_cuda` of tensors and storages is True; the literals "cuda" and "nccl" become "cpu" and "gloo".
+- Pinned memory is ordinary memory; `x.cuda()` is x; streams and events execute in program order.
+- SDPA computes torch's variable-length attention, torch functions replace Triton's kernels, and vLLM's sleep
+  mode discards weights and cache.
 """
 
 import ast
@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 
 CPU_SUPPORT = ("rl.training.cpu_support", "rl.rollout.cpu_support")
-"""Modules for CPUs: they keep the real names, and what they have patched already."""
+"""Modules for CPUs. They are not reloaded, so their names and patches remain."""
 LITERALS = {"cuda": "cpu", "nccl": "gloo", "cpu:gloo,cuda:nccl": "cpu:gloo"}
 RENAMED = {"_dump_nccl_trace_json": "_dump_fr_trace_json"}
-"""Names of C code in CUDA builds only -> the same of this build."""
+"""Name that only CUDA builds have -> its counterpart in this build."""
 GIB = 1 << 30
 
 
@@ -49,7 +49,7 @@ class Stream:
 
 
 class CudaRuntime:
-    """torch.cuda.cudart(): what C code exports, by its documented arguments."""
+    """torch.cuda.cudart(), whose functions are C code, with their documented arguments."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
         return 0
@@ -88,7 +88,7 @@ BEHAVIOURS = {
 } | dict.fromkeys(
     ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect"), _nothing
 )
-"""What a name of torch.cuda does here."""
+"""Name in torch.cuda -> its replacement."""
 
 
 class _Cuda(types.ModuleType):
@@ -103,7 +103,7 @@ class _Cuda(types.ModuleType):
 
 
 def _checked(real, behaviour):
-    """Return `behaviour`, which raises TypeError for arguments that `real` does not accept."""
+    """Return `behaviour` as a function that raises TypeError for arguments that `real` does not accept."""
     signature = inspect.signature(real)
 
     @functools.wraps(real)
@@ -120,7 +120,7 @@ def _is_cuda(value) -> bool:
 
 
 def _wide(product, *tensors, out_dtype, out=None):
-    """Compute a product of 16-bit matrices into a wider type, which only CUDA does in one call."""
+    """Compute a product of 16-bit matrices in a wider dtype, which torch supports only on CUDA."""
     return product(*(tensor.to(out_dtype) for tensor in tensors), out=out)
 
 
@@ -180,7 +180,7 @@ class _Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """Import rl.* anew with CUDA's names mapped, and replace what of vLLM and torch needs a GPU."""
+    """Import rl.* again with CUDA's names replaced; replace the parts of vLLM and torch that need a GPU."""
     for module in CPU_SUPPORT:
         importlib.import_module(module)
     for name in [name for name in sys.modules if name.partition(".")[0] == "rl" and name not in CPU_SUPPORT]:
@@ -208,7 +208,7 @@ def _replace_kernels() -> None:
 
 
 def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """Attend segment by segment, causally and aligned at the bottom right."""
+    """Compute causal attention per segment, with the mask aligned at the bottom right."""
     assert window_size == (-1, 0) and cu_q.dtype is cu_k.dtype is torch.int32
     assert query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]
     assert enable_gqa == (query.shape[1] != key.shape[1])
@@ -235,7 +235,7 @@ CUDA_ENGINE = ("enable_sleep_mode", "moe_backend", "gpu_memory_utilization", "sl
 
 
 def _replace_sleep_mode() -> None:
-    """Let vLLM's CPU engine take the options of the CUDA engine, and lose at level 2 what that loses."""
+    """Make vLLM's CPU engine accept the CUDA engine's options and discard the same data in its sleep."""
     import vllm
 
     from rl.rollout.cpu_support import release_packed_weights

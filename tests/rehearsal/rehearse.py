@@ -1,9 +1,9 @@
 """train_rl.py on the stand-in for CUDA: `rehearse.py [--te] LINES <arguments of train_rl.py>`.
 
---te: also on the stand-in for Transformer Engine; then the process must be a fresh interpreter.
+--te: also use the stand-in for Transformer Engine; the process must be a new interpreter.
 
 At its end the process writes the lines of rl/ that it executed to LINES, as JSON: {file: [line, ...]}. After
-the run it calls what only faults and changes of size reach: the watchdog's dump, a larger snapshot.
+the run it calls functions that only faults or changes of size reach: the watchdog's dump, a larger snapshot.
 """
 
 import atexit

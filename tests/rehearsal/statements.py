@@ -10,7 +10,7 @@ from tests.spawn import ROOT
 
 TERM = re.compile("cuda|nccl|pin_memory|record_stream")
 ELSEWHERE = ("rl/rollout/cpu_support.py", "rl/training/cpu_support.py", "rl/dry_run/")
-"""Files that are for CPUs or have no device."""
+"""Files that are only for CPUs or use no device."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _statements_of(path: Path, file: str) -> list[Statement]:
 
 
 def _own(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a body with nested ones, but not those of functions and classes in it."""
+    """Yield the statements of a body, including nested ones except in functions and classes."""
     for node in body:
         yield node
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -61,7 +61,7 @@ def _own(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _flag(node: ast.stmt) -> Iterator[str]:
-    """Yield the variable or attribute to which a statement assigns whether there is CUDA."""
+    """Yield the variables or attributes to which a statement assigns a condition on CUDA."""
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Name, ast.Attribute)):
         if ast.unparse(node.value).endswith((".is_cuda", "cuda.is_available()")):
             yield ast.unparse(node.targets[0]).removeprefix("self.")
@@ -70,7 +70,7 @@ def _flag(node: ast.stmt) -> Iterator[str]:
 def _required(body: list[ast.stmt], flags: set[str]) -> Iterator[ast.stmt]:
     for number, node in enumerate(body):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            continue  # visited by itself
+            continue  # visited separately
         header = _header(node)
         if any(_mentions(part, flags) for part in header):
             yield node
@@ -104,7 +104,7 @@ def _mentions(node: ast.AST, flags: set[str]) -> bool:
 
 
 def _is_term(node: ast.AST, flags: set[str]) -> bool:
-    """Return whether a node asks for CUDA: a name with cuda or nccl in it, a flag, or pinned memory."""
+    """Return whether a node depends on CUDA: a name with cuda or nccl in it, a flag, or pinned memory."""
     if isinstance(node, ast.keyword):
         return node.arg == "pin_memory"
     if isinstance(node, ast.Compare):
@@ -114,7 +114,7 @@ def _is_term(node: ast.AST, flags: set[str]) -> bool:
 
 
 def _condition(test: ast.AST, flags: set[str]) -> int:
-    """Return 1 if a condition needs CUDA, -1 if it needs its absence, 0 if it does not ask."""
+    """Return 1 if a condition requires CUDA, -1 if it requires its absence, else 0."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return -_condition(test.operand, flags)
     if isinstance(test, ast.BoolOp):

@@ -1,4 +1,4 @@
-"""A stand-in for Transformer Engine, so that a rehearsal builds, trains and refits its layers on a CPU.
+"""A stand-in for Transformer Engine, with which a rehearsal builds, trains and refits its layers on a CPU.
 
 The package has exactly the names of the record (tests/unit/tools/transformer_engine.json), so that an import
 of another name fails as it would on CUDA. Constructors take the recorded arguments. LAYERS and FUNCTIONS
@@ -161,9 +161,9 @@ FUNCTIONS = {
 
 
 def install() -> None:
-    """Make `import transformer_engine` give the stand-in. Call it before the first import of Megatron."""
+    """Make `import transformer_engine` import the stand-in. Call this before the first import of Megatron."""
     content = json.loads(RECORD.read_text())
-    _module("transformer_engine", content["version"])  # cpu_support sets the name to None if it is free
+    _module("transformer_engine", content["version"])  # otherwise cpu_support sets the name to None
     from rl.training.cpu_support import Adam
 
     recorded = {name: found for name, found in content["names"].items() if found is not None}
@@ -189,7 +189,7 @@ def install() -> None:
 
 
 def _module(name: str, version: str):
-    """Return the module, or the class, of a dotted name, made with its parents."""
+    """Return the module or class of a dotted name; create it and its parents if necessary."""
     if name not in sys.modules:
         parent, _, last = name.rpartition(".")
         owner = _module(parent, version) if parent else None

@@ -1,4 +1,4 @@
-"""A dress rehearsal of the CUDA path without a GPU: two runs on the stand-in of tests/rehearsal execute every
+"""A rehearsal of the CUDA path without a GPU: three runs on the stand-in of tests/rehearsal execute every
 statement of the program that depends on CUDA."""
 
 import json
@@ -26,7 +26,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def rehearsed(toy, tmp_path_factory):
-    """Executed lines by file, and the run directory: two steps, a third by a resumed run; one in float32."""
+    """Return executed lines by file, and the run directory of two steps and a resumed third."""
     directory = tmp_path_factory.mktemp("rehearsal")
     config = write_config(directory, toy, *RUN)
     runs = (
@@ -62,13 +62,13 @@ def test_every_cuda_statement_is_executed(rehearsed):
     assert not missing, "\n".join(map(str, missing)) + HINT
 
 
-@pytest.mark.slow  # a fresh interpreter, because Megatron looks for Transformer Engine when it is imported
+@pytest.mark.slow  # a new interpreter, because Megatron looks for Transformer Engine at import
 def test_layers_of_transformer_engine_train_and_refit(toy, tmp_path):
     config = write_config(tmp_path, toy, *RUN, "run.max_steps=2")
     run_ranks(1, REHEARSE, "--te", tmp_path / "lines", "--config", config, fresh=True, timeout=300)
     found = records(tmp_path / "run")
     assert len(found) == 2 and all(record["actor/grad_norm"] > 0 for record in found)
-    # The engine has the weights that these layers hold under other names and in other shapes.
+    # The engine holds the weights of these layers under other names and in other shapes.
     assert all(record["training/rollout_probs_diff_mean"] < 0.01 for record in found)
 
 

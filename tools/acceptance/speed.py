@@ -128,6 +128,7 @@ def bare_vllm(task: Task) -> None:
 
 
 def run(task: Task) -> None:
+    """Measure the speed and memory of every phase."""
     with world(task) as device:
         _Speed(task, device).measure()
 
@@ -178,6 +179,7 @@ class _Speed:
         self.memory = MemorySharing(self.config, device, Engines(self.policy, rollout=self.engine))
 
     def measure(self) -> None:
+        """Measure sleep, training, refit and generation, in this order."""
         engine = self.predicted.engine
         with self._freed("sleep gives back weights and cache", engine.weights + engine.cache):
             self._timed("sleep", self.engine.sleep)

@@ -22,6 +22,7 @@ WITHOUT = {
 
 
 def run(task: Task) -> None:
+    """Report versions and devices; check library names and that the program can be imported."""
     findings = task.findings
     findings.check("Python", sys.version_info >= (3, 11), value=".".join(map(str, sys.version_info[:3])))
     for name in PACKAGES:

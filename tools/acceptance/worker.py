@@ -57,6 +57,7 @@ def world(task: Task) -> Iterator:
 
 
 def main(name: str, out: str, mode: str) -> None:
+    """Run a stage in this process and write its findings to OUT/stages/NAME.json."""
     stage = next(stage for stage in all_stages() if stage.name == name)
     findings = Findings(Path(out, "stages", f"{name}.json"))
     code = 0

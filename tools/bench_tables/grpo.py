@@ -82,6 +82,7 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
 
 
 def measure_case(name: str, case: Case, args: Namespace, work: Path, runs: Path, python: Path) -> Row:
+    """Return the row of a case. python: the interpreter of the peer's environment."""
     runs.mkdir()
     quickstart = None if case.size else prepare_quickstart(work)
     if quickstart is None:

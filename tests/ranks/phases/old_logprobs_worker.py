@@ -1,4 +1,4 @@
-"""One rank of test_old_logprobs.py: a step of GRPO with old log-probs of the first update, and of a pass.
+"""One rank of test_old_logprobs.py: a GRPO step with old log-probs from the first update or a separate pass.
 
     old_logprobs_worker.py CHECKPOINT OUT_FILE PIPELINE_STAGES
 
@@ -52,7 +52,7 @@ GROUPS, SAMPLES = 8, 2
 
 
 def sampled(vocab_size: int, *, pairs: bool) -> Batch:
-    """Return samples as after generation and scoring; the engine's log-probs are filled in `step`."""
+    """Return a batch as after generation and scoring; `step` fills in the engine's log-probs."""
     generator = torch.Generator().manual_seed(5)
 
     def tokens(most):

@@ -1,4 +1,4 @@
-"""Old log-probs from the first update's forward pass: the step is that of a separate pass, bitwise."""
+"""A step with old log-probs from the first update equals a step with a separate pass, bitwise."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def test_first_update_gives_the_old_log_probs(tmp_path, stages):
     run_ranks(2, WORKER, checkpoint, out, stages, timeout=120)
     for case, results in torch.load(out).items():
         (expected, weights, columns), (metrics, *found) = results["separate"], results["deferred"]
-        # Bitwise, in metrics, weights and what the batch holds afterwards.
+        # Metrics, weights and the batch afterwards are bitwise equal.
         assert {k: v for k, v in metrics.items() if not MACHINE.match(k)} == {
             k: v for k, v in expected.items() if not MACHINE.match(k)
         }, case
@@ -32,6 +32,6 @@ def test_first_update_gives_the_old_log_probs(tmp_path, stages):
                 0.5 < metrics["rollout_corr/weight_mean"] < 1.5
                 and columns["loss_weights"].unique().numel() > 9
             )
-        # A pass is made for the other mini-batches only.
+        # Only the other mini-batches have a separate pass.
         assert "timing_s/old_log_prob" in expected
         assert ("timing_s/old_log_prob" in metrics) == (case != "one mini-batch")

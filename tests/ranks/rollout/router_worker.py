@@ -45,7 +45,7 @@ def main(*checkpoints: str) -> None:
 
 
 def _differing(logits: torch.Tensor, other: torch.Tensor, hf: dict) -> float:
-    """Return the share of rows [E] whose largest k entries are at other places."""
+    """Return the share of rows [E] in which the positions of the k largest entries differ."""
     chosen = [x.topk(hf["num_experts_per_tok"]).indices.sort().values for x in (logits, other)]
     return float((chosen[0] != chosen[1]).any(-1).float().mean())
 

@@ -1,4 +1,4 @@
-"""In bfloat16 the routers of the engine select the experts that the trainer's select."""
+"""In bfloat16, the routers of engine and trainer select the same experts."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_trainer_and_engine_select_the_same_experts(tmp_path):
     for name, layers in found.items():
         assert layers
         for rounded, float32 in layers:
-            # Both products sum the same 128 products in float32; logits have to be within about 128 * 2^-24
-            # of each other for experts to swap, which is less than 1e-4 of 4096 tokens.
+            # Both routers sum the same 128 products in float32. Experts can only swap if their logits differ
+            # by less than about 128 * 2^-24, which is less than 1e-4 of 4096 tokens.
             assert float32 == 0 < rounded, (name, rounded, float32)
     print(found)

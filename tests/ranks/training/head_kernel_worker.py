@@ -1,4 +1,4 @@
-"""The log-prob head's Triton kernels against the torch functions that they replace, or through the compiler.
+"""Compare the log-prob head's Triton kernels with the torch functions that they replace, or compile them.
 
 head_kernel_worker.py interpret      prints the errors of statistics, gradients and the whole head, as JSON;
                                          TRITON_INTERPRET=1 must be set
@@ -15,12 +15,12 @@ from rl.training import head_kernels, logprobs
 
 TOKENS = 5
 ROWS = (50, head_kernels.BLOCK, 9001)
-"""Less than a block, one block, and three of which the last is not full."""
+"""Numbers of rows: less than a block, one block, and three blocks of which the last is not full."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def case(rows: int, dtype: torch.dtype):
-    """Return logits [TOKENS, rows] and targets [TOKENS], of which two are on another rank."""
+    """Return logits [TOKENS, rows] and targets [TOKENS]; two targets are on another rank."""
     generator = torch.Generator().manual_seed(rows)
     logits = (4 * torch.randn(TOKENS, rows, generator=generator)).to(dtype)
     targets = torch.randint(rows, (TOKENS,), generator=generator)
@@ -29,7 +29,7 @@ def case(rows: int, dtype: torch.dtype):
 
 
 def statistics_error(rows, dtype, temperature, wanted) -> float:
-    """Return the largest relative error; outside of its columns the output must not change."""
+    """Return the largest relative error; check that the output does not change outside its columns."""
     logits, targets = case(rows, dtype)
     outs = [torch.full((3 + sum(wanted), 3 * TOKENS), 7.0) for _ in range(2)]
     for module, out in zip((head_kernels, logprobs), outs):
@@ -39,7 +39,7 @@ def statistics_error(rows, dtype, temperature, wanted) -> float:
 
 
 def gradient_error(rows, dtype, temperature, of_entropy) -> float:
-    """Return the largest error, relative to the element and a millionth of the largest one."""
+    """Return the largest error, relative to the element plus a millionth of the largest element."""
     logits, targets = case(rows, dtype)
     lse = (logits.float() / temperature).logsumexp(-1)
     upstream, entropy, of = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(1))
@@ -80,7 +80,7 @@ def interpret() -> dict[str, dict[str, float]]:
 
 
 def compile_all() -> int:
-    """Return the number of compiled variants."""
+    """Compile all variants of the kernels; return their number."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

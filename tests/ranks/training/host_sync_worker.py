@@ -1,11 +1,10 @@
-"""Counts waits for the device in the project's code, in passes of one and of several micro-batches.
+"""Count waits for the device in the project's code, in passes of one and of several micro-batches.
 
     host_sync_worker.py CHECKPOINT
 
 On CUDA torch itself reports each wait (`torch.cuda.set_sync_debug_mode`). On CPU a stand-in counts the calls
 from `rl/` that would wait. It excludes batch and packing, whose tensors are in host memory, and the attention
-of the CPU.
-Prints {pass: {number of micro-batches: [calls]}} as JSON.
+of the CPU. Prints {pass: {number of micro-batches: [calls]}} as JSON.
 """
 
 import json
@@ -46,7 +45,7 @@ ON_THE_HOST = (
 
 
 def waits(name: str, args: tuple, given: dict) -> bool:
-    """Return whether the call would wait for the device if its tensors were there."""
+    """Return whether the call would wait for the device if its tensors were on CUDA."""
     if name == "to":
         return "cpu" in map(str, args[1:])
     return given.get("output_size") is None
@@ -54,7 +53,7 @@ def waits(name: str, args: tuple, given: dict) -> bool:
 
 @contextmanager
 def stand_in(found: Counter):
-    """Count the calls that `waits`, by place in the project's code."""
+    """Count the calls for which `waits` is true, by line of the project's code."""
 
     def counting(name, function):
         def call(*args, **given):

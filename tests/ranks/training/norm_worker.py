@@ -1,11 +1,10 @@
-"""One rank of test_gradient_norm.py: marks of the weights and gradient norms, with the marks that Transformer
-Engine sets.
+"""One rank of test_gradient_norm.py: marks of split weights, and gradient norms with TE's marks.
 
     norm_worker.py DIRECTORY CHECKPOINT [...]
 
-Rank 0 writes to DIRECTORY/out.json, by architecture, the weights whose mark is not the layout's. For the
-model with latent attention it also writes the norms of one gradient: at tp 1, at tp 2, and at tp 2 with TE's
-marks.
+Rank 0 writes to DIRECTORY/out.json, by architecture, the weights whose mark does not match the layout. For
+the model with latent attention it also writes the norms of one gradient: at tp 1, at tp 2, and at tp 2 with
+TE's marks.
 """
 
 import json
@@ -40,7 +39,7 @@ class TELinear(layer_spec.DuplicatedLinear):
 
 
 def norm_of(config, hf: dict, tp: int, device) -> tuple[float, list[str], int]:
-    """Return the norm of a gradient, the weights with a wrong mark, and the number of weights."""
+    """Return the gradient norm, the names of weights with a wrong mark, and the number of weights."""
     trainer = build_policy(config, hf, new_grid(tp, 1), device)
     marks = [
         (w.hf[0], getattr(t, "tensor_model_parallel", False) == w.cut.split)

@@ -1,5 +1,5 @@
-"""Trains a small model with and without stays in host memory between its steps, and with overlapped reduction
-of gradients; prints what came of it, as JSON."""
+"""Train a small model with and without offload between its steps, and with overlapped reduction of gradients;
+print the results as JSON."""
 
 import json
 import sys
@@ -80,8 +80,8 @@ def train(path: str, device, grid, dtype: str, mode: str) -> tuple[list, list, l
 
 
 def reference_errors(model: TrainingEngine, batch, plan, initial) -> list[float]:
-    """Return by how much log-probs differ: own ones after and before the reference pass; the reference's and
-    the initial ones; own and initial ones."""
+    """Return differences of log-probs: the policy's after and before the reference pass; the reference's and
+    the initial ones; the policy's and the initial ones."""
 
     def logprobs():
         return model.forward(batch, [plan], ("logprobs",))[0]

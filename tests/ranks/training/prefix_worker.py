@@ -3,8 +3,8 @@
     prefix_worker.py OUT_DIR NAME=CHECKPOINT:TPxPP[:OPTION,...] [...]
 
 OPTION: values (a value model), plain (no sequence parallelism), losses (every policy loss and pairs).
-Rank r saves {NAME: {loss: figures}} to OUT_DIR/r.json; of the last pipeline stage also the tokens of the
-rows, their FLOPs, and the outputs.
+Rank r saves {NAME: {loss: figures}} to OUT_DIR/r.json; on the last pipeline stage also the tokens and
+FLOPs of the rows, and the outputs.
 """
 
 import json
@@ -36,7 +36,7 @@ from rl.training.loss import Totals  # noqa: E402
 
 GROUPS = [(30, (5, 9, 0, 12)), (70, (20, 31, 31)), (7, (20,)), (40, (3, 90))]
 """(tokens of the prompt, tokens of each response): a group that is one masked block, groups that are not, an
-empty response, and a sample alone."""
+empty response, and a single sample."""
 EQUAL = [(64, (64,) * 16)]
 
 
@@ -75,7 +75,7 @@ def gradients(trainer: TrainingEngine, batch: Batch, plan, loss, share: bool):
         figures["tokens"] += micro.tokens.numel()
         return loss(micro)[0], {}
 
-    # FlopCounterMode does not know the attention for CPU.
+    # FlopCounterMode does not count the attention for CPU.
     shapes = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
             q, k, v

@@ -24,13 +24,13 @@ def results(tmp_path_factory):
     return json.loads((directory / "out.json").read_text())
 
 
-def test_marks_of_split_weights_are_those_of_the_layout(results):
+def test_marks_of_split_weights_match_the_layout(results):
     assert results.keys() == MODELS
     for found in results.values():
         assert found["weights"] > 10 and found["wrong"] == []
 
 
-def test_norm_at_tp_2_is_that_at_tp_1(results):
+def test_norm_at_tp_2_equals_that_at_tp_1(results):
     found = results["DeepseekV3ForCausalLM"]
     bound = bounds.of_gradient(SIZES["num_hidden_layers"] + 1, SIZES["hidden_size"])
     assert found["tp2"] == pytest.approx(found["tp1"], rel=bound)

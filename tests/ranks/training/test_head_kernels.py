@@ -1,7 +1,7 @@
 """The log-prob head's Triton kernels equal the torch functions that they replace on CUDA.
 
-Triton's interpreter runs them on the CPU. Skipped where Triton is absent, as in the CPU set: install it into
-a directory of its own on PYTHONPATH.
+Triton's interpreter runs them on the CPU. Skipped if Triton is not installed, as in the CPU set; to run them,
+install Triton into a separate directory on PYTHONPATH.
 """
 
 import json
@@ -29,7 +29,7 @@ def test_float32_values_and_gradients_within_1e_6(errors):
 
 
 def test_bfloat16_within_one_rounding(errors):
-    """Statistics are float32. The interpreter rounds gradients to bfloat16 towards 0, torch to nearest."""
+    """Allow one rounding: the interpreter rounds gradients towards 0, torch to nearest."""
     found = errors["torch.bfloat16"]
     assert found["statistics"] <= 1e-6
     assert found["gradient"] <= torch.finfo(torch.bfloat16).eps
@@ -37,5 +37,5 @@ def test_bfloat16_within_one_rounding(errors):
 
 
 def test_kernels_compile_for_hopper():
-    """The interpreter accepts programs that the compiler rejects."""
+    """Check that the compiler accepts the kernels; the interpreter accepts more programs."""
     assert json.loads(run_ranks(1, WORKER, "compile", timeout=240)[0]) == 8

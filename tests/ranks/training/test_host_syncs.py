@@ -1,4 +1,4 @@
-"""The project's code waits for the device a fixed number of times per pass, however many micro-batches."""
+"""The number of waits for the device in a pass does not depend on the number of micro-batches."""
 
 import json
 from pathlib import Path

@@ -38,6 +38,6 @@ def test_weights_stay_where_only_the_optimizer_moves(results, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["none", "all", "all, overlapped"])
-def test_reference_weights_are_the_first_and_own_ones_return(results, dtype, mode):
+def test_reference_is_initial_and_own_weights_return(results, dtype, mode):
     own_again, reference_and_initial, own_and_initial = results[f"{dtype} {mode}"][2]
     assert own_again == reference_and_initial == 0 < own_and_initial

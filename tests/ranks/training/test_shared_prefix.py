@@ -1,4 +1,4 @@
-"""Gradients with prompts that a group's samples share equal those without, and cost less."""
+"""Gradients with shared prompts equal those without, and cost less."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ LAYERS, WIDTH = 3, SIZES["hidden_size"]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """(case, rank, loss) -> figures."""
+    """Return (case, rank, loss) -> figures."""
     directory = tmp_path_factory.mktemp("shared_prefix")
     paths = {
         "QWEN": save_qwen2(directory / "qwen2", seed=2, tie=False),

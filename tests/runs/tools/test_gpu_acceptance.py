@@ -19,7 +19,7 @@ def test_a_stage_that_crashes_or_hangs_fails(tmp_path):
     (tmp_path / "stages").mkdir()
     crashed = gpu_acceptance.run_stage(stage(), tmp_path, "rehearse", 1)
     late = gpu_acceptance.run_stage(stage(seconds=0), tmp_path, "rehearse", 1)
-    for result, why in ((crashed, "exit code 1; StopIteration"), (late, "longer than its limit of 0 s")):
+    for result, why in ((crashed, "exit code 1; StopIteration"), (late, "exceeded its time limit of 0 s")):
         assert gpu_acceptance.verdict(result["rows"]) == "fail"
         assert why in result["rows"][-1]["text"]
 

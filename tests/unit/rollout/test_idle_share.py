@@ -1,4 +1,4 @@
-"""Idle shares of replicas, and those of a greedy assignment by length."""
+"""Idle shares of replicas, measured and for a greedy assignment by length."""
 
 import pytest
 
@@ -14,11 +14,11 @@ def test_idle_shares_are_relative_to_the_busiest_replica():
     ("loads", "replicas", "share"),
     [
         ([1, 9, 5, 5], 2, 0.0),  # 9 + 1 and 5 + 5
-        ([3, 3, 2, 2, 2], 2, 1 - 6 / 7),  # 3 + 2 + 2 and 3 + 2: the optimum would be 6 and 6
+        ([3, 3, 2, 2, 2], 2, 1 - 6 / 7),  # greedy: 3 + 2 + 2 and 3 + 2; optimal: 6 and 6
         ([10, 1, 1], 2, 1 - 6 / 10),
         ([5], 4, 0.75),
         ([0, 0], 2, 0.0),
     ],
 )
-def test_greedy_takes_the_largest_load_first(loads, replicas, share):
+def test_greedy_assigns_the_largest_load_first(loads, replicas, share):
     assert greedy_idle(loads, replicas) == pytest.approx(share, abs=1e-12)

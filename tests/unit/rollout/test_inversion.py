@@ -1,4 +1,4 @@
-"""Numbers of seeds and positions are uniform and independent; inversion gives each token its share."""
+"""Hashed numbers are uniform and independent; inversion samples each token with its probability."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from rl.rollout.sampling import seed_of
 
 COUNT = 1 << 16
 PAST = 1e-4
-"""Least probability of a chi-square below, and above, the found one; the numbers are fixed."""
+"""Minimum probability of both tails of the chi-square statistic. The numbers are fixed."""
 
 
 def streams():
@@ -31,7 +31,7 @@ def assert_plausible(counts: np.ndarray, expected: np.ndarray | float) -> None:
 
 
 @pytest.mark.parametrize("name", ["seeds", "seeds of a run", "positions"])
-def test_numbers_are_uniform_and_neighbours_independent(name):
+def test_numbers_are_uniform_and_independent(name):
     numbers = streams()[name]
     assert 0 <= numbers.min() and numbers.max() < 1
     assert_plausible(np.bincount((numbers * 256).astype(int), minlength=256), COUNT / 256)
@@ -41,7 +41,7 @@ def test_numbers_are_uniform_and_neighbours_independent(name):
 
 
 @pytest.mark.parametrize("name", ["seeds", "positions"])
-def test_tokens_come_with_their_probabilities(name):
+def test_tokens_are_sampled_with_their_probabilities(name):
     probabilities = torch.tensor([0.5, 0.0, 0.25, 0.2, 0.04, 0.0099, 0.0001])
     tokens = invert(probabilities.log().expand(COUNT, -1), torch.from_numpy(streams()[name]))
     counts, possible = np.bincount(tokens, minlength=7), probabilities.numpy() > 0

@@ -1,4 +1,4 @@
-"""Page-locked host memory of exactly the pages that it needs, unlocked with its last tensor."""
+"""Host memory locks exactly the pages that it needs and is unlocked with its last tensor."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import torch
 from rl.runtime.device import ALIGNMENT, PAGE, aligned, host_memory
 
 
-def test_without_a_gpu_it_is_ordinary_memory():
+def test_memory_is_not_locked_without_a_gpu():
     memory = host_memory(1000)
     assert memory.dtype is torch.uint8 and memory.shape == (1000,) and not memory.is_pinned()
 
@@ -33,7 +33,7 @@ def test_whole_pages_are_locked_and_unlocked(monkeypatch, size):
     assert not locked
 
 
-def test_a_driver_that_refuses_is_an_error(monkeypatch):
+def test_memory_that_cannot_be_locked_raises(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *args: 2))
     with pytest.raises(RuntimeError, match="cudaHostRegister of 4096 bytes returned 2"):

@@ -1,4 +1,4 @@
-"""The parts of a start-up, and the garbage collector that rests during imports."""
+"""The parts of a start-up, and imports without garbage collection."""
 
 import gc
 import os

@@ -1,11 +1,11 @@
-"""The scan of transformers' model files is kept between starts, and renewed if the installation changes."""
+"""The scan of transformers' model files is cached between starts and repeated if the installation changes."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from rl.runtime.transformers_import import kept
+from rl.runtime.transformers_import import cached_scan
 
 FOUND = {"qwen2": {frozenset({"torch"}): {"modeling_qwen2": {"Qwen2Model"}}}}
 
@@ -21,7 +21,7 @@ def models(tmp_path, monkeypatch):
 
 
 def scans(path, times=2):
-    """Return how many of several starts scanned; all must find the same."""
+    """Return how many of several starts scanned; check that all return the same result."""
     count = 0
 
     def scan(path):
@@ -29,7 +29,7 @@ def scans(path, times=2):
         count += 1
         return FOUND
 
-    assert [kept(scan, path) for _ in range(times)] == [FOUND] * times
+    assert [cached_scan(scan, path) for _ in range(times)] == [FOUND] * times
     return count
 
 
@@ -50,16 +50,16 @@ def test_a_truncated_file_is_replaced(models, tmp_path):
     assert scans(models) == 1
 
 
-def test_a_single_model_is_not_kept(models):
+def test_the_scan_of_a_single_model_is_not_cached(models):
     (models / "qwen2").mkdir()
     assert scans(models / "qwen2") == 2
 
 
-def test_the_kept_result_is_that_of_transformers(tmp_path, monkeypatch):
+def test_the_cached_scan_equals_that_of_transformers(tmp_path, monkeypatch):
     from transformers.utils import import_utils
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     scan = import_utils.create_import_structure_from_path
     models = Path(import_utils.__file__).parents[1] / "models"
-    first = kept(scan, models)
-    assert first == kept(scan, models) and "Qwen2Config" in str(first["qwen2"])
+    first = cached_scan(scan, models)
+    assert first == cached_scan(scan, models) and "Qwen2Config" in str(first["qwen2"])

@@ -1,4 +1,4 @@
-"""The results of tools/bench.py: stored, compared, shown; lengths of random models; sides that take turns."""
+"""tools/bench.py: results are stored, compared and printed; lengths of random models; sides take turns."""
 
 import sys
 from argparse import Namespace

@@ -1,5 +1,5 @@
-"""Every name that the program uses of vLLM, Megatron, Transformer Engine and torch.cuda exists in the pinned
-versions, with the arguments it is called with."""
+"""Every name of vLLM, Megatron, Transformer Engine and torch.cuda that the program uses exists in the pinned
+versions and accepts the arguments of its calls."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ from tools.library_names import (
 
 RECORD = Path(__file__).parent / "transformer_engine.json"
 WITHOUT = {
-    # Behind comparisons with TE's version, or in a `try` with another name.
+    # Used only for other versions of TE, or in a `try` with an alternative.
     "Linear",
     "LayerNormLinear",
     "ops.LayerNorm",
@@ -29,7 +29,7 @@ WITHOUT = {
     # TE 2.11 has no get_workspace, so Megatron's te_general_gemm is None and routers run in torch.
     "module.base.get_workspace",
 }
-"""Names for which Megatron 0.16.1 finds no match in Transformer Engine 2.11.0, by their ends."""
+"""Suffixes of names that Megatron 0.16.1 uses and Transformer Engine 2.11.0 lacks."""
 
 
 def libraries():

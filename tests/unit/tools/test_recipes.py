@@ -48,7 +48,7 @@ def test_the_page_has_every_recipe():
 
 
 @pytest.mark.parametrize("points", ["{}", "{a: 1}", "{a: {1: 0.5}}", "{a: {one: [0, 1]}}"])
-def test_points_of_another_form_are_refused(tmp_path, points):
+def test_malformed_points_are_refused(tmp_path, points):
     file = tmp_path / "own.yaml"
     file.write_text(f"config: quickstart\npoints: {points}\n")
     with pytest.raises(ValueError, match="points"):

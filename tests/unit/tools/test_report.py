@@ -117,7 +117,7 @@ def test_error_is_one_sentence(tmp_path, make, message):
     assert message in error and error.endswith(".") and "\n" not in error
 
 
-def test_a_run_is_compared_with_an_expected_curve(grpo, tmp_path, capsys):
+def test_a_run_is_compared_with_its_expected_curve(grpo, tmp_path, capsys):
     recipe = tmp_path / "own.yaml"
     recipe.write_text(
         f"points:\n  {ACCURACY}: {{0: [0.2, 0.3], 5: [0, 1], 10: [0.8, 1], 20: [0, 1]}}\n"

@@ -1,4 +1,4 @@
-"""The attention of packed rows, beside dense attention in float64."""
+"""Attention over packed rows equals dense attention in float64."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ DIM, SCALE = 16, 0.3
 
 
 def dense(query, key, value, mask):
-    """The same from the definition; returns [T, heads * v]."""
+    """Return the attention computed from its definition, [T, heads * v]."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE

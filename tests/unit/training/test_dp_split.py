@@ -20,7 +20,7 @@ def work_of(prompts, answers, groups=None, cost=TOKENS, shared=True):
 
 
 def trials(size=1, count=200):
-    """Random workloads, from short units to some much longer than a micro-batch; a part of all is planned."""
+    """Yield (workload, indices to plan, options): random units, some much longer than a micro-batch."""
     rng = random.Random(f"units of {size}")
     for number in range(count):
         max_tokens = rng.randint(1, 200)
@@ -45,7 +45,7 @@ def test_properties_of_every_plan(size):
     for work, indices, options in trials(size):
         plan = plan_micro_batches(work, indices=indices, samples_per_unit=size, **options)
         assert len(plan) == options["dp"] and len({len(rank) for rank in plan}) == 1
-        # The busiest rank has at most one group more than the mean.
+        # The busiest rank exceeds the mean by at most one group.
         costs = [[work.cost(micro) for micro in rank] for rank in plan]
         members = {}
         for i in indices:
@@ -91,7 +91,7 @@ def plan(answers, dp, max_tokens, prompts=None, groups=None, unit=1, **options):
 
 
 def test_plans_by_hand():
-    # A rank with a long sample takes fewer others.
+    # A rank with a long sample gets fewer other samples.
     assert plan([12, 4, 3, 5], 2, 100) == [[[0]], [[1, 2, 3]]]
     # With more ranks than samples some ranks have an empty micro-batch.
     assert plan([5, 9], 4, 10) == [[[1]], [[0]], [[]], [[]]]
@@ -101,7 +101,7 @@ def test_plans_by_hand():
     # A rank's micro-batches are about equally long; best-fit alone gives 20 and 4 tokens.
     [rank] = plan([4] * 6, 1, 20)
     assert [len(micro) for micro in rank] == [3, 3]
-    # Evenly: 3 + 2 + 2 and 3 + 2, more than 6; best-fit: 3 + 3 and 2 + 2 + 2.
+    # An even split gives 3 + 2 + 2 and 3 + 2, which exceeds 6; best-fit gives 3 + 3 and 2 + 2 + 2.
     assert plan([3, 3, 2, 2, 2], 1, 6) == [[[0, 1], [2, 3, 4]]]
     # By cost, not by tokens: an answer of 8 tokens has 36 pairs, 24 answers of 1 have 24.
     assert plan([8, *[1] * 8], 2, 100) == [[[0]], [[1, 2, 3, 4, 5, 6, 7, 8]]]
@@ -110,15 +110,15 @@ def test_plans_by_hand():
 
 def test_a_group_shares_its_prompt_where_it_fits():
     two_groups = dict(prompts=[50] * 8, groups=[0] * 4 + [1] * 4)
-    # 50 + 4 * 10 tokens each: together, though 4 * 60 exceed the limit.
+    # 50 + 4 * 10 tokens each: groups stay together, although 4 * 60 would exceed the limit.
     assert plan([10] * 8, 2, 90, **two_groups) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
-    # One token too many: each is divided evenly.
+    # One token too many: each group is divided evenly.
     assert plan([10] * 8, 2, 89, **two_groups) == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
     # With a prompt per sample, one sample of 60 tokens fits.
     assert [len(micro) for micro in plan([10] * 8, 2, 90, **two_groups, shared=False)[0]] == [1] * 4
-    # A group is divided if other ranks were idle otherwise.
+    # A group is divided if other ranks would be idle otherwise.
     assert plan([10] * 4, 2, 1000, prompts=[5] * 4, groups=[7] * 4) == [[[0, 3]], [[1, 2]]]
-    # But not if its prompt is nearly everything.
+    # It is not divided if its prompt has nearly all of the cost.
     assert plan([1] * 4, 2, 1000, prompts=[500] * 4, groups=[7] * 4) == [[[0, 1, 2, 3]], [[]]]
 
 

@@ -31,6 +31,6 @@ def test_names_of_fused_norms_and_experts(local, fused):
     assert te_name(LAYER + local) == LAYER + fused
 
 
-def test_norms_are_ours_where_apex_is_installed():
-    """Megatron's local specs then name FusedLayerNorm, which rejects RMSNorm (gpt_layer_specs.LNImpl)."""
+def test_norms_are_replaced_where_apex_is_installed():
+    """Check FusedLayerNorm, which local specs name with apex; it rejects RMSNorm (gpt_layer_specs.LNImpl)."""
     assert replace_classes([FusedLayerNorm, WrappedTorchNorm], LOCAL_CLASSES) == [Norm, Norm]

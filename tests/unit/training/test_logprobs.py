@@ -191,7 +191,7 @@ def test_equal_calls_are_bitwise_equal(group):
 
 
 class Results(TorchDispatchMode):
-    """Elements of every tensor that an operation returned while this mode was on."""
+    """Records the number of elements of every tensor that an operation returns in this mode."""
 
     def __init__(self):
         super().__init__()
@@ -223,7 +223,7 @@ def test_logits_exist_for_one_chunk_at_a_time(group, dtype):
 
 
 @pytest.mark.parametrize("chunk", [63, 64])
-def test_logits_are_kept_only_if_one_chunk_has_them_all(group, chunk):
+def test_logits_are_kept_only_for_a_single_chunk(group, chunk):
     tokens, vocab_size = 64, 5_000
     hidden, weight, targets, _ = inputs(rows=vocab_size, tokens=tokens, vocab_size=vocab_size)
     hidden.requires_grad_(), weight.requires_grad_()
@@ -236,8 +236,8 @@ def test_logits_are_kept_only_if_one_chunk_has_them_all(group, chunk):
     assert sorted(kept) == sorted([hidden.numel(), weight.numel(), *[tokens] * 3, *logits])
 
 
-def test_what_nobody_asks_for_is_not_computed(group):
-    """Number of operations on all logits, with and without entropy and sum of squares."""
+def test_outputs_that_nothing_reads_are_not_computed(group):
+    """Count operations on all logits, with and without entropy and sum of squares."""
     tokens, vocab_size = 16, 5_000
     hidden, weight, targets, upstream = inputs(rows=vocab_size, tokens=tokens, vocab_size=vocab_size)
     hidden.requires_grad_(), weight.requires_grad_()

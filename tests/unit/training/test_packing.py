@@ -59,7 +59,7 @@ def test_columns_follow_their_tokens():
     assert micro.mask.tolist() == [1, 1, 1, 0, 1]
 
 
-def test_a_layout_is_kept_and_its_columns_are_not():
+def test_layouts_are_cached_without_columns():
     batch = example_batch()
     first = pack(batch, [2, 0], multiple=4, device=CPU)
     batch.advantages = -batch.advantages
@@ -110,8 +110,8 @@ def test_an_empty_response_predicts_nothing():
 
 
 def groups_batch():
-    """Samples 0 to 2 have one prompt and group, one of them an empty response. Sample 3 has the same prompt
-    in another group, sample 4 another prompt in the same group."""
+    """Return a batch. Samples 0 to 2 have one prompt and group, and one of them has an empty response. Sample
+    3 has the same prompt in another group. Sample 4 has another prompt in the group of sample 3."""
 
     def ids(*values):
         return np.array(values, np.int32)

@@ -1,4 +1,4 @@
-"""Rotary embeddings by position, beside Megatron's."""
+"""Rotary embeddings by position equal Megatron's."""
 
 from types import SimpleNamespace
 
@@ -48,7 +48,7 @@ def test_rotation_equals_megatrons_at_the_same_positions(module, adjacent, dtype
     expected = _apply_rotary_pos_emb_bshd(
         x, emb[POSITIONS[0], 0], multi_latent_attention=adjacent, mscale=scale
     )
-    # Both round each product and sum at most once; bfloat16's sum of a fused product rounds once less.
+    # Both round each product and each sum at most once; a fused bfloat16 product-sum has one rounding less.
     close = dict(rtol=0, atol=4 * torch.finfo(dtype).eps)
     torch.testing.assert_close(found, expected, **close)
     (gradient,), (wanted,) = (torch.autograd.grad(y, x, upstream) for y in (found, expected))

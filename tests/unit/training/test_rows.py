@@ -1,4 +1,4 @@
-"""Which keys a token attends to, in both descriptions of a row."""
+"""Both descriptions of a row give each token the same keys."""
 
 import random
 
@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def rows(count=60):
-    """Rows of random groups of all sizes, ordered as `pack` does."""
+    """Yield rows of random groups of all sizes, ordered as in `pack`."""
     rng = random.Random(7)
     for _ in range(count):
         longest = rng.choice((3, 20, 150))
@@ -27,7 +27,7 @@ def rows(count=60):
 
 
 def expected_mask(groups, end):
-    """bool [T, T]: whether a query attends to a key."""
+    """Return bool [T, T]: whether a query attends to a key."""
     mask = np.zeros((end, end), bool)
     for group in groups:
         for start, length in zip(group.starts, group.segments):
