@@ -36,7 +36,7 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
     timeout: time limit of collectives until `rl.runtime.group_warm_up.limit_collectives` sets another. Raises
     ValueError if VLLM_DISTRIBUTED_USE_SPLIT_GROUP is set.
     """
-    if int(os.environ.get(SPLIT_GROUPS) or 0):
+    if os.environ.get(SPLIT_GROUPS, "0") not in ("", "0"):
         raise ValueError(
             f"{SPLIT_GROUPS}={os.environ[SPLIT_GROUPS]} is not supported: with a default group bound to a "
             "device, every rank would take part in creating thousands of groups; unset it."
