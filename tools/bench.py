@@ -72,6 +72,13 @@ TABLES = {
         generation.add_arguments,
         generation.measure,
     ),
+    "rate": Table(
+        "Update and log-prob pass beside a matrix product, one rank with one thread",
+        "share of the matrix rate",
+        "higher",
+        training.add_rate_arguments,
+        training.measure_rate,
+    ),
     "packing": Table(
         "An update on packed against padded samples",
         "padded / packed",

@@ -1,4 +1,4 @@
-"""Training on packed rows against rows padded to the longest sample, and the memory of each phase."""
+"""Training: packed against padded rows, the share of the matrix rate, and the memory of each phase."""
 
 import time
 from argparse import Namespace
@@ -52,26 +52,10 @@ def update_both_forms(device, *, model: str, num_samples: int, max_tokens: int, 
     import torch
     import torch.distributed as dist
 
-    from rl.config.schema import Config, Optimizer
     from rl.data.batch import given_responses
-    from rl.models import read_hf_config
     from rl.objectives.aggregate import aggregate
-    from rl.phases.minibatches import MinibatchPlanner
-    from rl.training.dp_split import Cost
-    from rl.training.engine import TrainingEngine
-    from rl.training.grid import build_grid
 
-    grid, config = build_grid(tp=1, pp=1, seed=1), Config()
-    config.data.prompts_per_step = num_samples  # one mini-batch
-    engine = TrainingEngine(
-        model,
-        read_hf_config(model),
-        training=config.training,
-        dtype="float32",
-        grid=grid,
-        device=device,
-        optimizer=Optimizer(lr=0.0),
-    )
+    engine, planner = _trainer(device, model, num_samples)
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.geometric(4 / max_tokens, num_samples) + 1, max_tokens - 8)
     lengths[0] = max_tokens - 8
@@ -97,12 +81,7 @@ def update_both_forms(device, *, model: str, num_samples: int, max_tokens: int, 
         )
         return total, {"loss": total}
 
-    weights = engine.weight_map
-    cost = Cost.of_model(weights.hf, weights.weights)
-    planner = MinibatchPlanner(config, grid.dp, cost, shares_prompts=engine.shares_prompts)
-    plans = {}
-    for form, batch in batches.items():
-        plans[form] = planner.plans(batch)[0].micro_batches
+    plans = {form: planner.plans(batch)[0].micro_batches for form, batch in batches.items()}
     seconds: dict[str, list[float]] = {"packed": [], "padded": []}
     norms = {}
     for turn in range(rounds + 1):
@@ -116,6 +95,122 @@ def update_both_forms(device, *, model: str, num_samples: int, max_tokens: int, 
     assert abs(norms["packed"] / norms["padded"] - 1) < 1e-3, norms
     tokens = {form: int((b.lengths + b.prompt_lengths).sum()) for form, b in batches.items()}
     return seconds | {"token_ratio": tokens["padded"] / tokens["packed"]}
+
+
+def _trainer(device, model: str, num_prompts: int):
+    """Return a float32 policy that learns with a rate of 0, and the planner of one mini-batch."""
+    from rl.config.schema import Config, Optimizer
+    from rl.models import read_hf_config
+    from rl.phases.minibatches import MinibatchPlanner
+    from rl.training.dp_split import Cost
+    from rl.training.engine import TrainingEngine
+    from rl.training.grid import build_grid
+
+    grid, config = build_grid(tp=1, pp=1, seed=1), Config()
+    config.data.prompts_per_step = num_prompts
+    engine = TrainingEngine(
+        model,
+        read_hf_config(model),
+        training=config.training,
+        dtype="float32",
+        grid=grid,
+        device=device,
+        optimizer=Optimizer(lr=0.0),
+    )
+    weights = engine.weight_map
+    cost = Cost.of_model(weights.hf, weights.weights)
+    return engine, MinibatchPlanner(config, grid.dp, cost, shares_prompts=engine.shares_prompts)
+
+
+# Share of the matrix rate ---------------------------------------------------------------------------------
+
+PRODUCT = (8192, 512, 1024)
+"""Rows, inner size and columns of the matrix product whose rate is the reference."""
+
+
+def add_rate_arguments(add) -> None:
+    add("--size", choices=SIZES, default="21M", help="model (21M)")
+    add("--groups", type=int, default=16, help="groups of 8 answers to a prompt of 8 tokens (16)")
+    add("--mean-length", type=int, default=81, help="mean tokens of an answer, of at most 128 (81)")
+    add("--rounds", type=int, default=5, help="counted passes of each kind (5)")
+
+
+def measure_rate(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
+    """Return a row for an update and one for a log-prob pass, on one rank with one thread."""
+    task = save_task(runs / "task", args.size, mean_length=args.mean_length, max_length=128)
+    found = on_ranks(
+        "training:passes_and_products",
+        1,
+        runs / "rank",
+        model=str(task / "model"),
+        num_groups=args.groups,
+        mean_length=args.mean_length,
+        rounds=args.rounds,
+    )
+    rate = middle(found["product"])
+    rows = []
+    for name, operations in found["operations"].items():
+        seconds = middle(found[name])
+        columns = {
+            "CPU s": seconds,
+            "GFLOP": operations / 1e9,
+            "GFLOP/s": operations / seconds / 1e9,
+            "GFLOP/s of a matrix product": rate / 1e9,
+        }
+        rows.append(Row(f"{name}, {args.size}", columns, operations / seconds / rate, {"CPU s": found[name]}))
+    return rows, {}
+
+
+def passes_and_products(device, *, model: str, num_groups: int, mean_length: int, rounds: int) -> dict:
+    """Return CPU seconds of updates and log-prob passes, and rates of a matrix product, in turn.
+
+    The operations of a forward pass are those of its matrix products and of attention
+    (`rl.training.dp_split.Cost`), of which the plan has the sum. An update counts three times as many, so
+    that work done twice is not counted.
+    """
+    import torch
+
+    from rl.data.batch import Batch
+
+    engine, planner = _trainer(device, model, num_groups)
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.gamma(2.0, mean_length / 2, 8 * num_groups).astype(int), 4, 128)
+    prompts = [rng.integers(6, 102, 8).astype(np.int32) for _ in range(num_groups)]
+    batch = Batch(
+        prompt_ids=[prompts[i // 8] for i in range(len(lengths))],
+        response_ids=[rng.integers(6, 102, length).astype(np.int32) for length in lengths],
+        groups=torch.arange(len(lengths)) // 8,
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
+    )
+    plan = planner.plans(batch)[0]
+    assert plan.costs is not None
+    forward = sum(map(sum, plan.costs))
+    num_tokens = float(lengths.sum())
+
+    def loss(micro):
+        return -micro.logprobs.sum() / num_tokens, {}
+
+    m, k, n = PRODUCT
+    left, right, out = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
+
+    def product():
+        torch.mm(left, right, out=out)
+
+    def log_probs():
+        engine.forward(batch, [plan.micro_batches], ("logprobs",))
+
+    def update():
+        engine.update(batch, plan.micro_batches, loss, lr=0.0, outputs=("logprobs",))
+
+    seconds: dict[str, list[float]] = {"update": [], "log-probs": [], "product": []}
+    for turn in range(rounds + 1):
+        for name, work in (("update", update), ("log-probs", log_probs), ("product", product)):
+            start = time.process_time()
+            work()
+            if turn > 0:
+                seconds[name].append(time.process_time() - start)
+    rates = [2 * m * k * n / spent for spent in seconds.pop("product")]
+    return seconds | {"product": rates, "operations": {"update": 3 * forward, "log-probs": forward}}
 
 
 # Memory -------------------------------------------------------------------------------------------------
