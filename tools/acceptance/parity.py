@@ -76,6 +76,7 @@ class _Case:
 
         from rl.models import architecture, read_hf_config
         from tools import bounds
+        from tools.hf_reference import hf_gradient, random_batch
         from tools.tiny_models import SIZES, save_tiny
 
         self.task, self.device, self.name, self.dtype = task, device, name, getattr(torch, dtype)
@@ -85,7 +86,7 @@ class _Case:
         dist.barrier()
         self.hf = read_hf_config(self.path)
         architecture(self.hf).check(self.hf)
-        self.batch = _random_batch(self.hf["vocab_size"])
+        self.batch = random_batch(self.hf["vocab_size"], LENGTHS)
         self.engine: Any = None
         width = 1 if dtype == "bfloat16" else SIZES["hidden_size"]
         self.logprob_bound = bounds.of_logits(self.hf["num_hidden_layers"], width, self.dtype)
@@ -94,7 +95,7 @@ class _Case:
             model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
             self.reference = model.to(self.dtype).float().eval()
             self.expected = _hf_logprobs(self.reference, self.batch)
-            self.gradient = _hf_gradient(self.reference, self.expected, Path(self.path, "gradient"))
+            self.gradient = hf_gradient(self.reference, self.expected, Path(self.path, "gradient"))
             self.expected = self.expected.detach()
             same = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype).to(device.torch).eval()
             with torch.no_grad():
@@ -262,52 +263,8 @@ class _Case:
             self._at_most("gradient's norm", abs(norm / whole - 1), self.gradient_bound)
 
 
-def _random_batch(vocab_size: int):
-    import torch
-
-    from rl.data.batch import Batch
-
-    generator = torch.Generator().manual_seed(3)
-
-    def tokens(length):
-        return torch.randint(3, vocab_size, (length,), generator=generator).int().numpy()
-
-    return Batch(
-        prompt_ids=[tokens(prompt) for prompt, _ in LENGTHS],
-        response_ids=[tokens(response) for _, response in LENGTHS],
-        groups=torch.arange(len(LENGTHS)),
-        truncated=torch.zeros(len(LENGTHS), dtype=torch.bool),
-    )
-
-
 def _hf_logprobs(model, batch):
-    """Return the log-probs of the response tokens [T], computed one sequence at a time."""
-    import torch
+    """Return transformers' log-probs of the response tokens, float32 [T]."""
+    from tools.hf_reference import hf_logprobs
 
-    out = []
-    for prompt, response in zip(batch.prompt_ids, batch.response_ids):
-        ids = torch.tensor([*prompt.tolist(), *response.tolist()], device=model.device)
-        log_p = model(ids[None]).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1]
-        out.append(log_p.gather(1, ids[len(prompt) :, None])[:, 0])
-    return torch.cat(out)
-
-
-def _hf_gradient(model, logprobs, directory: Path) -> dict:
-    """Return the gradient of the sum of the log-probs by name in the checkpoint.
-
-    transformers holds all experts in one tensor and splits it in `save_pretrained`.
-    """
-    import copy
-
-    import torch
-    from safetensors.torch import load_file
-
-    gradients = torch.autograd.grad(logprobs.sum(), list(model.parameters()))
-    buffers = {name for name, _ in model.named_buffers()}
-    model = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter, gradient in zip(model.parameters(), gradients):
-            parameter.copy_(gradient)
-    model.save_pretrained(directory)
-    tensors = load_file(directory / "model.safetensors")
-    return {name: tensor for name, tensor in tensors.items() if name not in buffers}
+    return hf_logprobs(model, batch)[0].float()

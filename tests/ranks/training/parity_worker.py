@@ -9,7 +9,6 @@ Rank 0 writes the largest differences to OUT_DIR/out.json, and what the last lay
 checkpoint b to OUT_DIR/export. The gradients are compared through an optimizer step.
 """
 
-import copy
 import json
 import sys
 from pathlib import Path
@@ -22,12 +21,10 @@ prepare_environment(RANKS)
 
 import torch  # noqa: E402
 from megatron_groups import new_grid  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from rl.checkpoint.hf import export_hf  # noqa: E402
 from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve  # noqa: E402
-from rl.data.batch import Batch  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import architecture, read_hf_config  # noqa: E402
 from rl.refit.refit import check_refit, refit  # noqa: E402
@@ -37,6 +34,7 @@ from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.dp_split import plan_minibatch  # noqa: E402
 from rl.training.weights import load_hf  # noqa: E402
+from tools.hf_reference import hf_gradient, hf_logprobs, random_batch  # noqa: E402
 
 TEMPERATURE = 0.7
 EPS = 1e7
@@ -71,54 +69,6 @@ def config_of(checkpoint: str, tp: int, pp: int, ep: int, rollout_tp: int, etp: 
             ),
         )
     )
-
-
-def random_batch(vocab_size: int) -> Batch:
-    """Prompts and responses of many lengths, one response empty."""
-    generator = torch.Generator().manual_seed(3)
-
-    def tokens(length):
-        return torch.randint(3, vocab_size, (length,), generator=generator).int().numpy()
-
-    lengths = [(5, 9), (17, 1), (1, 30), (33, 0), (8, 8), (2, 64), (40, 21), (3, 3)]
-    count = len(lengths)
-    return Batch(
-        prompt_ids=[tokens(p) for p, _ in lengths],
-        response_ids=[tokens(r) for _, r in lengths],
-        groups=torch.arange(count),
-        truncated=torch.zeros(count, dtype=torch.bool),
-    )
-
-
-def hf_logprobs(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs, entropy and sum of squared probabilities at the response tokens, one sequence at a time:
-    nothing packed, nothing padded."""
-    logprobs, entropies, squares = [], [], []
-    for prompt, response in zip(batch.prompt_ids, batch.response_ids):
-        ids = torch.tensor([*prompt.tolist(), *response.tolist()])
-        log_p = (model(ids[None]).logits[0].double() / TEMPERATURE).log_softmax(-1)[len(prompt) - 1 : -1]
-        logprobs.append(log_p.gather(1, ids[len(prompt) :, None])[:, 0])
-        entropies.append(-(log_p.exp() * log_p).sum(-1))
-        squares.append(log_p.exp().square().sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies), torch.cat(squares)
-
-
-def hf_gradient(model, logprobs, directory: Path) -> dict[str, torch.Tensor]:
-    """Return the gradient of the sum of the log-probs, under the names of a checkpoint: transformers holds
-    all experts in one tensor, and splits them when it saves.
-    """
-    gradients = torch.autograd.grad(logprobs.sum(), list(model.parameters()))
-    named = {name for name, _ in model.named_buffers()}
-    model = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter, gradient in zip(model.parameters(), gradients):
-            parameter.copy_(gradient)
-    model.save_pretrained(directory)
-    return {
-        name: tensor
-        for name, tensor in load_file(directory / "model.safetensors").items()
-        if name not in named
-    }
 
 
 def gradient_of(trainer, batch) -> tuple[dict[str, torch.Tensor], float]:
@@ -156,7 +106,7 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
             for name, checkpoint in (("a", checkpoint_a), ("b", checkpoint_b)):
                 model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
                 references[name] = model.eval()
-                columns[name] = hf_logprobs(model, batch)
+                columns[name] = hf_logprobs(model, batch, temperature=TEMPERATURE)
             gradient = hf_gradient(references["b"], columns["b"][0], Path(out_dir, "gradient"))
         config = config_of(checkpoint_a, 1, 1, 1, tp_of_rollout)
         engine = RolloutEngine(
@@ -181,7 +131,7 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
                 kinds = ("megatron", "entropy", "sum_p_squared")
                 sides: dict = {k: difference(f, e) for k, f, e in zip(kinds, found, columns[name])}
                 with torch.no_grad():
-                    expected = hf_logprobs(references[name], sampled)[0]
+                    expected = hf_logprobs(references[name], sampled, temperature=TEMPERATURE)[0]
                 sides["largest"] = float(columns[name][0].abs().max())  # log-prob: rounding is relative to it
                 sides["vllm"] = difference(sampled.rollout_logprobs, expected)
                 sides |= {"sampled_tokens": int(sampled.lengths.sum()), "fallback": traffic.fallback}
