@@ -93,7 +93,7 @@ class ToyEngine:
         self.grid = SimpleNamespace(dp=dist.get_world_size())
         self.weight_map, self.shares_prompts = SimpleNamespace(hf=HF, weights=[]), True
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
-        self.version = 0
+        self.version = self.num_updates = 0
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def micro_batches(self, batch, plan):
@@ -135,7 +135,7 @@ class ToyEngine:
                 gradient[name] = parameter.grad.clone()
             dist.all_reduce(gradient[name])
         self.gradients.append(gradient)
-        self.version += 1
+        self.num_updates += 1
         return dict(
             zip(
                 sums,

@@ -38,7 +38,7 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         samples_per_unit=unit,
         baselines=column(count),
         cursor={"epoch": 1},
-        deferred_version=3,
+        deferred_at=3,
         score_details={name: column(count) for name in details},
         **{name: column(total) for name in TOKEN_COLUMNS},
     )
