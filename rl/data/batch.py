@@ -168,6 +168,14 @@ class Batch:
             **columns,
         )
 
+    def last_turn(self, sample: int) -> np.ndarray:
+        """Return the tokens of a sample's last turn, int32; all of its response if it has no turns."""
+        ids = self.response_ids[sample]
+        if self.turns is None:
+            return ids
+        turns = self.turns[self.offsets[sample] : self.offsets[sample + 1]].numpy()
+        return ids[turns == turns.max(initial=1)]
+
     def of_trajectories(self, values: Tensor) -> Tensor:
         """Return for each sample the value [trajectories] of its trajectory, in the order of `merge_rows`."""
         if self.trajectories is None:
