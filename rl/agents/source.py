@@ -1,8 +1,8 @@
 """The source of trajectories: what the engine of a replica generates, as its environments answer.
 
-Only the replica's leader has a source, and with it the environments. A trajectory goes through reset, turns of
-the policy with the environment's answers between them, and score. A turn is one request of the engine, named
-`prompt.number.turn`.
+Only the replica's leader has a source, and with it the environments. A trajectory goes through reset, turns
+of the policy with the environment's answers between them, and score. A turn is one request of the engine,
+named `prompt.number.turn`.
 
 With `agents.order=arrival` an answer is used before the next engine step that has a record
 (`rl.rollout.events`). With `waves`, all live trajectories end their turn and receive their answers first; the

@@ -1,7 +1,7 @@
 """A trajectory: what the policy sampled and what its environment answered, as token ids.
 
-A trajectory consists of rows. A row is a context (the prompt) followed by segments, and only grows at its end.
-A conversation whose earlier tokens change continues in a new row, whose context is the whole changed
+A trajectory consists of rows. A row is a context (the prompt) followed by segments, and only grows at its
+end. A conversation whose earlier tokens change continues in a new row, whose context is the whole changed
 conversation.
 """
 

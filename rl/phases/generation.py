@@ -111,8 +111,8 @@ class Generation:
         if not kept:
             failures = {name: number for name, number in total.items() if name.startswith("failures/")}
             raise AllTrajectoriesFailed(
-                f"environments failed in every group of {len(batch.prompts)} prompts: {failures}; the log has "
-                "the first line of each failure."
+                f"environments failed in every group of {len(batch.prompts)} prompts: {failures}; the log "
+                "has the reason of each failure."
             )
         return batch if len(kept) == len(batch.prompts) else batch.keep_groups(kept)
 

@@ -29,7 +29,8 @@ from rl.training.packing import MicroBatch
 def advantages(batch: Batch, config: Config) -> Tensor:
     """Return the advantages of every token of the batch by `objective.advantage`, float32 [T].
 
-    A trajectory of several rows is one sample. gae and prime require results of models of their own; the files of their algorithms call them.
+    A trajectory of several rows is one sample. gae and prime require results of models of their own; the
+    files of their algorithms call them.
     """
     estimator, _ = config.objective.chosen
     assert estimator is not None, "the algorithm has no policy gradient"
@@ -105,6 +106,7 @@ def _policy_loss(
         num_tokens=totals.num_tokens,
         num_samples=totals.num_samples,
         norm=config.rollout.max_response_tokens,
+        counts=micro.columns.get("trajectory_tokens"),
     )
     losses, stats = token_loss(**arguments(token_loss, micro, config))
     if "loss_weights" in micro.columns:

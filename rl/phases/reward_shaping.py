@@ -16,8 +16,8 @@ from rl.rewards.length import overlong_penalties
 def overlong_penalty(batch: Batch, config: Config) -> Tensor:
     """Return the length penalty of each sample, float32 [N], 0 or negative.
 
-    The penalty is DAPO's (`reward.overlong_*`). It counts the tokens that the policy sampled, in all rows of a
-    trajectory.
+    The penalty is DAPO's (`reward.overlong_*`). It counts the tokens that the policy sampled, in all rows of
+    a trajectory.
     """
     penalties = overlong_penalties(
         batch.merge_rows().sampled_lengths.numpy(),

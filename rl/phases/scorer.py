@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.distributed as dist
