@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rl.config.schema import Rollout
 from rl.rollout import cpu_support
-from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Weights
+from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
 from rl.rollout.queue import Queue, SharedQueue, StaticQueue
 from rl.rollout.sampling import Sampling
 from rl.rollout.single_turns import SingleTurns
@@ -213,6 +213,7 @@ class RolloutEngine:
         *,
         interrupt: Callable[[], bool] | None = None,
         take_weights: Callable[[int], None] | None = None,
+        on_wait: Callable[[str], None] = lambda text: None,
     ) -> bool:
         """Generate what the source of the replica's leader asks for. Collective over the replica.
 
@@ -225,13 +226,14 @@ class RolloutEngine:
             interrupt: called before each record, on every rank. If it returns true on the leader, the run
                 ends.
             take_weights: writes the weights of a version into the engine, after an event `Weights`.
+            on_wait: called with the text of each event `Waiting`, and with "" when the wait is over.
 
         Returns whether the run was completed, and not interrupted. `events` is then its log.
         """
         engine, running = self.llm.llm_engine, self._running
         self.events = EventLog(self._replica_group)
         step = last_record = 0
-        has_finished = False
+        has_finished = waits = False
         while True:
             if not running or has_finished or step - last_record >= INTERVAL:
                 last_record, has_finished = step, False
@@ -241,7 +243,12 @@ class RolloutEngine:
                     events = (
                         [Done(aborted=True)] if is_interrupted else source.next_events(len(running), step)
                     )
-                for event in self.events.share(events, step):
+                events = self.events.share(events, step)
+                text = "".join(event.text for event in events if isinstance(event, Waiting))
+                if text or waits:
+                    on_wait(text)
+                waits = bool(text)
+                for event in events:
                     match event:
                         case Add(request):
                             self._add(request, sampling)
