@@ -1,8 +1,8 @@
 """The source of trajectories: what the engine of a replica generates, as its environments answer.
 
-Only the replica's leader has a source, and with it the environments. A trajectory goes through reset, turns of
-the policy with the environment's answers between them, and score. A turn is one request of the engine, named
-`prompt.number.turn`.
+Only the replica's leader has a source, and with it the environments. A trajectory goes through reset, turns
+of the policy with the environment's answers between them, and score. A turn is one request of the engine,
+named `prompt.number.turn`.
 
 With `agents.order=arrival` an answer is used before the next engine step that has a record
 (`rl.rollout.events`). With `waves`, all live trajectories end their turn and receive their answers first; the
@@ -35,6 +35,9 @@ ATTEMPTS = 3
 SESSIONS_PER_REQUEST = 4
 """Most open trajectories per concurrent request of the engine. Further trajectories run while others wait for
 their environments; the limit bounds the cached prefixes that they hold."""
+
+WAIT_S = 1.0
+"""Longest wait for an answer before the other ranks of the replica hear from the leader again, in seconds."""
 
 
 @dataclass
@@ -88,9 +91,7 @@ class AgentSource:
         self._prompts, self._sampling, self._seeds = prompts, sampling, seeds
         self._config, self._pool, self._chat, self._queue = config, pool, chat, queue
         self._capacity, self._progress = capacity, progress
-        self._limits = Limits(
-            config.max_turns, config.max_tokens_per_turn, sampling.max_tokens, max_context
-        )
+        self._limits = Limits(config.max_turns, config.max_tokens_per_turn, sampling.max_tokens, max_context)
         self._is_drained = False
         self._sessions: dict[str, _Session] = {}
         self._unanswered: set[str] = set()
@@ -105,7 +106,8 @@ class AgentSource:
         """The samples of finished trajectories."""
         self.counts: Counter[str] = Counter()
         """Sums over the trajectories, by the name of a metric."""
-        self._last_step = 0
+        self._running_since = (0, 0)
+        """Number of running requests after the last record, and the engine step of that record."""
 
     def close(self) -> None:
         """Close the environments of all trajectories that have not ended."""
@@ -115,24 +117,26 @@ class AgentSource:
     # What the engine asks ---------------------------------------------------------------------------------
 
     def next_events(self, num_live: int, step: int) -> list[Event]:
-        self.counts["live_steps"] += min(num_live, self._capacity) * (step - self._last_step)
-        self.counts["steps"] += step - self._last_step
-        self._last_step = step
+        events = self._events(num_live)
+        live, last = self._running_since
+        self.counts["live_steps"] += min(live, self._capacity) * (step - last)
+        self.counts["steps"] += step - last
+        self._running_since = num_live + sum(isinstance(event, Add) for event in events), step
+        return events
+
+    def _events(self, num_live: int) -> list[Event]:
         in_waves = self._config.order == "waves"
-        if in_waves and num_live:
-            self._take_replies(0.0)
-            return []
-        self._draw(num_live)
         self._take_replies(0.0)
+        if in_waves and num_live:
+            return []
+        if not (in_waves and self._unanswered):  # the room for further prompts must not depend on a clock
+            self._draw(num_live)
         if self._unanswered and not num_live and (in_waves or not self._ready):
             started = time.monotonic()
-            self._take_replies(1.0)
+            self._take_replies(WAIT_S)
             self.counts["waiting_s"] += time.monotonic() - started
-            self._draw(num_live)
-        if not in_waves or not self._unanswered:
-            requests = [self._ready.pop(name) for name in sorted(self._ready, key=_order)]
-            if requests or num_live:
-                return [Add(request) for request in requests]
+        if not (in_waves and self._unanswered) and (self._ready or num_live):
+            return [Add(self._ready.pop(name)) for name in sorted(self._ready, key=_order)]
         return [Waiting(self._describe_wait())] if self._sessions else [Done()]
 
     def receive(self, name: str, completion: Completion) -> None:
@@ -195,7 +199,7 @@ class AgentSource:
                 self._fail(session, reply)
             elif reply.kind == "reset":
                 self._begin(session, reply)
-            elif reply.kind in ("score", "run"):
+            elif reply.kind == "score":
                 self._finish(session, reply.values)
             else:
                 if reply.reward is not None:
@@ -206,8 +210,14 @@ class AgentSource:
     def _begin(self, session: _Session, reply: Reply) -> None:
         """Ask for the first turn, after the reset."""
         session.messages, session.tools, session.drives = list(reply.messages), reply.tools, reply.drives
-        session.trajectory.begin_row(self._chat.open(session.messages, session.tools))
-        self._ask(session)
+        prompt_ids = self._chat.open(session.messages, session.tools)
+        session.trajectory.begin_row(prompt_ids)
+        if session.trajectory.room > 0:
+            self._ask(session)
+        else:
+            limit = self._limits.context_tokens
+            why = f"a prompt of {len(prompt_ids)} tokens leaves no room in the {limit} of the engine"
+            self._fail(session, Reply(session.name, "reset", failure=why))
 
     def _continue(self, session: _Session, reply: Reply) -> None:
         """Ask for the next turn, after an environment's answer, unless the trajectory has ended."""
@@ -242,6 +252,8 @@ class AgentSource:
     def _finish(self, session: _Session, values: dict[str, float]) -> None:
         trajectory = session.trajectory
         self._close(session.name)
+        if not values and trajectory.rewards:
+            values = {"score": sum(trajectory.rewards)}
         ids = self._prompts[trajectory.prompt].token_ids
         samples = trajectory.samples(values or None, ids)
         self.samples += samples

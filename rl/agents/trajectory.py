@@ -1,7 +1,7 @@
 """A trajectory: what the policy sampled and what its environment answered, as token ids.
 
-A trajectory consists of rows. A row is a context (the prompt) followed by segments, and only grows at its end.
-A conversation whose earlier tokens change continues in a new row, whose context is the whole changed
+A trajectory consists of rows. A row is a context (the prompt) followed by segments, and only grows at its
+end. A conversation whose earlier tokens change continues in a new row, whose context is the whole changed
 conversation.
 """
 
@@ -53,6 +53,8 @@ class Trajectory:
         self._seed = seed
         self.rows: list[Row] = []
         self.num_turns = 0
+        self.rewards: list[float] = []
+        """Rewards of single turns."""
         self.end = ""
         """End of the last turn, as in `Completion`."""
         self.is_cut = False
@@ -109,6 +111,7 @@ class Trajectory:
 
     def reward_turn(self, reward: float) -> None:
         """Note the reward of the last turn."""
+        self.rewards.append(reward)
         segments = self.rows[-1].segments
         segments[-1] = replace(segments[-1], reward=reward)
 

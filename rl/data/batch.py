@@ -29,6 +29,7 @@ LOSS_COLUMNS = (
     "old_values",
     "returns",
     "implicit_ref_logprobs",
+    "trajectory_tokens",
 )
 """Token columns that losses may read; micro-batches contain them."""
 
@@ -75,6 +76,8 @@ class Batch:
     """1 for tokens that a loss treats differently, selected by statistics over the whole mini-batch."""
     implicit_ref_logprobs: Tensor | None = None
     """Log-prob by the initial implicit reward model, only for prime."""
+    trajectory_tokens: Tensor | None = None
+    """Number of counted tokens in the trajectory of each token, if a trajectory has several rows."""
     token_rewards: Tensor | None = None
     """Reward of each token. A sample's sum is its entry in `rewards`, unless its mask is 0 everywhere."""
     old_values: Tensor | None = None
@@ -146,8 +149,8 @@ class Batch:
     def merge_rows(self) -> "Batch":
         """Return a view for statistics in which each trajectory is one sample.
 
-        Its response is that of all rows end to end, so token columns are the same; sample columns are those of
-        its first row. Without trajectories of several rows, it is the batch itself.
+        Its response is that of all rows end to end, so token columns are the same; sample columns are those
+        of its first row. Without trajectories of several rows, it is the batch itself.
         """
         if self.trajectories is None:
             return self
@@ -167,6 +170,14 @@ class Batch:
             trajectories=None,
             **columns,
         )
+
+    def last_turn(self, sample: int) -> np.ndarray:
+        """Return the tokens of a sample's last turn, int32; all of its response if it has no turns."""
+        ids = self.response_ids[sample]
+        if self.turns is None:
+            return ids
+        turns = self.turns[self.offsets[sample] : self.offsets[sample + 1]].numpy()
+        return ids[turns == turns.max(initial=1)]
 
     def of_trajectories(self, values: Tensor) -> Tensor:
         """Return for each sample the value [trajectories] of its trajectory, in the order of `merge_rows`."""

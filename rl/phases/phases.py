@@ -49,6 +49,7 @@ class Phases:
         scorer: Scorer | None,
         tokenizer,
         stop: StopRequests | None = None,
+        agents=None,
     ):
         self.config, self.step, self.engines = config, step, engines
         self.prompts, self.sampler = prompts, sampler
@@ -57,7 +58,7 @@ class Phases:
         policy = engines.policy
         cost = Cost.of_model(policy.weight_map.hf, policy.weight_map.weights)
         planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=policy.shares_prompts)
-        self.generation = Generation(config, step, engines, self.memory, stop)
+        self.generation = Generation(config, step, engines, self.memory, stop, agents)
         self.inference = Inference(config, step, engines, self.memory, planner)
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
         self.scoring = Scoring(config, step, engines, self.memory, scorer, tokenizer)
@@ -113,7 +114,7 @@ class Phases:
 
     def log_generated(self, batch: Batch) -> None:
         """Log lengths and scores of the step's samples. If called repeatedly, the last call wins."""
-        self.step.metrics |= score_metrics(self._with_lengths_logged(batch))
+        self.step.metrics |= score_metrics(self._with_lengths_logged(batch).merge_rows())
 
     # Learn: log-probs, advantages, updates ----------------------------------------------------------------
 
