@@ -73,6 +73,10 @@ def check_contradictions(config: Config) -> None:
             raise ConfigError(f"{section}.min_lr={min_lr} is above {section}.lr={lr}, from which it decays.")
     check_data(config)
     check_checkpoint(config)
+    if config.agents.is_on:
+        from rl.config.agent_checks import check_agents
+
+        check_agents(config)
     if config.watchdog.lost_s < 4 * config.watchdog.beat_s:
         raise ConfigError(
             f"watchdog.lost_s={config.watchdog.lost_s:g} leaves no room for a late heartbeat: use at least "

@@ -9,7 +9,7 @@ FLOORS = (
     ("run", "dry_run"),
     ("algorithms",),
     ("phases",),
-    ("engines", "checkpoint"),
+    ("engines", "checkpoint", "agents"),
     ("refit",),
     ("training", "rollout"),
     ("stopping", "faults"),
