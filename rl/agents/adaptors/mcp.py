@@ -47,6 +47,8 @@ class Mcp:
         except BaseException as error:
             if connected.done():
                 raise
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
             connected.set_exception(RuntimeError(f"the MCP server {self._server} did not answer: {error}"))
 
     async def list_tools(self) -> list[dict[str, Any]]:

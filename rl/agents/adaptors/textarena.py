@@ -54,8 +54,9 @@ class _Table:
     def look(self) -> tuple[int, list[str]]:
         """Return whose turn it is, and what that player has been told since the last turn."""
         player, told = self._env.get_observation()
-        own = textarena.ObservationType.PLAYER_ACTION
-        return player, [text for sender, text, kind in told if not (sender == player and kind == own)]
+        others = [(sender, text) for sender, text, _ in told if sender != player]
+        game = textarena.GAME_ID
+        return player, [text if sender == game else f"[Player {sender}] {text}" for sender, text in others]
 
     def move(self, text: str) -> bool:
         """Make the move of the player whose turn it is; return whether the game is over."""
