@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl.data.prompts import Prompt
+
 LOSS_COLUMNS = (
     "mask",
     "rollout_logprobs",
@@ -43,6 +45,10 @@ class Batch:
     """int64 [N]: index of the sample's prompt in this step, in the order drawn."""
     truncated: Tensor
     """bool [N]: whether the response ended at the length limit."""
+    prompts: list[Prompt] = field(default_factory=list)
+    """The prompt of each group; empty for a batch whose groups are not prompts."""
+    trajectories: Tensor | None = None
+    """int64 [N]: index of the trajectory of each row, if a trajectory has several rows."""
     mask: Tensor | None = None
     """1 for tokens that the policy sampled, 0 for others (tool output) and rejected ones; default all 1."""
     rollout_logprobs: Tensor | None = None
@@ -51,8 +57,8 @@ class Batch:
     """int32 [T]: version of the policy that sampled each token (`TrainingEngine.version`)."""
     old_logprobs: Tensor | None = None
     """Log-prob by the trainer, before this step's updates."""
-    deferred_version: int | None = None
-    """Version of the policy whose log-probs will be `old_logprobs`, if its first update fills them."""
+    deferred_at: int | None = None
+    """Number of the policy's updates before the one that fills `old_logprobs`, if an update does."""
     ref_logprobs: Tensor | None = None
     """Log-prob by the reference policy."""
     baselines: Tensor | None = None
@@ -158,7 +164,10 @@ class Batch:
                 members[group].append(i)
         kept = self.select([i for samples in members.values() for i in samples])
         sizes = torch.tensor([len(samples) for samples in members.values()], dtype=torch.int64)
-        return replace(kept, groups=torch.arange(len(groups)).repeat_interleave(sizes))
+        prompts = [self.prompts[group] for group in groups] if self.prompts else []
+        if kept.trajectories is not None:
+            kept.trajectories = kept.trajectories.unique(return_inverse=True)[1]
+        return replace(kept, prompts=prompts, groups=torch.arange(len(groups)).repeat_interleave(sizes))
 
     @property
     def outcomes(self) -> Tensor:
@@ -194,12 +203,11 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     first = batches[0]
     columns: dict = {}
     for name in first._columns():
-        if name != "groups":
+        if name not in ("groups", "trajectories"):
             columns[name] = torch.cat([getattr(batch, name) for batch in batches])
-    groups, start = [], 0
-    for batch in batches:
-        groups.append(batch.groups + start)
-        start = int(groups[-1].max()) + 1
+    if any(batch.trajectories is not None for batch in batches):
+        rows = [torch.arange(len(b)) if b.trajectories is None else b.trajectories for b in batches]
+        columns["trajectories"] = _renumber(rows)
     names = sorted({name for batch in batches for name in batch.score_details})
     missing = torch.tensor(float("nan"))
     columns["score_details"] = {
@@ -210,9 +218,23 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         first,
         prompt_ids=[ids for batch in batches for ids in batch.prompt_ids],
         response_ids=[ids for batch in batches for ids in batch.response_ids],
-        groups=torch.cat(groups),
+        prompts=[prompt for batch in batches for prompt in batch.prompts],
+        groups=_renumber([batch.groups for batch in batches], [len(batch.prompts) for batch in batches]),
         **columns,
     )
+
+
+def _renumber(indices: Sequence[Tensor], sizes: Sequence[int] = ()) -> Tensor:
+    """Return the indices of all parts, each part's after those of the part before it.
+
+    sizes: number of indices of each part, if it may exceed the largest index that occurs.
+    """
+    out, start = [], 0
+    for place, part in enumerate(indices):
+        out.append(part + start)
+        largest = int(part.max()) + 1 if len(part) else 0
+        start += max(largest, sizes[place] if sizes else 0)
+    return torch.cat(out)
 
 
 def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:

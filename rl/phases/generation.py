@@ -65,9 +65,9 @@ class Generation:
             busy = time.perf_counter() - began
             if abortable and any_rank(own is None):
                 raise StepAborted
-            # Every rank of a replica holds the same samples; its first rank contributes them.
-            own = own if own is not None and engine.rank_in_replica == 0 else []
-            batch = exchange(ids, own, sampling.samples_per_prompt, self._step.device)
+            step.events = engine.events.digest
+            batch = exchange(ids, own or [], sampling.samples_per_prompt, self._step.device)
+            batch.prompts = prompts
             step.metrics |= self._idle_metrics(timing, busy, batch)
         if abortable:
             step.abortable_s += time.perf_counter() - started

@@ -101,15 +101,15 @@ class Phases:
         batch = self.generation.sample(prompts, sampling, purpose=purpose, timing="gen", abortable=True)
         return self._with_lengths_logged(batch)
 
-    def score_samples(self, batch: Batch, prompts: list[Prompt]) -> None:
+    def score_samples(self, batch: Batch) -> None:
         """Fill `scores`, `rewards` and `score_details`. Rewards are scores minus the overlong penalty."""
-        self.scoring.score_samples(batch, prompts)
+        self.scoring.score_samples(batch)
 
     def greedy_rewards(self, prompts: list[Prompt]) -> Tensor:
         """Return the reward of the greedy response to each prompt, float32 [prompts]."""
         sampling = greedy_sampling(self.config)
         batch = self.generation.sample(prompts, sampling, purpose="greedy", timing="gen", abortable=True)
-        return self.scoring.greedy_rewards(batch, prompts)
+        return self.scoring.greedy_rewards(batch)
 
     def log_generated(self, batch: Batch) -> None:
         """Log lengths and scores of the step's samples. If called repeatedly, the last call wins."""

@@ -45,9 +45,7 @@ class Scorer:
             assert inputs.judge_parser is not None
             self.judge = (engines.judge, inputs.tokenizers["judge"], inputs.judge_parser)
 
-    def score(
-        self, batch: Batch, prompts: list[Prompt], *, predictions: bool
-    ) -> tuple[dict[str, Tensor], list[str | None] | None]:
+    def score(self, batch: Batch, *, predictions: bool) -> tuple[dict[str, Tensor], list[str | None] | None]:
         """Return the scores as columns float32 [N] and, if `predictions`, the answer found in each response.
 
         The columns are `score`, `failed` (0 or 1) and the other numbers that the reward function returns, NaN
@@ -56,7 +54,7 @@ class Scorer:
         world, rank = dist.get_world_size(), dist.get_rank()
         mine = list(range(rank, len(batch), world))
         texts = self.tokenizer.batch_decode([batch.response_ids[i] for i in mine], skip_special_tokens=True)
-        owners = [prompts[int(batch.groups[i])] for i in mine]
+        owners = [batch.prompts[int(batch.groups[i])] for i in mine]
         scores = self.pool.score([_sample(prompt, text) for prompt, text in zip(owners, texts)])
         columns = gather_columns([score.values for score in scores], mine, len(batch), self.device)
         answers = gather_by_rank([score.prediction for score in scores]) if predictions else None
@@ -127,7 +125,7 @@ class Scorer:
         engine.wake_cache()
         samples = engine.generate(questions_asked, sampling, [seed_of(self.seed, "judge", i) for i in asked])
         engine.sleep()
-        answers = exchange(questions_asked, samples if engine.rank_in_replica == 0 else [], 1, self.device)
+        answers = exchange(questions_asked, samples, 1, self.device)
         values, failed = torch.zeros(len(batch)), torch.ones(len(batch))
         for i, text in zip(asked, tokenizer.batch_decode(answers.response_ids, skip_special_tokens=True)):
             try:

@@ -65,14 +65,14 @@ class Updates:
         ranks = [[i for p in micro_batches for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
         step.metrics |= balance_metrics(num_tokens.tolist(), ranks)
         step.metrics |= imbalance_metrics([plan.costs for plan in plans if plan.costs is not None])
-        first_version = policy.version
+        first_update = policy.num_updates
         others = self._outputs_after_the_first(batch)
 
         @contextmanager
         def update_of(plan: MinibatchPlan) -> Iterator[Loss]:
             if select_tokens is not None:
-                self._select_tokens(batch, plan, select_tokens, number=policy.version - first_version)
-            if others is None or policy.version > first_version:
+                self._select_tokens(batch, plan, select_tokens, number=policy.num_updates - first_update)
+            if others is None or policy.num_updates > first_update:
                 yield loss
                 return
             first = FirstUpdate(loss, self._config.rollout_correction)
@@ -88,6 +88,7 @@ class Updates:
             update_of=update_of,
             warmup_steps=self._config.critic.warmup_steps,
         )
+        policy.version += 1
         step.num_tokens += int(num_tokens.sum())
         step.metrics |= _prefixed("actor", means)
 
@@ -168,9 +169,9 @@ class Updates:
         Returns None if the old log-probs were not deferred. Raises RuntimeError if the policy was updated
         after `log_probs`.
         """
-        if batch.deferred_version is None:
+        if batch.deferred_at is None:
             return None
-        if batch.deferred_version != self._engines.policy.version:
+        if batch.deferred_at != self._engines.policy.num_updates:
             raise RuntimeError(
                 f"algorithm={self._config.algorithm} updated the policy between log_probs and update of a "
                 'batch; add "old_logprobs" to its NEEDS, so that log_probs computes them.'

@@ -68,7 +68,9 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
             pool = start_pool(config, inputs)
     start_up.mark("rewards")
     training = config.training
-    agreement = PhaseAgreement(config, json.dumps(code_hashes(config)), control_group())
+    agreement = PhaseAgreement(
+        config, json.dumps(code_hashes(config)), control_group(), replica_size=config.rollout.tp
+    )
     grid = build_grid(
         tp=training.tp, pp=training.pp, ep=training.ep, etp=training.expert_tp, seed=config.run.seed
     )

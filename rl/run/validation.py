@@ -41,7 +41,7 @@ def validation_sampling(config: Config) -> Sampling:
 def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpose: str) -> None:
     batch = phases.generation.sample(prompts, sampling, purpose=purpose, timing="testing")
     several = sampling.samples_per_prompt > 1
-    predictions = phases.scoring.fill_scores(batch, prompts, timing="testing", predictions=several)
+    predictions = phases.scoring.fill_scores(batch, timing="testing", predictions=several)
     variables = {"acc": batch.outcomes, "score": batch.scores}
     variables |= {
         name: column for name, column in batch.score_details.items() if name not in ("acc", "failed")

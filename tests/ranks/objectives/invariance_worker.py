@@ -93,7 +93,7 @@ class ToyEngine:
         self.grid = SimpleNamespace(dp=dist.get_world_size())
         self.weight_map, self.shares_prompts = SimpleNamespace(hf=HF, weights=[]), True
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
-        self.version = 0
+        self.version = self.num_updates = 0
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def micro_batches(self, batch, plan):
@@ -135,7 +135,7 @@ class ToyEngine:
                 gradient[name] = parameter.grad.clone()
             dist.all_reduce(gradient[name])
         self.gradients.append(gradient)
-        self.version += 1
+        self.num_updates += 1
         return dict(
             zip(
                 sums,
@@ -323,7 +323,7 @@ class SampledRun(Phases):
         batch.mask = torch.from_numpy(np.concatenate(batch.response_ids) % 5 != 0).float()
         return batch
 
-    def score_samples(self, batch, prompts):
+    def score_samples(self, batch):
         sums = torch.tensor([float(ids.sum()) for ids in batch.response_ids])
         batch.scores = sums % 3 / 2
         batch.rewards = batch.scores.clone()
