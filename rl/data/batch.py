@@ -165,6 +165,8 @@ class Batch:
         kept = self.select([i for samples in members.values() for i in samples])
         sizes = torch.tensor([len(samples) for samples in members.values()], dtype=torch.int64)
         prompts = [self.prompts[group] for group in groups] if self.prompts else []
+        if kept.trajectories is not None:
+            kept.trajectories = kept.trajectories.unique(return_inverse=True)[1]
         return replace(kept, prompts=prompts, groups=torch.arange(len(groups)).repeat_interleave(sizes))
 
     @property

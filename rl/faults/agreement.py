@@ -126,6 +126,12 @@ class PhaseAgreement:
         differs = (rows[:, : len(FIELDS)] != expected).any(axis=0)
         if differs.any():
             column = int(differs.argmax())
+            if FIELDS[column] == "event log":  # each replica has its own
+                ranks = ", ".join(map(str, np.flatnonzero(rows[:, column] != expected[:, column])))
+                raise Disagreement(
+                    f"ranks disagree on the event log before {entry.label}: rank {ranks} generated other "
+                    "tokens than the first rank of its replica"
+                )
             odd = self._name_odd_ranks(FIELDS[column], rows[:, column].tolist())
             raise Disagreement(f"ranks disagree on the {FIELDS[column]} before {entry.label}: {odd}")
         host, device = rows[:, len(FIELDS) :].max(axis=0).tolist()

@@ -29,8 +29,8 @@ class Inference:
 
         Computes them with the current weights and applies `rollout_correction`. If nothing reads
         `old_logprobs` before the first update, the update fills them (`Updates.policy`) and this method only
-        stores the number of its updates so far. With `rollout_correction.bypass`, `old_logprobs` is a copy of the
-        engine's log-probs instead.
+        stores the number of the policy's updates so far. With `rollout_correction.bypass`, `old_logprobs` is
+        a copy of the engine's log-probs instead.
         """
         policy, config = self._engines.policy, self._config
         updates_policy = self._step.number > config.critic.warmup_steps

@@ -159,10 +159,15 @@ class RolloutEngine:
         self._runner.reload_weights(weights_iterator=weights)
         self.weights_changed()
 
-    def weights_changed(self) -> None:
-        """Recompute the tensors derived from the weights, and clear the prefix cache of the old weights."""
+    def weights_changed(self, *, keep_cache: bool = False) -> None:
+        """Recompute the tensors derived from the weights, and clear the prefix cache of the old weights.
+
+        keep_cache: keep it, and with it the cache of running requests.
+        """
         self.derive_weights()
         self.device.synchronize()
+        if keep_cache:
+            return
         is_reset = self.llm.reset_prefix_cache(reset_running_requests=True)
         assert is_reset, "the engine kept cache blocks of old weights"
 

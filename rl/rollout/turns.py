@@ -45,7 +45,7 @@ class Segment:
     weight_versions: np.ndarray
     """int32 [S], as in `Completion`; for other tokens the version at which they were given."""
     is_sampled: bool = True
-    """Whether the policy sampled the tokens; otherwise they were given to it, such as the output of a tool."""
+    """Whether the policy sampled the tokens; else they were given to it, such as the output of a tool."""
     turn: int = 0
     source: str = "policy"
 

@@ -323,7 +323,7 @@ class SampledRun(Phases):
         batch.mask = torch.from_numpy(np.concatenate(batch.response_ids) % 5 != 0).float()
         return batch
 
-    def score_samples(self, batch, prompts):
+    def score_samples(self, batch):
         sums = torch.tensor([float(ids.sum()) for ids in batch.response_ids])
         batch.scores = sums % 3 / 2
         batch.rewards = batch.scores.clone()
