@@ -114,7 +114,7 @@ def watched_run(config, ranks, device) -> int:
     from rl.run_directory.status import Status
     from rl.runtime import start_up
     from rl.runtime.collectives import broadcast_object
-    from rl.runtime.session import job
+    from rl.runtime.session import REFUSED, job
     from rl.stopping.requests import refuse_if_stopped_by_hand
 
     start_up.mark("transformers")
@@ -150,6 +150,8 @@ def watched_run(config, ranks, device) -> int:
         return code
     except ConfigError as error:
         status.refuse(str(error))
+        if config.roles.is_on:  # the other role waits in another place
+            job().store.set(REFUSED, str(error))
         raise
     except KeyboardInterrupt:
         status.interrupt()

@@ -1,4 +1,4 @@
-"""What the trainers ask of the generators: messages in the job's store, which every replica reads in order."""
+"""What the trainers ask of the generators: messages in the job's store, which each replica reads in order."""
 
 import datetime
 import pickle
@@ -25,7 +25,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class NextBatch:
-    """The trainers wait for a batch: generate further ones, as far as `roles.lag` allows, with new weights."""
+    """The trainers wait for a batch: generate further ones, as far as `roles.lag` allows."""
 
     step: int
     version: int
@@ -52,10 +52,8 @@ class Generate:
 class End:
     """The last message."""
 
-    stopped: bool = False
-    """Whether a stop request ended the run before run.max_steps."""
-    refused: str = ""
-    """Why the trainers refuse their input, if they do."""
+    code: int
+    """Exit code of the run."""
 
 
 Ask = Begin | NextBatch | Generate | End
@@ -74,10 +72,14 @@ class Asks:
 
     def put(self, ask: Ask) -> str:
         """Send the next message; return its name."""
-        name = str(self._number)
+        name = self.skip()
         self._store.set(name, pickle.dumps(ask))
-        self._number += 1
         return name
+
+    def skip(self) -> str:
+        """Return the name of the next message, which another trainer sends."""
+        self._number += 1
+        return str(self._number - 1)
 
     def take(self, timeout_s: float = 0.0) -> tuple[str, Ask] | None:
         """Return the name and the content of the next message, None if none came within `timeout_s`."""

@@ -4,7 +4,7 @@ import datetime
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from rl.runtime.device import Device
 
@@ -15,26 +15,17 @@ def own_group(
     """Return a connected group of `size` processes that share the store. Collective over them.
 
     torch.distributed.new_group makes only parts of the default group. As its result, this group may be passed
-    to torch.distributed's functions; ranks are those of the group. It lasts until destroy_process_group().
+    to torch.distributed's functions, and lasts until destroy_process_group(). Its ranks are its own.
 
     Args:
-        name: of the group, not used before in this store.
+        name: not used before in this store and process.
         device: NCCL on this device if it is CUDA; None means gloo.
     """
-    store = dist.PrefixStore(name, store.clone())  # another thread may be waiting on the given connection
-    group = dist.ProcessGroup(store, rank, size)
-    if device is not None and device.is_cuda:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        backend = dist.ProcessGroupNCCL(store, rank, size, options)
-        kind = dist.ProcessGroup.BackendType.NCCL
-    else:
-        backend, kind = dist.ProcessGroupGloo(store, rank, size, timeout), dist.ProcessGroup.BackendType.GLOO
-    where = device.torch if device is not None and device.is_cuda else torch.device("cpu")
-    group._set_default_backend(kind)
-    backend._set_sequence_number_for_group()
-    group._register_backend(torch.device(where.type), kind, backend)
-    group._set_group_name(name)
-    _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
-    dist.all_reduce(torch.zeros(1, device=where), group=group)  # NCCL connects in the first collective
+    cuda = device is not None and device.is_cuda
+    own = store.clone()  # another thread may be waiting on the given connection
+    backend = "nccl" if cuda else "gloo"
+    group, _ = _new_process_group_helper(size, rank, [], backend, own, group_name=name, timeout=timeout)
+    _world.pg_group_ranks[group] = {number: number for number in range(size)}
+    # NCCL connects in the first collective, which needs all ranks.
+    dist.all_reduce(torch.zeros(1, device=device.torch if cuda else "cpu"), group=group)
     return group

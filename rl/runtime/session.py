@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from rl.runtime.device import Device, choose_device
+from rl.runtime.own_group import own_group
 from rl.runtime.ranks import Ranks
 from rl.runtime.rendezvous import join_ranks
 
@@ -26,6 +26,9 @@ EXIT_TIMEOUT = datetime.timedelta(seconds=20)
 
 SPLIT_GROUPS = "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
 """Environment variable with which vLLM splits its groups from the world's communicator."""
+
+REFUSED = "refused"
+"""Key in the job's store: why one role refuses its input, for the other one."""
 
 _gloo_group: dist.ProcessGroup | None = None
 """The world on gloo. The default group's backend may be a composite, which has no monitored barrier."""
@@ -118,10 +121,8 @@ def enter_role(name: str, members: range, device: Device, timeout: datetime.time
         timeout=timeout,
     )
     _gloo_group = dist.new_group(backend="gloo", timeout=timeout)
-    # new_group makes groups of ranks of the world only.
-    make = distributed_c10d._new_process_group_helper
-    group, _ = make(_job.world_size, _job.rank, [], "gloo", store, "job", timeout=timeout)
-    distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(_job.world_size)}
+    size = dict(rank=_job.rank, size=_job.world_size)
+    group = own_group(store, "job", timeout=timeout, device=None, **size)
     _job = replace(_job, group=group)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(members)))  # vLLM reads them
 

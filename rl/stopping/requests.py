@@ -66,12 +66,7 @@ class StopRequests:
     """The stop requests of one rank."""
 
     def __init__(
-        self,
-        run_dir: str,
-        *,
-        max_time: str,
-        environ: Mapping[str, str] | None = None,
-        job: Job | None = None,
+        self, run_dir: str, *, max_time: str, environ: Mapping[str, str] | None = None, job: Job | None = None
     ):
         """Read the deadlines.
 
