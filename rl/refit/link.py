@@ -113,7 +113,7 @@ class Link:
                 grid.pp,
                 num_layers,
                 ep=grid.ep,
-                etp=grid.expert_tp,
+                etp=grid.etp or None,
                 num_experts=count_experts(weights),
                 ranks=self.train,
             ),
