@@ -23,6 +23,7 @@ from rl.config.ranges import (
     FINITE_OR_LIST,
     FRACTION,
     NOT_NEGATIVE,
+    ONE_TO_TWO,
     POSITIVE,
     PROBABILITY,
 )
@@ -256,6 +257,25 @@ class Rollout:
     """KV cache per rank on CPU, in MiB; released while the trainer works."""
     enforce_eager: bool = False
     """Disable CUDA graphs and torch.compile in the engine. Always true on CPU."""
+    longest_first: bool = False
+    """Start the prompts in the order of their expected response lengths, the longest first. Expected is the
+    mean length when the prompt was last sampled, so the first epoch keeps its order."""
+    carry_over: bool = False
+    """Train on the groups that are complete first. Unfinished samples continue in the next step with its
+    weights; a weight of rollout_correction, or its bypass, corrects for their older tokens
+    (docs/asynchrony.md)."""
+    oversample: Annotated[float, ONE_TO_TWO] = 1.25
+    """carry_over: number of groups with which a step starts, carried ones included, per group on which it
+    trains."""
+    max_staleness: Annotated[int, AT_LEAST_ONE] = 1
+    """carry_over: most versions of the policy between the one that sampled a token and the one that learns
+    from it."""
+    on_stale: Literal["finish", "drop"] = "finish"
+    """carry_over: what happens to groups whose tokens would become too old in the next step. finish: the step
+    does not end before they are complete. drop: they are dropped and counted."""
+    carry_over_cache: Literal["recompute", "keep"] = "recompute"
+    """carry_over, on CPU: whether the KV cache of carried samples is computed again with the new weights, or
+    kept in memory while the trainer works."""
 
 
 @dataclass
