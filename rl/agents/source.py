@@ -12,7 +12,7 @@ next turns then begin together, in the order of their names, so that the result 
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -49,6 +49,8 @@ class _Session:
     """The conversation, as derived from the tokens."""
     tools: Messages = field(default_factory=list)
     drives: str = "tools"
+    grammar: str | None = None
+    """What the turns must follow (`Request.grammar`)."""
     context: np.ndarray | None = None
     """int32: context of the last turn."""
     turn: np.ndarray | None = None
@@ -210,6 +212,8 @@ class AgentSource:
     def _begin(self, session: _Session, reply: Reply) -> None:
         """Ask for the first turn, after the reset."""
         session.messages, session.tools, session.drives = list(reply.messages), reply.tools, reply.drives
+        if self._config.structured_tool_calls and session.tools:
+            session.grammar = self._chat.grammar(session.tools)
         prompt_ids = self._chat.open(session.messages, session.tools)
         session.trajectory.begin_row(prompt_ids)
         if session.trajectory.room > 0:
@@ -247,7 +251,7 @@ class AgentSource:
         if request is None:
             self._call(session, Score(session.messages))
         else:
-            self._ready[session.name] = request
+            self._ready[session.name] = replace(request, grammar=session.grammar)
 
     def _finish(self, session: _Session, values: dict[str, float]) -> None:
         trajectory = session.trajectory
