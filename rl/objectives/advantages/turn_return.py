@@ -19,7 +19,7 @@ from rl.objectives.returns import reward_to_go
 from rl.objectives.segments import expand, segment_sum
 
 NEEDS = ("groups",)
-KEYS = {"turn_gamma": ("float", 1.0, "FRACTION", "Discount per turn of a response of several turns.")}
+KEYS = {"turn_gamma": ("float", 0.95, "FRACTION", "Discount per turn of a response of several turns.")}
 PER_TOKEN = True
 FORMULA = "(G_k - mean_G) / (std_G + 1e-6) for all tokens of turn k, G_k = r_k + turn_gamma G_{k+1}"
 SOURCE = "2505.11821"
