@@ -1,6 +1,7 @@
 """Environments and tools, as users write them, and the messages to and from the worker that holds them.
 
-An environment is a plain class, constructed once per trajectory with `agents.kwargs`. Every method may be `async def`. Sync methods of different trajectories run in threads of one process.
+An environment is a plain class, constructed once per trajectory with `agents.kwargs`. Every method may be
+`async def`. Sync methods of different trajectories run in threads of one process.
 
     class Guess:
         def reset(self, row):                  # messages, or a text without chat template;

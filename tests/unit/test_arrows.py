@@ -15,7 +15,7 @@ FLOORS = (
     ("stopping", "faults"),
     ("run_directory", "runtime", "data", "rewards"),
     ("config",),
-    ("models", "objectives", "sandbox"),
+    ("models", "objectives", "sandbox", "workers"),
 )
 """Rooms of rl/ from the top floor to the ground."""
 
