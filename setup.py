@@ -54,7 +54,7 @@ extras = {
     "report": ["matplotlib==3.11.2"],
     # Packages of environments (rl/agents/adaptors, docs/agents.md), each with the version of its test.
     "reasoning-gym": ["reasoning-gym==0.1.25"],  # one of its requirements is compiled: needs a C compiler
-    # Pins versions of msgspec and reasoning-gym that the others do not accept, and needs neither for its games:
+    # Pins versions of msgspec and reasoning-gym that others do not accept, and needs neither for its games:
     # install it with --no-deps, or in an environment of its own (agents.interpreter).
     "gem": ["gem-llm==0.1.0"],
     "textarena": ["textarena==0.7.4"],

@@ -1,8 +1,8 @@
 """Text games and tasks of gem-llm (github.com/axon-rl/gem), by their id.
 
-    agents:
-      environment: rl.agents.adaptors.gem:Gem
-      kwargs: {env_id: "game:GuessTheNumber-v0-easy"}
+agents:
+  environment: rl.agents.adaptors.gem:Gem
+  kwargs: {env_id: "game:GuessTheNumber-v0-easy"}
 """
 
 from typing import Any

@@ -40,9 +40,7 @@ class _Table:
         self._random = PrivateRandom(seed)
         with self._random:
             # Without TextArena's own wrappers, which repeat the whole history in every observation.
-            self._env = textarena.wrappers.ActionFormattingWrapper(
-                textarena.make(f"{env_id}-raw", **kwargs)
-            )
+            self._env = textarena.wrappers.ActionFormattingWrapper(textarena.make(f"{env_id}-raw", **kwargs))
             try:
                 self._env.reset(num_players=num_players, seed=seed)
             except AssertionError as error:

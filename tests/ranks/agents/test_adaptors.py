@@ -227,7 +227,9 @@ def test_verifiers_taskset_runs_in_its_own_interpreter(monkeypatch):
         "taskset": {"id": "adding_taskset"},
         "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
     }
-    listing = f"import json; from rl.agents.adaptors.verifiers import tasks; print(list(tasks({env}, 2))[1][1])"
+    listing = (
+        f"import json; from rl.agents.adaptors.verifiers import tasks; print(list(tasks({env}, 2))[1][1])"
+    )
     task = subprocess.check_output([python, "-c", listing], cwd=ROOT, text=True)
 
     def add(messages):
@@ -243,7 +245,10 @@ def test_verifiers_taskset_runs_in_its_own_interpreter(monkeypatch):
 def test_simulated_user_ends_the_conversation_and_judges_it():
     def reply(messages):
         if messages[0]["content"].startswith("Was it polite?"):
-            assert "user: I want tea.\nassistant: Here is tea.\nuser: Thanks. ###STOP###" in messages[0]["content"]
+            assert (
+                "user: I want tea.\nassistant: Here is tea.\nuser: Thanks. ###STOP###"
+                in messages[0]["content"]
+            )
             return "Mostly, so 0.75"
         assert messages[0] == {"role": "system", "content": messages[0]["content"]}
         return "I want tea." if len(messages) == 2 else "Thanks. ###STOP###"
