@@ -1,6 +1,8 @@
 """The generation phase: prompts in, a batch of sampled responses out."""
 
 import time
+from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,12 +11,20 @@ from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.batch_metrics import agent_metrics
 from rl.phases.step import Step
 from rl.rollout.exchange import exchange
 from rl.rollout.queue import greedy_idle, idle_shares
 from rl.rollout.sampling import Sampling, seed_of
-from rl.runtime.collectives import any_rank, sum_over_world
+from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
 from rl.stopping.requests import StepAborted, StopRequests
+
+if TYPE_CHECKING:  # a run without environments does not import them
+    from rl.agents.rollouts import AgentRollouts
+
+
+class AllTrajectoriesFailed(Exception):
+    """No group of a call has enough trajectories whose environments did not fail."""
 
 
 class Generation:
@@ -22,18 +32,20 @@ class Generation:
 
     Args:
         stop: requests that may abort the generation of a training step; None if none may.
+        agents: generates trajectories with environments; None: responses of one turn.
     """
 
     def __init__(
-        self, config: Config, step: Step, engines: Engines, memory: MemorySharing, stop: StopRequests | None
+        self,
+        config: Config,
+        step: Step,
+        engines: Engines,
+        memory: MemorySharing,
+        stop: StopRequests | None,
+        agents: "AgentRollouts | None" = None,
     ):
-        self._config, self._step, self._engines, self._memory, self._stop = (
-            config,
-            step,
-            engines,
-            memory,
-            stop,
-        )
+        self._config, self._step, self._engines = config, step, engines
+        self._memory, self._stop, self._agents = memory, stop, agents
 
     def sample(
         self, prompts: list[Prompt], sampling: Sampling, *, purpose: str, timing: str, abortable: bool = False
@@ -46,8 +58,11 @@ class Generation:
             timing: the seconds are logged as timing_s/<timing>.
             abortable: whether a stop request ends the generation; ignored once this step has updated a model.
 
+        With environments a group may have fewer responses, or be missing (`batch.prompts`).
+
         Raises:
             StepAborted: on every rank, after a stop request.
+            AllTrajectoriesFailed: on every rank, if environments failed for every group.
         """
         self._wake_engine()
         engine, step = self._engines.rollout, self._step
@@ -61,17 +76,45 @@ class Generation:
         with step.phase("generate", timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
             began = time.perf_counter()  # all ranks have arrived
             interrupt = self._stop.is_requested if abortable and self._stop is not None else None
-            own = engine.generate(ids, sampling, seeds, progress=bar, interrupt=interrupt)
+            counts: Counter[str] = Counter()
+            if self._agents is None:
+                own = engine.generate(ids, sampling, seeds, progress=bar, interrupt=interrupt)
+            else:
+                options = dict(progress=bar, interrupt=interrupt, on_wait=step.watchdog.tracker.wait)
+                own, counts = self._agents.generate(engine, prompts, sampling, seeds, **options)
             busy = time.perf_counter() - began
             if abortable and any_rank(own is None):
                 raise StepAborted
-            # Every rank of a replica holds the same samples; its first rank contributes them.
-            own = own if own is not None and engine.rank_in_replica == 0 else []
-            batch = exchange(ids, own, sampling.samples_per_prompt, self._step.device)
+            step.events = engine.events.digest
+            has_turns = self._agents is not None
+            number = None if has_turns else sampling.samples_per_prompt
+            batch = exchange(ids, own or [], number, self._step.device, turns=has_turns)
+            batch.prompts = prompts
+            if has_turns:
+                batch = self._complete_groups(batch, sampling, counts)
             step.metrics |= self._idle_metrics(timing, busy, batch)
         if abortable:
             step.abortable_s += time.perf_counter() - started
         return batch
+
+    def _complete_groups(self, batch: Batch, sampling: Sampling, counts: Counter[str]) -> Batch:
+        """Return the groups that can be learned from, and log what the environments did.
+
+        A group loses the trajectories whose environments failed, and is dropped if a single one is left of
+        several. Collective over the world. counts: this rank's, by name.
+        """
+        total: Counter[str] = sum(gather_objects(counts), Counter())
+        self._step.metrics |= agent_metrics(total, capacity=self._config.rollout.max_concurrent_samples)
+        sizes = torch.bincount(batch.merge_rows().groups, minlength=len(batch.prompts))
+        kept = (sizes >= min(2, sampling.samples_per_prompt)).nonzero().squeeze(1).tolist()
+        self._step.metrics["agents/dropped_groups"] = len(batch.prompts) - len(kept)
+        if not kept:
+            failures = {name: number for name, number in total.items() if name.startswith("failures/")}
+            raise AllTrajectoriesFailed(
+                f"environments failed in every group of {len(batch.prompts)} prompts: {failures}; the log "
+                "has the reason of each failure."
+            )
+        return batch if len(kept) == len(batch.prompts) else batch.keep_groups(kept)
 
     def _wake_engine(self) -> None:
         step = self._step

@@ -49,6 +49,7 @@ class Phases:
         scorer: Scorer | None,
         tokenizer,
         stop: StopRequests | None = None,
+        agents=None,
     ):
         self.config, self.step, self.engines = config, step, engines
         self.prompts, self.sampler = prompts, sampler
@@ -57,7 +58,7 @@ class Phases:
         policy = engines.policy
         cost = Cost.of_model(policy.weight_map.hf, policy.weight_map.weights)
         planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=policy.shares_prompts)
-        self.generation = Generation(config, step, engines, self.memory, stop)
+        self.generation = Generation(config, step, engines, self.memory, stop, agents)
         self.inference = Inference(config, step, engines, self.memory, planner)
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
         self.scoring = Scoring(config, step, engines, self.memory, scorer, tokenizer)
@@ -101,19 +102,19 @@ class Phases:
         batch = self.generation.sample(prompts, sampling, purpose=purpose, timing="gen", abortable=True)
         return self._with_lengths_logged(batch)
 
-    def score_samples(self, batch: Batch, prompts: list[Prompt]) -> None:
+    def score_samples(self, batch: Batch) -> None:
         """Fill `scores`, `rewards` and `score_details`. Rewards are scores minus the overlong penalty."""
-        self.scoring.score_samples(batch, prompts)
+        self.scoring.score_samples(batch)
 
     def greedy_rewards(self, prompts: list[Prompt]) -> Tensor:
         """Return the reward of the greedy response to each prompt, float32 [prompts]."""
         sampling = greedy_sampling(self.config)
         batch = self.generation.sample(prompts, sampling, purpose="greedy", timing="gen", abortable=True)
-        return self.scoring.greedy_rewards(batch, prompts)
+        return self.scoring.greedy_rewards(batch)
 
     def log_generated(self, batch: Batch) -> None:
         """Log lengths and scores of the step's samples. If called repeatedly, the last call wins."""
-        self.step.metrics |= score_metrics(self._with_lengths_logged(batch))
+        self.step.metrics |= score_metrics(self._with_lengths_logged(batch).merge_rows())
 
     # Learn: log-probs, advantages, updates ----------------------------------------------------------------
 

@@ -1,13 +1,12 @@
 """Work queues: which replica generates which prompt.
 
-Items are 0..n-1. All ranks of a replica draw the same items.
+Items are 0..n-1. Only the leader of a replica draws.
 """
 
 import heapq
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 
@@ -15,7 +14,7 @@ class Queue(Protocol):
     """The work of one call of the engine."""
 
     def draw(self) -> int | None:
-        """Return the next item for this replica, or None if none is left. Collective over the replica."""
+        """Return the next item for this replica, or None if none is left."""
 
 
 class StaticQueue:
@@ -29,22 +28,15 @@ class StaticQueue:
 
 
 class SharedQueue:
-    """Gives the next item to the replica that asks first, by a counter in the job's TCPStore.
+    """Gives the next item to the replica that asks first, by a counter in the job's TCPStore."""
 
-    The replica's first rank draws and broadcasts the item over the replica's gloo group.
-    """
-
-    def __init__(self, num_items: int, *, name: str, replica_group):
-        self._num_items, self._name, self._group = num_items, name, replica_group
+    def __init__(self, num_items: int, *, name: str):
+        self._num_items, self._name = num_items, name
         self._store = dist.distributed_c10d._get_default_store()
 
     def draw(self) -> int | None:
-        item = torch.zeros(1, dtype=torch.int64)
-        if self._group.rank() == 0:
-            item[0] = self._store.add(self._name, 1) - 1
-        if self._group.size() > 1:
-            dist.broadcast(item, group=self._group, group_src=0)
-        return int(item) if item < self._num_items else None
+        item = self._store.add(self._name, 1) - 1
+        return item if item < self._num_items else None
 
 
 def greedy_idle(loads: list[int], num_replicas: int) -> float:

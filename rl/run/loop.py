@@ -67,8 +67,17 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         if needs_reward(config) and not is_finished:
             pool = start_pool(config, inputs)
     start_up.mark("rewards")
+    agents = None
+    if config.agents.is_on and not is_finished:
+        from rl.agents.rollouts import AgentRollouts
+
+        with fail_together():
+            agents = AgentRollouts(config, inputs.tokenizer)
+        start_up.mark("environments")
     training = config.training
-    agreement = PhaseAgreement(config, json.dumps(code_hashes(config)), control_group())
+    agreement = PhaseAgreement(
+        config, json.dumps(code_hashes(config)), control_group(), replica_size=config.rollout.tp
+    )
     grid = build_grid(
         tp=training.tp, pp=training.pp, ep=training.ep, etp=training.expert_tp, seed=config.run.seed
     )
@@ -85,6 +94,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         scorer=None if pool is None else Scorer(config, inputs, device, engines, pool),
         tokenizer=inputs.tokenizer,
         stop=stop,
+        agents=agents,
     )
     checkpoints = RunCheckpoints(config, store, phases, status)
     last_step, metrics = checkpoints.resume(newest, named)
@@ -107,7 +117,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
             export_hf(engines.policy, config.model.path, target)
         step = max(last_step, config.run.max_steps)
         progress.line(f"wrote {target}, a Hugging Face checkpoint of step {step}")
-    for resource in (log, pool):
+    for resource in (log, pool, agents):
         if resource is not None:
             resource.close()
     engines.close()
