@@ -14,6 +14,7 @@ from rl.config.objective_checks import check_objective, objective_warnings
 from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
 from rl.config.reward_sources import check_sources
+from rl.config.role_checks import check_roles
 from rl.config.schema import Config, algorithm_of, learns_from_samples
 
 OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
@@ -37,6 +38,7 @@ def check(config: Config) -> list[str]:
     check_names(config)
     check_contradictions(config)
     check_objective(config)
+    check_roles(config)
     return warnings(config)
 
 

@@ -259,6 +259,36 @@ class Rollout:
 
 
 @dataclass
+class Roles:
+    """Trainers beside generators: each rank of the job either trains or generates. The critic, the reference
+    policy, reward models and reward functions are with the trainers."""
+
+    train: str = ""
+    """Ranks that train, as `first-last`, such as 0-3; they begin at rank 0, which writes log and checkpoints.
+    Empty: every rank trains and generates in turn."""
+    rollout: str = ""
+    """Ranks that generate, as `first-last`: all ranks after those of `roles.train`."""
+    lag: Annotated[int, NOT_NEGATIVE] = 1
+    """Most versions by which the weights that sampled a token may be older than those that learn from it. 0:
+    generators wait for the weights of every step, as in a run without roles. 1: they generate the next batch
+    while the trainers learn from this one."""
+    granularity: Literal["batch", "group", "sample"] = "batch"
+    """When generators go on. batch: they take new weights and prompts when all samples of the present ones
+    are complete. group and sample: between two engine steps, and a further group or sample begins when one
+    ends; the tokens of a sample then come from several versions."""
+    cache: Literal["recompute", "keep"] = "recompute"
+    """group and sample: whether samples in progress compute their keys and values again with new weights, or
+    keep those of older weights."""
+    refit_after_steps: Annotated[int, NOT_NEGATIVE] = 64
+    """group and sample with `rollout.deterministic`: engine steps from the end of a replica's last sample of
+    a batch until it takes the weights that learned from it. About the duration of the learning is best."""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.train or self.rollout)
+
+
+@dataclass
 class RewardModel:
     path: str = ""
     """Hugging Face checkpoint of a sequence classifier with one label, whose number is added to the score.
@@ -568,6 +598,7 @@ class Config:
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     rollout: Rollout = field(default_factory=Rollout)
+    roles: Roles = field(default_factory=Roles)
     reward: Reward = field(default_factory=Reward)
     objective: Objective = field(default_factory=Objective)
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)

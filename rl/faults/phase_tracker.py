@@ -12,7 +12,10 @@ from typing import TextIO
 
 from rl.config.limits import PhaseLimits
 
-PHASES = ("start_up", "generate", "score", "log_probs", "update", "refit", "save", "other")
+WAITS = ("wait_samples", "wait_weights")
+"""Phases in which a role waits for the other one."""
+
+PHASES = ("start_up", "generate", "score", "log_probs", "update", "refit", "save", "other", *WAITS)
 
 BACKSTOP_S = 6.0
 """Delay of the backstop after a phase's limit, in seconds.
@@ -54,6 +57,8 @@ class PhaseEntry:
 
 def phase_label(phase: str, step: int) -> str:
     """Return 'score of step 3', or 'start-up'."""
+    if phase in WAITS:
+        return f"waiting for {phase.removeprefix('wait_')} in step {step}"
     return "start-up" if phase == "start_up" else f"{phase} of step {step}"
 
 
@@ -69,9 +74,12 @@ class PhaseTracker:
         self._limits, self._backstop = limits, backstop
         self._main_thread = threading.main_thread().ident
         self._number = 0
-        self._enter("start_up", 0)
+        self.role = ""
+        """Role and replica of this rank; numbers of phases are comparable among ranks with the same one."""
+        self.enter("start_up", 0)
 
-    def _enter(self, phase: str, step: int) -> None:
+    def enter(self, phase: str, step: int) -> None:
+        """Make this the current phase."""
         self._number += 1
         limit_s = getattr(self._limits, phase)
         # One assignment, so that the watchdog never reads a new phase with an old time.
@@ -83,12 +91,12 @@ class PhaseTracker:
     def phase(self, name: str, step: int) -> Iterator[PhaseEntry]:
         """Track the body as the phase `name`, which stays current after an exception, for the report."""
         outer = self.current
-        self._enter(name, step)
+        self.enter(name, step)
         yield self.current
-        self._enter(outer.phase, outer.step)
+        self.enter(outer.phase, outer.step)
 
     def begin_step(self, step: int) -> None:
-        self._enter("other", step)
+        self.enter("other", step)
 
     def close(self) -> None:
         """Cancel the backstop."""

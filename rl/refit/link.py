@@ -113,7 +113,7 @@ class Link:
                 grid.pp,
                 num_layers,
                 ep=grid.ep,
-                etp=grid.etp or None,
+                etp=grid.expert_tp,
                 num_experts=count_experts(weights),
                 ranks=self.train,
             ),

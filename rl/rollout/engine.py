@@ -76,15 +76,22 @@ class RolloutEngine:
         if not device.is_cuda:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
-        self._replica_group = _own_replica_group(world, self.tp, rank)
+        self.replica_group = _own_replica_group(world, self.tp, rank)
         self._queues_made = 0
+        self.salts_cache = False
+        """Whether requests of different weights share no cached prefix, which then may stay at a refit."""
         self._running: dict[str, _Live] = {}
-        self.events = EventLog(self._replica_group)
+        self.events = EventLog(self.replica_group)
         """The log of the last `run`."""
         self.awake = True
         """Whether the engine holds its memory and may generate."""
         self.weights_version = -1
         """Version of the policy whose weights the engine holds (`TrainingEngine.version`); -1: none yet."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run."""
+        return bool(self._running)
 
     def close(self) -> None:
         """Destroy vLLM's groups and shared memory.
@@ -234,7 +241,7 @@ class RolloutEngine:
         Returns whether the run was completed, and not interrupted. `events` is then its log.
         """
         engine, running = self.llm.llm_engine, self._running
-        self.events = EventLog(self._replica_group)
+        self.events = EventLog(self.replica_group)
         step = last_record = 0
         has_finished = False
         while True:
@@ -270,7 +277,9 @@ class RolloutEngine:
 
     def _add(self, request: Request, sampling: Sampling) -> None:
         """Give a request to vLLM."""
-        prompt = {"prompt_token_ids": request.token_ids.tolist()}
+        prompt: dict = {"prompt_token_ids": request.token_ids.tolist()}
+        if self.salts_cache:
+            prompt["cache_salt"] = str(self.weights_version)
         engine = self.llm.llm_engine
         internal = engine.add_request(request.name, prompt, self._params(sampling, request))
         self._running[request.name] = _Live(internal, [(0, self.weights_version)])

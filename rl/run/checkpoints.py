@@ -62,6 +62,8 @@ class RunCheckpoints:
         except ValueError as error:
             raise ConfigError(f"{saved.path} was written with other data: {error}") from error
         phases.engines.policy.version = state.get("policy_version", 0)  # absent in checkpoints of version 0.1
+        if phases.split is not None:
+            phases.split.load_state_dict(state.get("split") or {"batch": state["step"], "groups": []})
         return state["step"], state["metrics"]
 
     def state(self, cursor: dict) -> dict:
@@ -69,10 +71,12 @@ class RunCheckpoints:
 
         cursor: state of the sampler after the last batch that was learned from (`Batch.cursor`).
         """
+        split = self._phases.split
         return {
             "sampler": cursor,
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
             "policy_version": self._phases.engines.policy.version,
+            **({} if split is None else {"split": split.state_dict()}),
         }
 
     def save(self, step: int, state: dict, metrics: dict[str, float]) -> None:
