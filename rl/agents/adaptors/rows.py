@@ -1,0 +1,17 @@
+"""Fields of a data set's row that the adaptors read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def task_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `extra_info` of a row, with verl's `interaction_kwargs` added."""
+    return {**(row.get("extra_info") or {}), **(row.get("interaction_kwargs") or {})}
+
+
+def seed_of(row: Mapping[str, Any]) -> int:
+    """Return `extra_info.seed` of a row. Raises ValueError if there is none: samples of a prompt share it."""
+    seed = task_of(row).get("seed")
+    if seed is None:
+        raise ValueError("extra_info.seed is missing: tools/make_tasks.py writes rows with a seed each.")
+    return int(seed)
