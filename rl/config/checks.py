@@ -144,6 +144,11 @@ def check_carry_over(config: Config) -> None:
     name = f"rollout.carry_over=true, but algorithm={config.algorithm}"
     if "samples" not in needs:
         raise ConfigError(f"{name} does not generate; leave it out.")
+    if config.agents.is_on:
+        raise ConfigError(
+            "rollout.carry_over=true cannot be combined with the section agents: the environment of an "
+            "unfinished trajectory does not outlive its step. Leave out one of the two."
+        )
     if config.objective.chosen[1] is None:
         raise ConfigError(
             f"{name} has a loss of its own, which does not correct for tokens of older weights; use "
