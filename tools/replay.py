@@ -43,7 +43,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def replay(ranks, args: argparse.Namespace) -> int:
-    """Repeat a step; return the exit code. Raises ValueError for wrong arguments. Collective over the world."""
+    """Repeat a step; return the exit code. Collective over the world.
+
+    Raises ValueError for wrong arguments.
+    """
     from rl.checkpoint.directory import complete
     from rl.checkpoint.store import CheckpointStore
     from rl.config.options import load as load_config
@@ -64,8 +67,8 @@ def replay(ranks, args: argparse.Namespace) -> int:
         files = sorted(Path(args.run_dir, DIRECTORY, f"step_{args.step}").glob("*.npz"))
         if not files:
             raise ValueError(
-                f"{args.run_dir} has no event log of step {args.step}; a run with environments stores them with "
-                "agents.order=arrival."
+                f"{args.run_dir} has no event log of step {args.step}; a run with environments stores them "
+                "with agents.order=arrival."
             )
         store = CheckpointStore(config)
         saved = {saved.step: saved for saved in complete(store.directory)}.get(args.step - 1)
