@@ -152,12 +152,14 @@ class AgentSource:
         aborts, self._aborts = self._aborts, []
         if aborts or (in_waves and num_live):
             return aborts
-        if not (in_waves and self._unanswered):  # the room for further prompts must not depend on a clock
+        if not in_waves:
             self._draw(num_live)
         if self._unanswered and not num_live and (in_waves or not self._ready):
             started = time.monotonic()
             self._take_replies(WAIT_S)
             self.counts["waiting_s"] += time.monotonic() - started
+        if not (in_waves and self._unanswered):  # in waves, the number of prompts must not depend on a clock
+            self._draw(num_live)
         if not (in_waves and self._unanswered) and (self._ready or num_live):
             return [self._add(name) for name in sorted(self._ready, key=_order)]
         return [Waiting(self._describe_wait())] if self._sessions else [Done()]
