@@ -70,6 +70,9 @@ class _Session:
     """Name of its request in the engine."""
     inbox: "deque[EndpointRequest]" = field(default_factory=deque)
     """Requests of an agent for turns; the first one is being served."""
+    aside: np.ndarray | None = None
+    """int32: context of the last turn that is not learned from."""
+    num_asides: int = 0
     values: dict[str, float] = field(default_factory=dict)
     """What an agent returned."""
 
@@ -174,13 +177,18 @@ class AgentSource:
         if session is None or not session.running:  # its agent has ended
             return
         session.running = ""
+        if session.inbox and not session.inbox[0].is_learned:
+            assert session.aside is not None
+            turn = self._chat.parse(completion.token_ids, session.inbox[0].tools, session.num_asides)
+            self._answer(session, completion, session.aside, turn.message)
+            return
         trajectory = session.trajectory
         session.context, session.turn = trajectory.token_ids, completion.token_ids
         trajectory.take(completion)
         turn = self._chat.parse(session.turn, session.tools, trajectory.num_turns)
         session.messages.append(turn.message)
         if session.drives == "run":
-            self._answer(session, completion)
+            self._answer(session, completion, session.context, turn.message)
         elif session.drives == "step":
             self._call(session, Step(turn.text))
         elif turn.tool_calls:
@@ -338,24 +346,45 @@ class AgentSource:
         from rl.agents.endpoint import Refused
 
         asked, trajectory = session.inbox[0], session.trajectory
-        session.tools = asked.tools
         request, why = None, "no tokens of rollout.max_response_tokens are left"
-        if trajectory.num_turns >= self._limits.turns:
-            why = f"agents.max_turns={self._limits.turns} are used up"
-        elif not self._follow(session, asked):
-            why = "the conversation has changed, and agents.on_rewrite=refuse"
-        elif not trajectory.is_cut:
-            request = trajectory.request(asked.max_tokens or 0)
+        try:
+            if self._config.structured_tool_calls and asked.tools:
+                session.grammar = self._chat.grammar(asked.tools)
+            if not asked.is_learned:
+                request = self._aside(session, asked)
+            elif trajectory.num_turns >= self._limits.turns:
+                why = f"agents.max_turns={self._limits.turns} are used up"
+            elif not self._follow(session, asked):
+                why = "the conversation has changed, and agents.on_rewrite=refuse"
+            elif not trajectory.is_cut:
+                request = trajectory.request(asked.max_tokens or 0)
+        except ValueError as error:  # the template rejects the agent's messages
+            why = str(error)
         if request is None:
             self._reply(session, error=Refused(why))
             return
         self._unanswered.discard(session.name)
-        self._ready[session.name] = request
+        self._ready[session.name] = replace(request, grammar=session.grammar if asked.tools else None)
+
+    def _aside(self, session: _Session, asked: "EndpointRequest") -> Request | None:
+        """Return the request of a turn that is not learned from, or None if there is no room for it."""
+        ids, limits = asked.token_ids, self._limits
+        ids = self._chat.open(asked.messages, asked.tools) if ids is None else ids
+        max_tokens = limits.context_tokens - len(ids)
+        for limit in filter(None, (limits.turn_tokens, asked.max_tokens)):
+            max_tokens = min(max_tokens, limit)
+        if max_tokens <= 0 or session.num_asides >= limits.turns:
+            return None
+        session.aside, number = ids, session.num_asides
+        session.num_asides += 1
+        seed = seed_of(self._seeds[session.trajectory.prompt], session.name, "aside", number)
+        return Request(f"{session.name}.aside{number}", ids.astype(np.int32), seed, max_tokens)
 
     def _follow(self, session: _Session, asked: "EndpointRequest") -> bool:
         """Append what an agent adds to its conversation, or begin a row; return whether that is allowed."""
         from rl.agents.endpoint import new_messages
 
+        session.tools = asked.tools
         trajectory, given, source = session.trajectory, None, "environment"
         if session.context is not None and session.turn is not None:
             if asked.messages is None:
@@ -379,15 +408,14 @@ class AgentSource:
         session.turn = None
         return True
 
-    def _answer(self, session: _Session, completion: Completion) -> None:
+    def _answer(self, session: _Session, completion: Completion, context: np.ndarray, message: dict) -> None:
         """Send a turn to the agent that asked for it."""
         from rl.agents.endpoint import EndpointReply
 
-        assert session.context is not None
         self._unanswered.add(session.name)
         session.asked = time.monotonic()
         turn = completion.token_ids, completion.logprobs, completion.end
-        self._reply(session, EndpointReply(session.context, *turn, session.messages[-1]))
+        self._reply(session, EndpointReply(context, *turn, message))
 
     def _reply(self, session: _Session, reply=None, error: Exception | None = None) -> None:
         """Answer the request that is being served, and serve the next one."""
