@@ -155,7 +155,7 @@ class AgentSource:
         if self._unanswered and not num_live and (in_waves or not self._ready):
             started = time.monotonic()
             self._take_replies(WAIT_S)
-            self.counts["waiting_s"] += time.monotonic() - started
+            self.counts["environments_waited"] += time.monotonic() - started
         if not (in_waves and self._unanswered):  # in waves, the number of prompts must not depend on a clock
             self._draw(num_live)
         if not (in_waves and self._unanswered) and (self._ready or num_live):
@@ -234,7 +234,7 @@ class AgentSource:
             session = self._sessions[reply.session]
             self._unanswered.discard(reply.session)
             self._resetting.discard(reply.session)
-            self.counts["environment_s"] += time.monotonic() - session.asked
+            self.counts["environments"] += time.monotonic() - session.asked
             if reply.failure:
                 self._fail(session, reply)
             elif reply.kind == "reset":
