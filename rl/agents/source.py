@@ -175,12 +175,17 @@ class AgentSource:
             return
         session.running = ""
         trajectory = session.trajectory
+        if session.inbox and not session.inbox[0].is_learned:
+            asked = session.inbox[0]
+            turn = self._chat.parse(completion.token_ids, asked.tools, trajectory.num_asides)
+            self._answer(session, self._context_of(asked), completion, turn.message)
+            return
         session.context, session.turn = trajectory.token_ids, completion.token_ids
         trajectory.take(completion)
         turn = self._chat.parse(session.turn, session.tools, trajectory.num_turns)
         session.messages.append(turn.message)
         if session.drives == "run":
-            self._answer(session, completion)
+            self._answer(session, session.context, completion, turn.message)
         elif session.drives == "step":
             self._call(session, Step(turn.text))
         elif turn.tool_calls:
@@ -338,9 +343,10 @@ class AgentSource:
         from rl.agents.endpoint import Refused
 
         asked, trajectory = session.inbox[0], session.trajectory
-        session.tools = asked.tools
         request, why = None, "no tokens of rollout.max_response_tokens are left"
-        if trajectory.num_turns >= self._limits.turns:
+        if not asked.is_learned:
+            request = trajectory.aside(self._context_of(asked), asked.max_tokens or 0)
+        elif trajectory.num_turns >= self._limits.turns:
             why = f"agents.max_turns={self._limits.turns} are used up"
         elif not self._follow(session, asked):
             why = "the conversation has changed, and agents.on_rewrite=refuse"
@@ -356,6 +362,7 @@ class AgentSource:
         """Append what an agent adds to its conversation, or begin a row; return whether that is allowed."""
         from rl.agents.endpoint import new_messages
 
+        session.tools = asked.tools
         trajectory, given, source = session.trajectory, None, "environment"
         if session.context is not None and session.turn is not None:
             if asked.messages is None:
@@ -374,20 +381,24 @@ class AgentSource:
             self.counts["rewrites"] += 1
             if self._config.on_rewrite == "refuse":
                 return False
-        ids = asked.token_ids
-        trajectory.begin_row(self._chat.open(session.messages, session.tools) if ids is None else ids)
+        trajectory.begin_row(self._context_of(asked))
         session.turn = None
         return True
 
-    def _answer(self, session: _Session, completion: Completion) -> None:
+    def _context_of(self, asked: "EndpointRequest") -> np.ndarray:
+        """Return the whole context of a request, int32 [C]."""
+        if asked.token_ids is not None:
+            return asked.token_ids
+        return self._chat.open(asked.messages or [], asked.tools)
+
+    def _answer(self, session: _Session, context: np.ndarray, completion: Completion, message: dict) -> None:
         """Send a turn to the agent that asked for it."""
         from rl.agents.endpoint import EndpointReply
 
-        assert session.context is not None
         self._unanswered.add(session.name)
         session.asked = time.monotonic()
         turn = completion.token_ids, completion.logprobs, completion.end
-        self._reply(session, EndpointReply(session.context, *turn, session.messages[-1]))
+        self._reply(session, EndpointReply(context, *turn, message))
 
     def _reply(self, session: _Session, reply=None, error: Exception | None = None) -> None:
         """Answer the request that is being served, and serve the next one."""

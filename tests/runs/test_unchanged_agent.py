@@ -4,7 +4,7 @@ import pytest
 
 from tests.toy import train, write_config
 
-LOOP = '''
+LOOP = """
 import openai
 
 class Agent:
@@ -17,8 +17,8 @@ class Agent:
             )
             messages += [completion.choices[0].message, {"role": "user", "content": "37+"}]
         return len(set(messages[-2].content)) / 5
-'''
-GRAPH = '''
+"""
+GRAPH = """
 from langchain_openai import ChatOpenAI
 from langgraph.graph import START, MessagesState, StateGraph
 
@@ -41,7 +41,7 @@ class Agent:
             graph.add_edge(*edge)
         state = await graph.compile().ainvoke({"messages": [("user", row["prompt"])]})
         return len(set(state["messages"][-1].content)) / 5
-'''
+"""
 AGENTS = {"openai": LOOP, "langgraph": GRAPH}
 
 

@@ -1,4 +1,4 @@
-"""Trajectories in the real engine: two ranks, one replica of tp 2. The checks are in agent_engine_worker.py."""
+"""Trajectories in the real engine: two ranks, one replica of tp 2 (agent_engine_worker.py)."""
 
 import re
 from pathlib import Path
