@@ -70,9 +70,6 @@ class _Session:
     """Name of its request in the engine."""
     inbox: "deque[EndpointRequest]" = field(default_factory=deque)
     """Requests of an agent for turns; the first one is being served."""
-    aside: np.ndarray | None = None
-    """int32: context of the last turn that is not learned from."""
-    num_asides: int = 0
     values: dict[str, float] = field(default_factory=dict)
     """What an agent returned."""
 
@@ -160,7 +157,7 @@ class AgentSource:
         if self._unanswered and not num_live and (in_waves or not self._ready):
             started = time.monotonic()
             self._take_replies(WAIT_S)
-            self.counts["waiting_s"] += time.monotonic() - started
+            self.counts["environments_waited"] += time.monotonic() - started
         if not (in_waves and self._unanswered):  # in waves, the number of prompts must not depend on a clock
             self._draw(num_live)
         if not (in_waves and self._unanswered) and (self._ready or num_live):
@@ -177,18 +174,18 @@ class AgentSource:
         if session is None or not session.running:  # its agent has ended
             return
         session.running = ""
-        if session.inbox and not session.inbox[0].is_learned:
-            assert session.aside is not None
-            turn = self._chat.parse(completion.token_ids, session.inbox[0].tools, session.num_asides)
-            self._answer(session, completion, session.aside, turn.message)
-            return
         trajectory = session.trajectory
+        if session.inbox and not session.inbox[0].is_learned:
+            asked = session.inbox[0]
+            turn = self._chat.parse(completion.token_ids, asked.tools, trajectory.num_asides)
+            self._answer(session, self._context_of(asked), completion, turn.message)
+            return
         session.context, session.turn = trajectory.token_ids, completion.token_ids
         trajectory.take(completion)
         turn = self._chat.parse(session.turn, session.tools, trajectory.num_turns)
         session.messages.append(turn.message)
         if session.drives == "run":
-            self._answer(session, completion, session.context, turn.message)
+            self._answer(session, session.context, completion, turn.message)
         elif session.drives == "step":
             self._call(session, Step(turn.text))
         elif turn.tool_calls:
@@ -244,7 +241,7 @@ class AgentSource:
             session = self._sessions[reply.session]
             self._unanswered.discard(reply.session)
             self._resetting.discard(reply.session)
-            self.counts["environment_s"] += time.monotonic() - session.asked
+            self.counts["environments"] += time.monotonic() - session.asked
             if reply.failure:
                 self._fail(session, reply)
             elif reply.kind == "reset":
@@ -347,11 +344,11 @@ class AgentSource:
 
         asked, trajectory = session.inbox[0], session.trajectory
         request, why = None, "no tokens of rollout.max_response_tokens are left"
+        is_bound = self._config.structured_tool_calls and asked.tools
         try:
-            if self._config.structured_tool_calls and asked.tools:
-                session.grammar = self._chat.grammar(asked.tools)
+            grammar = self._chat.grammar(asked.tools) if is_bound else None
             if not asked.is_learned:
-                request = self._aside(session, asked)
+                request = trajectory.aside(self._context_of(asked), asked.max_tokens or 0)
             elif trajectory.num_turns >= self._limits.turns:
                 why = f"agents.max_turns={self._limits.turns} are used up"
             elif not self._follow(session, asked):
@@ -364,21 +361,7 @@ class AgentSource:
             self._reply(session, error=Refused(why))
             return
         self._unanswered.discard(session.name)
-        self._ready[session.name] = replace(request, grammar=session.grammar if asked.tools else None)
-
-    def _aside(self, session: _Session, asked: "EndpointRequest") -> Request | None:
-        """Return the request of a turn that is not learned from, or None if there is no room for it."""
-        ids, limits = asked.token_ids, self._limits
-        ids = self._chat.open(asked.messages, asked.tools) if ids is None else ids
-        max_tokens = limits.context_tokens - len(ids)
-        for limit in filter(None, (limits.turn_tokens, asked.max_tokens)):
-            max_tokens = min(max_tokens, limit)
-        if max_tokens <= 0 or session.num_asides >= limits.turns:
-            return None
-        session.aside, number = ids, session.num_asides
-        session.num_asides += 1
-        seed = seed_of(self._seeds[session.trajectory.prompt], session.name, "aside", number)
-        return Request(f"{session.name}.aside{number}", ids.astype(np.int32), seed, max_tokens)
+        self._ready[session.name] = replace(request, grammar=grammar)
 
     def _follow(self, session: _Session, asked: "EndpointRequest") -> bool:
         """Append what an agent adds to its conversation, or begin a row; return whether that is allowed."""
@@ -403,12 +386,17 @@ class AgentSource:
             self.counts["rewrites"] += 1
             if self._config.on_rewrite == "refuse":
                 return False
-        ids = asked.token_ids
-        trajectory.begin_row(self._chat.open(session.messages, session.tools) if ids is None else ids)
+        trajectory.begin_row(self._context_of(asked))
         session.turn = None
         return True
 
-    def _answer(self, session: _Session, completion: Completion, context: np.ndarray, message: dict) -> None:
+    def _context_of(self, asked: "EndpointRequest") -> np.ndarray:
+        """Return the whole context of a request, int32 [C]."""
+        if asked.token_ids is not None:
+            return asked.token_ids
+        return self._chat.open(asked.messages or [], asked.tools)
+
+    def _answer(self, session: _Session, context: np.ndarray, completion: Completion, message: dict) -> None:
         """Send a turn to the agent that asked for it."""
         from rl.agents.endpoint import EndpointReply
 

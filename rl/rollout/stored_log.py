@@ -64,16 +64,8 @@ def store(path: Path, sampling: Sampling, events: EventLog, completions: dict[st
                         is_prefix = np.array_equal(request.token_ids[: len(known)], known)
                         kept = len(known) if is_prefix else 0
                     rest = request.token_ids[kept:]
-                    entries.append(
-                        [
-                            "add",
-                            request.name,
-                            request.seed,
-                            request.max_tokens,
-                            base if kept else "",
-                            len(rest),
-                        ]
-                    )
+                    limits = request.max_tokens, request.grammar
+                    entries.append(["add", request.name, request.seed, *limits, base * bool(kept), len(rest)])
                     given.append(rest)
                     requests[request.name], last[trajectory] = request, request.name
                 case Abort(name):
@@ -107,7 +99,7 @@ def load(path: Path) -> StoredLog:
     parts = zip(header["completions"], _cut(sampled, lengths), _cut(logprobs, lengths))
     none = np.zeros(0, np.int32)
     completions = {name: Completion(ids, own, end, none) for (name, _, end), ids, own in parts}
-    rests = iter(_cut(given, [e[5] for _, entries in header["records"] for e in entries if e[0] == "add"]))
+    rests = iter(_cut(given, [e[-1] for _, entries in header["records"] for e in entries if e[0] == "add"]))
     requests: dict[str, Request] = {}
     records = [
         (step, [_event(entry, rests, requests, completions) for entry in entries])
@@ -125,9 +117,9 @@ def _event(
     kind, *values = entry
     if kind != "add":
         return {"abort": Abort, "weights": Weights, "done": Done}[kind](*values)
-    name, seed, max_tokens, base, _ = values
+    name, seed, max_tokens, grammar, base, _ = values
     before = [requests[base].token_ids, completions[base].token_ids] if base else []
-    requests[name] = Request(name, np.concatenate([*before, next(rests)]), seed, max_tokens)
+    requests[name] = Request(name, np.concatenate([*before, next(rests)]), seed, max_tokens, grammar)
     return Add(requests[name])
 
 
