@@ -212,6 +212,13 @@ def test_an_agent_that_drives_itself():
         assert (reply.kind, reply.done, reply.values) == ("run", True, {"score": 1.0, "url_length": 11.0})
 
 
+def test_sync_methods_of_a_session_share_a_thread():
+    with make_pool("Sqlite") as pool:
+        opened(pool, "a", "b")
+        for sql, result in (("create table t as select 1 as x", "[]"), ("select x + 1 from t", "[[2]]")):
+            assert text_of(reply_to(pool, "a", ToolCalls((ToolCall("0", "query", {"sql": sql}),)))) == result
+
+
 def test_sources_functions_and_tools_of_a_server():
     tools = [{"function": f"{FILE}:add", "kwargs": {"sign": -1}}]
     with make_pool("", tools, {"served": {"environment": f"{FILE}:Server"}}) as pool:
