@@ -38,7 +38,7 @@ def collect(phases: Phases) -> Batch:
     while num_kept < wanted and len(drawn) < config.dynamic_sampling.max_rounds:
         prompts = phases.draw_prompts(config.dynamic_sampling.prompts_per_round or wanted)
         batch = phases.generate(prompts, round=len(drawn))
-        phases.score_samples(batch, prompts)
+        phases.score_samples(batch)
         drawn.append(batch)
         differs = grpo(batch.scores, batch.groups, normalize_by_std=False) != 0
         informative = batch.groups[differs].unique().tolist()[: wanted - num_kept]

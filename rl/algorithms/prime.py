@@ -35,7 +35,7 @@ DEFAULTS = {"objective.advantage": "prime", "objective.loss": "ppo"}
 def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    phases.score_samples(batch, prompts)
+    phases.score_samples(batch)
     return of_medium_difficulty(phases, batch)
 
 

@@ -24,7 +24,7 @@ DEFAULTS = {"objective.advantage": "reinforce++", "objective.loss": "ppo", "obje
 def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    phases.score_samples(batch, prompts)
+    phases.score_samples(batch)
     return batch
 
 

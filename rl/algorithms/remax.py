@@ -25,7 +25,7 @@ def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
     batch.baselines = phases.greedy_rewards(prompts)[batch.groups]
-    phases.score_samples(batch, prompts)
+    phases.score_samples(batch)
     return batch
 
 

@@ -27,7 +27,7 @@ DEFAULTS = {
 def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    phases.score_samples(batch, prompts)
+    phases.score_samples(batch)
     return batch
 
 

@@ -2,7 +2,7 @@
 
 from rl.config.agent_plan import make_agent_plan
 from rl.config.options import ConfigError
-from rl.config.schema import Config, needs_engine
+from rl.config.schema import Config, algorithm_of, needs_engine
 
 
 def check_agents(config: Config) -> None:
@@ -13,6 +13,17 @@ def check_agents(config: Config) -> None:
         raise ConfigError(
             f"algorithm={config.algorithm} generates no responses, so the section agents has no effect; "
             "remove it."
+        )
+    needs = set(algorithm_of(config).needs)
+    if "samples" in needs and needs & {"greedy_baseline", "responses"}:
+        raise ConfigError(
+            f"algorithm={config.algorithm} compares each sample with another response to its prompt, which "
+            "an environment may fail to give; use grpo, rloo, reinforce_pp or ppo with the section agents."
+        )
+    if agents.on_rewrite == "new_row" and needs & {"preference", "implicit_reward"}:
+        raise ConfigError(
+            f"algorithm={config.algorithm} has a loss of whole responses, which agents.on_rewrite=new_row "
+            "would split into rows; use agents.on_rewrite=refuse."
         )
     if agents.max_tokens_per_turn > rollout.max_response_tokens:
         raise ConfigError(

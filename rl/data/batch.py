@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl.data.prompts import Prompt
+
 LOSS_COLUMNS = (
     "mask",
     "rollout_logprobs",
@@ -27,10 +29,11 @@ LOSS_COLUMNS = (
     "old_values",
     "returns",
     "implicit_ref_logprobs",
+    "trajectory_tokens",
 )
 """Token columns that losses may read; micro-batches contain them."""
 
-TOKEN_COLUMNS = (*LOSS_COLUMNS, "token_rewards", "sum_p_squared")
+TOKEN_COLUMNS = (*LOSS_COLUMNS, "token_rewards", "sum_p_squared", "turns", "turn_rewards")
 
 
 @dataclass
@@ -43,6 +46,15 @@ class Batch:
     """int64 [N]: index of the sample's prompt in this step, in the order drawn."""
     truncated: Tensor
     """bool [N]: whether the response ended at the length limit."""
+    prompts: list[Prompt] = field(default_factory=list)
+    """The prompt of each group; empty for a batch whose groups are not prompts."""
+    trajectories: Tensor | None = None
+    """int64 [N]: index of the trajectory of each row, if a trajectory has several rows."""
+    turns: Tensor | None = None
+    """int32 [T]: number of the turn, from 1, in which the policy sampled a token; 0 or less for tokens given
+    to it (minus the index of their source in `rl.rollout.turns.SOURCES`). None: responses of one turn."""
+    turn_rewards: Tensor | None = None
+    """Reward of each turn by its environment on the turn's last token, 0 elsewhere; filled with `turns`."""
     mask: Tensor | None = None
     """1 for tokens that the policy sampled, 0 for others (tool output) and rejected ones; default all 1."""
     rollout_logprobs: Tensor | None = None
@@ -51,8 +63,8 @@ class Batch:
     """int32 [T]: version of the policy that sampled each token (`TrainingEngine.version`)."""
     old_logprobs: Tensor | None = None
     """Log-prob by the trainer, before this step's updates."""
-    deferred_version: int | None = None
-    """Version of the policy whose log-probs will be `old_logprobs`, if its first update fills them."""
+    deferred_at: int | None = None
+    """Number of the policy's updates before the one that fills `old_logprobs`, if an update does."""
     ref_logprobs: Tensor | None = None
     """Log-prob by the reference policy."""
     baselines: Tensor | None = None
@@ -64,6 +76,8 @@ class Batch:
     """1 for tokens that a loss treats differently, selected by statistics over the whole mini-batch."""
     implicit_ref_logprobs: Tensor | None = None
     """Log-prob by the initial implicit reward model, only for prime."""
+    trajectory_tokens: Tensor | None = None
+    """Number of counted tokens in the trajectory of each token, if a trajectory has several rows."""
     token_rewards: Tensor | None = None
     """Reward of each token. A sample's sum is its entry in `rewards`, unless its mask is 0 everywhere."""
     old_values: Tensor | None = None
@@ -83,7 +97,7 @@ class Batch:
     score_details: dict[str, Tensor] = field(default_factory=dict)
     """Other numbers of the reward function, float32 [N] each, NaN where a sample lacks one."""
     cursor: dict[str, Any] | None = None
-    """State of the sampler after the prompts of this batch were drawn.
+    """Where the draw stood after the prompts of this batch were drawn (`Phases.cursor`).
 
     A checkpoint after the update on this batch stores it, so that a resumed run draws the next prompts.
     """
@@ -119,6 +133,57 @@ class Batch:
     def offsets(self) -> Tensor:
         """First position of each sample in a token column, then the end of the column: int64 [N + 1]."""
         return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
+
+    @property
+    def sampled_lengths(self) -> Tensor:
+        """Number of tokens of each sample that the policy sampled, int64 [N]; tools gave it the others."""
+        if self.turns is None:
+            return self.lengths
+        return segment_counts(self.turns > 0, self.lengths)
+
+    @property
+    def trajectory_lengths(self) -> Tensor:
+        """Number of response tokens of each trajectory, over all of its rows, int64."""
+        return self.lengths if self.trajectories is None else self.merge_rows().lengths
+
+    def merge_rows(self) -> "Batch":
+        """Return a view for statistics in which each trajectory is one sample.
+
+        Its response is that of all rows end to end, so token columns are the same; sample columns are those
+        of its first row. Without trajectories of several rows, it is the batch itself.
+        """
+        if self.trajectories is None:
+            return self
+        counts = torch.unique_consecutive(self.trajectories, return_counts=True)[1]
+        firsts = counts.cumsum(0) - counts
+        columns = {
+            name: value[firsts]
+            for name, value in self._columns().items()
+            if name not in (*TOKEN_COLUMNS, "trajectories")
+        }
+        rows = [range(first, first + count) for first, count in zip(firsts.tolist(), counts.tolist())]
+        return replace(
+            self,
+            prompt_ids=[self.prompt_ids[first] for first in firsts],
+            response_ids=[np.concatenate([self.response_ids[i] for i in own]) for own in rows],
+            score_details={name: column[firsts] for name, column in self.score_details.items()},
+            trajectories=None,
+            **columns,
+        )
+
+    def last_turn(self, sample: int) -> np.ndarray:
+        """Return the tokens of a sample's last turn, int32; all of its response if it has no turns."""
+        ids = self.response_ids[sample]
+        if self.turns is None:
+            return ids
+        turns = self.turns[self.offsets[sample] : self.offsets[sample + 1]].numpy()
+        return ids[turns == turns.max(initial=1)]
+
+    def of_trajectories(self, values: Tensor) -> Tensor:
+        """Return for each sample the value [trajectories] of its trajectory, in the order of `merge_rows`."""
+        if self.trajectories is None:
+            return values
+        return values[torch.unique_consecutive(self.trajectories, return_inverse=True)[1]]
 
     def tokens_of(self, samples: list[int]) -> Tensor:
         """Return the positions of the samples' tokens in a token column, sample by sample, int64."""
@@ -158,7 +223,10 @@ class Batch:
                 members[group].append(i)
         kept = self.select([i for samples in members.values() for i in samples])
         sizes = torch.tensor([len(samples) for samples in members.values()], dtype=torch.int64)
-        return replace(kept, groups=torch.arange(len(groups)).repeat_interleave(sizes))
+        prompts = [self.prompts[group] for group in groups] if self.prompts else []
+        if kept.trajectories is not None:
+            kept.trajectories = kept.trajectories.unique(return_inverse=True)[1]
+        return replace(kept, prompts=prompts, groups=torch.arange(len(groups)).repeat_interleave(sizes))
 
     @property
     def outcomes(self) -> Tensor:
@@ -174,6 +242,13 @@ class Batch:
     def loss_columns(self) -> dict[str, Tensor]:
         """Return the filled token columns that losses may read."""
         return {name: column for name in LOSS_COLUMNS if (column := getattr(self, name)) is not None}
+
+
+def segment_counts(flags: Tensor, lengths: Tensor) -> Tensor:
+    """Return the number of true flags of each sample: bool [T], int64 [N] -> int64 [N]."""
+    ends = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.long().cumsum(0)])
+    stops = lengths.cumsum(0)
+    return ends[stops] - ends[stops - lengths]
 
 
 def given_responses(prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> Batch:
@@ -194,12 +269,11 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     first = batches[0]
     columns: dict = {}
     for name in first._columns():
-        if name != "groups":
+        if name not in ("groups", "trajectories"):
             columns[name] = torch.cat([getattr(batch, name) for batch in batches])
-    groups, start = [], 0
-    for batch in batches:
-        groups.append(batch.groups + start)
-        start = int(groups[-1].max()) + 1
+    if any(batch.trajectories is not None for batch in batches):
+        rows = [torch.arange(len(b)) if b.trajectories is None else b.trajectories for b in batches]
+        columns["trajectories"] = _renumber(rows)
     names = sorted({name for batch in batches for name in batch.score_details})
     missing = torch.tensor(float("nan"))
     columns["score_details"] = {
@@ -210,9 +284,23 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         first,
         prompt_ids=[ids for batch in batches for ids in batch.prompt_ids],
         response_ids=[ids for batch in batches for ids in batch.response_ids],
-        groups=torch.cat(groups),
+        prompts=[prompt for batch in batches for prompt in batch.prompts],
+        groups=_renumber([batch.groups for batch in batches], [len(batch.prompts) for batch in batches]),
         **columns,
     )
+
+
+def _renumber(indices: Sequence[Tensor], sizes: Sequence[int] = ()) -> Tensor:
+    """Return the indices of all parts, each part's after those of the part before it.
+
+    sizes: number of indices of each part, if it may exceed the largest index that occurs.
+    """
+    out, start = [], 0
+    for place, part in enumerate(indices):
+        out.append(part + start)
+        largest = int(part.max()) + 1 if len(part) else 0
+        start += max(largest, sizes[place] if sizes else 0)
+    return torch.cat(out)
 
 
 def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -75,12 +76,12 @@ def agree_on_table(mine: Mapping[str, str], reason: str) -> None:
 
 # Before each phase --------------------------------------------------------------------------------------
 
-FIELDS = ("phase", "step", "number of phases so far", "configuration", "code", "batch ids")
-"""Fields that must match across ranks, in reporting order."""
+FIELDS = ("phase", "step", "number of phases so far", "configuration", "code", "batch ids", "event log")
+"""Fields that must match across ranks, in reporting order; the last one across the ranks of a replica."""
 
 
 class PhaseAgreement:
-    """The comparison before each phase: one all-gather of eight 64-bit integers per rank, on the CPU.
+    """The comparison before each phase: one all-gather of nine 64-bit integers per rank, on the CPU.
 
     The group is used for nothing else. Ranks that are about to enter different phases therefore call the same
     collective with the same size, and find that they differ. The watchdog handles a rank that does not arrive
@@ -90,10 +91,13 @@ class PhaseAgreement:
         config: hashed again at each step; it must not change.
         code: hashes of the program's files, as one text.
         group: the world on gloo.
+        replica_size: number of adjacent ranks that form a replica of the engine.
     """
 
-    def __init__(self, config: Any, code: str, group: dist.ProcessGroup):
+    def __init__(self, config: Any, code: str, group: dist.ProcessGroup, *, replica_size: int = 1):
         self._config, self._group = config, group
+        ranks = torch.arange(dist.get_world_size())
+        self._leaders = (ranks - ranks % replica_size).numpy()
         self._code = _hash63(code)
         self._config_hash = 0
         self._own = torch.zeros(len(FIELDS) + 2, dtype=torch.int64)
@@ -104,21 +108,30 @@ class PhaseAgreement:
         """Hash the configuration for the comparisons of this step."""
         self._config_hash = _hash63(repr(self._config))
 
-    def check(self, entry: PhaseEntry, batch: int, memory: tuple[int, int]) -> tuple[int, int]:
+    def check(self, entry: PhaseEntry, batch: int, events: int, memory: tuple[int, int]) -> tuple[int, int]:
         """Compare phase and batch of all ranks; return the maxima of `memory`. Collective over the world.
 
         batch: fingerprint of the batch's token ids, 0 for a phase without a batch.
+        events: digest of the replica's last event log (`rl.rollout.events`).
         memory: bytes in use on the host, and peak bytes on the device; these may differ.
         Raises Disagreement on every rank; it names the field and the ranks.
         """
         phase = PHASES.index(entry.phase)
-        row = (phase, entry.step, entry.number, self._config_hash, self._code, batch, *memory)
+        row = (phase, entry.step, entry.number, self._config_hash, self._code, batch, events, *memory)
         self._own.copy_(torch.tensor(row, dtype=torch.int64))
         dist.all_gather_into_tensor(self._rows.view(-1), self._own, group=self._group)
         rows = self._rows.numpy()
-        differs = (rows[:, : len(FIELDS)] != rows[0, : len(FIELDS)]).any(axis=0)
+        expected = np.repeat(rows[:1, : len(FIELDS)], len(rows), axis=0)
+        expected[:, -1] = rows[self._leaders, len(FIELDS) - 1]
+        differs = (rows[:, : len(FIELDS)] != expected).any(axis=0)
         if differs.any():
             column = int(differs.argmax())
+            if FIELDS[column] == "event log":  # each replica has its own
+                ranks = ", ".join(map(str, np.flatnonzero(rows[:, column] != expected[:, column])))
+                raise Disagreement(
+                    f"ranks disagree on the event log before {entry.label}: rank {ranks} generated other "
+                    "tokens than the first rank of its replica"
+                )
             odd = self._name_odd_ranks(FIELDS[column], rows[:, column].tolist())
             raise Disagreement(f"ranks disagree on the {FIELDS[column]} before {entry.label}: {odd}")
         host, device = rows[:, len(FIELDS) :].max(axis=0).tolist()
@@ -126,7 +139,7 @@ class PhaseAgreement:
 
     def _name_odd_ranks(self, field: str, values: list[int]) -> str:
         shown: list = [PHASES[value] for value in values] if field == "phase" else values
-        if field in ("configuration", "code", "batch ids"):
+        if field in ("configuration", "code", "batch ids", "event log"):
             shown = [f"{value:x}" for value in values]
         return name_odd_ranks(shown, gather_objects(platform.node(), self._group))
 

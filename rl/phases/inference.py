@@ -29,15 +29,15 @@ class Inference:
 
         Computes them with the current weights and applies `rollout_correction`. If nothing reads
         `old_logprobs` before the first update, the update fills them (`Updates.policy`) and this method only
-        stores the version of the policy. With `rollout_correction.bypass`, `old_logprobs` is a copy of the
-        engine's log-probs instead.
+        stores the number of the policy's updates so far. With `rollout_correction.bypass`, `old_logprobs` is
+        a copy of the engine's log-probs instead.
         """
         policy, config = self._engines.policy, self._config
         updates_policy = self._step.number > config.critic.warmup_steps
         if config.rollout_correction.bypass:
             batch.old_logprobs = batch.rollout_logprobs.clone()
         elif updates_policy and not needs_early_logprobs(config):
-            batch.deferred_version = policy.version
+            batch.deferred_at = policy.num_updates
         else:
             estimator, _ = config.objective.chosen
             needs_squares = estimator is not None and "sum_p_squared" in estimator.columns
@@ -61,7 +61,7 @@ class Inference:
         logprobs, entropy: under the policy before this step's updates, float32 [T].
         """
         metrics = self._step.metrics
-        batch.old_logprobs, batch.deferred_version = logprobs, None
+        batch.old_logprobs, batch.deferred_at = logprobs, None
         metrics["actor/entropy"] = token_mean(entropy, batch.mask)
         metrics |= engine_gap(batch, logprobs)
         metrics |= correct_rollout(batch, self._config.rollout_correction)

@@ -2,18 +2,19 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.phases.batch_metrics import score_metrics
 from rl.phases.reward_shaping import overlong_penalty
 from rl.phases.scorer import Scorer
 from rl.phases.step import Step
+from rl.rollout.turns import SOURCES
 from rl.run_directory.samples import FILE_NAME, append_samples
 
 
@@ -38,9 +39,7 @@ class Scoring:
         self._scorer, self._tokenizer = scorer, tokenizer
         self._written_step = -1
 
-    def fill_scores(
-        self, batch: Batch, prompts: list[Prompt], *, timing: str, predictions: bool = False
-    ) -> list[str | None] | None:
+    def fill_scores(self, batch: Batch, *, timing: str, predictions: bool = False) -> list[str | None] | None:
         """Fill `scores`, `rewards` (equal to them) and `score_details`.
 
         timing: seconds are logged as timing_s/<timing>. With `predictions`, returns the answer that the
@@ -50,31 +49,31 @@ class Scoring:
         if self._engines.reward_model is not None or self._engines.judge is not None:
             self._memory.to_training()
         with self._step.phase("score", timing=timing, batch=batch.fingerprint):
-            columns, answers = self._scorer.score(batch, prompts, predictions=predictions)
+            columns, answers = self._scorer.score(batch, predictions=predictions)
         batch.scores = columns.pop("score")
         batch.rewards = batch.scores.clone()
         batch.score_details = columns
         return answers
 
-    def score_samples(self, batch: Batch, prompts: list[Prompt]) -> None:
+    def score_samples(self, batch: Batch) -> None:
         """Fill and log `scores`, `rewards` (scores minus the overlong penalty) and `score_details`."""
-        self.fill_scores(batch, prompts, timing="reward")
+        self.fill_scores(batch, timing="reward")
         if self._config.reward.overlong_buffer_tokens:
             penalties = overlong_penalty(batch, self._config)
             batch.rewards = batch.rewards + penalties
             self._step.metrics["reward/overlong_penalty/mean"] = float(penalties.mean())
-        self._step.metrics |= score_metrics(batch)
-        self._write_samples(batch, prompts)
+        self._step.metrics |= score_metrics(batch.merge_rows())
+        self._write_samples(batch)
 
-    def greedy_rewards(self, batch: Batch, prompts: list[Prompt]) -> Tensor:
+    def greedy_rewards(self, batch: Batch) -> Tensor:
         """Return and log the rewards of a batch with one response per prompt, float32 [prompts]."""
-        self.fill_scores(batch, prompts, timing="reward")
+        self.fill_scores(batch, timing="reward")
         if self._config.reward.overlong_buffer_tokens:
             batch.rewards = batch.rewards + overlong_penalty(batch, self._config)
         self._step.metrics["critic/baseline/mean"] = float(batch.rewards.mean())
         return batch.rewards
 
-    def _write_samples(self, batch: Batch, prompts: list[Prompt]) -> None:
+    def _write_samples(self, batch: Batch) -> None:
         """Write the first logging.samples samples of the step; only rank 0, once per step."""
         count, number = min(self._config.logging.samples, len(batch)), self._step.number
         if dist.get_rank() > 0 or not count or self._written_step == number:
@@ -83,11 +82,27 @@ class Scoring:
         rows = [
             {
                 "training/global_step": number,
-                "prompt": prompts[int(batch.groups[i])].text,
+                "prompt": batch.prompts[int(batch.groups[i])].text,
                 "response": self._tokenizer.decode(batch.response_ids[i]),
-                "ground_truth": prompts[int(batch.groups[i])].ground_truth,
+                "ground_truth": batch.prompts[int(batch.groups[i])].ground_truth,
                 "score": float(batch.scores[i]),
             }
+            | self._conversation(batch, i)
             for i in range(count)
         ]
         append_samples(Path(self._config.run.dir, FILE_NAME), rows)
+
+    def _conversation(self, batch: Batch, sample: int) -> dict:
+        """Return the texts of a trajectory by role, with all tokens between them; {} without environments."""
+        if batch.turns is None:
+            return {}
+        turns = batch.turns[batch.offsets[sample] : batch.offsets[sample + 1]].numpy()
+        parts = np.split(batch.response_ids[sample], np.flatnonzero(np.diff(turns)) + 1)
+        starts = np.cumsum([0, *map(len, parts[:-1])])
+        roles = [
+            "assistant" if turns[start] > 0 else SOURCES[-turns[start]] for start in starts if len(turns)
+        ]
+        texts = [batch.prompt_ids[sample], *parts]
+        decode = self._tokenizer.decode
+        pairs = zip(["prompt", *roles], texts)
+        return {"messages": [{"role": role, "content": decode(ids)} for role, ids in pairs]}

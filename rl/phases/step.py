@@ -30,6 +30,8 @@ class Step:
         """Once true, the step can no longer be aborted and retried: the algorithm has begun to learn."""
         self.abortable_s = 0.0
         """Seconds of this step in which a stop request could have aborted it."""
+        self.events = 0
+        """Digest of the engine's last event log, which the replica's ranks compare before the next phase."""
         self._first: int | None = None
 
     @property
@@ -60,7 +62,7 @@ class Step:
             with self.timed("agreement"):
                 is_cuda = self.device.is_cuda
                 peak = torch.cuda.max_memory_allocated(self.device.torch) if is_cuda else 0
-                host, peak = self.agreement.check(entry, batch, (resident_bytes(), peak))
+                host, peak = self.agreement.check(entry, batch, self.events, (resident_bytes(), peak))
             largest = max(host / GIB, self.metrics.get("perf/host_memory_gib", 0.0))
             self.metrics["perf/host_memory_gib"] = largest
             if is_cuda:

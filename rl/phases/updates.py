@@ -12,6 +12,7 @@ from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.faults.agreement import check_replicas
 from rl.objectives.aggregate import aggregate
+from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
 from rl.phases.deferred import FirstUpdate
@@ -59,20 +60,23 @@ class Updates:
         step, policy = self._step, self._engines.policy
         if batch.advantages is not None:
             step.metrics |= spread("critic/advantages", batch.advantages[batch.mask > 0])
+        if batch.trajectories is not None:
+            counts = segment_sum(batch.mask.double(), batch.trajectory_lengths)
+            batch.trajectory_tokens = expand(batch.of_trajectories(counts).float(), batch.lengths)
         num_tokens = batch.prompt_lengths + batch.lengths
         plans = self._planner.plans(batch)
         micro_batches = [plan.micro_batches for plan in plans]
         ranks = [[i for p in micro_batches for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
         step.metrics |= balance_metrics(num_tokens.tolist(), ranks)
         step.metrics |= imbalance_metrics([plan.costs for plan in plans if plan.costs is not None])
-        first_version = policy.version
+        first_update = policy.num_updates
         others = self._outputs_after_the_first(batch)
 
         @contextmanager
         def update_of(plan: MinibatchPlan) -> Iterator[Loss]:
             if select_tokens is not None:
-                self._select_tokens(batch, plan, select_tokens, number=policy.version - first_version)
-            if others is None or policy.version > first_version:
+                self._select_tokens(batch, plan, select_tokens, number=policy.num_updates - first_update)
+            if others is None or policy.num_updates > first_update:
                 yield loss
                 return
             first = FirstUpdate(loss, self._config.rollout_correction)
@@ -88,6 +92,7 @@ class Updates:
             update_of=update_of,
             warmup_steps=self._config.critic.warmup_steps,
         )
+        policy.version += 1
         step.num_tokens += int(num_tokens.sum())
         step.metrics |= _prefixed("actor", means)
 
@@ -142,6 +147,8 @@ class Updates:
         warmup_steps: number of steps before the learning rate schedule of this model starts.
         """
         self._memory.to_training()
+        if model is self._engines.policy:
+            self._memory.wait_for_readers()
         step, epochs = self._step, self._config.training.epochs
         step.is_committed = True
         lr = learning_rate(optimizer, step.number - warmup_steps, self._config.run.max_steps - warmup_steps)
@@ -168,9 +175,9 @@ class Updates:
         Returns None if the old log-probs were not deferred. Raises RuntimeError if the policy was updated
         after `log_probs`.
         """
-        if batch.deferred_version is None:
+        if batch.deferred_at is None:
             return None
-        if batch.deferred_version != self._engines.policy.version:
+        if batch.deferred_at != self._engines.policy.num_updates:
             raise RuntimeError(
                 f"algorithm={self._config.algorithm} updated the policy between log_probs and update of a "
                 'batch; add "old_logprobs" to its NEEDS, so that log_probs computes them.'

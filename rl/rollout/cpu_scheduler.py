@@ -24,7 +24,8 @@ class DecodeScheduler(Scheduler):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         assert not (self.num_spec_tokens or self.use_pp or self.connector or self.log_stats)
-        self._logprobs: dict[str, list[float]] = {}
+        self.logprobs: dict[str, list[float]] = {}
+        """Log-probs of the tokens of running requests, by vLLM's internal id."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         return self._schedule_decoding() or super().schedule(throttle_prefills)
@@ -92,7 +93,7 @@ class DecodeScheduler(Scheduler):
             request._all_token_ids.append(sampled[0])
             if request.num_tokens % self.hash_block_size == 0:
                 request.update_block_hashes()
-            self._logprobs.setdefault(name, []).append(logprobs[row])
+            self.logprobs.setdefault(name, []).append(logprobs[row])
             if check_stop(request, self.max_model_len):
                 outputs.append(self._finish(request))
                 finished.add(request)
@@ -102,7 +103,7 @@ class DecodeScheduler(Scheduler):
     def _finish(self, request) -> EngineCoreOutput:
         """Free the request; return all of its tokens and log-probs."""
         tokens = list(request._output_token_ids)
-        logprobs = np.array(self._logprobs.pop(request.request_id), np.float32)[:, None]
+        logprobs = np.array(self.logprobs.pop(request.request_id), np.float32)[:, None]
         ranks = np.zeros(len(tokens), np.int64)
         reason = request.get_finished_reason()
         self._free_request(request)
@@ -118,5 +119,5 @@ class DecodeScheduler(Scheduler):
         """Finish the requests as Scheduler does, and discard their stored log-probs."""
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
-            self._logprobs.pop(request.request_id, None)
+            self.logprobs.pop(request.request_id, None)
         return finished

@@ -3,11 +3,11 @@
 With vLLM's `external_launcher`, every rank of a replica runs the same engine schedule on the same requests;
 replicas are independent of each other. Two requirements follow. First, each request has its own seed. With
 the engine's generators, ranks would sample different tokens and hang later. Second, the ranks of a replica
-add and abort requests at the same engine steps, in the same order.
+add and abort requests at the same engine steps, in the same order. `rl.rollout.events` describes how.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,15 +15,13 @@ import torch.distributed as dist
 
 from rl.config.schema import Rollout
 from rl.rollout import cpu_support
-from rl.rollout.queue import Queue, SharedQueue, StaticQueue
-from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.turns import Completion, Request, Response, Sample, SingleTurn
+from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
+from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
+from rl.rollout.sampling import Sampling
+from rl.rollout.single_turns import SingleTurns
+from rl.rollout.turns import Completion, Request, Sample
 from rl.rollout.vllm_model import build_llm
-from rl.runtime.collectives import any_rank
 from rl.runtime.device import Device
-
-INTERRUPT_TURNS = 16
-"""Number of engine steps between two checks of `interrupt`; a step takes at least about 10 ms."""
 
 
 class RolloutEngine:
@@ -58,6 +56,8 @@ class RolloutEngine:
         self.tp = rollout.tp
         self.num_replicas = world // self.tp
         self.replica, self.rank_in_replica = divmod(rank, self.tp)
+        self.leads = self.rank_in_replica == 0
+        """Whether this rank decides what its replica generates (`rl.rollout.events`)."""
         cpu_support.install()
         self.llm = build_llm(
             path, rollout, dtype=dtype, max_tokens=max_tokens, seed=seed, device=device, frozen=frozen
@@ -71,16 +71,28 @@ class RolloutEngine:
         _abort_in_order(self.llm.llm_engine.engine_core)
         self.model = self.llm.apply_model(lambda model: model)[0]
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._cpu_cache = None
+        self.keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not frozen
+        """Whether the KV cache stays when the weights change. Samples then share a cached prefix only if they
+        began with the same version of the weights."""
         if not device.is_cuda:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
-        self._replica_group = _own_replica_group(world, self.tp, rank)
+        self.replica_group = _own_replica_group(world, self.tp, rank)
         self._queues_made = 0
+        self._running: dict[str, _Live] = {}
+        self.events = EventLog(self.replica_group)
+        """The log of the last `run`."""
         self.awake = True
         """Whether the engine holds its memory and may generate."""
         self.weights_version = -1
         """Version of the policy whose weights the engine holds (`TrainingEngine.version`); -1: none yet."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run."""
+        return bool(self._running)
 
     def close(self) -> None:
         """Destroy vLLM's groups and shared memory.
@@ -99,9 +111,11 @@ class RolloutEngine:
         On CUDA the weights are released too, because each refit writes all of them.
         """
         self.awake = False
-        self.llm.reset_prefix_cache()
+        if not self.keeps_cache:
+            self.llm.reset_prefix_cache()
         if self._cpu_cache is not None:
-            self._cpu_cache.release()
+            if not self.keeps_cache:
+                self._cpu_cache.release()
             cpu_support.release_packed_weights(self.model)
         elif not self.frozen:
             self.llm.sleep(level=2)
@@ -156,25 +170,41 @@ class RolloutEngine:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Recompute the tensors derived from the weights, and clear the prefix cache of the old weights."""
+        """Recompute the tensors derived from the weights, and clear the prefix cache of the old weights.
+
+        A cache that is kept for unfinished samples is separated by the version at which a sample began.
+        """
         self.derive_weights()
         self.device.synchronize()
+        if self.keeps_cache:
+            return
         is_reset = self.llm.reset_prefix_cache(reset_running_requests=True)
         assert is_reset, "the engine kept cache blocks of old weights"
 
     # Generation -------------------------------------------------------------------------------------------
 
     def queue(self, num_items: int) -> Queue:
-        """Return the work of one `generate` call, shared by all replicas.
+        """Return the work of one call, shared by all replicas; only leaders draw from it.
 
         Every rank calls it the same number of times.
         """
         self._queues_made += 1
         if self.config.deterministic:
             return StaticQueue(num_items, replica=self.replica, num_replicas=self.num_replicas)
-        return SharedQueue(
-            num_items, name=f"{self.name}-queue-{self._queues_made}", replica_group=self._replica_group
-        )
+        return SharedQueue(num_items, name=self.call_name)
+
+    @property
+    def call_name(self) -> str:
+        """Name of the last `queue` in the job's store; equal on all ranks."""
+        return f"{self.name}-queue-{self._queues_made}"
+
+    def capacity(self, num_prompts: int, samples_per_prompt: int) -> int:
+        """Return the most samples of a call that this replica may hold at a time.
+
+        It is at most the replica's share. Otherwise the first to start would draw all prompts.
+        """
+        share = -(-num_prompts // self.num_replicas) * samples_per_prompt
+        return max(samples_per_prompt, min(self.config.max_concurrent_samples, share))
 
     def generate(
         self,
@@ -183,59 +213,127 @@ class RolloutEngine:
         seeds: list[int],
         progress=None,
         interrupt: Callable[[], bool] | None = None,
+        order: list[int] | None = None,
     ) -> list[Sample] | None:
         """Return the samples of the prompts that this replica drew; None if the call was interrupted.
 
+        The leader returns the samples; other ranks return [].
+
         Args:
             prompts: token ids of each prompt, int32 [P_i].
-            seeds: one per prompt. Sample j of prompt i is sampled with `seed_of(seeds[i], j)`, so it does not
-                depend on the replica that draws the prompt.
-            interrupt: called every INTERRUPT_TURNS engine steps. If it returns true on any rank of the
-                replica, the call ends.
+            seeds: one per prompt, see `SingleTurns`.
+            progress: counts samples over all replicas, by this replica's share.
+            interrupt: see `run`.
+            order: the prompts in the order in which they start; None: as given.
         """
-        engine, queue = self.llm.llm_engine, self.queue(len(prompts))
-        n = sampling.samples_per_prompt
-        # A replica holds at most its share; otherwise the first to start would draw all prompts.
-        share = -(-len(prompts) // self.num_replicas) * n
-        capacity = max(n, min(self.config.max_concurrent_samples, share))
-        running: dict[str, Response] = {}
-        finished: list[Sample] = []
-        more = True
-        for turn in itertools.count():
-            if not more and not running:
-                return finished
-            if interrupt is not None and turn % INTERRUPT_TURNS == 0 and self._any_in_replica(interrupt()):
-                engine.abort_request(sorted(running))
-                return None
-            while more and len(running) + n <= capacity:
-                item = queue.draw()
-                if item is None:
-                    more = False
-                    break
-                for number in range(n):
-                    seed = seed_of(seeds[item], number)
-                    request = Request(prompts[item].tolist(), seed, sampling.max_tokens)
-                    self._submit(SingleTurn(item, number, request), sampling, running)
-            num_before = len(finished)
-            for output in engine.step() if running else []:
-                if output.finished:
-                    response = running.pop(output.request_id)
-                    response.receive(_completion(output.outputs[0], self.weights_version))
-                    if not self._submit(response, sampling, running):
-                        finished.append(response.sample())
-            if progress is not None:
-                progress.update((len(finished) - num_before) * self.num_replicas)
+        queue = self.queue(len(prompts))
+        if order is not None:
+            queue = OrderedQueue(queue, order)
+        capacity = self.capacity(len(prompts), sampling.samples_per_prompt)
+        turns = SingleTurns(prompts, sampling, seeds, queue=queue, capacity=capacity, progress=progress)
+        if not self.run(turns if self.leads else None, sampling, interrupt=interrupt):
+            return None
+        return turns.samples
 
-    def _submit(self, response: Response, sampling: Sampling, running: dict[str, Response]) -> bool:
-        """Give the response's next request to vLLM; return False if the response is complete instead."""
-        request = response.next_request()
-        if request is None:
-            return False
-        request_id = f"{response.prompt}.{response.number}"
-        prompt = {"prompt_token_ids": request.token_ids}
-        self.llm.llm_engine.add_request(request_id, prompt, self._params(sampling, request))
-        running[request_id] = response
-        return True
+    def run(
+        self,
+        source: Source | None,
+        sampling: Sampling,
+        *,
+        interrupt: Callable[[], bool] | None = None,
+        take_weights: Callable[[int], None] | None = None,
+        on_wait: Callable[[str], None] = lambda text: None,
+    ) -> bool:
+        """Generate what the source of the replica's leader asks for. Collective over the replica.
+
+        Before an engine step, the ranks exchange a record if nothing runs, if a request has finished since
+        the last record, and at the latest after INTERVAL steps.
+
+        Args:
+            source: decides what is generated; None on other ranks than the leader.
+            sampling: sampling parameters; each request has its own seed and `max_tokens`.
+            interrupt: called before each record, on every rank. If it returns true on the leader, the run
+                ends.
+            take_weights: writes the weights of a version into the engine, after an event `Weights`.
+            on_wait: called with the text of each event `Waiting`, and with "" when the wait is over.
+
+        Returns whether the run was completed, and not interrupted. `events` is then its log.
+        """
+        engine, running = self.llm.llm_engine, self._running
+        self.events = EventLog(self.replica_group)
+        step = last_record = 0
+        has_finished = waits = False
+        while True:
+            if not running or has_finished or step - last_record >= INTERVAL:
+                last_record, has_finished = step, False
+                is_interrupted = interrupt is not None and interrupt()
+                events: list[Event] = []
+                if source is not None:
+                    events = (
+                        [Done(aborted=True)] if is_interrupted else source.next_events(len(running), step)
+                    )
+                events = self.events.share(events, step)
+                text = "".join(event.text for event in events if isinstance(event, Waiting))
+                if text or waits:
+                    on_wait(text)
+                waits = bool(text)
+                for event in events:
+                    match event:
+                        case Add(request):
+                            self._add(request, sampling)
+                        case Abort(name):
+                            self._deliver(source, name, self._abort(name))
+                        case Weights(version):
+                            assert take_weights is not None, "this run takes no weights"
+                            take_weights(version)
+                            self._note_version(version)
+                        case Done(aborted):
+                            engine.abort_request(list(running))
+                            running.clear()
+                            return not aborted
+            if running:
+                for output in engine.step():
+                    if output.finished:
+                        has_finished = True
+                        live = running.pop(output.request_id)
+                        self._deliver(source, output.request_id, _completion(output.outputs[0], live))
+                step += 1
+
+    def _add(self, request: Request, sampling: Sampling) -> None:
+        """Give a request to vLLM."""
+        prompt: dict = {"prompt_token_ids": request.token_ids.tolist()}
+        if self.keeps_cache:
+            first = request.first_version
+            prompt["cache_salt"] = f"v{self.weights_version if first is None else first}"
+        engine = self.llm.llm_engine
+        internal = engine.add_request(request.name, prompt, self._params(sampling, request))
+        self._running[request.name] = _Live(internal, [(0, self.weights_version)])
+
+    def _abort(self, name: str) -> Completion:
+        """Abort a request and return its tokens so far."""
+        live, engine = self._running.pop(name), self.llm.llm_engine
+        token_ids = np.array(self._scheduler.requests[live.internal_id].output_token_ids, np.int32)
+        # The CPU's scheduler reports tokens only at the end of a request, vLLM's after each step.
+        logprobs = None if self.device.is_cuda else self._scheduler.logprobs.get(live.internal_id)
+        if logprobs is None:
+            logprobs = engine.output_processor.request_states[
+                live.internal_id
+            ].logprobs_processor.logprobs.logprobs
+        logprobs = np.array(logprobs, np.float32)
+        engine.abort_request([name])
+        return Completion(token_ids, logprobs, "abort", live.versions(len(token_ids)))
+
+    def _deliver(self, source: Source | None, name: str, completion: Completion) -> None:
+        self.events.note(name, completion.token_ids)
+        if source is not None:
+            source.receive(name, completion)
+
+    def _note_version(self, version: int) -> None:
+        """Note that all further tokens are sampled by `version` of the policy."""
+        self.weights_version = version
+        for live in self._running.values():
+            request = self._scheduler.requests[live.internal_id]
+            live.spans.append((request.num_output_tokens, version))
 
     def _params(self, sampling: Sampling, request: Request):
         from vllm import SamplingParams
@@ -259,17 +357,30 @@ class RolloutEngine:
             skip_clone=True,  # each request has its own parameters
         )
 
-    def _any_in_replica(self, here: bool) -> bool:
-        """Return whether `here` is true on any rank of this replica. Collective over the replica."""
-        return here if self.tp == 1 else any_rank(here, self._replica_group)
+
+@dataclass
+class _Live:
+    """A request that runs."""
+
+    internal_id: str
+    """vLLM's id: the name and a random suffix."""
+    spans: list[tuple[int, int]]
+    """(number of the first token, version of the policy that sampled the tokens from there on)."""
+
+    def versions(self, num_tokens: int) -> np.ndarray:
+        """Return the version of each of the request's tokens, int32 [num_tokens]."""
+        versions = np.zeros(num_tokens, np.int32)
+        for first, version in self.spans:
+            versions[first:] = version
+        return versions
 
 
-def _completion(output, weights_version: int) -> Completion:
+def _completion(output, live: _Live) -> Completion:
     return Completion(
         token_ids=np.asarray(output.token_ids, np.int32),
         logprobs=np.asarray(output.logprobs.logprobs, np.float32),
-        truncated=output.finish_reason == "length",
-        weights_version=weights_version,
+        end="length" if output.finish_reason == "length" else "stop",
+        weight_versions=live.versions(len(output.token_ids)),
     )
 
 

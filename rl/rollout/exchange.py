@@ -1,50 +1,129 @@
 """Exchange of samples. Every rank receives all samples, a few bytes per token."""
 
+import math
+
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from rl.data.batch import Batch
 from rl.rollout.turns import Sample
-from rl.runtime.collectives import sum_over_world
+from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
 
+_HEADER = ("prompt", "number", "row", "length", "prompt_length", "truncated")
 
-def exchange(prompts: list[np.ndarray], own: list[Sample], samples_per_prompt: int, device: Device) -> Batch:
-    """Return the batch of all samples, ordered by prompt and sample number. Collective over the world.
 
-    The lengths are exchanged first and determine the positions in the token columns. Each position is written
-    by one rank and is 0 on the others, so the sum over ranks is exact.
+def exchange(
+    prompts: list[np.ndarray],
+    own: list[Sample],
+    samples_per_prompt: int | None,
+    device: Device,
+    *,
+    turns: bool = False,
+) -> Batch:
+    """Return the batch of all samples, ordered by prompt, sample number and row. Collective over the world.
+
+    The numbers of samples are exchanged first, then their lengths, which determine the positions in the token
+    columns. Each position is written by one rank and is 0 on the others, so the sum over ranks is exact.
 
     Args:
         prompts: token ids of each prompt, int32 [P_i].
         own: the samples of this rank; no other rank has them.
+        samples_per_prompt: number that every prompt must have; None if samples may be missing.
+        turns: whether samples may have several turns; then `turns` and `turn_rewards` are filled too.
     """
-    total = len(prompts) * samples_per_prompt
-    places = [sample.prompt * samples_per_prompt + sample.number for sample in own]
-    header = torch.zeros(3, total, dtype=torch.int64)  # length, truncated, times generated
-    for place, sample in zip(places, own):
-        header[:, place] = torch.tensor([len(sample.token_ids), sample.truncated, 1])
-    lengths, truncated, times = sum_over_world(header, device.torch)
-    assert bool((times == 1).all()), (
-        f"{int((times != 1).sum())} of {total} samples were not generated exactly once"
-    )
+    rank, world = dist.get_rank(), dist.get_world_size()
+    counts = torch.zeros(2, world, dtype=torch.int64)  # samples, and how many of them have an outcome
+    counts[:, rank] = torch.tensor([len(own), sum(sample.outcome is not None for sample in own)])
+    num_own, num_outcomes = sum_over_world(counts, device.torch)
+    first = int(num_own[:rank].sum())
+    header = torch.zeros(len(_HEADER), int(num_own.sum()), dtype=torch.int64)
+    for place, sample in enumerate(own, first):
+        context = -1 if sample.prompt_ids is None else len(sample.prompt_ids)
+        values = (sample.prompt, sample.number, sample.row, len(sample.token_ids), context, sample.truncated)
+        header[:, place] = torch.tensor(values)
+    header = sum_over_world(header, device.torch)
+    order = torch.from_numpy(np.lexsort(header[:3].flip(0).numpy()))
+    place_of = order.argsort()[first : first + len(own)].tolist()
+    prompt, number, row, lengths, contexts, truncated = header[:, order]
+    _check_numbers(prompt, number, row, len(prompts), samples_per_prompt)
 
-    ends = lengths.cumsum(0)
-    columns = torch.zeros(3, int(lengths.sum()), dtype=torch.int32)  # token ids, mask, weight versions
-    logprobs = torch.zeros(columns.shape[1])
-    for place, sample in zip(places, own):
-        span = slice(int(ends[place] - lengths[place]), int(ends[place]))
-        values = np.stack([sample.token_ids, sample.mask, sample.weight_versions])
-        columns[:, span] = torch.from_numpy(values)
-        logprobs[span] = torch.from_numpy(sample.logprobs)
-    token_ids, mask, weight_versions = sum_over_world(columns, device.torch)
-    groups = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
-    return Batch(
-        prompt_ids=[prompts[g] for g in groups],
-        response_ids=np.split(token_ids.clone().numpy(), ends[:-1].numpy()),
-        groups=groups,
+    columns, numbers = _write_columns(own, place_of, lengths, rewards=turns)
+    token_ids, turn_of, weight_versions = sum_over_world(columns, device.torch)
+    logprobs, *rewards = sum_over_world(numbers, device.torch)
+    batch = Batch(
+        prompt_ids=[prompts[i] for i in prompt],
+        response_ids=np.split(token_ids.clone().numpy(), lengths.cumsum(0)[:-1].numpy()),
+        groups=prompt.clone(),
         truncated=truncated > 0,
-        mask=mask.float(),
-        rollout_logprobs=sum_over_world(logprobs, device.torch),
+        mask=(turn_of > 0).float(),
+        rollout_logprobs=logprobs.clone(),
         weight_versions=weight_versions.clone(),
     )
+    if turns:
+        batch.turns, batch.turn_rewards = turn_of.clone(), rewards[0].clone()
+    if (contexts >= 0).any():
+        batch.prompt_ids = _exchange_contexts(batch.prompt_ids, own, place_of, contexts, device)
+    if (row > 0).any():
+        batch.trajectories = torch.stack([prompt, number]).unique(dim=1, return_inverse=True)[1]
+    if num_outcomes.any():
+        batch.score_details = _exchange_outcomes(own, place_of, len(batch), device)
+    return batch
+
+
+def _check_numbers(prompt, number, row, num_prompts: int, samples_per_prompt: int | None) -> None:
+    """Assert that every sample was generated exactly once."""
+    samples = torch.stack([prompt, number, row]).T.tolist()
+    assert len({tuple(sample) for sample in samples}) == len(samples), "a sample was generated twice"
+    if samples_per_prompt is not None:
+        total = num_prompts * samples_per_prompt
+        found = sum(first == 0 for _, _, first in samples)
+        assert found == total, f"{total - found} of {total} samples were not generated exactly once"
+
+
+def _write_columns(own: list[Sample], places: list[int], lengths: torch.Tensor, *, rewards: bool):
+    """Return this rank's part of (token ids, turns, weight versions), int32 [3, T], and of the log-probs and,
+    if `rewards`, the rewards of turns, float32 [1 or 2, T]."""
+    ends = lengths.cumsum(0)
+    columns = torch.zeros(3, int(lengths.sum()), dtype=torch.int32)
+    numbers = torch.zeros(1 + rewards, columns.shape[1])
+    for place, sample in zip(places, own):
+        span = slice(int(ends[place] - lengths[place]), int(ends[place]))
+        values = np.stack([sample.token_ids, sample.turns, sample.weight_versions])
+        columns[:, span] = torch.from_numpy(values)
+        numbers[0, span] = torch.from_numpy(sample.logprobs)
+        if rewards:
+            numbers[1, span] = torch.from_numpy(sample.rewards)
+    return columns, numbers
+
+
+def _exchange_contexts(
+    prompt_ids: list[np.ndarray], own: list[Sample], places: list[int], contexts: torch.Tensor, device: Device
+) -> list[np.ndarray]:
+    """Return the context of each sample: its own, or that of its prompt. Collective over the world."""
+    lengths = contexts.clamp(min=0)
+    ends = lengths.cumsum(0)
+    token_ids = torch.zeros(int(lengths.sum()), dtype=torch.int32)
+    for place, sample in zip(places, own):
+        if sample.prompt_ids is not None:
+            span = slice(int(ends[place] - lengths[place]), int(ends[place]))
+            token_ids[span] = torch.from_numpy(sample.prompt_ids)
+    parts = np.split(sum_over_world(token_ids, device.torch).numpy(), ends[:-1].numpy())
+    return [part if own_length >= 0 else ids for part, own_length, ids in zip(parts, contexts, prompt_ids)]
+
+
+def _exchange_outcomes(
+    own: list[Sample], places: list[int], total: int, device: Device
+) -> dict[str, torch.Tensor]:
+    """Return the outcomes as columns float32 [total], NaN where a sample lacks a number.
+
+    Collective over the world.
+    """
+    everyone = gather_objects(sorted({name for sample in own for name in sample.outcome or {}}))
+    names = sorted({name for names in everyone for name in names})
+    table = torch.zeros(len(names), total, dtype=torch.float64)
+    for place, sample in zip(places, own):
+        values = [(sample.outcome or {}).get(name, math.nan) for name in names]
+        table[:, place] = torch.tensor(values, dtype=torch.float64)
+    return dict(zip(names, sum_over_world(table, device.torch).float()))

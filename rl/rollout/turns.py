@@ -1,25 +1,28 @@
-"""An unfinished response: the interface between the engine and the code that continues a response.
+"""What is asked of the engine, what it returns, and the samples made of it.
 
-The engine asks a `Response` for a request, generates, and returns the completion to it, until there is no
-further request. Responses are stored as token ids; text and messages are derived from them.
-`RolloutEngine.generate` makes a `SingleTurn` for each sample; a response of several turns, with tools, is
-another class with the same methods.
+Token ids are the truth: a sample is a list of segments of token ids. Text and messages are derived from them.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
+
+SOURCES = ("tool", "user", "environment")
+"""Sources of tokens that the policy did not sample."""
 
 
 @dataclass(frozen=True)
 class Request:
     """One call of the engine."""
 
-    token_ids: list[int]
-    """The context to continue."""
+    name: str
+    """Unique among the requests of one `RolloutEngine.run`."""
+    token_ids: np.ndarray
+    """int32 [C]: the context to continue."""
     seed: int
     max_tokens: int
+    first_version: int | None = None
+    """Version of the weights at which a carried sample began; None: the engine's present one."""
 
 
 @dataclass(frozen=True)
@@ -30,73 +33,98 @@ class Completion:
     """int32 [R], with the end-of-sequence token if there is one."""
     logprobs: np.ndarray
     """float32 [R], in the sampling distribution (after temperature, top-p, ...)."""
-    truncated: bool
-    """Whether the completion ended at max_tokens."""
-    weights_version: int
-    """Version of the policy that sampled the tokens (`TrainingEngine.version`)."""
+    end: str
+    """Why it ended: "stop" (a stop token or string), "length" (max_tokens), or "abort"."""
+    weight_versions: np.ndarray
+    """int32 [R]: version of the policy that sampled each token (`TrainingEngine.version`)."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Adjacent tokens of a response from one source."""
+
+    token_ids: np.ndarray
+    """int32 [S]."""
+    logprobs: np.ndarray
+    """float32 [S], as in `Completion`; 0 for tokens that the policy did not sample."""
+    weight_versions: np.ndarray
+    """int32 [S], as in `Completion`; for other tokens the version at which they were given."""
+    is_sampled: bool = True
+    """Whether the policy sampled the tokens; else they were given to it, such as the output of a tool."""
+    turn: int = 0
+    source: str = "policy"
+    """Who gave the tokens: "policy", or one of SOURCES."""
+    reward: float = 0.0
+    """Reward of the turn, by an environment that rewards single turns."""
+
+    @classmethod
+    def of(cls, completion: Completion, turn: int = 0) -> "Segment":
+        """Return the tokens of a completion as a segment."""
+        return cls(completion.token_ids, completion.logprobs, completion.weight_versions, turn=turn)
+
+    @classmethod
+    def given(cls, token_ids: np.ndarray, *, version: int, turn: int, source: str) -> "Segment":
+        """Return tokens that the policy did not sample as a segment."""
+        zeros = np.zeros(len(token_ids), np.float32)
+        versions = np.full(len(token_ids), version, np.int32)
+        return cls(token_ids, zeros, versions, is_sampled=False, turn=turn, source=source)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One finished response."""
+    """One finished response, or one row of it: a trajectory whose context was rewritten has several rows."""
 
     prompt: int
-    """Index of the prompt in the call of `RolloutEngine.generate`."""
+    """Index of the prompt in the call that generated the sample."""
     number: int
     """Index of the sample among those of its prompt."""
-    token_ids: np.ndarray
-    """int32 [R]."""
-    logprobs: np.ndarray
-    """float32 [R], as in `Completion`; 0 where the mask is 0."""
+    segments: tuple[Segment, ...]
     truncated: bool
     """Whether the response ended at the length limit."""
-    mask: np.ndarray
-    """int32 [R]: 1 for tokens that the policy sampled, 0 for others (tool output)."""
-    weight_versions: np.ndarray
-    """int32 [R]: version of the policy that sampled each token."""
+    row: int = 0
+    """Index of the row among those of the response."""
+    prompt_ids: np.ndarray | None = None
+    """int32 [P]: context before the first segment, if it is not that of the prompt."""
+    outcome: dict[str, float] | None = None
+    """Numbers that an environment reports, such as `score`; None if the reward function gives them."""
 
+    def _column(self, name: str, dtype) -> np.ndarray:
+        parts = [getattr(segment, name) for segment in self.segments]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
-class Response(Protocol):
-    """A sequence of requests whose completions make up one sample."""
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [R]."""
+        return self._column("token_ids", np.int32)
 
-    prompt: int
-    number: int
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 [R], as in `Segment`."""
+        return self._column("logprobs", np.float32)
 
-    def next_request(self) -> Request | None:
-        """Return the next request, or None when the response is complete."""
+    @property
+    def weight_versions(self) -> np.ndarray:
+        """int32 [R], as in `Segment`."""
+        return self._column("weight_versions", np.int32)
 
-    def receive(self, completion: Completion) -> None:
-        """Take the completion of the last request."""
+    @property
+    def turns(self) -> np.ndarray:
+        """int32 [R]: number of the turn, from 1, for tokens that the policy sampled; else minus the index of
+        their source in SOURCES."""
+        numbers = [s.turn + 1 if s.is_sampled else -SOURCES.index(s.source) for s in self.segments]
+        parts = [np.full(len(s.token_ids), number, np.int32) for s, number in zip(self.segments, numbers)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
-    def sample(self) -> Sample:
-        """Return the finished sample."""
+    @property
+    def mask(self) -> np.ndarray:
+        """int32 [R]: 1 for tokens that the policy sampled, 0 for others."""
+        return (self.turns > 0).astype(np.int32)
 
-
-class SingleTurn:
-    """A response of one turn: the completion of the prompt."""
-
-    def __init__(self, prompt: int, number: int, request: Request):
-        self.prompt, self.number = prompt, number
-        self._request: Request | None = request
-        self._completion: Completion | None = None
-
-    def next_request(self) -> Request | None:
-        request, self._request = self._request, None
-        return request
-
-    def receive(self, completion: Completion) -> None:
-        self._completion = completion
-
-    def sample(self) -> Sample:
-        completion = self._completion
-        assert completion is not None, "the response is not complete"
-        num_tokens = len(completion.token_ids)
-        return Sample(
-            prompt=self.prompt,
-            number=self.number,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            truncated=completion.truncated,
-            mask=np.ones(num_tokens, np.int32),
-            weight_versions=np.full(num_tokens, completion.weights_version, np.int32),
-        )
+    @property
+    def rewards(self) -> np.ndarray:
+        """float32 [R]: reward of each turn on its last token, 0 elsewhere."""
+        rewards = np.zeros(len(self.token_ids), np.float32)
+        ends = np.cumsum([len(segment.token_ids) for segment in self.segments])
+        for segment, end in zip(self.segments, ends):
+            rewards[end - 1] += segment.reward
+        return rewards

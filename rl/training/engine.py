@@ -66,7 +66,9 @@ class TrainingEngine:
         self.config, self.grid, self.device, self.temperature = training, grid, device, temperature
         self.adam = optimizer
         self.version = 0
-        """Number of optimizer updates since the run began; the run restores it from a checkpoint."""
+        """Number of batches that the model has learned from; a checkpoint restores it for the policy."""
+        self.num_updates = 0
+        """Number of optimizer updates since the process started."""
         hf = value_model(hf) if values else hf
         model = build_model(hf, training, DTYPES[dtype], grid, values=values).to(device.torch)
         self.model = model
@@ -147,7 +149,7 @@ class TrainingEngine:
         outputs: tuple[str, ...] | None = None,
         progress=None,
     ) -> dict[str, float]:
-        """Take one optimizer step on the samples of the plan and increment `version`.
+        """Take one optimizer step on the samples of the plan and increment `num_updates`.
 
         outputs: names of the model's outputs that `loss` reads; None for all.
 
@@ -177,7 +179,7 @@ class TrainingEngine:
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}; the update was not applied.")
         clip_and_step(self.optimizer, norm)
-        self.version += 1
+        self.num_updates += 1
         return self._sum_over_replicas(sums) | {"grad_norm": norm}
 
     def start_from_present_weights(self) -> None:

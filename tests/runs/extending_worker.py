@@ -59,7 +59,7 @@ assert float(metrics["actor/ppo_kl"]) == -1.0
 
 # Algorithm
 phases = SimpleNamespace(
-    draw_prompts=lambda: [], generate=lambda prompts: batch, score_samples=lambda batch, prompts: None
+    draw_prompts=lambda: [], generate=lambda prompts: batch, score_samples=lambda batch: None
 )
 assert raft.collect(phases).rewards.tolist() == [7.0, 4.0]
 

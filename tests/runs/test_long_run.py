@@ -32,12 +32,12 @@ COMPARISON = """
     dist.init_process_group("gloo")
     agreement = PhaseAgreement({"key": 1}, "code", dist.group.WORLD)
     compared, bare = [], []
-    own = torch.zeros(8, dtype=torch.int64)
-    rows = torch.zeros(dist.get_world_size() * 8, dtype=torch.int64)
+    own = torch.zeros(9, dtype=torch.int64)
+    rows = torch.zeros(dist.get_world_size() * 9, dtype=torch.int64)
     for number in range(2000):
         place = PhaseEntry("update", 1, number, 0.0, 0.0, 1.0)
         start = time.perf_counter()
-        agreement.check(place, 7, (0, 0))
+        agreement.check(place, 7, 0, (0, 0))
         compared.append(time.perf_counter() - start)
         start = time.perf_counter()
         dist.all_gather_into_tensor(rows, own)

@@ -115,15 +115,18 @@ CHECKS = """
         except (Disagreement, ConfigError) as error:
             outcomes[name] = str(error)
 
-    def check(odd_place=place, batch=5, code="a", odd_rank=2):
+    def check(odd_place=place, batch=5, code="a", odd_rank=2, events=0, replica_size=1):
         mine = rank == odd_rank
-        agreement = PhaseAgreement(config, code if mine else "a", group)
-        return agreement.check(odd_place if mine else place, batch if mine else 5, (100 + rank, 7 - rank))
+        agreement = PhaseAgreement(config, code if mine else "a", group, replica_size=replica_size)
+        memory = 100 + rank, 7 - rank
+        return agreement.check(odd_place if mine else place, batch if mine else 5, events, memory)
 
     outcome("identical", check)
     outcome("batch", lambda: check(batch=6))
     outcome("code", lambda: check(code="b", odd_rank=0))
     outcome("phase", lambda: check(replace(place, phase="update", number=18)))
+    outcome("other replica", lambda: check(events=rank // 2, replica_size=2))
+    outcome("event log", lambda: check(events=rank, replica_size=2))
     outcome("step", lambda: check(replace(place, step=4), odd_rank=1))
 
     def other_config():
@@ -160,6 +163,7 @@ def found():
 
 def test_ranks_that_agree_learn_the_largest_memory(found):
     assert [rank["identical"] for rank in found] == [[102, 7]] * 3
+    assert [rank["other replica"] for rank in found] == [[102, 7]] * 3
 
 
 @pytest.mark.parametrize(
@@ -176,6 +180,11 @@ def test_every_rank_names_the_field_and_the_odd_rank(found, case, field, rank):
     for text in (theirs[case] for theirs in found):
         assert text.startswith(f"ranks disagree on the {field} before ") and f": rank {rank} (" in text
         assert text.count("rank ") == 1 and "the other 2 ranks: " in text
+
+
+def test_a_replica_whose_event_logs_differ_names_the_rank(found):
+    text = "rank 1 generated other tokens than the first rank of its replica"
+    assert all(rank["event log"].endswith(text) for rank in found)
 
 
 def test_different_phases_are_named(found):

@@ -39,7 +39,7 @@ from rl.phases.phases import Phases
 from rl.phases.policy_gradient import policy_loss, token_selection
 from rl.phases.step import Step
 from rl.rollout.exchange import exchange
-from rl.rollout.turns import Sample
+from rl.rollout.turns import Sample, Segment
 from rl.run_directory.progress import Progress
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
@@ -93,7 +93,7 @@ class ToyEngine:
         self.grid = SimpleNamespace(dp=dist.get_world_size())
         self.weight_map, self.shares_prompts = SimpleNamespace(hf=HF, weights=[]), True
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
-        self.version = 0
+        self.version = self.num_updates = 0
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def micro_batches(self, batch, plan):
@@ -135,7 +135,7 @@ class ToyEngine:
                 gradient[name] = parameter.grad.clone()
             dist.all_reduce(gradient[name])
         self.gradients.append(gradient)
-        self.version += 1
+        self.num_updates += 1
         return dict(
             zip(
                 sums,
@@ -323,7 +323,7 @@ class SampledRun(Phases):
         batch.mask = torch.from_numpy(np.concatenate(batch.response_ids) % 5 != 0).float()
         return batch
 
-    def score_samples(self, batch, prompts):
+    def score_samples(self, batch):
         sums = torch.tensor([float(ids.sum()) for ids in batch.response_ids])
         batch.scores = sums % 3 / 2
         batch.rewards = batch.scores.clone()
@@ -348,15 +348,9 @@ def sample_of(prompts: list[int], i: int, number: int) -> Sample:
     rng = np.random.default_rng((prompts[i], number))
     length = 0 if (prompts[i] * NUM_SAMPLES + number) % 11 == 5 else int(rng.integers(1, 25))
     logprobs = -rng.gamma(2.0, 1.0, length).astype(np.float32)
-    return Sample(
-        prompt=i,
-        number=number,
-        token_ids=rng.integers(VOCAB, size=length).astype(np.int32),
-        logprobs=logprobs,
-        truncated=length > 20,
-        mask=np.ones(length, np.int32),
-        weight_versions=np.zeros(length, np.int32),
-    )
+    token_ids = rng.integers(VOCAB, size=length).astype(np.int32)
+    segment = Segment(token_ids, logprobs, np.zeros(length, np.int32))
+    return Sample(i, number, (segment,), truncated=length > 20)
 
 
 def trained_batch(config: Config, *, direct: bool) -> dict:

@@ -29,7 +29,7 @@ from rl.rollout import engine as rollout_engine  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
 from rl.rollout.vllm_model import build_llm  # noqa: E402
-from rl.runtime.collectives import gather_objects  # noqa: E402
+from rl.runtime.collectives import broadcast_object, gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
 from tests import bounds  # noqa: E402
@@ -119,7 +119,7 @@ class Checks:
 
     def samples(self, sampling: Sampling, seed: int = 0) -> dict:
         out = self.engine.generate(PROMPTS, sampling, [seed_of(seed, i) for i in range(len(PROMPTS))])
-        return {(s.prompt, s.number): s for s in out}
+        return {(s.prompt, s.number): s for s in broadcast_object(out)}
 
     @torch.no_grad()
     def logits(self, sample) -> torch.Tensor:
@@ -215,7 +215,7 @@ class Checks:
             assert llm.call_args.kwargs["async_scheduling"] is False
 
     def check_ranks_finish_and_abort_in_the_same_step(self):
-        # Two of three generations are interrupted by one rank at a random turn.
+        # Two of three generations are interrupted by the leader at a random record.
         # Responses end at a stop string, a stop token or their length.
         random = np.random.default_rng(7)
         ends = dict(max_tokens=16, stop=tuple("aeiou"), stop_token_ids=(50, 51))
@@ -223,13 +223,11 @@ class Checks:
         interrupted, steps_of_all = [], []
         for number in range(24):
             prompts = [LONG_PROMPTS[i] for i in random.integers(0, len(LONG_PROMPTS), 6)]
-            turn, rank = random.integers(1, 20), random.integers(0, 2)
-            interrupt = _interrupt_at(turn, rank) if number % 3 else None
+            interrupt = _interrupt_at(random.integers(1, 20)) if number % 3 else None
             seeds = [seed_of("same step", number, i) for i in range(len(prompts))]
-            with EngineSteps(self.engine) as steps, patch.object(rollout_engine, "INTERRUPT_TURNS", 1):
+            with EngineSteps(self.engine) as steps, patch.object(rollout_engine, "INTERVAL", 1):
                 out = self.engine.generate(prompts, sampling, seeds, interrupt=interrupt)
-            samples = None if out is None else [(s.prompt, s.number, s.token_ids.tolist()) for s in out]
-            records = gather_objects((steps, samples))
+            records = gather_objects((steps, self.engine.events.digest, out is None))
             for step, (first, second) in enumerate(zip(records[0][0], records[1][0])):
                 assert first == second, f"generation={number} step={step}: rank 0 {first}, rank 1 {second}"
             assert records[0] == records[1], f"generation {number}: {records}"
@@ -266,10 +264,10 @@ class Checks:
         self.check_logprobs_are_those_of_the_sampling_distribution()
 
 
-def _interrupt_at(turn: int, rank: int):
-    """An interrupt that is true from this turn on, on this rank only."""
-    turns = itertools.count()
-    return lambda: next(turns) >= turn and RANKS.rank == rank
+def _interrupt_at(record: int):
+    """An interrupt that is true from this record on."""
+    records = itertools.count()
+    return lambda: next(records) >= record
 
 
 def main(checkpoint: str) -> None:

@@ -13,7 +13,7 @@ def test_every_column_of_a_sample_reaches_every_rank():
         import numpy as np
         import torch.distributed as dist
         from rl.rollout.exchange import exchange
-        from rl.rollout.turns import Sample
+        from rl.rollout.turns import Sample, Segment
         from rl.runtime.device import choose_device
 
         dist.init_process_group("gloo")
@@ -22,8 +22,12 @@ def test_every_column_of_a_sample_reaches_every_rank():
 
         def sample(prompt):
             ids = np.arange(lengths[prompt][rank], dtype=np.int32) + 10 * prompt + 100 * rank
-            mask, versions = (ids % 2).astype(np.int32), ids + 1000
-            return Sample(prompt, rank, ids, -ids.astype(np.float32), bool(prompt), mask, versions)
+            logprobs = -ids.astype(np.float32)
+            segments = (
+                Segment(ids[:1], logprobs[:1], ids[:1] + 1000),
+                Segment(ids[1:], logprobs[1:], ids[1:] + 1000, is_sampled=False, source="tool"),
+            )
+            return Sample(prompt, rank, segments, bool(prompt))
 
         batch = exchange([np.ones(2, np.int32)] * 2, [sample(1), sample(0)], 2, choose_device(0))
         columns = (batch.mask, batch.rollout_logprobs, batch.weight_versions, batch.truncated, batch.groups)
@@ -35,7 +39,45 @@ def test_every_column_of_a_sample_reaches_every_rank():
     ids, mask, logprobs, versions, truncated, groups = json.loads(out[0])
     assert ids == [[0, 1, 2], [], [10], [110, 111]]
     flat = [token for sample in ids for token in sample]
-    assert mask == [token % 2 for token in flat]
+    assert mask == [1, 0, 0, 1, 1, 0]
     assert logprobs == [-token for token in flat]
     assert versions == [token + 1000 for token in flat]
     assert truncated == [False, False, True, True] and groups == [0, 0, 1, 1]
+
+
+def test_rows_contexts_outcomes_and_missing_samples():
+    out = run_ranks(
+        2,
+        """
+        import json
+        import numpy as np
+        import torch.distributed as dist
+        from rl.rollout.exchange import exchange
+        from rl.rollout.turns import Sample, Segment
+        from rl.runtime.device import choose_device
+
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+
+        def sample(prompt, number, row, token, **options):
+            ids = np.array([token], np.int32)
+            segment = Segment(ids, np.zeros(1, np.float32), np.zeros(1, np.int32))
+            return Sample(prompt, number, (segment,), False, row=row, **options)
+
+        # Prompt 0 lost sample 0; sample 1 of prompt 1 has two rows, the second with a context of its own.
+        own = [
+            [sample(1, 1, 1, 7, prompt_ids=np.array([3, 4], np.int32)), sample(0, 1, 0, 5)],
+            [sample(1, 0, 0, 6, outcome={"score": 0.5}), sample(1, 1, 0, 8)],
+        ][rank]
+        batch = exchange([np.ones(1, np.int32)] * 2, own, None, choose_device(0))
+        columns = batch.groups.tolist(), batch.trajectories.tolist(), batch.score_details["score"].tolist()
+        ids = [x.tolist() for x in batch.response_ids], [x.tolist() for x in batch.prompt_ids]
+        print(json.dumps([*columns, *ids]))
+        dist.destroy_process_group()
+        """,
+    )
+    assert out[0] == out[1]
+    groups, trajectories, scores, responses, prompts = json.loads(out[0])
+    assert responses == [[5], [6], [8], [7]] and prompts == [[1], [1], [1], [3, 4]]
+    assert groups == [0, 1, 1, 1] and trajectories == [0, 1, 2, 2]
+    assert [score if score == score else None for score in scores] == [None, 0.5, None, None]

@@ -5,7 +5,7 @@ import pytest
 from rl.rollout.queue import StaticQueue
 from tests.spawn import run_ranks
 
-# Two ranks, as two replicas of one rank and as one replica of two.
+# Two ranks, each the leader of a replica.
 PROGRAM = """
     import json
     import torch.distributed as dist
@@ -17,14 +17,13 @@ PROGRAM = """
 
     def draw_all():
         store, rank, drawn = dist.distributed_c10d._get_default_store(), dist.get_rank(), {}
-        alone = [dist.new_group([r]) for r in range(2)][rank]
 
-        queue = SharedQueue(40, name="race", replica_group=alone)
+        queue = SharedQueue(40, name="race")
         drawn["race"] = rest(queue)
         drawn["after the end"] = [queue.draw(), queue.draw()]
 
         # Rank 1 works on its first item until rank 0 has nothing left to draw.
-        queue = SharedQueue(10, name="slow", replica_group=alone)
+        queue = SharedQueue(10, name="slow")
         if rank == 1:
             drawn["slow"] = [queue.draw()]
             store.set("slow rank is busy", "")
@@ -35,11 +34,10 @@ PROGRAM = """
             drawn["slow"] = rest(queue)
             store.set("fast rank is done", "")
 
-        drawn["nothing"] = rest(SharedQueue(0, name="nothing", replica_group=alone))
-        drawn["replica"] = rest(SharedQueue(7, name="replica", replica_group=dist.group.WORLD))
+        drawn["nothing"] = rest(SharedQueue(0, name="nothing"))
 
         # Two queues at the same time do not share a counter.
-        one, other = (SharedQueue(3, name=name, replica_group=dist.group.WORLD) for name in ("one", "other"))
+        one, other = (SharedQueue(3, name=f"{name} {rank}") for name in ("one", "other"))
         drawn["alternating"] = [one.draw(), other.draw(), one.draw(), other.draw()]
         return drawn
 
@@ -103,10 +101,6 @@ def test_a_slow_replica_draws_fewer(drawn):
 
 def test_an_empty_shared_queue_gives_nothing(drawn):
     assert [rank["nothing"] for rank in drawn] == [[], []]
-
-
-def test_ranks_of_one_replica_see_the_same_draws(drawn):
-    assert [rank["replica"] for rank in drawn] == [list(range(7))] * 2
 
 
 def test_queues_of_different_names_count_apart(drawn):

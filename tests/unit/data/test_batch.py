@@ -9,7 +9,7 @@ import torch
 from rl.data.batch import LOSS_COLUMNS, TOKEN_COLUMNS, Batch, concatenate, pair_up
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, length_metrics, sample_means
 
-SAMPLE_COLUMNS = ("groups", "truncated", "baselines", "labels", "scores", "rewards")
+SAMPLE_COLUMNS = ("groups", "trajectories", "truncated", "baselines", "labels", "scores", "rewards")
 NAN = float("nan")
 
 
@@ -31,6 +31,8 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         prompt_ids=[ids(n) for n in rng.integers(1, 6, count)],
         response_ids=[ids(n) for n in lengths],
         groups=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)),
+        trajectories=torch.arange(count),
+        prompts=[f"prompt {seed} {group}" for group in range(len(sizes))],
         truncated=torch.from_numpy(rng.random(count) < 0.5),
         labels=column(count),
         scores=column(count),
@@ -38,7 +40,7 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         samples_per_unit=unit,
         baselines=column(count),
         cursor={"epoch": 1},
-        deferred_version=3,
+        deferred_at=3,
         score_details={name: column(count) for name in details},
         **{name: column(total) for name in TOKEN_COLUMNS},
     )
@@ -54,7 +56,8 @@ def samples_of(batch, *, groups=True):
         tokens = {
             name: columns[name][end - length : end].tolist() for name in TOKEN_COLUMNS if name in columns
         }
-        names = [name for name in SAMPLE_COLUMNS if name in columns and (groups or name != "groups")]
+        numbered = () if groups else ("groups", "trajectories")
+        names = [name for name in SAMPLE_COLUMNS if name in columns and name not in numbered]
         details = {name: column[i].item() for name, column in batch.score_details.items()}
         per_sample = {name: columns[name][i].item() for name in names}
         ids = (batch.prompt_ids[i].tolist(), batch.response_ids[i].tolist())

@@ -1,0 +1,127 @@
+"""The event log of a replica: what its leader decides, applied by all its ranks at the same engine step.
+
+The ranks of a replica must give vLLM the same requests, aborts and weights before the same engine step, or
+their collectives no longer match. Only the leader (the replica's first rank) sees queues, clocks and
+environments. It writes its decisions as events, and broadcasts them as one record. Everything else that an
+engine does is a function of these records, so a stored log repeats a generation exactly.
+"""
+
+import hashlib
+import pickle
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rl.rollout.turns import Completion, Request
+
+INTERVAL = 8
+"""Number of engine steps between two records while no request finishes."""
+
+_FIRST_BYTES = 4096
+"""Size of a record's first message. It holds the record's length, and most records as a whole."""
+
+
+@dataclass(frozen=True)
+class Add:
+    """Begin a request."""
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End a request; its tokens so far are received as a completion."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Take the weights of this version of the policy."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """End the run of the engine. Requests that still run are dropped."""
+
+    aborted: bool = False
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Nothing runs, because environments have not answered; repeated while that lasts. Not stored."""
+
+    text: str
+    """Which ones, for the report of a hang."""
+
+
+Event = Add | Abort | Weights | Done | Waiting
+
+
+class Source(Protocol):
+    """Decides on a replica's leader what the engine generates."""
+
+    def next_events(self, num_live: int, step: int) -> list[Event]:
+        """Return the events before engine step `step`; [] if nothing changes.
+
+        It may block, for at most a second, only if nothing runs (`num_live` is 0).
+        """
+
+    def receive(self, name: str, completion: Completion) -> None:
+        """Take the completion of the request `name`; after an Abort with the tokens so far."""
+
+
+class EventLog:
+    """The records of one run of the engine on this rank.
+
+    Args:
+        group: the ranks of the replica, on gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self._hash = hashlib.blake2b(digest_size=8)
+        self.records: list[tuple[int, list[Event]]] = []
+        """Engine step and events of every record that is not empty."""
+
+    def share(self, events: list[Event], step: int) -> list[Event]:
+        """Return the leader's events; what other ranks pass is ignored. Collective over the replica."""
+        if self._group.size() > 1:
+            payload = self._broadcast(pickle.dumps(events) if self._group.rank() == 0 and events else b"")
+            events = pickle.loads(payload) if payload else []
+            self._hash.update(payload)
+        if kept := [event for event in events if not isinstance(event, Waiting)]:
+            self.records.append((step, kept))
+        return events
+
+    def note(self, name: str, token_ids: np.ndarray) -> None:
+        """Add a completion of this rank's engine to the hash."""
+        self._hash.update(name.encode())
+        self._hash.update(token_ids.tobytes())
+
+    @property
+    def digest(self) -> int:
+        """Hash of the records and of this rank's completions, 63 bits; equal on all ranks of the replica."""
+        return int.from_bytes(self._hash.digest(), "little") >> 1
+
+    def _broadcast(self, payload: bytes) -> bytes:
+        """Return the leader's payload: one message, and a second one if it is long."""
+        first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+        if self._group.rank() == 0:
+            start = len(payload).to_bytes(8, "little") + payload[: _FIRST_BYTES - 8]
+            first[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+        dist.broadcast(first, group=self._group, group_src=0)
+        head = first.numpy().tobytes()
+        length = int.from_bytes(head[:8], "little")
+        if length <= _FIRST_BYTES - 8:
+            return head[8 : 8 + length]
+        rest = torch.frombuffer(bytearray(payload[_FIRST_BYTES - 8 :]), dtype=torch.uint8)
+        if self._group.rank() > 0:
+            rest = torch.zeros(length - (_FIRST_BYTES - 8), dtype=torch.uint8)
+        dist.broadcast(rest, group=self._group, group_src=0)
+        return head[8:] + rest.numpy().tobytes()
