@@ -17,8 +17,8 @@ def check_agents(config: Config) -> None:
     needs = set(algorithm_of(config).needs)
     if "samples" in needs and needs & {"greedy_baseline", "responses"}:
         raise ConfigError(
-            f"algorithm={config.algorithm} compares each sample with another response to its prompt, which an "
-            "environment may fail to give; use grpo, rloo, reinforce_pp or ppo with the section agents."
+            f"algorithm={config.algorithm} compares each sample with another response to its prompt, which "
+            "an environment may fail to give; use grpo, rloo, reinforce_pp or ppo with the section agents."
         )
     if agents.on_rewrite == "new_row" and needs & {"preference", "implicit_reward"}:
         raise ConfigError(

@@ -23,6 +23,7 @@ from rl.config.ranges import (
     FINITE_OR_LIST,
     FRACTION,
     NOT_NEGATIVE,
+    ONE_TO_TWO,
     POSITIVE,
     PROBABILITY,
 )
@@ -256,6 +257,55 @@ class Rollout:
     """KV cache per rank on CPU, in MiB; released while the trainer works."""
     enforce_eager: bool = False
     """Disable CUDA graphs and torch.compile in the engine. Always true on CPU."""
+    longest_first: bool = False
+    """Start the prompts in the order of their expected response lengths, the longest first. Expected is the
+    mean length when the prompt was last sampled, so the first epoch keeps its order."""
+    carry_over: bool = False
+    """Train on the groups that are complete first. Unfinished samples continue in the next step with its
+    weights; a weight of rollout_correction, or its bypass, corrects for their older tokens
+    (docs/asynchrony.md)."""
+    oversample: Annotated[float, ONE_TO_TWO] = 1.25
+    """carry_over: number of groups with which a step starts, carried ones included, per group on which it
+    trains."""
+    max_staleness: Annotated[int, AT_LEAST_ONE] = 1
+    """carry_over: most versions of the policy between the one that sampled a token and the one that learns
+    from it."""
+    on_stale: Literal["finish", "drop"] = "finish"
+    """carry_over: what happens to groups whose tokens would become too old in the next step. finish: the step
+    does not end before they are complete. drop: they are dropped and counted."""
+    carry_over_cache: Literal["recompute", "keep"] = "recompute"
+    """carry_over, on CPU: whether the KV cache of carried samples is computed again with the new weights, or
+    kept in memory while the trainer works."""
+
+
+@dataclass
+class Roles:
+    """Trainers beside generators: each rank of the job either trains or generates. The critic, the reference
+    policy, reward models and reward functions are with the trainers."""
+
+    train: str = ""
+    """Ranks that train, as `first-last`, such as 0-3; they begin at rank 0, which writes log and checkpoints.
+    Empty: every rank trains and generates in turn."""
+    rollout: str = ""
+    """Ranks that generate, as `first-last`: all ranks after those of `roles.train`."""
+    lag: Annotated[int, NOT_NEGATIVE] = 1
+    """Most versions by which the weights that sampled a token may be older than those that learn from it. 0:
+    generators wait for the weights of every step, as in a run without roles. 1: they generate the next batch
+    while the trainers learn from this one."""
+    granularity: Literal["batch", "group", "sample"] = "batch"
+    """When generators go on. batch: they take new weights and prompts when all samples of the present ones
+    are complete. group and sample: between two engine steps, and a further group or sample begins when one
+    ends; the tokens of a sample then come from several versions."""
+    cache: Literal["recompute", "keep"] = "recompute"
+    """group and sample: whether samples in progress compute their keys and values again with new weights, or
+    keep those of older weights."""
+    refit_after_steps: Annotated[int, NOT_NEGATIVE] = 64
+    """group and sample with `rollout.deterministic`: engine steps from the end of a replica's last sample of
+    a batch until it takes the weights that learned from it. About the duration of the learning is best."""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.train or self.rollout)
 
 
 @dataclass
@@ -614,6 +664,7 @@ class Config:
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     rollout: Rollout = field(default_factory=Rollout)
+    roles: Roles = field(default_factory=Roles)
     reward: Reward = field(default_factory=Reward)
     agents: Agents = field(default_factory=Agents)
     objective: Objective = field(default_factory=Objective)

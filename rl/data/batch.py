@@ -97,7 +97,7 @@ class Batch:
     score_details: dict[str, Tensor] = field(default_factory=dict)
     """Other numbers of the reward function, float32 [N] each, NaN where a sample lacks one."""
     cursor: dict[str, Any] | None = None
-    """State of the sampler after the prompts of this batch were drawn.
+    """Where the draw stood after the prompts of this batch were drawn (`Phases.cursor`).
 
     A checkpoint after the update on this batch stores it, so that a resumed run draws the next prompts.
     """

@@ -48,6 +48,8 @@ class Prompt:
     """The chat before the template, without keys that are None; None if the prompt is a string."""
     source: int = 0
     """Index of its file in `files`."""
+    draw: int = -1
+    """Number of prompts that the run had drawn before it; -1 if the run does not number its draws."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -12,7 +12,21 @@ from typing import TextIO
 
 from rl.config.limits import PhaseLimits
 
-PHASES = ("start_up", "generate", "score", "log_probs", "update", "refit", "save", "other", "environments")
+WAITS = ("wait_samples", "wait_weights")
+"""Phases in which a role waits for the other one."""
+
+PHASES = (
+    "start_up",
+    "generate",
+    "score",
+    "log_probs",
+    "update",
+    "refit",
+    "save",
+    "other",
+    "environments",
+    *WAITS,
+)
 
 BACKSTOP_S = 6.0
 """Delay of the backstop after a phase's limit, in seconds.
@@ -58,6 +72,8 @@ def phase_label(phase: str, step: int, detail: str = "") -> str:
     """Return 'score of step 3', 'start-up', or 'waiting for environments (12 live, ...) of step 3'."""
     if phase == "environments":
         phase = f"waiting for environments ({detail})"
+    if phase in WAITS:
+        return f"waiting for {phase.removeprefix('wait_')} in step {step}"
     return "start-up" if phase == "start_up" else f"{phase} of step {step}"
 
 
@@ -75,9 +91,12 @@ class PhaseTracker:
         self._number = 0
         self._outer: PhaseEntry
         """The phase that a wait for environments is part of."""
-        self._enter("start_up", 0)
+        self.role = ""
+        """Role and replica of this rank; numbers of phases are comparable among ranks with the same one."""
+        self.enter("start_up", 0)
 
-    def _enter(self, phase: str, step: int) -> None:
+    def enter(self, phase: str, step: int) -> None:
+        """Make this the current phase."""
         self._number += 1
         limit_s = getattr(self._limits, phase)
         self._set(PhaseEntry(phase, step, self._number, time.time(), time.monotonic(), limit_s))
@@ -92,9 +111,9 @@ class PhaseTracker:
     def phase(self, name: str, step: int) -> Iterator[PhaseEntry]:
         """Track the body as the phase `name`, which stays current after an exception, for the report."""
         outer = self.current
-        self._enter(name, step)
+        self.enter(name, step)
         yield self.current
-        self._enter(outer.phase, outer.step)
+        self.enter(outer.phase, outer.step)
 
     def wait(self, detail: str) -> None:
         """Track the present phase as a wait for environments until it is called with "".
@@ -114,7 +133,7 @@ class PhaseTracker:
             self._set(self._outer)
 
     def begin_step(self, step: int) -> None:
-        self._enter("other", step)
+        self.enter("other", step)
 
     def close(self) -> None:
         """Cancel the backstop."""

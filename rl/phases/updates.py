@@ -147,6 +147,8 @@ class Updates:
         warmup_steps: number of steps before the learning rate schedule of this model starts.
         """
         self._memory.to_training()
+        if model is self._engines.policy:
+            self._memory.wait_for_readers()
         step, epochs = self._step, self._config.training.epochs
         step.is_committed = True
         lr = learning_rate(optimizer, step.number - warmup_steps, self._config.run.max_steps - warmup_steps)

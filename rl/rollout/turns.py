@@ -21,6 +21,8 @@ class Request:
     """int32 [C]: the context to continue."""
     seed: int
     max_tokens: int
+    first_version: int | None = None
+    """Version of the weights at which a carried sample began; None: the engine's present one."""
 
 
 @dataclass(frozen=True)
