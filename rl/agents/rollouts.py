@@ -47,6 +47,8 @@ class AgentRollouts:
         try:
             for tools in self.pool.check():
                 self._chat.check(tools)
+                if tools and agents.structured_tool_calls:
+                    self._chat.grammar(tools)
         except ValueError:
             self.close()
             raise

@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +58,8 @@ class _Session:
     """The conversation, as derived from the tokens."""
     tools: Messages = field(default_factory=list)
     drives: str = "tools"
+    grammar: str | None = None
+    """What the turns must follow (`Request.grammar`)."""
     context: np.ndarray | None = None
     """int32: context of the last turn."""
     turn: np.ndarray | None = None
@@ -254,6 +256,8 @@ class AgentSource:
             self._endpoint = self._start_endpoint()
             self._call(session, Run(self._endpoint.base_url, self._endpoint.open(session.name)))
             return
+        if self._config.structured_tool_calls and session.tools:
+            session.grammar = self._chat.grammar(session.tools)
         prompt_ids = self._chat.open(session.messages, session.tools)
         session.trajectory.begin_row(prompt_ids)
         if session.trajectory.room > 0:
@@ -291,7 +295,7 @@ class AgentSource:
         if request is None:
             self._call(session, Score(session.messages))
         else:
-            self._ready[session.name] = request
+            self._ready[session.name] = replace(request, grammar=session.grammar)
 
     def _finish(self, session: _Session, values: dict[str, float]) -> None:
         trajectory = session.trajectory

@@ -12,6 +12,7 @@ RANKS = discover()
 prepare_environment(RANKS)
 
 import itertools  # noqa: E402
+import json  # noqa: E402
 from collections import Counter  # noqa: E402
 from dataclasses import replace  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
@@ -27,7 +28,9 @@ from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
 from rl.rollout import engine as rollout_engine  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
+from rl.rollout.events import Add, Done, Event  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
+from rl.rollout.turns import Completion, Request  # noqa: E402
 from rl.rollout.vllm_model import build_llm  # noqa: E402
 from rl.runtime.collectives import broadcast_object, gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
@@ -91,6 +94,21 @@ class EngineSteps:
             ("free", _external(request.request_id), request.status.name, request.num_output_tokens)
         )
         return self.originals["_free_request"](request, *args, **options)
+
+
+class Fixed:
+    """A source of given requests."""
+
+    def __init__(self, requests: list[Request]):
+        self.requests, self.received = requests, {}
+
+    def next_events(self, num_live: int, step: int) -> list[Event]:
+        if len(self.received) == len(self.requests):
+            return [Done()]
+        return [Add(request) for request in self.requests] if step == 0 else []
+
+    def receive(self, name: str, completion: Completion) -> None:
+        self.received[name] = completion
 
 
 def _external(request_id: str) -> str:
@@ -240,6 +258,29 @@ class Checks:
         assert min(freed[f"FINISHED_{end}"] for end in ("STOPPED", "LENGTH_CAPPED", "ABORTED")) >= 3, freed
         starts = Counter(event[3] for event in events if event[0] == "schedule" and event[2] > 1)
         assert starts[0] > len(LONG_PROMPTS) and starts[128] > len(LONG_PROMPTS), starts
+
+    def check_a_grammar_holds_for_its_requests_only(self):
+        properties = {"key": {"type": "string", "maxLength": 3}, "count": {"type": "integer", "maximum": 99}}
+        schema = {"type": "object", "properties": properties, "required": ["key", "count"]}
+        schema |= {"additionalProperties": False}
+        tag = json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}})
+        sampling, received = replace(PLAIN, temperature=2.0), []
+        for num_bound in (4, 0):
+            bound = [Request(f"bound {i}", PROMPTS[1], i, 60, tag) for i in range(num_bound)]
+            source = Fixed([*bound, *(Request(f"free {i}", PROMPTS[1], i, 20 + i) for i in range(4))])
+            assert self.engine.run(source if self.engine.leads else None, sampling)
+            digests = gather_objects(self.engine.events.digest)
+            assert digests[0] == digests[1]
+            received.append(broadcast_object({n: c.token_ids.tolist() for n, c in source.received.items()}))
+        tokenizer, eos = self.engine.llm.get_tokenizer(), 1
+        for name, ids in received[0].items():
+            if name.startswith("free"):
+                assert received[1][name] == ids
+            elif ids[-1] == eos:
+                value = json.loads(tokenizer.decode(ids[:-1]))
+                assert set(value) == {"key", "count"} and value["count"] <= 99 and len(value["key"]) <= 3
+        ends = [ids[-1] for name, ids in received[0].items() if name.startswith("bound")]
+        assert eos in ends, received[0]
 
     def check_a_wrong_element_is_found_on_every_rank(self):
         check_refit(self.trainer, self.engine)
