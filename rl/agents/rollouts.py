@@ -29,6 +29,7 @@ class AgentRollouts:
     def __init__(self, config: Config, tokenizer):
         self._config, agents = config, config.agents
         self.pool: EnvironmentPool | None = None
+        self._tokenizer, self._endpoint = tokenizer, None
         if dist.get_rank() % config.rollout.tp:
             return
         own_cores = "SLURM_CPUS_PER_TASK" in os.environ  # the task is bound to its cores
@@ -52,8 +53,19 @@ class AgentRollouts:
 
     def close(self) -> None:
         """Close the environments and end their processes."""
+        if self._endpoint is not None:
+            self._endpoint.shutdown()
         if self.pool is not None:
             self.pool.shutdown()
+
+    def _start_endpoint(self):
+        """Return the server for agents that run by themselves. The first call starts it."""
+        from rl.agents.endpoint import Endpoint
+
+        if self._endpoint is None:
+            assert self.pool is not None
+            self._endpoint = Endpoint(self._tokenizer, wake=self.pool.wake)
+        return self._endpoint
 
     def generate(
         self,
@@ -88,6 +100,7 @@ class AgentRollouts:
             queue=queue,
             capacity=max(n, min(self._config.rollout.max_concurrent_samples, share)),
             max_context=self._config.data.max_prompt_tokens + sampling.max_tokens,
+            start_endpoint=self._start_endpoint,
             progress=progress,
         )
         try:

@@ -276,3 +276,18 @@ def test_no_process_outlives_the_rank(tmp_path, end):
     pids = {int(pid) for pid in done.stdout.split()}
     assert len(pids) >= 5
     wait_until(lambda: pids.isdisjoint(all_processes()))
+
+
+def test_the_python_tool_runs_programs_in_the_sandbox():
+    python = {"function": "rl.agents.shipped.python:python", "kwargs": {"wall_s": 2.0}}
+    programs = {
+        "print(6 * 7)": "42",
+        "1 / 0": "ZeroDivisionError",
+        "import time; print('a', flush=True); time.sleep(100)": "a\n[ended at the limit of time]",
+        "open('/etc/passwd')": "PermissionError",
+    }
+    with make_pool("", [python]) as pool:
+        opened(pool, "a")
+        calls = tuple(ToolCall(str(i), "python", {"code": code}) for i, code in enumerate(programs))
+        for message, expected in zip(reply_to(pool, "a", ToolCalls(calls)).messages, programs.values()):
+            assert expected in message["content"]
