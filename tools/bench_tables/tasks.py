@@ -117,10 +117,10 @@ def first_token(length_class: int) -> int:
 def make_log_normal(model, tokenizer, median: float) -> None:
     """Overwrite channels of the model such that the lengths of answers are about log-normal, with sigma 1.
 
-    The first token of an answer draws one of CLASSES classes, each with the same probability. An answer passes
-    through STAGES tokens of its class, and repeats each a geometric number of times. The mean lengths of the
-    classes are quantiles of a log-normal distribution, and both variances of the logarithm add up to 1.
-    A prompt that ends with `first_token` of a class has answers of that class.
+    The first token of an answer draws one of CLASSES classes, each with the same probability. An answer
+    passes through STAGES tokens of its class, and repeats each a geometric number of times. The mean lengths
+    of the classes are quantiles of a log-normal distribution. A prompt that ends with `first_token` of a
+    class has answers of that class.
     """
     import torch
 
