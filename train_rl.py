@@ -114,7 +114,7 @@ def watched_run(config, ranks, device) -> int:
     from rl.run_directory.status import Status
     from rl.runtime import start_up
     from rl.runtime.collectives import broadcast_object
-    from rl.runtime.session import control_group
+    from rl.runtime.session import REFUSED, job
     from rl.stopping.requests import refuse_if_stopped_by_hand
 
     start_up.mark("transformers")
@@ -138,8 +138,7 @@ def watched_run(config, ranks, device) -> int:
     watchdog = None
     try:
         with fail_together():  # fails on a rank that cannot see rank 0's directory
-            store = dist.distributed_c10d._get_default_store()
-            own = dict(run_dir=config.run.dir, device=device, store=store, lock=lock, status=status)
+            own = dict(run_dir=config.run.dir, device=device, store=job().store, lock=lock, status=status)
             watchdog = Watchdog(config.watchdog, config.memory, **own)
         with fail_together():
             inputs = Inputs(config, ranks.world_size)
@@ -147,10 +146,12 @@ def watched_run(config, ranks, device) -> int:
         from rl.run.loop import run  # imports Megatron and vLLM, so only now
 
         code = run(config, inputs, device, watchdog)
-        dist.monitored_barrier(control_group())  # otherwise the first rank to exit would look lost
+        dist.monitored_barrier(job().group)  # otherwise the first rank to exit would look lost
         return code
     except ConfigError as error:
         status.refuse(str(error))
+        if config.roles.is_on:  # the other role waits in another place
+            job().store.set(REFUSED, str(error))
         raise
     except KeyboardInterrupt:
         status.interrupt()

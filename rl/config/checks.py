@@ -14,6 +14,7 @@ from rl.config.objective_checks import check_objective, objective_warnings
 from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
 from rl.config.reward_sources import check_sources
+from rl.config.role_checks import check_roles
 from rl.config.schema import Config, algorithm_of, learns_from_samples
 
 OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
@@ -37,6 +38,7 @@ def check(config: Config) -> list[str]:
     check_names(config)
     check_contradictions(config)
     check_objective(config)
+    check_roles(config)
     return warnings(config)
 
 
@@ -73,6 +75,10 @@ def check_contradictions(config: Config) -> None:
             raise ConfigError(f"{section}.min_lr={min_lr} is above {section}.lr={lr}, from which it decays.")
     check_data(config)
     check_checkpoint(config)
+    if config.agents.is_on:
+        from rl.config.agent_checks import check_agents
+
+        check_agents(config)
     if config.rollout.carry_over:
         check_carry_over(config)
     if config.watchdog.lost_s < 4 * config.watchdog.beat_s:
@@ -138,6 +144,11 @@ def check_carry_over(config: Config) -> None:
     name = f"rollout.carry_over=true, but algorithm={config.algorithm}"
     if "samples" not in needs:
         raise ConfigError(f"{name} does not generate; leave it out.")
+    if config.agents.is_on:
+        raise ConfigError(
+            "rollout.carry_over=true cannot be combined with the section agents: the environment of an "
+            "unfinished trajectory does not outlive its step. Leave out one of the two."
+        )
     if config.objective.chosen[1] is None:
         raise ConfigError(
             f"{name} has a loss of its own, which does not correct for tokens of older weights; use "

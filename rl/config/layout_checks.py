@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from rl.config.options import ConfigError, listed
+from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, algorithm_of, needs_engine
 from rl.models.sizes import expert_width, num_experts, num_kv_heads
 
@@ -21,7 +22,7 @@ def check_layout(
     *,
     path: str | None = None,
 ) -> None:
-    """Raise ConfigError for the first setting that does not fit the number of ranks or the model.
+    """Raise ConfigError for the first setting that does not fit the ranks of its role or the model.
 
     `hf` is the config.json of the model in `path` (default: model.path, which generates too), `supported` the
     architectures there is code for. Every rank raises the same error.
@@ -33,10 +34,11 @@ def check_layout(
             f"{', '.join(architectures) or '(none)'}; "
             f"supported: {listed(sorted(supported), 'and')}."
         )
-    check_training_grid(config, world_size, hf)
-    check_minibatch(config, world_size)
+    train, rollout = role_ranks(config, world_size)
+    check_training_grid(config, len(train), hf)
+    check_minibatch(config, len(train))
     if needs_engine(config) and path is None:
-        check_rollout_grid(config, world_size, hf)
+        check_rollout_grid(config, len(rollout), hf)
         check_positions(
             hf,
             ("data.max_prompt_tokens", config.data.max_prompt_tokens),

@@ -15,6 +15,9 @@ class PhaseLimits:
     """Reading data and weights, building models and engines; also the time limit for ranks to meet."""
     generate: Annotated[float, POSITIVE] = 7200.0
     """One call of the generation engine, for training or validation, until all ranks have all samples."""
+    environments: Annotated[float, POSITIVE] = 1800.0
+    """One wait of a replica for environments while nothing runs in its engine. It should exceed
+    `agents.timeout_s`, after which a single environment has failed."""
     score: Annotated[float, POSITIVE] = 3600.0
     """Reward functions, reward model and judge on one batch."""
     log_probs: Annotated[float, POSITIVE] = 3600.0
@@ -26,6 +29,10 @@ class PhaseLimits:
     """Transfer of the weights from the trainer to the engine, with its check."""
     save: Annotated[float, POSITIVE] = 3600.0
     """One checkpoint, or the export at the end."""
+    wait_samples: Annotated[float, POSITIVE] = 14400.0
+    """Trainers with roles: waiting until the generators have sent the samples of a batch."""
+    wait_weights: Annotated[float, POSITIVE] = 14400.0
+    """Roles: generators that wait for weights or prompts, trainers that wait until the weights are taken."""
     other: Annotated[float, POSITIVE] = 3600.0
     """Everything between phases: advantages, metrics, the algorithm's own lines."""
 

@@ -279,6 +279,36 @@ class Rollout:
 
 
 @dataclass
+class Roles:
+    """Trainers beside generators: each rank of the job either trains or generates. The critic, the reference
+    policy, reward models and reward functions are with the trainers."""
+
+    train: str = ""
+    """Ranks that train, as `first-last`, such as 0-3; they begin at rank 0, which writes log and checkpoints.
+    Empty: every rank trains and generates in turn."""
+    rollout: str = ""
+    """Ranks that generate, as `first-last`: all ranks after those of `roles.train`."""
+    lag: Annotated[int, NOT_NEGATIVE] = 1
+    """Most versions by which the weights that sampled a token may be older than those that learn from it. 0:
+    generators wait for the weights of every step, as in a run without roles. 1: they generate the next batch
+    while the trainers learn from this one."""
+    granularity: Literal["batch", "group", "sample"] = "batch"
+    """When generators go on. batch: they take new weights and prompts when all samples of the present ones
+    are complete. group and sample: between two engine steps, and a further group or sample begins when one
+    ends; the tokens of a sample then come from several versions."""
+    cache: Literal["recompute", "keep"] = "recompute"
+    """group and sample: whether samples in progress compute their keys and values again with new weights, or
+    keep those of older weights."""
+    refit_after_steps: Annotated[int, NOT_NEGATIVE] = 64
+    """group and sample with `rollout.deterministic`: engine steps from the end of a replica's last sample of
+    a batch until it takes the weights that learned from it. About the duration of the learning is best."""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.train or self.rollout)
+
+
+@dataclass
 class RewardModel:
     path: str = ""
     """Hugging Face checkpoint of a sequence classifier with one label, whose number is added to the score.
@@ -340,6 +370,52 @@ class Reward:
     """Amount by which the reward has fallen at the limit."""
     model: RewardModel = field(default_factory=RewardModel)
     judge: Judge = field(default_factory=Judge)
+
+
+@dataclass
+class Agents:
+    """Responses of many turns, with environments and tools (docs/agents.md)."""
+
+    environment: str = ""
+    """Class of the environment, as `package.module:Class` or `path/to/file.py:Class`. Empty: none; the
+    prompts are the data set's, and `tools` are offered."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the environment's constructor."""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """Other environments by `data_source`, or by verl's `agent_name`: a class, or {environment, kwargs,
+    tools}."""
+    tools: list[Any] = field(default_factory=list)
+    """Functions offered as tools: `package.module:name` or `path/to/file.py:name`, or {function, kwargs} with
+    values of its keyword-only parameters."""
+    max_turns: Annotated[int, AT_LEAST_ONE] = 8
+    """Most turns of the policy in a trajectory."""
+    max_tokens_per_turn: Annotated[int, NOT_NEGATIVE] = 0
+    """Most tokens that the policy samples in one turn. 0: what is left of `rollout.max_response_tokens`,
+    which limits all turns together, with the tokens of tools and environments."""
+    max_output_chars: Annotated[int, AT_LEAST_ONE] = 8192
+    """Longest output of a tool or step, in characters; the rest is left out, with a note."""
+    timeout_s: Annotated[float, POSITIVE] = 30.0
+    """Longest time of one call of an environment or tool, in seconds; then the trajectory has failed."""
+    memory_mib: Annotated[int, NOT_NEGATIVE] = 4096
+    """Address space of a worker process and of each process that it starts, in MiB. 0: no limit."""
+    workers: Annotated[int, NOT_NEGATIVE] = 0
+    """Number of processes per replica of the engine that hold environments. 0: one per core of the rank."""
+    interpreter: str = ""
+    """Python interpreter of these processes, for environments whose packages conflict with the run's; it
+    needs pydantic. Empty: that of the run."""
+    order: Literal["arrival", "waves"] = "arrival"
+    """arrival: results of environments are used as they come, in an order that the log stores. waves: all
+    live trajectories end their turn first, which is repeatable without a log but leaves the engine idle."""
+    on_rewrite: Literal["refuse", "new_row"] = "refuse"
+    """Treatment of a chat template that changes earlier turns: refuse the run, or continue the trajectory in
+    a new training row."""
+    on_failure: Literal["refill", "shrink"] = "refill"
+    """Treatment of a trajectory whose environment failed: sample it again, or leave it out of its group."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether the section names an environment or a tool."""
+        return bool(self.environment or self.sources or self.tools)
 
 
 @dataclass
@@ -588,7 +664,9 @@ class Config:
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     rollout: Rollout = field(default_factory=Rollout)
+    roles: Roles = field(default_factory=Roles)
     reward: Reward = field(default_factory=Reward)
+    agents: Agents = field(default_factory=Agents)
     objective: Objective = field(default_factory=Objective)
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
     critic: Critic = field(default_factory=Critic)

@@ -92,16 +92,30 @@ def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> Traini
 
 
 def offload_of(config: Config, device: Device) -> str:
-    """Return `training.offload`; for auto, the value chosen for this device."""
+    """Return `training.offload` with auto resolved for this device."""
+    if config.roles.is_on:
+        return "none"  # no engine shares the memory
     if config.training.offload == "auto":
         return "all" if device.is_cuda else "none"
     return config.training.offload
 
 
+def build_rollout(config: Config, device: Device) -> RolloutEngine:
+    """Return the engine that generates with the policy. Collective over the world."""
+    return RolloutEngine(
+        config.model.path,
+        config.rollout,
+        dtype=config.model.dtype,
+        max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        seed=config.run.seed,
+        device=device,
+    )
+
+
 def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *, generate: bool) -> Engines:
     """Build all models that the configuration needs. Collective over the world.
 
-    generate: also build the models that generate or score.
+    generate: also build the models that generate or score; with roles, those that score.
     """
     needs = algorithm_of(config).needs
     if device.is_cuda and config.rollout.carry_over_cache == "keep":
@@ -136,15 +150,8 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
         # vLLM requires its memory fraction to be free while it initialises.
         engines.offload(weights=away == "all")
     start_up.mark("trainer")
-    if generate and needs_engine(config):
-        engines.rollout = RolloutEngine(
-            config.model.path,
-            config.rollout,
-            dtype=config.model.dtype,
-            max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-            seed=config.run.seed,
-            device=device,
-        )
+    if generate and needs_engine(config) and not config.roles.is_on:
+        engines.rollout = build_rollout(config, device)
     judge = config.reward.judge
     if generate and judge.path and needs_reward(config):
         if engines.rollout is not None:

@@ -16,6 +16,8 @@ class MemorySharing:
         self.config, self.device, self.engines = config, device, engines
         self.offload = offload_of(config, device)
         self._num_refits = 0
+        self.wait_for_readers: Callable[[], None] = lambda: None
+        """Waits until nobody else reads the policy's weights; called before they change."""
 
     def to_generation(
         self, step: int, refit_phase: Callable[[], AbstractContextManager[None]]

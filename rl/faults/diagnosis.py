@@ -26,13 +26,16 @@ def lost_ranks(heartbeats: list[Heartbeat | None], now: float, silent_s: float) 
 def diagnose(heartbeats: list[Heartbeat | None], now: float, silent_s: float) -> Diagnosis:
     """Return the ranks for which the others wait.
 
-    Precedence: lost ranks, ranks that are behind in the program, ranks that do not wait while others do.
+    Precedence: lost ranks, ranks that are behind the others of their role in the program, ranks that do not
+    wait while others do.
     """
     if lost := lost_ranks(heartbeats, now, silent_s):
         return Diagnosis(tuple(lost), "ended, or held by native code")
     present = [beat for beat in heartbeats if beat is not None]
-    furthest = max((beat.number for beat in present), default=0)
-    if behind := tuple(beat.rank for beat in present if beat.number < furthest):
+    furthest: dict[str, int] = {}
+    for beat in present:
+        furthest[beat.role] = max(beat.number, furthest.get(beat.role, 0))
+    if behind := tuple(beat.rank for beat in present if beat.number < furthest[beat.role]):
         return Diagnosis(behind, "behind the others")
     busy = tuple(beat.rank for beat in present if not beat.waits)
     if 0 < len(busy) < len(present):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rl.faults.phase_tracker import PhaseTracker, phase_label
+from rl.faults.phase_tracker import WAITS, PhaseTracker, phase_label
 from rl.faults.process import GIB, Process, process_from, resident_bytes, this_process
 
 DIRECTORY = "heartbeat"
@@ -37,14 +37,18 @@ class Heartbeat:
     at: str
     """Innermost frame of the main thread outside of libraries: 'file:line function'."""
     waits: bool
-    """Whether the main thread waits for other ranks."""
+    """Whether the main thread waits for other ranks, or its role for the other one."""
     host_memory_gib: float
     device_memory_gib: float
     """Memory that this process allocated through torch, in GiB; 0 on CPU."""
+    detail: str = ""
+    """As in `PhaseEntry`."""
+    role: str = ""
+    """Role and replica of the rank; `number` is comparable among ranks with the same one."""
 
     @property
     def label(self) -> str:
-        return phase_label(self.phase, self.step)
+        return phase_label(self.phase, self.step, self.detail)
 
 
 class HeartbeatWriter:
@@ -67,13 +71,15 @@ class HeartbeatWriter:
             job=self._job,
             phase=entry.phase,
             step=entry.step,
+            detail=entry.detail,
             number=entry.number,
             since=entry.since,
             time=time.time(),
             at=at,
-            waits=waits,
+            waits=waits or entry.phase in WAITS,
             host_memory_gib=round(resident_bytes() / GIB, 3),
             device_memory_gib=round(device / GIB, 3),
+            role=self._tracker.role,
         )
 
     def write(self) -> None:

@@ -17,6 +17,8 @@ from rl.models.layout import Weight, stage_layers
 
 Ranges = tuple[tuple[int, int], ...]
 """(first, one past the last) layer of each pipeline stage."""
+JobRanks = tuple[int, ...]
+"""Ranks of the job that form a grid, in the grid's order."""
 
 
 class Place(NamedTuple):
@@ -30,7 +32,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks of a place, ascending, int64 [n]; `ranks[i]` holds part `tp_ranks[i]` of the `tp` parts."""
+    """The job's ranks of a place, int64 [n]; `ranks[i]` holds part `tp_ranks[i]` of the `tp` parts."""
 
     tp: int
     ranks: np.ndarray
@@ -50,6 +52,8 @@ class TrainingPlacement:
     """Tensor parallel size of a routed expert; None means tp, as in Megatron."""
     num_experts: int = 0
     """Number of routed experts of a layer."""
+    ranks: JobRanks | None = None
+    """None: the grid is the whole job."""
 
     def __post_init__(self):
         _check_sizes("training", self.world_size, self.tp, self.pp, self.num_layers)
@@ -91,12 +95,12 @@ class TrainingPlacement:
             tp = self.expert_tp
             local = local[local // tp % self.ep == place.ep_rank]
         ranks = np.concatenate([stage * per_stage + local for stage in place.stages])
-        return Holders(tp, ranks, ranks % per_stage % tp)
+        return Holders(tp, _in_job(ranks, self.ranks), ranks % per_stage % tp)
 
 
 @dataclass(frozen=True)
 class RolloutPlacement:
-    """vLLM's grid: replica r begins at rank r * tp * pp, and each of its stages is tp consecutive ranks.
+    """vLLM's grid: replica r begins at its rank r * tp * pp, and each stage is tp consecutive ranks.
 
     Experts are split over tp.
 
@@ -107,6 +111,8 @@ class RolloutPlacement:
     tp: int
     num_layers: int
     pp: int = 1
+    ranks: JobRanks | None = None
+    """None: the grid is the whole job."""
 
     def __post_init__(self):
         _check_sizes("rollout", self.world_size, self.tp, self.pp, self.num_layers)
@@ -123,7 +129,7 @@ class RolloutPlacement:
         """Return every rank of the place, over all replicas."""
         ranks = np.arange(self.world_size)
         ranks = ranks[np.isin(ranks // self.tp % self.pp, place.stages)]
-        return Holders(self.tp, ranks, ranks % self.tp)
+        return Holders(self.tp, _in_job(ranks, self.ranks), ranks % self.tp)
 
 
 @functools.cache
@@ -146,6 +152,16 @@ def vllm_ranges(num_layers: int, pp: int) -> Ranges:
 def count_experts(weights: list[Weight]) -> int:
     """Return the number of routed experts of a layer; 0 for a dense model."""
     return max((weight.expert + 1 for weight in weights if weight.expert is not None), default=0)
+
+
+def job_ranks(placement: TrainingPlacement | RolloutPlacement) -> JobRanks:
+    """Return the job's ranks of the grid."""
+    return tuple(range(placement.world_size)) if placement.ranks is None else placement.ranks
+
+
+def _in_job(ranks: np.ndarray, job: JobRanks | None) -> np.ndarray:
+    """Return the job's ranks of a grid's ranks."""
+    return ranks if job is None else np.array(job)[ranks]
 
 
 def _ranges(sizes: list[int]) -> Ranges:

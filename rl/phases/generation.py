@@ -1,8 +1,10 @@
 """The generation phase: prompts in, a batch of sampled responses out."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,13 +14,21 @@ from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.batch_metrics import agent_metrics
 from rl.phases.step import Step
 from rl.rollout.exchange import exchange
 from rl.rollout.queue import greedy_idle, idle_shares
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.turns import Sample
-from rl.runtime.collectives import any_rank, sum_over_world
+from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
 from rl.stopping.requests import StepAborted, StopRequests
+
+if TYPE_CHECKING:  # a run without environments does not import them
+    from rl.agents.rollouts import AgentRollouts
+
+
+class AllTrajectoriesFailed(Exception):
+    """No group of a call has enough trajectories whose environments did not fail."""
 
 
 class Generation:
@@ -26,18 +36,20 @@ class Generation:
 
     Args:
         stop: requests that may abort the generation of a training step; None if none may.
+        agents: generates trajectories with environments; None: responses of one turn.
     """
 
     def __init__(
-        self, config: Config, step: Step, engines: Engines, memory: MemorySharing, stop: StopRequests | None
+        self,
+        config: Config,
+        step: Step,
+        engines: Engines,
+        memory: MemorySharing,
+        stop: StopRequests | None,
+        agents: "AgentRollouts | None" = None,
     ):
-        self._config, self._step, self._engines, self._memory, self._stop = (
-            config,
-            step,
-            engines,
-            memory,
-            stop,
-        )
+        self._config, self._step, self._engines = config, step, engines
+        self._memory, self._stop, self._agents = memory, stop, agents
 
     def sample(
         self,
@@ -57,20 +69,36 @@ class Generation:
             timing, abortable: see `run`.
             order: the prompts in the order in which they start; None: as given.
 
+        With environments a group may have fewer responses, or be missing (`batch.prompts`).
+
         Raises:
             StepAborted: on every rank, after a stop request.
+            AllTrajectoriesFailed: on every rank, if environments failed for every group.
         """
         engine = self._engines.rollout
         assert engine is not None, "this run has no generation engine"
         # The seed depends on the position in the draw, so that a prompt drawn twice gets different samples.
         seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
         ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
-        generate = partial(engine.generate, ids, sampling, seeds, order=order)
-        batch = self.run(
-            ids, generate, samples_per_prompt=n, total=len(ids) * n, timing=timing, abortable=abortable
-        )
+        options = dict(total=len(ids) * n, timing=timing, abortable=abortable)
+        if self._agents is None:
+            generate = partial(engine.generate, ids, sampling, seeds, order=order)
+            batch = self.run(ids, generate, samples_per_prompt=n, **options)
+            batch.prompts = prompts
+            return batch
+        counts: Counter[str] = Counter()
+
+        def generate_trajectories(progress, interrupt) -> list[Sample] | None:
+            assert self._agents is not None
+            on_wait = self._step.watchdog.tracker.wait
+            waits = dict(progress=progress, interrupt=interrupt, on_wait=on_wait)
+            own, found = self._agents.generate(engine, prompts, sampling, seeds, **waits)
+            counts.update(found)
+            return own
+
+        batch = self.run(ids, generate_trajectories, **options)
         batch.prompts = prompts
-        return batch
+        return self._complete_groups(batch, sampling, counts)
 
     def run(
         self,
@@ -111,11 +139,31 @@ class Generation:
             if abortable and any_rank(own is None):
                 raise StepAborted
             step.events = engine.events.digest
-            batch = exchange(ids, own or [], samples_per_prompt, self._step.device)
+            has_turns = self._agents is not None
+            batch = exchange(ids, own or [], samples_per_prompt, self._step.device, turns=has_turns)
             step.metrics |= self._idle_metrics(timing, busy, batch, len(ids))
         if abortable:
             step.abortable_s += time.perf_counter() - started
         return batch
+
+    def _complete_groups(self, batch: Batch, sampling: Sampling, counts: Counter[str]) -> Batch:
+        """Return the groups that can be learned from, and log what the environments did.
+
+        A group loses the trajectories whose environments failed, and is dropped if a single one is left of
+        several. Collective over the world. counts: this rank's, by name.
+        """
+        total: Counter[str] = sum(gather_objects(counts), Counter())
+        self._step.metrics |= agent_metrics(total, capacity=self._config.rollout.max_concurrent_samples)
+        sizes = torch.bincount(batch.merge_rows().groups, minlength=len(batch.prompts))
+        kept = (sizes >= min(2, sampling.samples_per_prompt)).nonzero().squeeze(1).tolist()
+        self._step.metrics["agents/dropped_groups"] = len(batch.prompts) - len(kept)
+        if not kept:
+            failures = {name: number for name, number in total.items() if name.startswith("failures/")}
+            raise AllTrajectoriesFailed(
+                f"environments failed in every group of {len(batch.prompts)} prompts: {failures}; the log "
+                "has the reason of each failure."
+            )
+        return batch if len(kept) == len(batch.prompts) else batch.keep_groups(kept)
 
     def _wake_engine(self) -> None:
         step = self._step

@@ -6,7 +6,7 @@ are verl's.
 """
 
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -32,12 +32,17 @@ from rl.stopping.requests import StopRequests
 from rl.training.dp_split import Cost
 from rl.training.loss import Loss
 
+if TYPE_CHECKING:  # only for runs with roles
+    from rl.refit.link import Link
+
 
 class Phases:
     """The phases of one run.
 
     `config` is the run's configuration, `step` the current step, and `metrics` the metrics that the step
     logs.
+
+    link: the link to the ranks that generate, if these do not (`roles`).
     """
 
     def __init__(
@@ -51,6 +56,8 @@ class Phases:
         scorer: Scorer | None,
         tokenizer,
         stop: StopRequests | None = None,
+        agents=None,
+        link: "Link | None" = None,
     ):
         self.config, self.step, self.engines = config, step, engines
         self.prompts, self.sampler = prompts, sampler
@@ -59,7 +66,14 @@ class Phases:
         policy = engines.policy
         cost = Cost.of_model(policy.weight_map.hf, policy.weight_map.weights)
         planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=policy.shares_prompts)
-        self.generation = Generation(config, step, engines, self.memory, stop)
+        self.generation = Generation(config, step, engines, self.memory, stop, agents)
+        self.split = None
+        """`generation`, if other ranks generate (`roles`)."""
+        if link is not None:
+            from rl.phases.split import SplitGeneration
+
+            stop = None if config.rollout.deterministic else stop
+            self.generation = self.split = SplitGeneration(config, step, policy, self.memory, stop, link=link)
         self.inference = Inference(config, step, engines, self.memory, planner)
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
         self.scoring = Scoring(config, step, engines, self.memory, scorer, tokenizer)
@@ -145,7 +159,7 @@ class Phases:
 
     def log_generated(self, batch: Batch) -> None:
         """Log lengths and scores of the step's samples. If called repeatedly, the last call wins."""
-        self.step.metrics |= score_metrics(self._with_lengths_logged(batch))
+        self.step.metrics |= score_metrics(self._with_lengths_logged(batch).merge_rows())
 
     # Learn: log-probs, advantages, updates ----------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The plan of a refit: which rank sends which part of each weight to which rank.
 
-Trainer and engine hold boxes of the same Hugging Face tensors (`rl.models.layout`). Their intersections are
+Trainer and engine hold boxes of the same Hugging Face tensors (`rl.models.layout`), on the same ranks of the
+job or on two sets without a common rank (`TrainingPlacement.ranks`). The intersections of the boxes are
 fragments. Each fragment that a rank needs has exactly one source: the rank itself if it trains that part,
 else a rank of its node that holds it, else any rank that holds it. A rank therefore receives, exactly once,
 what its engine needs and its trainer does not hold. If there are several candidates, the load is spread over
@@ -24,7 +25,7 @@ import numpy as np
 
 from rl.models.boxes import Box, moved, overlap, volume
 from rl.models.layout import Piece, Weight
-from rl.models.placement import Holders, Place, RolloutPlacement, TrainingPlacement
+from rl.models.placement import Holders, Place, RolloutPlacement, TrainingPlacement, job_ranks
 
 SENDERS = 64
 """Maximum number of ranks from which a rank receives, unless the weights that it needs are on more ranks.
@@ -205,13 +206,15 @@ class Routing:
         node_of: Callable[[int], int],
         itemsize: int,
     ):
-        if training.world_size != rollout.world_size:
+        ours, theirs = set(job_ranks(training)), set(job_ranks(rollout))
+        if ours & theirs and ours != theirs:
             raise ValueError(
-                f"training has {training.world_size} ranks and generation {rollout.world_size}; they must "
-                "have the same world."
+                f"training has {len(ours)} ranks and generation {len(theirs)}, of which {len(ours & theirs)} "
+                "are in both; they must have the same ranks or none in common."
             )
         self.weights, self.training, self.rollout, self.itemsize = weights, training, rollout, itemsize
-        self.world_size = training.world_size
+        self.world_size = 1 + max(ours | theirs)
+        """Ranks of the job, up to the last that trains or generates."""
         self.nodes = np.array([node_of(rank) for rank in range(self.world_size)])
         self.held: Callable[[Place], Holders] = functools.cache(training.holders)
         """Ranks that hold a place in training."""

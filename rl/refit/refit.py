@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.models.layout import VOCAB, Weight
-from rl.models.placement import RolloutPlacement
+from rl.models.placement import RolloutPlacement, TrainingPlacement
 from rl.refit import gather
 from rl.refit.gather import RefitMismatch
 from rl.refit.plan import RefitPlan, Routing, cut_into_batches, plan_of
@@ -36,8 +36,8 @@ MAX_SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Link:
-    """The plan of all refits from a trainer to an engine."""
+class WeightPlan:
+    """The plan of all refits from a trainer to an engine, on this rank."""
 
     plan: RefitPlan
     in_place: list[Weight]
@@ -46,8 +46,8 @@ class Link:
     """Weights that the engine's loader reads."""
 
 
-_links: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-"""Engine -> weight map -> buffer in MiB -> Link. The plan depends only on these."""
+_plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""Engine -> weight map -> buffer in MiB -> WeightPlan. The plan depends only on these."""
 
 
 def refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512) -> BytesMoved:
@@ -57,15 +57,18 @@ def refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 5
 
     buffer_mib: limit of the messages of one batch on any rank, in MiB.
     """
-    link = _link(trainer, engine, buffer_mib)
-    sources, destinations = _parameters(trainer, engine, link)
+    planned = _planned(trainer, engine, buffer_mib)
+    sources, destinations = (
+        training_parameters(trainer.weight_map, planned),
+        engine_parameters(engine, planned),
+    )
     engine.device.synchronize()  # the engine may still be reading
-    done = transfer(link.plan, sources, destinations, engine.device.torch)
-    _clear_padding(engine, link.in_place, destinations)
-    if link.fallback:
+    done = transfer(planned.plan, sources, destinations, engine.device.torch)
+    clear_padding(engine, planned.in_place, destinations)
+    if planned.fallback:
         itemsize = trainer.weight_map.dtype.itemsize
-        done.fallback = sum(w.num_elements * w.bytes_per_element(itemsize) for w in link.fallback)
-        engine.load_weights(gather.gathered(trainer, link.fallback))
+        done.fallback = sum(w.num_elements * w.bytes_per_element(itemsize) for w in planned.fallback)
+        engine.load_weights(gather.gathered(trainer, planned.fallback))
     else:
         engine.weights_changed()
     return done
@@ -78,20 +81,23 @@ def check_refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: i
     loader wrote are gathered and compared if the engine holds them in the layout's shape. Raises
     RefitMismatch on every rank, naming weights, ranks and the first differing element.
     """
-    link = _link(trainer, engine, buffer_mib)
-    sources, destinations = _parameters(trainer, engine, link)
-    wrong = compare(link.plan, sources, destinations, engine.device.torch)
+    planned = _planned(trainer, engine, buffer_mib)
+    sources, destinations = (
+        training_parameters(trainer.weight_map, planned),
+        engine_parameters(engine, planned),
+    )
+    wrong = compare(planned.plan, sources, destinations, engine.device.torch)
     again = sorted({number for found in gather_objects(wrong) for number, _ in found})[:MAX_SHOWN]
-    weights = [link.in_place[number] for number in again]
+    weights = [planned.in_place[number] for number in again]
     texts = gather.unknown(trainer, engine) + gather.differences(trainer, engine, weights)
     looked_at = [(number, source) for number, source in wrong if number in again]
     if looked_at and not texts:  # the message came from another replica than the gathered weights
         number, source = looked_at[0]
         texts = [
-            f"{link.in_place[number].hf[0]} on rank {dist.get_rank()} differs from that of rank {source}, "
+            f"{planned.in_place[number].hf[0]} on rank {dist.get_rank()} differs from that of rank {source}, "
             "but equals that of another training replica: the weights of the replicas differ"
         ]
-    texts += gather.differences(trainer, engine, _comparable(engine, link.fallback))
+    texts += gather.differences(trainer, engine, _comparable(engine, planned.fallback))
     gather.raise_mismatches(texts)
 
 
@@ -106,59 +112,83 @@ def traffic_metrics(moved: BytesMoved, device: Device) -> dict[str, float]:
     return {f"perf/refit_bytes_{name}": value for name, value in zip(names, sums.tolist())}
 
 
-def _link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) -> Link:
-    of_engine = _links.setdefault(engine, weakref.WeakKeyDictionary())
-    by_buffer = of_engine.setdefault(trainer.weight_map, {})
+def _planned(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) -> WeightPlan:
+    weight_map = trainer.weight_map
+    of_engine = _plans.setdefault(engine, weakref.WeakKeyDictionary())
+    by_buffer = of_engine.setdefault(weight_map, {})
     if buffer_mib not in by_buffer:
-        by_buffer[buffer_mib] = _make_link(trainer, engine, buffer_mib)
+        training = weight_map.placement
+        by_buffer[buffer_mib] = plan_weights(
+            weight_map.weights,
+            training,
+            RolloutPlacement(training.world_size, engine.tp, training.num_layers),
+            dtype=weight_map.dtype,
+            weight_map=weight_map,
+            engine=engine,
+            buffer_mib=buffer_mib,
+        )
+        if engine.device.is_cuda:  # the first NCCL call in a group must include all its ranks
+            dist.all_reduce(torch.zeros(1, device=engine.device.torch))
     return by_buffer[buffer_mib]
 
 
-def _make_link(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) -> Link:
-    """Plan the refits. Collective over the world.
+def plan_weights(
+    weights: list[Weight],
+    training: TrainingPlacement,
+    rollout: RolloutPlacement,
+    *,
+    dtype: torch.dtype,
+    weight_map: WeightMap | None,
+    engine: RolloutEngine | None,
+    buffer_mib: int,
+    group: dist.ProcessGroup | None = None,
+) -> WeightPlan:
+    """Plan the refits. Collective over the group, by default the world, whose ranks the placements name.
 
     All ranks agree on the nodes and on the weights that are written in place.
+
+    weight_map, engine: None on a rank that does not train or does not generate.
     """
-    weight_map = trainer.weight_map
-    everyone = gather_objects((socket.gethostname(), _not_writable(weight_map, engine)))
+    unwritable = _not_writable(weights, dtype, weight_map, engine)
+    everyone = gather_objects((socket.gethostname(), unwritable), group)
     nodes = [host for host, _ in everyone]
     left_out = set().union(*(numbers for _, numbers in everyone))
-    in_place = [weight for number, weight in enumerate(weight_map.weights) if number not in left_out]
+    in_place = [weight for number, weight in enumerate(weights) if number not in left_out]
     routing = Routing(
-        in_place,
-        weight_map.placement,
-        RolloutPlacement(dist.get_world_size(), engine.tp, weight_map.placement.num_layers),
-        node_of=lambda rank: nodes.index(nodes[rank]),
-        itemsize=weight_map.dtype.itemsize,
+        in_place, training, rollout, node_of=lambda rank: nodes.index(nodes[rank]), itemsize=dtype.itemsize
     )
-    plan = plan_of(routing, cut_into_batches(routing, buffer_mib << 20), dist.get_rank())
-    if engine.device.is_cuda:  # the first NCCL call in a group must include all its ranks
-        dist.all_reduce(torch.zeros(1, device=engine.device.torch))
-    return Link(plan, in_place, [weight_map.weights[number] for number in sorted(left_out)])
+    rank = dist.get_rank() if group is None else group.rank()
+    plan = plan_of(routing, cut_into_batches(routing, buffer_mib << 20), rank)
+    return WeightPlan(plan, in_place, [weights[number] for number in sorted(left_out)])
 
 
-def _not_writable(weight_map: WeightMap, engine: RolloutEngine) -> set[int]:
+def _not_writable(
+    weights: list[Weight],
+    model_dtype: torch.dtype,
+    weight_map: WeightMap | None,
+    engine: RolloutEngine | None,
+) -> set[int]:
     """Return the indices of the weights that cannot be written in place on this rank.
 
     The engine does not hold them in the described layout and the trainer's dtype. The other weights of their
     modules are included, because vLLM loads whole modules.
     """
-    held = engine.weights()
-    local = {weight.hf: parameter for weight, parameter in weight_map.local()}
-    extents = _extents(weight_map.weights, engine)
+    held = {} if engine is None else engine.weights()
+    extents = {} if engine is None else _extents(weights, engine)
+    local = {} if weight_map is None else {weight.hf: parameter for weight, parameter in weight_map.local()}
     out = set()
-    for number, weight in enumerate(weight_map.weights):
+    for number, weight in enumerate(weights):
         parameter = held.get(weight.vllm)
-        dtype = torch.float32 if weight.float32 else weight_map.dtype
-        here = (
+        dtype = torch.float32 if weight.float32 else model_dtype
+        here = engine is None or (
             parameter is not None
             and parameter.dtype == dtype
             and _fits(parameter, extents.get(weight.vllm), weight)
         )
         if not here or (weight.hf in local and local[weight.hf].dtype != dtype):
             out.add(number)
-    modules = {_module(weight_map.weights[number]) for number in out}
-    return {number for number, weight in enumerate(weight_map.weights) if _module(weight) in modules}
+    modules = {_module(weights[number]) for number in out}
+    return {number for number, weight in enumerate(weights) if _module(weight) in modules}
 
 
 def _module(weight: Weight) -> str:
@@ -192,19 +222,19 @@ def _fits(parameter: Tensor, extent: tuple[int, ...] | None, weight: Weight) -> 
     return tuple(parameter.shape) == extent
 
 
-def _parameters(
-    trainer: TrainingEngine, engine: RolloutEngine, link: Link
-) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Return this rank's training and engine parameters by the plan's indices."""
+def training_parameters(weight_map: WeightMap, planned: WeightPlan) -> dict[int, Tensor]:
+    """Return this rank's training parameters by the plan's indices."""
+    numbers = {weight.hf: number for number, weight in enumerate(planned.in_place)}
+    return {numbers[w.hf]: parameter.detach() for w, parameter in weight_map.local() if w.hf in numbers}
+
+
+def engine_parameters(engine: RolloutEngine, planned: WeightPlan) -> dict[int, Tensor]:
+    """Return this rank's engine parameters by the plan's indices."""
     held = engine.weights()
-    numbers = {weight.hf: number for number, weight in enumerate(link.in_place)}
-    sources = {
-        numbers[w.hf]: parameter.detach() for w, parameter in trainer.weight_map.local() if w.hf in numbers
-    }
-    return sources, {number: held[weight.vllm].detach() for number, weight in enumerate(link.in_place)}
+    return {number: held[weight.vllm].detach() for number, weight in enumerate(planned.in_place)}
 
 
-def _clear_padding(engine: RolloutEngine, weights: list[Weight], destinations: dict[int, Tensor]) -> None:
+def clear_padding(engine: RolloutEngine, weights: list[Weight], destinations: dict[int, Tensor]) -> None:
     """Set padding rows of a vocabulary to 0, as vLLM's loader does."""
     for number, weight in enumerate(weights):
         if weight.cut is VOCAB:

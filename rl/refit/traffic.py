@@ -55,7 +55,7 @@ def refit_traffic(
         weights, training, rollout, node_of=lambda rank: rank // ranks_per_node, itemsize=itemsize
     )
     batches = cut_into_batches(routing, buffer_bytes)
-    peak = np.zeros(training.world_size, np.int64)
+    peak = np.zeros(routing.world_size, np.int64)
     for spans in batches:
         peak = np.maximum(peak, sum(routing.crossing(routing.routes[s.weight], s.parts) for s in spans))
     whole = [Span(number, 0, 1) for number in range(len(weights))]

@@ -1,7 +1,7 @@
 """Execution of a refit plan: copies within the rank, then batches of packed messages.
 
-The check exchanges checksums in the same way. Point-to-point over the world's group, gloo for CPU tensors and
-NCCL for CUDA tensors.
+The check exchanges checksums in the same way. Messages are point-to-point, over gloo for CPU tensors and NCCL
+for CUDA tensors. A plan's ranks are those of the given group, by default the world's; all of them call.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,9 +35,13 @@ class BytesMoved:
 
 @torch.no_grad()
 def transfer(
-    plan: RefitPlan, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor], device: torch.device
+    plan: RefitPlan,
+    sources: Mapping[int, Tensor],
+    destinations: Mapping[int, Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> BytesMoved:
-    """Execute the plan: write this rank's destinations. Collective over the world.
+    """Execute the plan: write this rank's destinations. Collective over the group.
 
     sources, destinations: this rank's training and engine parameters, by the index of the weight; both have
     the same dtype. Allocates only `plan.peak_bytes` for messages, each rounded up to a multiple of 8 bytes.
@@ -55,7 +59,7 @@ def transfer(
         for message, buffer in zip(batch.sends, outgoing):
             for view, packed in _unpacked(message, buffer, sources):
                 packed.copy_(view)
-        exchange(_by_peer(batch.sends, outgoing), _by_peer(batch.receives, incoming))
+        exchange(_by_peer(batch.sends, outgoing), _by_peer(batch.receives, incoming), group)
         for message, buffer in zip(batch.receives, incoming):
             for view, packed in _unpacked(message, buffer, destinations):
                 view.copy_(packed)
@@ -63,15 +67,21 @@ def transfer(
     return done
 
 
-def exchange(outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]]) -> None:
-    """Send `outgoing` to its keys, the peers, and receive `incoming`. Collective over the world.
+def exchange(
+    outgoing: Mapping[int, Sequence[Tensor]],
+    incoming: Mapping[int, Sequence[Tensor]],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Send `outgoing` to its keys, the peers, and receive `incoming`. Collective over the group.
 
     Tensors must be contiguous; sender and receiver must agree on the sizes and on the order of the tensors
     between them. NCCL executes calls in order, so calls must not wait for each other in a cycle. Therefore
     every rank first handles the first tensor of each pair of ranks, then the second, and so on. Each time it
     iterates over the distances between ranks in the same order; both ends of a tensor have the same distance.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = (
+        (dist.get_rank(), dist.get_world_size()) if group is None else (group.rank(), group.size())
+    )
     pending = []
     for turn in range(max(map(len, (*outgoing.values(), *incoming.values())), default=0)):
         for first in range(1, world_size, OPS_PER_CALL // 2):
@@ -79,9 +89,9 @@ def exchange(outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Se
             for distance in range(first, min(first + OPS_PER_CALL // 2, world_size)):
                 to, source = (rank + distance) % world_size, (rank - distance) % world_size
                 if turn < len(outgoing.get(to, ())):
-                    operations.append(dist.P2POp(dist.isend, outgoing[to][turn], to))
+                    operations.append(dist.P2POp(dist.isend, outgoing[to][turn], to, group))
                 if turn < len(incoming.get(source, ())):
-                    operations.append(dist.P2POp(dist.irecv, incoming[source][turn], source))
+                    operations.append(dist.P2POp(dist.irecv, incoming[source][turn], source, group))
             if operations:
                 pending += dist.batch_isend_irecv(operations)
     for work in pending:
@@ -90,11 +100,15 @@ def exchange(outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Se
 
 @torch.no_grad()
 def compare(
-    plan: RefitPlan, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor], device: torch.device
+    plan: RefitPlan,
+    sources: Mapping[int, Tensor],
+    destinations: Mapping[int, Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> list[tuple[int, int]]:
     """Return (weight's index, source rank) of every region on this rank that differs from its source.
 
-    Collective over the world; each source sends 16 bytes per region.
+    Collective over the group; each source sends 16 bytes per region.
     """
     wrong = []
     for copy in plan.copies:
@@ -118,6 +132,7 @@ def compare(
     exchange(
         {peer: [torch.stack(sums)] for peer, sums in outgoing.items()},
         {peer: [sums] for peer, sums in incoming.items()},
+        group,
     )
     for peer, regions in expected.items():
         found = torch.stack(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rl.config.schema import Rollout
 from rl.rollout import cpu_support
-from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Weights
+from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
 from rl.rollout.sampling import Sampling
 from rl.rollout.single_turns import SingleTurns
@@ -73,19 +73,26 @@ class RolloutEngine:
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._cpu_cache = None
-        self._keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not frozen
+        self.keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not frozen
+        """Whether the KV cache stays when the weights change. Samples then share a cached prefix only if they
+        began with the same version of the weights."""
         if not device.is_cuda:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
-        self._replica_group = _own_replica_group(world, self.tp, rank)
+        self.replica_group = _own_replica_group(world, self.tp, rank)
         self._queues_made = 0
         self._running: dict[str, _Live] = {}
-        self.events = EventLog(self._replica_group)
+        self.events = EventLog(self.replica_group)
         """The log of the last `run`."""
         self.awake = True
         """Whether the engine holds its memory and may generate."""
         self.weights_version = -1
         """Version of the policy whose weights the engine holds (`TrainingEngine.version`); -1: none yet."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run."""
+        return bool(self._running)
 
     def close(self) -> None:
         """Destroy vLLM's groups and shared memory.
@@ -104,10 +111,10 @@ class RolloutEngine:
         On CUDA the weights are released too, because each refit writes all of them.
         """
         self.awake = False
-        if not self._keeps_cache:
+        if not self.keeps_cache:
             self.llm.reset_prefix_cache()
         if self._cpu_cache is not None:
-            if not self._keeps_cache:
+            if not self.keeps_cache:
                 self._cpu_cache.release()
             cpu_support.release_packed_weights(self.model)
         elif not self.frozen:
@@ -165,11 +172,11 @@ class RolloutEngine:
     def weights_changed(self) -> None:
         """Recompute the tensors derived from the weights, and clear the prefix cache of the old weights.
 
-        A cache that is kept for carried samples is separated by the version at which a sample began.
+        A cache that is kept for unfinished samples is separated by the version at which a sample began.
         """
         self.derive_weights()
         self.device.synchronize()
-        if self._keeps_cache:
+        if self.keeps_cache:
             return
         is_reset = self.llm.reset_prefix_cache(reset_running_requests=True)
         assert is_reset, "the engine kept cache blocks of old weights"
@@ -235,6 +242,7 @@ class RolloutEngine:
         *,
         interrupt: Callable[[], bool] | None = None,
         take_weights: Callable[[int], None] | None = None,
+        on_wait: Callable[[str], None] = lambda text: None,
     ) -> bool:
         """Generate what the source of the replica's leader asks for. Collective over the replica.
 
@@ -247,13 +255,14 @@ class RolloutEngine:
             interrupt: called before each record, on every rank. If it returns true on the leader, the run
                 ends.
             take_weights: writes the weights of a version into the engine, after an event `Weights`.
+            on_wait: called with the text of each event `Waiting`, and with "" when the wait is over.
 
         Returns whether the run was completed, and not interrupted. `events` is then its log.
         """
         engine, running = self.llm.llm_engine, self._running
-        self.events = EventLog(self._replica_group)
+        self.events = EventLog(self.replica_group)
         step = last_record = 0
-        has_finished = False
+        has_finished = waits = False
         while True:
             if not running or has_finished or step - last_record >= INTERVAL:
                 last_record, has_finished = step, False
@@ -263,7 +272,12 @@ class RolloutEngine:
                     events = (
                         [Done(aborted=True)] if is_interrupted else source.next_events(len(running), step)
                     )
-                for event in self.events.share(events, step):
+                events = self.events.share(events, step)
+                text = "".join(event.text for event in events if isinstance(event, Waiting))
+                if text or waits:
+                    on_wait(text)
+                waits = bool(text)
+                for event in events:
                     match event:
                         case Add(request):
                             self._add(request, sampling)
@@ -288,7 +302,7 @@ class RolloutEngine:
     def _add(self, request: Request, sampling: Sampling) -> None:
         """Give a request to vLLM."""
         prompt: dict = {"prompt_token_ids": request.token_ids.tolist()}
-        if self._keeps_cache:
+        if self.keeps_cache:
             first = request.first_version
             prompt["cache_salt"] = f"v{self.weights_version if first is None else first}"
         engine = self.llm.llm_engine

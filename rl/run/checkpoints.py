@@ -71,6 +71,8 @@ class RunCheckpoints:
         if phases.past_lengths is not None:
             phases.past_lengths.means = {int(i): mean for i, mean in state.get("past_lengths", {}).items()}
         phases.engines.policy.version = state.get("policy_version", 0)  # absent in checkpoints of version 0.1
+        if phases.split is not None:
+            phases.split.load_state_dict(state.get("split") or {"batch": state["step"], "groups": []})
         return state["step"], state["metrics"]
 
     def state(self, cursor: dict) -> dict:
@@ -78,12 +80,14 @@ class RunCheckpoints:
 
         cursor: where the draw stood after the last batch that was learned from (`Batch.cursor`).
         """
+        split = self._phases.split
         if "carry_over" in cursor:
             cursor = cursor | {"carry_over": cursor["carry_over"].state_dict()}
         return {
             **cursor,
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
             "policy_version": self._phases.engines.policy.version,
+            **({} if split is None else {"split": split.state_dict()}),
         }
 
     def save(self, step: int, state: dict, metrics: dict[str, float]) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rl import algorithms
 from rl.checkpoint.hf import export_hf
 from rl.checkpoint.store import CheckpointStore
+from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, needs_reward
 from rl.data.batch import Batch
 from rl.engines.engines import build_engines, finish_imports
@@ -31,7 +32,7 @@ from rl.run_directory.status import Status
 from rl.runtime import start_up
 from rl.runtime.device import Device
 from rl.runtime.group_warm_up import limit_collectives, warm_up
-from rl.runtime.session import control_group
+from rl.runtime.session import control_group, job
 from rl.stopping.requests import STOPPED_EXIT, StepAborted, StopDecision, StopRequests
 from rl.training.grid import build_grid
 
@@ -62,12 +63,32 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
             status.write(state="finished", step=newest.step, checkpoint_step=newest.step)
             return 0
 
-    finish_imports(config, generate=not is_finished)
+    trains = generates = True
+    if config.roles.is_on:
+        trains = dist.get_rank() in role_ranks(config, dist.get_world_size())[0]
+        generates = not trains
+    finish_imports(config, generate=generates and not is_finished)
     pool = None
     with fail_together():
-        if needs_reward(config) and not is_finished:
+        if needs_reward(config) and trains and not is_finished:
             pool = start_pool(config, inputs)
     start_up.mark("rewards")
+    link = None
+    if config.roles.is_on:
+        from rl.run import generators
+
+        link = generators.enter_role(config, device, watchdog)
+        stop = StopRequests(config.run.dir, max_time=config.run.max_time, job=job())
+        if generates:
+            run = generators.Generators(config, inputs, device, watchdog, link, stop)
+            return 0 if is_finished else run.run()
+    agents = None
+    if config.agents.is_on and not is_finished:
+        from rl.agents.rollouts import AgentRollouts
+
+        with fail_together():
+            agents = AgentRollouts(config, inputs.tokenizer)
+        start_up.mark("environments")
     training = config.training
     agreement = PhaseAgreement(
         config, json.dumps(code_hashes(config)), control_group(), replica_size=config.rollout.tp
@@ -78,6 +99,8 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     warm_up(device)
     start_up.mark("groups")
     engines = build_engines(config, inputs, grid, device, generate=not is_finished)
+    if link is not None and not is_finished:
+        link.plan_weights(config, inputs.models["policy"].hf, trainer=engines.policy)
     limit_collectives(config.watchdog.limits)
     phases = Phases(
         config,
@@ -88,6 +111,8 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         scorer=None if pool is None else Scorer(config, inputs, device, engines, pool),
         tokenizer=inputs.tokenizer,
         stop=stop,
+        agents=agents,
+        link=link,
     )
     checkpoints = RunCheckpoints(config, store, phases, status)
     last_step, metrics = checkpoints.resume(newest, named)
@@ -104,13 +129,15 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
             last_step, metrics
         )
         checkpoints.close()
+        if phases.split is not None:
+            phases.split.end(0 if asked is None or asked.by_hand else STOPPED_EXIT)
     if asked is None and config.checkpoint.export_hf:
         target = str(Path(config.run.dir, "hf"))
         with phases.saving():
             export_hf(engines.policy, config.model.path, target)
         step = max(last_step, config.run.max_steps)
         progress.line(f"wrote {target}, a Hugging Face checkpoint of step {step}")
-    for resource in (log, pool):
+    for resource in (log, pool, agents):
         if resource is not None:
             resource.close()
     engines.close()
@@ -161,6 +188,7 @@ class Training:
         self._checkpoints, self._status, self._log, self._stop = checkpoints, status, log, stop
         self._cursor = phases.cursor()
         """Where the draw of prompts stood after the last batch that was learned from."""
+        self._split = phases.split
 
     def run(self, last_step: int, metrics: dict[str, float]) -> StopDecision | None:
         """Take the steps after `last_step`; `metrics` are those of `last_step`.
@@ -169,6 +197,8 @@ class Training:
         checkpoint of the last complete step has been written.
         """
         config, step = self._config, self._phases.step
+        if self._split is not None:
+            self._split.begin(self._cursor["sampler"])
         if self._held_out and config.validation.before_training and last_step == 0:
             step.begin(0)
             validate(self._phases, self._held_out, config)
@@ -203,9 +233,11 @@ class Training:
         self._checkpoints.poll()
         with step.timed("step"):
             self._cursor = self._collect_and_learn()
+        if self._split is not None:
+            self._split.learned()
         step.metrics["perf/total_num_tokens"] = step.num_tokens
         seconds = step.metrics["timing_s/step"]
-        step.metrics["perf/throughput"] = step.num_tokens / seconds / dist.get_world_size()
+        step.metrics["perf/throughput"] = step.num_tokens / seconds / job().world_size
         is_last = number == config.run.max_steps
         if self._held_out and (number % config.validation.every == 0 or is_last):
             validate(self._phases, self._held_out, config)
@@ -243,6 +275,8 @@ class Training:
         return batch
 
     def _save(self, number: int, metrics: dict[str, float]) -> None:
+        if self._split is not None:
+            self._split.drain()
         self._checkpoints.save(number, self._checkpoints.state(self._cursor), metrics)
 
     def _finish_step(self) -> None:

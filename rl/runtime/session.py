@@ -7,12 +7,14 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from rl.runtime.device import Device, choose_device
+from rl.runtime.own_group import own_group
 from rl.runtime.ranks import Ranks
 from rl.runtime.rendezvous import join_ranks
 
@@ -25,8 +27,24 @@ EXIT_TIMEOUT = datetime.timedelta(seconds=20)
 SPLIT_GROUPS = "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
 """Environment variable with which vLLM splits its groups from the world's communicator."""
 
+REFUSED = "refused"
+"""Key in the job's store: why one role refuses its input, for the other one."""
+
 _gloo_group: dist.ProcessGroup | None = None
 """The world on gloo. The default group's backend may be a composite, which has no monitored barrier."""
+
+_job: "Job | None" = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """All ranks of the job. With roles the world, torch.distributed's default group, is only a part of it."""
+
+    rank: int
+    world_size: int
+    store: dist.Store
+    group: dist.ProcessGroup
+    """All ranks on gloo."""
 
 
 @contextmanager
@@ -61,12 +79,14 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
     for seed in (random.seed, np.random.seed, torch.manual_seed):  # their states are part of a checkpoint
         seed(0)
     _initialise(ranks, device.backend, timeout)
-    global _gloo_group
+    global _gloo_group, _job
     _gloo_group = dist.new_group(backend="gloo", timeout=timeout)
+    store = dist.distributed_c10d._get_default_store()
+    _job = Job(ranks.rank, ranks.world_size, store, _gloo_group)
     try:
         yield device
     finally:
-        _gloo_group = None
+        _gloo_group = _job = None
         dist.destroy_process_group()
 
 
@@ -76,16 +96,47 @@ def control_group() -> dist.ProcessGroup:
     return _gloo_group
 
 
+def job() -> Job:
+    """Return the job that this rank belongs to. Only within `session`."""
+    assert _job is not None, "there is no session"
+    return _job
+
+
+def enter_role(name: str, members: range, device: Device, timeout: datetime.timedelta = TIMEOUT) -> None:
+    """Make the ranks of a role the world, in which they are numbered from 0. Collective over the job.
+
+    Megatron, vLLM and every collective over the world then work within the role. `job().group` still spans
+    all ranks. The roles divide the ranks of the job among themselves.
+    """
+    global _gloo_group, _job
+    assert _job is not None and _job.rank in members
+    rank, store = _job.rank - members.start, _job.store
+    dist.monitored_barrier(_job.group, timeout)  # nobody uses the groups that are destroyed now
+    dist.destroy_process_group()
+    dist.init_process_group(
+        device.backend,
+        store=dist.PrefixStore(name, store),
+        rank=rank,
+        world_size=len(members),
+        timeout=timeout,
+    )
+    _gloo_group = dist.new_group(backend="gloo", timeout=timeout)
+    size = dict(rank=_job.rank, size=_job.world_size)
+    group = own_group(store, "job", timeout=timeout, device=None, **size)
+    _job = replace(_job, group=group)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(members)))  # vLLM reads them
+
+
 def leave_together(ranks: Ranks) -> bool:
     """Wait until every rank is about to exit; return whether all arrived within EXIT_TIMEOUT.
 
     A launcher kills the other ranks when the first one exits with an error, perhaps before rank 0 has
-    reported it. Collective over the world.
+    reported it. Collective over the job.
     """
     try:
         if not dist.is_initialized():
             _initialise(ranks, "gloo", EXIT_TIMEOUT)
-        dist.monitored_barrier(group=_gloo_group, timeout=EXIT_TIMEOUT)
+        dist.monitored_barrier(group=None if _job is None else _job.group, timeout=EXIT_TIMEOUT)
     except (RuntimeError, TimeoutError):  # RendezvousError is a RuntimeError
         return False
     return True

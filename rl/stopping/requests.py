@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from rl.config.durations import seconds_of
+from rl.runtime.session import Job
 from rl.stopping import deadline
 from rl.stopping.signals import requested_signal
 
@@ -64,10 +65,16 @@ class StopDecision:
 class StopRequests:
     """The stop requests of one rank."""
 
-    def __init__(self, run_dir: str, *, max_time: str, environ: Mapping[str, str] | None = None):
-        """Read the deadlines. max_time: `run.max_time`, '' for no limit."""
+    def __init__(
+        self, run_dir: str, *, max_time: str, environ: Mapping[str, str] | None = None, job: Job | None = None
+    ):
+        """Read the deadlines.
+
+        max_time: `run.max_time`, '' for no limit. job: with roles, the ranks of both.
+        """
         env = os.environ if environ is None else environ
-        self._leads = dist.get_rank() == 0
+        self._job = job
+        self._leads = (dist.get_rank() if job is None else job.rank) == 0
         self._directory = Path(run_dir)
         self._deadline = deadline.STARTED + seconds_of(max_time) if max_time else None
         self._job_end = deadline.job_end(env)
@@ -80,7 +87,10 @@ class StopRequests:
         self._is_shared = False
 
     def agree(self) -> StopDecision:
-        """Return the pending requests of all ranks. Collective over the world; call it between two steps."""
+        """Return the pending requests of all ranks. Collective over the world; call it between two steps.
+
+        With roles, the trainers decide for all ranks; generators share their requests by `is_requested`.
+        """
         save = self._leads and (self._directory / SAVE_FILE).exists()
         requests = torch.tensor([self._reason(predict=True), int(save)])
         dist.all_reduce(requests, op=dist.ReduceOp.MAX)
@@ -94,11 +104,14 @@ class StopRequests:
         if now - self._checked < POLL_S:
             return False
         self._checked = now
-        store = dist.distributed_c10d._get_default_store()
-        if not self._is_shared and self._reason(predict=False):
-            store.set(_KEY, "1")
+        if not self._is_shared and (reason := self._reason(predict=False)):
+            self._store.set(_KEY, str(reason))
             self._is_shared = True
-        return store.check([_KEY])
+        return self._store.check([_KEY])
+
+    @property
+    def _store(self) -> dist.Store:
+        return dist.distributed_c10d._get_default_store() if self._job is None else self._job.store
 
     def record_step(self, step: float, save: float, *, unstoppable: float) -> str:
         """Record the seconds of a step without its checkpoint, and of its checkpoint (0 if none).
@@ -133,6 +146,8 @@ class StopRequests:
             return 5
         if number is not None:
             return REASONS.index(number.name)
+        if self._job is not None and self._store.check([_KEY]):
+            return int(self._store.get(_KEY))  # of any rank of the other role
         now = time.time()
         if self._deadline is not None and now >= self._deadline:
             return 1

@@ -39,8 +39,8 @@ class PlainEngine:
     """Parameters as vLLM's, without vLLM: a process can have several, of any tensor parallel size. Its loader
     takes pieces by the layout, which tests/unit/models/test_layout.py and the runs on vLLM check."""
 
-    def __init__(self, weights, tp, device):
-        self.tp, self.rank_in_replica, self.device, self.changes = tp, RANKS.rank % tp, device, 0
+    def __init__(self, weights, tp, device, rank=RANKS.rank):
+        self.tp, self.rank_in_replica, self.device, self.changes = tp, rank % tp, device, 0
         shapes = {}
         for weight in weights:
             if weight.cut is VOCAB:

@@ -11,7 +11,7 @@ import pytest
 from rl.models import qwen2
 from rl.models.boxes import index, volume
 from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Weight, expert_down, expert_gate_up
-from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts, vllm_ranges
+from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts, job_ranks, vllm_ranges
 from rl.refit.plan import FAR_OUT, NEAR_OUT, SENDERS, Routing, cut_into_batches, plan_of
 from rl.refit.traffic import loads_of, refit_traffic
 
@@ -67,6 +67,12 @@ def mixture_case(world, tp, pp, ep, etp, rollout_tp):
     return weights, training, RolloutPlacement(world, rollout_tp, 4)
 
 
+def between_roles(case, train, rollout):
+    """The case with the two grids on these ranks of a job."""
+    weights, training, generation = case
+    return weights, replace(training, ranks=train), replace(generation, ranks=rollout)
+
+
 CASES = {
     "same layout": dense_case(4, 2, 1, 2),
     "tp 2 pp 2 to tp 2": dense_case(4, 2, 2, 2),
@@ -77,6 +83,15 @@ CASES = {
     "experts ep 2": mixture_case(4, 2, 1, 2, 1, 2),
     "experts ep 2 etp 2 pp 2 dp 2": mixture_case(8, 2, 2, 2, 2, 4),
     "experts ep 4 pp 2 expert dp 2": mixture_case(16, 2, 2, 4, 1, 2),
+    "roles, 1 to 1": between_roles(dense_case(1, 1, 1, 1), (1,), (0,)),
+    "roles, tp 2 pp 2 to tp 2": between_roles(
+        (qwen(tied=True), TrainingPlacement(4, 2, 2, 4), RolloutPlacement(6, 2, 4)),
+        (0, 1, 2, 3),
+        (4, 5, 6, 7, 8, 9),
+    ),
+    "roles, experts ep 2, interleaved": between_roles(
+        mixture_case(4, 2, 1, 2, 1, 2), (0, 1, 4, 5), (2, 3, 6, 7)
+    ),
 }
 
 
@@ -99,6 +114,9 @@ def plans_of(case, buffer_bytes=1 << 20):
 def pieces_on(placement, weight, rank, side):
     """Pieces of the weight on a rank, [] if it holds none; from the ranks' coordinates, not from
     `holders`."""
+    if rank not in job_ranks(placement):
+        return []
+    rank = job_ranks(placement).index(rank)
     last, stages = placement.pp - 1, placement.place(weight).stages
     if side == "vllm":
         if rank // placement.tp % placement.pp not in stages:
@@ -160,7 +178,7 @@ def numbered(weights):
 def test_plans_fill_every_element_of_every_engine_once(case, buffer_bytes):
     weights, training, rollout = case
     plans, full = plans_of(case, buffer_bytes), numbered(weights)
-    world = range(training.world_size)
+    world = range(len(plans))
     trained = [local_arrays(training, weights, rank, "megatron", full) for rank in world]
     engines = [local_arrays(rollout, weights, rank, "vllm", full) for rank in world]
 

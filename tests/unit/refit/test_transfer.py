@@ -12,7 +12,7 @@ WORLD = 40
 class Operation:
     """Replaces dist.P2POp, which requires a process group."""
 
-    def __init__(self, post, tensor, peer):
+    def __init__(self, post, tensor, peer, group):
         self.sends, self.peer = post is dist.isend, peer
 
 

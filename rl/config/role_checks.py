@@ -1,0 +1,84 @@
+"""Checks of the section `roles`, and the ranks of each role."""
+
+import re
+
+from rl.config.options import ConfigError
+from rl.config.schema import Config, algorithm_of, learns_from_samples
+
+
+def role_ranks(config: Config, world_size: int) -> tuple[range, range]:
+    """Return the ranks that train and those that generate: all ranks, both times, without roles.
+
+    Raises ConfigError unless the roles share the ranks of the job among themselves.
+    """
+    roles = config.roles
+    if not roles.is_on:
+        return range(world_size), range(world_size)
+    train, rollout = _ranks("train", roles.train), _ranks("rollout", roles.rollout)
+    if rollout.stop != world_size:
+        raise ConfigError(
+            f"roles.train={roles.train} and roles.rollout={roles.rollout} name {rollout.stop} ranks, but the "
+            f"job has {world_size}; start it with {rollout.stop} ranks, or let roles.rollout end at "
+            f"{world_size - 1}."
+        )
+    return train, rollout
+
+
+def check_roles(config: Config) -> None:
+    """Raise ConfigError for roles that do not fit together, or with the rest of the config."""
+    roles, correction = config.roles, config.rollout_correction
+    if not roles.is_on:
+        return
+    train, rollout = _ranks("train", roles.train), _ranks("rollout", roles.rollout)
+    if train.start != 0 or rollout.start != train.stop:
+        raise ConfigError(
+            f"roles.train={roles.train} must begin at rank 0, and roles.rollout={roles.rollout} at the rank "
+            f"after its last, {train.stop}."
+        )
+    if not learns_from_samples(config):
+        raise ConfigError(
+            f"algorithm={config.algorithm} does not learn from samples, so there is nothing to generate on "
+            f"roles.rollout={roles.rollout}; leave out the section roles."
+        )
+    if config.rollout.carry_over or config.agents.is_on:
+        key = "rollout.carry_over=true" if config.rollout.carry_over else "the section agents"
+        raise ConfigError(
+            f"{key} cannot be combined with roles.rollout={roles.rollout}: the generators stream samples of "
+            "one turn. Leave out one of the two."
+        )
+    if config.reward.judge.path:
+        raise ConfigError(
+            f"reward.judge.path={config.reward.judge.path} generates on the ranks that train, which have no "
+            "engine with roles; leave out the judge or the section roles."
+        )
+    if roles.granularity != "batch" and not roles.lag:
+        raise ConfigError(
+            f"roles.granularity={roles.granularity} lets samples go on under new weights, but roles.lag=0 "
+            "allows none of older ones; use roles.lag=1 or more, or granularity=batch."
+        )
+    if roles.lag and "greedy_baseline" in algorithm_of(config).needs:
+        raise ConfigError(
+            f"algorithm={config.algorithm} needs a greedy response by the weights of the samples, which are "
+            f"gone with roles.lag={roles.lag}; use roles.lag=0."
+        )
+    is_corrected = (
+        correction.bypass
+        or correction.truncate_tokens
+        or correction.truncate_samples
+        or correction.icepop_high
+    )
+    if roles.lag and not is_corrected:
+        raise ConfigError(
+            f"roles.lag={roles.lag} learns from samples of older weights without a correction; set "
+            "rollout_correction.truncate_tokens=2, or another weight, or rollout_correction.bypass=true."
+        )
+
+
+def _ranks(role: str, text: str) -> range:
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise ConfigError(
+            f"roles.{role}={text or '(empty)'} must be the first and the last rank of the role, such as 0-3; "
+            "the two keys roles.train and roles.rollout are set together."
+        )
+    return range(int(match[1]), int(match[2]) + 1)

@@ -1,0 +1,251 @@
+"""Generation on other ranks (`roles`): the trainers' side, with the interface of `Generation`."""
+
+import base64
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rl.config.schema import Config
+from rl.data.batch import Batch, fingerprint
+from rl.data.prompts import Prompt
+from rl.engines.memory import MemorySharing
+from rl.faults.fault_board import Disagreement
+from rl.phases.step import Step
+from rl.refit.link import Delivery, Link
+from rl.rollout.asks import Ask, Asks, Begin, End, Generate, NextBatch
+from rl.rollout.exchange import exchange
+from rl.rollout.group_stream import batch_size
+from rl.rollout.sampling import Sampling, seed_of, train_sampling
+from rl.rollout.turns import Sample, Segment
+from rl.runtime.collectives import any_rank
+from rl.runtime.session import job
+from rl.stopping.requests import StepAborted, StopRequests
+from rl.training.engine import TrainingEngine
+
+WAIT_S = 1.0
+"""Time between two looks for a stop request while samples are awaited, in seconds."""
+
+
+class StaleSamples(RuntimeError):
+    """Raised on every trainer before it would learn from weights older than `roles.lag` allows."""
+
+
+class SplitGeneration:
+    """Asks the generators for samples, and gives them the weights. Methods are collective over the trainers.
+
+    Batches are consumed whole and in their order, so the groups before a batch are consumed exactly once. A
+    checkpoint holds the number of the next batch, and the groups after it that have arrived.
+
+    Args:
+        stop: requests that may abort the wait for a batch; None if none may.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        step: Step,
+        policy: TrainingEngine,
+        memory: MemorySharing,
+        stop: StopRequests | None,
+        *,
+        link: Link,
+    ):
+        self._config, self._step, self._policy, self._stop = config, step, policy, stop
+        self._link, self._asks = link, Asks(job().store)
+        self._sampling, self._size = train_sampling(config), batch_size(config)
+        memory.wait_for_readers = self._wait_for_readers
+        self._next_batch = 0
+        self._num_learned = 0
+        """Number of the first batch that is not learned from."""
+        self._num_asked = 0
+        """Number of batches that the generators may begin."""
+        self._groups: dict[int, Delivery] = {}
+        """Groups that have arrived and are not learned from, by number."""
+        self._answers: dict[str, list[Sample]] = {}
+        """Samples of `Generate`, by the message's name."""
+        self._sent_version: int | None = None
+
+    # The run ----------------------------------------------------------------------------------------------
+
+    def begin(self, cursor: dict[str, Any]) -> None:
+        """Start the generators. cursor: state of the sampler before the next batch."""
+        self._ask(Begin(cursor, self._num_learned, frozenset(self._groups)))
+
+    def end(self, code: int) -> None:
+        """End the generators, which drop what they generate. code: exit code of the run."""
+        self._ask(End(code))
+
+    def learned(self) -> None:
+        """Note that the algorithm has learned from all batches that it took."""
+        self._num_learned = self._next_batch
+        first = self._num_learned * self._size
+        self._groups = {group: found for group, found in self._groups.items() if group >= first}
+
+    def drain(self) -> None:
+        """Wait for all groups that the generators may have begun, so that a checkpoint holds them.
+
+        Without it they would be generated again after a resume, with newer weights. Only for runs that are
+        to be repeatable, or whose stops wait for samples.
+        """
+        if self._config.rollout.deterministic or self._config.run.on_stop_in_generation == "finish":
+            groups = range(self._num_learned * self._size, self._num_asked * self._size)
+            with self._step.phase("wait_samples", timing="save_checkpoint"):
+                self._receive(lambda: all(group in self._groups for group in groups))
+
+    def state_dict(self) -> dict:
+        """Return plain data for a checkpoint. Not collective."""
+        return {
+            "batch": self._num_learned,
+            "groups": [[g, *_packed(self._groups[g])] for g in sorted(self._groups)],
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from a checkpoint. Groups that would be too old by the time of their batch are dropped."""
+        self._next_batch = self._num_learned = self._num_asked = state["batch"]
+        for group, *packed in state["groups"]:
+            delivery = _unpacked(group, *packed)
+            version = self._policy.version + group // self._size - self._num_learned
+            if _oldest(delivery.samples) >= version - self._config.roles.lag:
+                self._groups[group] = delivery
+
+    # Generation -------------------------------------------------------------------------------------------
+
+    def sample(
+        self, prompts: list[Prompt], sampling: Sampling, *, purpose: str, timing: str, abortable: bool = False
+    ) -> Batch:
+        """As `Generation.sample`. A call with the sampling of training takes the next batch of the stream."""
+        ids = [prompt.token_ids for prompt in prompts]
+        takes_batch = abortable and sampling == self._sampling
+        self._send_weights()
+        step, version = self._step, self._policy.version
+        if takes_batch:
+            if len(prompts) != self._size:
+                raise ValueError(
+                    f"algorithm={self._config.algorithm} generates for {len(prompts)} prompts at once, but "
+                    f"with roles it must be the {self._size} of draw_prompts()."
+                )
+            number = self._next_batch
+            first = number * self._size
+            groups = range(first, first + self._size)
+            self._num_asked = number + self._config.roles.lag + 1
+            self._ask(NextBatch(step.number, version, number, purpose))
+        else:
+            seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
+            name = self._ask(Generate(step.number, version, ids, sampling, seeds))
+            self._answers[name] = []
+        total = len(prompts) * sampling.samples_per_prompt
+        started = time.perf_counter()
+        abortable = abortable and self._stop is not None and not step.is_committed
+        with (
+            step.phase("wait_samples", timing=timing, batch=fingerprint(ids)),
+            step.bar(timing, total) as bar,
+        ):
+            if takes_batch:
+                done = lambda: all(group in self._groups for group in groups)  # noqa: E731
+            else:
+                done = lambda: len(self._answers[name]) == total  # noqa: E731
+            self._receive(done, bar, abortable=abortable)
+            if takes_batch:
+                self._check_groups(groups, ids)
+                self._next_batch += 1
+                samples = [sample for group in groups for sample in self._groups[group].samples]
+            else:
+                samples = self._answers.pop(name)
+                if dist.get_rank() == 0:
+                    self._asks.remove(name)
+            own = samples if dist.get_rank() == 0 else []
+            batch = exchange(ids, own, sampling.samples_per_prompt, step.device)
+            batch.prompts = prompts
+        if takes_batch:
+            ages = (version - batch.weight_versions).double()
+            step.metrics |= {
+                "roles/staleness/mean": float(ages.mean()),
+                "roles/staleness/max": int(ages.max()),
+            }
+        if abortable:
+            step.abortable_s += time.perf_counter() - started
+        return batch
+
+    def _receive(self, done: Callable[[], bool], bar=None, *, abortable: bool = False) -> None:
+        """Take what the generators send until `done`. Raises StepAborted after a stop request."""
+        while not done():
+            for delivery in self._link.receive_samples(WAIT_S):
+                if isinstance(delivery.key, str):
+                    self._answers[delivery.key] += delivery.samples
+                else:
+                    self._groups[delivery.key[0]] = delivery
+                if bar is not None:
+                    bar.update(len(delivery.samples))
+            if abortable and self._stop is not None and any_rank(self._stop.is_requested()):
+                raise StepAborted
+
+    def _check_groups(self, groups: range, ids: list[np.ndarray]) -> None:
+        """Raise if a group has another prompt than the trainers drew, or is older than `roles.lag`."""
+        version, lag = self._policy.version, self._config.roles.lag
+        for group, prompt in zip(groups, ids):
+            key, rank, samples = self._groups[group]
+            if key[1] != fingerprint([prompt]):
+                raise Disagreement(
+                    f"rank {rank} generated group {group} from another prompt than the trainers drew"
+                )
+            oldest = _oldest(samples)
+            if oldest < version - lag:
+                number, token = next(
+                    (s.number, int((s.weight_versions == oldest).argmax()))
+                    for s in samples
+                    if (s.weight_versions == oldest).any()
+                )
+                raise StaleSamples(
+                    f"token {token} of sample {number} of group {group} was sampled by version {oldest} of "
+                    f"the weights on the replica of rank {rank}, but version {version} is to learn from it, "
+                    f"and roles.lag={lag}; the run ends, because its samples would be older than allowed."
+                )
+
+    # Messages and weights ---------------------------------------------------------------------------------
+
+    def _ask(self, ask: Ask) -> str:
+        return self._asks.put(ask) if dist.get_rank() == 0 else self._asks.skip()
+
+    def _send_weights(self) -> None:
+        """Begin to send the policy's weights, if the generators have others."""
+        if self._sent_version != self._policy.version:
+            self._sent_version = self._policy.version
+            self._link.send_weights(self._policy.version)
+
+    def _wait_for_readers(self) -> None:
+        """Wait until every generator has the weights, which may change from then on."""
+        with self._step.phase("wait_weights", timing="update_weights"):
+            moved = self._link.wait_sent()
+        if moved is not None:
+            sent = torch.tensor(moved.sent)
+            dist.all_reduce(sent)
+            self._step.metrics["perf/refit_bytes_received"] = int(sent)
+
+
+def _oldest(samples: list[Sample]) -> int:
+    """Return the oldest version that sampled a token of the samples."""
+    return min(int(s.weight_versions.min()) for s in samples if len(s.token_ids))
+
+
+def _packed(delivery: Delivery) -> list:
+    """Return the fingerprint, the rank and the samples of a group as plain data."""
+    rows = []
+    for sample in delivery.samples:
+        columns = np.stack([sample.token_ids, sample.logprobs.view(np.int32), sample.weight_versions])
+        rows.append(
+            [sample.number, sample.truncated, base64.b64encode(columns.astype("<i4").tobytes()).decode()]
+        )
+    return [delivery.key[1], delivery.source, rows]
+
+
+def _unpacked(group: int, prompt: int, source: int, rows: list) -> Delivery:
+    samples = []
+    for number, truncated, text in rows:
+        columns = np.frombuffer(base64.b64decode(text), "<i4").reshape(3, -1).astype(np.int32)
+        segment = Segment(columns[0], columns[1].view(np.float32), columns[2])
+        samples.append(Sample(0, number, (segment,), truncated))
+    return Delivery((group, prompt), source, samples)

@@ -1,0 +1,99 @@
+"""What the trainers ask of the generators: messages in the job's store, which each replica reads in order."""
+
+import datetime
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from rl.rollout.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The first message: where the run stands."""
+
+    cursor: dict[str, Any]
+    """State of the sampler of prompts before batch `batch`."""
+    batch: int
+    """Number of the first batch that is not learned from, counted from the beginning of the run."""
+    finished: frozenset[int]
+    """Numbers of groups from that batch on that exist already."""
+
+
+@dataclass(frozen=True)
+class NextBatch:
+    """The trainers wait for a batch: generate further ones, as far as `roles.lag` allows."""
+
+    step: int
+    version: int
+    """Version of the weights, which are being sent if it differs from that of the message before."""
+    batch: int
+    """Number of the batch that the trainers wait for."""
+    purpose: str
+    """With `roles.lag` 0, distinguishes the seeds of this batch."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Generate responses to these prompts, when all groups that were asked for are complete."""
+
+    step: int
+    version: int
+    prompts: list[np.ndarray]
+    """Token ids, int32 [P_i]."""
+    sampling: Sampling
+    seeds: list[int]
+
+
+@dataclass(frozen=True)
+class End:
+    """The last message."""
+
+    code: int
+    """Exit code of the run."""
+
+
+Ask = Begin | NextBatch | Generate | End
+
+
+class Asks:
+    """The messages of one start of a job. Not collective.
+
+    Args:
+        store: the job's store, to which this object opens a connection of its own.
+    """
+
+    def __init__(self, store: dist.Store):
+        self._store = dist.PrefixStore("asks", store.clone())  # type: ignore[attr-defined]
+        self._number = 0
+
+    def put(self, ask: Ask) -> str:
+        """Send the next message; return its name."""
+        name = self.skip()
+        self._store.set(name, pickle.dumps(ask))
+        return name
+
+    def skip(self) -> str:
+        """Return the name of the next message, which another trainer sends."""
+        self._number += 1
+        return str(self._number - 1)
+
+    def take(self, timeout_s: float = 0.0) -> tuple[str, Ask] | None:
+        """Return the name and the content of the next message, None if none came within `timeout_s`."""
+        name = str(self._number)
+        if timeout_s and not self._store.check([name]):
+            try:
+                self._store.wait([name], datetime.timedelta(seconds=timeout_s))
+            except dist.DistStoreError:
+                return None
+        if not self._store.check([name]):
+            return None
+        self._number += 1
+        return name, pickle.loads(self._store.get(name))
+
+    def remove(self, name: str) -> None:
+        """Remove a message that every replica has read."""
+        self._store.delete_key(name)

@@ -1,0 +1,190 @@
+"""The source of the generators of a run with roles: groups of one endless order, sent as they complete.
+
+Group g is prompt g % P of batch g // P, with P prompts in a batch. A batch is a function of the seed and its
+number. Batch n is learned from by version n (an algorithm that needs several batches for one step learns from
+a later one by the same version). The trainers' message for batch n under version v therefore allows the
+generators to begin batch n + lag with weights v, and no later one.
+
+`roles.granularity` decides when a replica reads the next message: when all its samples are complete (batch),
+or between two engine steps (group, sample). With `rollout.deterministic` those two read it a fixed number of
+engine steps after the replica's last sample of the batch before, and wait for it if it is not there yet, so
+that everything but the clock is a function of the seed.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable
+
+import numpy as np
+
+from rl.config.schema import Config, algorithm_of
+from rl.data.batch import fingerprint
+from rl.rollout.asks import Ask, Asks, Begin, End, NextBatch
+from rl.rollout.events import Add, Done, Event, Weights
+from rl.rollout.queue import Queue
+from rl.rollout.sampling import seed_of, train_sampling
+from rl.rollout.turns import Completion, Request, Sample, Segment
+
+WAIT_S = 0.5
+"""Longest wait for a message in one call, in seconds."""
+
+
+def batch_size(config: Config) -> int:
+    """Return the number of prompts of a batch: those of one call of `Phases.draw_prompts`."""
+    rounds = "dynamic_sampling" in algorithm_of(config).needs and config.dynamic_sampling.prompts_per_round
+    return rounds or config.data.prompts_per_step
+
+
+def batch_purpose(batch: int) -> str:
+    """Return what distinguishes the seeds of a batch that begins before its step."""
+    return f"train.{batch + 1}"
+
+
+class GroupStream:
+    """The groups that a replica generates (a `Source`), on its leader.
+
+    Args:
+        draw: returns the token ids of the prompts of the next batch.
+        queue: gives this replica its groups, counted from the first of batch `begin.batch`.
+        send: takes the key (number of the group, fingerprint of its prompt) and the samples of a group.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        begin: Begin,
+        *,
+        draw: Callable[[int], list[np.ndarray]],
+        queue: Queue,
+        num_replicas: int,
+        asks: Asks,
+        send: Callable[[Hashable, list[Sample]], None],
+    ):
+        self._config, self._draw, self._queue, self._asks, self._send = config, draw, queue, asks, send
+        self._sampling, self._size = train_sampling(config), batch_size(config)
+        self._first = self._limit = begin.batch * self._size
+        self._finished = begin.finished
+        self._lag, self._granularity = config.roles.lag, config.roles.granularity
+        window = self._size * (1 if self._granularity == "batch" else self._lag + 1)
+        n = self._sampling.samples_per_prompt
+        share = -(-window // num_replicas) * n
+        self._capacity = max(n, min(config.rollout.max_concurrent_samples, share))
+        self._next_batch = begin.batch
+        """Number of the batch of the next message."""
+        self._purpose = ""
+        self.version = -1
+        """Version of the weights that the engine has, or takes by the events returned last."""
+        self._prompts: dict[int, list[np.ndarray]] = {}
+        self._num_drawn = begin.batch
+        self._waiting: deque[Request] = deque()
+        """Requests of groups that have begun, which the engine has no room for yet."""
+        self._held: int | None = None
+        """The next group of this replica, if it was drawn from the queue."""
+        self._open: dict[int, list[Sample]] = {}
+        """Finished samples of the groups that have begun."""
+        self._due_at: int | None = None
+        self.barrier: tuple[str, Ask] | None = None
+        """The message that ended the engine's run: a `Generate` or `End`, with its name."""
+
+    # Source -----------------------------------------------------------------------------------------------
+
+    def next_events(self, num_live: int, step: int) -> list[Event]:
+        events: list[Event] = self._begin_samples(num_live)
+        while self.barrier is None and self._reads_next(num_live + len(events), step):
+            is_idle = not num_live and not events
+            taken = self._asks.take(WAIT_S if is_idle or self._waits else 0.0)
+            if taken is None and self._waits and not is_idle:
+                continue
+            if taken is None:
+                break
+            self._due_at = None
+            if not isinstance(taken[1], NextBatch):
+                self.barrier = taken
+                break
+            events += self._allow(taken[1])
+            events += self._begin_samples(num_live + len(events))
+        if self.barrier is not None and (isinstance(self.barrier[1], End) or not (num_live or events)):
+            return [Done()]
+        return events
+
+    def receive(self, name: str, completion: Completion) -> None:
+        group, number = map(int, name.split("."))
+        place = group % self._size
+        truncated = completion.end == "length"
+        samples = self._open[group]
+        samples.append(Sample(place, number, (Segment.of(completion),), truncated))
+        if len(samples) == self._sampling.samples_per_prompt:
+            del self._open[group]
+            prompt = self._prompts[group // self._size][place]
+            self._send((group, fingerprint([prompt])), samples)
+
+    # Messages ---------------------------------------------------------------------------------------------
+
+    @property
+    def _waits(self) -> bool:
+        """Whether a message that is due is waited for, although the engine has work."""
+        return self._config.rollout.deterministic and self._granularity != "batch"
+
+    def _reads_next(self, num_live: int, step: int) -> bool:
+        """Return whether to read the next message before engine step `step`."""
+        if not num_live:
+            return True
+        if self._granularity == "batch" or not self._config.rollout.deterministic:
+            return self._granularity != "batch"
+        # This replica's groups of the batches before that of the next message are complete.
+        if min((*self._open, self._next_group())) < self._next_batch * self._size:
+            return False
+        if self._due_at is None:
+            self._due_at = step + self._config.roles.refit_after_steps
+        return step >= self._due_at
+
+    def _allow(self, ask: NextBatch) -> list[Event]:
+        """Allow the groups of a message; return the event that takes its weights, if they are new."""
+        self._next_batch = ask.batch + 1
+        self._limit = (ask.batch + self._lag + 1) * self._size
+        self._purpose = ask.purpose
+        if ask.version == self.version:
+            return []
+        self.version = ask.version
+        return [Weights(ask.version)]
+
+    # Samples ----------------------------------------------------------------------------------------------
+
+    def _begin_samples(self, num_live: int) -> list[Event]:
+        """Return the events that fill the engine."""
+        events: list[Event] = []
+        n = 1 if self._granularity == "sample" else self._sampling.samples_per_prompt
+        while num_live + len(events) + n <= self._capacity:
+            if not self._waiting and not self._begin_group():
+                break
+            events += [Add(self._waiting.popleft()) for _ in range(min(n, len(self._waiting)))]
+        return events
+
+    def _begin_group(self) -> bool:
+        """Begin the next group of this replica; return False if none is allowed yet."""
+        if self._next_group() >= self._limit:
+            return False
+        group, self._held = self._next_group(), None
+        batch, place = divmod(group, self._size)
+        while self._num_drawn <= batch:
+            self._prompts[self._num_drawn] = self._draw(self._size)
+            self._num_drawn += 1
+        oldest = min((*self._open, group)) // self._size
+        for done in [number for number in self._prompts if number < oldest]:
+            del self._prompts[done]
+        # With a lag, a batch begins before the step that learns from it is known.
+        purpose = batch_purpose(batch) if self._lag else self._purpose
+        seed = seed_of(self._config.run.seed, purpose, place)
+        self._open[group] = []
+        for number in range(self._sampling.samples_per_prompt):
+            prompt = self._prompts[batch][place]
+            name = f"{group}.{number}"
+            self._waiting.append(Request(name, prompt, seed_of(seed, number), self._sampling.max_tokens))
+        return True
+
+    def _next_group(self) -> int:
+        """Return the next group of this replica, without the groups that exist already."""
+        while self._held is None or self._held in self._finished:
+            item = self._queue.draw()
+            assert item is not None, "the queue of groups has no end"
+            self._held = self._first + item
+        return self._held

@@ -1,0 +1,145 @@
+"""The ranks of a run that generate while others train (`roles`)."""
+
+import datetime
+import time
+
+import numpy as np
+import torch.distributed as dist
+
+from rl.config.options import ConfigError
+from rl.config.role_checks import role_ranks
+from rl.config.schema import Config
+from rl.engines.engines import build_rollout
+from rl.engines.inputs import Inputs
+from rl.faults.fault_board import Disagreement
+from rl.faults.watchdog import Watchdog
+from rl.refit.link import Link
+from rl.rollout.asks import Ask, Asks, Begin, End, Generate
+from rl.rollout.group_stream import WAIT_S, GroupStream
+from rl.rollout.sampling import train_sampling
+from rl.runtime import session
+from rl.runtime.collectives import broadcast_object, gather_objects
+from rl.runtime.device import Device
+from rl.runtime.group_warm_up import limit_collectives, warm_up
+from rl.stopping.requests import StopRequests
+
+ENDLESS = 1 << 62
+"""Number of groups in the queue of the stream."""
+
+
+def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
+    """Make the ranks of this rank's role its world; return the link to the other. Collective over the job."""
+    ranks = dict(zip(("train", "rollout"), role_ranks(config, dist.get_world_size())))
+    rank = dist.get_rank()
+    name = next(name for name, members in ranks.items() if rank in members)
+    timeout = datetime.timedelta(seconds=config.watchdog.limits.start_up)
+    session.enter_role(name, ranks[name], device, timeout)
+    replica = dist.get_rank() // config.rollout.tp
+    watchdog.tracker.role = name if name == "train" else f"{name} {replica}"
+    members = {name: tuple(ranks) for name, ranks in ranks.items()}
+    return Link(session.job().store, rank=rank, device=device, **members)
+
+
+class Generators:
+    """A rank that generates what the trainers ask for. Methods are collective over the replica.
+
+    The replica's leader reads the messages; `GroupStream` describes the order in which it generates.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        device: Device,
+        watchdog: Watchdog,
+        link: Link,
+        stop: StopRequests,
+    ):
+        self._config, self._inputs, self._link, self._stop = config, inputs, link, stop
+        self._device, self._tracker = device, watchdog.tracker
+        self._asks = Asks(session.job().store)
+        self._sampler = inputs.sampler()
+        self._step = 0
+        self._next_look = 0.0
+        warm_up(device)
+
+    def run(self) -> int:
+        """Build the engine and generate. Returns the exit code of the run. Collective over the role."""
+        self._engine = engine = build_rollout(self._config, self._device)
+        engine.keeps_cache = self._config.roles.cache == "keep"
+        self._link.plan_weights(self._config, self._inputs.models["policy"].hf, engine=engine)
+        limit_collectives(self._config.watchdog.limits)
+        queue, stream, sampling = engine.queue(ENDLESS), None, train_sampling(self._config)
+        if engine.leads:
+            begin = self._first_message()
+            stream = GroupStream(
+                self._config,
+                begin,
+                draw=self._draw,
+                queue=queue,
+                num_replicas=engine.num_replicas,
+                asks=self._asks,
+                send=self._link.send_samples,
+            )
+        while True:
+            engine.run(stream, sampling, interrupt=self._look, take_weights=self._take_weights)
+            self._compare_logs()
+            taken = broadcast_object(None if stream is None else stream.barrier, group=engine.replica_group)
+            assert taken is not None
+            if isinstance(taken[1], End):
+                engine.close()
+                return taken[1].code
+            self._answer(*taken)
+            if stream is not None:
+                stream.barrier, stream.version = None, engine.weights_version
+
+    def _first_message(self) -> Begin:
+        while (taken := self._asks.take(WAIT_S)) is None:
+            self._look()
+        begin = taken[1]
+        assert isinstance(begin, Begin)
+        self._sampler.load_state_dict(begin.cursor)
+        return begin
+
+    def _draw(self, number: int) -> list[np.ndarray]:
+        return [self._inputs.prompts[i].token_ids for i in self._sampler.draw(number)]
+
+    def _answer(self, name: str, ask: Ask) -> None:
+        """Generate the responses to the prompts of a message, and send them."""
+        assert isinstance(ask, Generate)
+        engine, self._step = self._engine, ask.step
+        if engine.weights_version != ask.version:
+            self._take_weights(ask.version)
+        samples = engine.generate(ask.prompts, ask.sampling, ask.seeds, interrupt=self._look)
+        self._compare_logs()
+        if samples:
+            self._link.send_samples(name, samples)
+
+    def _take_weights(self, version: int) -> None:
+        self._step = version + 1
+        self._tracker.enter("refit", self._step)
+        self._link.receive_weights(version)
+        self._tracker.enter("generate", self._step)
+
+    def _look(self) -> bool:
+        """Share this rank's stop request, and note whether it generates or waits. Never interrupts.
+
+        The trainers decide on a stop, and end the generators by a message.
+        """
+        self._stop.is_requested()
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + WAIT_S
+            store = session.job().store
+            if store.check([session.REFUSED]):
+                raise ConfigError(store.get(session.REFUSED).decode())
+        phase = "generate" if self._engine.is_busy else "wait_weights"
+        if self._tracker.current.phase != phase:
+            self._tracker.enter(phase, self._step)
+        return False
+
+    def _compare_logs(self) -> None:
+        """Raise if ranks of the replica generated different tokens."""
+        digests = gather_objects(self._engine.events.digest, self._engine.replica_group)
+        if len(set(digests)) > 1:
+            raise Disagreement(f"the ranks of replica {self._engine.replica} generated different tokens")
