@@ -7,7 +7,7 @@ The first run is not disturbed. Then the same command is started in a new direct
 receive SIGKILL: half of the time at a random time, half of the time while a checkpoint is being written. The
 run is restarted until it ends by itself; further runs follow in new directories until the number of kills is
 reached. After every kill each checkpoint directory must be complete, and every run that ends must have
-bitwise the metrics of the first run, with carry-over also its prompts in each step. Exit code 0 if this holds.
+bitwise the metrics of the first run, with carry-over also its prompts of each step. Exit code 0 if so.
 
 Ranks are forked from a process that has imported everything, so that a start takes one second instead of ten.
 Without --config the run is a GRPO run of 12 steps on the toy task on --ranks ranks that saves after each
