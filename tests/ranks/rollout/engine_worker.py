@@ -282,7 +282,7 @@ class Checks:
 
     def check_a_kept_cache_serves_carried_samples_only(self):
         engine, ids = self.engine, LONG_PROMPTS[0]
-        with patch.object(engine, "_keeps_cache", True), EngineSteps(engine) as steps:
+        with patch.object(engine, "keeps_cache", True), EngineSteps(engine) as steps:
             engine.weights_version = 5
             self.complete(Request("first", ids, 1, 4))
             engine.sleep()
