@@ -31,11 +31,22 @@ say() { echo "job $job_id: $*"; }
 
 # Size ---------------------------------------------------------------------------------------------------------------------
 
-nodes=$SLURM_JOB_NUM_NODES
-gpus=${SLURM_GPUS_ON_NODE:-0}
-tasks=${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))} # --ntasks-per-node if given, else one per GPU
-cpus=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / tasks))}
-if [ "$cpus" -lt 1 ]; then cpus=1; fi
+# Set the size of the job, or of component $1 of a heterogeneous job: nodes, GPUs and ranks of a node, CPUs of a rank.
+measure() {
+    local cores=$SLURM_CPUS_ON_NODE names=(JOB_NUM_NODES GPUS_PER_NODE NTASKS_PER_NODE CPUS_PER_TASK JOB_CPUS_PER_NODE)
+    nodes=$SLURM_JOB_NUM_NODES gpus=${SLURM_GPUS_ON_NODE:-0} tasks=${SLURM_NTASKS_PER_NODE:-} cpus=${SLURM_CPUS_PER_TASK:-}
+    if [ -n "$1" ]; then
+        names=("${names[@]/#/SLURM_}") names=("${names[@]/%/_HET_GROUP_$1}")
+        nodes=${!names[0]} gpus=${!names[1]:-0} tasks=${!names[2]:-} cpus=${!names[3]:-} cores=${!names[4]%%[(,]*}
+    fi
+    : "${tasks:=$((gpus > 0 ? gpus : 1))}" # --ntasks-per-node if given, else one per GPU
+    : "${cpus:=$((cores / tasks))}"
+    if [ "$cpus" -lt 1 ]; then cpus=1; fi
+}
+
+components=("") # of a heterogeneous job: 0, 1, ...
+if [ -n "${SLURM_HET_SIZE:-}" ]; then mapfile -t components < <(seq 0 $((SLURM_HET_SIZE - 1))); fi
+measure "${components[0]}"
 export SRUN_CPUS_PER_TASK=$cpus # since Slurm 22.05 srun does not inherit it from sbatch
 
 # Environment of the ranks -------------------------------------------------------------------------------------------------
@@ -62,20 +73,31 @@ ulimit -l unlimited 2>/dev/null || say "memlock is limited to $(ulimit -l) KiB; 
 
 # One task per GPU, each of which sees all GPUs of its node (--gpu-bind=none): binding breaks CUDA IPC and local ranks. Slurm
 # then leaves CUDA_VISIBLE_DEVICES unset, so use whole nodes (--exclusive) if the site does not confine jobs to devices.
-launch=(srun --nodes="$nodes" --ntasks="$((nodes * tasks))" --ntasks-per-node="$tasks" --cpus-per-task="$cpus"
-    --kill-on-bad-exit=1 --mpi="${SRUN_MPI:-none}" --export=ALL
-    --output="$rank_logs/rank-%t.log" --open-mode=append)
+# The ranks of a heterogeneous job are numbered by component; Slurm 22.05 adds the component's number to %t.
+launch() {
+    local call=() component
+    for component in "${components[@]}"; do
+        measure "$component"
+        call+=(${call:+:} ${component:+"--het-group=$component"}
+            --nodes="$nodes" --ntasks="$((nodes * tasks))" --ntasks-per-node="$tasks" --cpus-per-task="$cpus"
+            --kill-on-bad-exit=1 --mpi="${SRUN_MPI:-none}" --export=ALL
+            --output="$rank_logs/rank-%t.log" --open-mode=append)
+        if [ "$gpus" -gt 0 ]; then call+=(--gpus-per-node="$gpus" --gpu-bind=none); fi
+        call+=("${in_container[@]}" "${inside[@]}" "$@")
+    done
+    srun "${call[@]}"
+}
 single=(srun --nodes=1 --ntasks=1 --cpus-per-task="$cpus" --mpi="${SRUN_MPI:-none}" --export=ALL)
-if [ "$gpus" -gt 0 ]; then launch+=(--gpus-per-node="$gpus" --gpu-bind=none); fi
 
+in_container=() # srun's options
 inside=() # prefix of a rank's command
 container=${CONTAINER:-none}
 case $container in
 none) ;;
 pyxis:*)
-    options=(--container-image="${container#pyxis:}" --container-workdir="$PWD" --no-container-mount-home
+    in_container=(--container-image="${container#pyxis:}" --container-workdir="$PWD" --no-container-mount-home
         --container-mounts="${CONTAINER_MOUNTS:-$PWD:$PWD,$LOCKSTEP_ROOT:$LOCKSTEP_ROOT}")
-    launch+=("${options[@]}") single+=("${options[@]}")
+    single+=("${in_container[@]}")
     ;;
 apptainer:*)
     inside=(apptainer exec --bind "${CONTAINER_MOUNTS:-$PWD:$PWD,$LOCKSTEP_ROOT:$LOCKSTEP_ROOT}" --pwd "$PWD")
@@ -134,7 +156,7 @@ train() {
     shift
     # Rank 0 writes into the job's own log.
     ln -sfn "$(readlink /proc/$$/fd/1)" "$rank_logs/rank-0.log"
-    "${launch[@]}" "${inside[@]}" "${PYTHON:-python}" "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@" \
+    launch "${PYTHON:-python}" "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@" \
         2>"$rank_logs/srun.log" || code=$?
     cat "$rank_logs/srun.log" >&2 # which tasks ended on which nodes, and how; below all tracebacks
     case $code in
@@ -154,5 +176,5 @@ if [ -f "$rank_logs/attempts" ]; then read -r attempts last <"$rank_logs/attempt
 if [ "$started_at" != "$last" ]; then attempts=0; fi
 attempts=$((attempts + 1))
 echo "$attempts $started_at" >"$rank_logs/attempts"
-say "$nodes nodes ($SLURM_JOB_NODELIST) x $tasks ranks, attempt $attempts after step $started_at"
+say "$nodes nodes ($SLURM_JOB_NODELIST) x $tasks ranks${SLURM_HET_SIZE:+ in the first of $SLURM_HET_SIZE components}, attempt $attempts after step $started_at"
 allow_start "$attempts"

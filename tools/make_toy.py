@@ -16,13 +16,14 @@ downloaded.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils import logging as transformers_logging
 
 NUM_HELD_OUT = 500
@@ -38,8 +39,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """Return a tokenizer with one token per character: newline and printable ASCII.
+def build_tokenizer(
+    words: Sequence[str] = (), *, special: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE
+) -> Qwen2Tokenizer:
+    """Return a tokenizer with one token per printable ASCII character and newline, and per word of `words`.
+
+    special: further special tokens, which `chat_template` writes.
 
     It is a byte-level BPE without merges, because AutoTokenizer (transformers 5, vLLM) rebuilds the Qwen2
     pipeline from the vocabulary of any tokenizer.json beside a Qwen2 config and ignores the file's splitting
@@ -48,19 +53,21 @@ def build_tokenizer() -> Qwen2Tokenizer:
     """
     # ByteLevel renames bytes that do not print: here, space and newline.
     renamed = {" ": "\u0120", "\n": "\u010a"}
-    tokens = SPECIAL_TOKENS + [renamed.get(character, character) for character in CHARACTERS]
-    return Qwen2Tokenizer(
+    tokens = [*SPECIAL_TOKENS, *special, *(renamed.get(character, character) for character in CHARACTERS)]
+    tokenizer = Qwen2Tokenizer(
         vocab={token: index for index, token in enumerate(tokens)},
         merges=[],
         pad_token="<pad>",
         eos_token="<eos>",
         bos_token="<bos>",
         unk_token="<unk>",
-        extra_special_tokens=["<user>", "<assistant>"],
+        extra_special_tokens=["<user>", "<assistant>", *special],
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_LENGTH,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
     )
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    return tokenizer
 
 
 def build_model(

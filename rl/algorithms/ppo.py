@@ -43,8 +43,9 @@ def learn(phases: Phases, batch: Batch) -> None:
     phases.values(batch)
     phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
+        lengths = batch.trajectory_lengths
         advantages, batch.returns = gae(
-            batch.token_rewards, batch.old_values, batch.lengths, batch.mask, gamma=goal.gamma, lam=goal.lam
+            batch.token_rewards, batch.old_values, lengths, batch.mask, gamma=goal.gamma, lam=goal.lam
         )
         batch.advantages = whiten(advantages, batch.mask) if goal.whiten else advantages
     phases.update_critic(batch)

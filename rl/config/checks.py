@@ -75,6 +75,12 @@ def check_contradictions(config: Config) -> None:
             raise ConfigError(f"{section}.min_lr={min_lr} is above {section}.lr={lr}, from which it decays.")
     check_data(config)
     check_checkpoint(config)
+    if config.agents.is_on:
+        from rl.config.agent_checks import check_agents
+
+        check_agents(config)
+    if config.rollout.carry_over:
+        check_carry_over(config)
     if config.watchdog.lost_s < 4 * config.watchdog.beat_s:
         raise ConfigError(
             f"watchdog.lost_s={config.watchdog.lost_s:g} leaves no room for a late heartbeat: use at least "
@@ -129,6 +135,44 @@ def check_data(config: Config) -> None:
         raise ConfigError(
             f"algorithm={config.algorithm} reads pairs, which have neither data.curriculum nor "
             "data.train_weights."
+        )
+
+
+def check_carry_over(config: Config) -> None:
+    """Raise ConfigError for what cannot be combined with samples that continue in the next step."""
+    rollout, fix, needs = config.rollout, config.rollout_correction, algorithm_of(config).needs
+    name = f"rollout.carry_over=true, but algorithm={config.algorithm}"
+    if "samples" not in needs:
+        raise ConfigError(f"{name} does not generate; leave it out.")
+    if config.agents.is_on:
+        raise ConfigError(
+            "rollout.carry_over=true cannot be combined with the section agents: the environment of an "
+            "unfinished trajectory does not outlive its step. Leave out one of the two."
+        )
+    if config.objective.chosen[1] is None:
+        raise ConfigError(
+            f"{name} has a loss of its own, which does not correct for tokens of older weights; use "
+            "algorithm=grpo, dapo, rloo or ppo."
+        )
+    if "greedy_baseline" in needs:
+        raise ConfigError(
+            f"{name} compares samples with a greedy response of the present weights, and part of their "
+            "tokens would be of older ones; use algorithm=rloo."
+        )
+    if not (fix.bypass or fix.truncate_tokens or fix.truncate_samples or fix.icepop_high):
+        raise ConfigError(
+            "rollout.carry_over=true trains on tokens that older weights have sampled; set "
+            "rollout_correction.truncate_tokens=2.0, another weight, or rollout_correction.bypass=true."
+        )
+    if rollout.stop:
+        raise ConfigError(
+            "rollout.carry_over=true cannot find a string of rollout.stop that begins before a sample is "
+            "carried and ends after it; use rollout.stop_token_ids."
+        )
+    if rollout.carry_over_cache == "keep" and rollout.deterministic:
+        raise ConfigError(
+            "rollout.carry_over_cache=keep cannot be combined with rollout.deterministic=true: after a "
+            "resume the cache is computed again, and its values differ from the kept ones; use recompute."
         )
 
 

@@ -15,6 +15,9 @@ class PhaseLimits:
     """Reading data and weights, building models and engines; also the time limit for ranks to meet."""
     generate: Annotated[float, POSITIVE] = 7200.0
     """One call of the generation engine, for training or validation, until all ranks have all samples."""
+    environments: Annotated[float, POSITIVE] = 1800.0
+    """One wait of a replica for environments while nothing runs in its engine. It should exceed
+    `agents.timeout_s`, after which a single environment has failed."""
     score: Annotated[float, POSITIVE] = 3600.0
     """Reward functions, reward model and judge on one batch."""
     log_probs: Annotated[float, POSITIVE] = 3600.0

@@ -31,6 +31,7 @@ FINITE_OR_LIST = Range(
     "a finite number, or a list of finite numbers",
     lambda v: all(map(is_finite, v)) if isinstance(v, list) else is_finite(v),
 )
+ONE_TO_TWO = Range("from 1 to 2", lambda v: 1 <= v <= 2)
 ONE_OR_MORE = Range("1 or more and finite", lambda v: 1 <= v < math.inf)
 ZERO_OR_ABOVE_ONE = Range("0 (off) or greater than 1 and finite", lambda v: v == 0 or 1 < v < math.inf)
 

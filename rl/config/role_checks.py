@@ -40,6 +40,12 @@ def check_roles(config: Config) -> None:
             f"algorithm={config.algorithm} does not learn from samples, so there is nothing to generate on "
             f"roles.rollout={roles.rollout}; leave out the section roles."
         )
+    if config.rollout.carry_over or config.agents.is_on:
+        key = "rollout.carry_over=true" if config.rollout.carry_over else "the section agents"
+        raise ConfigError(
+            f"{key} cannot be combined with roles.rollout={roles.rollout}: the generators stream samples of "
+            "one turn. Leave out one of the two."
+        )
     if config.reward.judge.path:
         raise ConfigError(
             f"reward.judge.path={config.reward.judge.path} generates on the ranks that train, which have no "

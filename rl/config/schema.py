@@ -23,6 +23,7 @@ from rl.config.ranges import (
     FINITE_OR_LIST,
     FRACTION,
     NOT_NEGATIVE,
+    ONE_TO_TWO,
     POSITIVE,
     PROBABILITY,
 )
@@ -256,6 +257,25 @@ class Rollout:
     """KV cache per rank on CPU, in MiB; released while the trainer works."""
     enforce_eager: bool = False
     """Disable CUDA graphs and torch.compile in the engine. Always true on CPU."""
+    longest_first: bool = False
+    """Start the prompts in the order of their expected response lengths, the longest first. Expected is the
+    mean length when the prompt was last sampled, so the first epoch keeps its order."""
+    carry_over: bool = False
+    """Train on the groups that are complete first. Unfinished samples continue in the next step with its
+    weights; a weight of rollout_correction, or its bypass, corrects for their older tokens
+    (docs/asynchrony.md)."""
+    oversample: Annotated[float, ONE_TO_TWO] = 1.25
+    """carry_over: number of groups with which a step starts, carried ones included, per group on which it
+    trains."""
+    max_staleness: Annotated[int, AT_LEAST_ONE] = 1
+    """carry_over: most versions of the policy between the one that sampled a token and the one that learns
+    from it."""
+    on_stale: Literal["finish", "drop"] = "finish"
+    """carry_over: what happens to groups whose tokens would become too old in the next step. finish: the step
+    does not end before they are complete. drop: they are dropped and counted."""
+    carry_over_cache: Literal["recompute", "keep"] = "recompute"
+    """carry_over, on CPU: whether the KV cache of carried samples is computed again with the new weights, or
+    kept in memory while the trainer works."""
 
 
 @dataclass
@@ -350,6 +370,52 @@ class Reward:
     """Amount by which the reward has fallen at the limit."""
     model: RewardModel = field(default_factory=RewardModel)
     judge: Judge = field(default_factory=Judge)
+
+
+@dataclass
+class Agents:
+    """Responses of many turns, with environments and tools (docs/agents.md)."""
+
+    environment: str = ""
+    """Class of the environment, as `package.module:Class` or `path/to/file.py:Class`. Empty: none; the
+    prompts are the data set's, and `tools` are offered."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the environment's constructor."""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """Other environments by `data_source`, or by verl's `agent_name`: a class, or {environment, kwargs,
+    tools}."""
+    tools: list[Any] = field(default_factory=list)
+    """Functions offered as tools: `package.module:name` or `path/to/file.py:name`, or {function, kwargs} with
+    values of its keyword-only parameters."""
+    max_turns: Annotated[int, AT_LEAST_ONE] = 8
+    """Most turns of the policy in a trajectory."""
+    max_tokens_per_turn: Annotated[int, NOT_NEGATIVE] = 0
+    """Most tokens that the policy samples in one turn. 0: what is left of `rollout.max_response_tokens`,
+    which limits all turns together, with the tokens of tools and environments."""
+    max_output_chars: Annotated[int, AT_LEAST_ONE] = 8192
+    """Longest output of a tool or step, in characters; the rest is left out, with a note."""
+    timeout_s: Annotated[float, POSITIVE] = 30.0
+    """Longest time of one call of an environment or tool, in seconds; then the trajectory has failed."""
+    memory_mib: Annotated[int, NOT_NEGATIVE] = 4096
+    """Address space of a worker process and of each process that it starts, in MiB. 0: no limit."""
+    workers: Annotated[int, NOT_NEGATIVE] = 0
+    """Number of processes per replica of the engine that hold environments. 0: one per core of the rank."""
+    interpreter: str = ""
+    """Python interpreter of these processes, for environments whose packages conflict with the run's; it
+    needs pydantic. Empty: that of the run."""
+    order: Literal["arrival", "waves"] = "arrival"
+    """arrival: results of environments are used as they come, in an order that the log stores. waves: all
+    live trajectories end their turn first, which is repeatable without a log but leaves the engine idle."""
+    on_rewrite: Literal["refuse", "new_row"] = "refuse"
+    """Treatment of a chat template that changes earlier turns: refuse the run, or continue the trajectory in
+    a new training row."""
+    on_failure: Literal["refill", "shrink"] = "refill"
+    """Treatment of a trajectory whose environment failed: sample it again, or leave it out of its group."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether the section names an environment or a tool."""
+        return bool(self.environment or self.sources or self.tools)
 
 
 @dataclass
@@ -600,6 +666,7 @@ class Config:
     rollout: Rollout = field(default_factory=Rollout)
     roles: Roles = field(default_factory=Roles)
     reward: Reward = field(default_factory=Reward)
+    agents: Agents = field(default_factory=Agents)
     objective: Objective = field(default_factory=Objective)
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
     critic: Critic = field(default_factory=Critic)

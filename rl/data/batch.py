@@ -29,10 +29,11 @@ LOSS_COLUMNS = (
     "old_values",
     "returns",
     "implicit_ref_logprobs",
+    "trajectory_tokens",
 )
 """Token columns that losses may read; micro-batches contain them."""
 
-TOKEN_COLUMNS = (*LOSS_COLUMNS, "token_rewards", "sum_p_squared")
+TOKEN_COLUMNS = (*LOSS_COLUMNS, "token_rewards", "sum_p_squared", "turns", "turn_rewards")
 
 
 @dataclass
@@ -49,6 +50,11 @@ class Batch:
     """The prompt of each group; empty for a batch whose groups are not prompts."""
     trajectories: Tensor | None = None
     """int64 [N]: index of the trajectory of each row, if a trajectory has several rows."""
+    turns: Tensor | None = None
+    """int32 [T]: number of the turn, from 1, in which the policy sampled a token; 0 or less for tokens given
+    to it (minus the index of their source in `rl.rollout.turns.SOURCES`). None: responses of one turn."""
+    turn_rewards: Tensor | None = None
+    """Reward of each turn by its environment on the turn's last token, 0 elsewhere; filled with `turns`."""
     mask: Tensor | None = None
     """1 for tokens that the policy sampled, 0 for others (tool output) and rejected ones; default all 1."""
     rollout_logprobs: Tensor | None = None
@@ -70,6 +76,8 @@ class Batch:
     """1 for tokens that a loss treats differently, selected by statistics over the whole mini-batch."""
     implicit_ref_logprobs: Tensor | None = None
     """Log-prob by the initial implicit reward model, only for prime."""
+    trajectory_tokens: Tensor | None = None
+    """Number of counted tokens in the trajectory of each token, if a trajectory has several rows."""
     token_rewards: Tensor | None = None
     """Reward of each token. A sample's sum is its entry in `rewards`, unless its mask is 0 everywhere."""
     old_values: Tensor | None = None
@@ -89,7 +97,7 @@ class Batch:
     score_details: dict[str, Tensor] = field(default_factory=dict)
     """Other numbers of the reward function, float32 [N] each, NaN where a sample lacks one."""
     cursor: dict[str, Any] | None = None
-    """State of the sampler after the prompts of this batch were drawn.
+    """Where the draw stood after the prompts of this batch were drawn (`Phases.cursor`).
 
     A checkpoint after the update on this batch stores it, so that a resumed run draws the next prompts.
     """
@@ -125,6 +133,57 @@ class Batch:
     def offsets(self) -> Tensor:
         """First position of each sample in a token column, then the end of the column: int64 [N + 1]."""
         return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
+
+    @property
+    def sampled_lengths(self) -> Tensor:
+        """Number of tokens of each sample that the policy sampled, int64 [N]; tools gave it the others."""
+        if self.turns is None:
+            return self.lengths
+        return segment_counts(self.turns > 0, self.lengths)
+
+    @property
+    def trajectory_lengths(self) -> Tensor:
+        """Number of response tokens of each trajectory, over all of its rows, int64."""
+        return self.lengths if self.trajectories is None else self.merge_rows().lengths
+
+    def merge_rows(self) -> "Batch":
+        """Return a view for statistics in which each trajectory is one sample.
+
+        Its response is that of all rows end to end, so token columns are the same; sample columns are those
+        of its first row. Without trajectories of several rows, it is the batch itself.
+        """
+        if self.trajectories is None:
+            return self
+        counts = torch.unique_consecutive(self.trajectories, return_counts=True)[1]
+        firsts = counts.cumsum(0) - counts
+        columns = {
+            name: value[firsts]
+            for name, value in self._columns().items()
+            if name not in (*TOKEN_COLUMNS, "trajectories")
+        }
+        rows = [range(first, first + count) for first, count in zip(firsts.tolist(), counts.tolist())]
+        return replace(
+            self,
+            prompt_ids=[self.prompt_ids[first] for first in firsts],
+            response_ids=[np.concatenate([self.response_ids[i] for i in own]) for own in rows],
+            score_details={name: column[firsts] for name, column in self.score_details.items()},
+            trajectories=None,
+            **columns,
+        )
+
+    def last_turn(self, sample: int) -> np.ndarray:
+        """Return the tokens of a sample's last turn, int32; all of its response if it has no turns."""
+        ids = self.response_ids[sample]
+        if self.turns is None:
+            return ids
+        turns = self.turns[self.offsets[sample] : self.offsets[sample + 1]].numpy()
+        return ids[turns == turns.max(initial=1)]
+
+    def of_trajectories(self, values: Tensor) -> Tensor:
+        """Return for each sample the value [trajectories] of its trajectory, in the order of `merge_rows`."""
+        if self.trajectories is None:
+            return values
+        return values[torch.unique_consecutive(self.trajectories, return_inverse=True)[1]]
 
     def tokens_of(self, samples: list[int]) -> Tensor:
         """Return the positions of the samples' tokens in a token column, sample by sample, int64."""
@@ -183,6 +242,13 @@ class Batch:
     def loss_columns(self) -> dict[str, Tensor]:
         """Return the filled token columns that losses may read."""
         return {name: column for name in LOSS_COLUMNS if (column := getattr(self, name)) is not None}
+
+
+def segment_counts(flags: Tensor, lengths: Tensor) -> Tensor:
+    """Return the number of true flags of each sample: bool [T], int64 [N] -> int64 [N]."""
+    ends = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.long().cumsum(0)])
+    stops = lengths.cumsum(0)
+    return ends[stops] - ends[stops - lengths]
 
 
 def given_responses(prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> Batch:

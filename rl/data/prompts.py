@@ -1,8 +1,9 @@
 """Prompts: reads files with verl's columns, applies the chat template and tokenizes.
 
 Columns: `prompt` (list of {role, content}, or a string), and optionally `data_source`, `reward_model` {style,
-ground_truth} and `extra_info`; other columns are not read. See `rl.data.reading` for the file formats. Every
-error in the data is a ValueError that names the file and the row.
+ground_truth}, `extra_info`, and for agents `agent_name`, `tools_kwargs` and `interaction_kwargs`; other
+columns are not read. See `rl.data.reading` for the file formats. Every error in the data is a ValueError that
+names the file and the row.
 """
 
 import logging
@@ -19,6 +20,8 @@ from rl.data.reading import Row, describe, first_line, read_rows
 
 log = logging.getLogger(__name__)
 
+AGENT_COLUMNS = ("agent_name", "tools_kwargs", "interaction_kwargs")
+"""verl's columns for environments; verl also reads them from `extra_info`."""
 Messages = list[dict[str, Any]]
 """A chat: {role, content} and other keys that the chat template uses (name, tool_calls, ...)."""
 
@@ -38,13 +41,15 @@ class Prompt:
     ground_truth: Any
     """`reward_model.ground_truth`, or None."""
     extra_info: dict[str, Any]
-    """Column `extra_info`, or {}."""
+    """Column `extra_info`, or {}, with those of AGENT_COLUMNS that the row has."""
     response_ids: np.ndarray | None = None
     """np.int32 [R], only for sft: the target without special tokens, then the end-of-sequence token."""
     messages: Messages | None = None
     """The chat before the template, without keys that are None; None if the prompt is a string."""
     source: int = 0
     """Index of its file in `files`."""
+    draw: int = -1
+    """Number of prompts that the run had drawn before it; -1 if the run does not number its draws."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -95,7 +100,7 @@ def load_prompts(
     rows = read_rows(
         files,
         required={prompt_key: "name the column with the prompt in data.prompt_key"},
-        optional=["data_source", "reward_model", "extra_info", *(target_path or [])[:1]],
+        optional=["data_source", "reward_model", "extra_info", *AGENT_COLUMNS, *(target_path or [])[:1]],
         max_rows=max_prompts,
     )
     messages = [to_messages(row.values[prompt_key], row, column=prompt_key) for row in rows]
@@ -118,13 +123,20 @@ def load_prompts(
             text=texts[index],
             data_source=data_source(rows[index]),
             ground_truth=(rows[index].values.get("reward_model") or {}).get("ground_truth"),
-            extra_info=rows[index].values.get("extra_info") or {},
+            extra_info=extra_info(rows[index]),
             response_ids=response_ids[index],
             messages=messages[index],
             source=rows[index].source,
         )
         for index in np.flatnonzero(kept).tolist()
     ]
+
+
+def extra_info(row: Row) -> dict[str, Any]:
+    """Return column `extra_info` of a row, with the columns of AGENT_COLUMNS that it has."""
+    columns = {name: row.values.get(name) for name in AGENT_COLUMNS}
+    found = {name: value for name, value in columns.items() if value is not None}
+    return {**(row.values.get("extra_info") or {}), **found}
 
 
 def data_source(row: Row) -> str:

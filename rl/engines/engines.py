@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from rl.config.options import ConfigError
 from rl.config.schema import (
     Config,
     algorithm_of,
@@ -117,6 +118,11 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
     generate: also build the models that generate or score; with roles, those that score.
     """
     needs = algorithm_of(config).needs
+    if device.is_cuda and config.rollout.carry_over_cache == "keep":
+        raise ConfigError(
+            "rollout.carry_over_cache=keep is for CPU: on a GPU the engine's KV cache is released while the "
+            "trainer works (vLLM's sleep mode discards it); use recompute."
+        )
     engines = Engines(build_policy(config, inputs.models["policy"].hf, grid, device))
 
     def build(name: str, **options) -> TrainingEngine:

@@ -41,12 +41,14 @@ class Heartbeat:
     host_memory_gib: float
     device_memory_gib: float
     """Memory that this process allocated through torch, in GiB; 0 on CPU."""
+    detail: str = ""
+    """As in `PhaseEntry`."""
     role: str = ""
     """Role and replica of the rank; `number` is comparable among ranks with the same one."""
 
     @property
     def label(self) -> str:
-        return phase_label(self.phase, self.step)
+        return phase_label(self.phase, self.step, self.detail)
 
 
 class HeartbeatWriter:
@@ -69,6 +71,7 @@ class HeartbeatWriter:
             job=self._job,
             phase=entry.phase,
             step=entry.step,
+            detail=entry.detail,
             number=entry.number,
             since=entry.since,
             time=time.time(),

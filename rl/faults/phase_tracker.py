@@ -15,7 +15,18 @@ from rl.config.limits import PhaseLimits
 WAITS = ("wait_samples", "wait_weights")
 """Phases in which a role waits for the other one."""
 
-PHASES = ("start_up", "generate", "score", "log_probs", "update", "refit", "save", "other", *WAITS)
+PHASES = (
+    "start_up",
+    "generate",
+    "score",
+    "log_probs",
+    "update",
+    "refit",
+    "save",
+    "other",
+    "environments",
+    *WAITS,
+)
 
 BACKSTOP_S = 6.0
 """Delay of the backstop after a phase's limit, in seconds.
@@ -44,6 +55,8 @@ class PhaseEntry:
     entered: float
     """time.monotonic() of the entry."""
     limit_s: float
+    detail: str = ""
+    """Text for reports."""
 
     @property
     def seconds(self) -> float:
@@ -52,11 +65,13 @@ class PhaseEntry:
 
     @property
     def label(self) -> str:
-        return phase_label(self.phase, self.step)
+        return phase_label(self.phase, self.step, self.detail)
 
 
-def phase_label(phase: str, step: int) -> str:
-    """Return 'score of step 3', or 'start-up'."""
+def phase_label(phase: str, step: int, detail: str = "") -> str:
+    """Return 'score of step 3', 'start-up', or 'waiting for environments (12 live, ...) of step 3'."""
+    if phase == "environments":
+        phase = f"waiting for environments ({detail})"
     if phase in WAITS:
         return f"waiting for {phase.removeprefix('wait_')} in step {step}"
     return "start-up" if phase == "start_up" else f"{phase} of step {step}"
@@ -74,6 +89,8 @@ class PhaseTracker:
         self._limits, self._backstop = limits, backstop
         self._main_thread = threading.main_thread().ident
         self._number = 0
+        self._outer: PhaseEntry
+        """The phase that a wait for environments is part of."""
         self.role = ""
         """Role and replica of this rank; numbers of phases are comparable among ranks with the same one."""
         self.enter("start_up", 0)
@@ -82,9 +99,12 @@ class PhaseTracker:
         """Make this the current phase."""
         self._number += 1
         limit_s = getattr(self._limits, phase)
+        self._set(PhaseEntry(phase, step, self._number, time.time(), time.monotonic(), limit_s))
+
+    def _set(self, entry: PhaseEntry) -> None:
         # One assignment, so that the watchdog never reads a new phase with an old time.
-        self.current = PhaseEntry(phase, step, self._number, time.time(), time.monotonic(), limit_s)
-        delay = min(limit_s + BACKSTOP_S, threading.TIMEOUT_MAX)
+        self.current = entry
+        delay = min(max(entry.limit_s - entry.seconds, 0.0) + BACKSTOP_S, threading.TIMEOUT_MAX)
         faulthandler.dump_traceback_later(delay, exit=True, file=self._backstop)
 
     @contextmanager
@@ -94,6 +114,23 @@ class PhaseTracker:
         self.enter(name, step)
         yield self.current
         self.enter(outer.phase, outer.step)
+
+    def wait(self, detail: str) -> None:
+        """Track the present phase as a wait for environments until it is called with "".
+
+        detail: which environments. A wait is no entry into a phase: its number is that of the phase, because
+        the replicas of the engine wait at different times.
+        """
+        now = time.time(), time.monotonic()
+        if self.current.phase == "environments":
+            now = self.current.since, self.current.entered
+        else:
+            self._outer = self.current
+        if detail:
+            limit_s = self._limits.environments
+            self._set(PhaseEntry("environments", self._outer.step, self._outer.number, *now, limit_s, detail))
+        else:
+            self._set(self._outer)
 
     def begin_step(self, step: int) -> None:
         self.enter("other", step)

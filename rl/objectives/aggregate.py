@@ -29,6 +29,7 @@ def aggregate(
     num_tokens: float,
     num_samples: float,
     norm: float | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Return this part's share of the mini-batch's loss.
 
@@ -57,6 +58,8 @@ def aggregate(
         num_tokens: unmasked tokens of the whole mini-batch.
         num_samples: samples of the whole mini-batch. Whether samples without an unmasked token count is up to
             the caller.
+        counts: floating [T], unmasked tokens of the sample of each token, if other parts hold some of them;
+            None: those counted here.
         norm: a constant such as the maximum response length in tokens; seq-mean-token-sum-norm needs it.
 
     Returns:
@@ -74,8 +77,10 @@ def aggregate(
     if mode == "seq-mean-token-sum":
         return token_loss.sum() / max(num_samples, 1)
     if mode == "seq-mean-token-mean":
-        counts = segment_sum(mask.to(token_loss.dtype), lengths)
-        return (segment_sum(token_loss, lengths) / counts.clamp(min=1)).sum() / max(num_samples, 1)
+        if counts is not None:
+            return (token_loss / counts.clamp(min=1)).sum() / max(num_samples, 1)
+        own = segment_sum(mask.to(token_loss.dtype), lengths)
+        return (segment_sum(token_loss, lengths) / own.clamp(min=1)).sum() / max(num_samples, 1)
     if mode == "seq-mean-token-sum-norm":
         if norm is None or norm <= 0:
             raise ValueError(

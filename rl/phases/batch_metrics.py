@@ -1,5 +1,7 @@
 """Metrics of a batch: pure functions with identical results on every rank. Metric names are verl's."""
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -39,13 +41,18 @@ def length_metrics(batch: Batch, *, max_prompt_tokens: int) -> dict[str, float]:
 
     `response_length/clip_ratio` is the fraction of responses that ended at the length limit,
     `prompt_length/clip_ratio` the fraction of prompts with at least `max_prompt_tokens` tokens. As in verl, a
-    response without tokens counts as aborted, and `response_length_non_aborted/*` excludes it.
+    response without tokens counts as aborted, and `response_length_non_aborted/*` excludes it. Of several
+    turns only the tokens that the policy sampled count; `agents/given_length` counts the others.
     """
-    responses, prompts = batch.lengths.float(), batch.prompt_lengths.float()
+    batch = batch.merge_rows()
+    lengths = batch.sampled_lengths
+    responses, prompts = lengths.float(), batch.prompt_lengths.float()
     metrics = spread("response_length", responses) | spread("prompt_length", prompts)
     metrics["response_length/clip_ratio"] = float(batch.truncated.float().mean())
     metrics["prompt_length/clip_ratio"] = float((prompts >= max_prompt_tokens).float().mean())
-    finished = batch.lengths > 0
+    if batch.turns is not None:
+        metrics |= spread("agents/given_length", (batch.lengths - lengths).float())
+    finished = lengths > 0
     metrics["response/aborted_ratio"] = 1.0 - float(finished.float().mean())
     if finished.any():
         metrics |= spread("response_length_non_aborted", responses[finished])
@@ -108,6 +115,27 @@ def score_metrics(batch: Batch) -> dict[str, float]:
     )
     details = ((name, column) for name, column in batch.score_details.items() if name != "failed")
     return metrics | {f"reward/{name}/mean": float(column.nanmean()) for name, column in details}
+
+
+def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
+    """Return metrics of environments, from the sums over all replicas (`rl.agents.source.AgentSource`).
+
+    agents/turns, tool_calls, rows  mean over the trajectories
+    agents/tool_errors              calls answered with an error message
+    agents/failures/<request>       trajectories whose environment failed, by the request that failed
+    agents/dropped                  trajectories that are missing in their groups
+    agents/rewrites                 turns after which the template changed earlier tokens
+    agents/environment_s            seconds of all requests to environments
+    agents/waiting_s                seconds in which nothing ran, summed over the replicas
+    agents/occupancy                mean over the engine steps of (running requests / capacity)
+    """
+    metrics = {"agents/occupancy": counts["live_steps"] / max(counts["steps"], 1) / capacity}
+    for name, value in counts.items():
+        if name in ("turns", "tool_calls", "rows"):
+            metrics[f"agents/{name}"] = value / max(counts["trajectories"], 1)
+        elif name not in ("live_steps", "steps", "trajectories"):
+            metrics[f"agents/{name}"] = value
+    return metrics
 
 
 def engine_gap(batch: Batch, logprobs: Tensor) -> dict[str, float]:

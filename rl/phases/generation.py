@@ -1,7 +1,12 @@
 """The generation phase: prompts in, a batch of sampled responses out."""
 
 import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from rl.config.schema import Config
@@ -9,12 +14,21 @@ from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.batch_metrics import agent_metrics
 from rl.phases.step import Step
 from rl.rollout.exchange import exchange
 from rl.rollout.queue import greedy_idle, idle_shares
 from rl.rollout.sampling import Sampling, seed_of
-from rl.runtime.collectives import any_rank, sum_over_world
+from rl.rollout.turns import Sample
+from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
 from rl.stopping.requests import StepAborted, StopRequests
+
+if TYPE_CHECKING:  # a run without environments does not import them
+    from rl.agents.rollouts import AgentRollouts
+
+
+class AllTrajectoriesFailed(Exception):
+    """No group of a call has enough trajectories whose environments did not fail."""
 
 
 class Generation:
@@ -22,27 +36,90 @@ class Generation:
 
     Args:
         stop: requests that may abort the generation of a training step; None if none may.
+        agents: generates trajectories with environments; None: responses of one turn.
     """
 
     def __init__(
-        self, config: Config, step: Step, engines: Engines, memory: MemorySharing, stop: StopRequests | None
+        self,
+        config: Config,
+        step: Step,
+        engines: Engines,
+        memory: MemorySharing,
+        stop: StopRequests | None,
+        agents: "AgentRollouts | None" = None,
     ):
-        self._config, self._step, self._engines, self._memory, self._stop = (
-            config,
-            step,
-            engines,
-            memory,
-            stop,
-        )
+        self._config, self._step, self._engines = config, step, engines
+        self._memory, self._stop, self._agents = memory, stop, agents
 
     def sample(
-        self, prompts: list[Prompt], sampling: Sampling, *, purpose: str, timing: str, abortable: bool = False
+        self,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        *,
+        purpose: str,
+        timing: str,
+        abortable: bool = False,
+        order: list[int] | None = None,
     ) -> Batch:
         """Sample responses to the prompts. Collective over the world.
 
         Args:
             sampling: sampling parameters, and the number of responses per prompt.
             purpose: distinguishes the seeds of this call from those of other calls in the run.
+            timing, abortable: see `run`.
+            order: the prompts in the order in which they start; None: as given.
+
+        With environments a group may have fewer responses, or be missing (`batch.prompts`).
+
+        Raises:
+            StepAborted: on every rank, after a stop request.
+            AllTrajectoriesFailed: on every rank, if environments failed for every group.
+        """
+        engine = self._engines.rollout
+        assert engine is not None, "this run has no generation engine"
+        # The seed depends on the position in the draw, so that a prompt drawn twice gets different samples.
+        seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
+        ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
+        options = dict(total=len(ids) * n, timing=timing, abortable=abortable)
+        if self._agents is None:
+            generate = partial(engine.generate, ids, sampling, seeds, order=order)
+            batch = self.run(ids, generate, samples_per_prompt=n, **options)
+            batch.prompts = prompts
+            return batch
+        counts: Counter[str] = Counter()
+
+        def generate_trajectories(progress, interrupt) -> list[Sample] | None:
+            assert self._agents is not None
+            on_wait = self._step.watchdog.tracker.wait
+            waits = dict(progress=progress, interrupt=interrupt, on_wait=on_wait)
+            own, found = self._agents.generate(engine, prompts, sampling, seeds, **waits)
+            counts.update(found)
+            return own
+
+        batch = self.run(ids, generate_trajectories, **options)
+        batch.prompts = prompts
+        return self._complete_groups(batch, sampling, counts)
+
+    def run(
+        self,
+        ids: list[np.ndarray],
+        generate: Callable[..., list[Sample] | None],
+        *,
+        samples_per_prompt: int | None = None,
+        total: int,
+        timing: str,
+        abortable: bool = False,
+    ) -> Batch:
+        """Call `generate` as a phase with the engine awake, and exchange its samples.
+
+        Collective over the world.
+
+        Args:
+            ids: contexts of the samples, int32 [P_i].
+            generate: called with the keyword arguments `progress` and `interrupt` on every rank; returns this
+                rank's samples, or None after an interrupt.
+            samples_per_prompt: number that every context must have; None if samples may be missing.
+            total: expected number of samples, for the progress bar.
             timing: the seconds are logged as timing_s/<timing>.
             abortable: whether a stop request ends the generation; ignored once this step has updated a model.
 
@@ -52,26 +129,41 @@ class Generation:
         self._wake_engine()
         engine, step = self._engines.rollout, self._step
         assert engine is not None, "this run has no generation engine"
-        # The seed depends on the position in the draw, so that a prompt drawn twice gets different samples.
-        seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
-        ids = [prompt.token_ids for prompt in prompts]
-        total = len(prompts) * sampling.samples_per_prompt
         abortable = abortable and self._stop is not None and not step.is_committed
         started = time.perf_counter()
         with step.phase("generate", timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
             began = time.perf_counter()  # all ranks have arrived
             interrupt = self._stop.is_requested if abortable and self._stop is not None else None
-            own = engine.generate(ids, sampling, seeds, progress=bar, interrupt=interrupt)
+            own = generate(progress=bar, interrupt=interrupt)
             busy = time.perf_counter() - began
             if abortable and any_rank(own is None):
                 raise StepAborted
             step.events = engine.events.digest
-            batch = exchange(ids, own or [], sampling.samples_per_prompt, self._step.device)
-            batch.prompts = prompts
-            step.metrics |= self._idle_metrics(timing, busy, batch)
+            has_turns = self._agents is not None
+            batch = exchange(ids, own or [], samples_per_prompt, self._step.device, turns=has_turns)
+            step.metrics |= self._idle_metrics(timing, busy, batch, len(ids))
         if abortable:
             step.abortable_s += time.perf_counter() - started
         return batch
+
+    def _complete_groups(self, batch: Batch, sampling: Sampling, counts: Counter[str]) -> Batch:
+        """Return the groups that can be learned from, and log what the environments did.
+
+        A group loses the trajectories whose environments failed, and is dropped if a single one is left of
+        several. Collective over the world. counts: this rank's, by name.
+        """
+        total: Counter[str] = sum(gather_objects(counts), Counter())
+        self._step.metrics |= agent_metrics(total, capacity=self._config.rollout.max_concurrent_samples)
+        sizes = torch.bincount(batch.merge_rows().groups, minlength=len(batch.prompts))
+        kept = (sizes >= min(2, sampling.samples_per_prompt)).nonzero().squeeze(1).tolist()
+        self._step.metrics["agents/dropped_groups"] = len(batch.prompts) - len(kept)
+        if not kept:
+            failures = {name: number for name, number in total.items() if name.startswith("failures/")}
+            raise AllTrajectoriesFailed(
+                f"environments failed in every group of {len(batch.prompts)} prompts: {failures}; the log "
+                "has the reason of each failure."
+            )
+        return batch if len(kept) == len(batch.prompts) else batch.keep_groups(kept)
 
     def _wake_engine(self) -> None:
         step = self._step
@@ -79,7 +171,7 @@ class Generation:
             step.number, lambda: step.phase("refit", timing="update_weights")
         )
 
-    def _idle_metrics(self, timing: str, busy: float, batch: Batch) -> dict[str, float]:
+    def _idle_metrics(self, timing: str, busy: float, batch: Batch, num_groups: int) -> dict[str, float]:
         """Return the mean and maximum share of the generation time in which a replica waited for the slowest.
 
         `greedy` is the mean share that longest-first assignment of groups would have had. Collective over the
@@ -92,7 +184,7 @@ class Generation:
             seconds[engine.replica] = busy
         mean, most = idle_shares(sum_over_world(seconds, self._step.device.torch).tolist())
         lengths = torch.tensor([len(ids) for ids in batch.response_ids])
-        loads = torch.zeros(int(batch.groups.max()) + 1, dtype=lengths.dtype)
+        loads = torch.zeros(num_groups, dtype=lengths.dtype)
         loads.index_add_(0, batch.groups, lengths)
         greedy = greedy_idle(loads.tolist(), engine.num_replicas)
         name = f"perf/idle_share_{timing}"

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.segments import segment_sum
@@ -27,10 +29,16 @@ class MinibatchPlan:
         return sorted(i for rank in self.micro_batches for micro in rank for i in micro)
 
     def totals(self, batch: Batch) -> Totals:
-        """Return the loss denominators of the mini-batch, from the batch's current mask."""
+        """Return the loss denominators of the mini-batch, from the batch's current mask.
+
+        `num_samples` counts trajectories, of which each may have several rows.
+        """
         samples = self.samples
         mask = batch.mask[batch.tokens_of(samples)]
         tokens = segment_sum(mask.double(), batch.lengths[samples])
+        if batch.trajectories is not None:  # of which a mini-batch holds all rows, because it holds groups
+            rows = torch.unique_consecutive(batch.trajectories[samples], return_counts=True)[1]
+            tokens = segment_sum(tokens, rows)
         counted = tokens > 0
         return Totals(
             num_tokens=max(float(tokens.sum()), 1.0),

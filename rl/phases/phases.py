@@ -6,7 +6,7 @@ are verl's.
 """
 
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -26,13 +26,13 @@ from rl.phases.scorer import Scorer
 from rl.phases.scoring import Scoring
 from rl.phases.step import Step
 from rl.phases.updates import TokenSelection, Updates
+from rl.rollout.queue import PastLengths
 from rl.rollout.sampling import greedy_sampling, train_sampling
 from rl.stopping.requests import StopRequests
 from rl.training.dp_split import Cost
 from rl.training.loss import Loss
 
 if TYPE_CHECKING:  # only for runs with roles
-    from rl.phases.split import SplitGeneration
     from rl.refit.link import Link
 
 
@@ -56,6 +56,7 @@ class Phases:
         scorer: Scorer | None,
         tokenizer,
         stop: StopRequests | None = None,
+        agents=None,
         link: "Link | None" = None,
     ):
         self.config, self.step, self.engines = config, step, engines
@@ -65,7 +66,7 @@ class Phases:
         policy = engines.policy
         cost = Cost.of_model(policy.weight_map.hf, policy.weight_map.weights)
         planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=policy.shares_prompts)
-        self.generation = Generation(config, step, engines, self.memory, stop)
+        self.generation = Generation(config, step, engines, self.memory, stop, agents)
         self.split = None
         """`generation`, if other ranks generate (`roles`)."""
         if link is not None:
@@ -77,6 +78,12 @@ class Phases:
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
         self.scoring = Scoring(config, step, engines, self.memory, scorer, tokenizer)
         self.kl_penalty = KlPenalty(config)
+        self.past_lengths = PastLengths() if config.rollout.longest_first else None
+        self.carry_over = None
+        if config.rollout.carry_over:
+            from rl.phases.carry_over import CarryOver
+
+            self.carry_over = CarryOver(config, step, engines, self.generation)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -90,8 +97,15 @@ class Phases:
     # Collect: the data of a step --------------------------------------------------------------------------
 
     def draw_prompts(self, number: int = 0) -> list:
-        """Return the next prompts in the epoch's order: data.prompts_per_step, or the given number."""
-        return [self.prompts[i] for i in self.sampler.draw(number or self.config.data.prompts_per_step)]
+        """Return the next prompts in the epoch's order: data.prompts_per_step, or the given number.
+
+        With `rollout.carry_over`, they are those that `generate` needs to return so many groups.
+        """
+        number = number or self.config.data.prompts_per_step
+        if self.carry_over is None:
+            return [self.prompts[i] for i in self.sampler.draw(number)]
+        drawn = self.sampler.draw(self.carry_over.num_to_draw(number))
+        return self.carry_over.number([self.prompts[i] for i in drawn])
 
     def draw_pairs(self) -> Batch:
         """Return the next data.prompts_per_step pairs, a chosen and a rejected response each."""
@@ -109,11 +123,28 @@ class Phases:
     def generate(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
         """Sample rollout.samples_per_prompt responses per prompt with the current weights.
 
+        With `rollout.carry_over`, the batch has the groups that were complete first, also of prompts of other
+        steps (`Batch.prompts`).
+
         round: number of the call within the step; calls with different numbers sample with different seeds.
         """
-        purpose = f"train.{self.step.number}.{round}" if round else f"train.{self.step.number}"
-        sampling = train_sampling(self.config)
-        batch = self.generation.sample(prompts, sampling, purpose=purpose, timing="gen", abortable=True)
+        indices = [prompt.index for prompt in prompts]
+        order = None if self.past_lengths is None else self.past_lengths.longest_first(indices)
+        if self.carry_over is not None:
+            batch = self.carry_over.generate([prompts[i] for i in order] if order else prompts)
+        else:
+            purpose = f"train.{self.step.number}.{round}" if round else f"train.{self.step.number}"
+            batch = self.generation.sample(
+                prompts,
+                train_sampling(self.config),
+                purpose=purpose,
+                timing="gen",
+                abortable=True,
+                order=order,
+            )
+        if self.past_lengths is not None:
+            indices = [prompt.index for prompt in batch.prompts]
+            self.past_lengths.note(indices, batch.groups.tolist(), batch.lengths.tolist())
         return self._with_lengths_logged(batch)
 
     def score_samples(self, batch: Batch) -> None:
@@ -128,7 +159,7 @@ class Phases:
 
     def log_generated(self, batch: Batch) -> None:
         """Log lengths and scores of the step's samples. If called repeatedly, the last call wins."""
-        self.step.metrics |= score_metrics(self._with_lengths_logged(batch))
+        self.step.metrics |= score_metrics(self._with_lengths_logged(batch).merge_rows())
 
     # Learn: log-probs, advantages, updates ----------------------------------------------------------------
 
@@ -167,6 +198,17 @@ class Phases:
     def update_implicit_reward(self, batch: Batch, loss: Loss) -> None:
         """Update the implicit reward model; reads `labels` and `implicit_ref_logprobs`."""
         self.updates.implicit_reward(batch, loss)
+
+    # Between steps ----------------------------------------------------------------------------------------
+
+    def cursor(self) -> dict[str, Any]:
+        """Return where the draw of prompts stands. Later phases do not change what it holds."""
+        cursor: dict[str, Any] = {"sampler": self.sampler.state_dict()}
+        if self.carry_over is not None:
+            cursor["carry_over"] = self.carry_over.frontier
+        if self.past_lengths is not None:
+            cursor["past_lengths"] = dict(self.past_lengths.means)
+        return cursor
 
     @contextmanager
     def saving(self):

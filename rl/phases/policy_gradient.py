@@ -29,18 +29,20 @@ from rl.training.packing import MicroBatch
 def advantages(batch: Batch, config: Config) -> Tensor:
     """Return the advantages of every token of the batch by `objective.advantage`, float32 [T].
 
-    gae and prime require results of models of their own; the files of their algorithms call them.
+    A trajectory of several rows is one sample. gae and prime require results of models of their own; the
+    files of their algorithms call them.
     """
     estimator, _ = config.objective.chosen
     assert estimator is not None, "the algorithm has no policy gradient"
     function = getattr(
         importlib.import_module(f"rl.objectives.advantages.{estimator.function}"), estimator.function
     )
+    samples = batch.merge_rows()
     try:
-        result = function(**arguments(function, batch, config))
+        result = function(**arguments(function, samples, config))
     except ValueError as error:
         raise ConfigError(f"objective.advantage={config.objective.advantage}: {error}") from error
-    return result if "lengths" in estimator.columns else expand(result, batch.lengths)
+    return result if "lengths" in estimator.columns else expand(result, samples.lengths)
 
 
 def policy_loss(config: Config) -> Loss:
@@ -104,6 +106,7 @@ def _policy_loss(
         num_tokens=totals.num_tokens,
         num_samples=totals.num_samples,
         norm=config.rollout.max_response_tokens,
+        counts=micro.columns.get("trajectory_tokens"),
     )
     losses, stats = token_loss(**arguments(token_loss, micro, config))
     if "loss_weights" in micro.columns:

@@ -16,15 +16,16 @@ from rl.rewards.length import overlong_penalties
 def overlong_penalty(batch: Batch, config: Config) -> Tensor:
     """Return the length penalty of each sample, float32 [N], 0 or negative.
 
-    The penalty is DAPO's (`reward.overlong_*`).
+    The penalty is DAPO's (`reward.overlong_*`). It counts the tokens that the policy sampled, in all rows of
+    a trajectory.
     """
     penalties = overlong_penalties(
-        batch.lengths.numpy(),
+        batch.merge_rows().sampled_lengths.numpy(),
         max_tokens=config.rollout.max_response_tokens,
         buffer_tokens=config.reward.overlong_buffer_tokens,
         penalty=config.reward.overlong_penalty,
     )
-    return torch.from_numpy(penalties).float()
+    return batch.of_trajectories(torch.from_numpy(penalties).float())
 
 
 class KlPenalty:
@@ -44,8 +45,13 @@ class KlPenalty:
 
         The reward of a token is minus the coefficient times its KL divergence; the last token also gets the
         sample's reward. `rewards` become the sums over the tokens. An adaptive coefficient is updated for the
-        next step.
+        next step. A trajectory of several rows is one sample.
         """
+        if batch.trajectories is not None:
+            merged = batch.merge_rows()
+            metrics = self.apply(merged, step)
+            batch.token_rewards, batch.rewards = merged.token_rewards, batch.of_trajectories(merged.rewards)
+            return metrics
         batch.token_rewards = place_at_end(batch.rewards, batch.lengths, batch.mask)
         metrics: dict[str, float] = {}
         if self._penalty.coef:

@@ -49,15 +49,30 @@ class Scorer:
         """Return the scores as columns float32 [N] and, if `predictions`, the answer found in each response.
 
         The columns are `score`, `failed` (0 or 1) and the other numbers that the reward function returns, NaN
-        where a sample lacks one. Collective over the world.
+        where a sample lacks one. The score of an environment, if `score_details` holds it, replaces that of
+        the reward function. Of a response of several turns the last one is scored. Collective over the world.
         """
+        if batch.trajectories is not None:
+            columns, answers = self.score(whole := batch.merge_rows(), predictions=predictions)
+            place = batch.of_trajectories(torch.arange(len(whole)))
+            answers = answers and [answers[i] for i in place.tolist()]
+            return {name: column[place] for name, column in columns.items()}, answers
         world, rank = dist.get_world_size(), dist.get_rank()
         mine = list(range(rank, len(batch), world))
-        texts = self.tokenizer.batch_decode([batch.response_ids[i] for i in mine], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([batch.last_turn(i) for i in mine], skip_special_tokens=True)
         owners = [batch.prompts[int(batch.groups[i])] for i in mine]
-        scores = self.pool.score([_sample(prompt, text) for prompt, text in zip(owners, texts)])
-        columns = gather_columns([score.values for score in scores], mine, len(batch), self.device)
-        answers = gather_by_rank([score.prediction for score in scores]) if predictions else None
+        given = batch.score_details.get("score")
+        asked = [k for k, i in enumerate(mine) if given is None or given[i].isnan()]
+        scores = self.pool.score([_sample(owners[k], texts[k]) for k in asked])
+        columns = gather_columns(
+            [score.values for score in scores], [mine[k] for k in asked], len(batch), self.device
+        )
+        found = dict(zip(asked, scores))
+        answers = None
+        if predictions:
+            answers = gather_by_rank([found[k].prediction if k in found else None for k in range(len(mine))])
+        if given is not None:
+            columns = _joined(batch.score_details, columns)
         if self.model is not None:
             given = self._model_scores(*self.model, batch, owners, texts)
             columns |= {"reward_model": given, "score": columns["score"] + self.config.model.coef * given}
@@ -181,6 +196,17 @@ def gather_columns(
     rows = [[result.get(name, math.nan) for result in results] for name in names]
     table[:, mine] = torch.tensor(rows, dtype=torch.float64).view(len(names), len(mine))
     return dict(zip(names, sum_over_world(table, device.torch).float()))
+
+
+def _joined(given: dict[str, Tensor], computed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the columns that environments gave, and those computed for samples that they did not score."""
+    scored = ~given["score"].isnan()
+    missing = torch.full(scored.shape, torch.nan)
+    columns = {}
+    for name in dict.fromkeys([*given, *computed, "failed"]):
+        own = given.get(name, missing)
+        columns[name] = torch.where(scored | ~own.isnan(), own, computed.get(name, missing))
+    return columns | {"failed": columns["failed"].nan_to_num(0.0)}
 
 
 def _sample(prompt: Prompt, response: str) -> dict:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from rl.phases.batch_metrics import score_metrics
 from rl.phases.reward_shaping import overlong_penalty
 from rl.phases.scorer import Scorer
 from rl.phases.step import Step
+from rl.rollout.turns import SOURCES
 from rl.run_directory.samples import FILE_NAME, append_samples
 
 
@@ -60,7 +62,7 @@ class Scoring:
             penalties = overlong_penalty(batch, self._config)
             batch.rewards = batch.rewards + penalties
             self._step.metrics["reward/overlong_penalty/mean"] = float(penalties.mean())
-        self._step.metrics |= score_metrics(batch)
+        self._step.metrics |= score_metrics(batch.merge_rows())
         self._write_samples(batch)
 
     def greedy_rewards(self, batch: Batch) -> Tensor:
@@ -85,6 +87,22 @@ class Scoring:
                 "ground_truth": batch.prompts[int(batch.groups[i])].ground_truth,
                 "score": float(batch.scores[i]),
             }
+            | self._conversation(batch, i)
             for i in range(count)
         ]
         append_samples(Path(self._config.run.dir, FILE_NAME), rows)
+
+    def _conversation(self, batch: Batch, sample: int) -> dict:
+        """Return the texts of a trajectory by role, with all tokens between them; {} without environments."""
+        if batch.turns is None:
+            return {}
+        turns = batch.turns[batch.offsets[sample] : batch.offsets[sample + 1]].numpy()
+        parts = np.split(batch.response_ids[sample], np.flatnonzero(np.diff(turns)) + 1)
+        starts = np.cumsum([0, *map(len, parts[:-1])])
+        roles = [
+            "assistant" if turns[start] > 0 else SOURCES[-turns[start]] for start in starts if len(turns)
+        ]
+        texts = [batch.prompt_ids[sample], *parts]
+        decode = self._tokenizer.decode
+        pairs = zip(["prompt", *roles], texts)
+        return {"messages": [{"role": role, "content": decode(ids)} for role, ids in pairs]}

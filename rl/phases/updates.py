@@ -12,6 +12,7 @@ from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.faults.agreement import check_replicas
 from rl.objectives.aggregate import aggregate
+from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
 from rl.phases.deferred import FirstUpdate
@@ -59,6 +60,9 @@ class Updates:
         step, policy = self._step, self._engines.policy
         if batch.advantages is not None:
             step.metrics |= spread("critic/advantages", batch.advantages[batch.mask > 0])
+        if batch.trajectories is not None:
+            counts = segment_sum(batch.mask.double(), batch.trajectory_lengths)
+            batch.trajectory_tokens = expand(batch.of_trajectories(counts).float(), batch.lengths)
         num_tokens = batch.prompt_lengths + batch.lengths
         plans = self._planner.plans(batch)
         micro_batches = [plan.micro_batches for plan in plans]

@@ -177,12 +177,11 @@ class Link:
         key = f"weights {self._num_refits}"
         return int(self._store.get(key)) if self._wait(key, timeout_s) else None
 
-    def receive_weights(self, version: int, *, keep_cache: bool = False) -> BytesMoved:
+    def receive_weights(self, version: int) -> BytesMoved:
         """Write the announced weights into the engine, between two engine steps; return this rank's bytes.
 
         Called by every generating rank, for each version that the trainer sends, in order; all replicas take
         part in the transfer, which begins when the last has called. Sets the engine's `weights_version`.
-        keep_cache: keep the KV cache of running requests, which older weights computed.
 
         After the first refit and every `refit.check_every` versions both ends compare checksums; raises
         RefitMismatch on a rank whose weights differ, naming weights and ranks.
@@ -198,7 +197,7 @@ class Link:
             self._store.set(f"receivers {number}", "")
         done, wrong = self._move(planned, number, version, {}, destinations)
         clear_padding(engine, planned.in_place, destinations)
-        engine.weights_changed(keep_cache=keep_cache)
+        engine.weights_changed()
         engine.weights_version = version
         if wrong:
             texts = (f"{planned.in_place[i].hf[0]} differs from that of rank {source}" for i, source in wrong)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rl.workers.messages import encodable
+
 PREDICTION_CHARS = 1000
 """Characters of a prediction that are kept; it is a short extracted answer for majority voting."""
 
@@ -63,11 +65,6 @@ def to_finite(value: Any) -> float | None:
     except OverflowError:  # an int beyond the range of float
         return None
     return number if math.isfinite(number) else None
-
-
-def encodable(text: str) -> str:
-    """Replace lone surrogates by `?`, so that the text can be encoded as UTF-8."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _is_numpy_bool(value: Any) -> bool:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from rl.config.schema import Rollout
 from rl.rollout import cpu_support
-from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Weights
-from rl.rollout.queue import Queue, SharedQueue, StaticQueue
+from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
+from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
 from rl.rollout.sampling import Sampling
 from rl.rollout.single_turns import SingleTurns
 from rl.rollout.turns import Completion, Request, Sample
@@ -73,13 +73,14 @@ class RolloutEngine:
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._cpu_cache = None
+        self.keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not frozen
+        """Whether the KV cache stays when the weights change. Samples then share a cached prefix only if they
+        began with the same version of the weights."""
         if not device.is_cuda:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
         self.replica_group = _own_replica_group(world, self.tp, rank)
         self._queues_made = 0
-        self.salts_cache = False
-        """Whether requests of different weights share no cached prefix, which then may stay at a refit."""
         self._running: dict[str, _Live] = {}
         self.events = EventLog(self.replica_group)
         """The log of the last `run`."""
@@ -110,9 +111,11 @@ class RolloutEngine:
         On CUDA the weights are released too, because each refit writes all of them.
         """
         self.awake = False
-        self.llm.reset_prefix_cache()
+        if not self.keeps_cache:
+            self.llm.reset_prefix_cache()
         if self._cpu_cache is not None:
-            self._cpu_cache.release()
+            if not self.keeps_cache:
+                self._cpu_cache.release()
             cpu_support.release_packed_weights(self.model)
         elif not self.frozen:
             self.llm.sleep(level=2)
@@ -166,14 +169,14 @@ class RolloutEngine:
         self._runner.reload_weights(weights_iterator=weights)
         self.weights_changed()
 
-    def weights_changed(self, *, keep_cache: bool = False) -> None:
+    def weights_changed(self) -> None:
         """Recompute the tensors derived from the weights, and clear the prefix cache of the old weights.
 
-        keep_cache: keep it, and with it the cache of running requests.
+        A cache that is kept for unfinished samples is separated by the version at which a sample began.
         """
         self.derive_weights()
         self.device.synchronize()
-        if keep_cache:
+        if self.keeps_cache:
             return
         is_reset = self.llm.reset_prefix_cache(reset_running_requests=True)
         assert is_reset, "the engine kept cache blocks of old weights"
@@ -188,7 +191,20 @@ class RolloutEngine:
         self._queues_made += 1
         if self.config.deterministic:
             return StaticQueue(num_items, replica=self.replica, num_replicas=self.num_replicas)
-        return SharedQueue(num_items, name=f"{self.name}-queue-{self._queues_made}")
+        return SharedQueue(num_items, name=self.call_name)
+
+    @property
+    def call_name(self) -> str:
+        """Name of the last `queue` in the job's store; equal on all ranks."""
+        return f"{self.name}-queue-{self._queues_made}"
+
+    def capacity(self, num_prompts: int, samples_per_prompt: int) -> int:
+        """Return the most samples of a call that this replica may hold at a time.
+
+        It is at most the replica's share. Otherwise the first to start would draw all prompts.
+        """
+        share = -(-num_prompts // self.num_replicas) * samples_per_prompt
+        return max(samples_per_prompt, min(self.config.max_concurrent_samples, share))
 
     def generate(
         self,
@@ -197,6 +213,7 @@ class RolloutEngine:
         seeds: list[int],
         progress=None,
         interrupt: Callable[[], bool] | None = None,
+        order: list[int] | None = None,
     ) -> list[Sample] | None:
         """Return the samples of the prompts that this replica drew; None if the call was interrupted.
 
@@ -207,12 +224,12 @@ class RolloutEngine:
             seeds: one per prompt, see `SingleTurns`.
             progress: counts samples over all replicas, by this replica's share.
             interrupt: see `run`.
+            order: the prompts in the order in which they start; None: as given.
         """
         queue = self.queue(len(prompts))
-        n = sampling.samples_per_prompt
-        # A replica holds at most its share; otherwise the first to start would draw all prompts.
-        share = -(-len(prompts) // self.num_replicas) * n
-        capacity = max(n, min(self.config.max_concurrent_samples, share))
+        if order is not None:
+            queue = OrderedQueue(queue, order)
+        capacity = self.capacity(len(prompts), sampling.samples_per_prompt)
         turns = SingleTurns(prompts, sampling, seeds, queue=queue, capacity=capacity, progress=progress)
         if not self.run(turns if self.leads else None, sampling, interrupt=interrupt):
             return None
@@ -225,6 +242,7 @@ class RolloutEngine:
         *,
         interrupt: Callable[[], bool] | None = None,
         take_weights: Callable[[int], None] | None = None,
+        on_wait: Callable[[str], None] = lambda text: None,
     ) -> bool:
         """Generate what the source of the replica's leader asks for. Collective over the replica.
 
@@ -237,13 +255,14 @@ class RolloutEngine:
             interrupt: called before each record, on every rank. If it returns true on the leader, the run
                 ends.
             take_weights: writes the weights of a version into the engine, after an event `Weights`.
+            on_wait: called with the text of each event `Waiting`, and with "" when the wait is over.
 
         Returns whether the run was completed, and not interrupted. `events` is then its log.
         """
         engine, running = self.llm.llm_engine, self._running
         self.events = EventLog(self.replica_group)
         step = last_record = 0
-        has_finished = False
+        has_finished = waits = False
         while True:
             if not running or has_finished or step - last_record >= INTERVAL:
                 last_record, has_finished = step, False
@@ -253,7 +272,12 @@ class RolloutEngine:
                     events = (
                         [Done(aborted=True)] if is_interrupted else source.next_events(len(running), step)
                     )
-                for event in self.events.share(events, step):
+                events = self.events.share(events, step)
+                text = "".join(event.text for event in events if isinstance(event, Waiting))
+                if text or waits:
+                    on_wait(text)
+                waits = bool(text)
+                for event in events:
                     match event:
                         case Add(request):
                             self._add(request, sampling)
@@ -278,8 +302,9 @@ class RolloutEngine:
     def _add(self, request: Request, sampling: Sampling) -> None:
         """Give a request to vLLM."""
         prompt: dict = {"prompt_token_ids": request.token_ids.tolist()}
-        if self.salts_cache:
-            prompt["cache_salt"] = str(self.weights_version)
+        if self.keeps_cache:
+            first = request.first_version
+            prompt["cache_salt"] = f"v{self.weights_version if first is None else first}"
         engine = self.llm.llm_engine
         internal = engine.add_request(request.name, prompt, self._params(sampling, request))
         self._running[request.name] = _Live(internal, [(0, self.weights_version)])

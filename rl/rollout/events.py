@@ -52,7 +52,15 @@ class Done:
     aborted: bool = False
 
 
-Event = Add | Abort | Weights | Done
+@dataclass(frozen=True)
+class Waiting:
+    """Nothing runs, because environments have not answered; repeated while that lasts. Not stored."""
+
+    text: str
+    """Which ones, for the report of a hang."""
+
+
+Event = Add | Abort | Weights | Done | Waiting
 
 
 class Source(Protocol):
@@ -87,8 +95,8 @@ class EventLog:
             payload = self._broadcast(pickle.dumps(events) if self._group.rank() == 0 and events else b"")
             events = pickle.loads(payload) if payload else []
             self._hash.update(payload)
-        if events:
-            self.records.append((step, events))
+        if kept := [event for event in events if not isinstance(event, Waiting)]:
+            self.records.append((step, kept))
         return events
 
     def note(self, name: str, token_ids: np.ndarray) -> None:

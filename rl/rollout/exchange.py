@@ -15,7 +15,12 @@ _HEADER = ("prompt", "number", "row", "length", "prompt_length", "truncated")
 
 
 def exchange(
-    prompts: list[np.ndarray], own: list[Sample], samples_per_prompt: int | None, device: Device
+    prompts: list[np.ndarray],
+    own: list[Sample],
+    samples_per_prompt: int | None,
+    device: Device,
+    *,
+    turns: bool = False,
 ) -> Batch:
     """Return the batch of all samples, ordered by prompt, sample number and row. Collective over the world.
 
@@ -26,6 +31,7 @@ def exchange(
         prompts: token ids of each prompt, int32 [P_i].
         own: the samples of this rank; no other rank has them.
         samples_per_prompt: number that every prompt must have; None if samples may be missing.
+        turns: whether samples may have several turns; then `turns` and `turn_rewards` are filled too.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     counts = torch.zeros(2, world, dtype=torch.int64)  # samples, and how many of them have an outcome
@@ -43,17 +49,20 @@ def exchange(
     prompt, number, row, lengths, contexts, truncated = header[:, order]
     _check_numbers(prompt, number, row, len(prompts), samples_per_prompt)
 
-    columns, logprobs = _write_columns(own, place_of, lengths)
-    token_ids, mask, weight_versions = sum_over_world(columns, device.torch)
+    columns, numbers = _write_columns(own, place_of, lengths, rewards=turns)
+    token_ids, turn_of, weight_versions = sum_over_world(columns, device.torch)
+    logprobs, *rewards = sum_over_world(numbers, device.torch)
     batch = Batch(
         prompt_ids=[prompts[i] for i in prompt],
         response_ids=np.split(token_ids.clone().numpy(), lengths.cumsum(0)[:-1].numpy()),
         groups=prompt.clone(),
         truncated=truncated > 0,
-        mask=mask.float(),
-        rollout_logprobs=sum_over_world(logprobs, device.torch),
+        mask=(turn_of > 0).float(),
+        rollout_logprobs=logprobs.clone(),
         weight_versions=weight_versions.clone(),
     )
+    if turns:
+        batch.turns, batch.turn_rewards = turn_of.clone(), rewards[0].clone()
     if (contexts >= 0).any():
         batch.prompt_ids = _exchange_contexts(batch.prompt_ids, own, place_of, contexts, device)
     if (row > 0).any():
@@ -73,17 +82,20 @@ def _check_numbers(prompt, number, row, num_prompts: int, samples_per_prompt: in
         assert found == total, f"{total - found} of {total} samples were not generated exactly once"
 
 
-def _write_columns(own: list[Sample], places: list[int], lengths: torch.Tensor):
-    """Return this rank's part of (token ids, mask, weight versions), int32 [3, T], and log-probs [T]."""
+def _write_columns(own: list[Sample], places: list[int], lengths: torch.Tensor, *, rewards: bool):
+    """Return this rank's part of (token ids, turns, weight versions), int32 [3, T], and of the log-probs and,
+    if `rewards`, the rewards of turns, float32 [1 or 2, T]."""
     ends = lengths.cumsum(0)
     columns = torch.zeros(3, int(lengths.sum()), dtype=torch.int32)
-    logprobs = torch.zeros(columns.shape[1])
+    numbers = torch.zeros(1 + rewards, columns.shape[1])
     for place, sample in zip(places, own):
         span = slice(int(ends[place] - lengths[place]), int(ends[place]))
-        values = np.stack([sample.token_ids, sample.mask, sample.weight_versions])
+        values = np.stack([sample.token_ids, sample.turns, sample.weight_versions])
         columns[:, span] = torch.from_numpy(values)
-        logprobs[span] = torch.from_numpy(sample.logprobs)
-    return columns, logprobs
+        numbers[0, span] = torch.from_numpy(sample.logprobs)
+        if rewards:
+            numbers[1, span] = torch.from_numpy(sample.rewards)
+    return columns, numbers
 
 
 def _exchange_contexts(

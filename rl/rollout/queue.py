@@ -4,7 +4,8 @@ Items are 0..n-1. Only the leader of a replica draws.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -31,12 +32,61 @@ class SharedQueue:
     """Gives the next item to the replica that asks first, by a counter in the job's TCPStore."""
 
     def __init__(self, num_items: int, *, name: str):
-        self._num_items, self._name = num_items, name
-        self._store = dist.distributed_c10d._get_default_store()
+        self._num_items, self._add = num_items, shared_counter(name)
 
     def draw(self) -> int | None:
-        item = self._store.add(self._name, 1) - 1
+        item = self._add(1) - 1
         return item if item < self._num_items else None
+
+
+class OrderedQueue:
+    """Gives order[item] for each item of another queue."""
+
+    def __init__(self, queue: Queue, order: Sequence[int]):
+        self._queue, self._order = queue, order
+
+    def draw(self) -> int | None:
+        item = self._queue.draw()
+        return None if item is None else self._order[item]
+
+
+class PastLengths:
+    """Mean response length of each prompt when it was last sampled, from which the next one is expected."""
+
+    def __init__(self, means: dict[int, float] | None = None):
+        self.means = means or {}
+        """Index of the prompt -> tokens."""
+
+    def note(self, indices: Sequence[int], groups: Sequence[int], lengths: Sequence[int]) -> None:
+        """Note the lengths of samples, whose groups are numbered as `indices`."""
+        for group, index in enumerate(indices):
+            own = [length for length, other in zip(lengths, groups) if other == group]
+            self.means[index] = sum(own) / len(own)
+
+    def longest_first(self, indices: Sequence[int]) -> list[int]:
+        """Return the places of the prompts, the longest expected first.
+
+        Prompts without a past are expected to have the mean length of the others.
+        """
+        usual = sum(self.means.values()) / max(1, len(self.means))
+        return sorted(range(len(indices)), key=lambda place: -self.means.get(indices[place], usual))
+
+
+def shared_counter(name: str) -> Callable[[int], int]:
+    """Return a function that adds to the counter `name` of the job's TCPStore and returns its value."""
+    return partial(dist.distributed_c10d._get_default_store().add, name)
+
+
+def own_counter() -> Callable[[int], int]:
+    """Return a function that adds to a counter of this process and returns its value."""
+    value = 0
+
+    def add(amount: int) -> int:
+        nonlocal value
+        value += amount
+        return value
+
+    return add
 
 
 def greedy_idle(loads: list[int], num_replicas: int) -> float:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+SOURCES = ("tool", "user", "environment")
+"""Sources of tokens that the policy did not sample."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -18,6 +21,8 @@ class Request:
     """int32 [C]: the context to continue."""
     seed: int
     max_tokens: int
+    first_version: int | None = None
+    """Version of the weights at which a carried sample began; None: the engine's present one."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,9 @@ class Segment:
     """Whether the policy sampled the tokens; else they were given to it, such as the output of a tool."""
     turn: int = 0
     source: str = "policy"
+    """Who gave the tokens: "policy", or one of SOURCES."""
+    reward: float = 0.0
+    """Reward of the turn, by an environment that rewards single turns."""
 
     @classmethod
     def of(cls, completion: Completion, turn: int = 0) -> "Segment":
@@ -100,7 +108,23 @@ class Sample:
         return self._column("weight_versions", np.int32)
 
     @property
+    def turns(self) -> np.ndarray:
+        """int32 [R]: number of the turn, from 1, for tokens that the policy sampled; else minus the index of
+        their source in SOURCES."""
+        numbers = [s.turn + 1 if s.is_sampled else -SOURCES.index(s.source) for s in self.segments]
+        parts = [np.full(len(s.token_ids), number, np.int32) for s, number in zip(self.segments, numbers)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    @property
     def mask(self) -> np.ndarray:
         """int32 [R]: 1 for tokens that the policy sampled, 0 for others."""
-        parts = [np.full(len(s.token_ids), s.is_sampled, np.int32) for s in self.segments]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        return (self.turns > 0).astype(np.int32)
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float32 [R]: reward of each turn on its last token, 0 elsewhere."""
+        rewards = np.zeros(len(self.token_ids), np.float32)
+        ends = np.cumsum([len(segment.token_ids) for segment in self.segments])
+        for segment, end in zip(self.segments, ends):
+            rewards[end - 1] += segment.reward
+        return rewards

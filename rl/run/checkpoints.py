@@ -61,6 +61,15 @@ class RunCheckpoints:
             phases.sampler.load_state_dict(state["sampler"])
         except ValueError as error:
             raise ConfigError(f"{saved.path} was written with other data: {error}") from error
+        if phases.carry_over is not None and "carry_over" in state:
+            phases.carry_over.load_state_dict(state["carry_over"], phases.prompts)
+        elif state.get("carry_over", {}).get("prompts"):
+            raise ConfigError(
+                f"rollout.carry_over=false, but {saved.path} holds {len(state['carry_over']['prompts'])} "
+                "prompts that were drawn and not consumed; set rollout.carry_over=true."
+            )
+        if phases.past_lengths is not None:
+            phases.past_lengths.means = {int(i): mean for i, mean in state.get("past_lengths", {}).items()}
         phases.engines.policy.version = state.get("policy_version", 0)  # absent in checkpoints of version 0.1
         if phases.split is not None:
             phases.split.load_state_dict(state.get("split") or {"batch": state["step"], "groups": []})
@@ -69,11 +78,13 @@ class RunCheckpoints:
     def state(self, cursor: dict) -> dict:
         """Return what a checkpoint holds besides the models. Not collective.
 
-        cursor: state of the sampler after the last batch that was learned from (`Batch.cursor`).
+        cursor: where the draw stood after the last batch that was learned from (`Batch.cursor`).
         """
         split = self._phases.split
+        if "carry_over" in cursor:
+            cursor = cursor | {"carry_over": cursor["carry_over"].state_dict()}
         return {
-            "sampler": cursor,
+            **cursor,
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
             "policy_version": self._phases.engines.policy.version,
             **({} if split is None else {"split": split.state_dict()}),

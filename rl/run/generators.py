@@ -66,7 +66,7 @@ class Generators:
     def run(self) -> int:
         """Build the engine and generate. Returns the exit code of the run. Collective over the role."""
         self._engine = engine = build_rollout(self._config, self._device)
-        engine.salts_cache = self._config.roles.cache == "keep"
+        engine.keeps_cache = self._config.roles.cache == "keep"
         self._link.plan_weights(self._config, self._inputs.models["policy"].hf, engine=engine)
         limit_collectives(self._config.watchdog.limits)
         queue, stream, sampling = engine.queue(ENDLESS), None, train_sampling(self._config)
@@ -118,7 +118,7 @@ class Generators:
     def _take_weights(self, version: int) -> None:
         self._step = version + 1
         self._tracker.enter("refit", self._step)
-        self._link.receive_weights(version, keep_cache=self._config.roles.cache == "keep")
+        self._link.receive_weights(version)
         self._tracker.enter("generate", self._step)
 
     def _look(self) -> bool:

@@ -20,10 +20,11 @@ from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
 from rl.phases.scorer import Scorer, start_pool
+from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.run.checkpoints import RunCheckpoints, find_checkpoint
 from rl.run.validation import validate
-from rl.run_directory import samples
+from rl.run_directory import consumed, samples
 from rl.run_directory.metric_log import MetricLog, keep_lines_up_to, step_line
 from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes, record_run
@@ -81,6 +82,13 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         if generates:
             run = generators.Generators(config, inputs, device, watchdog, link, stop)
             return 0 if is_finished else run.run()
+    agents = None
+    if config.agents.is_on and not is_finished:
+        from rl.agents.rollouts import AgentRollouts
+
+        with fail_together():
+            agents = AgentRollouts(config, inputs.tokenizer)
+        start_up.mark("environments")
     training = config.training
     agreement = PhaseAgreement(
         config, json.dumps(code_hashes(config)), control_group(), replica_size=config.rollout.tp
@@ -103,6 +111,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         scorer=None if pool is None else Scorer(config, inputs, device, engines, pool),
         tokenizer=inputs.tokenizer,
         stop=stop,
+        agents=agents,
         link=link,
     )
     checkpoints = RunCheckpoints(config, store, phases, status)
@@ -128,7 +137,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
             export_hf(engines.policy, config.model.path, target)
         step = max(last_step, config.run.max_steps)
         progress.line(f"wrote {target}, a Hugging Face checkpoint of step {step}")
-    for resource in (log, pool):
+    for resource in (log, pool, agents):
         if resource is not None:
             resource.close()
     engines.close()
@@ -150,6 +159,8 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
         log.write(last_step, metrics)
     if config.logging.samples:
         keep_lines_up_to(Path(config.run.dir, samples.FILE_NAME), resume_step)
+    if config.rollout.carry_over:
+        keep_lines_up_to(Path(config.run.dir, consumed.FILE_NAME), resume_step)
     record_run(config, last_step, start_up_s=start_up.parts)
     return log
 
@@ -175,8 +186,8 @@ class Training:
         self._config, self._algorithm, self._phases = config, algorithm, phases
         self._held_out = inputs.held_out
         self._checkpoints, self._status, self._log, self._stop = checkpoints, status, log, stop
-        self._cursor = phases.sampler.state_dict()
-        """State of the sampler after the last batch that was learned from."""
+        self._cursor = phases.cursor()
+        """Where the draw of prompts stood after the last batch that was learned from."""
         self._split = phases.split
 
     def run(self, last_step: int, metrics: dict[str, float]) -> StopDecision | None:
@@ -187,7 +198,7 @@ class Training:
         """
         config, step = self._config, self._phases.step
         if self._split is not None:
-            self._split.begin(self._cursor)
+            self._split.begin(self._cursor["sampler"])
         if self._held_out and config.validation.before_training and last_step == 0:
             step.begin(0)
             validate(self._phases, self._held_out, config)
@@ -241,20 +252,26 @@ class Training:
     def _collect_and_learn(self) -> dict:
         """Return the cursor of the batch that was learned from. The batch is freed before validation."""
         batch = self._collect()
-        self._phases.step.is_committed = True
+        phases, rollout = self._phases, self._config.rollout
+        phases.step.is_committed = True
+        if rollout.carry_over and len(batch):
+            version = phases.engines.policy.version
+            phases.metrics.update(check_staleness(batch, version, rollout.max_staleness))
         if len(batch):
-            self._algorithm.learn(self._phases, batch)
+            self._algorithm.learn(phases, batch)
+        if phases.carry_over is not None:
+            phases.carry_over.log_consumed()
         return batch.cursor
 
     def _collect(self) -> Batch:
-        """Return the algorithm's batch, with the state of the sampler after its prompts were drawn."""
+        """Return the algorithm's batch, with the cursor after its prompts were drawn."""
         batch = self._algorithm.collect(self._phases)
         if not isinstance(batch, Batch):
             raise TypeError(
                 f"collect of algorithm={self._config.algorithm} returned {type(batch).__name__}; return a "
                 "Batch, an empty one (batch.keep_groups([])) if there is nothing to learn from."
             )
-        batch.cursor = self._phases.sampler.state_dict()
+        batch.cursor = self._phases.cursor()
         return batch
 
     def _save(self, number: int, metrics: dict[str, float]) -> None:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from rl.config.schema import Config
 from rl.data.prompts import Prompt
@@ -40,13 +41,19 @@ def validation_sampling(config: Config) -> Sampling:
 
 def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpose: str) -> None:
     batch = phases.generation.sample(prompts, sampling, purpose=purpose, timing="testing")
+    if batch.turns is not None:  # prompts whose environments failed are left out
+        batch = batch.merge_rows()
+        sizes = torch.bincount(batch.groups)
+        batch = batch.keep_groups((sizes == sampling.samples_per_prompt).nonzero().squeeze(1).tolist())
+        if not len(batch):
+            return
     several = sampling.samples_per_prompt > 1
     predictions = phases.scoring.fill_scores(batch, timing="testing", predictions=several)
     variables = {"acc": batch.outcomes, "score": batch.scores}
     variables |= {
         name: column for name, column in batch.score_details.items() if name not in ("acc", "failed")
     }
-    shape = (len(prompts), sampling.samples_per_prompt)
+    prompts, shape = batch.prompts, (len(batch.prompts), sampling.samples_per_prompt)
     tables = {name: column.double().reshape(shape).numpy() for name, column in variables.items()}
     answers = np.array(predictions, dtype=object).reshape(shape) if several else None
     members: dict[str, list[int]] = defaultdict(list)

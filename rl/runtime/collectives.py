@@ -4,7 +4,7 @@ Which collective runs in which group:
 - world: exchange of samples, scores, results of forward passes, metrics, weights of a refit (point to point);
 - control (the world on gloo): the comparison before each phase, stop decisions, checkpoints, errors;
 - tp, ep: inside the layers and the head; pp: activations between stages; dp: gradients and weights;
-- replica (the ranks of one vLLM engine): draws of prompts, interrupts, vLLM's own tensor parallelism.
+- replica (the ranks of one vLLM engine): records of events, vLLM's own tensor parallelism.
 docs/architecture.md has the table of one step, with sizes and the calling functions.
 """
 

@@ -114,17 +114,38 @@ def _from_mpi(env: Mapping[str, str]) -> Ranks:
 
 def _from_slurm(env: Mapping[str, str]) -> Ranks:
     rank, world_size = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
-    hosts = expand_hostlist(env.get("SLURM_STEP_NODELIST") or env["SLURM_NODELIST"])
-    tasks = expand_tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"])
-    node = int(env["SLURM_NODEID"])
+    nodes = tasks_of_nodes(env)
     return Ranks(
         rank=rank,
         world_size=world_size,
         local_rank=int(env["SLURM_LOCALID"]),
-        local_world_size=tasks[node],
+        local_world_size=list(nodes.values())[int(env["SLURM_NODEID"])],
         launcher="slurm",
-        master_addr=env.get("MASTER_ADDR", hosts[0]),
+        master_addr=env.get("MASTER_ADDR", next(iter(nodes))),
     )
+
+
+def tasks_of_nodes(env: Mapping[str, str]) -> dict[str, int]:
+    """Return the number of ranks of each node of a step, in the order of SLURM_NODEID.
+
+    Slurm numbers ranks and nodes of a heterogeneous job by component, but lists the step's nodes by name.
+    Raises ValueError if two components share a node, because their ranks would have equal local ranks.
+    """
+    nodes = expand_hostlist(env.get("SLURM_STEP_NODELIST") or env["SLURM_NODELIST"])
+    tasks = expand_tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"])
+    counts = dict(zip(nodes, tasks))
+    ordered = [
+        node
+        for component in range(int(env.get("SLURM_HET_SIZE", "0")))
+        for node in expand_hostlist(env[f"SLURM_JOB_NODELIST_HET_GROUP_{component}"])
+        if node in counts
+    ]
+    if len(set(ordered)) < len(ordered):
+        raise ValueError(
+            f"components of the heterogeneous job {env['SLURM_JOB_ID']} share a node: {', '.join(ordered)}; "
+            "submit it with --exclusive, or as one job."
+        )
+    return {node: counts[node] for node in ordered or nodes}
 
 
 def expand_tasks_per_node(text: str) -> list[int]:

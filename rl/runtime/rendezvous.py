@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from rl.runtime.ranks import Ranks, expand_hostlist, expand_tasks_per_node
+from rl.runtime.ranks import Ranks, tasks_of_nodes
 
 FIRST_PORT, NUM_PORTS = 10000, 22000
 """Range of the ports, below Linux's default ephemeral range, which begins at 32768."""
@@ -125,17 +125,10 @@ def _join_step(ranks: Ranks, env: Mapping[str, str], timeout: float) -> Ranks:
                 f"all ports of this step, {', '.join(map(str, ports))}, are taken on {socket.gethostname()}; "
                 "set MASTER_PORT to a free one."
             )
-        _receive_all(listener, token, ranks.world_size, _tasks_of_nodes(env), timeout)
+        _receive_all(listener, token, ranks.world_size, tasks_of_nodes(env), timeout)
         return replace(ranks, master_port=listener.getsockname()[1], listener=listener)
     _require_address(ranks.master_addr)
     return replace(ranks, master_port=_find_first_rank(ranks, env, ports, token, timeout))
-
-
-def _tasks_of_nodes(env: Mapping[str, str]) -> dict[str, int]:
-    """Return the number of ranks of each node."""
-    nodes = expand_hostlist(env.get("SLURM_STEP_NODELIST") or env["SLURM_NODELIST"])
-    tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"]
-    return dict(zip(nodes, expand_tasks_per_node(tasks)))
 
 
 def _require_address(host: str) -> None:

@@ -169,6 +169,32 @@ def test_srun_with_pmi2_trains_two_steps(cluster, config, tmp_path):
     assert len(records(tmp_path / "run")) == 2
 
 
+WORLD = """#!/bin/sh
+exec python - <<'END'
+from rl.runtime.ranks import discover
+from rl.runtime.rendezvous import join_ranks
+
+ranks = join_ranks(discover())
+print("world", ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size, ranks.master_addr)
+END
+"""
+
+
+def test_components_of_a_heterogeneous_job_are_one_world(cluster, tmp_path):
+    """Other than the order of ranks, that of the nodes' names begins with the second component."""
+    (tmp_path / "world").write_text(WORLD)
+    (tmp_path / "world").chmod(0o755)
+    train = "--gpus-per-node=2 --nodes=1 --nodelist=node3".split()
+    rollout = "--gpus-per-node=0 --ntasks-per-node=1 --nodes=2 --nodelist=node1,node2".split()
+    command = (*train, ":", *rollout, ROOT / "slurm" / "roles.sbatch", "any.yaml")
+    job = cluster.submit(*command, cwd=tmp_path, PYTHON=str(tmp_path / "world"))
+    log = log_of(tmp_path, f"roles-{job}.out") if cluster.wait(job) else ""
+    logs = (path.read_text() for path in (tmp_path / f"roles-{job}.ranks").glob("rank-[1-9].log"))
+    found = [line for text in (log, *logs) for line in text.splitlines() if line.startswith("world")]
+    places = ["0 4 0 2", "1 4 1 2", "2 4 0 1", "3 4 0 1"]
+    assert sorted(found) == [f"world {place} node3" for place in places], log
+
+
 @pytest.mark.slow
 def test_mpirun_of_four_trains_two_steps(config, tmp_path):
     directory = os.path.dirname(shutil.which("python") or "")

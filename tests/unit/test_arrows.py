@@ -9,13 +9,13 @@ FLOORS = (
     ("run", "dry_run"),
     ("algorithms",),
     ("phases",),
-    ("engines", "checkpoint"),
+    ("engines", "checkpoint", "agents"),
     ("refit",),
     ("training", "rollout"),
     ("stopping", "faults"),
     ("run_directory", "runtime", "data", "rewards"),
     ("config",),
-    ("models", "objectives", "sandbox"),
+    ("models", "objectives", "sandbox", "workers"),
 )
 """Rooms of rl/ from the top floor to the ground."""
 

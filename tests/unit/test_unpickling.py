@@ -37,6 +37,7 @@ UNPICKLES = {
 ALLOWED = {
     # From the pipe of the process that started it: its own parent.
     ("rl/rewards/pool/worker.py", "pickle.load"),
+    ("rl/agents/worker.py", "pickle.load"),
     # Megatron's own source, compiled, in the user's cache; written and read by this user, as Python's .pyc
     # files are.
     ("rl/training/cpu_support.py", "marshal.loads"),

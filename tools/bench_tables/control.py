@@ -139,7 +139,7 @@ def timed(columns: dict, name: str, function: Callable):
 
 def fake_samples(num_samples: int, group_size: int, mean_tokens: int) -> tuple[list[np.ndarray], list]:
     """Return prompts and samples of random tokens, with geometric lengths."""
-    from rl.rollout.turns import Sample
+    from rl.rollout.turns import Sample, Segment
 
     rng = np.random.default_rng(0)
     lengths = rng.geometric(1 / mean_tokens, num_samples).clip(max=8 * mean_tokens)
@@ -147,13 +147,9 @@ def fake_samples(num_samples: int, group_size: int, mean_tokens: int) -> tuple[l
     samples = []
     for place, length in enumerate(lengths):
         prompt, number = divmod(place, group_size)
-        columns = dict(
-            token_ids=rng.integers(6, 102, length).astype(np.int32),
-            logprobs=np.zeros(length, np.float32),
-            mask=np.ones(length, np.int32),
-            weight_versions=np.zeros(length, np.int32),
-        )
-        samples.append(Sample(prompt=prompt, number=number, truncated=False, **columns))
+        token_ids = rng.integers(6, 102, length).astype(np.int32)
+        segment = Segment(token_ids, np.zeros(length, np.float32), np.zeros(length, np.int32))
+        samples.append(Sample(prompt, number, (segment,), truncated=False))
     return prompts, samples
 
 

@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import pickle
-import select
 import sys
 import time
 from collections import deque
@@ -24,8 +23,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl.config.reward_sources import RewardPlan
-from rl.rewards.pool.worker_process import WorkerProcess
+from rl.rewards.pool.worker_process import ScoringWorker
 from rl.rewards.score import Score
+from rl.workers.process import Workers
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +83,7 @@ class ScoringPool:
         self._options = {"memory_mib": memory_mib, "timeout_s": timeout_s, "cpus": cpus}
         self._cwd = os.getcwd()
         self._initialization = pickle.dumps((plan, list(sys.path)))
-        self._poller = select.poll()
-        self._by_fd: dict[int, WorkerProcess] = {}
-        self._workers: list[WorkerProcess] = []
-        self._leaving: list[WorkerProcess] = []
+        self._workers: Workers[ScoringWorker] = Workers()
 
     def score(self, samples: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one Score per sample, in order, with `score`, `failed` and the function's other values.
@@ -100,11 +97,11 @@ class ScoringPool:
         """
         jobs = _Jobs(len(samples))
         try:
-            for worker in list(self._workers):
+            for worker in list(self._workers.all):
                 self._read(worker, jobs)  # detects workers that died while idle
             while jobs.unfinished:
                 self._start_workers(jobs)
-                for worker in self._workers:
+                for worker in self._workers.all:
                     if worker.is_free and jobs.has_work:
                         chunk = jobs.take(self._num_workers, worker.is_async)
                         worker.assign(chunk, samples, self._timeout_s)
@@ -112,16 +109,16 @@ class ScoringPool:
         except BaseException:
             self.close()  # pending results would be taken for answers of the next call
             raise
-        for worker in self._workers:
+        for worker in self._workers.all:
             worker.request_sweep()
-        self._reap_workers(wait=False)
+        self._workers.reap(wait=False)
         return self._to_scores(jobs)
 
     def check(self) -> None:
         """Raise ValueError if the reward functions cannot be loaded in a worker. Starts the first worker."""
         jobs = _Jobs(0)
-        while not any(worker.is_ready for worker in self._workers):
-            if not self._workers:
+        while not any(worker.is_ready for worker in self._workers.all):
+            if not self._workers.all:
                 self._start_worker(jobs)
             self._await_events(jobs)
             if jobs.failed_starts >= START_ATTEMPTS:
@@ -129,9 +126,7 @@ class ScoringPool:
 
     def close(self) -> None:
         """End the workers and every process they started. A later `score` starts new ones."""
-        for worker in list(self._workers):
-            self._dismiss(worker)
-        self._reap_workers(wait=True)
+        self._workers.close()
 
     def __enter__(self) -> "ScoringPool":
         return self
@@ -143,62 +138,31 @@ class ScoringPool:
 
     def _start_workers(self, jobs: "_Jobs") -> None:
         """Start the workers that the unassigned work can use; fail that work if there are none."""
-        while len(self._workers) < min(self._num_workers, jobs.unfinished) and jobs.has_work:
+        while len(self._workers.all) < min(self._num_workers, jobs.unfinished) and jobs.has_work:
             if jobs.failed_starts >= START_ATTEMPTS:
                 break
             self._start_worker(jobs)
-        if jobs.failed_starts >= START_ATTEMPTS and not any(worker.is_ready for worker in self._workers):
+        if jobs.failed_starts >= START_ATTEMPTS and not any(worker.is_ready for worker in self._workers.all):
             jobs.fail_rest()
-            for worker in list(self._workers):
-                self._dismiss(worker)
+            for worker in list(self._workers.all):
+                self._workers.dismiss(worker)
 
     def _start_worker(self, jobs: "_Jobs") -> None:
         try:
-            worker = WorkerProcess(self._initialization, self._options, self._cwd, self._startup_s)
+            worker = ScoringWorker(self._initialization, self._options, self._cwd, self._startup_s)
         except OSError as error:  # out of processes, memory or files
             return jobs.note_failed_start(f"a scoring worker cannot be started: {error}")
-        self._workers.append(worker)
-        for fd in worker.fds:
-            self._by_fd[fd] = worker
-            self._poller.register(fd, select.POLLIN)
-
-    def _dismiss(self, worker: WorkerProcess) -> None:
-        for fd in worker.fds:
-            self._unregister(fd)
-        self._workers.remove(worker)
-        self._leaving.append(worker)
-        worker.shut_down()
-
-    def _unregister(self, fd: int) -> None:
-        if self._by_fd.pop(fd, None) is not None:
-            self._poller.unregister(fd)
-
-    def _reap_workers(self, *, wait: bool) -> None:
-        """Reap dismissed workers that have ended; `wait` until all have."""
-        self._leaving = [w for w in self._leaving if not w.has_ended(wait=wait or w.was_killed)]
+        self._workers.add(worker)
 
     def _await_events(self, jobs: "_Jobs") -> None:
         """Wait until a worker sends a message or is late, and process it."""
-        for worker in self._workers:
-            if worker.is_disconnected:
-                self._unregister(worker.fds[0])  # a closed socket would wake the poller all the time
-            elif worker.needs_poll_update():
-                self._poller.modify(worker.fds[0], select.POLLIN | (select.POLLOUT if worker.outgoing else 0))
-        wait_s = min(worker.deadline for worker in self._workers) - time.monotonic() if self._workers else 0.0
-        wait_ms = None if wait_s == math.inf else math.ceil(max(wait_s, 0.0) * 1000)
-        for fd, event in self._poller.poll(wait_ms):
-            if (worker := self._by_fd.get(fd)) is not None:  # else it was just dismissed
-                if event & select.POLLOUT:
-                    worker.flush()
-                self._read(worker, jobs)
-        now = time.monotonic()
-        for worker in [worker for worker in self._workers if worker.deadline <= now]:
-            if worker in self._workers:  # a failed start dismisses all workers that are starting
-                self._read(worker, jobs)  # it may have answered while this process was suspended
-            if worker in self._workers and worker.deadline <= now:
-                self._replace(worker, jobs, worker.describe_timeout(self._timeout_s))
+        self._workers.await_events(
+            lambda worker: self._read(worker, jobs),
+            lambda worker: self._replace(worker, jobs, worker.describe_lateness(self._timeout_s)),
+            math.inf if self._workers.all else 0.0,
+        )
 
-    def _read(self, worker: WorkerProcess, jobs: "_Jobs") -> None:
+    def _read(self, worker: ScoringWorker, jobs: "_Jobs") -> None:
         """Process the messages that a worker has sent."""
         for message in worker.receive():
             if "i" in message:
@@ -207,13 +171,13 @@ class ScoringPool:
                 jobs.failed_starts = 0
             elif "unloadable" in message:
                 jobs.note_failed_start(message["unloadable"], message["traceback"], retry=False)
-                return self._dismiss(worker)
-            if worker not in self._workers:
+                return self._workers.dismiss(worker)
+            if worker not in self._workers.all:
                 return
         if worker.lost:
             self._replace(worker, jobs, worker.lost)
 
-    def _record_answer(self, worker: WorkerProcess, jobs: "_Jobs", message: dict[str, Any]) -> None:
+    def _record_answer(self, worker: ScoringWorker, jobs: "_Jobs", message: dict[str, Any]) -> None:
         """Record a valid message about a sample."""
         index = message["i"]
         if message.get("waiting"):
@@ -227,14 +191,14 @@ class ScoringPool:
         if message.get("last"):
             jobs.give_back(list(worker.chunk))
             worker.chunk.clear()
-            self._dismiss(worker)
+            self._workers.dismiss(worker)
         elif not worker.chunk and time.monotonic() - worker.swept_at > SWEEP_EVERY_S:
             worker.request_sweep()
 
-    def _replace(self, worker: WorkerProcess, jobs: "_Jobs", reason: str) -> None:
+    def _replace(self, worker: ScoringWorker, jobs: "_Jobs", reason: str) -> None:
         """Dismiss a failed worker, fail the sample that it was processing, and give back the others."""
-        self._dismiss(worker)
-        self._reap_workers(wait=False)
+        self._workers.dismiss(worker)
+        self._workers.reap(wait=False)
         if not worker.is_ready:  # a late start is not repeated, because it takes minutes
             return jobs.note_failed_start(reason, retry=bool(worker.lost))
         left = list(worker.chunk)

@@ -39,7 +39,7 @@ from rl.phases.phases import Phases
 from rl.phases.policy_gradient import policy_loss, token_selection
 from rl.phases.step import Step
 from rl.rollout.exchange import exchange
-from rl.rollout.turns import Sample
+from rl.rollout.turns import Sample, Segment
 from rl.run_directory.progress import Progress
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
@@ -348,15 +348,9 @@ def sample_of(prompts: list[int], i: int, number: int) -> Sample:
     rng = np.random.default_rng((prompts[i], number))
     length = 0 if (prompts[i] * NUM_SAMPLES + number) % 11 == 5 else int(rng.integers(1, 25))
     logprobs = -rng.gamma(2.0, 1.0, length).astype(np.float32)
-    return Sample(
-        prompt=i,
-        number=number,
-        token_ids=rng.integers(VOCAB, size=length).astype(np.int32),
-        logprobs=logprobs,
-        truncated=length > 20,
-        mask=np.ones(length, np.int32),
-        weight_versions=np.zeros(length, np.int32),
-    )
+    token_ids = rng.integers(VOCAB, size=length).astype(np.int32)
+    segment = Segment(token_ids, logprobs, np.zeros(length, np.int32))
+    return Sample(i, number, (segment,), truncated=length > 20)
 
 
 def trained_batch(config: Config, *, direct: bool) -> dict:

@@ -32,6 +32,7 @@ TOY = ["model.path=toy", "data.train=toy.jsonl"]
 OPTIONS = {
     "ppo": ["objective.dual_clip=1.3"],
     "gspo": ["objective.clip_low=0.02", "objective.clip_high=0.03"],
+    "luspo": ["objective.clip_low=0.02", "objective.clip_high=0.03"],
     "gmpo": ["objective.clip_low=0.3", "objective.clip_high=0.4"],
     "clip-cov": ["objective.cov_fraction=0.1", "objective.cov_low=0.2", "objective.cov_high=3.0"],
     "kl-cov": ["objective.cov_fraction=0.1", "objective.kl_cov_coef=0.7"],

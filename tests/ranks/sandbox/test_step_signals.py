@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from rl.rewards.pool.worker import all_processes, descendants
 from rl.sandbox.sandbox import Limits, protections, run_program
+from rl.workers.supervisor import all_processes, descendants
 
 
 @pytest.mark.skipif(not protections().files, reason="this machine confines nothing")

@@ -102,15 +102,15 @@ def test_grpo_takes_advantages_without_a_costly_need(advantage):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_which_losses_go_with_grpo_and_ppo(loss):
     clip = ("objective.clip_low=0.01", "objective.clip_high=0.02") if loss in CLIPPED else ()
-    mean = "objective.aggregation=seq-mean-token-mean"
+    mean = f"objective.aggregation={LOSSES[loss].aggregation or 'seq-mean-token-mean'}"
     assert check(config_with(f"objective.loss={loss}", mean, *clip)) == []
     if loss == "gmpo":
         assert "one advantage per sample" in error("algorithm=ppo", f"objective.loss={loss}", mean, *clip)
         assert "would weigh by the sample's length" in error(f"objective.loss={loss}", *clip)
     else:
         warnings = check(config_with("algorithm=ppo", f"objective.loss={loss}", *clip))
-        assert len(warnings) == (loss in ("gspo", "sapo"))
-        assert all("average over the tokens of each sample first" in warning for warning in warnings)
+        assert len(warnings) == (loss in ("gspo", "luspo", "sapo"))
+        assert all(f"is not the mean of objective.loss={loss}" in warning for warning in warnings)
         assert check(config_with("algorithm=ppo", f"objective.loss={loss}", mean, *clip)) == []
 
 
@@ -197,7 +197,7 @@ def test_which_losses_go_with_grpo_and_ppo(loss):
             "has no effect with objective.advantage=grpo; gae, prime and reinforce++ read it",
         ),
         (["objective.dro_beta=0.3"], "objective.loss=ppo; dro reads it"),
-        (["objective.loss=clip-cov", "objective.dual_clip=10"], "with objective.loss=clip-cov; ppo reads it"),
+        (["objective.loss=clip-cov", "objective.dual_clip=10"], "loss=clip-cov; fipo and ppo read it"),
         (["objective.dppo_max_ratio=5"], "dppo-kl and dppo-tv read it"),
         (
             ["algorithm=sft", "objective.kl_coef=0.1"],

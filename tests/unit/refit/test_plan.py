@@ -11,13 +11,7 @@ import pytest
 from rl.models import qwen2
 from rl.models.boxes import index, volume
 from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Weight, expert_down, expert_gate_up
-from rl.models.placement import (
-    RolloutPlacement,
-    TrainingPlacement,
-    count_experts,
-    job_ranks,
-    vllm_ranges,
-)
+from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts, job_ranks, vllm_ranges
 from rl.refit.plan import FAR_OUT, NEAR_OUT, SENDERS, Routing, cut_into_batches, plan_of
 from rl.refit.traffic import loads_of, refit_traffic
 

@@ -152,6 +152,25 @@ def test_a_step_uses_its_own_first_node():
     assert (ranks.master_addr, ranks.world_size, place(ranks)) == ("node3", 2, (1, 0, 1))
 
 
+def test_a_heterogeneous_job_is_one_world():
+    """Facts of Slurm 22.05: the step's nodes are listed by name, and numbered by component."""
+    job = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "node[3-4]",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "node[1-2]",
+    }
+    where = [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1), (4, 0, 2), (5, 0, 3)]
+    step = dict(tasks="1(x2),2(x2)", num_tasks=6, nodes="node[1-4]")
+    all_ranks = [discover(slurm_step(*w, **step, **job)) for w in where]
+    assert [place(r) for r in all_ranks] == [(0, 0, 2), (1, 1, 2), (2, 0, 2), (3, 1, 2), (4, 0, 1), (5, 0, 1)]
+    assert {(ranks.world_size, ranks.master_addr) for ranks in all_ranks} == {(6, "node3")}
+    of_generators = discover(slurm_step(0, 0, 0, tasks="1", num_tasks=1, nodes="node2", **job))
+    assert (of_generators.master_addr, of_generators.local_world_size) == ("node2", 1)
+    shared = job | {"SLURM_JOB_NODELIST_HET_GROUP_1": "node3"}
+    with pytest.raises(ValueError, match="share a node"):
+        discover(slurm_step(0, 0, 0, tasks="3", num_tasks=3, nodes="node3", **shared))
+
+
 def test_older_names_of_slurms_variables():
     env = slurm_step(2, 0, 1)
     for name in ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"):

@@ -1,0 +1,34 @@
+"""A random state per trajectory, for packages that draw from the global one."""
+
+import random
+import threading
+from types import TracebackType
+
+import numpy as np
+
+_LOCK = threading.Lock()
+
+
+class PrivateRandom:
+    """Global random state of Python and numpy, while the context is active, that belongs to one trajectory.
+
+    The trajectories of a worker run in threads of one process. Without this, the draws of a game would depend
+    on the order in which the others move.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._states = (random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state())
+
+    def __enter__(self) -> None:
+        _LOCK.acquire()
+        self._outside = (random.getstate(), np.random.get_state())
+        random.setstate(self._states[0])
+        np.random.set_state(self._states[1])
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._states = (random.getstate(), np.random.get_state())
+        random.setstate(self._outside[0])
+        np.random.set_state(self._outside[1])
+        _LOCK.release()

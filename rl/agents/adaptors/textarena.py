@@ -1,0 +1,141 @@
+"""Games of TextArena (github.com/LeonGuertler/TextArena), for one player or two.
+
+    agents:
+      environment: rl.agents.adaptors.textarena:Game
+      kwargs: {env_id: TicTacToe-v0, opponent: random}
+
+The policy has one seat; in a game of two it is the row's `extra_info.seat`, or the seed's last bit. The
+opponent is `random`, which draws from the moves that the game lists, or a function `move(text, rng) -> str`.
+
+`SelfPlay` gives both seats to the policy. Each seat is a conversation of its own, so that hidden cards stay
+hidden. Only the moves of the policy's seat are learned from; those of the other are requested with
+`store: false`. Over the prompts of a batch the policy learns both seats.
+
+    agents:
+      environment: rl.agents.adaptors.textarena:SelfPlay
+      kwargs: {env_id: KuhnPoker-v0}
+
+Wordle, Hangman and other word games download word lists when they are made; all others work offline.
+"""
+
+import random
+import re
+from typing import Any
+
+from rl.agents.adaptors.chat import complete, user_message
+from rl.agents.adaptors.imports import require
+from rl.agents.adaptors.randomness import PrivateRandom
+from rl.agents.adaptors.rows import seed_of, task_of
+from rl.config.functions import load_function
+
+textarena = require("textarena", extra="textarena")
+
+_LISTED_MOVE = re.compile(r"'(\[[^\]']+\])'")
+
+
+class _Table:
+    """A game of TextArena in progress."""
+
+    def __init__(self, env_id: str, num_players: int, seed: int, **kwargs: Any) -> None:
+        self._random = PrivateRandom(seed)
+        with self._random:
+            # Without TextArena's own wrappers, which repeat the whole history in every observation.
+            self._env = textarena.wrappers.ActionFormattingWrapper(textarena.make(f"{env_id}-raw", **kwargs))
+            try:
+                self._env.reset(num_players=num_players, seed=seed)
+            except AssertionError as error:
+                raise ValueError(
+                    f"env_id={env_id} is not a game of {num_players} players ({error}); set "
+                    "agents.kwargs.opponent for a game of two, and only for one."
+                ) from error
+
+    def look(self) -> tuple[int, list[str]]:
+        """Return whose turn it is, and what that player has been told since the last turn."""
+        player, told = self._env.get_observation()
+        others = [(sender, text) for sender, text, _ in told if sender != player]
+        game = textarena.GAME_ID
+        return player, [text if sender == game else f"[Player {sender}] {text}" for sender, text in others]
+
+    def move(self, text: str) -> bool:
+        """Make the move of the player whose turn it is; return whether the game is over."""
+        with self._random:
+            return bool(self._env.step(text)[0])
+
+    def reward(self, player: int) -> float:
+        """Return a player's reward: in games of two 1, 0 or -1. 0 if the game was broken off."""
+        return float((self._env.state.rewards or {}).get(player, 0.0))
+
+    def outcome(self, player: int) -> str:
+        """Return why the game is over."""
+        return str(self._env.state.game_info[player].get("reason", ""))
+
+
+def _result(reward: float) -> dict[str, float]:
+    return {"score": reward, "won": float(reward > 0), "lost": float(reward < 0)}
+
+
+class Game:
+    """A game of one player, or of two against a fixed opponent."""
+
+    def __init__(self, env_id: str = "", opponent: str = "", **kwargs: Any) -> None:
+        """`kwargs` go to textarena.make. Raises ValueError for an unknown opponent."""
+        self._env_id, self._kwargs = env_id, kwargs
+        self._num_players = 2 if opponent else 1
+        self._opponent = _random_move
+        if opponent not in ("", "random"):
+            self._opponent = load_function(opponent, key="agents.kwargs.opponent")
+
+    def reset(self, row: dict[str, Any]) -> list[dict[str, str]]:
+        task, seed = task_of(row), seed_of(row)
+        self._rng = random.Random(seed)
+        self._seat = int(task.get("seat", seed % self._num_players))
+        self._table = _Table(task.get("env_id", self._env_id), self._num_players, seed, **self._kwargs)
+        return user_message(self._next_turn()[0])
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        if not self._table.move(text):
+            observation, done = self._next_turn()
+            if not done:
+                return observation, 0.0, False
+        return self._table.outcome(self._seat), self._table.reward(self._seat), True
+
+    def score(self) -> dict[str, float]:
+        return _result(self._table.reward(self._seat))
+
+    def _next_turn(self) -> tuple[str, bool]:
+        """Let the opponent move until it is the policy's turn; return what the policy is told."""
+        while True:
+            player, told = self._table.look()
+            if player == self._seat:
+                return "\n".join(told), False
+            if self._table.move(self._opponent("\n".join(told), self._rng)):
+                return "", True
+
+
+def _random_move(text: str, rng: random.Random) -> str:
+    """Return one of the moves in the last line that lists moves, in quotes and brackets: '[4]'."""
+    listed = [moves for line in text.splitlines() if (moves := _LISTED_MOVE.findall(line))]
+    if not listed:
+        raise RuntimeError("opponent=random: the game lists no moves. Name a function as the opponent.")
+    return rng.choice(listed[-1])
+
+
+class SelfPlay:
+    """A game of two, in which the policy plays both seats and learns from one."""
+
+    def __init__(self, env_id: str = "", **kwargs: Any) -> None:
+        self._env_id, self._kwargs = env_id, kwargs
+
+    async def run(self, base_url: str, api_key: str, row: dict[str, Any]) -> dict[str, float]:
+        task, seed = task_of(row), seed_of(row)
+        seat = int(task.get("seat", seed % 2))
+        table = _Table(task.get("env_id", self._env_id), 2, seed, **self._kwargs)
+        conversations: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+        done = False
+        while not done:
+            player, told = table.look()
+            conversation = conversations[player]
+            conversation += user_message("\n".join(told))
+            conversation.append(await complete(base_url, api_key, conversation, store=player == seat))
+            done = table.move(conversation[-1]["content"] or "")
+        return _result(table.reward(seat))

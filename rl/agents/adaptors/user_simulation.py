@@ -1,0 +1,88 @@
+"""A conversation with a user that another language model plays.
+
+    agents:
+      environment: rl.agents.adaptors.user_simulation:UserSimulation
+      kwargs:
+        base_url: http://gpu7:8000/v1      # any OpenAI-compatible server, such as `vllm serve`
+        model: Qwen/Qwen2.5-7B-Instruct
+        api_key_variable: USER_API_KEY     # environment variable with the key; omit if there is none
+
+The simulated user sees the conversation with the roles exchanged, after a system message that is the row's
+`extra_info.user` (verl: `interaction_kwargs.user`): who the user is, and what they want. It writes the first
+message. The conversation ends when it writes `stop`. The reward function then judges the last answer, or,
+with `judge`, the simulated user's model grades the conversation: the last number between 0 and 1 of its
+reply to that instruction.
+
+The server is outside of the run. The judge of the section `reward` cannot serve here: it holds the GPU's
+memory in turn with the policy, and a conversation needs both at once.
+"""
+
+import os
+import re
+from typing import Any
+
+from rl.agents.adaptors.chat import complete, user_message
+from rl.agents.adaptors.rows import task_of
+
+EXCHANGED = {"user": "assistant", "assistant": "user"}
+_FRACTION = re.compile(r"(?<![\w.])(?:0(?:\.\d+)?|1(?:\.0+)?)(?![\w.]*\d)")
+
+
+class UserSimulation:
+    """One conversation."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key_variable: str = "",
+        stop: str = "###STOP###",
+        judge: str = "",
+        **sampling: Any,
+    ) -> None:
+        """`sampling` are further fields of each request. Raises ValueError if there is no key."""
+        if api_key_variable and api_key_variable not in os.environ:
+            raise ValueError(f"agents.kwargs.api_key_variable={api_key_variable} is not set in the job.")
+        key = os.environ.get(api_key_variable, "none")
+        self._server = (base_url, key)
+        self._options = {"model": model, **sampling}
+        self._stop, self._judge = stop, judge
+        if judge:
+            self.score = self._grade
+
+    async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        persona = task_of(row).get("user")
+        if not persona:
+            raise ValueError("extra_info.user is missing: it tells the simulated user what they want.")
+        self._persona = (
+            f"{persona}\n\nYou are the user of an assistant. Write only the user's next message. When your "
+            f"goal is reached, or cannot be, write {self._stop}."
+        )
+        # The rules of the assistant, which the simulated user does not see.
+        rules = [message for message in row["messages"] or [] if message["role"] == "system"]
+        self._conversation: list[dict[str, Any]] = []
+        return rules + user_message(await self._next_message())
+
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        self._conversation.append({"role": "assistant", "content": text})
+        answer = await self._next_message()
+        return answer, 0.0, self._stop in answer
+
+    async def _next_message(self) -> str:
+        # From the user's side. Most templates want a user's message first.
+        seen = [{**m, "role": EXCHANGED[m["role"]]} for m in self._conversation]
+        opening = user_message("Hello, how can I help you?")
+        request = [{"role": "system", "content": self._persona}, *opening, *seen]
+        reply = (await complete(*self._server, request, **self._options))["content"] or ""
+        self._conversation += user_message(reply)
+        return reply
+
+    async def _grade(self) -> float:
+        lines = [f"{message['role']}: {message['content']}" for message in self._conversation]
+        question = "\n".join([self._judge, "", *lines])
+        reply = await complete(*self._server, user_message(question), **self._options)
+        numbers = _FRACTION.findall(reply["content"] or "")
+        if not numbers:
+            raise RuntimeError(f"the judge's reply has no number from 0 to 1: {reply['content']!r:.200}")
+        return float(numbers[-1])

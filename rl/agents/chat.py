@@ -1,0 +1,454 @@
+"""Messages to token ids, and the bridge from a sampled turn to the next request.
+
+The token ids of a trajectory are its truth; messages are a view of them. A sampled turn is never tokenised
+again: its ids stay in the context as the engine sampled them, whether or not they are what the tokenizer
+would have produced. Between two turns, only the tokens that lie between them are added. They come from one of
+three sources:
+
+1. The package `renderers`, if it is installed and renders a set of conversations exactly as the model's
+   template does (`_find_renderer`).
+2. The difference of two renderings of the template (`Chat._difference`), accepted only if the template
+   renders everything before the sampled turn as it did when the turn was sampled, and keeps the turn.
+3. Plain tokenisation, for environments that begin with a text and for tokenizers without a template.
+
+If none can prove that the earlier tokens stay, `Chat.extend` returns None.
+"""
+
+import importlib.util
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rl.agents.environment import Messages, ToolCall
+from rl.agents.tool_calls import as_message, family_of, parse_calls, read_arguments
+
+# Stand for the parts of a sampled turn in a rendering. A turn's own text could contain special tokens as
+# text, and malformed arguments make templates fail.
+THINKING, CONTENT = "~thinking of the turn~", "~content of the turn~"
+CALL = {"id": "call00000", "type": "function", "function": {"name": "lookup", "arguments": {"key": "a"}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look a key up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string", "description": "The key."}},
+            "required": ["key"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class AssistantTurn:
+    message: dict
+    """The turn as a message: role, content, and reasoning_content and tool_calls if there are any."""
+    tool_calls: tuple[ToolCall, ...]
+    text: str
+    """The whole text of the turn, with thinking and without special tokens."""
+
+
+class CannotExtend(ValueError):
+    """The template does not keep earlier tokens; the message says which rule it breaks."""
+
+
+class Chat:
+    """Converts between messages and tokens for one tokenizer.
+
+    Args:
+        end_token_ids: ids that end a turn, besides the tokenizer's eos (`end_token_ids`).
+        on_rewrite: "refuse" makes `check` raise for a template that changes earlier tokens.
+        template_kwargs: further arguments of the chat template, such as enable_thinking.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        end_token_ids: Iterable[int] = (),
+        on_rewrite: str = "refuse",
+        template_kwargs: dict | None = None,
+    ):
+        self.tokenizer, self.on_rewrite = tokenizer, on_rewrite
+        self._kwargs = template_kwargs or {}
+        ends = {*end_token_ids, tokenizer.eos_token_id} - {None}
+        self._ends = {int(id): tokenizer.convert_ids_to_tokens(int(id)) for id in ends}
+        self._template = "" if tokenizer.chat_template is None else tokenizer.get_chat_template(tools=[TOOL])
+        self._family = family_of(self._template)
+        self._takes_reasoning = "reasoning_content" in self._template
+        self._call_form: tuple[str | None, bool] | None = None
+        self._opens_thinking = self._thinks = False
+        self._renderer = None
+        if self._template:
+            self._call_form = self._find_call_form()
+            prompt = self._render([{"role": "user", "content": "question"}], [])
+            self._opens_thinking = prompt.rstrip().endswith("<think>")
+            self._thinks = "</think>" in self._template and not prompt.rstrip().endswith("</think>")
+            self._renderer = self._find_renderer()
+            self._prompt = self._encode(prompt)
+
+    @property
+    def description(self) -> str:
+        """How tokens between turns are made, for the log."""
+        if not self._template:
+            return "plain tokens"
+        if self._renderer is not None:
+            return f"renderers ({type(self._renderer).__name__}), else the difference of two renderings"
+        return f"difference of two renderings, tool calls as in {self._family.name}"
+
+    # Conversations ----------------------------------------------------------------------------------------
+
+    def open(self, messages: Messages, tools: Sequence[dict]) -> np.ndarray:
+        """Return the token ids of a conversation up to and with the generation prompt, int32.
+
+        Raises ValueError if the template rejects the messages.
+        """
+        if self._is_plain(messages):
+            text = "".join(message["content"] for message in messages)
+            bare = not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
+            return self._encode(text, add_special_tokens=bare)
+        return self._encode(self._render(messages, tools))
+
+    def parse(self, turn: np.ndarray, tools: Sequence[dict], number: int) -> AssistantTurn:
+        """Return a sampled turn as a message. `number` is the number of the turn in its trajectory.
+
+        Tool calls are looked for only if there are tools, and only after thinking.
+        """
+        ids = self._without_end(turn)
+        text = self._decode(ids)
+        calls: tuple[ToolCall, ...] = ()
+        if self._renderer is not None:
+            thinking, content, calls = self._parse_by_renderer(ids, tools, number)
+        else:
+            thinking, is_open, content = self._split_thinking(text)
+            if tools and not is_open:
+                content, calls = parse_calls(self._family, content, tools, number)
+            if thinking is not None and not self._takes_reasoning:
+                content, thinking = text[: text.find("</think>") + 8] + content if not is_open else text, None
+            if calls and self._call_form is None:
+                content = text
+        message: dict = {"role": "assistant", "content": content}
+        if thinking:
+            message["reasoning_content"] = thinking
+        if calls:
+            message["tool_calls"] = [as_message(call) for call in calls]
+        return AssistantTurn(message, calls, self._decode(ids, skip_special_tokens=True))
+
+    def extend(
+        self,
+        context: np.ndarray,
+        turn: np.ndarray,
+        messages: Messages,
+        new_messages: Messages,
+        tools: Sequence[dict],
+    ) -> np.ndarray | None:
+        """Return the token ids between a sampled turn and the next one, int32, or None.
+
+        The next request is context + turn + the returned ids. If the turn did not end with its end token
+        (it was truncated, or ended at a stop string), the returned ids begin by closing an open thinking tag
+        and the turn. None: it cannot be proven that the template keeps the earlier tokens.
+
+        Args:
+            context: ids before the sampled turn.
+            turn: ids of the sampled turn.
+            messages: the conversation up to and with the message of the turn.
+            new_messages: what was given in reply; no message of the assistant.
+        """
+        if self._is_plain(messages):
+            text = "".join(message["content"] for message in new_messages)
+            return self._encode(text, add_special_tokens=False)
+        bridged = self._bridge(context, turn, new_messages, tools)
+        if bridged is not None:
+            return bridged
+        try:
+            return self._difference(turn, messages, new_messages, tools)
+        except CannotExtend:
+            return None
+
+    def check(self, tools: Sequence[dict], opening: Messages | None = None) -> None:
+        """Raise ValueError if on_rewrite is "refuse" and the template changes earlier tokens.
+
+        Two turns with tool calls are tried, one of them with two calls if the model's form allows it;
+        without tools, two turns that a user answers. They think, unless the template has no thinking or its
+        generation prompt closes it.
+
+        Args:
+            opening: messages with which an environment begins; some templates fail only with a system
+                message.
+        """
+        messages = [*(opening or [{"role": "user", "content": "question"}])]
+        if self.on_rewrite != "refuse" or self._is_plain(messages):
+            return
+        context = self.open(messages, tools)
+        for number, num_calls in enumerate([1, 2 if self._family.parallel else 1] if tools else [0, 0], 1):
+            ids = [f"call{number:03d}{i:02d}" for i in range(num_calls)]
+            calls = [{**CALL, "id": id} for id in ids]
+            thought = ("" if self._opens_thinking else "<think>\n") + "reason\n</think>\n\n"
+            turn = self._encode((thought if self._thinks else "") + "answer" + self.tokenizer.eos_token)
+            message = {"role": "assistant", "content": "answer"}
+            if self._thinks and not self._takes_reasoning:
+                message["content"] = f"<think>\nreason\n</think>\n\n{message['content']}"
+            elif self._thinks:
+                message["reasoning_content"] = "reason"
+            if calls:
+                message["tool_calls"] = calls
+            messages.append(message)
+            reply = [{"role": "tool", "tool_call_id": id, "name": "lookup", "content": "b"} for id in ids]
+            reply = reply or [{"role": "user", "content": "question"}]
+            added = self._bridge(context, turn, reply, tools)
+            try:
+                added = added if added is not None else self._difference(turn, messages, reply, tools)
+            except CannotExtend as error:
+                kind = f"turn {number} ({'thinking, ' if self._thinks else ''}{num_calls} tool calls)"
+                raise ValueError(
+                    f"agents.on_rewrite=refuse: the chat template of {self.tokenizer.name_or_path} does not "
+                    f"keep the tokens of {kind} when a message of role {reply[0]['role']} follows: {error}. "
+                    "Use a template that only appends, or agents.on_rewrite=new_row, which begins a new "
+                    "training row there."
+                ) from error
+            context = np.concatenate([context, turn, added])
+            messages += reply
+
+    # Tokens and text --------------------------------------------------------------------------------------
+
+    def _is_plain(self, messages: Messages) -> bool:
+        return not self._template or messages[0]["role"] == "text"
+
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray:
+        ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return np.asarray(ids, np.int32)
+
+    def _decode(self, ids: np.ndarray, *, skip_special_tokens: bool = False) -> str:
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
+
+    def _without_end(self, turn: np.ndarray) -> np.ndarray:
+        return turn[:-1] if len(turn) and int(turn[-1]) in self._ends else turn
+
+    def _split_thinking(self, text: str) -> tuple[str | None, bool, str]:
+        """Return the thinking at the beginning of a turn (None: none), whether it is open, and the rest."""
+        body = text.lstrip()
+        if not (self._opens_thinking or body.startswith("<think>")):
+            return None, False, text
+        thinking, tag, rest = body.removeprefix("<think>").partition("</think>")
+        return thinking.strip("\n"), not tag, rest.lstrip("\n")
+
+    # Templates --------------------------------------------------------------------------------------------
+
+    def _render(self, messages: Messages, tools: Sequence[dict], *, prompt: bool = True) -> str:
+        """Render messages. An empty list of tools is passed as None: templates tell the two apart."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                [self._adapt(message) for message in messages],
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **self._kwargs,
+            )
+        except (jinja2.TemplateError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"the chat template of {self.tokenizer.name_or_path} rejects the messages: {error}"
+            ) from error
+
+    def _adapt(self, message: dict) -> dict:
+        """Return the message in the form that the template takes."""
+        message = dict(message)
+        calls = message.pop("tool_calls", None)
+        if not calls or self._call_form is None:
+            return message
+        empty, as_text = self._call_form
+
+        def convert(arguments: dict | str) -> dict | str:
+            if as_text:
+                return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            arguments = read_arguments(arguments) if isinstance(arguments, str) else arguments
+            return arguments if isinstance(arguments, dict) else {"arguments": arguments}
+
+        return {
+            **message,
+            "content": message.get("content") or empty,
+            "tool_calls": [
+                {**c, "function": {**c["function"], "arguments": convert(c["function"]["arguments"])}}
+                for c in calls
+            ],
+        }
+
+    def _find_call_form(self) -> tuple[str | None, bool] | None:
+        """Return how the template takes a message with calls: the empty content, and arguments as text.
+
+        None: it has no tool calls. Then the content of a turn holds them, as they were sampled.
+        """
+        turn = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        reply = {"role": "tool", "tool_call_id": CALL["id"], "content": "b"}
+        for form in (("", False), (None, False), ("", True), (None, True)):
+            self._call_form = form
+            try:
+                text = self._render([{"role": "user", "content": "question"}, turn, reply], [])
+            except ValueError:
+                continue
+            if CALL["function"]["name"] in text:
+                return form
+        return None
+
+    def _difference(
+        self, turn: np.ndarray, messages: Messages, new_messages: Messages, tools: Sequence[dict]
+    ) -> np.ndarray:
+        """Return the ids between the turn and the next one, from renderings before and after the turn.
+
+        In both, sampled turns are replaced by stand-ins with the same parts. Raises CannotExtend.
+        """
+        stand_ins = [_stand_in(m) if m["role"] == "assistant" else m for m in messages]
+        try:
+            before = self._render(stand_ins[:-1], tools)
+            after = self._render([*stand_ins, *new_messages], tools)
+        except ValueError as error:
+            raise CannotExtend(str(error)) from error
+        if not after.startswith(before):
+            raise CannotExtend("it renders the messages before the turn differently")
+        position = len(before)
+        for kind, part in self._parts(stand_ins[-1]):
+            position = after.find(part, position)
+            if position < 0:
+                raise CannotExtend(f"it drops the {kind} of the turn")
+            position += len(part)
+        found = [
+            (after.find(text, position), id) for id, text in self._ends.items() if text in after[position:]
+        ]
+        if not found:
+            raise CannotExtend(f"none of the end tokens {sorted(self._ends.values())} ends the turn")
+        position, end = min(found)
+        # Encoded from the end token on, because some tokenizers treat the begin of a text differently.
+        ids = self._encode(after[position:])
+        if len(ids) == 0 or ids[0] != end:
+            raise CannotExtend(f"the end token {self._ends[end]!r} is not one token")
+        if len(turn) and turn[-1] == end:
+            return ids[1:]
+        _, is_open, _ = self._split_thinking(self._decode(self._without_end(turn)))
+        if not is_open:
+            return ids
+        if len(self._without_end(turn)) < len(turn):
+            raise CannotExtend("the turn ended within its thinking")
+        return np.concatenate([self._encode("</think>"), ids])
+
+    def _parts(self, stand_in: dict) -> list[tuple[str, str]]:
+        """Return the parts of a stand-in that a rendering must contain, in order.
+
+        Content beside tool calls is not one of them: many templates have no place for it, and the tokens
+        stay in the context nevertheless.
+        """
+        content = stand_in["content"]
+        calls = stand_in.get("tool_calls", []) if self._call_form is not None else []
+        parts = []
+        if "reasoning_content" in stand_in or THINKING in content:
+            parts.append(("thinking", THINKING))
+        if CONTENT in content and not calls:
+            parts.append(("content", CONTENT))
+        return parts + [("tool calls", call["function"]["name"]) for call in calls]
+
+    # The package renderers --------------------------------------------------------------------------------
+
+    def _find_renderer(self):
+        """Return the renderer of the package `renderers` that renders as the template does, or None.
+
+        A name would not prove it: checkpoints of one architecture ship different templates.
+        """
+        if importlib.util.find_spec("renderers") is None:
+            return None
+        from renderers import base, config_from_name, create_renderer
+
+        try:
+            expected = [self.open(*conversation) for conversation in self._conversations()]
+        except ValueError:
+            return None
+        base._populate_registry()
+        for name in sorted(set(base.RENDERER_REGISTRY) - {"default"}):
+            try:
+                renderer = create_renderer(
+                    self.tokenizer, config_from_name(name), chat_template_kwargs=self._kwargs
+                )
+                rendered = [
+                    renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
+                    for messages, tools in self._conversations()
+                ]
+            except Exception:  # the tokenizer lacks the renderer's special tokens
+                continue
+            if all(map(np.array_equal, rendered, expected)):
+                self._ends |= {
+                    i: self.tokenizer.convert_ids_to_tokens(i) for i in renderer.get_stop_token_ids()
+                }
+                return renderer
+        return None
+
+    def _conversations(self) -> list[tuple[Messages, list[dict]]]:
+        """Return conversations with all that templates treat differently."""
+        system, user = {"role": "system", "content": "rules"}, {"role": "user", "content": "question"}
+        answer = {"role": "assistant", "content": "answer"}
+        thought = {**answer, "reasoning_content": "reason"}
+        call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        calls = {**call, "tool_calls": [CALL] * (2 if self._family.parallel else 1)}
+        reply = {"role": "tool", "tool_call_id": CALL["id"], "name": "lookup", "content": "b"}
+        replies = [reply] * len(calls["tool_calls"])
+        return [
+            ([system, user], []),
+            ([user, answer, user], []),
+            ([user, thought, user, thought, user], []),
+            ([system, user, call, reply], [TOOL]),
+            ([user, {**call, "reasoning_content": "reason"}, reply, calls, *replies], [TOOL]),
+        ]
+
+    def _bridge(
+        self, context: np.ndarray, turn: np.ndarray, new_messages: Messages, tools: Sequence[dict]
+    ) -> np.ndarray | None:
+        """Return what the renderer adds after the turn, or None if it does not add only."""
+        if self._renderer is None:
+            return None
+        before = context.tolist(), turn.tolist()
+        bridged = self._renderer.bridge_to_next_turn(*before, new_messages, tools=list(tools) or None)
+        length = len(context) + len(turn)
+        if bridged is None or bridged.token_ids[:length] != [*before[0], *before[1]]:
+            return None
+        return np.asarray(bridged.token_ids[length:], np.int32)
+
+    def _parse_by_renderer(
+        self, ids: np.ndarray, tools: Sequence[dict], number: int
+    ) -> tuple[str | None, str, tuple[ToolCall, ...]]:
+        """Return thinking, content and calls of a turn."""
+        parsed = self._renderer.parse_response(
+            ids.tolist(), tools=list(tools) or None, prompt_ids=self._prompt.tolist()
+        )
+        calls = []
+        for i, call in enumerate(parsed.tool_calls if tools else []):
+            is_read = call.status in ("ok", "unknown_tool") and isinstance(call.arguments, dict)
+            id = call.id or f"call{number:03d}{i:02d}"
+            calls.append(ToolCall(id, call.name or "", call.arguments if is_read else call.raw))
+        content = parsed.content if tools else parsed.content + "".join(c.raw for c in parsed.tool_calls)
+        return (parsed.reasoning_content or "").strip("\n"), content, tuple(calls)
+
+
+def _stand_in(message: dict) -> dict:
+    """Return a message of the assistant with the same parts, whose texts are harmless."""
+    content = message.get("content") or ""
+    thinking, tag, answer = content.partition("</think>")
+    stand_in = {**message, "content": CONTENT if content.strip() else ""}
+    if message.get("reasoning_content"):
+        stand_in["reasoning_content"] = THINKING
+    elif content.lstrip().startswith("<think>") or tag:
+        stand_in["content"] = f"<think>\n{THINKING}\n</think>\n\n" + (CONTENT if answer.strip() else "")
+    if message.get("tool_calls"):
+        stand_in["tool_calls"] = [
+            {**call, "function": {"name": call["function"]["name"], "arguments": {}}}
+            for call in message["tool_calls"]
+        ]
+    return stand_in
+
+
+def end_token_ids(model: str) -> set[int]:
+    """Return the ids at which vLLM ends a turn by the model's generation_config.json."""
+    path = Path(model, "generation_config.json")
+    value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    return set(value if isinstance(value, list) else [] if value is None else [value])

@@ -1,0 +1,311 @@
+"""Environments and tools, as users write them, and the messages to and from the worker that holds them.
+
+An environment is a plain class, constructed once per trajectory with `agents.kwargs`. Every method may be
+`async def`. Sync methods of different trajectories run in threads of one process.
+
+    class Guess:
+        def reset(self, row):                  # messages, or a text without chat template;
+            self.secret = row["ground_truth"]  # without `reset` the prompt is the row's own
+            return [{"role": "user", "content": "Guess my number."}]
+
+        def guess(self, number: int) -> str:   # a tool: any public method, with docstring and type hints
+            \"\"\"Compare a number with the secret.
+
+            Args:
+                number: the guess
+            \"\"\"
+            self.done = number == self.secret  # optional: ends the trajectory
+            return "right" if self.done else "wrong"
+
+        def score(self):                       # a number, or a dict with `score` and other numbers
+            return float(self.done)
+
+        def close(self): ...                   # optional
+
+In place of tools a class may have one of these methods:
+
+    step(text) -> (text, reward, done)         a game: gets the policy's text, returns the answer to it
+    run(base_url, api_key, row)                an agent that calls the engine itself, as an OpenAI server;
+                                               what it returns is the score unless there is `score`
+
+`score(messages)` gets the conversation if it has a parameter. Without `score`, a game's score is the sum of
+its rewards, and else the reward function judges the last answer. Tools that are known only at run time, such
+as those of a server, come from `list_tools() -> [schema]` and `call_tool(name, arguments)`.
+
+`row` holds `prompt` (text), `messages` (or None), `ground_truth`, `data_source`, `extra_info`, and verl's
+`agent_name`, `tools_kwargs`, `interaction_kwargs`. A tool's parameters after `*` are settings: the model
+neither sees nor sets them. Their values come from the config ({function, kwargs} in agents.tools) and from
+the row's `tools_kwargs[<tool>]`; a row whose `tools_kwargs` names tools is offered only those.
+
+A ValueError, ArithmeticError or LookupError of a tool, or an argument of the wrong type, is an answer to the
+policy: its message is the tool's output. Any other exception, a time-out or the end of the process is a
+failure of the infrastructure, and the trajectory is not learned from.
+"""
+
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, NotRequired, get_type_hints
+
+from rl.config.agent_plan import EnvironmentSpec
+from rl.config.functions import load_function
+
+Messages = list[dict[str, Any]]
+RESERVED = ("reset", "step", "run", "score", "close", "list_tools", "call_tool", "done")
+"""Public names of an environment that are not tools."""
+VERL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+"""Keys of a tool's entry in verl's tools_kwargs; values in any of them are settings of the tool."""
+
+# ---- actions and replies ----
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool by the policy."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any] | str
+    """A str: text that is not a JSON object."""
+
+
+@dataclass(frozen=True)
+class ToolCalls:
+    """The calls of one turn; they are made in order."""
+
+    calls: tuple[ToolCall, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A turn in a game."""
+
+    text: str
+    """The policy's turn."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The whole trajectory of an agent that calls the engine itself. It has no time limit."""
+
+    base_url: str
+    api_key: str
+
+
+@dataclass(frozen=True)
+class Score:
+    """The end of a trajectory."""
+
+    messages: Messages
+
+
+Action = ToolCalls | Step | Run | Score
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer of an environment to one request."""
+
+    session: str
+    kind: str
+    """reset, tools, step, run or score."""
+    messages: Messages = field(default_factory=list)
+    """reset: the prompt, or one {"role": "text", "content": str} without chat template. tools: one
+    {"role": "tool", "tool_call_id", "name", "content"} per call, in their order. step: one of the user."""
+    tools: Messages = field(default_factory=list)
+    """reset: schemas of the tools in OpenAI's function format; [] if there are none."""
+    drives: str = ""
+    """reset: how the environment goes on: "tools", "step" or "run"."""
+    reward: float | None = None
+    """step: reward of the turn."""
+    done: bool = False
+    values: dict[str, float] = field(default_factory=dict)
+    """score, run: `score` and other numbers; {} if the environment has no score. tools: `calls`, `errors`."""
+    failure: str = ""
+    """Why the infrastructure failed, the reason in the first line; never a reward of 0."""
+
+
+# ---- tools ----
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function or method that the policy may call."""
+
+    function: Callable[..., Any]
+    schema: dict[str, Any]
+    """In OpenAI's function format."""
+    arguments: Any
+    """pydantic's TypeAdapter, which converts and checks the arguments."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.schema["function"]["name"]
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "Tool":
+        """Return the tool with those settings that its function has; settings of verl are taken apart."""
+        flat = {key: value for key, value in settings.items() if key not in VERL_KWARGS}
+        for key in VERL_KWARGS:
+            flat |= settings.get(key) or {}
+        parameters = inspect.signature(self.function).parameters.values()
+        known = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} & set(flat)
+        return replace(self, settings=self.settings | {key: flat[key] for key in known}) if known else self
+
+    def bound_call(self, arguments: dict[str, Any] | str, instance: Any = None) -> Callable[[], Any]:
+        """Return the call, of the method of `instance` if that is given.
+
+        Raises ValueError for malformed arguments; its message is for the policy.
+        """
+        from pydantic import ValidationError
+
+        if isinstance(arguments, str):
+            raise ValueError(f"the arguments must be a JSON object, not {arguments:.200}")
+        try:
+            checked = self.arguments.validate_python(arguments)
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_context=False)
+            raise ValueError(
+                "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in found)
+            ) from error
+        function = self.function if instance is None else types.MethodType(self.function, instance)
+        return functools.partial(function, **checked, **self.settings)
+
+
+def make_tool(function: Callable[..., Any], *, key: str, is_method: bool = False) -> Tool:
+    """Return a tool from the signature and the docstring of a function.
+
+    The description is the docstring before `Args:`, and those of the parameters come from that block or from
+    `Annotated[..., pydantic.Field(description=...)]`. Raises ValueError, with the config's `key`, for a
+    function without docstring and for a parameter without type hint.
+    """
+    import pydantic
+    from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+
+    name = function.__name__
+    doc = inspect.getdoc(function)
+    if not doc:
+        raise ValueError(f"{key}: the tool {name} needs a docstring, which the model reads.")
+    hints = get_type_hints(function, include_extras=True)
+    described = _descriptions(doc)
+    fields: dict[str, Any] = {}
+    for parameter in list(inspect.signature(function).parameters.values())[is_method:]:
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            continue
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.name not in hints:
+            raise ValueError(
+                f"{key}: the parameter {parameter.name} of the tool {name} needs a type hint, and tools have "
+                "no *args or **kwargs."
+            )
+        hint = hints[parameter.name]
+        if text := described.get(parameter.name):
+            hint = Annotated[hint, pydantic.Field(description=text)]
+        fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]
+    typed = TypedDict(name, fields)  # type: ignore[operator]
+    typed.__pydantic_config__ = pydantic.ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    try:
+        arguments = pydantic.TypeAdapter(typed)
+        made = _without_titles(arguments.json_schema())
+    except pydantic.errors.PydanticUserError as error:
+        raise ValueError(f"{key}: the type hints of the tool {name} have no JSON schema: {error}") from error
+    text = re.split(r"\n\s*(?:Args|Returns|Raises):", doc)[0].strip()
+    order = ("type", "properties", "required", "$defs")  # as transformers' get_json_schema
+    parameters = {key: made[key] for key in order if key in made}
+    schema = {"name": name, "description": text, "parameters": parameters}
+    return Tool(function, {"type": "function", "function": schema}, arguments)
+
+
+def _descriptions(doc: str) -> dict[str, str]:
+    """Return parameter -> description from the block `Args:` of a docstring in Google's format."""
+    block = re.search(r"\n\s*Args:\s*\n(.*?)(?:\n\s*(?:Returns|Raises):|\Z)", doc, re.DOTALL)
+    if block is None:
+        return {}
+    name = r"^\s*(\w+)(?: *\([^)\n]*\))?: "  # possibly with the type in parentheses
+    parts = re.split(name, block[1], flags=re.MULTILINE)[1:]
+    return {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2])}
+
+
+def _without_titles(schema: Any) -> Any:
+    """Return a JSON schema without the titles that pydantic makes of the names."""
+    if isinstance(schema, dict):
+        return {
+            key: _without_titles(value)
+            for key, value in schema.items()
+            if key != "title" or not isinstance(value, str)
+        }
+    return [_without_titles(value) for value in schema] if isinstance(schema, list) else schema
+
+
+# ---- environments ----
+
+
+@dataclass(frozen=True)
+class LoadedEnvironment:
+    """What an `EnvironmentSpec` names, imported."""
+
+    cls: type | None
+    """The class; None for tools alone."""
+    kwargs: Mapping[str, Any]
+    functions: dict[str, Tool]
+    """Plain functions by name."""
+    methods: dict[str, Tool]
+    """Methods that are tools, by name; `bound_call` needs the instance."""
+
+    @property
+    def drives(self) -> str:
+        """Return how a trajectory goes on: "run", "step" or "tools"."""
+        return next((name for name in ("run", "step") if hasattr(self.cls, name)), "tools")
+
+    def tools_for(self, row: Mapping[str, Any]) -> dict[str, Tool]:
+        """Return the tools that a row is offered, with their settings, by name."""
+        tools = self.functions | self.methods
+        entries = {key: value for key, value in (row.get("tools_kwargs") or {}).items() if value is not None}
+        if chosen := [name for name in tools if name in entries]:
+            tools = {name: tools[name] for name in chosen}
+        return {name: tool.with_settings(entries.get(name) or {}) for name, tool in tools.items()}
+
+
+def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
+    """Import the class and the functions of a spec.
+
+    Raises ValueError, with the config's key, for what is missing or cannot be used.
+    """
+    cls, methods = None, {}
+    if spec.environment:
+        key = f"{spec.key}.environment={spec.environment!r}"
+        cls = load_function(spec.environment, key=f"{spec.key}.environment")
+        if not isinstance(cls, type):
+            raise ValueError(
+                f"{key} must name a class, not a {type(cls).__name__}; name tools in agents.tools."
+            )
+        try:
+            inspect.signature(cls).bind(**spec.kwargs)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{key} does not accept {spec.key}.kwargs={dict(spec.kwargs)}: {error}."
+            ) from error
+        has_tools = not hasattr(cls, "step") and not hasattr(cls, "run")
+        methods = {
+            name: make_tool(method, key=key, is_method=True)
+            for name, method in inspect.getmembers(cls, inspect.isfunction)
+            if has_tools and not name.startswith("_") and name not in RESERVED
+        }
+    functions = {}
+    for tool in spec.tools:
+        function = load_function(tool.function, key=tool.key)
+        made = make_tool(function, key=f"{tool.key}={tool.function!r}")
+        configured = made.with_settings(tool.kwargs)
+        if unknown := set(tool.kwargs) - set(configured.settings):
+            raise ValueError(
+                f"{tool.key}.kwargs.{min(unknown)} is no keyword-only parameter of {tool.function}; write it "
+                "after a `*` in the signature."
+            )
+        if made.name in functions or made.name in methods:
+            raise ValueError(
+                f"{tool.key}={tool.function!r}: a second tool has the name {made.name}; rename it."
+            )
+        functions[made.name] = configured
+    return LoadedEnvironment(cls, spec.kwargs, functions, methods)

@@ -1,0 +1,372 @@
+"""Environments in worker processes, so that none of them can block or end the training process.
+
+    with EnvironmentPool(plan, workers=2, timeout_s=30, memory_mib=4096) as pool:
+        pool.check()                           # ValueError if something cannot be loaded
+        pool.open("a", row)                    # answered by a Reply of kind "reset"
+        for reply in pool.poll(timeout_s=1):   # replies as they come
+            pool.call("a", ToolCalls((ToolCall("0", "search", {"query": "Ada"}),)))
+        pool.close("a")
+
+A session is the environment of one trajectory; it has one request at a time. Its worker is killed, with every
+process that it started, if it is dead or silent; then all sessions of that worker have failed, and each is
+told so by the reply to its next request. A call that only exceeds its time limit costs its own session: the
+worker takes no further ones and ends with its last. The workers run as the same user: this protects against
+accidents, not attacks.
+"""
+
+import itertools
+import json
+import logging
+import math
+import os
+import pickle
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rl.agents.environment import Action, Messages, Reply, Run, Step, ToolCalls
+from rl.agents.worker import MAX_LINE_BYTES
+from rl.config.agent_plan import AgentPlan
+from rl.workers.process import WorkerProcess, Workers
+
+if TYPE_CHECKING:
+    from rl.data.prompts import Prompt
+
+log = logging.getLogger(__name__)
+
+START_ATTEMPTS = 3
+"""Number of consecutive workers that may die before they are ready."""
+GRACE_S = 5.0
+"""Seconds beyond the time limit of a call without a sign of life after which a worker is killed."""
+CLOSING_S = 5.0
+"""Seconds that `shutdown` gives environments to close."""
+
+
+def to_row(prompt: "Prompt") -> dict[str, Any]:
+    """Return the row of a prompt, as environments get it."""
+    from rl.data.prompts import AGENT_COLUMNS  # with transformers, which nothing else here needs
+
+    return {
+        "prompt": prompt.text,
+        "messages": prompt.messages,
+        "ground_truth": prompt.ground_truth,
+        "data_source": prompt.data_source,
+        "extra_info": prompt.extra_info,
+        **{name: prompt.extra_info.get(name) for name in AGENT_COLUMNS},
+    }
+
+
+@dataclass(eq=False)
+class _Session:
+    name: str
+    number: int
+    worker: "EnvironmentWorker | None"
+    kind: str = "reset"
+    started: float | None = None
+    """Monotonic time of the request in progress."""
+    is_closed: bool = False
+    lost: str = ""
+    """Why the worker that held it ended."""
+
+
+class EnvironmentPool:
+    """Worker processes that hold environments, started when needed. Only `wake` is thread-safe."""
+
+    def __init__(
+        self,
+        plan: AgentPlan,
+        *,
+        workers: int,
+        timeout_s: float,
+        memory_mib: int,
+        max_output_chars: int = 8192,
+        interpreter: str = "",
+        startup_s: float = 120.0,
+    ):
+        """Store the limits; relative paths in the plan are resolved against the present working directory.
+
+        Args:
+            timeout_s: limit of each call of an environment or tool, in seconds.
+            memory_mib: address space of a worker and of each process it starts; 0 for no limit.
+            max_output_chars: characters of a tool's output or a step's text that are kept.
+            interpreter: Python interpreter of the workers; "" for this process's.
+            startup_s: limit of a worker's start, the imports included, in seconds.
+        """
+        self._num_workers, self._silence_s, self._startup_s = workers, timeout_s + GRACE_S, startup_s
+        cpus = sorted(os.sched_getaffinity(0))  # an engine may pin this thread before the workers start
+        limits = {"timeout_s": timeout_s, "max_output_chars": max_output_chars}
+        self._options = {"memory_mib": memory_mib, "cpus": cpus, **limits}
+        # -P: the run directory may hold a random.py. The worker sets sys.path after its own imports.
+        self._command = [interpreter or sys.executable, "-P", "-m", "rl.agents.worker"]
+        self._cwd = os.getcwd()
+        self._initialization = pickle.dumps((plan, None if interpreter else list(sys.path)))
+        self._workers: Workers[EnvironmentWorker] = Workers()
+        self._wakeups, self._wakeup_end = socket.socketpair()
+        self._wakeups.setblocking(False)
+        self._wakeup_end.setblocking(False)
+        self._workers.poller.register(self._wakeups, select.POLLIN)
+        self._numbers = itertools.count()
+        self._sessions: dict[str, _Session] = {}
+        self._replies: list[Reply] = []
+        self._failed_starts, self._start_failure = 0, ""
+        self._tools: list[Messages] = []
+
+    def check(self) -> list[Messages]:
+        """Return the tools of each environment of the plan, without those that depend on the row.
+
+        Starts the first worker. Raises ValueError if the environments and tools cannot be loaded in it.
+        """
+        while not any(worker.is_ready for worker in self._workers.all):
+            if self._failed_starts >= START_ATTEMPTS:
+                raise ValueError(self._start_failure)
+            if not self._workers.all:
+                self._start_worker()
+            self._workers.await_events(self._read, self._replace, 0.1)
+        return self._tools
+
+    def open(self, session: str, row: Mapping[str, Any]) -> None:
+        """Construct and reset the environment of a new session; `row` as `to_row` returns it."""
+        assert session not in self._sessions, session
+        worker = self._choose_worker()
+        opened = self._sessions[session] = _Session(session, next(self._numbers), worker)
+        if worker is None:
+            opened.lost = self._start_failure
+        else:
+            worker.sessions[opened.number] = opened
+        self._request(opened, "open", dict(row))
+
+    def call(self, session: str, action: Action) -> None:
+        """Send an action to a session whose last request is answered."""
+        called = self._sessions[session]
+        assert called.started is None, f"{session} has not answered {called.kind}"
+        kinds = {ToolCalls: "tools", Step: "step", Run: "run"}
+        called.kind = kinds.get(type(action), "score")
+        self._request(called, "act", action)
+
+    def close(self, session: str) -> None:
+        """End a session, and a call of it that is in progress. There is no reply."""
+        closed = self._sessions.pop(session)
+        closed.is_closed = True
+        self._replies = [reply for reply in self._replies if reply.session != session]
+        if closed.worker is not None:
+            closed.worker.request(closed, "close", None)
+        if not self._sessions:
+            self._failed_starts = 0  # the next phase may try again
+
+    def poll(self, timeout_s: float = 0.0) -> list[Reply]:
+        """Return the replies that have come; wait at most `timeout_s` for the first one, or until `wake`."""
+        deadline = time.monotonic() + timeout_s
+        is_woken = False
+        while not is_woken:
+            left_s = 0.0 if self._replies else max(deadline - time.monotonic(), 0.0)
+            self._workers.await_events(self._read, self._replace, left_s)
+            try:
+                is_woken = bool(self._wakeups.recv(4096))
+            except BlockingIOError:
+                is_woken = bool(self._replies) or time.monotonic() >= deadline
+        replies, self._replies = self._replies, []
+        return replies
+
+    def wake(self) -> None:
+        """Make a `poll` in progress, or the next one, return. May be called from any thread."""
+        try:
+            self._wakeup_end.send(b"w")
+        except BlockingIOError:
+            pass  # as many wake-ups are pending as the socket holds
+
+    @property
+    def live(self) -> dict[str, float]:
+        """Sessions with a request in progress -> monotonic time at which it was sent, oldest first."""
+        started = {s.name: s.started for s in self._sessions.values() if s.started is not None}
+        return dict(sorted(started.items(), key=lambda item: item[1]))
+
+    def shutdown(self) -> None:
+        """Close all sessions; end the workers and every process they started."""
+        for session in list(self._sessions):
+            self.close(session)
+        deadline = time.monotonic() + CLOSING_S
+        while any(w.sessions and w.is_ready for w in self._workers.all) and time.monotonic() < deadline:
+            self._workers.await_events(self._read, self._replace, 0.1)
+        self._workers.close()
+
+    def __enter__(self) -> "EnvironmentPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    # ---- workers ----
+
+    def _request(self, session: _Session, request: str, argument: Any) -> None:
+        session.started = time.monotonic()
+        if session.worker is None:
+            self._answer(session, failure=session.lost)
+        else:
+            session.worker.request(session, request, argument)
+
+    def _answer(self, session: _Session, **fields: Any) -> None:
+        session.started = None
+        if not session.is_closed:
+            self._replies.append(Reply(session.name, session.kind, **fields))
+
+    def _choose_worker(self) -> "EnvironmentWorker | None":
+        """Return the worker with the fewest sessions, a new one if all are in use; None if none starts."""
+        usable = [worker for worker in self._workers.all if not worker.must_retire]
+        if len(usable) < self._num_workers and all(worker.num_open for worker in usable):
+            if self._failed_starts < START_ATTEMPTS:
+                usable += self._start_worker()
+        return min(usable, key=lambda worker: worker.num_open, default=None)
+
+    def _start_worker(self) -> "list[EnvironmentWorker]":
+        try:
+            worker = EnvironmentWorker(
+                self._command,
+                self._initialization,
+                self._options,
+                cwd=self._cwd,
+                startup_s=self._startup_s,
+                silence_s=self._silence_s,
+            )
+        except OSError as error:  # out of processes, memory or files
+            self._failed_starts = START_ATTEMPTS
+            self._start_failure = f"a worker for environments cannot be started: {error}"
+            return []
+        self._workers.add(worker)
+        return [worker]
+
+    def _read(self, worker: "EnvironmentWorker") -> None:
+        """Process the messages that a worker has sent."""
+        is_heard = False
+        for message in worker.receive():
+            is_heard = True
+            worker.must_retire |= message.get("retire", False)
+            if "ready" in message:
+                self._failed_starts, self._tools = 0, message["ready"]
+            elif "unloadable" in message:
+                self._failed_starts = START_ATTEMPTS
+                return self._lose(worker, message["unloadable"])
+            elif "n" in message:
+                fields = {key: message[key] for key in REPLY_FIELDS if key in message}
+                self._answer(worker.sessions[message["n"]], **fields)
+            elif "closed" in message:
+                del worker.sessions[message["closed"]]
+                if message["error"]:
+                    log.warning("an environment could not be closed: %s", message["error"])
+                if not worker.sessions and worker.must_retire:
+                    return self._dismiss(worker)
+                if not worker.sessions:
+                    worker.request_sweep()
+        worker.send_held()
+        if is_heard:
+            worker.renew_deadline()
+        if worker.lost:
+            self._replace(worker)
+
+    def _replace(self, worker: "EnvironmentWorker") -> None:
+        """Give up a worker that has ended, sent an invalid message or is late."""
+        if worker.lost:
+            reason = worker.lost
+        elif worker.is_ready and not worker.is_disconnected:
+            reason = f"a worker for environments was silent for {self._silence_s:g} s and was killed"
+        else:
+            reason = worker.describe_timeout()
+        if not worker.is_ready:  # a late start is not repeated, because it takes minutes
+            self._failed_starts = self._failed_starts + 1 if worker.lost else START_ATTEMPTS
+        self._lose(worker, reason)
+
+    def _lose(self, worker: "EnvironmentWorker", reason: str) -> None:
+        if not worker.is_ready:
+            self._start_failure = reason
+        self._dismiss(worker)
+        for session in worker.sessions.values():
+            session.worker, session.lost = None, reason
+            if session.started is not None:
+                self._answer(session, failure=reason)
+
+    def _dismiss(self, worker: "EnvironmentWorker") -> None:
+        self._workers.dismiss(worker)
+        self._workers.reap(wait=False)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value)
+
+
+REPLY_FIELDS = {
+    "messages": lambda v: isinstance(v, list) and all(isinstance(m, dict) and "role" in m for m in v),
+    "tools": lambda v: isinstance(v, list) and all(isinstance(t, dict) for t in v),
+    "drives": lambda v: v in ("tools", "step", "run"),
+    "reward": _is_number,
+    "done": lambda v: isinstance(v, bool),
+    "values": lambda v: (
+        isinstance(v, dict) and all(type(x) is float and math.isfinite(x) for x in v.values())
+    ),
+    "failure": lambda v: isinstance(v, str),
+}
+"""Fields of a message that answers a request -> whether a value is valid."""
+
+
+class EnvironmentWorker(WorkerProcess):
+    """The pool's connection to a worker process."""
+
+    noun = "environments"
+    max_line_bytes = MAX_LINE_BYTES
+
+    def __init__(self, *arguments: Any, silence_s: float, **options: Any):
+        """Start the process, see WorkerProcess. Raises OSError if that fails."""
+        self.sessions: dict[int, _Session] = {}
+        """Sessions by number, until the worker has closed them."""
+        self.must_retire = False
+        self._silence_s = silence_s
+        self._held: list[bytes] = []
+        super().__init__(*arguments, **options)
+
+    @property
+    def num_open(self) -> int:
+        return sum(not session.is_closed for session in self.sessions.values())
+
+    def request(self, session: _Session, request: str, argument: Any) -> None:
+        """Send a request. During a sweep it is held back, which would kill a daemon that it starts."""
+        self._held.append(pickle.dumps((session.number, request, argument)))
+        self.send_held()
+
+    def send_held(self) -> None:
+        """Send the requests that are held back, unless the worker is sweeping."""
+        while self._held and not self.sweeping:
+            self.send(self._held.pop(0))
+            self.renew_deadline()
+
+    def renew_deadline(self) -> None:
+        """Set the deadline of the next sign of life, after a message or a request."""
+        if self.is_ready and not self.sweeping and not self.is_disconnected:
+            is_busy = any(s.started or s.is_closed for s in self.sessions.values())
+            self.deadline = time.monotonic() + self._silence_s if is_busy else math.inf
+
+    def validated(self, line: bytes) -> dict[str, Any] | None:
+        """Parse a message of the host; return None if it is invalid: users' code may have written it."""
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(message, dict) or not isinstance(message.get("retire", False), bool):
+            return None
+        if not self.is_ready:
+            if isinstance(message.get("ready"), list):
+                self.is_ready, self.deadline = True, math.inf
+                return message
+            texts = message.get("unloadable"), message.get("traceback")
+            return message if all(isinstance(text, str) for text in texts) else None
+        if message.get("alive") is True:
+            return message
+        if "closed" in message:
+            is_valid = message["closed"] in self.sessions and isinstance(message.get("error"), str)
+            return message if is_valid else None
+        session = self.sessions.get(message.get("n"))  # type: ignore[arg-type]
+        if session is None or session.started is None:
+            return None
+        valid = all(check(message[key]) for key, check in REPLY_FIELDS.items() if key in message)
+        return message if valid else None

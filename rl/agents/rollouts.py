@@ -1,0 +1,116 @@
+"""The environments of a run, and the generation of a call's trajectories with them."""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from rl.agents.chat import Chat, end_token_ids
+from rl.agents.pool import EnvironmentPool
+from rl.agents.source import AgentSource
+from rl.config.agent_plan import make_agent_plan
+from rl.config.schema import Config
+from rl.data.prompts import Prompt
+from rl.rewards.pool.pool import default_workers
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.queue import Queue, StaticQueue
+from rl.rollout.sampling import Sampling
+from rl.rollout.turns import Sample
+
+
+class AgentRollouts:
+    """Generates trajectories. The leader of each replica of the engine holds the environments.
+
+    Build it before the engines, because they pin this thread to a core. Raises ValueError if the environments
+    cannot be loaded, or if the chat template does not suit them.
+    """
+
+    def __init__(self, config: Config, tokenizer):
+        self._config, agents = config, config.agents
+        self.pool: EnvironmentPool | None = None
+        self._tokenizer, self._endpoint = tokenizer, None
+        if dist.get_rank() % config.rollout.tp:
+            return
+        own_cores = "SLURM_CPUS_PER_TASK" in os.environ  # the task is bound to its cores
+        leaders = 1 if own_cores else max(1, int(os.environ["LOCAL_WORLD_SIZE"]) // config.rollout.tp)
+        ends = end_token_ids(config.model.path) | set(config.rollout.stop_token_ids)
+        self._chat = Chat(tokenizer, end_token_ids=ends, on_rewrite=agents.on_rewrite)
+        self.pool = EnvironmentPool(
+            make_agent_plan(agents.environment, agents.kwargs, agents.tools, agents.sources),
+            workers=agents.workers or default_workers(leaders),
+            timeout_s=agents.timeout_s,
+            memory_mib=agents.memory_mib,
+            max_output_chars=agents.max_output_chars,
+            interpreter=agents.interpreter,
+        )
+        try:
+            for tools in self.pool.check():
+                self._chat.check(tools)
+        except ValueError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the environments and end their processes."""
+        if self._endpoint is not None:
+            self._endpoint.shutdown()
+        if self.pool is not None:
+            self.pool.shutdown()
+
+    def _start_endpoint(self):
+        """Return the server for agents that run by themselves. The first call starts it."""
+        from rl.agents.endpoint import Endpoint
+
+        if self._endpoint is None:
+            assert self.pool is not None
+            self._endpoint = Endpoint(self._tokenizer, wake=self.pool.wake)
+        return self._endpoint
+
+    def generate(
+        self,
+        engine: RolloutEngine,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        seeds: list[int],
+        *,
+        progress=None,
+        interrupt: Callable[[], bool] | None = None,
+        on_wait: Callable[[str], None],
+    ) -> tuple[list[Sample] | None, Counter[str]]:
+        """Return this replica's samples and counts; the samples are None if the call was interrupted.
+
+        The leader returns them; other ranks return [] and no counts. Collective over the replica. The
+        arguments are those of `RolloutEngine.generate`.
+        """
+        queue = self._queue(engine, len(prompts))
+        engine.llm.reset_prefix_cache()  # what the engine computes then depends on the events alone
+        if self.pool is None:
+            is_complete = engine.run(None, sampling, interrupt=interrupt, on_wait=on_wait)
+            return ([] if is_complete else None), Counter()
+        n = sampling.samples_per_prompt
+        share = -(-len(prompts) // engine.num_replicas) * n
+        source = AgentSource(
+            prompts,
+            sampling,
+            seeds,
+            config=self._config.agents,
+            pool=self.pool,
+            chat=self._chat,
+            queue=queue,
+            capacity=max(n, min(self._config.rollout.max_concurrent_samples, share)),
+            max_context=self._config.data.max_prompt_tokens + sampling.max_tokens,
+            start_endpoint=self._start_endpoint,
+            progress=progress,
+        )
+        try:
+            is_complete = engine.run(source, sampling, interrupt=interrupt, on_wait=on_wait)
+        finally:
+            source.close()
+        return (source.samples if is_complete else None), source.counts
+
+    def _queue(self, engine: RolloutEngine, num_prompts: int) -> Queue:
+        """Return the work of a call. In waves nothing may depend on which replica is faster."""
+        if self._config.agents.order == "waves":
+            return StaticQueue(num_prompts, replica=engine.replica, num_replicas=engine.num_replicas)
+        return engine.queue(num_prompts)

@@ -1,0 +1,427 @@
+"""The source of trajectories: what the engine of a replica generates, as its environments answer.
+
+Only the replica's leader has a source, and with it the environments. A trajectory goes through reset, turns
+of the policy with the environment's answers between them, and score. A turn is one request of the engine,
+named `prompt.number.turn`.
+
+With `agents.order=arrival` an answer is used before the next engine step that has a record
+(`rl.rollout.events`). With `waves`, all live trajectories end their turn and receive their answers first; the
+next turns then begin together, in the order of their names, so that the result depends on no clock.
+
+An agent that runs by itself (`run`) asks for its turns through the endpoint. Its environment is the agent: a
+turn's completion is sent to it, and its next request or its end is the answer.
+"""
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import InvalidStateError
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rl.agents.chat import Chat
+from rl.agents.environment import Messages, Reply, Run, Score, Step, ToolCalls
+from rl.agents.pool import EnvironmentPool, to_row
+from rl.agents.trajectory import Limits, Trajectory
+from rl.config.schema import Agents
+from rl.data.prompts import Prompt
+from rl.rollout.events import Abort, Add, Done, Event, Waiting
+from rl.rollout.queue import Queue
+from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.turns import Completion, Request, Sample
+
+if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
+    from rl.agents.endpoint import Endpoint, EndpointRequest
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""Number of trajectories that may fail for each sample of a prompt before the group is left smaller."""
+
+SESSIONS_PER_REQUEST = 4
+"""Most open trajectories per concurrent request of the engine. Further trajectories run while others wait for
+their environments; the limit bounds the cached prefixes that they hold."""
+
+WAIT_S = 1.0
+"""Longest wait for an answer before the other ranks of the replica hear from the leader again, in seconds."""
+
+
+@dataclass
+class _Session:
+    """A trajectory with the environment that answers it."""
+
+    trajectory: Trajectory
+    messages: Messages = field(default_factory=list)
+    """The conversation, as derived from the tokens."""
+    tools: Messages = field(default_factory=list)
+    drives: str = "tools"
+    context: np.ndarray | None = None
+    """int32: context of the last turn."""
+    turn: np.ndarray | None = None
+    """int32: tokens of the last turn."""
+    asked: float = 0.0
+    """Monotonic time of the last request to the environment."""
+    running: str = ""
+    """Name of its request in the engine."""
+    inbox: "deque[EndpointRequest]" = field(default_factory=deque)
+    """Requests of an agent for turns; the first one is being served."""
+    values: dict[str, float] = field(default_factory=dict)
+    """What an agent returned."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.trajectory.prompt}.{self.trajectory.number}"
+
+
+class AgentSource:
+    """Draws prompts from a queue and generates their trajectories (a `Source`).
+
+    Args:
+        sampling: `samples_per_prompt` trajectories per prompt, of at most `max_tokens` response tokens.
+        seeds: one per prompt. The first turn of trajectory j of prompt i is sampled with
+            `seed_of(seeds[i], j)`.
+        queue: gives the indices of prompts.
+        capacity: maximum number of concurrent requests.
+        max_context: most tokens of prompt and response together.
+        start_endpoint: returns the server for agents that run by themselves.
+        progress: its `update` is called with the number of trajectories that ended.
+    """
+
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        seeds: list[int],
+        *,
+        config: Agents,
+        pool: EnvironmentPool,
+        chat: Chat,
+        queue: Queue,
+        capacity: int,
+        max_context: int,
+        start_endpoint: "Callable[[], Endpoint]",
+        progress=None,
+    ):
+        self._prompts, self._sampling, self._seeds = prompts, sampling, seeds
+        self._config, self._pool, self._chat, self._queue = config, pool, chat, queue
+        self._capacity, self._progress = capacity, progress
+        self._limits = Limits(config.max_turns, config.max_tokens_per_turn, sampling.max_tokens, max_context)
+        self._start_endpoint = start_endpoint
+        self._endpoint: Endpoint | None = None
+        self._aborts: list[Event] = []
+        self._is_drained = False
+        self._sessions: dict[str, _Session] = {}
+        self._unanswered: set[str] = set()
+        """Sessions whose environment has not answered."""
+        self._resetting: set[str] = set()
+        self._ready: dict[str, Request] = {}
+        """Requests that have not been given to the engine, by session."""
+        self._next_number: Counter[int] = Counter()
+        """Number of the next trajectory of each prompt."""
+        self._attempts_left: Counter[int] = Counter()
+        self.samples: list[Sample] = []
+        """The samples of finished trajectories."""
+        self.counts: Counter[str] = Counter()
+        """Sums over the trajectories, by the name of a metric."""
+        self._running_since = (0, 0)
+        """Number of running requests after the last record, and the engine step of that record."""
+
+    def close(self) -> None:
+        """Close the environments of all trajectories that have not ended."""
+        for name in list(self._sessions):
+            self._close(name)
+
+    # What the engine asks ---------------------------------------------------------------------------------
+
+    def next_events(self, num_live: int, step: int) -> list[Event]:
+        events = self._events(num_live)
+        live, last = self._running_since
+        self.counts["live_steps"] += min(live, self._capacity) * (step - last)
+        self.counts["steps"] += step - last
+        self._running_since = num_live + sum(isinstance(event, Add) for event in events), step
+        return events
+
+    def _events(self, num_live: int) -> list[Event]:
+        in_waves = self._config.order == "waves"
+        self._take_replies(0.0)
+        aborts, self._aborts = self._aborts, []
+        if aborts or (in_waves and num_live):
+            return aborts
+        if not (in_waves and self._unanswered):  # the room for further prompts must not depend on a clock
+            self._draw(num_live)
+        if self._unanswered and not num_live and (in_waves or not self._ready):
+            started = time.monotonic()
+            self._take_replies(WAIT_S)
+            self.counts["waiting_s"] += time.monotonic() - started
+        if not (in_waves and self._unanswered) and (self._ready or num_live):
+            return [self._add(name) for name in sorted(self._ready, key=_order)]
+        return [Waiting(self._describe_wait())] if self._sessions else [Done()]
+
+    def _add(self, name: str) -> Event:
+        request = self._ready.pop(name)
+        self._sessions[name].running = request.name
+        return Add(request)
+
+    def receive(self, name: str, completion: Completion) -> None:
+        session = self._sessions.get(name.rpartition(".")[0])
+        if session is None or not session.running:  # its agent has ended
+            return
+        session.running = ""
+        trajectory = session.trajectory
+        session.context, session.turn = trajectory.token_ids, completion.token_ids
+        trajectory.take(completion)
+        turn = self._chat.parse(session.turn, session.tools, trajectory.num_turns)
+        session.messages.append(turn.message)
+        if session.drives == "run":
+            self._answer(session, completion)
+        elif session.drives == "step":
+            self._call(session, Step(turn.text))
+        elif turn.tool_calls:
+            self.counts["tool_calls"] += len(turn.tool_calls)
+            self._call(session, ToolCalls(turn.tool_calls))
+        else:
+            self._call(session, Score(session.messages))
+
+    # Trajectories -----------------------------------------------------------------------------------------
+
+    def _draw(self, num_live: int) -> None:
+        """Open the trajectories of further prompts while the engine has room for their requests."""
+        n = self._sampling.samples_per_prompt
+        while not self._is_drained:
+            if num_live + len(self._ready) + len(self._resetting) + n > self._capacity and self._sessions:
+                return
+            if len(self._sessions) + n > SESSIONS_PER_REQUEST * self._capacity and self._sessions:
+                return
+            prompt = self._queue.draw()
+            if prompt is None:
+                self._is_drained = True
+                return
+            self._attempts_left[prompt] = (ATTEMPTS - 1) * n if self._config.on_failure == "refill" else 0
+            for _ in range(n):
+                self._open(prompt)
+
+    def _open(self, prompt: int) -> None:
+        number = self._next_number[prompt]
+        self._next_number[prompt] += 1
+        seed = seed_of(self._seeds[prompt], number)
+        session = _Session(Trajectory(prompt, number, seed=seed, limits=self._limits))
+        self._sessions[session.name] = session
+        self._resetting.add(session.name)
+        self._unanswered.add(session.name)
+        session.asked = time.monotonic()
+        self._pool.open(session.name, to_row(self._prompts[prompt]) | {"seed": self._seeds[prompt]})
+
+    def _call(self, session: _Session, action) -> None:
+        self._unanswered.add(session.name)
+        session.asked = time.monotonic()
+        self._pool.call(session.name, action)
+
+    def _take_replies(self, timeout_s: float) -> None:
+        """Take the answers of environments; wait for the first one for at most `timeout_s`."""
+        replies = self._pool.poll(timeout_s)
+        while self._endpoint is not None and not self._endpoint.requests.empty():
+            request = self._endpoint.requests.get_nowait()
+            if asking := self._sessions.get(request.session):
+                asking.inbox.append(request)
+                if len(asking.inbox) == 1:
+                    self._serve(asking)
+        for reply in replies:
+            session = self._sessions[reply.session]
+            self._unanswered.discard(reply.session)
+            self._resetting.discard(reply.session)
+            self.counts["environment_s"] += time.monotonic() - session.asked
+            if reply.failure:
+                self._fail(session, reply)
+            elif reply.kind == "reset":
+                self._begin(session, reply)
+            elif reply.kind == "score":
+                self._finish(session, reply.values or session.values)
+            elif reply.kind == "run":
+                self._end_agent(session, reply)
+            else:
+                if reply.reward is not None:
+                    session.trajectory.reward_turn(reply.reward)
+                self.counts["tool_errors"] += int(reply.values.get("errors", 0))
+                self._continue(session, reply)
+
+    def _begin(self, session: _Session, reply: Reply) -> None:
+        """Ask for the first turn, after the reset."""
+        session.messages, session.tools, session.drives = list(reply.messages), reply.tools, reply.drives
+        if session.drives == "run":
+            self._endpoint = self._start_endpoint()
+            self._call(session, Run(self._endpoint.base_url, self._endpoint.open(session.name)))
+            return
+        prompt_ids = self._chat.open(session.messages, session.tools)
+        session.trajectory.begin_row(prompt_ids)
+        if session.trajectory.room > 0:
+            self._ask(session)
+        else:
+            limit = self._limits.context_tokens
+            why = f"a prompt of {len(prompt_ids)} tokens leaves no room in the {limit} of the engine"
+            self._fail(session, Reply(session.name, "reset", failure=why))
+
+    def _continue(self, session: _Session, reply: Reply) -> None:
+        """Ask for the next turn, after an environment's answer, unless the trajectory has ended."""
+        trajectory, before = session.trajectory, list(session.messages)
+        session.messages += reply.messages
+        if reply.done or trajectory.num_turns >= self._limits.turns or trajectory.room <= 0:
+            self._call(session, Score(session.messages))
+            return
+        assert session.context is not None and session.turn is not None
+        given = self._chat.extend(session.context, session.turn, before, reply.messages, session.tools)
+        if given is not None:
+            source = "tool" if reply.kind == "tools" else "user"
+            has_room = trajectory.give(given, source)
+        else:
+            self.counts["rewrites"] += 1
+            has_room = self._config.on_rewrite == "new_row"
+            if has_room:
+                trajectory.begin_row(self._chat.open(session.messages, session.tools))
+        if has_room:
+            self._ask(session)
+        else:
+            self._call(session, Score(session.messages))
+
+    def _ask(self, session: _Session) -> None:
+        """Make the request of the next turn, or ask for the score if there is no room for a turn."""
+        request = session.trajectory.request()
+        if request is None:
+            self._call(session, Score(session.messages))
+        else:
+            self._ready[session.name] = request
+
+    def _finish(self, session: _Session, values: dict[str, float]) -> None:
+        trajectory = session.trajectory
+        self._close(session.name)
+        if not values and trajectory.rewards:
+            values = {"score": sum(trajectory.rewards)}
+        ids = self._prompts[trajectory.prompt].token_ids
+        samples = trajectory.samples(values or None, ids)
+        self.samples += samples
+        self.counts["trajectories"] += 1
+        self.counts["turns"] += trajectory.num_turns
+        self.counts["rows"] += len(samples)
+        self._note_end()
+
+    def _fail(self, session: _Session, reply: Reply) -> None:
+        """Leave a trajectory out whose environment failed; sample another one if the config says so."""
+        prompt = session.trajectory.prompt
+        log.warning("environment of %s failed in %s: %s", session.name, reply.kind, reply.failure)
+        self._close(session.name)
+        self.counts[f"failures/{reply.kind}"] += 1
+        if self._attempts_left[prompt]:
+            self._attempts_left[prompt] -= 1
+            self._open(prompt)
+        else:
+            self.counts["dropped"] += 1
+            self._note_end()
+
+    def _close(self, name: str) -> None:
+        self._stop_agent(self._sessions.pop(name))
+        for pending in (self._unanswered, self._resetting):
+            pending.discard(name)
+        self._pool.close(name)
+
+    # Agents that run by themselves ------------------------------------------------------------------------
+
+    def _serve(self, session: _Session) -> None:
+        """Make the request of the turn that an agent asks for, or refuse it."""
+        from rl.agents.endpoint import Refused
+
+        asked, trajectory = session.inbox[0], session.trajectory
+        session.tools = asked.tools
+        request, why = None, "no tokens of rollout.max_response_tokens are left"
+        if trajectory.num_turns >= self._limits.turns:
+            why = f"agents.max_turns={self._limits.turns} are used up"
+        elif not self._follow(session, asked):
+            why = "the conversation has changed, and agents.on_rewrite=refuse"
+        elif not trajectory.is_cut:
+            request = trajectory.request(asked.max_tokens or 0)
+        if request is None:
+            self._reply(session, error=Refused(why))
+            return
+        self._unanswered.discard(session.name)
+        self._ready[session.name] = request
+
+    def _follow(self, session: _Session, asked: "EndpointRequest") -> bool:
+        """Append what an agent adds to its conversation, or begin a row; return whether that is allowed."""
+        from rl.agents.endpoint import new_messages
+
+        trajectory, given, source = session.trajectory, None, "environment"
+        if session.context is not None and session.turn is not None:
+            if asked.messages is None:
+                known = trajectory.token_ids
+                if np.array_equal(asked.token_ids[: len(known)], known):
+                    given = asked.token_ids[len(known) :]
+            elif new := new_messages(session.messages, asked.messages):
+                source = "tool" if new[0]["role"] == "tool" else "user"
+                context = session.context, session.turn
+                given = self._chat.extend(*context, session.messages, new, session.tools)
+        session.messages = list(asked.messages or [])
+        if given is not None:
+            trajectory.give(given, source)
+            return True
+        if trajectory.rows:
+            self.counts["rewrites"] += 1
+            if self._config.on_rewrite == "refuse":
+                return False
+        ids = asked.token_ids
+        trajectory.begin_row(self._chat.open(session.messages, session.tools) if ids is None else ids)
+        session.turn = None
+        return True
+
+    def _answer(self, session: _Session, completion: Completion) -> None:
+        """Send a turn to the agent that asked for it."""
+        from rl.agents.endpoint import EndpointReply
+
+        assert session.context is not None
+        self._unanswered.add(session.name)
+        session.asked = time.monotonic()
+        turn = completion.token_ids, completion.logprobs, completion.end
+        self._reply(session, EndpointReply(session.context, *turn, session.messages[-1]))
+
+    def _reply(self, session: _Session, reply=None, error: Exception | None = None) -> None:
+        """Answer the request that is being served, and serve the next one."""
+        future = session.inbox.popleft().reply
+        try:
+            future.set_result(reply) if error is None else future.set_exception(error)
+        except InvalidStateError:  # the agent has closed the connection
+            pass
+        if session.inbox:
+            self._serve(session)
+
+    def _end_agent(self, session: _Session, reply: Reply) -> None:
+        """Ask for the score, after an agent has returned."""
+        self._stop_agent(session)
+        if session.trajectory.num_turns:
+            session.values = reply.values
+            self._call(session, Score(session.messages))
+        else:
+            self._fail(session, Reply(session.name, "run", failure="the agent asked for no turn"))
+
+    def _stop_agent(self, session: _Session) -> None:
+        """End the requests of a session that are not answered."""
+        self._ready.pop(session.name, None)
+        if session.running:
+            self._aborts.append(Abort(session.running))
+            session.running = ""
+        if self._endpoint is not None and session.drives == "run":
+            self._endpoint.close(session.name)
+        session.inbox.clear()
+
+    def _note_end(self) -> None:
+        if self._progress is not None:
+            self._progress.update(1)
+
+    def _describe_wait(self) -> str:
+        """Return '12 live, oldest 43 s, 3.1'."""
+        oldest = min(self._unanswered, key=lambda name: self._sessions[name].asked)
+        seconds = time.monotonic() - self._sessions[oldest].asked
+        return f"{len(self._unanswered)} live, oldest {seconds:.0f} s, {oldest}"
+
+
+def _order(name: str) -> tuple[int, ...]:
+    return tuple(map(int, name.split(".")))

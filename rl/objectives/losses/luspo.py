@@ -1,0 +1,30 @@
+"""Length-Unbiased Sequence Policy Optimization (LUSPO, arXiv:2602.05261): GSPO without division by length.
+
+GSPO's objective divides by the length of each sample, so that the tokens of short samples have larger
+gradients, and responses become shorter. LUSPO multiplies the clipped objective of a sample by its length.
+It is GSPO's loss of each token with the mean seq-mean-token-sum.
+"""
+
+from torch import Tensor
+
+from rl.objectives.losses.gspo import gspo
+from rl.objectives.policy_loss import Loss
+
+AGGREGATION = "seq-mean-token-sum"
+SMALL_CLIP = "clips the ratio of a whole sample; GSPO's paper uses 0.0003 and 0.0004"
+FORMULA = "GSPO's, times the length of the sample by the mean seq-mean-token-sum"
+SOURCE = "2602.05261"
+
+
+def luspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Loss:
+    """Return the loss of each token [T] and the statistics of `gspo`."""
+    return gspo(logprobs, old_logprobs, advantages, mask, lengths, clip_low=clip_low, clip_high=clip_high)

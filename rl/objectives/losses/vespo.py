@@ -1,0 +1,58 @@
+"""Variational Sequence-Level Soft Policy Optimization (VESPO, arXiv:2602.10693).
+
+    loss_t = -sg(phi(w)) A_t logprobs_t
+    phi(w) = w^k exp(lambda (1 - w))
+    w = product over the sample's tokens of pi / pi_old
+
+The weight of a whole sample is 1 at w = 1 and decays smoothly on both sides: as w^k towards 0, as
+exp(-lambda w) for large w. k and lambda differ between positive and negative advantages. The ratio is that of
+the sample, without division by its length, and no token is clipped.
+"""
+
+import torch
+from torch import Tensor
+
+from rl.objectives.policy_loss import Loss, masked_log_ratio, summed
+from rl.objectives.segments import expand, segment_sum
+
+KEYS = {
+    "vespo_k_positive": ("float", 2.0, "POSITIVE", "Exponent k where the advantage is not negative."),
+    "vespo_lambda_positive": ("float", 3.0, "POSITIVE", "Decay lambda where the advantage is not negative."),
+    "vespo_k_negative": ("float", 3.0, "POSITIVE", "Exponent k where the advantage is negative."),
+    "vespo_lambda_negative": ("float", 2.0, "POSITIVE", "Decay lambda where the advantage is negative."),
+}
+FORMULA = "-sg(w^k exp(lambda (1 - w))) A log pi, with the sample's ratio w"
+SOURCE = "2602.10693"
+
+LOG_BOUNDS = (-18.42, 20.0)
+"""Bounds of log w, as in the authors' code; beyond them the weight is below 1e-16."""
+
+
+def vespo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    *,
+    vespo_k_positive: float,
+    vespo_lambda_positive: float,
+    vespo_k_negative: float,
+    vespo_lambda_negative: float,
+) -> Loss:
+    """Return the loss of each token [T] and statistics.
+
+    Statistics:
+        vespo_weight: phi(w) of the token's sample.
+    """
+    mask = mask.bool()
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    log_w = expand(segment_sum(log_ratio.detach(), lengths), lengths, len(mask)).clamp(*LOG_BOUNDS)
+    advantages = torch.where(mask, advantages, 0.0)
+    is_negative = advantages < 0
+    k = torch.full_like(advantages, vespo_k_positive).masked_fill(is_negative, vespo_k_negative)
+    decay = torch.full_like(advantages, vespo_lambda_positive)
+    decay = decay.masked_fill(is_negative, vespo_lambda_negative)
+    weight = torch.exp(k * log_w + decay * (1 - log_w.exp()))
+    token_loss = -weight * advantages * torch.where(mask, logprobs, 0.0)
+    return token_loss, summed(ppo_kl=-log_ratio, vespo_weight=torch.where(mask, weight, 0.0))

@@ -1,0 +1,147 @@
+"""Carry-over: a step trains on the groups that are complete first, and leaves the others to the next step.
+
+A generation starts with `rollout.oversample` times the groups that it has to return, and ends when that
+many are complete. The others are carried over, with the log-prob and weight version of every token. All ranks
+hold the same carried groups, because new tokens are exchanged like samples. docs/asynchrony.md has the rules.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from rl.config.options import ConfigError
+from rl.config.schema import Config
+from rl.data.batch import Batch
+from rl.data.prompts import Prompt
+from rl.engines.engines import Engines
+from rl.phases.generation import Generation
+from rl.phases.step import Step
+from rl.rollout.carry_over import CarriedTurns, Frontier, Group, batch_of, extend, quota_of
+from rl.rollout.sampling import seed_of, train_sampling
+from rl.rollout.turns import Sample
+from rl.run_directory.consumed import FILE_NAME, append_consumed
+
+
+class CarryOver:
+    """The prompts that were drawn and not consumed. Methods are collective over the world."""
+
+    def __init__(self, config: Config, step: Step, engines: Engines, generation: Generation):
+        self._config, self._step, self._engines, self._generation = config, step, engines, generation
+        self._sampling = train_sampling(config)
+        self.frontier = Frontier()
+        """The carried groups; a checkpoint stores it."""
+        self._num_wanted = 0
+        self._consumed: list[Group] = []
+        self._dropped: list[Group] = []
+
+    def num_to_draw(self, num_wanted: int) -> int:
+        """Return how many prompts the next `generate` needs in order to return `num_wanted` groups."""
+        self._num_wanted = num_wanted
+        total = math.ceil(num_wanted * self._config.rollout.oversample - 1e-9)
+        return max(0, total - len(self.frontier.groups))
+
+    def number(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Return prompts that were just drawn, with the numbers of their draws."""
+        first = self.frontier.num_drawn
+        self.frontier = replace(self.frontier, num_drawn=first + len(prompts))
+        return [replace(prompt, draw=first + place) for place, prompt in enumerate(prompts)]
+
+    def generate(self, prompts: list[Prompt]) -> Batch:
+        """Continue the carried groups and start those of the prompts, until enough are complete.
+
+        Returns the batch of as many groups as the last `num_to_draw` named, those with the oldest tokens
+        first. Raises StepAborted on every rank after a stop request; the frontier is then unchanged.
+        """
+        config, version = self._config.rollout, self._engines.policy.version
+        oldest_allowed = version + 1 - config.max_staleness  # in the next step
+        carried = self.frontier.groups
+        groups = [*carried, *(Group.of(prompt, config.samples_per_prompt) for prompt in prompts)]
+        complete = [group for group in carried if not group.unfinished]
+        # Groups without tokens come last, in the given order.
+        unfinished = sorted((group for group in groups if group.unfinished), key=lambda group: group.oldest)
+        due: set[int] = set()
+        if config.on_stale == "finish":
+            due = {i for i, group in enumerate(unfinished) if group.oldest < oldest_allowed}
+        num_missing = self._num_wanted - len(complete)
+        if num_missing > 0 or due:
+            unfinished = extend(unfinished, self._sample(unfinished, due, num_missing))
+            complete += [group for group in unfinished if not group.unfinished]
+        complete.sort(key=lambda group: (group.oldest, group.prompt.draw))
+        taken = complete[: self._num_wanted]
+        rest = [*complete[self._num_wanted :], *(group for group in unfinished if group.unfinished)]
+        kept = sorted((g for g in rest if g.oldest >= oldest_allowed), key=lambda group: group.prompt.draw)
+        self.frontier = replace(self.frontier, groups=tuple(kept))
+        self._consumed += taken
+        self._dropped += [group for group in rest if group.oldest < oldest_allowed]
+        self._log_metrics()
+        return batch_of(taken)
+
+    def _sample(self, groups: list[Group], due: set[int], num_missing: int) -> Batch:
+        """Generate until `num_missing` groups and those that are due are complete; return the new tokens."""
+        engine, sampling = self._engines.rollout, self._sampling
+        assert engine is not None, "this run has no generation engine"
+        contexts = [np.concatenate([g.prompt.token_ids, *(s.token_ids for s in g.samples)]) for g in groups]
+        seeds = [seed_of(self._config.run.seed, "draw", group.prompt.draw) for group in groups]
+
+        def generate(progress, interrupt) -> list[Sample] | None:
+            turns = CarriedTurns(
+                groups,
+                due,
+                sampling,
+                seeds,
+                queue=engine.queue(len(groups)),
+                quota=quota_of(engine, len(groups), due, num_missing),
+                capacity=engine.capacity(len(groups), sampling.samples_per_prompt),
+                progress=progress,
+            )
+            is_whole = engine.run(turns if engine.leads else None, sampling, interrupt=interrupt)
+            return turns.parts if is_whole else None
+
+        total = num_missing * sampling.samples_per_prompt
+        return self._generation.run(contexts, generate, total=total, timing="gen", abortable=True)
+
+    def _log_metrics(self) -> None:
+        groups = self.frontier.groups
+        started = [group.samples[i] for group in groups for i in group.unfinished]
+        lengths = [len(sample.token_ids) for sample in started if len(sample.token_ids)]
+        self._step.metrics |= {
+            "carry_over/groups": len(groups),
+            "carry_over/complete_groups": sum(not group.unfinished for group in groups),
+            "carry_over/samples": len(lengths),
+            "carry_over/tokens": sum(lengths),
+            "carry_over/dropped_groups": len(self._dropped),
+            "carry_over/dropped_tokens": sum(group.num_tokens for group in self._dropped),
+        }
+
+    def log_consumed(self) -> None:
+        """Append the prompts that this step consumed to `consumed.jsonl`. Rank 0 writes."""
+        if dist.get_rank() == 0:
+            parts = {"consumed": self._consumed, "dropped": self._dropped, "waiting": self.frontier.groups}
+            append_consumed(
+                Path(self._config.run.dir, FILE_NAME),
+                self._step.number,
+                num_drawn=self.frontier.num_drawn,
+                **{name: [(g.prompt.draw, g.prompt.index) for g in own] for name, own in parts.items()},
+            )
+        self._consumed, self._dropped = [], []
+
+    def load_state_dict(self, state: dict, prompts: list[Prompt]) -> None:
+        """Continue from `Frontier.state_dict`. Raises ConfigError if the data or the groups have changed."""
+        by_index = {prompt.index: prompt for prompt in prompts}
+        try:
+            prompt_of = lambda index, draw: replace(by_index[index], draw=draw)  # noqa: E731
+            self.frontier = Frontier.from_state(state, prompt_of)
+        except KeyError as error:
+            raise ConfigError(
+                f"the checkpoint holds unfinished samples of prompt {error}, which data.train lacks: resume "
+                "with the data of the saved run."
+            ) from error
+        n = self._config.rollout.samples_per_prompt
+        if any(len(group.samples) != n for group in self.frontier.groups):
+            raise ConfigError(
+                f"rollout.samples_per_prompt={n}, but the checkpoint holds unfinished groups of another "
+                "size; resume with the value of the saved run."
+            )

@@ -1,0 +1,34 @@
+"""The age of tokens when a batch is learned from, in versions of the policy."""
+
+from rl.data.batch import Batch
+from rl.phases.batch_metrics import token_mean
+
+
+class StaleTokens(RuntimeError):
+    """Raised on every rank if a batch has tokens of weights that are too old."""
+
+
+def check_staleness(batch: Batch, version: int, limit: int) -> dict[str, float]:
+    """Return the metrics of the tokens' staleness: `version` minus the version that sampled them.
+
+    version: that of the policy that is about to learn from the batch. limit: largest staleness of a token.
+    Raises StaleTokens if a sampled token is older, or newer than the policy.
+    """
+    assert batch.weight_versions is not None and batch.mask is not None, "the policy sampled no tokens"
+    ages = version - batch.weight_versions
+    sampled = ages[batch.mask > 0]
+    if not len(sampled):
+        return {}
+    oldest, newest = int(sampled.max()), int(sampled.min())
+    if oldest > limit or newest < 0:
+        wrong = ((ages > limit) | (ages < 0)) & (batch.mask > 0)
+        first = int(wrong.nonzero()[0])
+        sample = int((batch.offsets[1:] <= first).sum())
+        group = int(batch.groups[sample])
+        prompt = batch.prompts[group].index if batch.prompts else group
+        raise StaleTokens(
+            f"{int(wrong.sum())} of {len(sampled)} tokens have a staleness outside of 0 to {limit} versions "
+            f"of the policy, the first one {int(ages[first])} (version {int(batch.weight_versions[first])} "
+            f"of {version}, prompt {prompt}). No setting allows this: it is a defect of the run's schedule."
+        )
+    return {"staleness/mean": token_mean(ages.float(), batch.mask), "staleness/max": float(oldest)}

@@ -1,0 +1,254 @@
+"""Generation that ends when enough groups are complete, and continues the others in the next step.
+
+An unfinished sample keeps its tokens, log-probs and weight versions. It continues as a request whose context
+is the prompt and the tokens so far, with the same seed. The CPU's sampler and vLLM's on CUDA draw by seed and
+position, so under equal weights the sample is the one of an uninterrupted generation, up to rounding.
+"""
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl.data.batch import Batch
+from rl.data.prompts import Prompt
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.events import Abort, Add, Done, Event
+from rl.rollout.queue import Queue, own_counter, shared_counter
+from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.turns import Completion, Request, Sample, Segment
+
+COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "weight_versions": np.int32}
+"""Columns of a completion, and their types."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of a prompt so far; those that end with "abort" are unfinished."""
+
+    prompt: Prompt
+    samples: tuple[Completion, ...]
+
+    @classmethod
+    def of(cls, prompt: Prompt, num_samples: int) -> "Group":
+        """Return a group whose samples have not been started."""
+        empty = Completion(**{name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}, end="abort")
+        return cls(prompt, (empty,) * num_samples)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Numbers of the unfinished samples."""
+        return [number for number, sample in enumerate(self.samples) if sample.end == "abort"]
+
+    @property
+    def oldest(self) -> float:
+        """Version of the weights that sampled the oldest token; infinite without tokens."""
+        versions = (sample.weight_versions for sample in self.samples)
+        return min((int(own.min()) for own in versions if len(own)), default=np.inf)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of response tokens."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+
+class Quota:
+    """Counts complete groups, until enough groups and all that are due are complete.
+
+    Args:
+        num_groups: number that is enough.
+        num_due: number of groups that must be complete.
+        add: adds to a counter, which is 0 at first, and returns its value.
+    """
+
+    _DUE = 1 << 32
+
+    def __init__(self, num_groups: int, num_due: int, add: Callable[[int], int]):
+        self._num_groups, self._num_due, self._add = num_groups, num_due, add
+
+    def note_complete(self, *, is_due: bool) -> None:
+        self._add(1 + self._DUE * is_due)
+
+    def is_met(self) -> bool:
+        num_due, num_groups = divmod(self._add(0), self._DUE)
+        return num_groups >= self._num_groups and num_due >= self._num_due
+
+
+def quota_of(engine: RolloutEngine, num_groups: int, due: set[int], num_wanted: int) -> Quota:
+    """Return the quota of one call: of all replicas together, or of this one if `rollout.deterministic`.
+
+    Every rank calls it after `RolloutEngine.queue` of the same call.
+    """
+    if not engine.config.deterministic:
+        return Quota(num_wanted, len(due), shared_counter(f"{engine.call_name}-complete"))
+    own_due = due.intersection(range(engine.replica, num_groups, engine.num_replicas))
+    own_share = range(engine.replica, num_wanted, engine.num_replicas)
+    return Quota(len(own_share), len(own_due), own_counter())
+
+
+class CarriedTurns:
+    """Generates the unfinished samples of groups until a quota is met (a `Source`).
+
+    Args:
+        groups: each has an unfinished sample.
+        due: indices of the groups that must be completed.
+        seeds: one per group, as in `SingleTurns`.
+        queue: gives the indices of groups.
+        capacity: maximum number of concurrent requests.
+        progress: its `update` is called with the number of samples that finished.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        due: set[int],
+        sampling: Sampling,
+        seeds: list[int],
+        *,
+        queue: Queue,
+        quota: Quota,
+        capacity: int,
+        progress=None,
+    ):
+        self._groups, self._due, self._sampling, self._seeds = groups, due, sampling, seeds
+        self._queue, self._quota, self._capacity, self._progress = queue, quota, capacity, progress
+        self._num_left = [len(group.unfinished) for group in groups]
+        self._running: dict[str, tuple[int, int]] = {}
+        self._is_drained = False
+        self.parts: list[Sample] = []
+        """The new tokens of every sample that was started or continued; the outcome is `unfinished`."""
+
+    def next_events(self, num_live: int, step: int) -> list[Event]:
+        if self._quota.is_met():
+            return [*map(Abort, self._running), Done()]
+        events: list[Event] = []
+        n = self._sampling.samples_per_prompt
+        while not self._is_drained and num_live + len(events) + n <= self._capacity:
+            item = self._queue.draw()
+            if item is None:
+                self._is_drained = True
+                break
+            events += [Add(self._request(item, number)) for number in self._groups[item].unfinished]
+        return events if events or num_live else [Done()]
+
+    def _request(self, item: int, number: int) -> Request:
+        group = self._groups[item]
+        sample = group.samples[number]
+        self._running[name := f"{item}.{number}"] = item, number
+        return Request(
+            name,
+            np.concatenate([group.prompt.token_ids, sample.token_ids]),
+            seed_of(self._seeds[item], number),
+            self._sampling.max_tokens - len(sample.token_ids),
+            first_version=int(sample.weight_versions[0]) if len(sample.token_ids) else None,
+        )
+
+    def receive(self, name: str, completion: Completion) -> None:
+        item, number = self._running.pop(name)
+        is_unfinished = completion.end == "abort"
+        self.parts.append(
+            Sample(
+                item,
+                number,
+                (Segment.of(completion),),
+                truncated=completion.end == "length",
+                outcome={"unfinished": float(is_unfinished)},
+            )
+        )
+        if is_unfinished:
+            return
+        self._num_left[item] -= 1
+        if self._num_left[item] == 0:
+            self._quota.note_complete(is_due=item in self._due)
+        if self._progress is not None:
+            self._progress.update(1)
+
+
+def extend(groups: Sequence[Group], parts: Batch) -> list[Group]:
+    """Return the groups with the new tokens of their unfinished samples.
+
+    parts: the exchanged `CarriedTurns.parts`: all unfinished samples of a group, in their order, or none.
+    """
+    rows: list[list[int]] = [[] for _ in groups]
+    for row, index in enumerate(parts.groups.tolist()):
+        rows[index].append(row)
+    extended = []
+    for group, own in zip(groups, rows):
+        samples = list(group.samples)
+        for number, row in zip(group.unfinished, own, strict=bool(own)):
+            samples[number] = _joined(samples[number], parts, row)
+        extended.append(Group(group.prompt, tuple(samples)))
+    return extended
+
+
+def _joined(sample: Completion, parts: Batch, row: int) -> Completion:
+    """Return the sample with the tokens of a row of `parts`."""
+    assert parts.rollout_logprobs is not None and parts.weight_versions is not None
+    span = slice(int(parts.offsets[row]), int(parts.offsets[row + 1]))
+    end = "length" if parts.truncated[row] else "stop"
+    return Completion(
+        np.concatenate([sample.token_ids, parts.response_ids[row]]),
+        np.concatenate([sample.logprobs, parts.rollout_logprobs[span].numpy()]),
+        "abort" if parts.score_details["unfinished"][row] > 0 else end,
+        np.concatenate([sample.weight_versions, parts.weight_versions[span].numpy()]),
+    )
+
+
+def batch_of(groups: Sequence[Group]) -> Batch:
+    """Return the samples of complete groups as a batch."""
+    samples = [sample for group in groups for sample in group.samples]
+    columns = {name: torch.from_numpy(_column(samples, name)) for name in ("logprobs", "weight_versions")}
+    sizes = torch.tensor([len(group.samples) for group in groups])
+    return Batch(
+        prompt_ids=[group.prompt.token_ids for group in groups for _ in group.samples],
+        response_ids=[sample.token_ids for sample in samples],
+        groups=torch.arange(len(groups)).repeat_interleave(sizes),
+        truncated=torch.tensor([sample.end == "length" for sample in samples]),
+        prompts=[group.prompt for group in groups],
+        rollout_logprobs=columns["logprobs"],
+        weight_versions=columns["weight_versions"],
+    )
+
+
+def _column(samples: Sequence[Completion], name: str) -> np.ndarray:
+    empty = np.zeros(0, COLUMNS[name])
+    return np.concatenate([empty, *(getattr(sample, name) for sample in samples)])
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The groups that were drawn and not consumed; identical on all ranks."""
+
+    groups: tuple[Group, ...] = ()
+    num_drawn: int = 0
+    """Number of prompts that the run has drawn."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the frontier as JSON: columns are base64 of their bytes, which keeps log-probs exact."""
+        samples = [sample for group in self.groups for sample in group.samples]
+        columns = {name: base64.b64encode(_column(samples, name).tobytes()).decode() for name in COLUMNS}
+        return columns | {
+            "num_drawn": self.num_drawn,
+            "prompts": [[group.prompt.index, group.prompt.draw] for group in self.groups],
+            "lengths": [[len(sample.token_ids) for sample in group.samples] for group in self.groups],
+            "ends": [[sample.end for sample in group.samples] for group in self.groups],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], prompt_of: Callable[[int, int], Prompt]) -> "Frontier":
+        """Return the frontier of `state_dict`. prompt_of: (index, draw) -> prompt."""
+        columns = {
+            name: np.frombuffer(base64.b64decode(state[name]), dtype) for name, dtype in COLUMNS.items()
+        }
+        groups, start = [], 0
+        for (index, draw), lengths, ends in zip(state["prompts"], state["lengths"], state["ends"]):
+            samples = []
+            for length, end in zip(lengths, ends):
+                parts = {name: column[start : start + length] for name, column in columns.items()}
+                samples.append(Completion(**parts, end=end))
+                start += length
+            groups.append(Group(prompt_of(index, draw), tuple(samples)))
+        return cls(tuple(groups), state["num_drawn"])

@@ -1,0 +1,290 @@
+"""The training process's side of its worker processes: their start, their messages and their end."""
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rl.workers.supervisor import KILLING_S, MARK, SWEEP, kill_marked
+
+ENDED_WITHIN_S = 2.0
+"""Seconds after the host's socket was closed within which the supervisor reports the reason."""
+
+
+class WorkerProcess:
+    """The connection to a worker process. A pool's own class says which messages are valid."""
+
+    noun = ""
+    """Kind of the worker, for messages."""
+    max_line_bytes = 1 << 20
+    """Longest message of the host."""
+
+    def __init__(
+        self,
+        command: list[str],
+        initialization: bytes,
+        options: Mapping[str, Any],
+        *,
+        cwd: str,
+        startup_s: float,
+    ):
+        """Start the process. Raises OSError if that fails.
+
+        Args:
+            command: starts a Python program that calls `run_worker`; its options are appended.
+            initialization: the first pickle for the host.
+            options: `memory_mib`, `cpus`, and what the host reads.
+            startup_s: limit of the start, until `is_ready`, in seconds.
+        """
+        self._work, work_end = socket.socketpair()
+        self._control, control_end = socket.socketpair()
+        self._mark = uuid.uuid4().hex
+        ends = {"work": work_end.fileno(), "control": control_end.fileno()}
+        options = {**options, **ends, "parent": os.getpid()}
+        try:
+            self._process = subprocess.Popen(
+                [*command, json.dumps(options)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=tuple(ends.values()),
+                start_new_session=True,  # no signals from the terminal or to the launcher's process group
+                cwd=cwd,
+                env=_environment(self._mark),
+            )
+        except OSError:
+            self._work.close()
+            self._control.close()
+            raise
+        finally:
+            work_end.close()
+            control_end.close()
+        for connection in (self._work, self._control):
+            connection.setblocking(False)
+        self.fds = (self._work.fileno(), self._control.fileno())
+        self.outgoing: deque[memoryview] = deque()
+        self._polls_out = False
+        self._work_buffer, self._control_buffer = bytearray(), bytearray()
+        self.is_ready = False
+        self.lost: str | None = None
+        """Reason why the worker can no longer be used."""
+        self.was_killed = False
+        """Whether the supervisor ended without a message, which a call does not cause by accident."""
+        self.is_disconnected = False
+        """Whether the host's socket is closed; the supervisor will report the reason."""
+        self.sweeping = False
+        self.swept_at = self._shut_down_at = time.monotonic()
+        self.deadline = time.monotonic() + startup_s
+        self._startup_s = startup_s
+        self.send(initialization)
+
+    def send(self, message: bytes) -> None:
+        """Send a pickle to the host, now or when its socket accepts it."""
+        self.outgoing.append(memoryview(message))
+        self.flush()
+
+    def describe_timeout(self) -> str:
+        """Return why the deadline of a start or of a closed connection has passed."""
+        if self.is_disconnected:
+            return "the call closed the connection of its process"
+        return (
+            f"a worker ({self.noun}) was not ready after {self._startup_s:g} s; its imports may be too slow"
+        )
+
+    def request_sweep(self) -> None:
+        """Ask the supervisor to kill the orphans of finished calls; until then the worker is not free."""
+        if self.is_ready and not self.sweeping:
+            self.sweeping, self.deadline = True, time.monotonic() + KILLING_S
+            with contextlib.suppress(OSError):  # `receive` notices the worker's end
+                self._control.send(SWEEP)
+
+    def flush(self) -> None:
+        """Send as many bytes as the socket accepts."""
+        try:
+            with contextlib.suppress(BlockingIOError):
+                while self.outgoing:
+                    self.outgoing[0] = self.outgoing[0][self._work.send(self.outgoing[0]) :]
+                    if not self.outgoing[0]:
+                        self.outgoing.popleft()
+        except OSError:
+            self.outgoing.clear()  # `receive` notices the worker's end
+
+    def needs_poll_update(self) -> bool:
+        """Return whether polling for POLLOUT must be turned on or off."""
+        changed = self._polls_out != bool(self.outgoing)
+        self._polls_out = bool(self.outgoing)
+        return changed
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """Yield the host's messages up to the first invalid one, then set `lost` if the worker is unusable.
+
+        Each message must be recorded before the next is taken, because it changes which messages are valid.
+        """
+        # The supervisor's messages first: after its last one, all answers of the host can be read.
+        self.was_killed = _read(self._control, self._control_buffer, limit=self.max_line_bytes)
+        ended = f"the worker ({self.noun}) was killed" if self.was_killed else None
+        for line in _lines(self._control_buffer):
+            message = json.loads(line)
+            if "swept" in message:
+                self.sweeping, self.swept_at, self.deadline = False, time.monotonic(), math.inf
+            else:
+                ended, self.was_killed = f"the call ended its process: {message['ended']}", False
+        closed = _read(self._work, self._work_buffer, to_the_end=ended is not None, limit=self.max_line_bytes)
+        for line in _lines(self._work_buffer):
+            message = self.validated(line)
+            if message is None:
+                self.lost = f"the process ({self.noun}) sent an invalid message: {line[:80]!r}"
+                return
+            yield message
+        if len(self._work_buffer) > self.max_line_bytes:
+            self.lost = f"the process ({self.noun}) sent an invalid message without an end"
+        elif ended is not None:
+            self.lost = ended
+        elif closed and not self.is_disconnected:
+            self.is_disconnected = True
+            self.deadline = min(self.deadline, time.monotonic() + ENDED_WITHIN_S)
+
+    def validated(self, line: bytes) -> dict[str, Any] | None:
+        """Parse a message of the host; return None if it is invalid: users' code may have written it."""
+        raise NotImplementedError
+
+    def shut_down(self) -> None:
+        """Make the supervisor kill its descendants and exit, and close the sockets."""
+        self._shut_down_at = time.monotonic()
+        self._process.send_signal(signal.SIGCONT)  # a descendant may have stopped it
+        for connection in (self._control, self._work):
+            # Not `close` alone: a fork of this process may hold a copy of the socket.
+            with contextlib.suppress(OSError):  # the other end is closed
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def has_ended(self, *, wait: bool) -> bool:
+        """Return whether the process has ended (with `wait`, wait for it); kill descendants that it left."""
+        left_s = self._shut_down_at + KILLING_S + 5.0 - time.monotonic()
+        if wait and left_s > 0:
+            try:
+                self._process.wait(left_s)
+            except subprocess.TimeoutExpired:
+                left_s = 0.0
+        if self._process.poll() is None:
+            if left_s > 0:
+                return False
+            self._process.kill()
+            self._process.wait()
+        if self._process.returncode != 0:
+            kill_marked(self._mark)
+        return True
+
+
+W = TypeVar("W", bound=WorkerProcess)
+
+
+class Workers(Generic[W]):
+    """The worker processes of one pool, with one poller. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.all: list[W] = []
+        self.poller = select.poll()
+        """A pool may register further descriptors, which then end a wait."""
+        self._by_fd: dict[int, W] = {}
+        self._leaving: list[W] = []
+
+    def add(self, worker: W) -> None:
+        self.all.append(worker)
+        for fd in worker.fds:
+            self._by_fd[fd] = worker
+            self.poller.register(fd, select.POLLIN)
+
+    def dismiss(self, worker: W) -> None:
+        for fd in worker.fds:
+            self._unregister(fd)
+        self.all.remove(worker)
+        self._leaving.append(worker)
+        worker.shut_down()
+
+    def reap(self, *, wait: bool) -> None:
+        """Reap dismissed workers that have ended; `wait` until all have."""
+        self._leaving = [w for w in self._leaving if not w.has_ended(wait=wait or w.was_killed)]
+
+    def close(self) -> None:
+        """End the workers and every process that they started."""
+        for worker in list(self.all):
+            self.dismiss(worker)
+        self.reap(wait=True)
+
+    def await_events(
+        self, read: Callable[[W], None], replace: Callable[[W], None], limit_s: float = math.inf
+    ) -> None:
+        """Wait for at most `limit_s` until a worker sends a message or is late, and process it.
+
+        `read` processes the messages of a worker; `replace` dismisses one whose deadline has passed.
+        """
+        for worker in self.all:
+            if worker.is_disconnected:
+                self._unregister(worker.fds[0])  # a closed socket would wake the poller all the time
+            elif worker.needs_poll_update():
+                self.poller.modify(worker.fds[0], select.POLLIN | (select.POLLOUT if worker.outgoing else 0))
+        deadline = min((worker.deadline for worker in self.all), default=math.inf)
+        wait_s = min(limit_s, max(deadline - time.monotonic(), 0.0))
+        for fd, event in self.poller.poll(None if wait_s == math.inf else math.ceil(wait_s * 1000)):
+            if (worker := self._by_fd.get(fd)) is not None:  # else it was just dismissed
+                if event & select.POLLOUT:
+                    worker.flush()
+                read(worker)
+        now = time.monotonic()
+        for worker in [worker for worker in self.all if worker.deadline <= now]:
+            if worker in self.all:  # a failed start dismisses all workers that are starting
+                read(worker)  # it may have answered while this process was suspended
+            if worker in self.all and worker.deadline <= now:
+                replace(worker)
+
+    def _unregister(self, fd: int) -> None:
+        if self._by_fd.pop(fd, None) is not None:
+            self.poller.unregister(fd)
+
+
+def _environment(mark: str) -> dict[str, str]:
+    """Return a worker's environment: the path to this package, its mark, and one thread per library.
+
+    OpenBLAS reserves address space for each of its threads and would exceed the limit on a large host.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    threads = dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
+    )
+    return {**os.environ, **threads, "PYTHONPATH": python_path, MARK: mark}
+
+
+def _read(source: socket.socket, into: bytearray, *, limit: int, to_the_end: bool = False) -> bool:
+    """Append available bytes, at most 256 KiB unless `to_the_end`; return whether the other end is closed."""
+    while True:
+        try:
+            data = source.recv(1 << 18)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        if not data:
+            return True
+        into += data
+        if not to_the_end or len(into) > 2 * limit:
+            return False
+
+
+def _lines(buffer: bytearray) -> list[bytes]:
+    """Remove and return the complete lines in the buffer."""
+    end = buffer.rfind(b"\n") + 1
+    lines = bytes(buffer[:end]).split(b"\n")[:-1]
+    del buffer[:end]
+    return lines

@@ -1,0 +1,92 @@
+"""LUSPO, VESPO, FIPO and MaxRL: hand numbers, gradients, and independence of the split into parts."""
+
+import math
+
+import pytest
+import torch
+
+from rl.objectives.advantages.maxrl import maxrl
+from rl.objectives.aggregate import aggregate
+from rl.objectives.losses.fipo import fipo
+from rl.objectives.losses.gspo import gspo
+from rl.objectives.losses.luspo import luspo
+from rl.objectives.losses.ppo import ppo
+from rl.objectives.losses.vespo import vespo
+
+VESPO = dict(vespo_k_positive=2.0, vespo_lambda_positive=3.0, vespo_k_negative=3.0, vespo_lambda_negative=2.0)
+PPO = dict(clip_low=0.2, clip_high=0.3, dual_clip=10.0)
+FIPO = PPO | dict(fipo_half_life=1.0, fipo_low=0.5, fipo_high=2.0)
+
+
+def leaf(*values):
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def column(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_maxrl_hand_numbers():
+    rewards, groups = column(1, 0, 0, 0, 1, 1, 0, 0), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
+    expected = column(3, -1, -1, -1, 0, 0, 0, 0)
+    assert torch.allclose(maxrl(rewards, groups, eps=0.0 + 1e-12), expected)
+
+
+def test_maxrl_refuses_negative_rewards():
+    with pytest.raises(ValueError, match="a reward of -1, but maxrl divides by the mean reward"):
+        maxrl(column(1, -1), torch.tensor([0, 0]))
+
+
+def test_luspo_is_gspo_times_the_length():
+    new, old, lengths = leaf(-1.0, -1.2, -0.9, -2.0), column(-1.1, -1.0, -1.0, -2.0), torch.tensor([3, 1])
+    advantages, mask, clip = column(1, 1, 1, -2), torch.ones(4), dict(clip_low=0.05, clip_high=0.05)
+    sizes = dict(num_tokens=4, num_samples=2)
+    token_loss, _ = luspo(new, old, advantages, mask, lengths, **clip)
+    value = aggregate(token_loss, mask, lengths, "seq-mean-token-sum", **sizes)
+    (gradient,) = torch.autograd.grad(value, new)
+    token_loss, _ = gspo(new, old, advantages, mask, lengths, **clip)
+    means = [
+        aggregate(token_loss[:3], mask[:3], lengths[:1], "seq-mean-token-mean", **sizes),
+        token_loss[3] / 2,
+    ]
+    assert torch.allclose(value, 3 * means[0] + means[1])
+    (expected,) = torch.autograd.grad(3 * means[0] + means[1], new)
+    assert torch.allclose(gradient, expected) and (gradient != 0).all()
+
+
+def test_vespo_hand_numbers():
+    # Two samples of log w = 0.5 and -0.4; the masked token of the first one counts nowhere.
+    new, old = leaf(-1.0, math.nan, -1.0, -2.0), column(-1.2, 0.0, -1.3, -1.6)
+    mask, lengths = torch.tensor([1, 0, 1, 1]), torch.tensor([3, 1])
+    advantages = column(2.0, math.nan, 2.0, -1.0)
+    token_loss, stats = vespo(new, old, advantages, mask, lengths, **VESPO)
+    up = math.exp(2 * 0.5 + 3 * (1 - math.exp(0.5)))
+    down = math.exp(3 * -0.4 + 2 * (1 - math.exp(-0.4)))
+    expected = column(2 * up, 0, 2 * up, -down * 2)
+    assert torch.allclose(token_loss, expected)
+    (gradient,) = torch.autograd.grad(token_loss.sum(), new)
+    assert torch.allclose(gradient, column(-2 * up, 0, -2 * up, down))
+    assert math.isclose(stats["vespo_weight"].item(), 2 * up + down)
+
+
+def test_vespo_on_policy_is_the_policy_gradient():
+    new, advantages = leaf(-1.0, -2.0, -0.5), column(1.5, 1.5, -0.5)
+    token_loss, _ = vespo(new, new.detach(), advantages, torch.ones(3), torch.tensor([2, 1]), **VESPO)
+    (gradient,) = torch.autograd.grad(token_loss.sum(), new)
+    assert torch.allclose(gradient, -advantages)
+
+
+def test_fipo_weighs_advantages_by_later_log_ratios():
+    # Half-life of one token: F = d_t + d_{t+1} / 2 + ...; the ratio of the fourth token exceeds dual_clip.
+    shifts = column(0.1, 0.2, -0.4, 3.0, 0.3)
+    new, old = leaf(*(shifts - 1).tolist()), column(-1, -1, -1, -1, -1)
+    lengths, mask, advantages = torch.tensor([4, 1]), torch.ones(5), column(1, 1, -1, 1, 1)
+    token_loss, stats = fipo(new, old, advantages, mask, lengths, **FIPO)
+    futures = [0.1 + 0.1 - 0.1, 0.2 - 0.2, -0.4, 0.0, 0.3]
+    weights = column(*(math.exp(future) for future in futures))
+    expected, _ = ppo(new, old, advantages * weights, mask, **PPO)
+    assert torch.allclose(token_loss, expected) and token_loss[0] != token_loss[1]
+    assert math.isclose(stats["fipo_weight"].item(), weights.sum().item())
+    clipped, _ = fipo(new, old, advantages, mask, lengths, **FIPO | dict(fipo_low=1.0, fipo_high=1.05))
+    weights = column(1.05, 1.0, 1.0, 1.0, 1.05)
+    assert torch.allclose(clipped, ppo(new, old, advantages * weights, mask, **PPO)[0])

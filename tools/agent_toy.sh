@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Train a small language model on a task of several turns on two CPU cores: make the task and a model, warm the model
+# up by supervised fine-tuning, and train it with GRPO. docs/agents.md has the curves.
+#
+#   bash tools/agent_toy.sh guess             a number in five guesses
+#   bash tools/agent_toy.sh multiply          multiplication with a calculator, then without
+#   bash tools/agent_toy.sh tictactoe         self-play
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+case "${1:-}" in
+guess | tictactoe) configs=("$1") ;;
+multiply) configs=(multiply multiply_alone) ;;
+*) echo "usage: bash tools/agent_toy.sh guess|multiply|tictactoe" >&2; exit 2 ;;
+esac
+task=$1
+
+export OMP_NUM_THREADS=1 # one thread per rank; torchrun would set it too, with a long warning
+# shellcheck source=/dev/null
+[ -n "${VIRTUAL_ENV:-}" ] || source .venv/bin/activate
+launch() { torchrun --standalone --nproc-per-node 2 train_rl.py --config "$@"; }
+
+[ -d "runs/$task/model" ] || python tools/make_agent_toy.py "$task" --out "runs/$task"
+[ -d "runs/$task-warm-up/hf" ] ||
+    launch configs/agents/warm_up.yaml run.name="$task-warm-up" model.path="runs/$task/model" \
+        data.train="[runs/$task/warm_up.parquet]"
+for config in "${configs[@]}"; do
+    launch "configs/agents/$config.yaml"
+    python tools/report.py "runs/$config" --before "runs/$task-warm-up"
+done

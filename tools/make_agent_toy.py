@@ -1,0 +1,185 @@
+"""Make a task of several turns for agents, with a tokenizer, warm-up data and a model for a laptop CPU.
+
+    python tools/make_agent_toy.py guess --out runs/guess
+    python tools/make_agent_toy.py multiply --out runs/multiply
+    python tools/make_agent_toy.py tictactoe --out runs/tictactoe
+
+guess: a number from 1 to 16 in at most five guesses; the environment answers higher or lower. multiply: two
+numbers of two digits, with a calculator as tool. tictactoe: the model plays both sides. The script writes
+
+    OUT/train.parquet     rows for RL, with the columns that tools/prepare_data.py writes
+    OUT/test.parquet      rows for validation; of multiply, 500 held-out problems
+    OUT/warm_up.parquet   turns for supervised fine-tuning: the format of play, for the most part played badly
+    OUT/model/            a Qwen2 model with random weights, and a tokenizer of characters and a few words
+
+configs/agents/ has the environments and configurations. Equal arguments give equal files; nothing is
+downloaded.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers.utils import logging as transformers_logging
+
+# Python searches only tools/ for modules when it runs this file as a script.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.make_toy import build_model, build_tokenizer  # noqa: E402
+
+CHAT_TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "<tool_call>{\"name\": \"{{ call['function']['name'] }}\", "
+    "\"arguments\": {{ call['function']['arguments'] | tojson }}}</tool_call>"
+    "{% endfor %}<eos>"
+    "{% elif message['role'] == 'tool' %}<tool>{{ message['content'] }}"
+    "{% else %}<user>{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Qwen's form of tool calls without line breaks; of a tool it shows only the name, to be short."""
+CALCULATOR = {"type": "function", "function": {"name": "calculate"}}
+CALL = ["<tool_call>", '{"name": "', "calculate", '", "arguments": {"expression": "', '"}}', "</tool_call>"]
+WORDS = {"guess": ["higher", "lower", "correct", *map(str, range(10, 17))], "multiply": CALL, "tictactoe": []}
+"""Words that are one token each, by task. They keep turns short: a number, or a tool call, and an end."""
+HIDDEN = {"guess": 64, "multiply": 128, "tictactoe": 64}
+"""Hidden size by task. Heads have 32 channels, the fewest that vLLM's attention supports on CPU."""
+GUESSES = 5
+NUM_HELD_OUT = 500
+NUM_GAMES = 2000
+RIGHT_SHARE = 0.5
+"""Share of careful examples in the warm-up; the others show the format only."""
+
+Turn = tuple[list[dict[str, Any]], list[dict[str, Any]], str]
+"""Messages before a turn of the assistant, the tools that it may call, and its text."""
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+# ---- tasks: rows for RL by split, and turns for the warm-up ----
+
+
+def guess(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Turn]]:
+    """Return ten rows of each number, one for validation, and games with random guesses."""
+    start = [user("1 to 16?")]
+    rows = [{"prompt": start, "answer": str(number)} for number in range(1, 17)]
+    turns: list[Turn] = []
+    for _ in range(NUM_GAMES):
+        number, messages = int(rng.integers(1, 17)), list(start)
+        for _ in range(GUESSES):
+            guessed = int(rng.integers(1, 17))
+            turns.append((list(messages), [], str(guessed)))
+            if guessed == number:
+                break
+            messages += [assistant(str(guessed)), user("higher" if guessed < number else "lower")]
+    return {"train": rows * 10, "test": rows}, turns
+
+
+def multiply(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Turn]]:
+    """Return all problems with two numbers of two digits, and answers of which most are random.
+
+    With the tool half of the turns are calls; the expression, and then the answer, is that of the problem in
+    RIGHT_SHARE of them. Without it every answer is right, so that the model alone has what it can learn from.
+    """
+    problems = rng.permutation([(a, b) for a in range(10, 100) for b in range(10, 100)]).tolist()
+    rows = [{"prompt": [user(f"{a}*{b}=")], "answer": str(a * b)} for a, b in problems]
+    turns: list[Turn] = []
+    for a, b in problems[NUM_HELD_OUT:]:
+        right = rng.random(2) < RIGHT_SHARE
+        x, y = (a, b) if right[0] else rng.integers(10, 100, 2).tolist()
+        call = f"{CALL[0]}{CALL[1]}{CALL[2]}{CALL[3]}{x}*{y}{CALL[4]}{CALL[5]}"
+        answer = str(x * y) if right[1] else str(rng.integers(100, 10000))
+        question, result = user(f"{a}*{b}="), {"role": "tool", "content": str(x * y)}
+        turns += [
+            ([question], [], str(a * b)),
+            ([question], [CALCULATOR], call if rng.random() < 0.5 else str(rng.integers(100, 10000))),
+            ([question, assistant(call), result], [CALCULATOR], answer),
+        ]
+    return {"train": rows[NUM_HELD_OUT:], "test": rows[:NUM_HELD_OUT]}, turns
+
+
+def tictactoe(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Turn]]:
+    """Return equal rows, and games whose moves are random squares, taken ones too."""
+    start = [user("x")]
+    rows = [{"prompt": start, "answer": ""}] * 64
+    turns: list[Turn] = []
+    for _ in range(NUM_GAMES):
+        messages = list(start)
+        for move in range(int(rng.integers(1, 10))):
+            square = str(rng.integers(1, 10))
+            turns.append((list(messages), [], square))
+            messages += [assistant(square), user("xo"[(move + 1) % 2])]
+    return {"train": rows, "test": rows}, turns
+
+
+TASKS = {"guess": guess, "multiply": multiply, "tictactoe": tictactoe}
+
+
+def make_agent_toy(task: str, out: str | Path, *, seed: int = 0) -> Path:
+    """Write data and model of `task` to `out` (created if needed) and return `out`.
+
+    `seed` determines the data and the weights.
+    """
+    out = Path(out)
+    tokenizer = build_tokenizer(WORDS[task], special=["<tools>", "<tool>"], chat_template=CHAT_TEMPLATE)
+    hidden = HIDDEN[task]
+    sizes = {"hidden": hidden, "heads": hidden // 32, "kv_heads": 2, "intermediate": 2 * hidden}
+    model = build_model(tokenizer, seed=seed, **sizes)
+    splits, turns = TASKS[task](np.random.default_rng(seed))
+    out.mkdir(parents=True, exist_ok=True)
+    for split, rows in splits.items():
+        write(out / f"{split}.parquet", task, [(row["prompt"], row["answer"]) for row in rows])
+    rendering = {"tokenize": False, "add_generation_prompt": True}
+    warm_up = [
+        (tokenizer.apply_chat_template(messages, tools=tools or None, **rendering), text)
+        for messages, tools, text in turns
+    ]
+    write(out / "warm_up.parquet", task, warm_up)
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+    return out
+
+
+def write(path: Path, task: str, rows: list[tuple[Any, str]]) -> None:
+    """Write (prompt, answer) pairs with verl's columns."""
+    columns = [
+        {
+            "data_source": task,
+            "prompt": prompt,
+            "reward_model": {"style": "rule", "ground_truth": answer},
+            "extra_info": {"split": path.stem, "index": index},
+        }
+        for index, (prompt, answer) in enumerate(rows)
+    ]
+    pq.write_table(pa.Table.from_pylist(columns), path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("task", choices=TASKS, help="the task")
+    add("--out", required=True, help="directory to write to")
+    add("--seed", type=int, default=0, help="seed of the data and the weights")
+    arguments = parser.parse_args()
+    out = make_agent_toy(arguments.task, arguments.out, seed=arguments.seed)
+    print(f"wrote {out}/train.parquet, test.parquet, warm_up.parquet and model")
+
+
+if __name__ == "__main__":
+    main()

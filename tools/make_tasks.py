@@ -1,0 +1,113 @@
+"""Write rows for environments whose tasks come from a generator: one JSON object per line, verl's columns.
+
+    python tools/make_tasks.py reasoning-gym --name chain_sum,countdown --out DIR
+    python tools/make_tasks.py reasoning-gym --name chain_sum --options '{"max_terms": 3}' --out DIR
+    python tools/make_tasks.py seeds --name game:GuessTheNumber-v0-easy --out DIR
+    PYTHON tools/make_tasks.py verifiers --options '{"taskset": {"id": "my-taskset"}}' --out DIR
+
+Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test rows; no task is in both.
+
+    reasoning-gym  puzzles of the generators in --name, in turn, each with --options: for
+                   rl.agents.adaptors.reasoning_gym
+    seeds          extra_info.env_id, from --name in turn, and extra_info.seed: for gem, textarena, and any
+                   environment that makes its task from a seed
+    verifiers      the tasks of the taskset in --options, verifiers' block [env]; PYTHON is the interpreter
+                   that has verifiers. The first rows are the test's
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+# Python searches only tools/ for modules when it runs this file as a script.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+Row = dict[str, Any]
+
+
+def row(data_source: str, prompt: str, ground_truth: str, **extra_info: Any) -> Row:
+    """Return the columns that training reads."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": extra_info,
+    }
+
+
+def reasoning_gym_rows(names: list[str], options: Row, seed: int, size: int) -> Iterator[Row]:
+    """Yield puzzles of each generator in turn. Raises ValueError for an unknown generator or option."""
+    from rl.agents.adaptors.reasoning_gym import INSTRUCTION, puzzles
+
+    sources = [puzzles(name, options, seed, -(-size // len(names))) for name in names]
+    for i in range(size):
+        name = names[i % len(names)]
+        question, packed = next(sources[i % len(names)])
+        yield row(f"reasoning_gym/{name}", f"{question}\n\n{INSTRUCTION}", packed, index=i)
+
+
+def seed_rows(names: list[str], seed: int, size: int) -> Iterator[Row]:
+    """Yield a row per seed; environments replace its prompt."""
+    for i in range(size):
+        name = names[i % len(names)]
+        yield row(name, f"{name}, seed {seed + i}", "", env_id=name, seed=seed + i, index=i)
+
+
+def verifiers_rows(env: Row, size: int) -> Iterator[Row]:
+    """Yield the first tasks of a taskset."""
+    from rl.agents.adaptors.verifiers import tasks
+
+    for i, (prompt, task) in enumerate(tasks(env, size)):
+        yield row(env["taskset"]["id"], prompt, "", task=task, index=i)
+
+
+def make_tasks(arguments: argparse.Namespace) -> dict[str, list[Row]]:
+    """Return the rows of each split. Raises ValueError for options that do not fit."""
+    kind, names, options = arguments.kind, arguments.name.split(","), json.loads(arguments.options)
+    sizes = {"test": arguments.num_test, "train": arguments.num_train}
+    if kind == "verifiers":
+        rows = list(verifiers_rows(options, sum(sizes.values())))
+        if len(rows) <= sizes["test"]:
+            raise ValueError(f"--num-test={sizes['test']}: the taskset has only {len(rows)} tasks.")
+        return {"test": rows[: sizes["test"]], "train": rows[sizes["test"] :]}
+    if not arguments.name:
+        raise ValueError(f"--name is missing: {kind} needs the names of generators or environments.")
+    if kind == "seeds":
+        rows = iter(seed_rows(names, arguments.seed, sum(sizes.values())))
+        return {split: list(islice(rows, size)) for split, size in sizes.items()}
+    # Puzzle i of a generator is made from the seed + i; the splits are far apart.
+    first = {"train": arguments.seed, "test": arguments.seed + 10**9}
+    return {s: list(reasoning_gym_rows(names, options, first[s], size)) for s, size in sizes.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("kind", choices=("reasoning-gym", "seeds", "verifiers"))
+    parser.add_argument("--name", default="", help="generators or env_ids, separated by commas")
+    parser.add_argument("--options", default="{}", help="JSON object")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--num-train", type=int, default=4096)
+    parser.add_argument("--num-test", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    try:
+        splits = make_tasks(arguments)
+    except (ValueError, ModuleNotFoundError) as error:
+        print(f"make_tasks: {error}", file=sys.stderr)
+        return 2
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for split, rows in splits.items():
+        path = arguments.out / f"{split}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{path}: {len(rows)} rows")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
