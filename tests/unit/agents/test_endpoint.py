@@ -117,8 +117,8 @@ def test_keys_and_refusals():
         assert endpoint.base_url.startswith("http://127.0.0.1:")
         with pytest.raises(openai.AuthenticationError):
             ask("wrong")
-        with pytest.raises(openai.BadRequestError, match="stream"):
-            ask(key, stream=True)
+        with pytest.raises(openai.BadRequestError, match="n > 1"):
+            ask(key, n=2)
 
         def refuse() -> None:
             request = endpoint.requests.get(timeout=30)
