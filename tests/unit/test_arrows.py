@@ -59,3 +59,14 @@ def test_the_diagram_in_the_docs_has_these_floors():
     text = (ROOT / "docs" / "architecture.md").read_text()
     floors = text.partition("## Rooms")[2].split("```")[1].strip().splitlines()
     assert tuple(tuple(floor.split()) for floor in floors) == FLOORS
+
+
+def test_no_module_imports_agents_until_it_uses_them():
+    eager = [
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "rl").rglob("*.py")
+        if "agents" not in file.relative_to(ROOT / "rl").parts[:1]
+        for node in ast.parse(file.read_text()).body  # not those in functions and `if TYPE_CHECKING`
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rl.agents")
+    ]
+    assert eager == []
