@@ -1,5 +1,6 @@
 """The environments of a run, and the generation of a call's trajectories with them."""
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from rl.rollout.sampling import Sampling
 from rl.rollout.stored_log import Recorder, store
 from rl.rollout.turns import Sample
 
+log = logging.getLogger(__name__)
+
 
 class AgentRollouts:
     """Generates trajectories. The leader of each replica of the engine holds the environments.
@@ -37,7 +40,13 @@ class AgentRollouts:
         own_cores = "SLURM_CPUS_PER_TASK" in os.environ  # the task is bound to its cores
         leaders = 1 if own_cores else max(1, int(os.environ["LOCAL_WORLD_SIZE"]) // config.rollout.tp)
         ends = end_token_ids(config.model.path) | set(config.rollout.stop_token_ids)
-        self._chat = Chat(tokenizer, end_token_ids=ends, on_rewrite=agents.on_rewrite)
+        self._chat = Chat(
+            tokenizer,
+            end_token_ids=ends,
+            on_rewrite=agents.on_rewrite,
+            template_kwargs=agents.template_kwargs,
+        )
+        log.info("tokens between turns: %s", self._chat.description)
         self.pool = EnvironmentPool(
             make_agent_plan(agents.environment, agents.kwargs, agents.tools, agents.sources),
             workers=agents.workers or default_workers(leaders),
