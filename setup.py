@@ -17,6 +17,7 @@ program = [
     "datasets==5.2.0",
     "safetensors==0.8.0",
     "tensorboard==2.21.0",
+    "pydantic==2.14.3",  # rl.agents: schemas of tools and checks of their arguments
     "math-verify==0.9.0",  # rl.rewards.math: are two expressions the same?
     "tqdm>=4.66",
 ]
@@ -50,8 +51,21 @@ extras = {
     # Without an MPI library, because the site's own one supports its network.
     "mpi": ["mpi4py==4.1.2"],
     "slurm": ["submitit==1.5.4"],
+    # Tokens between two turns of families that it knows; needs httpx, which it does not require. aiohttp and
+    # xgrammar, which agents also use, are requirements of vLLM.
+    "agents": ["renderers==0.1.12", "httpx==0.28.1"],
     "test": ["pytest==9.2.0", "ruff==0.17.6", "mypy==2.4.1", "types-pyyaml==6.0.12.20261113"],
     "report": ["matplotlib==3.11.2"],
+    "search": ["bm25s==0.3.16"],  # rl.agents.shipped.search
+    # Packages of environments (rl/agents/adaptors, docs/agents.md), each with the version of its test.
+    "reasoning-gym": ["reasoning-gym==0.1.25"],  # one of its requirements is compiled: needs a C compiler
+    # Pins versions of msgspec and reasoning-gym that others do not accept, and needs neither for its games:
+    # install it with --no-deps, or in an environment of its own (agents.interpreter).
+    "gem": ["gem-llm==0.1.0"],
+    "textarena": ["textarena==0.7.4"],
+    "mcp": ["mcp==2.3.0"],
+    "openenv": ["websockets==17.4"],  # for the client; openenv-core, which servers run, pins an older pillow
+    "verifiers": ["verifiers==0.4.0"],  # pins an older openai: install it in an environment of its own
     # apex is in no extra: PyPI's `apex` is another project. NVIDIA's is built from source, see the
     # Dockerfile.
 }

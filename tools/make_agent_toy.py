@@ -1,8 +1,8 @@
 """Make a task of several turns for agents, with a tokenizer, warm-up data and a model for a laptop CPU.
 
-    python tools/make_agent_toy.py guess --out runs/guess
-    python tools/make_agent_toy.py multiply --out runs/multiply
-    python tools/make_agent_toy.py tictactoe --out runs/tictactoe
+    python tools/make_agent_toy.py guess --out runs/guess-toy
+    python tools/make_agent_toy.py multiply --out runs/multiply-toy
+    python tools/make_agent_toy.py tictactoe --out runs/tictactoe-toy
 
 guess: a number from 1 to 16 in at most five guesses; the environment answers higher or lower. multiply: two
 numbers of two digits, with a calculator as tool. tictactoe: the model plays both sides. The script writes
@@ -45,12 +45,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 """Qwen's form of tool calls without line breaks; of a tool it shows only the name, to be short."""
-CALCULATOR = {"type": "function", "function": {"name": "calculator"}}
-CALL = ["<tool_call>", '{"name": "', "calculator", '", "arguments": {"expression": "', '"}}', "</tool_call>"]
+CALCULATOR = {"type": "function", "function": {"name": "calculate"}}
+CALL = ["<tool_call>", '{"name": "', "calculate", '", "arguments": {"expression": "', '"}}', "</tool_call>"]
 WORDS = {"guess": ["higher", "lower", "correct", *map(str, range(10, 17))], "multiply": CALL, "tictactoe": []}
 """Words that are one token each, by task. They keep turns short: a number, or a tool call, and an end."""
-SIZES = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 256}
-"""Arguments of make_toy.build_model: 0.18 million weights."""
+HIDDEN = {"guess": 64, "multiply": 128, "tictactoe": 64}
+"""Hidden size by task. Heads have 32 channels, the fewest that vLLM's attention supports on CPU."""
 GUESSES = 5
 NUM_HELD_OUT = 500
 NUM_GAMES = 2000
@@ -135,7 +135,9 @@ def make_agent_toy(task: str, out: str | Path, *, seed: int = 0) -> Path:
     """
     out = Path(out)
     tokenizer = build_tokenizer(WORDS[task], special=["<tools>", "<tool>"], chat_template=CHAT_TEMPLATE)
-    model = build_model(tokenizer, seed=seed, **SIZES)
+    hidden = HIDDEN[task]
+    sizes = {"hidden": hidden, "heads": hidden // 32, "kv_heads": 2, "intermediate": 2 * hidden}
+    model = build_model(tokenizer, seed=seed, **sizes)
     splits, turns = TASKS[task](np.random.default_rng(seed))
     out.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():

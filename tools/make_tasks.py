@@ -5,7 +5,7 @@
     python tools/make_tasks.py seeds --name game:GuessTheNumber-v0-easy --out DIR
     PYTHON tools/make_tasks.py verifiers --options '{"taskset": {"id": "my-taskset"}}' --out DIR
 
-Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test rows, and no seed or task in both.
+Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test rows; no task is in both.
 
     reasoning-gym  puzzles of the generators in --name, in turn, each with --options: for
                    rl.agents.adaptors.reasoning_gym

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -16,6 +17,7 @@ from rl.rewards.pool.pool import default_workers
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.queue import Queue, StaticQueue
 from rl.rollout.sampling import Sampling
+from rl.rollout.stored_log import Recorder, store
 from rl.rollout.turns import Sample
 
 
@@ -29,6 +31,7 @@ class AgentRollouts:
     def __init__(self, config: Config, tokenizer):
         self._config, agents = config, config.agents
         self.pool: EnvironmentPool | None = None
+        self._tokenizer, self._endpoint = tokenizer, None
         if dist.get_rank() % config.rollout.tp:
             return
         own_cores = "SLURM_CPUS_PER_TASK" in os.environ  # the task is bound to its cores
@@ -46,14 +49,27 @@ class AgentRollouts:
         try:
             for tools in self.pool.check():
                 self._chat.check(tools)
+                if tools and agents.structured_tool_calls:
+                    self._chat.grammar(tools)
         except ValueError:
             self.close()
             raise
 
     def close(self) -> None:
         """Close the environments and end their processes."""
+        if self._endpoint is not None:
+            self._endpoint.shutdown()
         if self.pool is not None:
             self.pool.shutdown()
+
+    def _start_endpoint(self):
+        """Return the server for agents that run by themselves. The first call starts it."""
+        from rl.agents.endpoint import Endpoint
+
+        if self._endpoint is None:
+            assert self.pool is not None
+            self._endpoint = Endpoint(self._tokenizer, wake=self.pool.wake)
+        return self._endpoint
 
     def generate(
         self,
@@ -65,11 +81,14 @@ class AgentRollouts:
         progress=None,
         interrupt: Callable[[], bool] | None = None,
         on_wait: Callable[[str], None],
+        log: Path | None = None,
     ) -> tuple[list[Sample] | None, Counter[str]]:
         """Return this replica's samples and counts; the samples are None if the call was interrupted.
 
         The leader returns them; other ranks return [] and no counts. Collective over the replica. The
         arguments are those of `RolloutEngine.generate`.
+
+        log: beginning of the path of the stored event log; None: it is not stored.
         """
         queue = self._queue(engine, len(prompts))
         engine.llm.reset_prefix_cache()  # what the engine computes then depends on the events alone
@@ -88,12 +107,17 @@ class AgentRollouts:
             queue=queue,
             capacity=max(n, min(self._config.rollout.max_concurrent_samples, share)),
             max_context=self._config.data.max_prompt_tokens + sampling.max_tokens,
+            start_endpoint=self._start_endpoint,
             progress=progress,
         )
         try:
-            is_complete = engine.run(source, sampling, interrupt=interrupt, on_wait=on_wait)
+            recorder = Recorder(source)
+            is_complete = engine.run(recorder, sampling, interrupt=interrupt, on_wait=on_wait)
         finally:
             source.close()
+        if is_complete and log is not None and self._config.agents.order == "arrival":
+            path = log.with_name(f"{log.name}_replica_{engine.replica}.npz")
+            store(path, sampling, engine.events, recorder.completions)
         return (source.samples if is_complete else None), source.counts
 
     def _queue(self, engine: RolloutEngine, num_prompts: int) -> Queue:

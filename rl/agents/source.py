@@ -7,25 +7,34 @@ named `prompt.number.turn`.
 With `agents.order=arrival` an answer is used before the next engine step that has a record
 (`rl.rollout.events`). With `waves`, all live trajectories end their turn and receive their answers first; the
 next turns then begin together, in the order of their names, so that the result depends on no clock.
+
+An agent that runs by itself (`run`) asks for its turns through the endpoint. Its environment is the agent: a
+turn's completion is sent to it, and its next request or its end is the answer.
 """
 
 import logging
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import InvalidStateError
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rl.agents.chat import Chat
-from rl.agents.environment import Messages, Reply, Score, Step, ToolCalls
+from rl.agents.environment import Messages, Reply, Run, Score, Step, ToolCalls
 from rl.agents.pool import EnvironmentPool, to_row
 from rl.agents.trajectory import Limits, Trajectory
 from rl.config.schema import Agents
 from rl.data.prompts import Prompt
-from rl.rollout.events import Add, Done, Event, Waiting
+from rl.rollout.events import Abort, Add, Done, Event, Waiting
 from rl.rollout.queue import Queue
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.turns import Completion, Request, Sample
+
+if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
+    from rl.agents.endpoint import Endpoint, EndpointRequest
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +58,20 @@ class _Session:
     """The conversation, as derived from the tokens."""
     tools: Messages = field(default_factory=list)
     drives: str = "tools"
+    grammar: str | None = None
+    """What the turns must follow (`Request.grammar`)."""
     context: np.ndarray | None = None
     """int32: context of the last turn."""
     turn: np.ndarray | None = None
     """int32: tokens of the last turn."""
     asked: float = 0.0
     """Monotonic time of the last request to the environment."""
+    running: str = ""
+    """Name of its request in the engine."""
+    inbox: "deque[EndpointRequest]" = field(default_factory=deque)
+    """Requests of an agent for turns; the first one is being served."""
+    values: dict[str, float] = field(default_factory=dict)
+    """What an agent returned."""
 
     @property
     def name(self) -> str:
@@ -71,6 +88,7 @@ class AgentSource:
         queue: gives the indices of prompts.
         capacity: maximum number of concurrent requests.
         max_context: most tokens of prompt and response together.
+        start_endpoint: returns the server for agents that run by themselves.
         progress: its `update` is called with the number of trajectories that ended.
     """
 
@@ -86,12 +104,16 @@ class AgentSource:
         queue: Queue,
         capacity: int,
         max_context: int,
+        start_endpoint: "Callable[[], Endpoint]",
         progress=None,
     ):
         self._prompts, self._sampling, self._seeds = prompts, sampling, seeds
         self._config, self._pool, self._chat, self._queue = config, pool, chat, queue
         self._capacity, self._progress = capacity, progress
         self._limits = Limits(config.max_turns, config.max_tokens_per_turn, sampling.max_tokens, max_context)
+        self._start_endpoint = start_endpoint
+        self._endpoint: Endpoint | None = None
+        self._aborts: list[Event] = []
         self._is_drained = False
         self._sessions: dict[str, _Session] = {}
         self._unanswered: set[str] = set()
@@ -127,26 +149,44 @@ class AgentSource:
     def _events(self, num_live: int) -> list[Event]:
         in_waves = self._config.order == "waves"
         self._take_replies(0.0)
-        if in_waves and num_live:
-            return []
-        if not (in_waves and self._unanswered):  # the room for further prompts must not depend on a clock
+        aborts, self._aborts = self._aborts, []
+        if aborts or (in_waves and num_live):
+            return aborts
+        if not in_waves:
             self._draw(num_live)
         if self._unanswered and not num_live and (in_waves or not self._ready):
             started = time.monotonic()
             self._take_replies(WAIT_S)
-            self.counts["waiting_s"] += time.monotonic() - started
+            self.counts["environments_waited"] += time.monotonic() - started
+        if not (in_waves and self._unanswered):  # in waves, the number of prompts must not depend on a clock
+            self._draw(num_live)
         if not (in_waves and self._unanswered) and (self._ready or num_live):
-            return [Add(self._ready.pop(name)) for name in sorted(self._ready, key=_order)]
+            return [self._add(name) for name in sorted(self._ready, key=_order)]
         return [Waiting(self._describe_wait())] if self._sessions else [Done()]
 
+    def _add(self, name: str) -> Event:
+        request = self._ready.pop(name)
+        self._sessions[name].running = request.name
+        return Add(request)
+
     def receive(self, name: str, completion: Completion) -> None:
-        session = self._sessions[name.rpartition(".")[0]]
+        session = self._sessions.get(name.rpartition(".")[0])
+        if session is None or not session.running:  # its agent has ended
+            return
+        session.running = ""
         trajectory = session.trajectory
+        if session.inbox and not session.inbox[0].is_learned:
+            asked = session.inbox[0]
+            turn = self._chat.parse(completion.token_ids, asked.tools, trajectory.num_asides)
+            self._answer(session, self._context_of(asked), completion, turn.message)
+            return
         session.context, session.turn = trajectory.token_ids, completion.token_ids
         trajectory.take(completion)
         turn = self._chat.parse(session.turn, session.tools, trajectory.num_turns)
         session.messages.append(turn.message)
-        if session.drives == "step":
+        if session.drives == "run":
+            self._answer(session, session.context, completion, turn.message)
+        elif session.drives == "step":
             self._call(session, Step(turn.text))
         elif turn.tool_calls:
             self.counts["tool_calls"] += len(turn.tool_calls)
@@ -190,17 +230,26 @@ class AgentSource:
 
     def _take_replies(self, timeout_s: float) -> None:
         """Take the answers of environments; wait for the first one for at most `timeout_s`."""
-        for reply in self._pool.poll(timeout_s):
+        replies = self._pool.poll(timeout_s)
+        while self._endpoint is not None and not self._endpoint.requests.empty():
+            request = self._endpoint.requests.get_nowait()
+            if asking := self._sessions.get(request.session):
+                asking.inbox.append(request)
+                if len(asking.inbox) == 1:
+                    self._serve(asking)
+        for reply in replies:
             session = self._sessions[reply.session]
             self._unanswered.discard(reply.session)
             self._resetting.discard(reply.session)
-            self.counts["environment_s"] += time.monotonic() - session.asked
+            self.counts["environments"] += time.monotonic() - session.asked
             if reply.failure:
                 self._fail(session, reply)
             elif reply.kind == "reset":
                 self._begin(session, reply)
             elif reply.kind == "score":
-                self._finish(session, reply.values)
+                self._finish(session, reply.values or session.values)
+            elif reply.kind == "run":
+                self._end_agent(session, reply)
             else:
                 if reply.reward is not None:
                     session.trajectory.reward_turn(reply.reward)
@@ -210,6 +259,12 @@ class AgentSource:
     def _begin(self, session: _Session, reply: Reply) -> None:
         """Ask for the first turn, after the reset."""
         session.messages, session.tools, session.drives = list(reply.messages), reply.tools, reply.drives
+        if session.drives == "run":
+            self._endpoint = self._start_endpoint()
+            self._call(session, Run(self._endpoint.base_url, self._endpoint.open(session.name)))
+            return
+        if self._config.structured_tool_calls and session.tools:
+            session.grammar = self._chat.grammar(session.tools)
         prompt_ids = self._chat.open(session.messages, session.tools)
         session.trajectory.begin_row(prompt_ids)
         if session.trajectory.room > 0:
@@ -247,7 +302,7 @@ class AgentSource:
         if request is None:
             self._call(session, Score(session.messages))
         else:
-            self._ready[session.name] = request
+            self._ready[session.name] = replace(request, grammar=session.grammar)
 
     def _finish(self, session: _Session, values: dict[str, float]) -> None:
         trajectory = session.trajectory
@@ -276,11 +331,108 @@ class AgentSource:
             self._note_end()
 
     def _close(self, name: str) -> None:
-        del self._sessions[name]
+        self._stop_agent(self._sessions.pop(name))
         for pending in (self._unanswered, self._resetting):
             pending.discard(name)
-        self._ready.pop(name, None)
         self._pool.close(name)
+
+    # Agents that run by themselves ------------------------------------------------------------------------
+
+    def _serve(self, session: _Session) -> None:
+        """Make the request of the turn that an agent asks for, or refuse it."""
+        from rl.agents.endpoint import Refused
+
+        asked, trajectory = session.inbox[0], session.trajectory
+        request, why = None, "no tokens of rollout.max_response_tokens are left"
+        try:
+            if self._config.structured_tool_calls and asked.tools:
+                session.grammar = self._chat.grammar(asked.tools)
+            if not asked.is_learned:
+                request = trajectory.aside(self._context_of(asked), asked.max_tokens or 0)
+            elif trajectory.num_turns >= self._limits.turns:
+                why = f"agents.max_turns={self._limits.turns} are used up"
+            elif not self._follow(session, asked):
+                why = "the conversation has changed, and agents.on_rewrite=refuse"
+            elif not trajectory.is_cut:
+                request = trajectory.request(asked.max_tokens or 0)
+        except ValueError as error:  # the template rejects the agent's messages
+            why = str(error)
+        if request is None:
+            self._reply(session, error=Refused(why))
+            return
+        self._unanswered.discard(session.name)
+        self._ready[session.name] = replace(request, grammar=session.grammar if asked.tools else None)
+
+    def _follow(self, session: _Session, asked: "EndpointRequest") -> bool:
+        """Append what an agent adds to its conversation, or begin a row; return whether that is allowed."""
+        from rl.agents.endpoint import new_messages
+
+        session.tools = asked.tools
+        trajectory, given, source = session.trajectory, None, "environment"
+        if session.context is not None and session.turn is not None:
+            if asked.messages is None:
+                known = trajectory.token_ids
+                if np.array_equal(asked.token_ids[: len(known)], known):
+                    given = asked.token_ids[len(known) :]
+            elif new := new_messages(session.messages, asked.messages):
+                source = "tool" if new[0]["role"] == "tool" else "user"
+                context = session.context, session.turn
+                given = self._chat.extend(*context, session.messages, new, session.tools)
+        session.messages = list(asked.messages or [])
+        if given is not None:
+            trajectory.give(given, source)
+            return True
+        if trajectory.rows:
+            self.counts["rewrites"] += 1
+            if self._config.on_rewrite == "refuse":
+                return False
+        trajectory.begin_row(self._context_of(asked))
+        session.turn = None
+        return True
+
+    def _context_of(self, asked: "EndpointRequest") -> np.ndarray:
+        """Return the whole context of a request, int32 [C]."""
+        if asked.token_ids is not None:
+            return asked.token_ids
+        return self._chat.open(asked.messages or [], asked.tools)
+
+    def _answer(self, session: _Session, context: np.ndarray, completion: Completion, message: dict) -> None:
+        """Send a turn to the agent that asked for it."""
+        from rl.agents.endpoint import EndpointReply
+
+        self._unanswered.add(session.name)
+        session.asked = time.monotonic()
+        turn = completion.token_ids, completion.logprobs, completion.end
+        self._reply(session, EndpointReply(context, *turn, message))
+
+    def _reply(self, session: _Session, reply=None, error: Exception | None = None) -> None:
+        """Answer the request that is being served, and serve the next one."""
+        future = session.inbox.popleft().reply
+        try:
+            future.set_result(reply) if error is None else future.set_exception(error)
+        except InvalidStateError:  # the agent has closed the connection
+            pass
+        if session.inbox:
+            self._serve(session)
+
+    def _end_agent(self, session: _Session, reply: Reply) -> None:
+        """Ask for the score, after an agent has returned."""
+        self._stop_agent(session)
+        if session.trajectory.num_turns:
+            session.values = reply.values
+            self._call(session, Score(session.messages))
+        else:
+            self._fail(session, Reply(session.name, "run", failure="the agent asked for no turn"))
+
+    def _stop_agent(self, session: _Session) -> None:
+        """End the requests of a session that are not answered."""
+        self._ready.pop(session.name, None)
+        if session.running:
+            self._aborts.append(Abort(session.running))
+            session.running = ""
+        if self._endpoint is not None and session.drives == "run":
+            self._endpoint.close(session.name)
+        session.inbox.clear()
 
     def _note_end(self) -> None:
         if self._progress is not None:

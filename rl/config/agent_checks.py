@@ -17,13 +17,18 @@ def check_agents(config: Config) -> None:
     needs = set(algorithm_of(config).needs)
     if "samples" in needs and needs & {"greedy_baseline", "responses"}:
         raise ConfigError(
-            f"algorithm={config.algorithm} compares each sample with another response to its prompt, which an "
-            "environment may fail to give; use grpo, rloo, reinforce_pp or ppo with the section agents."
+            f"algorithm={config.algorithm} compares each sample with another response to its prompt, which "
+            "an environment may fail to give; use grpo, rloo, reinforce_pp or ppo with the section agents."
         )
     if agents.on_rewrite == "new_row" and needs & {"preference", "implicit_reward"}:
         raise ConfigError(
             f"algorithm={config.algorithm} has a loss of whole responses, which agents.on_rewrite=new_row "
             "would split into rows; use agents.on_rewrite=refuse."
+        )
+    if config.watchdog.limits.environments <= agents.timeout_s:
+        raise ConfigError(
+            f"watchdog.limits.environments={config.watchdog.limits.environments:g} must exceed "
+            f"agents.timeout_s={agents.timeout_s:g}, after which a single environment has failed."
         )
     if agents.max_tokens_per_turn > rollout.max_response_tokens:
         raise ConfigError(

@@ -113,7 +113,6 @@ class CarryOver:
             "carry_over/samples": len(lengths),
             "carry_over/tokens": sum(lengths),
             "carry_over/dropped_groups": len(self._dropped),
-            "carry_over/dropped_tokens": sum(group.num_tokens for group in self._dropped),
         }
 
     def log_consumed(self) -> None:

@@ -16,7 +16,7 @@ from rl.engines.memory import MemorySharing
 from rl.faults.fault_board import Disagreement
 from rl.phases.step import Step
 from rl.refit.link import Delivery, Link
-from rl.rollout.asks import Ask, Asks, Begin, End, Generate, NextBatch
+from rl.rollout.asks import Ask, Asks, Begin, Complete, End, Generate, NextBatch
 from rl.rollout.exchange import exchange
 from rl.rollout.group_stream import batch_size
 from rl.rollout.sampling import Sampling, seed_of, train_sampling
@@ -93,6 +93,7 @@ class SplitGeneration:
         """
         if self._config.rollout.deterministic or self._config.run.on_stop_in_generation == "finish":
             groups = range(self._num_learned * self._size, self._num_asked * self._size)
+            self._ask(Complete())
             with self._step.phase("wait_samples", timing="save_checkpoint"):
                 self._receive(lambda: all(group in self._groups for group in groups))
 

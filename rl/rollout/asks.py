@@ -49,6 +49,11 @@ class Generate:
 
 
 @dataclass(frozen=True)
+class Complete:
+    """Complete all groups that were asked for, with the present weights."""
+
+
+@dataclass(frozen=True)
 class End:
     """The last message."""
 
@@ -56,7 +61,7 @@ class End:
     """Exit code of the run."""
 
 
-Ask = Begin | NextBatch | Generate | End
+Ask = Begin | NextBatch | Generate | Complete | End
 
 
 class Asks:

@@ -83,7 +83,7 @@ class GroupStream:
         """Finished samples of the groups that have begun."""
         self._due_at: int | None = None
         self.barrier: tuple[str, Ask] | None = None
-        """The message that ended the engine's run: a `Generate` or `End`, with its name."""
+        """The message that ended the engine's run, with its name: any but a `NextBatch`."""
 
     # Source -----------------------------------------------------------------------------------------------
 

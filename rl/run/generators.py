@@ -14,7 +14,7 @@ from rl.engines.inputs import Inputs
 from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
-from rl.rollout.asks import Ask, Asks, Begin, End, Generate
+from rl.rollout.asks import Asks, Begin, End, Generate
 from rl.rollout.group_stream import WAIT_S, GroupStream
 from rl.rollout.sampling import train_sampling
 from rl.runtime import session
@@ -89,7 +89,8 @@ class Generators:
             if isinstance(taken[1], End):
                 engine.close()
                 return taken[1].code
-            self._answer(*taken)
+            if isinstance(taken[1], Generate):
+                self._answer(*taken)
             if stream is not None:
                 stream.barrier, stream.version = None, engine.weights_version
 
@@ -104,9 +105,8 @@ class Generators:
     def _draw(self, number: int) -> list[np.ndarray]:
         return [self._inputs.prompts[i].token_ids for i in self._sampler.draw(number)]
 
-    def _answer(self, name: str, ask: Ask) -> None:
+    def _answer(self, name: str, ask: Generate) -> None:
         """Generate the responses to the prompts of a message, and send them."""
-        assert isinstance(ask, Generate)
         engine, self._step = self._engine, ask.step
         if engine.weights_version != ask.version:
             self._take_weights(ask.version)

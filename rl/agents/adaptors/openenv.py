@@ -6,7 +6,8 @@
 
 The policy's text becomes the field `action` of the server's action, or, if `action` is empty, the JSON object
 of the whole action. `observation` names the field of an observation that the policy reads; if empty, it reads
-the JSON of all. With `tools: true` the policy calls the server's MCP tools instead (see `OpenEnvTools`).
+the JSON of all. `OpenEnvTools` (kwargs: url) is for environments whose actions are calls of MCP
+tools. The row's `extra_info.seed` and further kwargs go to the server's reset.
 
 The adaptor speaks OpenEnv's WebSocket protocol itself. openenv-core, which the server runs, requires gradio
 and fastmcp, and versions of packages that vLLM does not accept.
@@ -22,6 +23,10 @@ from rl.agents.adaptors.rows import seed_of
 websockets = require("websockets.asyncio.client", extra="openenv")
 
 
+class InvalidAction(ValueError):
+    """The server did not accept an action; the message is for the policy."""
+
+
 class _Session:
     """A session of an OpenEnv server, which lasts as long as its connection."""
 
@@ -34,9 +39,15 @@ class _Session:
         self.done = False
 
     async def _request(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Return the observation that answers a request; add up rewards. Raises RuntimeError on an error."""
+        """Return the observation that answers a request; add up rewards.
+
+        Raises InvalidAction, or RuntimeError for any other error of the server.
+        """
         await self._socket.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(await self._socket.recv())
+        if answer["type"] == "error" and answer["data"]["code"] == "VALIDATION_ERROR":
+            errors = answer["data"].get("errors", [])
+            raise InvalidAction("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in errors))
         if answer["type"] == "error":
             raise RuntimeError(f"OpenEnv server {self._address}: {answer['data']}")
         self._reward = float(answer["data"].get("reward") or 0.0)
@@ -61,7 +72,8 @@ class _Session:
 
     async def close(self) -> None:
         if self._socket is not None:
-            await self._socket.close()
+            await self._socket.send(json.dumps({"type": "close"}))
+            await self._socket.wait_closed()
 
 
 class OpenEnv(_Session):
@@ -77,14 +89,19 @@ class OpenEnv(_Session):
     async def step(self, text: str) -> tuple[str, float, bool]:
         try:
             action = {self._action: text} if self._action else json.loads(text)
+            observation = await self._request("step", action)
+        except InvalidAction as error:
+            return f"The action is invalid: {error}", 0.0, False
         except ValueError as error:
             return f"The action must be a JSON object: {error}", 0.0, False
-        observation = await self._request("step", action)
         return self._text(observation), self._reward, self.done
 
 
 class OpenEnvTools(_Session):
     """An environment whose actions are calls of its MCP tools. The prompt is the row's."""
+
+    def __init__(self, url: str, **reset: Any) -> None:
+        super().__init__(url, reset=reset)
 
     async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         await self._open(row)
@@ -97,9 +114,11 @@ class OpenEnvTools(_Session):
         ]
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
-        observation = await self._request(
-            "step", {"type": "call_tool", "tool_name": name, "arguments": arguments}
-        )
-        if observation.get("error"):
-            raise ValueError(str(observation["error"]))
-        return self._text({"result": observation["result"]}) if not self._field else self._text(observation)
+        call = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        observation = await self._request("step", call)
+        if error := observation.get("error"):
+            raise ValueError(error["message"])
+        result = observation["result"]
+        if isinstance(result, dict) and "data" in result:  # fastmcp's CallToolResult
+            result = result["data"]
+        return result if isinstance(result, str) else json.dumps(result)

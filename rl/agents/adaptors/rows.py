@@ -10,8 +10,5 @@ def task_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seed_of(row: Mapping[str, Any]) -> int:
-    """Return `extra_info.seed` of a row. Raises ValueError if there is none: samples of a prompt share it."""
-    seed = task_of(row).get("seed")
-    if seed is None:
-        raise ValueError("extra_info.seed is missing: tools/make_tasks.py writes rows with a seed each.")
-    return int(seed)
+    """Return `extra_info.seed` of a row, else the seed of this draw of it; samples of a prompt share both."""
+    return int(task_of(row).get("seed", row.get("seed", 0)))

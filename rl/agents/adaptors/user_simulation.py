@@ -3,7 +3,7 @@
     agents:
       environment: rl.agents.adaptors.user_simulation:UserSimulation
       kwargs:
-        base_url: http://gpu7:8000/v1      # any OpenAI-compatible server: vllm serve, a router, a company's API
+        base_url: http://gpu7:8000/v1      # any OpenAI-compatible server, such as `vllm serve`
         model: Qwen/Qwen2.5-7B-Instruct
         api_key_variable: USER_API_KEY     # environment variable with the key; omit if there is none
 
@@ -41,7 +41,7 @@ class UserSimulation:
         judge: str = "",
         **sampling: Any,
     ) -> None:
-        """`sampling` are further fields of each request, such as temperature. Raises ValueError for no key."""
+        """`sampling` are further fields of each request. Raises ValueError if there is no key."""
         if api_key_variable and api_key_variable not in os.environ:
             raise ValueError(f"agents.kwargs.api_key_variable={api_key_variable} is not set in the job.")
         key = os.environ.get(api_key_variable, "none")

@@ -1,14 +1,14 @@
 """Returns of single turns, compared within the group (turn-level rewards as in arXiv:2505.11821).
 
-An environment rewards turns, r_k; what it does not give to a turn (the rest of the sample's reward) belongs to
-the last turn. With gamma = `objective.turn_gamma`, every token of turn k gets
+An environment rewards turns, r_k; what it does not give to a turn (the rest of the sample's reward) belongs
+to the last turn. With gamma = `objective.turn_gamma`, every token of turn k gets
 
     A_k = (G_k - mean_G) / (std_G + eps),   G_k = r_k + gamma G_{k+1}
 
 where mean and standard deviation are those of the returns of all turns in the group. Differences from the
-paper: returns, not single rewards, are compared, so that a turn is credited with what follows it; and turns of
-all positions are compared with each other, because few samples of a group reach a late turn. With one turn per
-sample it is GRPO's advantage.
+paper: returns, not single rewards, are compared, so that a turn is credited with what follows it; and turns
+of all positions are compared with each other, because few samples of a group reach a late turn. With one turn
+per sample it is GRPO's advantage.
 """
 
 import torch
@@ -19,7 +19,15 @@ from rl.objectives.returns import reward_to_go
 from rl.objectives.segments import expand, segment_sum
 
 NEEDS = ("groups",)
-KEYS = {"turn_gamma": ("float", 1.0, "FRACTION", "Discount per turn of a response of several turns.")}
+KEYS = {
+    "turn_gamma": (
+        "float",
+        0.95,
+        "SIGNED_FRACTION",
+        "Discount per turn of a response of several turns. Below 0 the turns are of two players in turn, of "
+        "whom one loses what the other gains.",
+    )
+}
 PER_TOKEN = True
 FORMULA = "(G_k - mean_G) / (std_G + 1e-6) for all tokens of turn k, G_k = r_k + turn_gamma G_{k+1}"
 SOURCE = "2505.11821"
@@ -47,7 +55,7 @@ def turn_return(
         turns: int [T], number of the turn that sampled each token, from 1; 0 or less for other tokens. None:
             one turn per sample.
         turn_rewards: floating [T], rewards of single turns at any of their tokens. None: 0.
-        turn_gamma: discount per turn, in [0, 1].
+        turn_gamma: discount per turn, in [-1, 1].
         normalize_by_std: divide by the standard deviation of the group.
     """
     sample, turn, cell = number_turns(lengths, turns)

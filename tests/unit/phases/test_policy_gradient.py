@@ -55,6 +55,9 @@ def example(seed=0):
     batch.old_logprobs, batch.ref_logprobs = -2 + normal(), -2 + normal()
     batch.advantages, batch.token_rewards = normal(), normal()
     batch.sum_p_squared = torch.rand(total, generator=generator)
+    position = torch.arange(total) - batch.offsets[:-1].repeat_interleave(lengths)
+    batch.turns = (1 + position // 4).int()
+    batch.turn_rewards = torch.where(position % 4 == 3, 0.5, 0.0)
     batch.scores = batch.rewards = torch.randint(4, (10,), generator=generator) / 3
     details = {name: torch.rand(10, generator=generator) for name in ("acc", "score", "length", "format")}
     batch.score_details = details | {"failed": torch.zeros(10)}
@@ -97,6 +100,11 @@ COLUMNS = {
     "remax": ("rewards baselines", {}),
     "reinforce++": ("token_rewards lengths mask", {"gamma": 1.0}),
     "reinforce++-baseline": ("rewards groups lengths mask", {}),
+    "turn-return": (
+        "rewards groups lengths mask turns turn_rewards",
+        {"turn_gamma": 0.95, "normalize_by_std": True},
+    ),
+    "turn-spread": ("rewards groups lengths mask turns", {"turn_gamma": 0.95, "normalize_by_std": True}),
     "optimal-token-baseline": (
         "token_rewards groups lengths mask old_logprobs sum_p_squared loss_weights",
         {},
@@ -147,6 +155,8 @@ def test_no_two_estimators_are_the_same():
         ("grpo", {"normalize_by_std": False}),
         ("grpo-passk", {"normalize_by_std": False}),
         ("reinforce++", {"gamma": 0.7}),
+        ("turn-return", {"turn_gamma": 0.5}),
+        ("turn-spread", {"turn_gamma": 0.5}),
     ],
 )
 def test_keys_of_an_estimator_reach_it(name, option):

@@ -1,0 +1,332 @@
+"""An OpenAI-compatible server on a replica's leader, for agents that call the engine themselves.
+
+    POST /v1/chat/completions      messages and tools; with logprobs, and with return_token_ids as in vLLM
+    POST /inference/v1/generate    token ids in, token ids and log-probs out, in vLLM's form
+
+The server listens on loopback, in a thread of its own. Each trajectory has a random API key, which attributes
+its requests. A handler only puts a request into a queue; the source of the engine's events takes it from
+there and answers its future:
+
+    endpoint = Endpoint(tokenizer, wake=pool.wake)
+    key = endpoint.open("3.1")                    # the agent is given endpoint.base_url and key
+    request = endpoint.requests.get_nowait()      # EndpointRequest(session="3.1", messages=[...], ...)
+    request.reply.set_result(EndpointReply(...))  # or set_exception(Refused("why"))
+
+Sampling parameters of a request are ignored: those of the run apply. `tool_choice: none` hides the tools; any
+other choice is treated as auto. Streaming and several choices are refused.
+"""
+
+import asyncio
+import json
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+from transformers import PreTrainedTokenizerBase
+
+from rl.agents.environment import Messages
+from rl.agents.tool_calls import read_arguments
+
+MODEL = "policy"
+"""Name of the model in replies. Requests may name any."""
+MAX_BODY_BYTES = 64 << 20
+IGNORED = ("refusal", "audio", "annotations", "function_call")
+"""Keys that client libraries add to a message of the assistant."""
+
+
+@dataclass(frozen=True)
+class EndpointReply:
+    """A sampled turn."""
+
+    prompt_ids: np.ndarray
+    """int32 [C]: the context that the engine continued."""
+    token_ids: np.ndarray
+    """int32 [R]: the sampled tokens."""
+    logprobs: np.ndarray
+    """float32 [R]."""
+    end: str
+    """Why the turn ended, as in `Completion`."""
+    message: dict
+    """The turn as a message (`Chat.parse`)."""
+
+
+@dataclass(frozen=True)
+class EndpointRequest:
+    """A turn that an agent asks for. Either `messages` or `token_ids` is given."""
+
+    session: str
+    messages: Messages | None
+    """The whole conversation, with parsed arguments of tool calls (`normalise`)."""
+    token_ids: np.ndarray | None
+    """int32 [C]: the whole context."""
+    tools: list[dict] = field(default_factory=list)
+    max_tokens: int | None = None
+    """Most tokens of the turn; None: no limit but the run's."""
+    is_learned: bool = True
+    """Whether the turn belongs to the trajectory; "store": false of a request means that it does not."""
+    reply: "Future[EndpointReply]" = field(default_factory=Future)
+
+
+class Refused(Exception):
+    """The answer to a request that cannot be served; the client receives it as an error with status 400."""
+
+
+class Endpoint:
+    """Serves requests of agents from a thread, until `shutdown`.
+
+    Args:
+        wake: called after a request was put into `requests`, from the server's thread.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, wake: Callable[[], None] = lambda: None):
+        self._tokenizer, self._wake = tokenizer, wake
+        self.requests: queue.SimpleQueue[EndpointRequest] = queue.SimpleQueue()
+        self._sessions: dict[str, str] = {}
+        """API key -> session."""
+        self._pending: dict[str, set[Future]] = {}
+        """Session -> futures of requests that have no reply."""
+        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        started: Future[int] = Future()
+        self._thread = threading.Thread(target=self._serve, args=(started,), name="endpoint", daemon=True)
+        self._thread.start()
+        self.base_url = f"http://127.0.0.1:{started.result()}/v1"
+
+    def open(self, session: str) -> str:
+        """Return the API key of a new session."""
+        key = secrets.token_urlsafe(24)
+        with self._lock:
+            self._sessions[key], self._pending[session] = session, set()
+        return key
+
+    def close(self, session: str) -> None:
+        """Refuse the session's requests from now on, and those that have no reply."""
+        with self._lock:
+            self._sessions = {key: name for key, name in self._sessions.items() if name != session}
+            pending = self._pending.pop(session, set())
+        for reply in pending:
+            if not reply.done():
+                reply.set_exception(Refused("the trajectory has ended"))
+
+    def shutdown(self) -> None:
+        """Close all sessions and end the server."""
+        for session in list(self._pending):
+            self.close(session)
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    # The server's thread ----------------------------------------------------------------------------------
+
+    def _serve(self, started: "Future[int]") -> None:
+        async def run() -> None:
+            self._stop = asyncio.Event()
+            app = web.Application(client_max_size=MAX_BODY_BYTES)
+            app.router.add_post("/v1/chat/completions", self._answer(_read_chat, self._write_chat))
+            app.router.add_post("/inference/v1/generate", self._answer(_read_tokens, self._write_tokens))
+            runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            started.set_result(runner.addresses[0][1])
+            await self._stop.wait()
+            await runner.cleanup()
+
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(run())
+        except OSError as error:
+            started.set_exception(error)
+        finally:
+            self._loop.close()
+
+    def _answer(self, read: Callable[[dict], dict], write: Callable[[dict, EndpointReply], dict]):
+        """Return a handler that reads a request, waits for its reply and writes it."""
+
+        async def handle(http: web.Request) -> web.Response:
+            key = http.headers.get("Authorization", "").removeprefix("Bearer ")
+            try:
+                body = await http.json()
+                store = body.get("store") is not False
+                request = EndpointRequest(self._sessions.get(key, ""), **read(body), is_learned=store)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                return _error(400, f"malformed request: {type(error).__name__}: {error}")
+            except Refused as error:
+                return _error(400, str(error))
+            with self._lock:
+                pending = self._pending.get(request.session)
+                if pending is None:
+                    return _error(401, "the API key belongs to no open trajectory")
+                pending.add(request.reply)
+            self.requests.put(request)
+            self._wake()
+            try:
+                reply = await asyncio.wrap_future(request.reply)
+            except Refused as error:
+                return _error(400, str(error))
+            finally:
+                with self._lock:
+                    pending.discard(request.reply)
+            written = write(body, reply)
+            return _stream(written, body) if body.get("stream") else web.json_response(written)
+
+        return handle
+
+    def _write_chat(self, body: dict, reply: EndpointReply) -> dict:
+        message = dict(reply.message)
+        if calls := message.get("tool_calls"):
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [
+                {
+                    **call,
+                    "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])},
+                }
+                for call in calls
+            ]
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": _finish_reason(reply, calls),
+            "logprobs": None,
+        }
+        if body.get("logprobs"):
+            texts = [self._tokenizer.decode([id]) for id in reply.token_ids.tolist()]
+            choice["logprobs"] = {
+                "content": [
+                    {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                    for text, logprob in zip(texts, reply.logprobs.tolist(), strict=True)
+                ]
+            }
+        if body.get("return_token_ids"):
+            choice["token_ids"] = reply.token_ids.tolist()
+        prompt, completion = len(reply.prompt_ids), len(reply.token_ids)
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": body.get("model", MODEL),
+            "choices": [choice],
+            "usage": usage,
+            "prompt_token_ids": reply.prompt_ids.tolist() if body.get("return_token_ids") else None,
+        }
+
+    def _write_tokens(self, body: dict, reply: EndpointReply) -> dict:
+        token_ids = reply.token_ids.tolist()
+        content = [
+            {"token_id": id, "logprob": logprob}
+            for id, logprob in zip(token_ids, reply.logprobs.tolist(), strict=True)
+        ]
+        choice = {"index": 0, "token_ids": token_ids, "logprobs": {"content": content}}
+        choice["finish_reason"] = _finish_reason(reply, None)
+        return {"request_id": secrets.token_hex(8), "choices": [choice]}
+
+
+def _read_chat(body: dict) -> dict:
+    """Return the fields of a request for a message."""
+    if body.get("n", 1) not in (1, None):
+        raise Refused("n > 1 is not supported by this address")
+    messages = normalise(body["messages"])
+    if not messages:
+        raise ValueError("messages is empty")
+    tools = body.get("tools") or []
+    return {
+        "messages": messages,
+        "token_ids": None,
+        "tools": [] if body.get("tool_choice") == "none" else tools,
+        "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens"),
+    }
+
+
+def _read_tokens(body: dict) -> dict:
+    """Return the fields of a request for tokens."""
+    if body.get("stream"):
+        raise Refused("stream is not supported by this address")
+    token_ids = np.asarray(body["token_ids"], np.int32)
+    if token_ids.ndim != 1 or len(token_ids) == 0:
+        raise ValueError("token_ids must be a list of integers")
+    max_tokens = (body.get("sampling_params") or {}).get("max_tokens")
+    return {"messages": None, "token_ids": token_ids, "max_tokens": max_tokens}
+
+
+def normalise(messages: Messages) -> Messages:
+    """Return messages of a client as templates and `new_messages` take them.
+
+    Contents are texts, arguments of tool calls are objects, and keys without value are absent.
+    """
+    normal = []
+    for message in messages:
+        message = {k: v for k, v in message.items() if v is not None and k not in IGNORED}
+        content = message.get("content", "")
+        if not isinstance(content, str):
+            if any(part.get("type") != "text" for part in content):
+                raise Refused("only messages of text are supported")
+            content = "".join(part["text"] for part in content)
+        message["content"] = content
+        if message["role"] == "developer":
+            message["role"] = "system"
+        if calls := message.pop("tool_calls", None):
+            message["tool_calls"] = [_normal_call(call) for call in calls]
+        normal.append(message)
+    return normal
+
+
+def _normal_call(call: dict) -> dict:
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    arguments = read_arguments(arguments) if isinstance(arguments, str) else arguments
+    return {"id": call["id"], "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def new_messages(known: Messages, received: Messages) -> Messages | None:
+    """Return the messages after a known conversation; None if the agent has changed it.
+
+    Only role, content and tool calls are compared: clients lose other keys, such as reasoning_content.
+    """
+
+    def view(message: dict) -> tuple[Any, ...]:
+        calls = [(c["id"], c["function"]) for c in message.get("tool_calls", [])]
+        return message["role"], message.get("content") or "", calls
+
+    if len(received) < len(known) or any(view(a) != view(b) for a, b in zip(known, received)):
+        return None
+    return received[len(known) :]
+
+
+def _stream(completion: dict, body: dict) -> web.Response:
+    """Return a completion as server-sent events."""
+    common = {key: completion[key] for key in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
+    choice = dict(completion["choices"][0])
+    delta = choice.pop("message")
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    chunks: list[dict] = [{**common, "choices": [{**choice, "delta": delta}]}]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        chunks.append({**common, "choices": [], "usage": completion["usage"]})
+    lines = [*map(json.dumps, chunks), "[DONE]"]
+    return web.Response(text="".join(f"data: {line}\n\n" for line in lines), content_type="text/event-stream")
+
+
+def _finish_reason(reply: EndpointReply, calls: list | None) -> str:
+    if reply.end == "length":
+        return "length"
+    return "tool_calls" if calls else "stop"
+
+
+def _as_text(arguments: dict | str) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _error(status: int, message: str) -> web.Response:
+    kind = "invalid_request_error" if status == 400 else "authentication_error"
+    return web.json_response({"error": {"message": message, "type": kind}}, status=status)

@@ -1,0 +1,36 @@
+"""Tool: Python programs in the sandbox (rl.sandbox): no network, no other files, limits on time and memory.
+
+    agents: {tools: [rl.agents.shipped.python:python]}
+    agents: {tools: [{function: rl.agents.shipped.python:python, kwargs: {wall_s: 5}}]}
+
+Each call is a new process, so that calls share no variables.
+"""
+
+from rl.sandbox.sandbox import Limits, run_program
+
+
+def python(
+    code: str,
+    *,
+    wall_s: float = 10.0,
+    memory_mib: int = 512,
+    interpreter: str | None = None,
+    allow_unprotected: bool = False,
+) -> str:
+    """Run a Python program and return what it prints.
+
+    Args:
+        code: the whole program; it must print its results
+    """
+    limits = Limits(wall_s=wall_s, cpu_s=max(1, round(wall_s)), memory_mib=memory_mib, output_bytes=100_000)
+    try:
+        outcome = run_program(
+            code, limits=limits, interpreter=interpreter, allow_unprotected=allow_unprotected
+        )
+    except ValueError as error:  # the machine cannot confine it, which is not the program's fault
+        raise RuntimeError(str(error)) from error
+    ends = {"exit": f"exit status {outcome.code}", "signal": f"signal {-outcome.code}"}
+    end = "" if outcome.ok else f"[{ends.get(outcome.end, f'ended at the limit of {outcome.end}')}]"
+    # The end of a traceback names the error.
+    parts = (outcome.stdout.strip(), outcome.stderr.strip()[-2000:], end)
+    return "\n".join(filter(None, parts)) or "[no output]"

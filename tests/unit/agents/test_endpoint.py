@@ -1,0 +1,148 @@
+"""Tests of the server for agents, with the real client library and a consumer of its queue."""
+
+import json
+import threading
+import urllib.request
+
+import numpy as np
+import pytest
+
+from rl.agents.chat import Chat
+from rl.agents.endpoint import Endpoint, EndpointReply, Refused, new_messages
+from rl.agents.renderer import TOOL
+from tests.chat_templates import end_ids, tokenizer_of
+
+openai = pytest.importorskip("openai")
+TURNS = [
+    '<tool_call>\n{"name": "lookup", "arguments": {"key": "a"}}\n</tool_call><|im_end|>',
+    'I look.\n<tool_call>\n{"name": "lookup", "arguments": {"key": "b"}}\n</tool_call><|im_end|>',
+    "The answer is 42.<|im_end|>",
+]
+
+
+class Consumer:
+    """Answers requests with given turns, as the source of the engine's events does, and keeps the tokens."""
+
+    def __init__(self, turns: list[str]):
+        self.tokenizer = tokenizer_of("qwen2.5")
+        self.chat = Chat(self.tokenizer, end_token_ids=end_ids("qwen2.5"))
+        self.endpoint, self.turns = Endpoint(self.tokenizer), turns
+        self.seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        """Context, tokens and log-probs of each turn."""
+        self.known: list[dict] = []
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def __enter__(self) -> "Consumer":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.thread.join(10)
+        self.endpoint.shutdown()
+
+    def run(self) -> None:
+        for number, text in enumerate(self.turns):
+            request = self.endpoint.requests.get(timeout=30)
+            turn = np.array(self.tokenizer(text)["input_ids"], np.int32)
+            if request.token_ids is not None:
+                context = request.token_ids
+            elif not self.seen:
+                context = self.chat.open(request.messages, request.tools)
+            else:
+                given = new_messages(self.known, request.messages)
+                before, last, _ = self.seen[-1]
+                added = self.chat.extend(before, last, self.known, given, request.tools)
+                context = np.concatenate([before, last, added])
+            message = self.chat.parse(turn, request.tools, number).message
+            self.known = [*(request.messages or []), message]
+            logprobs = -np.arange(1, len(turn) + 1, dtype=np.float32) / 8
+            self.seen.append((context, turn, logprobs))
+            request.reply.set_result(EndpointReply(context, turn, logprobs, "stop", message))
+
+
+def test_the_openai_client_through_three_turns_with_tools():
+    """The ids and log-probs that the client receives are those of the queue's consumer."""
+    with Consumer(TURNS) as consumer:
+        key = consumer.endpoint.open("0.0")
+        client = openai.OpenAI(base_url=consumer.endpoint.base_url, api_key=key, max_retries=0)
+        messages: list = [{"role": "user", "content": "question"}]
+        for number in range(3):
+            completion = client.chat.completions.create(
+                model="any",
+                messages=messages,
+                tools=[TOOL],
+                logprobs=True,
+                extra_body={"return_token_ids": True},
+            )
+            choice = completion.choices[0]
+            context, turn, logprobs = consumer.seen[number]
+            assert completion.prompt_token_ids == context.tolist()
+            assert choice.token_ids == turn.tolist()
+            assert [entry.logprob for entry in choice.logprobs.content] == logprobs.tolist()
+            messages.append(choice.message)
+            for call in choice.message.tool_calls or []:
+                value = json.loads(call.function.arguments)["key"]
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": f"value of {value}"})
+        assert choice.finish_reason == "stop" and choice.message.content == "The answer is 42."
+        text = consumer.tokenizer.decode(consumer.seen[-1][0])
+        assert text.index("value of a") < text.index("I look.") < text.index("value of b")
+
+
+def test_tokens_in_and_tokens_out():
+    with Consumer(TURNS[2:]) as consumer:
+        key = consumer.endpoint.open("0.0")
+        url = consumer.endpoint.base_url.removesuffix("/v1") + "/inference/v1/generate"
+        body = json.dumps({"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 9}}).encode()
+        http = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}"})
+        with urllib.request.urlopen(http, timeout=30) as answer:
+            (choice,) = json.load(answer)["choices"]
+        context, turn, logprobs = consumer.seen[0]
+        assert context.tolist() == [5, 6, 7]
+        assert choice["token_ids"] == turn.tolist()
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == logprobs.tolist()
+
+
+def test_keys_and_refusals():
+    """A key is valid while its trajectory lives; what cannot be served is an error that names the reason."""
+    endpoint = Endpoint(tokenizer_of("qwen2.5"))
+    try:
+        key = endpoint.open("0.0")
+
+        def ask(api_key: str, **options) -> None:
+            client = openai.OpenAI(base_url=endpoint.base_url, api_key=api_key, max_retries=0)
+            client.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": "q"}], **options
+            )
+
+        assert endpoint.base_url.startswith("http://127.0.0.1:")
+        with pytest.raises(openai.AuthenticationError):
+            ask("wrong")
+        with pytest.raises(openai.BadRequestError, match="n > 1"):
+            ask(key, n=2)
+
+        def refuse() -> None:
+            request = endpoint.requests.get(timeout=30)
+            assert (request.session, request.max_tokens) == ("0.0", 7)
+            request.reply.set_exception(Refused("no room for another turn"))
+            endpoint.requests.get(timeout=30)
+            endpoint.close("0.0")
+
+        thread = threading.Thread(target=refuse, daemon=True)
+        thread.start()
+        with pytest.raises(openai.BadRequestError, match="no room"):
+            ask(key, max_tokens=7)
+        with pytest.raises(openai.BadRequestError, match="has ended"):
+            ask(key)
+        thread.join(10)
+        with pytest.raises(openai.AuthenticationError):
+            ask(key)
+    finally:
+        endpoint.shutdown()
+
+
+def test_a_changed_conversation_has_no_new_messages():
+    known = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "reasoning_content": "r"}]
+    same = [known[0], {"role": "assistant", "content": ""}, {"role": "user", "content": "next"}]
+    assert new_messages(known, same) == same[2:]
+    assert new_messages(known, [{**known[0], "content": "other"}, *same[1:]]) is None
+    assert new_messages(known, same[:1]) is None

@@ -1,0 +1,117 @@
+"""Groups that continue: the source ends at its quota, tokens are joined, a frontier survives JSON."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from rl.data.batch import Batch
+from rl.data.prompts import Prompt
+from rl.rollout.carry_over import CarriedTurns, Frontier, Group, Quota, batch_of, extend
+from rl.rollout.events import Abort, Add, Done
+from rl.rollout.queue import PastLengths, StaticQueue, own_counter
+from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.turns import Completion
+
+SAMPLING = Sampling(
+    samples_per_prompt=2, temperature=1, top_p=1, top_k=0, min_p=0, max_tokens=6, stop=(), stop_token_ids=()
+)
+
+
+def prompt(draw, *ids):
+    return Prompt(10 * draw, np.array(ids, np.int32), "", "toy", None, {}, draw=draw)
+
+
+def completion(*tokens, end="stop", version=9):
+    ids = np.array(tokens, np.int32)
+    return Completion(ids, -ids.astype(np.float32) / 3, end, np.full(len(ids), version, np.int32))
+
+
+def groups():
+    """A group with one unfinished sample of two tokens, and one that has not been started."""
+    samples = completion(4, 1), completion(5, 6, end="abort", version=7)
+    return [Group(prompt(3, 20), samples), Group.of(prompt(4, 30, 31), 2)]
+
+
+def turns_of(groups, num_groups=1, due=()):
+    quota = Quota(num_groups, len(due), own_counter())
+    queue = StaticQueue(len(groups), replica=0, num_replicas=1)
+    return CarriedTurns(groups, set(due), SAMPLING, [50, 60], queue=queue, quota=quota, capacity=4)
+
+
+def exchanged(parts):
+    """What `exchange` makes of a replica's parts."""
+    parts = sorted(parts, key=lambda part: (part.prompt, part.number))
+    return Batch(
+        prompt_ids=[np.zeros(1, np.int32)] * len(parts),
+        response_ids=[part.token_ids for part in parts],
+        groups=torch.tensor([part.prompt for part in parts]),
+        truncated=torch.tensor([part.truncated for part in parts]),
+        rollout_logprobs=torch.from_numpy(np.concatenate([part.logprobs for part in parts])),
+        weight_versions=torch.from_numpy(np.concatenate([part.weight_versions for part in parts])),
+        score_details={"unfinished": torch.tensor([part.outcome["unfinished"] for part in parts])},
+    )
+
+
+def test_a_sample_continues_until_the_quota_is_met():
+    turns = turns_of(groups())
+    requests = [event.request for event in turns.next_events(0, 0)]
+    assert [request.name for request in requests] == ["0.1", "1.0", "1.1"]
+    assert [request.token_ids.tolist() for request in requests] == [[20, 5, 6], [30, 31], [30, 31]]
+    assert [request.max_tokens for request in requests] == [4, 6, 6]
+    assert [request.first_version for request in requests] == [7, None, None]
+    assert requests[0].seed == seed_of(50, 1)
+    turns.receive("1.0", completion(8, 1))
+    assert turns.next_events(2, 1) == []
+    turns.receive("0.1", completion(7, 1))
+    assert turns.next_events(1, 2) == [Abort("1.1"), Done()]
+    turns.receive("1.1", completion(9, end="abort"))
+    first, second = extend(groups(), exchanged(turns.parts))
+    assert not first.unfinished and second.unfinished == [1]
+    assert first.samples[1].token_ids.tolist() == [5, 6, 7, 1] and first.oldest == 7
+    assert first.samples[1].weight_versions.tolist() == [7, 7, 9, 9]
+    batch = batch_of([first])
+    assert batch.rollout_logprobs.tolist() == pytest.approx([-4 / 3, -1 / 3, -5 / 3, -2, -7 / 3, -1 / 3])
+    assert batch.prompts[0].draw == 3 and batch.truncated.tolist() == [False, False]
+
+
+def test_groups_that_are_due_keep_the_engine_going():
+    turns = turns_of(groups(), due=[0])
+    turns.next_events(0, 0)
+    for name in ("1.0", "1.1"):
+        turns.receive(name, completion(8, end="length"))
+    assert turns.next_events(1, 1) == []  # one group is complete, but not the one that is due
+    turns.receive("0.1", completion(1))
+    assert turns.next_events(0, 2) == [Done()]
+
+
+def test_a_source_without_work_is_done():
+    turns = turns_of([], num_groups=1)
+    assert turns.next_events(0, 0) == [Done()]
+    turns = turns_of(groups(), num_groups=3)
+    assert [type(event) for event in turns.next_events(0, 0)] == [Add] * 3
+    for name in ("0.1", "1.0", "1.1"):
+        turns.receive(name, completion(1))
+    assert turns.next_events(0, 1) == [Done()]
+
+
+def test_a_frontier_is_exact_after_json():
+    frontier = Frontier(tuple(groups()), num_drawn=5)
+    state = json.loads(json.dumps(frontier.state_dict()))
+    again = Frontier.from_state(state, lambda index, draw: prompt(draw))
+    assert again.num_drawn == 5 and [group.prompt.index for group in again.groups] == [30, 40]
+    for group, other in zip(frontier.groups, again.groups, strict=True):
+        for sample, copy in zip(group.samples, other.samples, strict=True):
+            assert sample.end == copy.end
+            for name in ("token_ids", "logprobs", "weight_versions"):
+                values, copies = getattr(sample, name), getattr(copy, name)
+                assert values.dtype == copies.dtype and values.tobytes() == copies.tobytes()
+
+
+def test_longest_first_is_stable_and_expects_the_mean():
+    lengths = PastLengths()
+    assert lengths.longest_first([7, 8, 9]) == [0, 1, 2]
+    lengths.note([7, 8], [0, 0, 1, 1], [1, 3, 9, 11])
+    assert lengths.means == {7: 2, 8: 10}
+    assert lengths.longest_first([5, 7, 6, 8]) == [3, 0, 2, 1]

@@ -1,0 +1,86 @@
+"""Count the prompts that a run has consumed, and report lost and doubled ones.
+
+    python tools/consumed.py runs/mine
+
+Reads `consumed.jsonl` of a run directory, which a run with carry-over writes. A prompt is identified by its
+draw, the number of prompts that the run had drawn before it. Every draw must be consumed once, be dropped
+(`rollout.on_stale=drop`), or wait for a later step. Exit code 1 if a draw is lost or doubled.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+# Python searches only tools/ for modules when it runs this file as a script.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl.run_directory.consumed import FILE_NAME  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Count:
+    """The draws of a run."""
+
+    steps: int
+    drawn: int
+    consumed: int
+    dropped: int
+    waiting: int
+    lost: list[int]
+    """Draws that are in none of the lists."""
+    doubled: list[int]
+    """Draws that were consumed or dropped more than once, or also wait."""
+    renamed: list[int]
+    """Draws that stand for several prompts."""
+
+    @property
+    def is_exact(self) -> bool:
+        return not (self.lost or self.doubled or self.renamed)
+
+    def line(self) -> str:
+        return (
+            f"{self.steps} steps: {self.drawn} prompts drawn, {self.consumed} consumed, "
+            f"{self.dropped} dropped, {self.waiting} waiting, {len(self.lost)} lost {self.lost[:8] or ''}, "
+            f"{len(self.doubled) + len(self.renamed)} doubled {[*self.doubled, *self.renamed][:8] or ''}"
+        )
+
+
+def count(run_dir: Path) -> Count:
+    """Return the count of a run directory. Raises OSError if the run has written no such file."""
+    records = [json.loads(line) for line in (run_dir / FILE_NAME).read_text().splitlines()]
+    drawn, waiting = (records[-1]["drawn"], records[-1]["waiting"]) if records else (0, [])
+    gone = [pair for record in records for name in ("consumed", "dropped") for pair in record[name]]
+    seen = Counter(draw for draw, _ in gone + waiting)
+    once_waiting = [pair for record in records for pair in record["waiting"]]
+    names = Counter(draw for draw, _ in {tuple(pair) for pair in gone + once_waiting})
+    return Count(
+        steps=len(records),
+        drawn=drawn,
+        consumed=sum(len(record["consumed"]) for record in records),
+        dropped=sum(len(record["dropped"]) for record in records),
+        waiting=len(waiting),
+        lost=sorted(set(range(drawn)) - seen.keys()),
+        doubled=sorted(draw for draw, times in seen.items() if times > 1 or draw >= drawn),
+        renamed=sorted(draw for draw, times in names.items() if times > 1),
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="run directory")
+    args = parser.parse_args(argv)
+    try:
+        found = count(args.run)
+    except OSError as error:
+        sys.exit(f"consumed: {error}; only runs with rollout.carry_over=true write the file.")
+    print(found.line())
+    return 0 if found.is_exact else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
