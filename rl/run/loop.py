@@ -159,7 +159,7 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
         log.write(last_step, metrics)
     if config.logging.samples:
         keep_lines_up_to(Path(config.run.dir, samples.FILE_NAME), resume_step)
-    if config.rollout.carry_over:
+    if config.rollout.carry_over or config.roles.is_on:
         keep_lines_up_to(Path(config.run.dir, consumed.FILE_NAME), resume_step)
     record_run(config, last_step, start_up_s=start_up.parts)
     return log
@@ -254,9 +254,10 @@ class Training:
         batch = self._collect()
         phases, rollout = self._phases, self._config.rollout
         phases.step.is_committed = True
-        if rollout.carry_over and len(batch):
+        if (rollout.carry_over or self._split is not None) and len(batch):
             version = phases.engines.policy.version
-            phases.metrics.update(check_staleness(batch, version, rollout.max_staleness))
+            limit = rollout.max_staleness if self._split is None else self._config.roles.lag
+            phases.metrics.update(check_staleness(batch, version, limit))
         if len(batch):
             self._algorithm.learn(phases, batch)
         if phases.carry_over is not None:
