@@ -69,6 +69,8 @@ class EndpointRequest:
     tools: list[dict] = field(default_factory=list)
     max_tokens: int | None = None
     """Most tokens of the turn; None: no limit but the run's."""
+    is_learned: bool = True
+    """Whether the turn belongs to the trajectory; "store": false of a request means that it does not."""
     reply: "Future[EndpointReply]" = field(default_factory=Future)
 
 
@@ -150,7 +152,8 @@ class Endpoint:
             key = http.headers.get("Authorization", "").removeprefix("Bearer ")
             try:
                 body = await http.json()
-                request = EndpointRequest(session=self._sessions.get(key, ""), **read(body))
+                store = body.get("store") is not False
+                request = EndpointRequest(self._sessions.get(key, ""), **read(body), is_learned=store)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 return _error(400, f"malformed request: {type(error).__name__}: {error}")
             except Refused as error:

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -16,6 +17,7 @@ from rl.rewards.pool.pool import default_workers
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.queue import Queue, StaticQueue
 from rl.rollout.sampling import Sampling
+from rl.rollout.stored_log import Recorder, store
 from rl.rollout.turns import Sample
 
 
@@ -47,6 +49,8 @@ class AgentRollouts:
         try:
             for tools in self.pool.check():
                 self._chat.check(tools)
+                if tools and agents.structured_tool_calls:
+                    self._chat.grammar(tools)
         except ValueError:
             self.close()
             raise
@@ -77,11 +81,14 @@ class AgentRollouts:
         progress=None,
         interrupt: Callable[[], bool] | None = None,
         on_wait: Callable[[str], None],
+        log: Path | None = None,
     ) -> tuple[list[Sample] | None, Counter[str]]:
         """Return this replica's samples and counts; the samples are None if the call was interrupted.
 
         The leader returns them; other ranks return [] and no counts. Collective over the replica. The
         arguments are those of `RolloutEngine.generate`.
+
+        log: beginning of the path of the stored event log; None: it is not stored.
         """
         queue = self._queue(engine, len(prompts))
         engine.llm.reset_prefix_cache()  # what the engine computes then depends on the events alone
@@ -104,9 +111,13 @@ class AgentRollouts:
             progress=progress,
         )
         try:
-            is_complete = engine.run(source, sampling, interrupt=interrupt, on_wait=on_wait)
+            recorder = Recorder(source)
+            is_complete = engine.run(recorder, sampling, interrupt=interrupt, on_wait=on_wait)
         finally:
             source.close()
+        if is_complete and log is not None and self._config.agents.order == "arrival":
+            path = log.with_name(f"{log.name}_replica_{engine.replica}.npz")
+            store(path, sampling, engine.events, recorder.completions)
         return (source.samples if is_complete else None), source.counts
 
     def _queue(self, engine: RolloutEngine, num_prompts: int) -> Queue:

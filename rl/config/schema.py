@@ -406,6 +406,9 @@ class Agents:
     order: Literal["arrival", "waves"] = "arrival"
     """arrival: results of environments are used as they come, in an order that the log stores. waves: all
     live trajectories end their turn first, which is repeatable without a log but leaves the engine idle."""
+    structured_tool_calls: bool = False
+    """Whether the engine samples only tool calls whose name and arguments fit a schema. Its log-probs are
+    then those of the allowed tokens, which differ from the trainer's."""
     on_rewrite: Literal["refuse", "new_row"] = "refuse"
     """Treatment of a chat template that changes earlier turns: refuse the run, or continue the trajectory in
     a new training row."""

@@ -12,6 +12,7 @@ RANKS = discover()
 prepare_environment(RANKS)
 
 import itertools  # noqa: E402
+import json  # noqa: E402
 from collections import Counter  # noqa: E402
 from dataclasses import replace  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
@@ -29,11 +30,11 @@ from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
 from rl.rollout import engine as rollout_engine  # noqa: E402
 from rl.rollout.carry_over import CarriedTurns, Group, extend  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
-from rl.rollout.events import Add, Done  # noqa: E402
+from rl.rollout.events import Add, Done, Event  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import StaticQueue  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
-from rl.rollout.turns import Request  # noqa: E402
+from rl.rollout.turns import Completion, Request  # noqa: E402
 from rl.rollout.vllm_model import build_llm  # noqa: E402
 from rl.runtime.collectives import broadcast_object, gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
@@ -97,6 +98,21 @@ class EngineSteps:
             ("free", _external(request.request_id), request.status.name, request.num_output_tokens)
         )
         return self.originals["_free_request"](request, *args, **options)
+
+
+class Fixed:
+    """A source of given requests."""
+
+    def __init__(self, requests: list[Request]):
+        self.requests, self.received = requests, {}
+
+    def next_events(self, num_live: int, step: int) -> list[Event]:
+        if len(self.received) == len(self.requests):
+            return [Done()]
+        return [Add(request) for request in self.requests] if step == 0 else []
+
+    def receive(self, name: str, completion: Completion) -> None:
+        self.received[name] = completion
 
 
 def _external(request_id: str) -> str:
@@ -297,12 +313,31 @@ class Checks:
 
     def complete(self, *requests):
         """Generate requests to their ends."""
-        events = iter([[*map(Add, requests)]])
-        source = SimpleNamespace(
-            next_events=lambda num_live, step: next(events, [] if num_live else [Done()]),
-            receive=lambda name, completion: None,
-        )
+        source = Fixed(list(requests))
         assert self.engine.run(source if self.engine.leads else None, PLAIN)
+
+    def check_a_grammar_holds_for_its_requests_only(self):
+        properties = {"key": {"type": "string", "maxLength": 3}, "count": {"type": "integer", "maximum": 99}}
+        schema = {"type": "object", "properties": properties, "required": ["key", "count"]}
+        schema |= {"additionalProperties": False}
+        tag = json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}})
+        sampling, received = replace(PLAIN, temperature=2.0), []
+        for num_bound in (4, 0):
+            bound = [Request(f"bound {i}", PROMPTS[1], i, 60, tag) for i in range(num_bound)]
+            source = Fixed([*bound, *(Request(f"free {i}", PROMPTS[1], i, 20 + i) for i in range(4))])
+            assert self.engine.run(source if self.engine.leads else None, sampling)
+            digests = gather_objects(self.engine.events.digest)
+            assert digests[0] == digests[1]
+            received.append(broadcast_object({n: c.token_ids.tolist() for n, c in source.received.items()}))
+        tokenizer, eos = self.engine.llm.get_tokenizer(), 1
+        for name, ids in received[0].items():
+            if name.startswith("free"):
+                assert received[1][name] == ids
+            elif ids[-1] == eos:
+                value = json.loads(tokenizer.decode(ids[:-1]))
+                assert set(value) == {"key", "count"} and value["count"] <= 99 and len(value["key"]) <= 3
+        ends = [ids[-1] for name, ids in received[0].items() if name.startswith("bound")]
+        assert eos in ends, received[0]
 
     def check_a_wrong_element_is_found_on_every_rank(self):
         check_refit(self.trainer, self.engine)

@@ -7,8 +7,9 @@ import urllib.request
 import numpy as np
 import pytest
 
-from rl.agents.chat import TOOL, Chat
+from rl.agents.chat import Chat
 from rl.agents.endpoint import Endpoint, EndpointReply, Refused, new_messages
+from rl.agents.renderer import TOOL
 from tests.chat_templates import end_ids, tokenizer_of
 
 openai = pytest.importorskip("openai")
