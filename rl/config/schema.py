@@ -565,6 +565,11 @@ class RolloutCorrection:
     against the distribution sampled from. The other keys must be off."""
 
     @property
+    def corrects(self) -> bool:
+        """Return whether the loss accounts for tokens of older weights, by a weight or by bypass."""
+        return bool(self.bypass or self.truncate_tokens or self.truncate_samples or self.icepop_high)
+
+    @property
     def rejections(self) -> list[Rejection]:
         """Return the criteria of `reject` with their bounds, in its order; [] for "none".
 

@@ -25,13 +25,15 @@ class Begin:
 
 @dataclass(frozen=True)
 class NextBatch:
-    """The trainers wait for a batch: generate further ones, as far as `roles.lag` allows."""
+    """The trainers wait for a batch, and further ones may begin."""
 
     step: int
     version: int
     """Version of the weights, which are being sent if it differs from that of the message before."""
     batch: int
     """Number of the batch that the trainers wait for."""
+    limit: int
+    """Number of the first batch that may not begin yet."""
     purpose: str
     """With `roles.lag` 0, distinguishes the seeds of this batch."""
 

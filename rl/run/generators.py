@@ -15,7 +15,7 @@ from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
 from rl.rollout.asks import Asks, Begin, End, Generate
-from rl.rollout.group_stream import WAIT_S, GroupStream
+from rl.rollout.group_stream import WAIT_S, GroupStream, batch_size
 from rl.rollout.sampling import train_sampling
 from rl.runtime import session
 from rl.runtime.collectives import broadcast_object, gather_objects
@@ -77,7 +77,7 @@ class Generators:
                 begin,
                 draw=self._draw,
                 queue=queue,
-                num_replicas=engine.num_replicas,
+                capacity=engine.capacity(self._window(), sampling.samples_per_prompt),
                 asks=self._asks,
                 send=self._link.send_samples,
             )
@@ -89,6 +89,7 @@ class Generators:
             if isinstance(taken[1], End):
                 engine.close()
                 return taken[1].code
+            engine.llm.reset_prefix_cache()  # as in a run that resumes here
             if isinstance(taken[1], Generate):
                 self._answer(*taken)
             if stream is not None:
@@ -101,6 +102,11 @@ class Generators:
         assert isinstance(begin, Begin)
         self._sampler.load_state_dict(begin.cursor)
         return begin
+
+    def _window(self) -> int:
+        """Return the number of groups that all replicas may hold at a time."""
+        roles = self._config.roles
+        return batch_size(self._config) * (1 if roles.granularity == "batch" else roles.lag + 1)
 
     def _draw(self, number: int) -> list[np.ndarray]:
         return [self._inputs.prompts[i].token_ids for i in self._sampler.draw(number)]
