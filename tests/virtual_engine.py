@@ -32,7 +32,7 @@ class VirtualPool:
         self.rows: dict[str, dict] = {}
         self._order = itertools.count()
         self._due: list[tuple[float, int, Reply]] = []
-        self.closed: list[str] = []
+        self.closed: dict[str, None] = {}
 
     def open(self, session: str, row: dict) -> None:
         assert session not in self.rows and session not in self.closed, session
@@ -49,7 +49,7 @@ class VirtualPool:
 
     def close(self, session: str) -> None:
         del self.rows[session]
-        self.closed.append(session)
+        self.closed[session] = None
         self._due = [item for item in self._due if item[2].session != session]
         heapq.heapify(self._due)
 
