@@ -65,13 +65,7 @@ def check_roles(config: Config) -> None:
             f"algorithm={config.algorithm} needs a greedy response by the weights of the samples, which are "
             f"gone with roles.lag={roles.lag}; use roles.lag=0."
         )
-    is_corrected = (
-        correction.bypass
-        or correction.truncate_tokens
-        or correction.truncate_samples
-        or correction.icepop_high
-    )
-    if roles.lag and not is_corrected:
+    if roles.lag and not correction.corrects:
         raise ConfigError(
             f"roles.lag={roles.lag} learns from samples of older weights without a correction; set "
             "rollout_correction.truncate_tokens=2, or another weight, or rollout_correction.bypass=true."
