@@ -566,7 +566,7 @@ class RolloutCorrection:
 
     @property
     def corrects(self) -> bool:
-        """Return whether the loss accounts for tokens that other weights sampled: by a weight or by bypass."""
+        """Return whether the loss accounts for tokens of older weights, by a weight or by bypass."""
         return bool(self.bypass or self.truncate_tokens or self.truncate_samples or self.icepop_high)
 
     @property
