@@ -1,6 +1,7 @@
 """Generation on other ranks (`roles`): the trainers' side, with the interface of `Generation`."""
 
 import base64
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -242,7 +243,7 @@ class SplitGeneration:
 
 def _oldest(samples: list[Sample]) -> int:
     """Return the oldest version that sampled a token of the samples."""
-    return min(int(s.weight_versions.min()) for s in samples if len(s.token_ids))
+    return min((int(s.weight_versions.min()) for s in samples if len(s.token_ids)), default=sys.maxsize)
 
 
 def _packed(delivery: Delivery) -> list:

@@ -88,19 +88,15 @@ class GroupStream:
 
     def next_events(self, num_live: int, step: int) -> list[Event]:
         events = self._begin_samples(num_live)
-        while self.barrier is None and self._reads_next(num_live + _num_begun(events), step):
-            is_idle = not num_live and not events
-            taken = self._asks.take(WAIT_S if is_idle or self._waits else 0.0)
-            if taken is None and self._waits and not is_idle:
-                continue
-            if taken is None:
-                break
-            self._due_at = None
-            if not isinstance(taken[1], NextBatch):
+        # At most one message: its weights must be taken before the next one can come.
+        if self.barrier is None and self._reads_next(num_live + len(events), step):
+            taken = self._read(is_idle=not num_live and not events)
+            if taken is not None and isinstance(taken[1], NextBatch):
+                begun = len(events)
+                events += self._allow(taken[1])
+                events += self._begin_samples(num_live + begun)
+            else:
                 self.barrier = taken
-                break
-            events += self._allow(taken[1])
-            events += self._begin_samples(num_live + _num_begun(events))
         if self.barrier is not None and (isinstance(self.barrier[1], End) or not (num_live or events)):
             return [Done()]
         return events
@@ -118,10 +114,13 @@ class GroupStream:
 
     # Messages ---------------------------------------------------------------------------------------------
 
-    @property
-    def _waits(self) -> bool:
-        """Whether a message that is due is waited for, although the engine has work."""
-        return self._config.rollout.deterministic and self._granularity != "batch"
+    def _read(self, *, is_idle: bool) -> tuple[str, Ask] | None:
+        """Return the next message, None if there is none yet. A message that is due is waited for."""
+        self._due_at = None
+        waits = not is_idle and self._config.rollout.deterministic and self._granularity != "batch"
+        while (taken := self._asks.take(WAIT_S if is_idle or waits else 0.0)) is None and waits:
+            pass
+        return taken
 
     def _reads_next(self, num_live: int, step: int) -> bool:
         """Return whether to read the next message before engine step `step`."""
@@ -188,7 +187,3 @@ class GroupStream:
             # A fixed rule gives a group to the same replica after a resume; a counter begins again.
             self._held = item if self._config.rollout.deterministic else self._first + item
         return self._held
-
-
-def _num_begun(events: list[Event]) -> int:
-    return sum(isinstance(event, Add) for event in events)

@@ -64,9 +64,17 @@ def test_a_staleness_above_the_lag_ends_the_run(config, tmp_path):
 
 
 @pytest.mark.slow
+def test_no_token_is_older_than_the_lag_in_200_steps(config, tmp_path):
+    overrides = ("rollout.deterministic=false", "roles.lag=2", "training.optimizer.lr=1e-4")
+    steps = train(2, config, *IN_FLIGHT, *overrides, "run.max_steps=200")
+    assert len(steps) == 200 and max(step["staleness/max"] for step in steps) <= 2
+    assert_each_prompt_once(tmp_path / "run", consumed=1600)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["batch", "group", "sample"])
 def test_kills_of_either_role_change_nothing(config, toy, tmp_path, granularity):
-    overrides = (*IN_FLIGHT, f"roles.granularity={granularity}", "checkpoint.every=2", "watchdog.beat_s=1")
+    overrides = (*IN_FLIGHT, f"roles.granularity={granularity}", "checkpoint.every=2", "watchdog.lost_s=60")
     overrides += (f"data.val=[{toy}/test.parquet]", "validation.every=3", "validation.max_prompts=4")
     train(2, config, *overrides, run=tmp_path / "whole")
     killed = tmp_path / "killed"

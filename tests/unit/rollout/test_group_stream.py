@@ -91,9 +91,15 @@ def test_samples_begin_one_by_one_and_skip_what_exists():
     replica = Replica(ask(0), granularity="sample", capacity=3, finished={2}, deterministic=False)
     assert replica.step(0) == [0, "0.0", "0.1"]  # group 2 exists, group 4 may not begin
     replica = Replica(ask(0), ask(1), granularity="sample", capacity=3, deterministic=False)
-    assert replica.step(0) == [0, "0.0", "0.1", "2.0", 1]
+    assert replica.step(0) == [0, "0.0", "0.1", "2.0"]
+    assert replica.step(1) == [1]
     replica.finish(1)
-    assert replica.step(1) == ["2.1"]
+    assert replica.step(2) == ["2.1"]
+
+
+def test_weights_are_taken_before_the_next_message_is_awaited():
+    replica = Replica(ask(0), ask(1), granularity="group", finished=range(0, 8, 2))
+    assert [replica.step(number) for number in range(2)] == [[0], [1]]
 
 
 @pytest.mark.parametrize("granularity", ["batch", "group"])
