@@ -344,9 +344,9 @@ class AgentSource:
 
         asked, trajectory = session.inbox[0], session.trajectory
         request, why = None, "no tokens of rollout.max_response_tokens are left"
+        is_bound = self._config.structured_tool_calls and asked.tools
         try:
-            if self._config.structured_tool_calls and asked.tools:
-                session.grammar = self._chat.grammar(asked.tools)
+            grammar = self._chat.grammar(asked.tools) if is_bound else None
             if not asked.is_learned:
                 request = trajectory.aside(self._context_of(asked), asked.max_tokens or 0)
             elif trajectory.num_turns >= self._limits.turns:
@@ -361,7 +361,7 @@ class AgentSource:
             self._reply(session, error=Refused(why))
             return
         self._unanswered.discard(session.name)
-        self._ready[session.name] = replace(request, grammar=session.grammar if asked.tools else None)
+        self._ready[session.name] = replace(request, grammar=grammar)
 
     def _follow(self, session: _Session, asked: "EndpointRequest") -> bool:
         """Append what an agent adds to its conversation, or begin a row; return whether that is allowed."""

@@ -15,7 +15,7 @@ from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
 from rl.engines.memory import MemorySharing
 from rl.faults.fault_board import Disagreement
-from rl.phases.staleness import StaleTokens
+from rl.phases.staleness import StaleTokens, check_staleness
 from rl.phases.step import Step
 from rl.refit.link import Delivery, Link
 from rl.rollout.asks import Ask, Asks, Begin, Complete, End, Generate, NextBatch
@@ -79,6 +79,10 @@ class SplitGeneration:
     def end(self, code: int) -> None:
         """End the generators, which drop what they generate. code: exit code of the run."""
         self._ask(End(code))
+
+    def check(self, batch: Batch) -> None:
+        """Log the staleness of the batch that is about to be learned from. Raises StaleTokens."""
+        self._step.metrics |= check_staleness(batch, self._policy.version, self._config.roles.lag)
 
     def learned(self) -> None:
         """Note, in `consumed.jsonl` too, that the algorithm has learned from all batches that it took."""

@@ -44,7 +44,8 @@ class GroupStream:
 
     Args:
         draw: returns the token ids of the prompts of the next batch.
-        queue: gives this replica its groups, counted from the first of batch `begin.batch`.
+        queue: gives this replica its groups; without `rollout.deterministic` counted from batch
+            `begin.batch`.
         capacity: maximum number of concurrent requests.
         send: takes the key (number of the group, fingerprint of its prompt) and the samples of a group.
     """
@@ -181,10 +182,11 @@ class GroupStream:
 
     def _next_group(self) -> int:
         """Return the next group of this replica, without the groups that exist already."""
-        while self._held is None or self._held in self._finished:
+        while self._held is None or self._held in self._finished or self._held < self._first:
             item = self._queue.draw()
             assert item is not None, "the queue of groups has no end"
-            self._held = self._first + item
+            # A fixed rule gives a group to the same replica after a resume; a counter begins again.
+            self._held = item if self._config.rollout.deterministic else self._first + item
         return self._held
 
 

@@ -89,6 +89,7 @@ class Generators:
             if isinstance(taken[1], End):
                 engine.close()
                 return taken[1].code
+            engine.llm.reset_prefix_cache()  # as in a run that resumes here
             if isinstance(taken[1], Generate):
                 self._answer(*taken)
             if stream is not None:

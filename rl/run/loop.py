@@ -20,7 +20,6 @@ from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
 from rl.phases.scorer import Scorer, start_pool
-from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.run.checkpoints import RunCheckpoints, find_checkpoint
 from rl.run.validation import validate
@@ -252,16 +251,15 @@ class Training:
     def _collect_and_learn(self) -> dict:
         """Return the cursor of the batch that was learned from. The batch is freed before validation."""
         batch = self._collect()
-        phases, rollout = self._phases, self._config.rollout
+        phases, carry_over = self._phases, self._phases.carry_over
         phases.step.is_committed = True
-        if (rollout.carry_over or self._split is not None) and len(batch):
-            version = phases.engines.policy.version
-            limit = rollout.max_staleness if self._split is None else self._config.roles.lag
-            phases.metrics.update(check_staleness(batch, version, limit))
         if len(batch):
+            for asynchronous in (carry_over, self._split):
+                if asynchronous is not None:
+                    asynchronous.check(batch)
             self._algorithm.learn(phases, batch)
-        if phases.carry_over is not None:
-            phases.carry_over.log_consumed()
+        if carry_over is not None:
+            carry_over.log_consumed()
         return batch.cursor
 
     def _collect(self) -> Batch:
