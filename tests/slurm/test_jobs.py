@@ -196,6 +196,19 @@ def test_components_of_a_heterogeneous_job_are_one_world(cluster, tmp_path):
 
 
 @pytest.mark.slow
+def test_trainers_and_generators_of_a_heterogeneous_job(cluster, config, tmp_path):
+    one = "--gpus-per-node=0 --ntasks-per-node=1 --nodes=1".split()
+    sizes = (*one, "--nodelist=node3", ":", *one, "--nodelist=node1")
+    roles = ("roles.train=0-0", "roles.rollout=1-1", "rollout_correction.truncate_tokens=2")
+    job = cluster.submit(
+        *sizes, ROOT / "slurm" / "roles.sbatch", config, *roles, "run.max_steps=3", cwd=tmp_path
+    )
+    log = f"roles-{job}.out"
+    assert cluster.wait(job)["ExitCode"] == "0:0", log_of(tmp_path, log)
+    assert [record["staleness/max"] for record in records(tmp_path / "run")] == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.slow
 def test_mpirun_of_four_trains_two_steps(config, tmp_path):
     directory = os.path.dirname(shutil.which("python") or "")
     mpirun = shutil.which("mpirun", path=f"{directory}:{os.environ['PATH']}")
