@@ -112,7 +112,12 @@ def test_columns_for_environments_are_in_the_extra_info(load):
 
     column, nested = {"a": {"k": 1}}, {"name": "x"}
     rows = [
-        {**ADDITION, "tools_kwargs": column, "agent_name": None, "extra_info": {"interaction_kwargs": nested}},
+        {
+            **ADDITION,
+            "tools_kwargs": column,
+            "agent_name": None,
+            "extra_info": {"interaction_kwargs": nested},
+        },
         {**ADDITION, "agent_name": "tool_agent"},
     ]
     first, second = map(to_row, load(*rows))
