@@ -9,8 +9,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 case "${1:-}" in
-guess | tictactoe) configs=("$1") ;;
-multiply) configs=(multiply multiply_alone) ;;
+guess | tictactoe) configs=("$1") steps=150 ;;
+multiply) configs=(multiply multiply_alone) steps=600 ;;
 *) echo "usage: bash tools/agent_toy.sh guess|multiply|tictactoe" >&2; exit 2 ;;
 esac
 task=$1
@@ -20,10 +20,10 @@ export OMP_NUM_THREADS=1 # one thread per rank; torchrun would set it too, with 
 [ -n "${VIRTUAL_ENV:-}" ] || source .venv/bin/activate
 launch() { torchrun --standalone --nproc-per-node 2 train_rl.py --config "$@"; }
 
-[ -d "runs/$task/model" ] || python tools/make_agent_toy.py "$task" --out "runs/$task"
+[ -d "runs/$task-toy/model" ] || python tools/make_agent_toy.py "$task" --out "runs/$task-toy"
 [ -d "runs/$task-warm-up/hf" ] ||
-    launch configs/agents/warm_up.yaml run.name="$task-warm-up" model.path="runs/$task/model" \
-        data.train="[runs/$task/warm_up.parquet]"
+    launch configs/agents/warm_up.yaml run.name="$task-warm-up" model.path="runs/$task-toy/model" \
+        data.train="[runs/$task-toy/warm_up.parquet]" run.max_steps="$steps"
 for config in "${configs[@]}"; do
     launch "configs/agents/$config.yaml"
     python tools/report.py "runs/$config" --before "runs/$task-warm-up"

@@ -1,8 +1,8 @@
 """Make a task of several turns for agents, with a tokenizer, warm-up data and a model for a laptop CPU.
 
-    python tools/make_agent_toy.py guess --out runs/guess
-    python tools/make_agent_toy.py multiply --out runs/multiply
-    python tools/make_agent_toy.py tictactoe --out runs/tictactoe
+    python tools/make_agent_toy.py guess --out runs/guess-toy
+    python tools/make_agent_toy.py multiply --out runs/multiply-toy
+    python tools/make_agent_toy.py tictactoe --out runs/tictactoe-toy
 
 guess: a number from 1 to 16 in at most five guesses; the environment answers higher or lower. multiply: two
 numbers of two digits, with a calculator as tool. tictactoe: the model plays both sides. The script writes

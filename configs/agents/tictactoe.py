@@ -13,30 +13,24 @@ class TicTacToe:
 
     def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         self._moves: list[int] = []
-        self._result = ""
+        self._end, self._reward = "", 0.0
         return row["messages"]
 
     def step(self, text: str) -> tuple[str, float, bool]:
         square = int(text) if text in list("123456789") else 0
-        if square == 0 or square in self._moves:
-            self._result = "forbidden"
-            return "forbidden", -1.0, True
+        is_allowed = square != 0 and square not in self._moves
         self._moves.append(square)
         own = set(self._moves[-1::-2])
-        if any(line <= own for line in LINES):
-            self._result = "won"
-            return "won", 1.0, True
-        if len(self._moves) == 9:
-            self._result = "draw"
-            return "draw", 0.0, True
-        return "xo"[len(self._moves) % 2], 0.0, False
+        if not is_allowed:
+            self._end, self._reward = "forbidden", -1.0
+        elif any(line <= own for line in LINES):
+            self._end, self._reward = "won", 1.0
+        elif len(self._moves) == 9:
+            self._end = "draw"
+        return self._end or "xo"[len(self._moves) % 2], self._reward, bool(self._end)
 
     def score(self) -> dict[str, float]:
-        """Return 1 for a game that was played to its end by the rules, and how it ended."""
-        allowed = float(self._result in ("won", "draw"))
-        return {
-            "score": allowed,
-            "acc": allowed,
-            "won": float(self._result == "won"),
-            "moves": len(self._moves),
-        }
+        """Return the reward of the last move, and whether all moves were allowed."""
+        ends = {f"end_{name}": float(self._end == name) for name in ("won", "draw", "forbidden")}
+        is_allowed = float(self._end in ("won", "draw"))
+        return {"score": self._reward, "acc": is_allowed, "moves": float(len(self._moves)), **ends}

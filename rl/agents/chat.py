@@ -77,7 +77,12 @@ class Chat:
             prompt = self._render([QUESTION], [])
             self._opens_thinking = prompt.rstrip().endswith("<think>")
             self._thinks = "</think>" in self._template and not prompt.rstrip().endswith("</think>")
-            self._renderer = find_renderer(tokenizer, self.open, self._kwargs, parallel=self._family.parallel)
+            self._renderer = find_renderer(
+                tokenizer,
+                lambda *conversation: self._encode(self._render(*conversation)),
+                self._kwargs,
+                parallel=self._family.parallel,
+            )
         if self._renderer is not None:
             self._ends |= {id: tokenizer.convert_ids_to_tokens(id) for id in self._renderer.end_token_ids}
 
@@ -241,15 +246,15 @@ class Chat:
 
     # Templates --------------------------------------------------------------------------------------------
 
-    def _render(self, messages: Messages, tools: Sequence[dict], *, prompt: bool = True) -> str:
-        """Render messages. An empty list of tools is passed as None: templates tell the two apart."""
+    def _render(self, messages: Messages, tools: Sequence[dict], kwargs: dict | None = None) -> str:
+        """Render messages and the generation prompt. No tools are None: templates treat [] as tools."""
         try:
             return self.tokenizer.apply_chat_template(
                 [self._adapt(message) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
-                add_generation_prompt=prompt,
-                **self._kwargs,
+                add_generation_prompt=True,
+                **(self._kwargs if kwargs is None else kwargs),
             )
         except (jinja2.TemplateError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -288,7 +293,7 @@ class Chat:
         for form in (("", False), (None, False), ("", True), (None, True)):
             self._call_form = form
             try:
-                text = self._render([QUESTION, turn, REPLY], [])
+                text = self._render([QUESTION, turn], [])
             except ValueError:
                 continue
             if CALL["function"]["name"] in text:

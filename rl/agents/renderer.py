@@ -66,16 +66,20 @@ class Renderer:
 
 def find_renderer(
     tokenizer: PreTrainedTokenizerBase,
-    open_chat: Callable[[Messages, Sequence[dict]], np.ndarray],
+    render: Callable[[Messages, Sequence[dict], dict], np.ndarray],
     template_kwargs: dict,
     *,
     parallel: bool,
 ) -> Renderer | None:
-    """Return the renderer that gives the ids of `open_chat` for conversations of all kinds, or None.
+    """Return the renderer that gives the template's ids for conversations of all kinds, or None.
 
-    The model's name would not prove it: checkpoints of one architecture have different templates.
+    The model's name would not prove it: checkpoints of one architecture have different templates. With
+    arguments of the template, only the generation prompt is compared: if thinking is disabled, Qwen3's
+    template drops the empty thinking tag of earlier turns, which the renderer keeps.
 
-    parallel: whether a turn may hold several calls.
+    Args:
+        render: the template: messages, tools and arguments to ids.
+        parallel: whether a turn may hold several calls.
     """
     if importlib.util.find_spec("renderers") is None:
         return None
@@ -96,21 +100,24 @@ def find_renderer(
         ([QUESTION, {**call, "reasoning_content": "reason"}, REPLY, calls, *replies], [TOOL]),
     ]
     try:
-        expected = [open_chat(*conversation) for conversation in conversations]
+        expected = [render(*conversation, {}) for conversation in conversations]
+        prompt = render([QUESTION], [], template_kwargs)
     except ValueError:
         return None
+
+    def rendered(renderer, messages: Messages, tools: list[dict]) -> list[int]:
+        return renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
+
     base._populate_registry()
     for name in sorted(set(base.RENDERER_REGISTRY) - {"default"}):
+        config = config_from_name(name)
         try:
-            renderer = create_renderer(
-                tokenizer, config_from_name(name), chat_template_kwargs=template_kwargs
-            )
-            rendered = [
-                renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
-                for messages, tools in conversations
-            ]
+            plain = create_renderer(tokenizer, config)
+            found = [rendered(plain, *conversation) for conversation in conversations]
+            renderer = create_renderer(tokenizer, config, chat_template_kwargs=template_kwargs)
+            found.append(rendered(renderer, [QUESTION], []))
         except Exception:  # the tokenizer lacks the renderer's special tokens
             continue
-        if all(map(np.array_equal, rendered, expected)):
-            return Renderer(renderer, expected[0])
+        if all(map(np.array_equal, found, [*expected, prompt])):
+            return Renderer(renderer, prompt)
     return None

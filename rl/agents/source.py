@@ -344,19 +344,24 @@ class AgentSource:
 
         asked, trajectory = session.inbox[0], session.trajectory
         request, why = None, "no tokens of rollout.max_response_tokens are left"
-        if not asked.is_learned:
-            request = trajectory.aside(self._context_of(asked), asked.max_tokens or 0)
-        elif trajectory.num_turns >= self._limits.turns:
-            why = f"agents.max_turns={self._limits.turns} are used up"
-        elif not self._follow(session, asked):
-            why = "the conversation has changed, and agents.on_rewrite=refuse"
-        elif not trajectory.is_cut:
-            request = trajectory.request(asked.max_tokens or 0)
+        is_bound = self._config.structured_tool_calls and asked.tools
+        try:
+            grammar = self._chat.grammar(asked.tools) if is_bound else None
+            if not asked.is_learned:
+                request = trajectory.aside(self._context_of(asked), asked.max_tokens or 0)
+            elif trajectory.num_turns >= self._limits.turns:
+                why = f"agents.max_turns={self._limits.turns} are used up"
+            elif not self._follow(session, asked):
+                why = "the conversation has changed, and agents.on_rewrite=refuse"
+            elif not trajectory.is_cut:
+                request = trajectory.request(asked.max_tokens or 0)
+        except ValueError as error:  # the template rejects the agent's messages
+            why = str(error)
         if request is None:
             self._reply(session, error=Refused(why))
             return
         self._unanswered.discard(session.name)
-        self._ready[session.name] = request
+        self._ready[session.name] = replace(request, grammar=grammar)
 
     def _follow(self, session: _Session, asked: "EndpointRequest") -> bool:
         """Append what an agent adds to its conversation, or begin a row; return whether that is allowed."""

@@ -92,7 +92,7 @@ class Generation:
         def generate_trajectories(progress, interrupt) -> list[Sample] | None:
             assert self._agents is not None
             on_wait = self._step.watchdog.tracker.wait
-            waits = dict(progress=progress, interrupt=interrupt, on_wait=on_wait)
+            waits = dict(progress=progress, interrupt=interrupt, on_wait=on_wait, order=order)
             log = Path(self._config.run.dir, "events", f"step_{self._step.number}", purpose)
             waits["log"] = log if abortable else None  # validation is not repeated
             own, found = self._agents.generate(engine, prompts, sampling, seeds, **waits)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import time
 from pathlib import Path
 
@@ -49,16 +50,15 @@ def test_a_run_with_a_game_and_the_replay_of_its_log(toy, tmp_path):
     sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
     roles = [message["role"] for message in sample["messages"]]
     assert roles == ["prompt", "assistant", "user", "assistant", "user", "assistant"]
-    assert sample["score"] == pytest.approx(
-        sum(len(set(m["content"])) / 6 for m in sample["messages"] if m["role"] == "assistant")
-    )
+    texts = [message["content"] for message in sample["messages"]]
+    assert "".join(texts[1:]) == sample["response"] and texts[2][0] == "+"
     out = run_ranks(2, ROOT / "tools" / "replay.py", tmp_path / "run", 2, timeout=300)
-    assert out[0] == "train.2_replica_0.npz: 96 completions, 576 tokens: identical\n"
+    assert re.fullmatch(r"train.2_replica_0.npz: 96 completions, \d+ tokens: identical\n", out[0])
     # Weights of another step give other log-probs.
     (tmp_path / "run" / "events" / "step_2").rename(tmp_path / "run" / "events" / "step_3")
     with pytest.raises(RanksFailed) as failure:
         run_ranks(2, ROOT / "tools" / "replay.py", tmp_path / "run", 3, timeout=300)
-    assert "96 completions, 576 tokens: DIFFERENT (" in failure.value.stdout[0]
+    assert "tokens: DIFFERENT (" in failure.value.stdout[0]
 
 
 @pytest.mark.parametrize("num_kills, num_steps", [(1, 2), pytest.param(20, 4, marks=pytest.mark.slow)])

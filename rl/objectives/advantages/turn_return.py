@@ -19,7 +19,15 @@ from rl.objectives.returns import reward_to_go
 from rl.objectives.segments import expand, segment_sum
 
 NEEDS = ("groups",)
-KEYS = {"turn_gamma": ("float", 0.95, "FRACTION", "Discount per turn of a response of several turns.")}
+KEYS = {
+    "turn_gamma": (
+        "float",
+        0.95,
+        "SIGNED_FRACTION",
+        "Discount per turn of a response of several turns. Below 0 the turns are of two players in turn, of "
+        "whom one loses what the other gains.",
+    )
+}
 PER_TOKEN = True
 FORMULA = "(G_k - mean_G) / (std_G + 1e-6) for all tokens of turn k, G_k = r_k + turn_gamma G_{k+1}"
 SOURCE = "2505.11821"
@@ -47,7 +55,7 @@ def turn_return(
         turns: int [T], number of the turn that sampled each token, from 1; 0 or less for other tokens. None:
             one turn per sample.
         turn_rewards: floating [T], rewards of single turns at any of their tokens. None: 0.
-        turn_gamma: discount per turn, in [0, 1].
+        turn_gamma: discount per turn, in [-1, 1].
         normalize_by_std: divide by the standard deviation of the group.
     """
     sample, turn, cell = number_turns(lengths, turns)

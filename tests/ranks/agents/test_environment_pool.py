@@ -100,18 +100,15 @@ def test_a_session_with_tools_from_reset_to_score():
         assert end.kind == "score" and end.values == {"score": 2.0, "turns": 1.0}
 
 
-AT_ONCE = {
-    "raises": "RuntimeError: broken",
-    "exits": "SystemExit: 3",
-    "eats memory": "MemoryError",
-    "hangs": "TimeoutError: the call took longer than the limit of 3 s",
-}
+AT_ONCE = {"raises": "RuntimeError: broken", "exits": "SystemExit: 3", "eats memory": "MemoryError"}
+LATE = {"hangs": "TimeoutError: the call took longer than the limit of 3 s"}
 WITH_ITS_WORKER = {"crashes": "SIGSEGV", "kills itself": "SIGKILL", "kills its parent": "was killed"}
 
 
-def test_a_tool_that_goes_wrong_costs_its_session_only():
-    with make_pool(timeout_s=3.0, memory_mib=900) as pool:
-        for what, reason in AT_ONCE.items():
+@pytest.mark.parametrize("failures, timeout_s", [(AT_ONCE, 30.0), (LATE, 3.0)])
+def test_a_tool_that_goes_wrong_costs_its_session_only(failures, timeout_s):
+    with make_pool(timeout_s=timeout_s, memory_mib=500) as pool:
+        for what, reason in failures.items():
             opened(pool, "bad", "good")
             pool.call("bad", act(what))
             pool.call("good", act("x"))  # in the same worker

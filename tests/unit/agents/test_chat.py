@@ -199,6 +199,16 @@ def test_the_check_names_turn_and_template():
         chat_of(family).check([TOOL])
 
 
+def test_disabled_thinking_needs_the_package_renderers(monkeypatch):
+    """Qwen3's prompt then holds an empty thinking tag, which the template drops from earlier turns."""
+    pytest.importorskip("renderers")
+    options = dict(end_token_ids=end_ids("qwen3"), template_kwargs={"enable_thinking": False})
+    Chat(tokenizer_of("qwen3"), **options).check([])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"turn 1 \(0 tool calls\).* before the turn differently"):
+        Chat(tokenizer_of("qwen3"), **options).check([])
+
+
 def test_loop_last_of_a_template():
     """Mistral's template writes the system message only while a user's message is the last one."""
     calling = written("mistral", "", [call("call00000", key="a")]) + "</s>"

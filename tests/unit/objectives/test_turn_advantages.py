@@ -26,6 +26,16 @@ def test_turn_return_compares_the_returns_of_all_turns():
     assert found.tolist() == pytest.approx([1.5 - mean, 1.5 - mean, 0, 1 - mean, -mean, -mean])
 
 
+def test_a_negative_discount_is_a_game_of_two_players():
+    # The second turn wins 1, which the first turn's player loses; the other sample is a draw.
+    turn_rewards = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
+    rewards = torch.tensor([1.0, 0.0])
+    found = turn_return(
+        rewards, GROUPS, LENGTHS, MASK, TURNS, turn_rewards, turn_gamma=-1.0, normalize_by_std=False
+    )
+    assert found.tolist() == [-1, -1, 0, 1, 0, 0]
+
+
 def test_turn_spread_discounts_towards_the_first_turn():
     rewards = torch.tensor([1.0, 0.0])
     found = turn_spread(rewards, GROUPS, LENGTHS, MASK, TURNS, turn_gamma=0.5, normalize_by_std=False)

@@ -1,0 +1,55 @@
+"""The tasks of tools/agent_toy.sh learn what docs/agents.md shows."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.records import records
+from tests.spawn import ROOT
+
+
+def curve(run, task):
+    """Return the share of solved tasks at each validation."""
+    name = f"val-core/{task}/acc/mean@"
+    return [value for record in records(run) for key, value in record.items() if key.startswith(name)]
+
+
+@pytest.fixture
+def toys(tmp_path):
+    """Return a function that runs tools/agent_toy.sh in a copy of the tree, and returns its runs."""
+    for name in ("rl", "configs", "tools", "train_rl.py", "pyproject.toml"):
+        path = ROOT / name
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, tmp_path / name)
+    paths = {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
+    env = os.environ | paths | {"VIRTUAL_ENV": sys.prefix}
+
+    def start(task):
+        subprocess.run(["bash", "tools/agent_toy.sh", task], cwd=tmp_path, env=env, check=True, timeout=3000)
+        return tmp_path / "runs"
+
+    return start
+
+
+@pytest.mark.slow
+def test_guessing_learns_to_remember_its_turns(toys):
+    solved = curve(toys("guess") / "guess", "guess")
+    assert solved[0] < 0.45 and solved[-1] >= 0.9
+
+
+@pytest.mark.slow
+def test_multiplication_learns_to_use_its_tool(toys):
+    runs = toys("multiply")
+    with_tool, alone = (curve(runs / name, "multiply") for name in ("multiply", "multiply_alone"))
+    assert with_tool[0] < 0.3 and with_tool[-1] >= 0.9
+    assert max(alone) < 0.3
+
+
+@pytest.mark.slow
+def test_self_play_learns_the_rules_of_tictactoe(toys):
+    records_ = records(toys("tictactoe") / "tictactoe")
+    allowed = [r for r in records_ if any(key.startswith("val-core/tictactoe/acc") for key in r)]
+    assert len(allowed) > 1
