@@ -72,6 +72,8 @@ class _Session:
     """Requests of an agent for turns; the first one is being served."""
     values: dict[str, float] = field(default_factory=dict)
     """What an agent returned."""
+    is_spent: bool = False
+    """Whether an agent was refused a turn because the trajectory's limits are used up."""
 
     @property
     def name(self) -> str:
@@ -242,7 +244,9 @@ class AgentSource:
             self._unanswered.discard(reply.session)
             self._resetting.discard(reply.session)
             self.counts["environments"] += time.monotonic() - session.asked
-            if reply.failure:
+            if reply.kind == "run" and session.is_spent:  # what it raised follows from that
+                self._end_agent(session, replace(reply, values=reply.values or {"score": 0.0}))
+            elif reply.failure:
                 self._fail(session, reply)
             elif reply.kind == "reset":
                 self._begin(session, reply)
@@ -344,6 +348,7 @@ class AgentSource:
 
         asked, trajectory = session.inbox[0], session.trajectory
         request, why = None, "no tokens of rollout.max_response_tokens are left"
+        is_spent = True
         is_bound = self._config.structured_tool_calls and asked.tools
         try:
             grammar = self._chat.grammar(asked.tools) if is_bound else None
@@ -352,12 +357,13 @@ class AgentSource:
             elif trajectory.num_turns >= self._limits.turns:
                 why = f"agents.max_turns={self._limits.turns} are used up"
             elif not self._follow(session, asked):
-                why = "the conversation has changed, and agents.on_rewrite=refuse"
+                why, is_spent = "the conversation has changed, and agents.on_rewrite=refuse", False
             elif not trajectory.is_cut:
                 request = trajectory.request(asked.max_tokens or 0)
         except ValueError as error:  # the template rejects the agent's messages
-            why = str(error)
+            why, is_spent = str(error), False
         if request is None:
+            session.is_spent |= is_spent
             self._reply(session, error=Refused(why))
             return
         self._unanswered.discard(session.name)

@@ -9,7 +9,8 @@ opponent is `random`, which draws from the moves that the game lists, or a funct
 
 `SelfPlay` gives both seats to the policy. Each seat is a conversation of its own, so that hidden cards stay
 hidden. Only the moves of the policy's seat are learned from; those of the other are requested with
-`store: false`. Over the prompts of a batch the policy learns both seats.
+`store: false`, and replaced by a random one if they are not among the moves that the game lists. Over the
+prompts of a batch the policy learns both seats.
 
     agents:
       environment: rl.agents.adaptors.textarena:SelfPlay
@@ -112,12 +113,17 @@ class Game:
                 return "", True
 
 
+def _listed_moves(text: str) -> list[str]:
+    """Return the moves in the last line that lists moves, in quotes and brackets: '[4]'."""
+    lines = [moves for line in text.splitlines() if (moves := _LISTED_MOVE.findall(line))]
+    return lines[-1] if lines else []
+
+
 def _random_move(text: str, rng: random.Random) -> str:
-    """Return one of the moves in the last line that lists moves, in quotes and brackets: '[4]'."""
-    listed = [moves for line in text.splitlines() if (moves := _LISTED_MOVE.findall(line))]
-    if not listed:
+    moves = _listed_moves(text)
+    if not moves:
         raise RuntimeError("opponent=random: the game lists no moves. Name a function as the opponent.")
-    return rng.choice(listed[-1])
+    return rng.choice(moves)
 
 
 class SelfPlay:
@@ -132,15 +138,19 @@ class SelfPlay:
         seat = int(task.get("seat", seed % 2))
         table = _Table(task.get("env_id", self._env_id), 2, seed, **self._kwargs)
         conversations: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
-        done = False
+        rng, done = random.Random(seed), False
         while not done:
             player, told = table.look()
-            conversation = conversations[player]
-            conversation += user_message("\n".join(told))
+            text, conversation = "\n".join(told), conversations[player]
+            conversation += user_message(text)
             try:
                 reply = await complete(base_url, api_key, conversation, store=player == seat)
             except Refused:  # no turns or tokens are left
                 return _result(-1.0 if player == seat else 0.0)
             conversation.append(reply)
-            done = table.move(conversation[-1]["content"] or "")
+            move = reply["content"] or ""
+            if player != seat and (listed := _listed_moves(text)):
+                # The opponent plays by the rules, so that a game does not end before the policy has moved.
+                move = next((one for one in listed if one[1:-1] in move), rng.choice(listed))
+            done = table.move(move)
         return _result(table.reward(seat))

@@ -88,6 +88,23 @@ def test_the_openai_client_through_three_turns_with_tools():
         assert text.index("value of a") < text.index("I look.") < text.index("value of b")
 
 
+def test_a_stream_has_the_turn_in_one_piece():
+    with Consumer(TURNS[:1]) as consumer:
+        key = consumer.endpoint.open("0.0")
+        client = openai.OpenAI(base_url=consumer.endpoint.base_url, api_key=key, max_retries=0)
+        with client.chat.completions.stream(
+            model="any",
+            messages=[{"role": "user", "content": "question"}],
+            tools=[TOOL],
+            stream_options={"include_usage": True},
+        ) as stream:
+            completion = stream.get_final_completion()
+        (call,) = completion.choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("lookup", {"key": "a"})
+        assert completion.choices[0].finish_reason == "tool_calls"
+        assert completion.usage.completion_tokens == len(consumer.seen[0][1])
+
+
 def test_tokens_in_and_tokens_out():
     with Consumer(TURNS[2:]) as consumer:
         key = consumer.endpoint.open("0.0")

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import queue
 import random
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from rl.agents.chat import TOOL, Chat
-from rl.agents.environment import Score, Step, ToolCalls
+from rl.agents.endpoint import EndpointRequest
+from rl.agents.environment import Run, Score, Step, ToolCalls
 from rl.agents.source import ATTEMPTS, AgentSource
 from rl.config.schema import Agents
 from rl.rollout.queue import StaticQueue
@@ -52,6 +54,7 @@ class World:
         fails=lambda session, action: False,
         capacity=64,
         max_context=1000,
+        endpoint=None,
     ):
         self.tokenizer = tokenizer_of(family)
         agents = agents or Agents()
@@ -69,7 +72,7 @@ class World:
             queue=StaticQueue(num_prompts, replica=0, num_replicas=1),
             capacity=capacity,
             max_context=max_context,
-            start_endpoint=lambda: pytest.fail("no agent runs by itself"),
+            start_endpoint=lambda: endpoint or pytest.fail("no agent runs by itself"),
         )
         self.engine.run(self.source)
         self.source.close()
@@ -92,7 +95,7 @@ class World:
         if isinstance(action, Step):
             return {"messages": [{"role": "user", "content": "more"}], "reward": 0.5}
         if isinstance(action, Score):
-            return {} if self.drives == "step" else {"values": {"score": float(len(action.messages))}}
+            return {"values": {"score": float(len(action.messages))}} if self.drives == "tools" else {}
         messages = [{"role": "user", "content": "a question"}]
         tools = [TOOL] if self.drives == "tools" else []
         return {"messages": messages, "tools": tools, "drives": self.drives}
@@ -225,3 +228,48 @@ def test_the_engine_is_kept_busy_while_environments_answer():
     delayed_steps, delayed_tokens = run(lambda: chance.lognormvariate(mean, sigma))
     assert tokens == delayed_tokens
     assert steps / delayed_steps >= 0.85, (steps, delayed_steps)
+
+
+class InsistentAgent:
+    """An endpoint whose only agent asks for turns until one is refused."""
+
+    base_url = ""
+
+    def __init__(self):
+        self.requests = queue.SimpleQueue()
+        self.refusals = []
+
+    def open(self, session):
+        self.ask(session, [{"role": "user", "content": "a question"}])
+
+    def ask(self, session, messages):
+        def go_on(reply):
+            if error := reply.exception():
+                self.refusals.append(str(error))
+            else:
+                more = {"role": "user", "content": "more"}
+                self.ask(session, [*messages, reply.result().message, more])
+
+        request = EndpointRequest(session, messages, None)
+        request.reply.add_done_callback(go_on)
+        self.requests.put(request)
+
+    def close(self, session):
+        pass
+
+
+def test_an_agent_that_fails_because_its_turns_are_used_up_has_score_0():
+    agent = InsistentAgent()
+    world = World(
+        ["move<|im_end|>"],
+        drives="run",
+        agents=Agents(max_turns=3, on_failure="shrink"),
+        sampling=replace(SAMPLING, samples_per_prompt=1),
+        delay=lambda: 50.0,
+        fails=lambda session, action: isinstance(action, Run),
+        endpoint=agent,
+    )
+    assert agent.refusals == ["agents.max_turns=3 are used up"]
+    (sample,) = world.samples
+    assert sample.outcome == {"score": 0.0} and world.source.counts["turns"] == 3
+    assert world.source.counts["dropped"] == 0
