@@ -51,6 +51,9 @@ extras = {
     # Without an MPI library, because the site's own one supports its network.
     "mpi": ["mpi4py==4.1.2"],
     "slurm": ["submitit==1.5.4"],
+    # Tokens between two turns of families that it knows; needs httpx, which it does not require. aiohttp and
+    # xgrammar, which agents also use, are requirements of vLLM.
+    "agents": ["renderers==0.1.12", "httpx==0.28.1"],
     "test": ["pytest==9.2.0", "ruff==0.17.6", "mypy==2.4.1", "types-pyyaml==6.0.12.20261113"],
     "report": ["matplotlib==3.11.2"],
     "search": ["bm25s==0.3.16"],  # rl.agents.shipped.search

@@ -31,7 +31,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_tables import checkpoint, control, generation, grpo, refit, training  # noqa: E402
+from tools.bench_tables import carry_over, checkpoint, control, generation, grpo, refit, training  # noqa: E402
 from tools.bench_tables.report import (  # noqa: E402
     Result,
     describe_machine,
@@ -92,6 +92,13 @@ TABLES = {
         "lower",
         generation.add_queue_arguments,
         generation.measure_queues,
+    ),
+    "carry_over": Table(
+        "Carry-over against synchronous steps on the same ranks, log-normal lengths (sigma 1)",
+        "carry-over / synchronous, tokens per second of whole steps",
+        "higher",
+        carry_over.add_arguments,
+        carry_over.measure,
     ),
     "control": Table(
         "Share of a step outside generation, forward, backward and refit, and its growth with the ranks",

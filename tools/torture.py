@@ -7,7 +7,7 @@ The first run is not disturbed. Then the same command is started in a new direct
 receive SIGKILL: half of the time at a random time, half of the time while a checkpoint is being written. The
 run is restarted until it ends by itself; further runs follow in new directories until the number of kills is
 reached. After every kill each checkpoint directory must be complete, and every run that ends must have
-bitwise the metrics of the first run. Exit code 0 if all of this holds.
+bitwise the metrics of the first run, with carry-over also its prompts of each step. Exit code 0 if so.
 
 Ranks are forked from a process that has imported everything, so that a start takes one second instead of ten.
 Without --config the run is a GRPO run of 12 steps on the toy task on --ranks ranks that saves after each
@@ -37,6 +37,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 from rl.checkpoint.directory import complete, expected_files, read_manifest  # noqa: E402
 from rl.checkpoint.shards import check_file  # noqa: E402
+from rl.run_directory.consumed import FILE_NAME  # noqa: E402
 from tools.make_toy import make_toy  # noqa: E402
 
 MACHINE = re.compile(r"time$|timing_s/|perf/")
@@ -157,11 +158,13 @@ def read_checkpoints(run_dir: Path) -> int:
 
 
 def metrics_of(run_dir: Path) -> list[dict]:
-    """Return the records of a run without the metrics in MACHINE."""
+    """Return the records of a run without the metrics in MACHINE, then those of the prompts it consumed."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [
+    records = [
         {name: value for name, value in json.loads(line).items() if not MACHINE.match(name)} for line in lines
     ]
+    consumed = run_dir / FILE_NAME
+    return records + [json.loads(line) for line in consumed.open()] if consumed.exists() else records
 
 
 def torture(arguments: Sequence[str], out: Path, *, num_ranks: int, kills: int, seed: int) -> Counts:

@@ -6,7 +6,7 @@ would have produced. Between two turns, only the tokens that lie between them ar
 three sources:
 
 1. The package `renderers`, if it is installed and renders a set of conversations exactly as the model's
-   template does (`_find_renderer`).
+   template does (`rl.agents.renderer`).
 2. The difference of two renderings of the template (`Chat._difference`), accepted only if the template
    renders everything before the sampled turn as it did when the turn was sampled, and keeps the turn.
 3. Plain tokenisation, for environments that begin with a text and for tokenizers without a template.
@@ -14,7 +14,6 @@ three sources:
 If none can prove that the earlier tokens stay, `Chat.extend` returns None.
 """
 
-import importlib.util
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,24 +24,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.agents.environment import Messages, ToolCall
+from rl.agents.renderer import CALL, QUESTION, REPLY, TOOL, Renderer, find_renderer
 from rl.agents.tool_calls import as_message, family_of, parse_calls, read_arguments
 
 # Stand for the parts of a sampled turn in a rendering. A turn's own text could contain special tokens as
 # text, and malformed arguments make templates fail.
 THINKING, CONTENT = "~thinking of the turn~", "~content of the turn~"
-CALL = {"id": "call00000", "type": "function", "function": {"name": "lookup", "arguments": {"key": "a"}}}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Look a key up.",
-        "parameters": {
-            "type": "object",
-            "properties": {"key": {"type": "string", "description": "The key."}},
-            "required": ["key"],
-        },
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -84,14 +71,20 @@ class Chat:
         self._takes_reasoning = "reasoning_content" in self._template
         self._call_form: tuple[str | None, bool] | None = None
         self._opens_thinking = self._thinks = False
-        self._renderer = None
+        self._renderer: Renderer | None = None
         if self._template:
             self._call_form = self._find_call_form()
-            prompt = self._render([{"role": "user", "content": "question"}], [])
+            prompt = self._render([QUESTION], [])
             self._opens_thinking = prompt.rstrip().endswith("<think>")
             self._thinks = "</think>" in self._template and not prompt.rstrip().endswith("</think>")
-            self._renderer = self._find_renderer()
-            self._prompt = self._encode(prompt)
+            self._renderer = find_renderer(
+                tokenizer,
+                lambda *conversation: self._encode(self._render(*conversation)),
+                self._kwargs,
+                parallel=self._family.parallel,
+            )
+        if self._renderer is not None:
+            self._ends |= {id: tokenizer.convert_ids_to_tokens(id) for id in self._renderer.end_token_ids}
 
     @property
     def description(self) -> str:
@@ -99,7 +92,7 @@ class Chat:
         if not self._template:
             return "plain tokens"
         if self._renderer is not None:
-            return f"renderers ({type(self._renderer).__name__}), else the difference of two renderings"
+            return f"{self._renderer.name} of renderers, else the difference of two renderings"
         return f"difference of two renderings, tool calls as in {self._family.name}"
 
     # Conversations ----------------------------------------------------------------------------------------
@@ -121,23 +114,16 @@ class Chat:
         Tool calls are looked for only if there are tools, and only after thinking.
         """
         ids = self._without_end(turn)
-        text = self._decode(ids)
         calls: tuple[ToolCall, ...] = ()
         if self._renderer is not None:
-            thinking, content, calls = self._parse_by_renderer(ids, tools, number)
+            thinking, content, calls = self._renderer.parse(ids, tools, number)
         else:
-            thinking, is_open, content = self._split_thinking(text)
+            thinking, is_open, content = self._split_thinking(self._decode(ids))
             if tools and not is_open:
                 content, calls = parse_calls(self._family, content, tools, number)
-            if thinking is not None and not self._takes_reasoning:
-                content, thinking = text[: text.find("</think>") + 8] + content if not is_open else text, None
             if calls and self._call_form is None:
-                content = text
-        message: dict = {"role": "assistant", "content": content}
-        if thinking:
-            message["reasoning_content"] = thinking
-        if calls:
-            message["tool_calls"] = [as_message(call) for call in calls]
+                content = self._decode(ids)
+        message = self._message(thinking or "", content, [as_message(call) for call in calls])
         return AssistantTurn(message, calls, self._decode(ids, skip_special_tokens=True))
 
     def extend(
@@ -163,13 +149,27 @@ class Chat:
         if self._is_plain(messages):
             text = "".join(message["content"] for message in new_messages)
             return self._encode(text, add_special_tokens=False)
-        bridged = self._bridge(context, turn, new_messages, tools)
-        if bridged is not None:
-            return bridged
         try:
-            return self._difference(turn, messages, new_messages, tools)
+            return self._between(context, turn, messages, new_messages, tools)
         except CannotExtend:
             return None
+
+    def grammar(self, tools: Sequence[dict]) -> str:
+        """Return the structural tag of turns whose tool calls fit the tools' schemas, for `Request.grammar`.
+
+        Free text, optional thinking and calls in the model's form are allowed. Raises ValueError if xgrammar
+        does not know the form.
+        """
+        from xgrammar import get_model_structural_tag
+
+        if not self._family.grammar or self._call_form is None:
+            raise ValueError(
+                "agents.structured_tool_calls=true: xgrammar has no grammar for tool calls as the template "
+                f"of {self.tokenizer.name_or_path} writes them; set agents.structured_tool_calls=false."
+            )
+        thinking = "enabled" if self._opens_thinking else "auto"
+        tag = get_model_structural_tag(self._family.grammar, tools=list(tools), reasoning=thinking)
+        return tag.model_dump_json(exclude_none=True)
 
     def check(self, tools: Sequence[dict], opening: Messages | None = None) -> None:
         """Raise ValueError if on_rewrite is "refuse" and the template changes earlier tokens.
@@ -182,28 +182,18 @@ class Chat:
             opening: messages with which an environment begins; some templates fail only with a system
                 message.
         """
-        messages = [*(opening or [{"role": "user", "content": "question"}])]
+        messages = [*(opening or [QUESTION])]
         if self.on_rewrite != "refuse" or self._is_plain(messages):
             return
         context = self.open(messages, tools)
         for number, num_calls in enumerate([1, 2 if self._family.parallel else 1] if tools else [0, 0], 1):
-            ids = [f"call{number:03d}{i:02d}" for i in range(num_calls)]
-            calls = [{**CALL, "id": id} for id in ids]
+            calls = [{**CALL, "id": f"call{number:03d}{i:02d}"} for i in range(num_calls)]
             thought = ("" if self._opens_thinking else "<think>\n") + "reason\n</think>\n\n"
             turn = self._encode((thought if self._thinks else "") + "answer" + self.tokenizer.eos_token)
-            message = {"role": "assistant", "content": "answer"}
-            if self._thinks and not self._takes_reasoning:
-                message["content"] = f"<think>\nreason\n</think>\n\n{message['content']}"
-            elif self._thinks:
-                message["reasoning_content"] = "reason"
-            if calls:
-                message["tool_calls"] = calls
-            messages.append(message)
-            reply = [{"role": "tool", "tool_call_id": id, "name": "lookup", "content": "b"} for id in ids]
-            reply = reply or [{"role": "user", "content": "question"}]
-            added = self._bridge(context, turn, reply, tools)
+            messages.append(self._message("reason" if self._thinks else "", "answer", calls))
+            reply = [{**REPLY, "tool_call_id": call["id"]} for call in calls] or [QUESTION]
             try:
-                added = added if added is not None else self._difference(turn, messages, reply, tools)
+                added = self._between(context, turn, messages, reply, tools)
             except CannotExtend as error:
                 kind = f"turn {number} ({'thinking, ' if self._thinks else ''}{num_calls} tool calls)"
                 raise ValueError(
@@ -214,6 +204,22 @@ class Chat:
                 ) from error
             context = np.concatenate([context, turn, added])
             messages += reply
+
+    def _between(
+        self, context: np.ndarray, turn: np.ndarray, messages: Messages, new: Messages, tools: Sequence[dict]
+    ) -> np.ndarray:
+        """Return what `extend` does. Raises CannotExtend."""
+        bridged = None if self._renderer is None else self._renderer.bridge(context, turn, new, tools)
+        return self._difference(turn, messages, new, tools) if bridged is None else bridged
+
+    def _message(self, thinking: str, content: str, calls: list[dict]) -> dict:
+        """Return a message of the assistant. Thinking is part of the content if the template has no key."""
+        message: dict = {"role": "assistant", "content": content}
+        if thinking and self._takes_reasoning:
+            message["reasoning_content"] = thinking
+        elif thinking:
+            message["content"] = f"<think>\n{thinking}\n</think>\n\n{content}"
+        return message | ({"tool_calls": calls} if calls else {})
 
     # Tokens and text --------------------------------------------------------------------------------------
 
@@ -240,15 +246,15 @@ class Chat:
 
     # Templates --------------------------------------------------------------------------------------------
 
-    def _render(self, messages: Messages, tools: Sequence[dict], *, prompt: bool = True) -> str:
-        """Render messages. An empty list of tools is passed as None: templates tell the two apart."""
+    def _render(self, messages: Messages, tools: Sequence[dict], kwargs: dict | None = None) -> str:
+        """Render messages and the generation prompt. No tools are None: templates treat [] as tools."""
         try:
             return self.tokenizer.apply_chat_template(
                 [self._adapt(message) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
-                add_generation_prompt=prompt,
-                **self._kwargs,
+                add_generation_prompt=True,
+                **(self._kwargs if kwargs is None else kwargs),
             )
         except (jinja2.TemplateError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -284,11 +290,10 @@ class Chat:
         None: it has no tool calls. Then the content of a turn holds them, as they were sampled.
         """
         turn = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-        reply = {"role": "tool", "tool_call_id": CALL["id"], "content": "b"}
         for form in (("", False), (None, False), ("", True), (None, True)):
             self._call_form = form
             try:
-                text = self._render([{"role": "user", "content": "question"}, turn, reply], [])
+                text = self._render([QUESTION, turn], [])
             except ValueError:
                 continue
             if CALL["function"]["name"] in text:
@@ -349,85 +354,6 @@ class Chat:
         if CONTENT in content and not calls:
             parts.append(("content", CONTENT))
         return parts + [("tool calls", call["function"]["name"]) for call in calls]
-
-    # The package renderers --------------------------------------------------------------------------------
-
-    def _find_renderer(self):
-        """Return the renderer of the package `renderers` that renders as the template does, or None.
-
-        A name would not prove it: checkpoints of one architecture ship different templates.
-        """
-        if importlib.util.find_spec("renderers") is None:
-            return None
-        from renderers import base, config_from_name, create_renderer
-
-        try:
-            expected = [self.open(*conversation) for conversation in self._conversations()]
-        except ValueError:
-            return None
-        base._populate_registry()
-        for name in sorted(set(base.RENDERER_REGISTRY) - {"default"}):
-            try:
-                renderer = create_renderer(
-                    self.tokenizer, config_from_name(name), chat_template_kwargs=self._kwargs
-                )
-                rendered = [
-                    renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
-                    for messages, tools in self._conversations()
-                ]
-            except Exception:  # the tokenizer lacks the renderer's special tokens
-                continue
-            if all(map(np.array_equal, rendered, expected)):
-                self._ends |= {
-                    i: self.tokenizer.convert_ids_to_tokens(i) for i in renderer.get_stop_token_ids()
-                }
-                return renderer
-        return None
-
-    def _conversations(self) -> list[tuple[Messages, list[dict]]]:
-        """Return conversations with all that templates treat differently."""
-        system, user = {"role": "system", "content": "rules"}, {"role": "user", "content": "question"}
-        answer = {"role": "assistant", "content": "answer"}
-        thought = {**answer, "reasoning_content": "reason"}
-        call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-        calls = {**call, "tool_calls": [CALL] * (2 if self._family.parallel else 1)}
-        reply = {"role": "tool", "tool_call_id": CALL["id"], "name": "lookup", "content": "b"}
-        replies = [reply] * len(calls["tool_calls"])
-        return [
-            ([system, user], []),
-            ([user, answer, user], []),
-            ([user, thought, user, thought, user], []),
-            ([system, user, call, reply], [TOOL]),
-            ([user, {**call, "reasoning_content": "reason"}, reply, calls, *replies], [TOOL]),
-        ]
-
-    def _bridge(
-        self, context: np.ndarray, turn: np.ndarray, new_messages: Messages, tools: Sequence[dict]
-    ) -> np.ndarray | None:
-        """Return what the renderer adds after the turn, or None if it does not add only."""
-        if self._renderer is None:
-            return None
-        before = context.tolist(), turn.tolist()
-        bridged = self._renderer.bridge_to_next_turn(*before, new_messages, tools=list(tools) or None)
-        length = len(context) + len(turn)
-        if bridged is None or bridged.token_ids[:length] != [*before[0], *before[1]]:
-            return None
-        return np.asarray(bridged.token_ids[length:], np.int32)
-
-    def _parse_by_renderer(
-        self, ids: np.ndarray, tools: Sequence[dict], number: int
-    ) -> tuple[str | None, str, tuple[ToolCall, ...]]:
-        """Return thinking, content and calls of a turn."""
-        parsed = self._renderer.parse_response(
-            ids.tolist(), tools=list(tools) or None, prompt_ids=self._prompt.tolist()
-        )
-        calls = []
-        for i, call in enumerate(parsed.tool_calls if tools else []):
-            is_read = call.status in ("ok", "unknown_tool") and isinstance(call.arguments, dict)
-            id = call.id or f"call{number:03d}{i:02d}"
-            calls.append(ToolCall(id, call.name or "", call.arguments if is_read else call.raw))
-        content = parsed.content if tools else parsed.content + "".join(c.raw for c in parsed.tool_calls)
-        return (parsed.reasoning_content or "").strip("\n"), content, tuple(calls)
 
 
 def _stand_in(message: dict) -> dict:

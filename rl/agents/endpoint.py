@@ -69,6 +69,8 @@ class EndpointRequest:
     tools: list[dict] = field(default_factory=list)
     max_tokens: int | None = None
     """Most tokens of the turn; None: no limit but the run's."""
+    is_learned: bool = True
+    """Whether the turn belongs to the trajectory; "store": false of a request means that it does not."""
     reply: "Future[EndpointReply]" = field(default_factory=Future)
 
 
@@ -150,7 +152,8 @@ class Endpoint:
             key = http.headers.get("Authorization", "").removeprefix("Bearer ")
             try:
                 body = await http.json()
-                request = EndpointRequest(session=self._sessions.get(key, ""), **read(body))
+                store = body.get("store") is not False
+                request = EndpointRequest(self._sessions.get(key, ""), **read(body), is_learned=store)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 return _error(400, f"malformed request: {type(error).__name__}: {error}")
             except Refused as error:
@@ -169,7 +172,8 @@ class Endpoint:
             finally:
                 with self._lock:
                     pending.discard(request.reply)
-            return web.json_response(write(body, reply))
+            written = write(body, reply)
+            return _stream(written, body) if body.get("stream") else web.json_response(written)
 
         return handle
 
@@ -229,8 +233,8 @@ class Endpoint:
 
 def _read_chat(body: dict) -> dict:
     """Return the fields of a request for a message."""
-    if body.get("stream") or body.get("n", 1) not in (1, None):
-        raise Refused("stream and n > 1 are not supported by this address")
+    if body.get("n", 1) not in (1, None):
+        raise Refused("n > 1 is not supported by this address")
     messages = normalise(body["messages"])
     if not messages:
         raise ValueError("messages is empty")
@@ -245,6 +249,8 @@ def _read_chat(body: dict) -> dict:
 
 def _read_tokens(body: dict) -> dict:
     """Return the fields of a request for tokens."""
+    if body.get("stream"):
+        raise Refused("stream is not supported by this address")
     token_ids = np.asarray(body["token_ids"], np.int32)
     if token_ids.ndim != 1 or len(token_ids) == 0:
         raise ValueError("token_ids must be a list of integers")
@@ -293,6 +299,22 @@ def new_messages(known: Messages, received: Messages) -> Messages | None:
     if len(received) < len(known) or any(view(a) != view(b) for a, b in zip(known, received)):
         return None
     return received[len(known) :]
+
+
+def _stream(completion: dict, body: dict) -> web.Response:
+    """Return a completion as server-sent events."""
+    common = {key: completion[key] for key in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
+    choice = dict(completion["choices"][0])
+    delta = choice.pop("message")
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    chunks: list[dict] = [{**common, "choices": [{**choice, "delta": delta}]}]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        chunks.append({**common, "choices": [], "usage": completion["usage"]})
+    lines = [*map(json.dumps, chunks), "[DONE]"]
+    return web.Response(text="".join(f"data: {line}\n\n" for line in lines), content_type="text/event-stream")
 
 
 def _finish_reason(reply: EndpointReply, calls: list | None) -> str:

@@ -1,41 +1,7 @@
 """Environments and tools, as users write them, and the messages to and from the worker that holds them.
 
-An environment is a plain class, constructed once per trajectory with `agents.kwargs`. Every method may be
-`async def`. Sync methods of different trajectories run in threads of one process.
-
-    class Guess:
-        def reset(self, row):                  # messages, or a text without chat template;
-            self.secret = row["ground_truth"]  # without `reset` the prompt is the row's own
-            return [{"role": "user", "content": "Guess my number."}]
-
-        def guess(self, number: int) -> str:   # a tool: any public method, with docstring and type hints
-            \"\"\"Compare a number with the secret.
-
-            Args:
-                number: the guess
-            \"\"\"
-            self.done = number == self.secret  # optional: ends the trajectory
-            return "right" if self.done else "wrong"
-
-        def score(self):                       # a number, or a dict with `score` and other numbers
-            return float(self.done)
-
-        def close(self): ...                   # optional
-
-In place of tools a class may have one of these methods:
-
-    step(text) -> (text, reward, done)         a game: gets the policy's text, returns the answer to it
-    run(base_url, api_key, row)                an agent that calls the engine itself, as an OpenAI server;
-                                               what it returns is the score unless there is `score`
-
-`score(messages)` gets the conversation if it has a parameter. Without `score`, a game's score is the sum of
-its rewards, and else the reward function judges the last answer. Tools that are known only at run time, such
-as those of a server, come from `list_tools() -> [schema]` and `call_tool(name, arguments)`.
-
-`row` holds `prompt` (text), `messages` (or None), `ground_truth`, `data_source`, `extra_info`, and verl's
-`agent_name`, `tools_kwargs`, `interaction_kwargs`. A tool's parameters after `*` are settings: the model
-neither sees nor sets them. Their values come from the config ({function, kwargs} in agents.tools) and from
-the row's `tools_kwargs[<tool>]`; a row whose `tools_kwargs` names tools is offered only those.
+docs/agents.md describes environments and tools. `list_tools() -> [schema]` and `call_tool(name, arguments)`
+are for tools that are known only at run time, such as those of a server.
 
 A ValueError, ArithmeticError or LookupError of a tool, or an argument of the wrong type, is an answer to the
 policy: its message is the tool's output. Any other exception, a time-out or the end of the process is a
@@ -49,6 +15,11 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NotRequired, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from rl.config.agent_plan import EnvironmentSpec
 from rl.config.functions import load_function
@@ -138,8 +109,8 @@ class Tool:
     function: Callable[..., Any]
     schema: dict[str, Any]
     """In OpenAI's function format."""
-    arguments: Any
-    """pydantic's TypeAdapter, which converts and checks the arguments."""
+    arguments: TypeAdapter[Any]
+    """Converts and checks the arguments."""
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -160,8 +131,6 @@ class Tool:
 
         Raises ValueError for malformed arguments; its message is for the policy.
         """
-        from pydantic import ValidationError
-
         if isinstance(arguments, str):
             raise ValueError(f"the arguments must be a JSON object, not {arguments:.200}")
         try:
@@ -182,9 +151,6 @@ def make_tool(function: Callable[..., Any], *, key: str, is_method: bool = False
     `Annotated[..., pydantic.Field(description=...)]`. Raises ValueError, with the config's `key`, for a
     function without docstring and for a parameter without type hint.
     """
-    import pydantic
-    from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
-
     name = function.__name__
     doc = inspect.getdoc(function)
     if not doc:
@@ -202,14 +168,14 @@ def make_tool(function: Callable[..., Any], *, key: str, is_method: bool = False
             )
         hint = hints[parameter.name]
         if text := described.get(parameter.name):
-            hint = Annotated[hint, pydantic.Field(description=text)]
+            hint = Annotated[hint, Field(description=text)]
         fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]
     typed = TypedDict(name, fields)  # type: ignore[operator]
-    typed.__pydantic_config__ = pydantic.ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    typed.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
     try:
-        arguments = pydantic.TypeAdapter(typed)
-        made = _without_titles(arguments.json_schema())
-    except pydantic.errors.PydanticUserError as error:
+        arguments = TypeAdapter(typed)
+        made = arguments.json_schema(schema_generator=_WithoutTitles)
+    except PydanticUserError as error:
         raise ValueError(f"{key}: the type hints of the tool {name} have no JSON schema: {error}") from error
     text = re.split(r"\n\s*(?:Args|Returns|Raises):", doc)[0].strip()
     order = ("type", "properties", "required", "$defs")  # as transformers' get_json_schema
@@ -228,15 +194,9 @@ def _descriptions(doc: str) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2])}
 
 
-def _without_titles(schema: Any) -> Any:
-    """Return a JSON schema without the titles that pydantic makes of the names."""
-    if isinstance(schema, dict):
-        return {
-            key: _without_titles(value)
-            for key, value in schema.items()
-            if key != "title" or not isinstance(value, str)
-        }
-    return [_without_titles(value) for value in schema] if isinstance(schema, list) else schema
+class _WithoutTitles(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
 
 
 # ---- environments ----

@@ -14,6 +14,7 @@ worker takes no further ones and ends with its last. The workers run as the same
 accidents, not attacks.
 """
 
+import contextlib
 import itertools
 import json
 import logging
@@ -173,10 +174,8 @@ class EnvironmentPool:
 
     def wake(self) -> None:
         """Make a `poll` in progress, or the next one, return. May be called from any thread."""
-        try:
+        with contextlib.suppress(BlockingIOError):  # the socket is full of wake-ups
             self._wakeup_end.send(b"w")
-        except BlockingIOError:
-            pass  # as many wake-ups are pending as the socket holds
 
     @property
     def live(self) -> dict[str, float]:
@@ -302,9 +301,7 @@ REPLY_FIELDS = {
     "drives": lambda v: v in ("tools", "step", "run"),
     "reward": _is_number,
     "done": lambda v: isinstance(v, bool),
-    "values": lambda v: (
-        isinstance(v, dict) and all(type(x) is float and math.isfinite(x) for x in v.values())
-    ),
+    "values": lambda v: isinstance(v, dict) and all(map(_is_number, v.values())),
     "failure": lambda v: isinstance(v, str),
 }
 """Fields of a message that answers a request -> whether a value is valid."""

@@ -1,8 +1,10 @@
 """The environments of a run, and the generation of a call's trajectories with them."""
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -14,9 +16,12 @@ from rl.config.schema import Config
 from rl.data.prompts import Prompt
 from rl.rewards.pool.pool import default_workers
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.queue import Queue, StaticQueue
+from rl.rollout.queue import OrderedQueue, Queue, StaticQueue
 from rl.rollout.sampling import Sampling
+from rl.rollout.stored_log import Recorder, store
 from rl.rollout.turns import Sample
+
+log = logging.getLogger(__name__)
 
 
 class AgentRollouts:
@@ -35,7 +40,13 @@ class AgentRollouts:
         own_cores = "SLURM_CPUS_PER_TASK" in os.environ  # the task is bound to its cores
         leaders = 1 if own_cores else max(1, int(os.environ["LOCAL_WORLD_SIZE"]) // config.rollout.tp)
         ends = end_token_ids(config.model.path) | set(config.rollout.stop_token_ids)
-        self._chat = Chat(tokenizer, end_token_ids=ends, on_rewrite=agents.on_rewrite)
+        self._chat = Chat(
+            tokenizer,
+            end_token_ids=ends,
+            on_rewrite=agents.on_rewrite,
+            template_kwargs=agents.template_kwargs,
+        )
+        log.info("tokens between turns: %s", self._chat.description)
         self.pool = EnvironmentPool(
             make_agent_plan(agents.environment, agents.kwargs, agents.tools, agents.sources),
             workers=agents.workers or default_workers(leaders),
@@ -47,6 +58,8 @@ class AgentRollouts:
         try:
             for tools in self.pool.check():
                 self._chat.check(tools)
+                if tools and agents.structured_tool_calls:
+                    self._chat.grammar(tools)
         except ValueError:
             self.close()
             raise
@@ -77,19 +90,23 @@ class AgentRollouts:
         progress=None,
         interrupt: Callable[[], bool] | None = None,
         on_wait: Callable[[str], None],
+        order: list[int] | None = None,
+        log: Path | None = None,
     ) -> tuple[list[Sample] | None, Counter[str]]:
         """Return this replica's samples and counts; the samples are None if the call was interrupted.
 
         The leader returns them; other ranks return [] and no counts. Collective over the replica. The
         arguments are those of `RolloutEngine.generate`.
+
+        log: beginning of the path of the stored event log; None: it is not stored.
         """
         queue = self._queue(engine, len(prompts))
+        if order is not None:
+            queue = OrderedQueue(queue, order)
         engine.llm.reset_prefix_cache()  # what the engine computes then depends on the events alone
         if self.pool is None:
             is_complete = engine.run(None, sampling, interrupt=interrupt, on_wait=on_wait)
             return ([] if is_complete else None), Counter()
-        n = sampling.samples_per_prompt
-        share = -(-len(prompts) // engine.num_replicas) * n
         source = AgentSource(
             prompts,
             sampling,
@@ -98,15 +115,19 @@ class AgentRollouts:
             pool=self.pool,
             chat=self._chat,
             queue=queue,
-            capacity=max(n, min(self._config.rollout.max_concurrent_samples, share)),
+            capacity=engine.capacity(len(prompts), sampling.samples_per_prompt),
             max_context=self._config.data.max_prompt_tokens + sampling.max_tokens,
             start_endpoint=self._start_endpoint,
             progress=progress,
         )
         try:
-            is_complete = engine.run(source, sampling, interrupt=interrupt, on_wait=on_wait)
+            recorder = Recorder(source)
+            is_complete = engine.run(recorder, sampling, interrupt=interrupt, on_wait=on_wait)
         finally:
             source.close()
+        if is_complete and log is not None and self._config.agents.order == "arrival":
+            path = log.with_name(f"{log.name}_replica_{engine.replica}.npz")
+            store(path, sampling, engine.events, recorder.completions)
         return (source.samples if is_complete else None), source.counts
 
     def _queue(self, engine: RolloutEngine, num_prompts: int) -> Queue:

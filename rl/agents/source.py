@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +58,8 @@ class _Session:
     """The conversation, as derived from the tokens."""
     tools: Messages = field(default_factory=list)
     drives: str = "tools"
+    grammar: str | None = None
+    """What the turns must follow (`Request.grammar`)."""
     context: np.ndarray | None = None
     """int32: context of the last turn."""
     turn: np.ndarray | None = None
@@ -150,12 +152,14 @@ class AgentSource:
         aborts, self._aborts = self._aborts, []
         if aborts or (in_waves and num_live):
             return aborts
-        if not (in_waves and self._unanswered):  # the room for further prompts must not depend on a clock
+        if not in_waves:
             self._draw(num_live)
         if self._unanswered and not num_live and (in_waves or not self._ready):
             started = time.monotonic()
             self._take_replies(WAIT_S)
-            self.counts["waiting_s"] += time.monotonic() - started
+            self.counts["environments_waited"] += time.monotonic() - started
+        if not (in_waves and self._unanswered):  # in waves, the number of prompts must not depend on a clock
+            self._draw(num_live)
         if not (in_waves and self._unanswered) and (self._ready or num_live):
             return [self._add(name) for name in sorted(self._ready, key=_order)]
         return [Waiting(self._describe_wait())] if self._sessions else [Done()]
@@ -171,12 +175,17 @@ class AgentSource:
             return
         session.running = ""
         trajectory = session.trajectory
+        if session.inbox and not session.inbox[0].is_learned:
+            asked = session.inbox[0]
+            turn = self._chat.parse(completion.token_ids, asked.tools, trajectory.num_asides)
+            self._answer(session, self._context_of(asked), completion, turn.message)
+            return
         session.context, session.turn = trajectory.token_ids, completion.token_ids
         trajectory.take(completion)
         turn = self._chat.parse(session.turn, session.tools, trajectory.num_turns)
         session.messages.append(turn.message)
         if session.drives == "run":
-            self._answer(session, completion)
+            self._answer(session, session.context, completion, turn.message)
         elif session.drives == "step":
             self._call(session, Step(turn.text))
         elif turn.tool_calls:
@@ -232,7 +241,7 @@ class AgentSource:
             session = self._sessions[reply.session]
             self._unanswered.discard(reply.session)
             self._resetting.discard(reply.session)
-            self.counts["environment_s"] += time.monotonic() - session.asked
+            self.counts["environments"] += time.monotonic() - session.asked
             if reply.failure:
                 self._fail(session, reply)
             elif reply.kind == "reset":
@@ -254,6 +263,8 @@ class AgentSource:
             self._endpoint = self._start_endpoint()
             self._call(session, Run(self._endpoint.base_url, self._endpoint.open(session.name)))
             return
+        if self._config.structured_tool_calls and session.tools:
+            session.grammar = self._chat.grammar(session.tools)
         prompt_ids = self._chat.open(session.messages, session.tools)
         session.trajectory.begin_row(prompt_ids)
         if session.trajectory.room > 0:
@@ -291,7 +302,7 @@ class AgentSource:
         if request is None:
             self._call(session, Score(session.messages))
         else:
-            self._ready[session.name] = request
+            self._ready[session.name] = replace(request, grammar=session.grammar)
 
     def _finish(self, session: _Session, values: dict[str, float]) -> None:
         trajectory = session.trajectory
@@ -332,24 +343,31 @@ class AgentSource:
         from rl.agents.endpoint import Refused
 
         asked, trajectory = session.inbox[0], session.trajectory
-        session.tools = asked.tools
         request, why = None, "no tokens of rollout.max_response_tokens are left"
-        if trajectory.num_turns >= self._limits.turns:
-            why = f"agents.max_turns={self._limits.turns} are used up"
-        elif not self._follow(session, asked):
-            why = "the conversation has changed, and agents.on_rewrite=refuse"
-        elif not trajectory.is_cut:
-            request = trajectory.request(asked.max_tokens or 0)
+        is_bound = self._config.structured_tool_calls and asked.tools
+        try:
+            grammar = self._chat.grammar(asked.tools) if is_bound else None
+            if not asked.is_learned:
+                request = trajectory.aside(self._context_of(asked), asked.max_tokens or 0)
+            elif trajectory.num_turns >= self._limits.turns:
+                why = f"agents.max_turns={self._limits.turns} are used up"
+            elif not self._follow(session, asked):
+                why = "the conversation has changed, and agents.on_rewrite=refuse"
+            elif not trajectory.is_cut:
+                request = trajectory.request(asked.max_tokens or 0)
+        except ValueError as error:  # the template rejects the agent's messages
+            why = str(error)
         if request is None:
             self._reply(session, error=Refused(why))
             return
         self._unanswered.discard(session.name)
-        self._ready[session.name] = request
+        self._ready[session.name] = replace(request, grammar=grammar)
 
     def _follow(self, session: _Session, asked: "EndpointRequest") -> bool:
         """Append what an agent adds to its conversation, or begin a row; return whether that is allowed."""
         from rl.agents.endpoint import new_messages
 
+        session.tools = asked.tools
         trajectory, given, source = session.trajectory, None, "environment"
         if session.context is not None and session.turn is not None:
             if asked.messages is None:
@@ -368,20 +386,24 @@ class AgentSource:
             self.counts["rewrites"] += 1
             if self._config.on_rewrite == "refuse":
                 return False
-        ids = asked.token_ids
-        trajectory.begin_row(self._chat.open(session.messages, session.tools) if ids is None else ids)
+        trajectory.begin_row(self._context_of(asked))
         session.turn = None
         return True
 
-    def _answer(self, session: _Session, completion: Completion) -> None:
+    def _context_of(self, asked: "EndpointRequest") -> np.ndarray:
+        """Return the whole context of a request, int32 [C]."""
+        if asked.token_ids is not None:
+            return asked.token_ids
+        return self._chat.open(asked.messages or [], asked.tools)
+
+    def _answer(self, session: _Session, context: np.ndarray, completion: Completion, message: dict) -> None:
         """Send a turn to the agent that asked for it."""
         from rl.agents.endpoint import EndpointReply
 
-        assert session.context is not None
         self._unanswered.add(session.name)
         session.asked = time.monotonic()
         turn = completion.token_ids, completion.logprobs, completion.end
-        self._reply(session, EndpointReply(session.context, *turn, session.messages[-1]))
+        self._reply(session, EndpointReply(context, *turn, message))
 
     def _reply(self, session: _Session, reply=None, error: Exception | None = None) -> None:
         """Answer the request that is being served, and serve the next one."""

@@ -23,7 +23,7 @@ class Family:
     parse: Callable[[str, Sequence[dict]], tuple[str, list[ToolCall]]]
     """Splits a turn into its content and its calls, given the tools' schemas. A call without an id has ""."""
     grammar: str = ""
-    """The family's name in xgrammar's structural tags; empty: calls cannot be constrained."""
+    """The family's name in xgrammar's structural tags; empty: they have none of this form."""
     parallel: bool = True
     """Whether a turn may hold several calls."""
 
@@ -106,33 +106,19 @@ def _parse_hermes(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]
 
 def _parse_glm(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
     content, blocks = _blocks(text, "<tool_call>", "</tool_call>")
-    pair = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-    return content, [
-        _from_pairs(*re.match(r"([^<\n]*)(.*)", b, re.DOTALL).groups(), pair, tools) for b in blocks
-    ]
+    return content, [_from_glm(block, tools) for block in blocks]
 
 
-def _parse_qwen_xml(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
-    content, blocks = _blocks(text, "<tool_call>", "</tool_call>")
-    pair = re.compile(r"\s*<parameter=(.*?)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-    calls = []
-    for block in blocks:
-        inner, functions = _blocks(block, "<function=", "</function>")
-        name, _, body = (functions or [inner])[0].partition(">")
-        calls.append(_from_pairs(name, body, pair, tools))
-    return content, calls
-
-
-def _from_pairs(name: str, body: str, pair: re.Pattern, tools: Sequence[dict]) -> ToolCall:
-    """Read arguments that stand as pairs of key and value, with values in JSON except strings."""
-    if pair.sub("", body).strip():
-        return ToolCall("", name.strip(), body.strip())
-    types = _types(name.strip(), tools)
-    return ToolCall(
-        "",
-        name.strip(),
-        {key: value if types.get(key) == "string" else _value(value) for key, value in pair.findall(body)},
-    )
+def _from_glm(block: str, tools: Sequence[dict]) -> ToolCall:
+    """Read NAME and pairs of key and value, with values in JSON except strings."""
+    pair = r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*"
+    name, mark, rest = block.partition("<arg_key>")
+    name, body = name.strip(), mark + rest
+    if re.sub(pair, "", body, flags=re.DOTALL).strip():
+        return ToolCall("", name, body)
+    types = _types(name, tools)
+    pairs = re.findall(pair, body, re.DOTALL)
+    return ToolCall("", name, {k: v if types.get(k) == "string" else _value(v) for k, v in pairs})
 
 
 def _types(name: str, tools: Sequence[dict]) -> dict[str, Any]:
@@ -198,10 +184,10 @@ def _from_deepseek(block: str) -> ToolCall:
 
 
 FAMILIES = (
-    Family("deepseek", ("<\uff5ctool\u2581calls\u2581begin\uff5c>",), _parse_deepseek, "deepseek_r1"),
+    Family("deepseek-v3", ("'```json'",), _parse_deepseek, "deepseek_r1"),
+    Family("deepseek", ("<\uff5ctool\u2581calls\u2581begin\uff5c>",), _parse_deepseek, "deepseek_v3_1"),
     Family("mistral", ("[TOOL_CALLS]",), _parse_mistral),
-    Family("glm", ("<arg_key>",), _parse_glm, "glm_4_7"),
-    Family("qwen-xml", ("<function=",), _parse_qwen_xml, "qwen_3_coder"),
+    Family("glm", ("<arg_key>",), _parse_glm),
     Family("llama", ("<|python_tag|>", "ipython<|end_header_id|>"), _parse_llama, "llama", parallel=False),
     Family("hermes", ("<tool_call>",), _parse_hermes, "qwen_3"),
 )

@@ -53,6 +53,8 @@ class Trajectory:
         self._seed = seed
         self.rows: list[Row] = []
         self.num_turns = 0
+        self.num_asides = 0
+        """Number of requests of `aside`."""
         self.rewards: list[float] = []
         """Rewards of single turns."""
         self.end = ""
@@ -102,6 +104,16 @@ class Trajectory:
         seed = seed_of(self._seed, self.num_turns) if self.num_turns else self._seed
         name = f"{self.prompt}.{self.number}.{self.num_turns}"
         return Request(name, self.token_ids.astype(np.int32), seed, min(limits))
+
+    def aside(self, token_ids: np.ndarray, max_tokens: int) -> Request | None:
+        """Return a request that is no part of the trajectory, or None if its context leaves no room."""
+        room = min(self.limits.response_tokens, self.limits.context_tokens - len(token_ids))
+        if room <= 0:
+            return None
+        limits = [limit for limit in (room, self.limits.turn_tokens, max_tokens) if limit]
+        self.num_asides += 1
+        name = f"{self.prompt}.{self.number}.aside{self.num_asides}"
+        return Request(name, token_ids, seed_of(self._seed, "aside", self.num_asides), min(limits))
 
     def take(self, completion: Completion) -> None:
         """Append the tokens that the policy sampled in its next turn."""

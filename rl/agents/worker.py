@@ -12,8 +12,10 @@ rl.workers.supervisor has its processes. The pool sends pickles: first (plan, sy
 "retire" in a message: the process must take no further session. It is then ended with its last session,
 because a thread that exceeded its time limit cannot be ended, and memory may be leaked or fragmented.
 
-Async methods run in one event loop. Sync methods run in threads, of which at most THREADS run at a time; the
-time limit of a call starts with its thread. If the loop itself is blocked, the pool kills the process.
+Async methods run in one event loop. Sync methods of a session run in a thread of its own, of which at most
+THREADS work at a time; the time limit of a call starts when it has its turn. If the loop itself is blocked,
+the pool kills the process. Processes that an environment starts are its own to end, in `close`; those that it
+leaves without a parent are killed when the worker holds no session, and all with the worker.
 """
 
 import asyncio
@@ -23,6 +25,7 @@ import inspect
 import json
 import os
 import pickle
+import queue
 import socket
 import sys
 import threading
@@ -46,7 +49,9 @@ from rl.workers.supervisor import run_worker
 BEAT_S = 1.0
 """Seconds between two signs of life during calls."""
 THREADS = 8
-"""Most threads of sync calls at a time in a worker; agents' `run` has one of its own."""
+"""Most sync calls at a time in a worker, but for `run`."""
+STACK_BYTES = 2 << 20
+"""Stack of a session's thread, which counts as address space."""
 MAX_LINE_BYTES = 16 << 20
 """Longest message; a prompt of a million tokens has about 4 MB."""
 TOOL_ERRORS = (ValueError, ArithmeticError, LookupError)
@@ -80,6 +85,7 @@ class Host:
 
     async def _run(self, stream: Any) -> None:
         loop = asyncio.get_running_loop()
+        threading.stack_size(STACK_BYTES)
 
         def receive() -> None:
             try:
@@ -158,6 +164,8 @@ class Session:
         self.task: asyncio.Task[None] | None = None
         """The last request."""
         self.closing: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._in_thread = self._is_stuck = False
 
     @property
@@ -218,8 +226,11 @@ class Session:
             await asyncio.wait({self.task}, timeout=self._host.timeout_s)
             self._is_stuck |= not self.task.done()
         self._host.must_retire |= self._is_stuck
-        if not self._is_stuck and hasattr(self._instance, "close"):
-            await self._call(self._instance.close)
+        try:
+            if not self._is_stuck and hasattr(self._instance, "close"):
+                await self._call(self._instance.close)
+        finally:
+            self._jobs.put(None)
 
     async def _use_tool(self, call: ToolCall) -> tuple[str, bool]:
         """Return a tool's output, and whether it is an error message."""
@@ -259,7 +270,9 @@ class Session:
         async with slot:
             try:
                 async with asyncio.timeout(limit_s) as limit:
-                    result = function(*arguments) if is_async else await self._thread(function, *arguments)
+                    result = (
+                        function(*arguments) if is_async else await self._call_in_thread(function, *arguments)
+                    )
                     return await result if inspect.isawaitable(result) else result
             except TimeoutError:
                 if limit_s is not None and limit.expired():
@@ -268,8 +281,8 @@ class Session:
             finally:
                 self._host.exit_in_forks()
 
-    async def _thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in a thread of its own."""
+    async def _call_in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in the session's thread: some objects are bound to the thread that made them."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
@@ -277,7 +290,7 @@ class Session:
             if not outcome.done():
                 outcome.set_result((result, error))
 
-        def run() -> None:
+        def job() -> None:
             result = error = None
             try:
                 result = function(*arguments)
@@ -286,10 +299,13 @@ class Session:
             self._host.exit_in_forks()
             loop.call_soon_threadsafe(settle, result, error)
 
-        try:
-            threading.Thread(target=run, daemon=True).start()
-        except RuntimeError as error:  # no address space for its stack
-            raise MemoryError(str(error)) from error
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # no address space for its stack
+                raise MemoryError(str(error)) from error
+        self._jobs.put(job)
         self._in_thread = True
         try:
             result, error = await outcome
@@ -301,6 +317,10 @@ class Session:
         if error is not None:
             raise error
         return result
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
 
 
 def _serve(work: socket.socket, options: dict[str, Any]) -> None:

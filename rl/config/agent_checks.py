@@ -25,6 +25,11 @@ def check_agents(config: Config) -> None:
             f"algorithm={config.algorithm} has a loss of whole responses, which agents.on_rewrite=new_row "
             "would split into rows; use agents.on_rewrite=refuse."
         )
+    if config.watchdog.limits.environments <= agents.timeout_s:
+        raise ConfigError(
+            f"watchdog.limits.environments={config.watchdog.limits.environments:g} must exceed "
+            f"agents.timeout_s={agents.timeout_s:g}, after which a single environment has failed."
+        )
     if agents.max_tokens_per_turn > rollout.max_response_tokens:
         raise ConfigError(
             f"agents.max_tokens_per_turn={agents.max_tokens_per_turn} is above "

@@ -159,7 +159,7 @@ def check_carry_over(config: Config) -> None:
             f"{name} compares samples with a greedy response of the present weights, and part of their "
             "tokens would be of older ones; use algorithm=rloo."
         )
-    if not (fix.bypass or fix.truncate_tokens or fix.truncate_samples or fix.icepop_high):
+    if not fix.corrects:
         raise ConfigError(
             "rollout.carry_over=true trains on tokens that older weights have sampled; set "
             "rollout_correction.truncate_tokens=2.0, another weight, or rollout_correction.bypass=true."

@@ -40,11 +40,15 @@ def check_roles(config: Config) -> None:
             f"algorithm={config.algorithm} does not learn from samples, so there is nothing to generate on "
             f"roles.rollout={roles.rollout}; leave out the section roles."
         )
-    if config.rollout.carry_over or config.agents.is_on:
-        key = "rollout.carry_over=true" if config.rollout.carry_over else "the section agents"
+    others = {
+        "rollout.carry_over=true": config.rollout.carry_over,
+        "rollout.longest_first=true": config.rollout.longest_first,
+        "the section agents": config.agents.is_on,
+    }
+    for key in (key for key, is_set in others.items() if is_set):
         raise ConfigError(
             f"{key} cannot be combined with roles.rollout={roles.rollout}: the generators stream samples of "
-            "one turn. Leave out one of the two."
+            "one turn in one order. Leave out one of the two."
         )
     if config.reward.judge.path:
         raise ConfigError(
@@ -61,13 +65,7 @@ def check_roles(config: Config) -> None:
             f"algorithm={config.algorithm} needs a greedy response by the weights of the samples, which are "
             f"gone with roles.lag={roles.lag}; use roles.lag=0."
         )
-    is_corrected = (
-        correction.bypass
-        or correction.truncate_tokens
-        or correction.truncate_samples
-        or correction.icepop_high
-    )
-    if roles.lag and not is_corrected:
+    if roles.lag and not correction.corrects:
         raise ConfigError(
             f"roles.lag={roles.lag} learns from samples of older weights without a correction; set "
             "rollout_correction.truncate_tokens=2, or another weight, or rollout_correction.bypass=true."

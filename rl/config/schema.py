@@ -406,6 +406,11 @@ class Agents:
     order: Literal["arrival", "waves"] = "arrival"
     """arrival: results of environments are used as they come, in an order that the log stores. waves: all
     live trajectories end their turn first, which is repeatable without a log but leaves the engine idle."""
+    structured_tool_calls: bool = False
+    """Whether the engine samples only tool calls whose name and arguments fit a schema. Its log-probs are
+    then those of the allowed tokens, which differ from the trainer's."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template, such as {enable_thinking: false}."""
     on_rewrite: Literal["refuse", "new_row"] = "refuse"
     """Treatment of a chat template that changes earlier turns: refuse the run, or continue the trajectory in
     a new training row."""
@@ -558,6 +563,11 @@ class RolloutCorrection:
     bypass: bool = False
     """Use the engine's log-probs as those of the old policy. This saves a forward pass, and ratios are then
     against the distribution sampled from. The other keys must be off."""
+
+    @property
+    def corrects(self) -> bool:
+        """Return whether the loss accounts for tokens of older weights, by a weight or by bypass."""
+        return bool(self.bypass or self.truncate_tokens or self.truncate_samples or self.icepop_high)
 
     @property
     def rejections(self) -> list[Rejection]:

@@ -31,14 +31,14 @@ class Change:
     def words(self, before: Estimate) -> str:
         """Return the change as overrides for a command line."""
         words = [f"{key}={_text(value)}" for key, value in self.values.items()]
-        if self.world_size != before.layout.world_size:
+        if self.world_size != before.layout.num_ranks:
             words.append(f"--world-size {self.world_size}")
         return " ".join(words)
 
 
 def cheapest_change(before: Estimate) -> Change | None:
     """Return the change to try first; None if no trial fits."""
-    world = before.layout.world_size
+    world = before.layout.num_ranks
     steps = list(single_changes(before.config, world))
     for factor, number in TRIALS:
         combinations = (dict(some) for some in itertools.combinations(steps, number))

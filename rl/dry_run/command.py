@@ -12,11 +12,11 @@ import os
 import sys
 
 from rl.config.checks import check
-from rl.config.schema import load_config
+from rl.config.schema import learns_from_samples, load_config
 from rl.dry_run import hardware
 from rl.dry_run.changes import cheapest_change
 from rl.dry_run.estimate import estimate
-from rl.dry_run.report import report, verdict
+from rl.dry_run.report import report, report_forms, verdict
 
 
 def main(argv: list[str]) -> int:
@@ -37,6 +37,8 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(report(found), flush=True)
+    if not found.problems and learns_from_samples(config):
+        print("\n" + report_forms(found, arguments), flush=True)
     print("\n" + verdict(found, cheapest_change(found) if found.problems else None))
     return 2 if found.problems else 0
 
@@ -61,6 +63,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for side in ("prompt", "response"):
         mean_help = f"mean tokens of a {side} (half of the longest)"
         add(f"--mean-{side}-tokens", metavar="X", type=float, default=0.0, help=mean_help)
+    sigma_help = (
+        "standard deviation of the logarithm of a response's tokens, for the forms of asynchrony (0.7)"
+    )
+    add("--sigma-response-tokens", metavar="X", type=float, default=0.7, help=sigma_help)
+    for part, keys in (("generation", "timing_s/gen"), ("rest", "timing_s/step less timing_s/gen")):
+        measured_help = f"measured seconds of a synchronous step: {keys} (estimated)"
+        add(f"--{part}-seconds", metavar="X", type=float, default=0.0, help=measured_help)
     hardware.add_options(parser)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.world_size < 1:

@@ -8,7 +8,6 @@ from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import ITEMSIZE, Layout, Memory, estimate_memory, layout_of, sequences_per_prompt
 from rl.dry_run.shape import Model, check_layouts, models_of
 from rl.dry_run.timing import Lengths, assumed_lengths, estimate_seconds
-from rl.models.placement import RolloutPlacement
 from rl.refit.connections import connection_bytes
 from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT
 from rl.refit.traffic import refit_traffic
@@ -52,7 +51,9 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float:
-        return sum(self.seconds.values())
+        generation = self.seconds.get("gen", 0.0)
+        rest = sum(self.seconds.values()) - generation
+        return max(generation, rest) if self.layout.is_split and self.config.roles.lag else generation + rest
 
     @property
     def sequences(self) -> int:
@@ -68,7 +69,7 @@ class Estimate:
     @property
     def gpu_hours(self) -> float:
         """GPU-hours of run.max_steps steps, without validation and checkpoints."""
-        return self.config.run.max_steps * self.step_seconds * self.layout.world_size / 3600
+        return self.config.run.max_steps * self.step_seconds * self.layout.num_ranks / 3600
 
 
 def estimate(
@@ -122,7 +123,7 @@ def plan_refit(config: Config, layout: Layout, model: Model, hardware: Hardware)
     traffic = refit_traffic(
         list(model.weights),
         layout.placement(model),
-        RolloutPlacement(layout.world_size, layout.rollout_tp, model.num_layers),
+        layout.rollout_placement(model),
         ranks_per_node=hardware.ranks_per_node,
         itemsize=ITEMSIZE[config.model.dtype],
         buffer_bytes=config.refit.buffer_mib << 20,

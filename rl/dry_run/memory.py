@@ -10,12 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, algorithm_of, needs_engine
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.parameters import StageCount, buffer_elements, count_engine, count_stages
 from rl.dry_run.shape import Model
 from rl.models.layout import padded_vocab, vocab_multiple
-from rl.models.placement import TrainingPlacement, training_ranges
+from rl.models.placement import RolloutPlacement, TrainingPlacement, training_ranges
 from rl.models.sizes import num_kv_heads
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
@@ -30,7 +31,12 @@ the current chunk's, and the previous chunk's, which is still referenced."""
 class Layout:
     """The grids of a run."""
 
+    num_ranks: int
+    """Ranks of the job."""
     world_size: int
+    """Ranks that train."""
+    rollout_size: int
+    """Ranks that generate; with `roles` other ones."""
     tp: int
     pp: int
     ep: int
@@ -49,12 +55,22 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        return self.world_size // self.rollout_tp
+        return self.rollout_size // self.rollout_tp
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other ranks generate than train."""
+        return self.world_size < self.num_ranks
 
     def placement(self, model: Model) -> TrainingPlacement:
         """Return the placement of the model's weights in training."""
         experts = dict(ep=self.ep, etp=self.etp if model.num_experts else None, num_experts=model.num_experts)
         return TrainingPlacement(self.world_size, self.tp, self.pp, model.num_layers, **experts)
+
+    def rollout_placement(self, model: Model) -> RolloutPlacement:
+        """Return the placement of the model's weights in generation."""
+        ranks = tuple(range(self.world_size, self.num_ranks)) if self.is_split else None
+        return RolloutPlacement(self.rollout_size, self.rollout_tp, model.num_layers, ranks=ranks)
 
 
 @dataclass(frozen=True)
@@ -123,12 +139,14 @@ class Memory:
     """`training.offload`: what is moved to the host during generation (none, optimizer or all)."""
     reference: int
     """Host memory of a rank for reference weights, in bytes. In use they are in the gradients' memory."""
+    is_split: bool
+    """Whether trainer and engine are on different GPUs; nothing is then moved to the host."""
     hardware: Hardware = field(repr=False)
 
     @property
     def away(self) -> int:
         """Host memory of a rank for offloading, in bytes; gradients are discarded."""
-        if self.offload == "none" or self.engine is None:
+        if self.offload == "none" or self.engine is None or self.is_split:
             return 0
         both = self.offload == "all"
         states = (stage.states.values() for stage in self.stages)
@@ -136,7 +154,9 @@ class Memory:
 
     def stays(self, phase: str, state: State) -> State:
         """Return the part of a model's state that is on the GPU in a phase; weights always in a refit."""
-        if phase == "training" or self.offload == "none" or self.engine is None:
+        if self.is_split and phase == "generation":
+            return State(0)
+        if phase == "training" or self.offload == "none" or self.engine is None or self.is_split:
             return state
         return State(state.weights if phase == "refit" or self.offload == "optimizer" else 0)
 
@@ -155,7 +175,7 @@ class Memory:
         if phase == "training" or self.engine is None:
             return stays + stage.activations + stage.head
         if phase == "refit":
-            return stays + self.engine.weights + self.refit_buffers
+            return stays + (0 if self.is_split else self.engine.weights) + self.refit_buffers
         return stays + self.engine.budget
 
     def problems(self) -> list[str]:
@@ -184,7 +204,9 @@ def _gib(number: float) -> str:
 def layout_of(config: Config, world_size: int) -> Layout:
     """Return the grids of the config on that number of ranks."""
     t = config.training
-    return Layout(world_size, t.tp, t.pp, t.ep, t.expert_tp, config.rollout.tp, t.sequence_parallel)
+    train, rollout = map(len, role_ranks(config, world_size))
+    grids = t.tp, t.pp, t.ep, t.expert_tp, config.rollout.tp
+    return Layout(world_size, train, rollout, *grids, t.sequence_parallel)
 
 
 def estimate_memory(
@@ -216,6 +238,7 @@ def estimate_memory(
         connections=0,
         offload="all" if config.training.offload == "auto" else config.training.offload,
         reference=sum(itemsize * count.parameters for count in references),
+        is_split=layout.is_split,
         hardware=hardware,
     )
 

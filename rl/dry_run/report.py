@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from rl.dry_run.asynchrony import best, forms
 from rl.dry_run.changes import Change
 from rl.dry_run.estimate import Estimate
 from rl.dry_run.hardware import GIB
@@ -29,18 +30,44 @@ def verdict(estimate: Estimate, change: Change | None) -> str:
     return "\n".join(["DOES NOT FIT", *(f"  {line}" for line in (*estimate.problems, advice))])
 
 
+def report_forms(estimate: Estimate, arguments) -> str:
+    """Return the seconds of a step in each form of asynchrony, and which one to use.
+
+    arguments: the options of `rl.dry_run.command`.
+    """
+    sigma = arguments.sigma_response_tokens
+    found = forms(
+        estimate, sigma=sigma, generation_s=arguments.generation_seconds, rest_s=arguments.rest_seconds
+    )
+    rows = [
+        [form.name, f"{form.seconds:.0f} s", f"x {found[0].seconds / form.seconds:.2f}"] for form in found
+    ]
+    chosen = best(found)
+    advice = f"use {chosen.name}" if chosen.overrides else "keep synchronous: no other form is much faster"
+    if "rollout_correction.truncate_tokens" in chosen.overrides:
+        advice += " (or another correction of older samples)"
+    return "\n".join(
+        [
+            f"forms of asynchrony, with log-normal responses of sigma {sigma:g} and of the mean above "
+            "(docs/asynchrony.md)",
+            _aligned(rows),
+            advice,
+        ]
+    )
+
+
 def _phases(estimate: Estimate) -> tuple[str, ...]:
     return PHASES if estimate.memory.engine else PHASES[:1]
 
 
 def _head(estimate: Estimate) -> str:
     config, layout, hardware = estimate.config, estimate.layout, estimate.hardware
-    nodes = -(-layout.world_size // hardware.ranks_per_node)
+    nodes = -(-layout.num_ranks // hardware.ranks_per_node)
     grid = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
     if estimate.models["policy"].num_experts:
         grid += f"; experts: ep {layout.ep} x etp {layout.etp} x dp {layout.expert_dp}"
     lines = [
-        f"{config.run.name}: {config.algorithm}, {layout.world_size} ranks on {_count(nodes, 'node')}, "
+        f"{config.run.name}: {config.algorithm}, {layout.num_ranks} ranks on {_count(nodes, 'node')}, "
         f"GPUs of {hardware.gpu_memory_gib:g} GiB, {config.model.dtype}"
     ]
     for model in estimate.models.values():

@@ -146,7 +146,8 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
             raise ConfigError(f"{path}/config.json lacks the key {missing}.") from missing
         keeps = name == "implicit_reward" or (name == "policy" and needs_reference(config))
         parts = tuple(group_parts(weights))
-        models[name] = Model(name, body, tuple(weights), parts, own_path or None, keeps_reference=keeps)
+        own = None if name == "policy" else own_path or None
+        models[name] = Model(name, body, tuple(weights), parts, own, keeps_reference=keeps)
     return models, notes + _absent(config)
 
 

@@ -126,12 +126,35 @@ def _generation(
 
     Prefill is limited by arithmetic, decoding by the memory that it reads.
     """
-    tp, itemsize = layout.rollout_tp, ITEMSIZE[config.model.dtype]
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt / layout.replicas
-    in_cache = engine.cache_tokens / lengths.total
-    at_once = max(1.0, min(config.rollout.max_concurrent_samples, samples, in_cache))
-    rate = hardware.tflops * 1e12 * hardware.train_share * tp
-    prefill = 2 * model.multiplied * samples / config.rollout.samples_per_prompt * lengths.prompt / rate
+    at_once = max(1.0, min(slots(config, engine, lengths), samples))
+    prompts = samples / config.rollout.samples_per_prompt
+    prefill = prompts * lengths.prompt * prefill_seconds(layout, model, hardware)
+    step = decode_seconds(config, layout, model, engine, lengths, hardware, at_once)
+    return prefill + math.ceil(samples / at_once) * lengths.response * step
+
+
+def slots(config: Config, engine: EngineMemory, lengths: Lengths) -> float:
+    """Return the number of samples that a replica generates at once, if there are enough."""
+    return min(config.rollout.max_concurrent_samples, engine.cache_tokens / lengths.total)
+
+
+def prefill_seconds(layout: Layout, model: Model, hardware: Hardware) -> float:
+    """Return the seconds in which a replica computes a token of a context."""
+    return 2 * model.multiplied / (hardware.tflops * 1e12 * hardware.train_share * layout.rollout_tp)
+
+
+def decode_seconds(
+    config: Config,
+    layout: Layout,
+    model: Model,
+    engine: EngineMemory,
+    lengths: Lengths,
+    hardware: Hardware,
+    at_once: float,
+) -> float:
+    """Return the seconds of a replica's decoding step with `at_once` samples of half their length."""
+    tp, itemsize = layout.rollout_tp, ITEMSIZE[config.model.dtype]
     weights = _weights_read(model, at_once) * itemsize / tp
     cache = at_once * (lengths.prompt + lengths.response / 2) * engine.bytes_per_token
     near = tp <= hardware.ranks_per_node
@@ -140,8 +163,7 @@ def _generation(
         message = 2 * at_once * model.hf["hidden_size"] * itemsize
         transfer = hardware.link_seconds(message, 0) if near else hardware.link_seconds(0, message)
         step += 2 * model.num_layers * ((NEAR_LATENCY if near else FAR_LATENCY) + transfer)
-    step = max(step, 2 * model.multiplied * at_once / rate)
-    return prefill + math.ceil(samples / at_once) * lengths.response * step
+    return max(step, at_once * prefill_seconds(layout, model, hardware))
 
 
 def _weights_read(model: Model, batch: float) -> float:

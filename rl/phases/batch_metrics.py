@@ -125,14 +125,16 @@ def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
     agents/failures/<request>       trajectories whose environment failed, by the request that failed
     agents/dropped                  trajectories that are missing in their groups
     agents/rewrites                 turns after which the template changed earlier tokens
-    agents/environment_s            seconds of all requests to environments
-    agents/waiting_s                seconds in which nothing ran, summed over the replicas
     agents/occupancy                mean over the engine steps of (running requests / capacity)
+    timing_s/environments           seconds of all requests to environments
+    timing_s/environments_waited    seconds in which nothing ran, summed over the replicas
     """
     metrics = {"agents/occupancy": counts["live_steps"] / max(counts["steps"], 1) / capacity}
     for name, value in counts.items():
         if name in ("turns", "tool_calls", "rows"):
             metrics[f"agents/{name}"] = value / max(counts["trajectories"], 1)
+        elif name in ("environments", "environments_waited"):
+            metrics[f"timing_s/{name}"] = value
         elif name not in ("live_steps", "steps", "trajectories"):
             metrics[f"agents/{name}"] = value
     return metrics

@@ -18,6 +18,7 @@ from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.phases.generation import Generation
+from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.rollout.carry_over import CarriedTurns, Frontier, Group, batch_of, extend, quota_of
 from rl.rollout.sampling import seed_of, train_sampling
@@ -113,8 +114,12 @@ class CarryOver:
             "carry_over/samples": len(lengths),
             "carry_over/tokens": sum(lengths),
             "carry_over/dropped_groups": len(self._dropped),
-            "carry_over/dropped_tokens": sum(group.num_tokens for group in self._dropped),
         }
+
+    def check(self, batch: Batch) -> None:
+        """Log the staleness of the batch that is about to be learned from. Raises StaleTokens."""
+        limit = self._config.rollout.max_staleness
+        self._step.metrics |= check_staleness(batch, self._engines.policy.version, limit)
 
     def log_consumed(self) -> None:
         """Append the prompts that this step consumed to `consumed.jsonl`. Rank 0 writes."""

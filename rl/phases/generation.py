@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,7 +92,9 @@ class Generation:
         def generate_trajectories(progress, interrupt) -> list[Sample] | None:
             assert self._agents is not None
             on_wait = self._step.watchdog.tracker.wait
-            waits = dict(progress=progress, interrupt=interrupt, on_wait=on_wait)
+            waits = dict(progress=progress, interrupt=interrupt, on_wait=on_wait, order=order)
+            log = Path(self._config.run.dir, "events", f"step_{self._step.number}", purpose)
+            waits["log"] = log if abortable else None  # validation is not repeated
             own, found = self._agents.generate(engine, prompts, sampling, seeds, **waits)
             counts.update(found)
             return own
@@ -154,6 +157,9 @@ class Generation:
         """
         total: Counter[str] = sum(gather_objects(counts), Counter())
         self._step.metrics |= agent_metrics(total, capacity=self._config.rollout.max_concurrent_samples)
+        ended = total["trajectories"] + total["dropped"]
+        expected = len(batch.prompts) * sampling.samples_per_prompt
+        assert ended == expected, f"{ended} of {expected} trajectories have ended"
         sizes = torch.bincount(batch.merge_rows().groups, minlength=len(batch.prompts))
         kept = (sizes >= min(2, sampling.samples_per_prompt)).nonzero().squeeze(1).tolist()
         self._step.metrics["agents/dropped_groups"] = len(batch.prompts) - len(kept)

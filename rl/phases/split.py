@@ -3,6 +3,7 @@
 import base64
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,15 @@ from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
 from rl.engines.memory import MemorySharing
 from rl.faults.fault_board import Disagreement
+from rl.phases.staleness import StaleTokens, check_staleness
 from rl.phases.step import Step
 from rl.refit.link import Delivery, Link
-from rl.rollout.asks import Ask, Asks, Begin, End, Generate, NextBatch
+from rl.rollout.asks import Ask, Asks, Begin, Complete, End, Generate, NextBatch
 from rl.rollout.exchange import exchange
 from rl.rollout.group_stream import batch_size
 from rl.rollout.sampling import Sampling, seed_of, train_sampling
 from rl.rollout.turns import Sample, Segment
+from rl.run_directory.consumed import FILE_NAME, append_consumed
 from rl.runtime.collectives import any_rank
 from rl.runtime.session import job
 from rl.stopping.requests import StepAborted, StopRequests
@@ -28,10 +31,6 @@ from rl.training.engine import TrainingEngine
 
 WAIT_S = 1.0
 """Time between two looks for a stop request while samples are awaited, in seconds."""
-
-
-class StaleSamples(RuntimeError):
-    """Raised on every trainer before it would learn from weights older than `roles.lag` allows."""
 
 
 class SplitGeneration:
@@ -65,6 +64,8 @@ class SplitGeneration:
         """Number of batches that the generators may begin."""
         self._groups: dict[int, Delivery] = {}
         """Groups that have arrived and are not learned from, by number."""
+        self._taken: list[tuple[int, int]] = []
+        """(group, index of its prompt) of the groups of this step."""
         self._answers: dict[str, list[Sample]] = {}
         """Samples of `Generate`, by the message's name."""
         self._sent_version: int | None = None
@@ -79,10 +80,19 @@ class SplitGeneration:
         """End the generators, which drop what they generate. code: exit code of the run."""
         self._ask(End(code))
 
+    def check(self, batch: Batch) -> None:
+        """Log the staleness of the batch that is about to be learned from. Raises StaleTokens."""
+        self._step.metrics |= check_staleness(batch, self._policy.version, self._config.roles.lag)
+
     def learned(self) -> None:
-        """Note that the algorithm has learned from all batches that it took."""
+        """Note, in `consumed.jsonl` too, that the algorithm has learned from all batches that it took."""
         self._num_learned = self._next_batch
         first = self._num_learned * self._size
+        if dist.get_rank() == 0:
+            path = Path(self._config.run.dir, FILE_NAME)
+            number, taken = self._step.number, self._taken
+            append_consumed(path, number, num_drawn=first, consumed=taken, dropped=[], waiting=[])
+        self._taken = []
         self._groups = {group: found for group, found in self._groups.items() if group >= first}
 
     def drain(self) -> None:
@@ -93,6 +103,7 @@ class SplitGeneration:
         """
         if self._config.rollout.deterministic or self._config.run.on_stop_in_generation == "finish":
             groups = range(self._num_learned * self._size, self._num_asked * self._size)
+            self._ask(Complete())
             with self._step.phase("wait_samples", timing="save_checkpoint"):
                 self._receive(lambda: all(group in self._groups for group in groups))
 
@@ -115,7 +126,14 @@ class SplitGeneration:
     # Generation -------------------------------------------------------------------------------------------
 
     def sample(
-        self, prompts: list[Prompt], sampling: Sampling, *, purpose: str, timing: str, abortable: bool = False
+        self,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        *,
+        purpose: str,
+        timing: str,
+        abortable: bool = False,
+        order: None = None,
     ) -> Batch:
         """As `Generation.sample`. A call with the sampling of training takes the next batch of the stream."""
         ids = [prompt.token_ids for prompt in prompts]
@@ -131,8 +149,9 @@ class SplitGeneration:
             number = self._next_batch
             first = number * self._size
             groups = range(first, first + self._size)
-            self._num_asked = number + self._config.roles.lag + 1
-            self._ask(NextBatch(step.number, version, number, purpose))
+            later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
+            self._num_asked = number + later + 1
+            self._ask(NextBatch(step.number, version, number, self._num_asked, purpose))
         else:
             seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
             name = self._ask(Generate(step.number, version, ids, sampling, seeds))
@@ -152,6 +171,7 @@ class SplitGeneration:
             if takes_batch:
                 self._check_groups(groups, ids)
                 self._next_batch += 1
+                self._taken += [(group, prompt.index) for group, prompt in zip(groups, prompts)]
                 samples = [sample for group in groups for sample in self._groups[group].samples]
             else:
                 samples = self._answers.pop(name)
@@ -160,12 +180,6 @@ class SplitGeneration:
             own = samples if dist.get_rank() == 0 else []
             batch = exchange(ids, own, sampling.samples_per_prompt, step.device)
             batch.prompts = prompts
-        if takes_batch:
-            ages = (version - batch.weight_versions).double()
-            step.metrics |= {
-                "roles/staleness/mean": float(ages.mean()),
-                "roles/staleness/max": int(ages.max()),
-            }
         if abortable:
             step.abortable_s += time.perf_counter() - started
         return batch
@@ -199,10 +213,10 @@ class SplitGeneration:
                     for s in samples
                     if (s.weight_versions == oldest).any()
                 )
-                raise StaleSamples(
+                raise StaleTokens(
                     f"token {token} of sample {number} of group {group} was sampled by version {oldest} of "
                     f"the weights on the replica of rank {rank}, but version {version} is to learn from it, "
-                    f"and roles.lag={lag}; the run ends, because its samples would be older than allowed."
+                    f"and roles.lag={lag}. No setting allows this: it is a defect of the run's schedule."
                 )
 
     # Messages and weights ---------------------------------------------------------------------------------

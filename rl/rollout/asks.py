@@ -25,13 +25,15 @@ class Begin:
 
 @dataclass(frozen=True)
 class NextBatch:
-    """The trainers wait for a batch: generate further ones, as far as `roles.lag` allows."""
+    """The trainers wait for a batch, and further ones may begin."""
 
     step: int
     version: int
     """Version of the weights, which are being sent if it differs from that of the message before."""
     batch: int
     """Number of the batch that the trainers wait for."""
+    limit: int
+    """Number of the first batch that may not begin yet."""
     purpose: str
     """With `roles.lag` 0, distinguishes the seeds of this batch."""
 
@@ -49,6 +51,11 @@ class Generate:
 
 
 @dataclass(frozen=True)
+class Complete:
+    """Complete all groups that were asked for, with the present weights."""
+
+
+@dataclass(frozen=True)
 class End:
     """The last message."""
 
@@ -56,7 +63,7 @@ class End:
     """Exit code of the run."""
 
 
-Ask = Begin | NextBatch | Generate | End
+Ask = Begin | NextBatch | Generate | Complete | End
 
 
 class Asks:

@@ -49,11 +49,6 @@ class Group:
         versions = (sample.weight_versions for sample in self.samples)
         return min((int(own.min()) for own in versions if len(own)), default=np.inf)
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of response tokens."""
-        return sum(len(sample.token_ids) for sample in self.samples)
-
 
 class Quota:
     """Counts complete groups, until enough groups and all that are due are complete.

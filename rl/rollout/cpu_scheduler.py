@@ -67,6 +67,7 @@ class DecodeScheduler(Scheduler):
                 num_output_tokens=[request.num_output_tokens for request in running],
             ),
             num_scheduled_tokens=dict.fromkeys(names, 1),
+            has_structured_output_requests=any(request.use_structured_output for request in running),
             total_num_scheduled_tokens=len(names),
             scheduled_spec_decode_tokens={},
             scheduled_encoder_inputs={},
@@ -94,6 +95,8 @@ class DecodeScheduler(Scheduler):
             if request.num_tokens % self.hash_block_size == 0:
                 request.update_block_hashes()
             self.logprobs.setdefault(name, []).append(logprobs[row])
+            is_accepted = self.structured_output_manager.accept_tokens(request, sampled)
+            assert is_accepted, f"{name}: token {sampled[0]} was sampled against the request's grammar"
             if check_stop(request, self.max_model_len):
                 outputs.append(self._finish(request))
                 finished.add(request)

@@ -337,14 +337,18 @@ class RolloutEngine:
 
     def _params(self, sampling: Sampling, request: Request):
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+        # vLLM compiles the grammar within add_request if the executor is external_launcher, so that all ranks
+        # admit the request at the same step (vLLM #29996).
+        grammar = request.grammar and StructuredOutputsParams(structural_tag=request.grammar)
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             max_tokens=request.max_tokens,
+            structured_outputs=grammar,
             stop=list(sampling.stop),
             stop_token_ids=list(sampling.stop_token_ids),
             seed=request.seed if self.device.is_cuda else None,

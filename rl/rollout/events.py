@@ -120,8 +120,8 @@ class EventLog:
         length = int.from_bytes(head[:8], "little")
         if length <= _FIRST_BYTES - 8:
             return head[8 : 8 + length]
-        rest = torch.frombuffer(bytearray(payload[_FIRST_BYTES - 8 :]), dtype=torch.uint8)
-        if self._group.rank() > 0:
-            rest = torch.zeros(length - (_FIRST_BYTES - 8), dtype=torch.uint8)
+        rest = torch.zeros(length - (_FIRST_BYTES - 8), dtype=torch.uint8)
+        if self._group.rank() == 0:
+            rest = torch.frombuffer(bytearray(payload[_FIRST_BYTES - 8 :]), dtype=torch.uint8)
         dist.broadcast(rest, group=self._group, group_src=0)
         return head[8:] + rest.numpy().tobytes()

@@ -44,7 +44,9 @@ class GroupStream:
 
     Args:
         draw: returns the token ids of the prompts of the next batch.
-        queue: gives this replica its groups, counted from the first of batch `begin.batch`.
+        queue: gives this replica its groups; without `rollout.deterministic` counted from batch
+            `begin.batch`.
+        capacity: maximum number of concurrent requests.
         send: takes the key (number of the group, fingerprint of its prompt) and the samples of a group.
     """
 
@@ -55,7 +57,7 @@ class GroupStream:
         *,
         draw: Callable[[int], list[np.ndarray]],
         queue: Queue,
-        num_replicas: int,
+        capacity: int,
         asks: Asks,
         send: Callable[[Hashable, list[Sample]], None],
     ):
@@ -64,10 +66,7 @@ class GroupStream:
         self._first = self._limit = begin.batch * self._size
         self._finished = begin.finished
         self._lag, self._granularity = config.roles.lag, config.roles.granularity
-        window = self._size * (1 if self._granularity == "batch" else self._lag + 1)
-        n = self._sampling.samples_per_prompt
-        share = -(-window // num_replicas) * n
-        self._capacity = max(n, min(config.rollout.max_concurrent_samples, share))
+        self._capacity = capacity
         self._next_batch = begin.batch
         """Number of the batch of the next message."""
         self._purpose = ""
@@ -83,13 +82,13 @@ class GroupStream:
         """Finished samples of the groups that have begun."""
         self._due_at: int | None = None
         self.barrier: tuple[str, Ask] | None = None
-        """The message that ended the engine's run: a `Generate` or `End`, with its name."""
+        """The message that ended the engine's run, with its name: any but a `NextBatch`."""
 
     # Source -----------------------------------------------------------------------------------------------
 
     def next_events(self, num_live: int, step: int) -> list[Event]:
-        events: list[Event] = self._begin_samples(num_live)
-        while self.barrier is None and self._reads_next(num_live + len(events), step):
+        events = self._begin_samples(num_live)
+        while self.barrier is None and self._reads_next(num_live + _num_begun(events), step):
             is_idle = not num_live and not events
             taken = self._asks.take(WAIT_S if is_idle or self._waits else 0.0)
             if taken is None and self._waits and not is_idle:
@@ -101,7 +100,7 @@ class GroupStream:
                 self.barrier = taken
                 break
             events += self._allow(taken[1])
-            events += self._begin_samples(num_live + len(events))
+            events += self._begin_samples(num_live + _num_begun(events))
         if self.barrier is not None and (isinstance(self.barrier[1], End) or not (num_live or events)):
             return [Done()]
         return events
@@ -140,7 +139,7 @@ class GroupStream:
     def _allow(self, ask: NextBatch) -> list[Event]:
         """Allow the groups of a message; return the event that takes its weights, if they are new."""
         self._next_batch = ask.batch + 1
-        self._limit = (ask.batch + self._lag + 1) * self._size
+        self._limit = ask.limit * self._size
         self._purpose = ask.purpose
         if ask.version == self.version:
             return []
@@ -183,8 +182,13 @@ class GroupStream:
 
     def _next_group(self) -> int:
         """Return the next group of this replica, without the groups that exist already."""
-        while self._held is None or self._held in self._finished:
+        while self._held is None or self._held in self._finished or self._held < self._first:
             item = self._queue.draw()
             assert item is not None, "the queue of groups has no end"
-            self._held = self._first + item
+            # A fixed rule gives a group to the same replica after a resume; a counter begins again.
+            self._held = item if self._config.rollout.deterministic else self._first + item
         return self._held
+
+
+def _num_begun(events: list[Event]) -> int:
+    return sum(isinstance(event, Add) for event in events)

@@ -21,6 +21,8 @@ class Request:
     """int32 [C]: the context to continue."""
     seed: int
     max_tokens: int
+    grammar: str | None = None
+    """A structural tag (JSON of xgrammar) that the tokens must follow; None: any tokens."""
     first_version: int | None = None
     """Version of the weights at which a carried sample began; None: the engine's present one."""
 

@@ -14,8 +14,8 @@ from rl.engines.inputs import Inputs
 from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
-from rl.rollout.asks import Ask, Asks, Begin, End, Generate
-from rl.rollout.group_stream import WAIT_S, GroupStream
+from rl.rollout.asks import Asks, Begin, End, Generate
+from rl.rollout.group_stream import WAIT_S, GroupStream, batch_size
 from rl.rollout.sampling import train_sampling
 from rl.runtime import session
 from rl.runtime.collectives import broadcast_object, gather_objects
@@ -77,7 +77,7 @@ class Generators:
                 begin,
                 draw=self._draw,
                 queue=queue,
-                num_replicas=engine.num_replicas,
+                capacity=engine.capacity(self._window(), sampling.samples_per_prompt),
                 asks=self._asks,
                 send=self._link.send_samples,
             )
@@ -89,7 +89,9 @@ class Generators:
             if isinstance(taken[1], End):
                 engine.close()
                 return taken[1].code
-            self._answer(*taken)
+            engine.llm.reset_prefix_cache()  # as in a run that resumes here
+            if isinstance(taken[1], Generate):
+                self._answer(*taken)
             if stream is not None:
                 stream.barrier, stream.version = None, engine.weights_version
 
@@ -101,12 +103,16 @@ class Generators:
         self._sampler.load_state_dict(begin.cursor)
         return begin
 
+    def _window(self) -> int:
+        """Return the number of groups that all replicas may hold at a time."""
+        roles = self._config.roles
+        return batch_size(self._config) * (1 if roles.granularity == "batch" else roles.lag + 1)
+
     def _draw(self, number: int) -> list[np.ndarray]:
         return [self._inputs.prompts[i].token_ids for i in self._sampler.draw(number)]
 
-    def _answer(self, name: str, ask: Ask) -> None:
+    def _answer(self, name: str, ask: Generate) -> None:
         """Generate the responses to the prompts of a message, and send them."""
-        assert isinstance(ask, Generate)
         engine, self._step = self._engine, ask.step
         if engine.weights_version != ask.version:
             self._take_weights(ask.version)

@@ -20,7 +20,6 @@ from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
 from rl.phases.scorer import Scorer, start_pool
-from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.run.checkpoints import RunCheckpoints, find_checkpoint
 from rl.run.validation import validate
@@ -159,7 +158,7 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
         log.write(last_step, metrics)
     if config.logging.samples:
         keep_lines_up_to(Path(config.run.dir, samples.FILE_NAME), resume_step)
-    if config.rollout.carry_over:
+    if config.rollout.carry_over or config.roles.is_on:
         keep_lines_up_to(Path(config.run.dir, consumed.FILE_NAME), resume_step)
     record_run(config, last_step, start_up_s=start_up.parts)
     return log
@@ -252,15 +251,15 @@ class Training:
     def _collect_and_learn(self) -> dict:
         """Return the cursor of the batch that was learned from. The batch is freed before validation."""
         batch = self._collect()
-        phases, rollout = self._phases, self._config.rollout
+        phases, carry_over = self._phases, self._phases.carry_over
         phases.step.is_committed = True
-        if rollout.carry_over and len(batch):
-            version = phases.engines.policy.version
-            phases.metrics.update(check_staleness(batch, version, rollout.max_staleness))
         if len(batch):
+            for asynchronous in (carry_over, self._split):
+                if asynchronous is not None:
+                    asynchronous.check(batch)
             self._algorithm.learn(phases, batch)
-        if phases.carry_over is not None:
-            phases.carry_over.log_consumed()
+        if carry_over is not None:
+            carry_over.log_consumed()
         return batch.cursor
 
     def _collect(self) -> Batch:

@@ -18,6 +18,7 @@ PLACES = {
     "log_probs": ("rl.training.engine", "TrainingEngine.forward"),
     "update": ("rl.training.engine", "TrainingEngine.update"),
     "refit": ("rl.engines.memory", "refit"),
+    "receive_weights": ("rl.refit.link", "Link.receive_weights"),
     "save": ("rl.checkpoint.store", "CheckpointStore.save"),
     "draw": ("rl.phases.phases", "Phases.draw_prompts"),
     "targets": ("rl.phases.phases", "Phases.targets"),

@@ -59,3 +59,15 @@ def test_the_diagram_in_the_docs_has_these_floors():
     text = (ROOT / "docs" / "architecture.md").read_text()
     floors = text.partition("## Rooms")[2].split("```")[1].strip().splitlines()
     assert tuple(tuple(floor.split()) for floor in floors) == FLOORS
+
+
+def test_agents_are_imported_by_their_users_only():
+    """A run without the section `agents` imports none of it: other rooms import it inside of functions."""
+    importing = [
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "rl").rglob("*.py")
+        if file.relative_to(ROOT).parts[1] != "agents"
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and "rl.agents" in ast.unparse(node)
+    ]
+    assert importing == []

@@ -38,6 +38,10 @@ ALLOWED = {
     # From the pipe of the process that started it: its own parent.
     ("rl/rewards/pool/worker.py", "pickle.load"),
     ("rl/agents/worker.py", "pickle.load"),
+    # Messages between the ranks of one job, through its process groups and its store.
+    ("rl/rollout/events.py", "pickle.loads"),
+    ("rl/rollout/asks.py", "pickle.loads"),
+    ("rl/refit/link.py", "pickle.loads"),
     # Megatron's own source, compiled, in the user's cache; written and read by this user, as Python's .pyc
     # files are.
     ("rl/training/cpu_support.py", "marshal.loads"),

@@ -13,7 +13,7 @@ import yaml
 
 from tools.bench_tables.report import ROOT, Row, middle
 from tools.bench_tables.sides import STEP, Side, Turn, alternate, on_ranks, torchrun, wait_for_turn
-from tools.bench_tables.tasks import SIZES, prompt_ids, save_task
+from tools.bench_tables.tasks import CLASSES, SIZES, first_token, prompt_ids, save_task
 
 PROMPTS, SAMPLES = 8, 8
 OURS, SEEDED, PLAIN = "Lockstep", "vLLM, the same requests", "vLLM, no seeds"
@@ -182,7 +182,38 @@ def measure_queues(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], 
         columns["s of the last replica"] = middle(longest)
         figure = middle(idle) if queue == "shared" else None
         rows.append(Row(f"{queue} queue", columns, figure, {"idle": idle, "seconds": longest}))
-    return rows, {}
+    return rows + measure_orders(args, runs), {}
+
+
+def measure_orders(args: Namespace, runs: Path) -> list[Row]:
+    """Return the idle share of a shared queue whose prompts have log-normal lengths, in two orders.
+
+    A prompt's answers are all of one class of lengths, and the lengths of the turn before are expected.
+    """
+    task = save_task(
+        runs / "log-normal",
+        args.size,
+        mean_length=args.max_tokens / 8,
+        max_length=args.max_tokens,
+        is_log_normal=True,
+    )
+    found = on_ranks(
+        "generation:generate_in_orders",
+        2,
+        runs / "orders",
+        model=str(task / "model"),
+        num_prompts=args.prompts,
+        max_tokens=args.max_tokens,
+        rounds=args.rounds,
+    )
+    rows = []
+    for order, taken in found.items():
+        idle = [1 - sum(seconds) / len(seconds) / max(seconds) for seconds, _ in taken]
+        bounds = [bound for _, bound in taken]
+        columns: dict[str, float | int | str] = {"idle": middle(idle), "most": max(idle)}
+        columns |= {"greedy bound": middle(bounds), "above it": middle(idle) - middle(bounds)}
+        rows.append(Row(f"shared queue, log-normal, {order}", columns, middle(idle), {"idle": idle}))
+    return rows
 
 
 def long_answers(rng: np.random.Generator, num_prompts: int) -> np.ndarray:
@@ -199,10 +230,30 @@ def generate_by_queue(device, *, model: str, num_prompts: int, max_tokens: int, 
     """Return, by queue, the seconds of each replica in each round. Collective over the world."""
     import torch.distributed as dist
 
+    from rl.runtime.collectives import gather_objects
+
+    engine, sampling = build_engine(device, model, max_tokens)
+    short, long = 10, 60  # last token of a prompt with short and with long answers
+    found: dict[str, list[list[float]]] = {"static": [], "shared": []}
+    for turn in range(rounds + 1):
+        is_long = long_answers(np.random.default_rng(turn), num_prompts)
+        prompts = [np.array([4, long if flag else short], np.int32) for flag in is_long]
+        for queue, taken in found.items():
+            engine.config.deterministic = queue == "static"
+            dist.barrier()
+            start = time.perf_counter()
+            engine.generate(prompts, sampling, [turn * num_prompts + k for k in range(num_prompts)])
+            seconds = gather_objects(time.perf_counter() - start)
+            if turn > 0:
+                taken.append(seconds)
+    return found
+
+
+def build_engine(device, model: str, max_tokens: int):
+    """Return an engine that generates two groups of 4 samples at a time, and its sampling parameters."""
     from rl.config.schema import Rollout
     from rl.rollout.engine import RolloutEngine
     from rl.rollout.sampling import Sampling
-    from rl.runtime.collectives import gather_objects
 
     rollout = Rollout(max_response_tokens=max_tokens, max_concurrent_samples=8, cpu_kv_cache_mib=64)
     engine = RolloutEngine(
@@ -212,19 +263,38 @@ def generate_by_queue(device, *, model: str, num_prompts: int, max_tokens: int, 
         samples_per_prompt=4, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=max_tokens,
         stop=(), stop_token_ids=(),
     )  # fmt: skip
-    short, long = 10, 60  # last token of a prompt with short and with long answers
-    found: dict[str, list[list[float]]] = {"static": [], "shared": []}
+    return engine, sampling
+
+
+def generate_in_orders(device, *, model: str, num_prompts: int, max_tokens: int, rounds: int) -> dict:
+    """Return, by order, the seconds of each replica and the greedy bound of each round.
+
+    Collective over the world.
+    """
+    import torch.distributed as dist
+
+    from rl.rollout.queue import PastLengths, greedy_idle
+    from rl.runtime.collectives import gather_objects
+
+    engine, sampling = build_engine(device, model, max_tokens)
+    classes = np.random.default_rng(0).integers(0, CLASSES, num_prompts)
+    prompts = [np.array([4, first_token(number)], np.int32) for number in classes]
+    past = PastLengths()
+    found: dict[str, list] = {"in the order of the data": [], "longest first": []}
     for turn in range(rounds + 1):
-        is_long = long_answers(np.random.default_rng(turn), num_prompts)
-        prompts = [np.array([4, long if flag else short], np.int32) for flag in is_long]
-        for queue, taken in found.items():
-            rollout.deterministic = queue == "static"
+        for name, taken in found.items():
+            order = past.longest_first(range(num_prompts)) if name == "longest first" else None
+            seeds = [turn * num_prompts + k for k in range(num_prompts)]
             dist.barrier()
             start = time.perf_counter()
-            engine.generate(prompts, sampling, [turn * num_prompts + k for k in range(num_prompts)])
+            samples = engine.generate(prompts, sampling, seeds, order=order)
             seconds = gather_objects(time.perf_counter() - start)
+            parts = gather_objects([(sample.prompt, len(sample.token_ids)) for sample in samples])
+            groups, lengths = zip(*(pair for part in parts for pair in part))
+            loads = np.bincount(groups, lengths).tolist()
             if turn > 0:
-                taken.append(seconds)
+                taken.append((seconds, greedy_idle(loads, engine.num_replicas)))
+        past.note(range(num_prompts), groups, lengths)
     return found
 
 

@@ -5,11 +5,12 @@ which no layer writes, encode a Markov chain of three states that depend only on
 the prompt, a short answer, and a long answer. The first character of an answer determines its state. A short
 answer ends with the same probability after each token. A long answer continues to the limit. All other
 weights are random. The end is sampled like any token, so the lengths have the same distribution in every
-program that samples from the checkpoint.
+program that samples from the checkpoint. Log-normal lengths are a chain with a state per character.
 """
 
 import math
 from pathlib import Path
+from statistics import NormalDist
 
 SIZES = {
     "0.7M": {},
@@ -19,6 +20,8 @@ SIZES = {
 """Arguments of tools.make_toy.build_model; the first is the quickstart's model."""
 NEVER = -30.0
 """Logit of a token that a state never samples."""
+CLASSES, STAGES = 24, 4
+"""Classes of log-normal lengths, and the number of states of a class: 96 characters in all."""
 LONG = range(54, 102)
 """Token ids of the characters of long answers. Short answers have the characters 6 to 53."""
 REWARD = """
@@ -29,12 +32,19 @@ def score(prompt, response, ground_truth, **extra):
 
 
 def save_task(
-    directory: Path, size: str, *, mean_length: float, max_length: int, long_share: float = 0.0
+    directory: Path,
+    size: str,
+    *,
+    mean_length: float,
+    max_length: int,
+    long_share: float = 0.0,
+    is_log_normal: bool = False,
 ) -> Path:
     """Write model, train.parquet, test.parquet and reward.py to `directory`, which is created.
 
     mean_length: mean number of tokens of short answers, which have at most `max_length`.
     long_share: probability of a long answer.
+    is_log_normal: see `make_log_normal`, for which mean_length is the median.
     """
     from transformers.utils import logging
 
@@ -44,7 +54,10 @@ def save_task(
     directory.mkdir(parents=True)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, **SIZES[size])
-    make_chain(model, tokenizer, end_probability(mean_length, max_length), long_share)
+    if is_log_normal:
+        make_log_normal(model, tokenizer, mean_length)
+    else:
+        make_chain(model, tokenizer, end_probability(mean_length, max_length), long_share)
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
     for split, problems in addition_problems(0).items():
@@ -94,6 +107,43 @@ def make_chain(model, tokenizer, end: float, long_share: float) -> None:
     ids = torch.arange(len(SPECIAL_TOKENS), len(head))[None]
     scale = body(ids).last_hidden_state[0][:, [short, long]].sum(-1).mean()
     head[:, channels] = logits / scale
+
+
+def first_token(length_class: int) -> int:
+    """Return the token with which answers of a class of log-normal lengths begin."""
+    return 6 + STAGES * length_class
+
+
+def make_log_normal(model, tokenizer, median: float) -> None:
+    """Overwrite channels of the model such that the lengths of answers are about log-normal, with sigma 1.
+
+    The first token of an answer draws one of CLASSES classes, each with the same probability. An answer
+    passes through STAGES tokens of its class, and repeats each a geometric number of times. The mean lengths
+    of the classes are quantiles of a log-normal distribution. A prompt that ends with `first_token` of a
+    class has answers of that class.
+    """
+    import torch
+
+    model.requires_grad_(False)
+    body, head, size = model.model, model.lm_head.weight, len(model.lm_head.weight)
+    for layer in body.layers:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight[:size] = 0.0
+    signal = 30.0  # large beside the other channels, so that the final norm scales it by a constant
+    body.embed_tokens.weight[:, :size] = signal * torch.eye(size)
+    head[:] = 0.0
+    logits = torch.full((size, size), NEVER)  # of the next token, by the last token
+    spread = math.sqrt(1 - 0.3 / STAGES)  # the rest is due to the stages
+    first = [first_token(number) for number in range(CLASSES)]
+    logits[tokenizer.convert_tokens_to_ids("<assistant>"), first] = 0.0
+    for number, token in enumerate(first):
+        mean = median * math.exp(spread * NormalDist().inv_cdf((number + 0.5) / CLASSES))
+        leave = min(0.99, STAGES / mean)
+        for stage in range(STAGES):
+            last = stage == STAGES - 1
+            logits[token + stage, token + stage] = math.log(1 - leave)
+            logits[token + stage, tokenizer.eos_token_id if last else token + stage + 1] = math.log(leave)
+    head[:, :size] = logits.T / math.sqrt(body.embed_tokens.weight.shape[1])
 
 
 def prompt_ids(task: Path, count: int) -> list[list[int]]:

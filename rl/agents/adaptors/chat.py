@@ -3,6 +3,10 @@
 from typing import Any
 
 
+class Refused(RuntimeError):
+    """The server does not serve a request: the limits of the trajectory are used up."""
+
+
 def user_message(text: str) -> list[dict[str, Any]]:
     """Return a conversation of one user message."""
     return [{"role": "user", "content": text}]
@@ -19,7 +23,7 @@ async def complete(
 ) -> dict[str, Any]:
     """Return an OpenAI-compatible server's next message. `options` are further fields of the request.
 
-    Raises RuntimeError, with the start of the server's answer, if the request fails.
+    Raises Refused for status 400, and RuntimeError if the request fails otherwise.
     """
     import aiohttp
 
@@ -32,5 +36,6 @@ async def complete(
         session.post(address, json=request, headers=headers) as response,
     ):
         if response.status != 200:
-            raise RuntimeError(f"{address}: status={response.status}: {(await response.text())[:500]}")
+            error = Refused if response.status == 400 else RuntimeError
+            raise error(f"{address}: status={response.status}: {(await response.text())[:500]}")
         return (await response.json())["choices"][0]["message"]

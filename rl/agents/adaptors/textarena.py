@@ -22,7 +22,7 @@ import random
 import re
 from typing import Any
 
-from rl.agents.adaptors.chat import complete, user_message
+from rl.agents.adaptors.chat import Refused, complete, user_message
 from rl.agents.adaptors.imports import require
 from rl.agents.adaptors.randomness import PrivateRandom
 from rl.agents.adaptors.rows import seed_of, task_of
@@ -127,6 +127,7 @@ class SelfPlay:
         self._env_id, self._kwargs = env_id, kwargs
 
     async def run(self, base_url: str, api_key: str, row: dict[str, Any]) -> dict[str, float]:
+        """Play a game. The policy loses it if no turns or tokens are left for its move."""
         task, seed = task_of(row), seed_of(row)
         seat = int(task.get("seat", seed % 2))
         table = _Table(task.get("env_id", self._env_id), 2, seed, **self._kwargs)
@@ -136,6 +137,10 @@ class SelfPlay:
             player, told = table.look()
             conversation = conversations[player]
             conversation += user_message("\n".join(told))
-            conversation.append(await complete(base_url, api_key, conversation, store=player == seat))
+            try:
+                reply = await complete(base_url, api_key, conversation, store=player == seat)
+            except Refused:  # no turns or tokens are left
+                return _result(-1.0 if player == seat else 0.0)
+            conversation.append(reply)
             done = table.move(conversation[-1]["content"] or "")
         return _result(table.reward(seat))

@@ -23,12 +23,14 @@ def python(
         code: the whole program; it must print its results
     """
     limits = Limits(wall_s=wall_s, cpu_s=max(1, round(wall_s)), memory_mib=memory_mib, output_bytes=100_000)
-    how = {"interpreter": interpreter, "allow_unprotected": allow_unprotected}
-    outcome = run_program(code, limits=limits, **how)
+    try:
+        outcome = run_program(
+            code, limits=limits, interpreter=interpreter, allow_unprotected=allow_unprotected
+        )
+    except ValueError as error:  # the machine cannot confine it, which is not the program's fault
+        raise RuntimeError(str(error)) from error
     ends = {"exit": f"exit status {outcome.code}", "signal": f"signal {-outcome.code}"}
     end = "" if outcome.ok else f"[{ends.get(outcome.end, f'ended at the limit of {outcome.end}')}]"
-    # The last line of a traceback names the error, and a policy needs no more than its end.
-    return (
-        "\n".join(filter(None, [outcome.stdout.strip(), outcome.stderr.strip()[-2000:], end]))
-        or "[no output]"
-    )
+    # The end of a traceback names the error.
+    parts = (outcome.stdout.strip(), outcome.stderr.strip()[-2000:], end)
+    return "\n".join(filter(None, parts)) or "[no output]"

@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -116,3 +117,18 @@ class Server:
 def add(a: int, b: int = 1, *, sign: int = 1) -> int:
     """Add two numbers."""
     return sign * (a + b)
+
+
+class Sqlite:
+    """Holds an object that only the thread that made it may use."""
+
+    def reset(self, row):
+        self.database = sqlite3.connect(":memory:")
+        return row["prompt"]
+
+    def query(self, sql: str) -> list:
+        """Run a query."""
+        return self.database.execute(sql).fetchall()
+
+    def close(self):
+        self.database.close()

@@ -57,7 +57,7 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
     itemsize, per_parameter = (2, 12) if dtype == "bfloat16" else (4, 8)
     for number, text in enumerate(layouts):
         tp, pp, ep = map(int, text.split("x"))
-        layout = Layout(WORLD, tp, pp, ep, 1 if ep > 1 else tp, 1, sequence_parallel=True)
+        layout = Layout(WORLD, WORLD, WORLD, tp, pp, ep, 1 if ep > 1 else tp, 1, sequence_parallel=True)
         counts = count_stages(model.parts, layout.placement(model))
         states = [model_state(count, layout, itemsize, learns=True) for count in counts]
         found = [rank[number] for rank in by_rank]

@@ -12,6 +12,7 @@ RANKS = discover()
 prepare_environment(RANKS)
 
 import itertools  # noqa: E402
+import json  # noqa: E402
 from collections import Counter  # noqa: E402
 from dataclasses import replace  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
@@ -22,12 +23,18 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
+from rl.data.prompts import Prompt  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
 from rl.rollout import engine as rollout_engine  # noqa: E402
+from rl.rollout.carry_over import CarriedTurns, Group, extend  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
+from rl.rollout.events import Add, Done, Event  # noqa: E402
+from rl.rollout.exchange import exchange  # noqa: E402
+from rl.rollout.queue import StaticQueue  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
+from rl.rollout.turns import Completion, Request  # noqa: E402
 from rl.rollout.vllm_model import build_llm  # noqa: E402
 from rl.runtime.collectives import broadcast_object, gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
@@ -91,6 +98,21 @@ class EngineSteps:
             ("free", _external(request.request_id), request.status.name, request.num_output_tokens)
         )
         return self.originals["_free_request"](request, *args, **options)
+
+
+class Fixed:
+    """A source of given requests."""
+
+    def __init__(self, requests: list[Request]):
+        self.requests, self.received = requests, {}
+
+    def next_events(self, num_live: int, step: int) -> list[Event]:
+        if len(self.received) == len(self.requests):
+            return [Done()]
+        return [Add(request) for request in self.requests] if step == 0 else []
+
+    def receive(self, name: str, completion: Completion) -> None:
+        self.received[name] = completion
 
 
 def _external(request_id: str) -> str:
@@ -241,6 +263,81 @@ class Checks:
         starts = Counter(event[3] for event in events if event[0] == "schedule" and event[2] > 1)
         assert starts[0] > len(LONG_PROMPTS) and starts[128] > len(LONG_PROMPTS), starts
 
+    def check_a_grammar_holds_for_its_requests_only(self):
+        properties = {"key": {"type": "string", "maxLength": 3}, "count": {"type": "integer", "maximum": 99}}
+        schema = {"type": "object", "properties": properties, "required": ["key", "count"]}
+        schema |= {"additionalProperties": False}
+        tag = json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}})
+        sampling, received = replace(PLAIN, temperature=2.0), []
+        for num_bound in (4, 0):
+            bound = [Request(f"bound {i}", PROMPTS[1], i, 60, tag) for i in range(num_bound)]
+            source = Fixed([*bound, *(Request(f"free {i}", PROMPTS[1], i, 20 + i) for i in range(4))])
+            assert self.engine.run(source if self.engine.leads else None, sampling)
+            digests = gather_objects(self.engine.events.digest)
+            assert digests[0] == digests[1]
+            received.append(broadcast_object({n: c.token_ids.tolist() for n, c in source.received.items()}))
+        tokenizer, eos = self.engine.llm.get_tokenizer(), 1
+        for name, ids in received[0].items():
+            if name.startswith("free"):
+                assert received[1][name] == ids
+            elif ids[-1] == eos:
+                value = json.loads(tokenizer.decode(ids[:-1]))
+                assert set(value) == {"key", "count"} and value["count"] <= 99 and len(value["key"]) <= 3
+        ends = [ids[-1] for name, ids in received[0].items() if name.startswith("bound")]
+        assert eos in ends, received[0]
+
+    def check_a_carried_sample_is_the_uninterrupted_one(self):
+        whole = self.samples(PLAIN)
+        groups = [Group.of(prompt_of(ids), PLAIN.samples_per_prompt) for ids in PROMPTS]
+        polls = itertools.count()
+        with patch.object(rollout_engine, "INTERVAL", 1):
+            begun = self.carried(groups, is_met=lambda: next(polls) >= 4)
+        lengths = [len(sample.token_ids) for group in begun for sample in group.samples]
+        assert sum(len(group.unfinished) for group in begun) > 6 and 0 < min(lengths) <= 4
+        ended = self.carried(begun, is_met=lambda: False)
+        for place, group in enumerate(ended):
+            for number, sample in enumerate(group.samples):
+                expected = whole[place, number]
+                assert np.array_equal(sample.token_ids, expected.token_ids)
+                assert (sample.end == "length") == expected.truncated
+                # The tokens so far are computed at once, not one by one.
+                error = bounds.of_logits(SIZES["num_hidden_layers"], SIZES["hidden_size"])
+                np.testing.assert_allclose(sample.logprobs, expected.logprobs, rtol=0, atol=8 * error)
+
+    def carried(self, groups, is_met) -> list:
+        """Return the groups after a generation that ends when `is_met` returns true on the leader."""
+        contexts = [group.prompt.token_ids for group in groups]
+        turns = CarriedTurns(
+            groups,
+            set(),
+            PLAIN,
+            [seed_of(0, i) for i in range(len(groups))],
+            queue=StaticQueue(len(groups), replica=0, num_replicas=1),
+            quota=SimpleNamespace(is_met=is_met, note_complete=lambda *, is_due: None),
+            capacity=12,
+        )
+        assert self.engine.run(turns if self.engine.leads else None, PLAIN)
+        return extend(groups, exchange(contexts, turns.parts, None, self.engine.device))
+
+    def check_a_kept_cache_serves_carried_samples_only(self):
+        engine, ids = self.engine, LONG_PROMPTS[0]
+        with patch.object(engine, "keeps_cache", True), EngineSteps(engine) as steps:
+            engine.weights_version = 5
+            self.complete(Request("first", ids, 1, 4))
+            engine.sleep()
+            engine.wake_weights()
+            engine.weights_changed()
+            engine.weights_version = 6
+            engine.wake_cache()
+            self.complete(Request("carried", ids, 1, 4, first_version=5), Request("fresh", ids, 1, 4))
+        engine.weights_version = -1
+        starts = {e[1]: e[3] for step in steps for e in step if e[0] == "schedule" and e[2] > 1}
+        assert starts == {"first": 0, "carried": 128, "fresh": 0}
+
+    def complete(self, *requests):
+        """Generate requests to their ends."""
+        assert self.engine.run(Fixed(list(requests)) if self.engine.leads else None, PLAIN)
+
     def check_a_wrong_element_is_found_on_every_rank(self):
         check_refit(self.trainer, self.engine)
         weight = dict(self.engine.model.named_parameters())["model.layers.1.self_attn.qkv_proj.weight"]
@@ -262,6 +359,10 @@ class Checks:
                 parameter.mul_(1.1)
         refit(self.trainer, self.engine)
         self.check_logprobs_are_those_of_the_sampling_distribution()
+
+
+def prompt_of(token_ids: np.ndarray) -> Prompt:
+    return Prompt(0, token_ids, "", "toy", None, {})
 
 
 def _interrupt_at(record: int):

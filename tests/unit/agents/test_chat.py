@@ -8,7 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from rl.agents.chat import TOOL, Chat
+from rl.agents.chat import Chat
+from rl.agents.renderer import TOOL
 from tests.chat_templates import TOKENS, end_ids, tokenizer_of
 
 SYSTEM = {"role": "system", "content": "rules"}
@@ -198,6 +199,16 @@ def test_the_check_names_turn_and_template():
         chat_of(family).check([TOOL])
 
 
+def test_disabled_thinking_needs_the_package_renderers(monkeypatch):
+    """Qwen3's prompt then holds an empty thinking tag, which the template drops from earlier turns."""
+    pytest.importorskip("renderers")
+    options = dict(end_token_ids=end_ids("qwen3"), template_kwargs={"enable_thinking": False})
+    Chat(tokenizer_of("qwen3"), **options).check([])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"turn 1 \(0 tool calls\).* before the turn differently"):
+        Chat(tokenizer_of("qwen3"), **options).check([])
+
+
 def test_loop_last_of_a_template():
     """Mistral's template writes the system message only while a user's message is the last one."""
     calling = written("mistral", "", [call("call00000", key="a")]) + "</s>"
@@ -309,3 +320,27 @@ def test_the_package_renderers_is_optional(monkeypatch):
             for chat in (with_package, without)
         ]
         np.testing.assert_array_equal(*contexts)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "llama3.1", "deepseek-v3.1"])
+def test_the_grammar_allows_calls_that_fit_the_schema(family):
+    import xgrammar
+
+    chat, tokenizer = chat_of(family), tokenizer_of(family)
+    vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=[tokenizer.eos_token_id])
+    grammar = xgrammar.GrammarCompiler(vocabulary).compile_structural_tag(chat.grammar([TOOL]))
+
+    def allows(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(grammar)
+        return all(map(matcher.accept_token, ids_of(family, text).tolist()))
+
+    end = tokenizer.eos_token
+    assert allows(written(family, "", [call("call00000", key="a")]) + end) and allows("The answer." + end)
+    assert not allows(written(family, "", [call("call00000", other="a")]))
+    unknown = {**call("call00000", key="a"), "function": {"name": "find", "arguments": {"key": "a"}}}
+    assert not allows(written(family, "", [unknown]))
+
+
+def test_a_form_without_grammar_is_refused():
+    with pytest.raises(ValueError, match="structured_tool_calls=true: xgrammar has no grammar .* of mistral"):
+        chat_of("mistral").grammar([TOOL])

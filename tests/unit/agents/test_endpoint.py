@@ -7,8 +7,9 @@ import urllib.request
 import numpy as np
 import pytest
 
-from rl.agents.chat import TOOL, Chat
+from rl.agents.chat import Chat
 from rl.agents.endpoint import Endpoint, EndpointReply, Refused, new_messages
+from rl.agents.renderer import TOOL
 from tests.chat_templates import end_ids, tokenizer_of
 
 openai = pytest.importorskip("openai")
@@ -116,8 +117,8 @@ def test_keys_and_refusals():
         assert endpoint.base_url.startswith("http://127.0.0.1:")
         with pytest.raises(openai.AuthenticationError):
             ask("wrong")
-        with pytest.raises(openai.BadRequestError, match="stream"):
-            ask(key, stream=True)
+        with pytest.raises(openai.BadRequestError, match="n > 1"):
+            ask(key, n=2)
 
         def refuse() -> None:
             request = endpoint.requests.get(timeout=30)

@@ -188,6 +188,25 @@ def test_an_empty_stop_string_is_an_error():
     assert "rollout.stop holds an empty string" in check_error("rollout.stop=[a, '']")
 
 
+@each(
+    "overrides, words",
+    [
+        ((), "rollout_correction.truncate_tokens=2.0"),
+        (("rollout_correction.bypass=true", "rollout.stop=[x]"), "use rollout.stop_token_ids"),
+        (("rollout_correction.bypass=true", "rollout.oversample=2.5"), "must be from 1 to 2"),
+        (("algorithm=sppo",), "has a loss of its own"),
+        (("algorithm=remax",), "use algorithm=rloo"),
+        (("algorithm=sft",), "does not generate"),
+        (
+            ("rollout_correction.bypass=true", "rollout.deterministic=true", "rollout.carry_over_cache=keep"),
+            "use recompute",
+        ),
+    ],
+)
+def test_what_carry_over_cannot_be_combined_with(overrides, words):
+    assert words in check_error("rollout.carry_over=true", *overrides)
+
+
 def test_a_negative_stop_token_is_an_error():
     assert (
         check_error("rollout.stop_token_ids=[5, -1]")

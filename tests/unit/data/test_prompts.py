@@ -107,6 +107,25 @@ def test_absent_values_are_none_or_empty_and_types_are_kept(load):
     assert [prompt.ground_truth for prompt in load(*rows)] == truths
 
 
+def test_columns_for_environments_are_in_the_extra_info(load):
+    from rl.agents.pool import to_row
+
+    column, nested = {"a": {"k": 1}}, {"name": "x"}
+    rows = [
+        {
+            **ADDITION,
+            "tools_kwargs": column,
+            "agent_name": None,
+            "extra_info": {"interaction_kwargs": nested},
+        },
+        {**ADDITION, "agent_name": "tool_agent"},
+    ]
+    first, second = map(to_row, load(*rows))
+    assert first["tools_kwargs"] == column and first["interaction_kwargs"] == nested
+    assert first["agent_name"] is None and first["ground_truth"] == "95"
+    assert second["agent_name"] == "tool_agent" and second["extra_info"]["index"] == 7
+
+
 def test_messages_and_the_template_have_no_null_keys(tmp_path, tokenizer):
     name = "{% if m['name'] is defined %}({{ m['name'] }}){% endif %}"
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}" + name + ";{% endfor %}"

@@ -227,6 +227,8 @@ class TestCommand:
         assert "DOES NOT FIT" in out and "cheapest change" in out
 
     def test_an_invalid_layout_is_one_sentence(self, capsys):
+        assert self.run("--world-size", "8", "rollout.tp=3") == 2
+        assert "rollout.tp=3 does not divide the world of 8 ranks" in capsys.readouterr().err
         assert self.run("--world-size", "7") == 2
         assert capsys.readouterr().err.startswith(
             "error: training.tp=2 times training.pp=1 is 2, which does not divide"

@@ -63,3 +63,11 @@ def test_the_summary_of_many_ranks_is_one_short_line():
     _, summary = found(*[{"waits": False} if rank % 2 else {} for rank in range(1000)])
     assert "\n" not in summary and len(summary) < 1000
     assert "and 496 more ranks" in summary and "and 492 more" in summary
+
+
+def test_phases_of_two_roles_are_not_compared():
+    generator = {"role": "rollout 0", "number": 12, "phase": "generate", "waits": False}
+    at_fault, _ = found({"role": "train", "phase": "wait_samples"}, {"role": "train"}, generator)
+    assert at_fault == (2,)
+    at_fault, _ = found({"role": "train"}, {"role": "train", "number": 39}, generator)
+    assert at_fault == (1,)

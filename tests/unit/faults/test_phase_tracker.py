@@ -45,3 +45,18 @@ def test_another_thread_reads_the_main_threads_frame(tracker):
     [(at, waits)] = seen
     assert "test_phase_tracker.py" in at and at.endswith("test_another_thread_reads_the_main_threads_frame")
     assert not waits
+
+
+def test_a_wait_for_environments_has_a_limit_of_its_own(tmp_path):
+    with open(tmp_path / "native.txt", "w") as file:
+        tracker = PhaseTracker(replace(PhaseLimits(), generate=100.0, environments=7.0), file)
+        with tracker.phase("generate", 3) as entry:
+            tracker.wait("12 live, oldest 43 s, 3.1")
+            waiting = tracker.current
+            assert waiting.label == "waiting for environments (12 live, oldest 43 s, 3.1) of step 3"
+            assert (waiting.limit_s, waiting.number) == (7.0, entry.number)
+            tracker.wait("11 live, oldest 44 s, 3.1")
+            assert tracker.current.entered == waiting.entered and "11 live" in tracker.current.label
+            tracker.wait("")
+            assert tracker.current is entry
+        tracker.close()

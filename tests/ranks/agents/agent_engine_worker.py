@@ -1,0 +1,185 @@
+"""One rank of test_agent_engine.py: trajectories in the real engine, one replica of tp 2.
+
+agent_engine_worker.py CHECKPOINT NUM_EVENTS DIRECTORY
+"""
+
+import sys
+
+from rl.runtime.ranks import discover
+from train_rl import prepare_environment
+
+RANKS = discover()
+prepare_environment(RANKS)
+
+import random  # noqa: E402
+from dataclasses import replace  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from rl.agents.chat import Chat  # noqa: E402
+from rl.agents.environment import Score, Step  # noqa: E402
+from rl.agents.source import AgentSource  # noqa: E402
+from rl.config.schema import Agents, Config, Data, Model, Rollout, Training, resolve  # noqa: E402
+from rl.engines.engines import build_policy  # noqa: E402
+from rl.models import read_hf_config  # noqa: E402
+from rl.refit.refit import refit  # noqa: E402
+from rl.rollout.engine import RolloutEngine  # noqa: E402
+from rl.rollout.exchange import exchange  # noqa: E402
+from rl.rollout.queue import StaticQueue  # noqa: E402
+from rl.rollout.sampling import seed_of, train_sampling  # noqa: E402
+from rl.rollout.stored_log import Recorder, Replay, load, store  # noqa: E402
+from rl.runtime.collectives import gather_objects  # noqa: E402
+from rl.runtime.session import session  # noqa: E402
+from rl.training.dp_split import plan_minibatch  # noqa: E402
+from rl.training.grid import build_grid  # noqa: E402
+from tests import bounds  # noqa: E402
+from tests.checkpoints import SIZES  # noqa: E402
+from tests.virtual_engine import VirtualPool, prompts_of  # noqa: E402
+
+TURNS = 5
+"""Turns of a trajectory, each an event besides its reset and its score."""
+
+
+class TimedSource(AgentSource):
+    """A source whose pool counts time in steps of the engine."""
+
+    step = 0
+
+    def next_events(self, num_live: int, step: int) -> list:
+        self._pool.now += step - self.step
+        self.step = step
+        return super().next_events(num_live, step)
+
+
+def answer(session: str, row: dict, action) -> dict:
+    """Play a game of TURNS turns that answers with a part of the policy's text."""
+    if isinstance(action, Step):
+        return {
+            "messages": [{"role": "user", "content": f" {action.text[:3]} {len(action.text)} "}],
+            "reward": 0.25,
+        }
+    if isinstance(action, Score):
+        return {}
+    return {"messages": [{"role": "text", "content": row["prompt"]}], "drives": "step"}
+
+
+class Checks:
+    def __init__(self, checkpoint: str, num_events: int, directory: str, device):
+        self.num_events, self.directory, self.device = num_events, Path(directory), device
+        self.config = resolve(
+            Config(
+                model=Model(path=checkpoint, dtype="float32"),
+                data=Data(max_prompt_tokens=64),
+                training=Training(micro_batch_tokens=2048),
+                rollout=Rollout(
+                    tp=2,
+                    samples_per_prompt=4,
+                    max_response_tokens=96,
+                    max_concurrent_samples=32,
+                    cpu_kv_cache_mib=4,
+                ),
+            )
+        )
+        self.trainer = build_policy(
+            self.config, read_hf_config(checkpoint), build_grid(tp=1, pp=1, seed=1), device
+        )
+        rollout = self.config.rollout
+        self.engine = RolloutEngine(
+            checkpoint, rollout, dtype="float32", max_tokens=160, seed=1, device=device
+        )
+        refit(self.trainer, self.engine)
+        self.tokenizer = self.engine.llm.get_tokenizer()
+        self.sampling = train_sampling(self.config)
+
+    def generate(self, num_prompts: int):
+        """Return (prompts, source, recorder); the source is None on rank 1. Delays are random."""
+        prompts = prompts_of([f"question {i % 7}" for i in range(num_prompts)], self.tokenizer)
+        delays = random.SystemRandom()
+        source = recorder = None
+        if self.engine.leads:
+            source = TimedSource(
+                prompts,
+                self.sampling,
+                [seed_of("agents", i) for i in range(num_prompts)],
+                config=Agents(environment="-", max_turns=TURNS, max_tokens_per_turn=6),
+                pool=VirtualPool(answer, lambda: delays.lognormvariate(2, 1)),
+                chat=Chat(self.tokenizer),
+                queue=StaticQueue(num_prompts, replica=0, num_replicas=1),
+                capacity=32,
+                max_context=160,
+                start_endpoint=lambda: None,
+            )
+            recorder = Recorder(source)
+        self.engine.llm.reset_prefix_cache()
+        assert self.engine.run(recorder, self.sampling)
+        digests = gather_objects(self.engine.events.digest)
+        assert digests[0] == digests[1], "the ranks have different event logs"
+        return prompts, source, recorder
+
+    def check_turns_equal_one_forward_pass(self):
+        prompts, source, _ = self.generate(3)
+        ids = [prompt.token_ids for prompt in prompts]
+        batch = exchange(ids, source.samples if source else [], None, self.device, turns=True)
+        assert len(batch) == 12 and batch.turns.max() == TURNS
+        if source is not None:  # the requests of a trajectory are prefixes of its row
+            for event in [event for _, events in self.engine.events.records for event in events]:
+                if request := getattr(event, "request", None):
+                    prompt, number, _ = map(int, request.name.split("."))
+                    row = 4 * prompt + number
+                    whole = np.concatenate([batch.prompt_ids[row], batch.response_ids[row]])
+                    assert np.array_equal(whole[: len(request.token_ids)], request.token_ids)
+            sample = source.samples[0]
+            parts = [s.token_ids for s in sample.segments]
+            assert np.array_equal(np.concatenate(parts), sample.token_ids)
+        assert torch.equal(batch.mask > 0, batch.turns > 0) and 0 < batch.mask.mean() < 1
+        rewards = torch.tensor([0.25 * TURNS] * 12)
+        assert torch.allclose(
+            torch.stack([r.sum() for r in batch.turn_rewards.split(batch.lengths.tolist())]), rewards
+        )
+        assert torch.equal(batch.score_details["score"], rewards)
+        plan = plan_minibatch(batch, list(range(12)), dp=self.trainer.grid.dp, max_tokens=2048)
+        (logprobs,) = self.trainer.forward(batch, [plan], ("logprobs",))
+        gap = (logprobs - batch.rollout_logprobs)[batch.mask > 0].abs().max()
+        assert gap <= 1e-4, gap
+        assert gap <= 40 * bounds.of_logits(SIZES["num_hidden_layers"], SIZES["hidden_size"]), gap
+
+    def check_random_answers_and_their_replay(self):
+        per_trajectory = TURNS + 2
+        num_prompts = max(1, self.num_events // (4 * per_trajectory))
+        _, source, recorder = self.generate(num_prompts)
+        path = self.directory / "log.npz"
+        if source is not None:
+            assert source.counts["trajectories"] == 4 * num_prompts
+            store(path, self.sampling, self.engine.events, recorder.completions)
+            log = load(path)
+            turns = len(log.completions)
+            assert turns == TURNS * 4 * num_prompts
+            tokens = sum(len(c.token_ids) for c in log.completions.values())
+            assert (path.stat().st_size - 8 * tokens) / turns < 1024
+        digest, num_records = self.engine.events.digest, len(self.engine.events.records)
+        replay = Replay(load(path)) if source is not None else None
+        self.engine.llm.reset_prefix_cache()
+        assert self.engine.run(replay, self.sampling)
+        assert self.engine.events.digest and digest
+        if replay is not None:
+            assert replay.different == [] and replay.num_tokens == tokens > 0
+            assert len(self.engine.events.records) == num_records
+            # A log-prob that differs in one bit is found.
+            name, completion = next(iter(log.completions.items()))
+            wrong = replace(completion, logprobs=np.nextafter(completion.logprobs, np.float32(1)))
+            replay.receive(name, wrong)
+            assert replay.different == [name]
+
+
+def main(checkpoint: str, num_events: str, directory: str) -> None:
+    with session(RANKS) as device:
+        checks = Checks(checkpoint, int(num_events), directory, device)
+        for name in [name for name in vars(Checks) if name.startswith("check_")]:
+            getattr(checks, name)()
+            print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

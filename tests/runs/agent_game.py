@@ -1,0 +1,39 @@
+"""A game for runs with environments: repeats a part of the policy's text for three turns."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+
+class Echo:
+    """The game. With `kill_at` its call of that number kills a rank of the run, once.
+
+    Args:
+        directory: holds the run directory `run` and the files of this class.
+        kill_at: numbers of the calls, over all games, that kill rank `number % 2`.
+    """
+
+    def __init__(self, directory: str = "", kill_at: list[int] | None = None, sleep_s: float = 0.0):
+        self.directory, self.kill_at, self.sleep_s, self.turns = Path(directory), kill_at, sleep_s, 0
+
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, text):
+        time.sleep(self.sleep_s)
+        if self.kill_at:
+            self.count_call()
+        self.turns += 1
+        return f"+{text[-2:]}=", len(set(text)) / 6, self.turns == 3
+
+    def count_call(self) -> None:
+        """Count this call in a file, and kill a rank if its number is one of `kill_at`."""
+        with open(self.directory / "calls", "ab", buffering=0) as file:
+            file.write(b".")
+            number = file.tell()
+        killed = self.directory / f"killed_{number}"
+        if number in (self.kill_at or []) and not killed.exists():
+            killed.touch()
+            beat = (self.directory / "run" / "heartbeat" / f"rank_{number % 2}.json").read_text()
+            os.kill(int(beat.partition('"pid": ')[2].partition(",")[0]), signal.SIGKILL)

@@ -1,0 +1,96 @@
+"""Runs with environments, from the command line: a game of three turns (agent_game.py) on the toy model."""
+
+import json
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.records import comparable, records
+from tests.spawn import ROOT, RanksFailed, run_ranks
+from tests.toy import train, write_config
+
+GAME = Path(__file__).with_name("agent_game.py")
+BASE = (
+    f"agents.environment={GAME}:Echo",
+    "agents.max_tokens_per_turn=6",
+    "agents.workers=1",
+    "rollout.max_response_tokens=40",
+    "checkpoint.every=1",
+    "checkpoint.keep_last=0",
+)
+WAVES, ARRIVAL = "agents.order=waves", ("agents.order=arrival", "rollout.deterministic=false")
+
+
+def processes_with(token: str) -> list[int]:
+    """Return the processes, other than this one, that have the text in their environment."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (directory / "environ").read_bytes()
+        except OSError:
+            continue
+        if token.encode() in environ and int(directory.name) != os.getpid():
+            found.append(int(directory.name))
+    return found
+
+
+def test_a_run_with_a_game_and_the_replay_of_its_log(toy, tmp_path):
+    config = write_config(
+        tmp_path, toy, *BASE, *ARRIVAL, "rollout.tp=2", "logging.samples=2", f"data.val=[{toy}/test.parquet]"
+    )
+    train(2, config, "validation.every=2", "validation.max_prompts=4", "validation.before_training=false")
+    last = records(tmp_path / "run")[-1]
+    assert last["agents/turns"] == 3 and last["agents/rows"] == 1 and 0 < last["agents/occupancy"] <= 1
+    assert last["response_length/max"] == 18 and last["agents/given_length/max"] == 8
+    assert last["val-core/addition/acc/mean@1"] > 0
+    sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
+    roles = [message["role"] for message in sample["messages"]]
+    assert roles == ["prompt", "assistant", "user", "assistant", "user", "assistant"]
+    texts = [message["content"] for message in sample["messages"]]
+    assert "".join(texts[1:]) == sample["response"] and texts[2][0] == "+"
+    out = run_ranks(2, ROOT / "tools" / "replay.py", tmp_path / "run", 2, timeout=300)
+    assert re.fullmatch(r"train.2_replica_0.npz: 96 completions, \d+ tokens: identical\n", out[0])
+    # Weights of another step give other log-probs.
+    (tmp_path / "run" / "events" / "step_2").rename(tmp_path / "run" / "events" / "step_3")
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(2, ROOT / "tools" / "replay.py", tmp_path / "run", 3, timeout=300)
+    assert "tokens: DIFFERENT (" in failure.value.stdout[0]
+
+
+@pytest.mark.parametrize("num_kills, num_steps", [(1, 2), pytest.param(20, 4, marks=pytest.mark.slow)])
+def test_a_killed_run_leaves_no_process_and_loses_no_prompt(toy, tmp_path, num_kills, num_steps):
+    steps = (WAVES, f"run.max_steps={num_steps}")
+    straight = tmp_path / "straight"
+    straight.mkdir()
+    train(2, write_config(straight, toy, *BASE, *steps))
+    calls = 96 * num_steps
+    numbers = random.Random(5).sample(range(1, calls + 1), num_kills)
+    kwargs = f"agents.kwargs={{directory: {tmp_path}, kill_at: {numbers}}}"
+    config = write_config(tmp_path, toy, *BASE, *steps, kwargs)
+    kills = 0
+    while True:
+        try:
+            run_ranks(
+                2,
+                ROOT / "train_rl.py",
+                "--config",
+                config,
+                timeout=300,
+                grace=60,
+                env={"TOKEN": str(tmp_path)},
+            )
+            break
+        except RanksFailed:
+            killed = len(list(tmp_path.glob("killed_*")))
+            assert killed == kills + 1, "the run ended without a kill"
+            kills = killed
+            deadline = time.monotonic() + 60
+            while left := processes_with(f"TOKEN={tmp_path}"):
+                assert time.monotonic() < deadline, f"processes {left} are left"
+                time.sleep(0.1)
+    assert kills >= 1
+    assert comparable(tmp_path / "run") == comparable(straight / "run")

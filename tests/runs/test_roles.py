@@ -1,0 +1,127 @@
+"""Runs whose ranks either train or generate (`roles`)."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import bounds
+from tests.records import comparable, records
+from tests.spawn import ROOT, RanksFailed, run_ranks
+from tests.toy import TRAIN, train, write_config
+from tools.consumed import count
+
+WORKER, FAULTY = (Path(__file__).with_name(f"{name}.py") for name in ("split_worker", "faulty_train"))
+ROLES = ("roles.train=0-0", "roles.rollout=1-1", "rollout_correction.truncate_tokens=2")
+IN_FLIGHT = (
+    *ROLES,
+    "roles.granularity=group",
+    "roles.refit_after_steps=4",
+    "run.max_steps=6",
+    "rollout.max_response_tokens=24",
+    "rollout.max_concurrent_samples=24",
+)
+
+
+def without_staleness(run: Path) -> list[dict]:
+    return [
+        {name: value for name, value in record.items() if not name.startswith("staleness/")}
+        for record in comparable(run)
+    ]
+
+
+def assert_each_prompt_once(run: Path, consumed: int) -> None:
+    found = count(run)
+    assert found.is_exact and found.consumed == consumed, found.line()
+
+
+def test_lag_0_equals_the_run_without_roles(config, tmp_path):
+    correction = "rollout_correction.truncate_tokens=2"
+    train(1, config, correction, run=tmp_path / "alone")
+    train(2, config, *ROLES, "roles.lag=0", run=tmp_path / "split")
+    assert without_staleness(tmp_path / "split") == comparable(tmp_path / "alone")
+    assert_each_prompt_once(tmp_path / "split", consumed=16)
+
+
+@pytest.mark.parametrize("cache", ["recompute", "keep"])
+def test_in_flight_refits_keep_versions_and_log_probs_true(config, tmp_path, cache):
+    run_ranks(2, WORKER, "gap", "--config", config, *IN_FLIGHT, "run.max_steps=4", f"roles.cache={cache}")
+    gaps = [float(line) for line in (tmp_path / "run" / "gap.txt").read_text().split()]
+    # With keys and values of older weights, the engine's distribution is not that of the newest weights.
+    assert (max(gaps) < bounds.TOY_LOGPROB) == (cache == "recompute")
+    assert [record["staleness/max"] for record in records(tmp_path / "run")][1:] == [1.0] * 3
+
+
+@pytest.mark.slow
+def test_a_staleness_above_the_lag_ends_the_run(config, tmp_path):
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(2, WORKER, "old_labels", "--config", config, *ROLES, "run.max_steps=6", grace=30)
+    assert failure.value.returncodes == [1, 1]
+    cause = "was sampled by version 0 of the weights on the replica of rank 1, but version 2 is to learn"
+    assert cause in failure.value.stderr[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", ["batch", "group", "sample"])
+def test_kills_of_either_role_change_nothing(config, toy, tmp_path, granularity):
+    overrides = (*IN_FLIGHT, f"roles.granularity={granularity}", "checkpoint.every=2", "watchdog.beat_s=1")
+    overrides += (f"data.val=[{toy}/test.parquet]", "validation.every=3", "validation.max_prompts=4")
+    train(2, config, *overrides, run=tmp_path / "whole")
+    killed = tmp_path / "killed"
+    for place, rank, call in (("update", 0, 6), ("receive_weights", 1, 3)):
+        fault = ("kill_this_rank", place, rank, call)
+        with pytest.raises(RanksFailed):
+            run_ranks(2, FAULTY, *fault, "--config", config, *overrides, f"run.dir={killed}", grace=30)
+    train(2, config, *overrides, run=killed)
+    assert comparable(killed) == comparable(tmp_path / "whole")
+    for run in (killed, tmp_path / "whole"):
+        assert_each_prompt_once(run, consumed=48)
+
+
+@pytest.mark.slow
+def test_a_stop_of_a_generator_stops_both_roles(toy, tmp_path):
+    config = write_config(tmp_path, toy, "data.prompts_per_step=32", "training.prompts_per_minibatch=8")
+    overrides = (*IN_FLIGHT, "rollout.deterministic=false", "run.max_steps=30")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = subprocess.Popen(
+        [str(part) for part in (*launch, TRAIN, "--config", config, *overrides)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    for line in process.stderr:
+        if line.startswith("step 3/"):
+            heartbeat = (tmp_path / "run" / "heartbeat" / "rank_1.json").read_text()
+            subprocess.run(
+                ["kill", f"-{signal.SIGUSR2.name[3:]}", heartbeat.split('"pid": ')[1].split(",")[0]]
+            )
+    process.wait(240)
+    steps = len(records(tmp_path / "run"))
+    assert 3 <= steps < 30
+    train(2, config, *overrides, f"run.max_steps={steps + 2}")
+    assert_each_prompt_once(tmp_path / "run", consumed=32 * (steps + 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "ppo"])
+def test_two_trainers_and_two_generators(config, tmp_path, algorithm):
+    overrides = (
+        *IN_FLIGHT,
+        f"algorithm={algorithm}",
+        "roles.train=0-1",
+        "roles.rollout=2-3",
+        "training.tp=2",
+    )
+    overrides += ("run.max_steps=3",)
+    if algorithm == "grpo":
+        overrides += ("rollout.tp=2",)
+    if algorithm == "dapo":
+        overrides += ("dynamic_sampling.prompts_per_round=6",)
+    if algorithm == "ppo":
+        overrides += ("critic.warmup_steps=1", "roles.lag=2", "rollout.samples_per_prompt=4")
+    first = train(4, config, *overrides, run=tmp_path / "first")
+    assert max(record["staleness/max"] for record in first) >= 1
+    train(4, config, *overrides, run=tmp_path / "again")
+    assert comparable(tmp_path / "again") == comparable(tmp_path / "first")

@@ -1,0 +1,227 @@
+"""The source of trajectories, with a policy and environments of the test (tests/virtual_engine.py)."""
+
+import functools
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rl.agents.chat import TOOL, Chat
+from rl.agents.environment import Score, Step, ToolCalls
+from rl.agents.source import ATTEMPTS, AgentSource
+from rl.config.schema import Agents
+from rl.rollout.queue import StaticQueue
+from rl.rollout.sampling import Sampling, seed_of
+from tests.chat_templates import end_ids, tokenizer_of
+from tests.virtual_engine import VirtualEngine, VirtualPool, prompts_of
+
+SAMPLING = Sampling(
+    samples_per_prompt=2,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    max_tokens=200,
+    stop=(),
+    stop_token_ids=(),
+)
+CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": "a"}}\n</tool_call><|im_end|>'
+TWO_CALLS = CALL.replace("<|im_end|>", "\n") + CALL
+
+
+@functools.cache
+def chat_of(family: str, on_rewrite: str) -> Chat:
+    return Chat(tokenizer_of(family), end_token_ids=end_ids(family), on_rewrite=on_rewrite)
+
+
+class World:
+    """One run of a source: tools that look a key up, or a game, by `drives`."""
+
+    def __init__(
+        self,
+        turns,
+        *,
+        drives="tools",
+        family="qwen2.5",
+        agents=None,
+        sampling=SAMPLING,
+        num_prompts=1,
+        delay=lambda: 0.0,
+        fails=lambda session, action: False,
+        capacity=64,
+        max_context=1000,
+    ):
+        self.tokenizer = tokenizer_of(family)
+        agents = agents or Agents()
+        self.turns, self.drives, self.fails = turns, drives, fails
+        self.prompts = prompts_of(["a question"] * num_prompts, self.tokenizer)
+        self.pool = VirtualPool(self.answer, delay)
+        self.engine = VirtualEngine(self.pool, self.policy, capacity=capacity)
+        self.source = AgentSource(
+            self.prompts,
+            sampling,
+            [seed_of(7, i) for i in range(num_prompts)],
+            config=agents,
+            pool=self.pool,
+            chat=chat_of(family, agents.on_rewrite),
+            queue=StaticQueue(num_prompts, replica=0, num_replicas=1),
+            capacity=capacity,
+            max_context=max_context,
+            start_endpoint=lambda: pytest.fail("no agent runs by itself"),
+        )
+        self.engine.run(self.source)
+        self.source.close()
+        self.samples = sorted(self.source.samples, key=lambda s: (s.prompt, s.number, s.row))
+
+    def policy(self, request):
+        turn = int(request.name.rpartition(".")[2])
+        text = self.turns(request) if callable(self.turns) else self.turns[min(turn, len(self.turns) - 1)]
+        return self.tokenizer(text)["input_ids"]
+
+    def answer(self, session, row, action) -> dict:
+        if self.fails(session, action):
+            return {"failure": "the server is gone"}
+        if isinstance(action, ToolCalls):
+            replies = [
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": "1234567"}
+                for call in action.calls
+            ]
+            return {"messages": replies}
+        if isinstance(action, Step):
+            return {"messages": [{"role": "user", "content": "more"}], "reward": 0.5}
+        if isinstance(action, Score):
+            return {} if self.drives == "step" else {"values": {"score": float(len(action.messages))}}
+        messages = [{"role": "user", "content": "a question"}]
+        tools = [TOOL] if self.drives == "tools" else []
+        return {"messages": messages, "tools": tools, "drives": self.drives}
+
+    def text(self, sample) -> str:
+        return self.tokenizer.decode(np.concatenate([sample.prompt_ids, sample.token_ids]))
+
+
+def test_the_tokens_of_a_trajectory_are_those_of_its_requests():
+    world = World([CALL, TWO_CALLS, "It is 42.<|im_end|>"])
+    assert len(world.samples) == 2
+    for sample in world.samples:
+        requests = [r for r in world.engine.requests if r.name.startswith(f"0.{sample.number}.")]
+        ids = np.concatenate([sample.prompt_ids, sample.token_ids])
+        for turn, request in enumerate(requests):
+            assert np.array_equal(ids[: len(request.token_ids)], request.token_ids)
+            sampled = world.policy(request)
+            start = len(request.token_ids)
+            assert ids[start : start + len(sampled)].tolist() == sampled
+            own = sample.turns[start - len(sample.prompt_ids) :][: len(sampled)]
+            assert (own == turn + 1).all() and sample.mask.sum() > len(sampled)
+        assert [s.source for s in sample.segments] == ["policy", "tool", "policy", "tool", "policy"]
+        assert not sample.truncated and sample.outcome == {"score": 7.0}  # user, 3 turns, 3 replies
+        assert len(requests) == 3 and len({r.seed for r in world.engine.requests}) == 6
+    assert world.source.counts["tool_calls"] == 6 and set(world.pool.closed) == {"0.0", "0.1"}
+
+
+def test_one_turn_has_the_seed_of_a_response_without_environment():
+    world = World(["It is 42.<|im_end|>"])
+    assert [r.seed for r in world.engine.requests] == [seed_of(seed_of(7, 0), n) for n in range(2)]
+
+
+def test_rewards_of_a_game_are_those_of_its_turns_and_sum_up():
+    world = World(["move<|im_end|>"], drives="step", agents=Agents(max_turns=3))
+    for sample in world.samples:
+        ends = [i for i, r in enumerate(sample.rewards) if r]
+        assert [sample.turns[i] for i in ends] == [1, 2, 3] and sample.outcome == {"score": 1.5}
+        assert sample.segments[-1].is_sampled
+
+
+@pytest.mark.parametrize("room", range(1, 60, 6))
+def test_turns_are_clamped_to_what_is_left(room):
+    agents = Agents(max_tokens_per_turn=9)
+    world = World(
+        [CALL.replace("<|im_end|>", " x" * 40)], agents=agents, sampling=replace(SAMPLING, max_tokens=room)
+    )
+    for sample in world.samples:
+        lengths = [len(s.token_ids) for s in sample.segments if s.is_sampled]
+        assert len(sample.token_ids) <= room and max(lengths) == min(9, room)
+        assert sample.truncated and sample.segments[-1].is_sampled
+
+
+def test_a_context_that_is_full_ends_the_trajectory():
+    prompt = len(World(["x<|im_end|>"]).samples[0].prompt_ids)
+    full = World([CALL], max_context=prompt + len(tokenizer_of("qwen2.5")(CALL)["input_ids"]) + 3)
+    assert all(len(s.segments) == 1 and s.truncated for s in full.samples)
+    none = World([CALL], max_context=prompt)
+    assert none.samples == [] and none.source.counts["failures/reset"] == 2 * ATTEMPTS
+
+
+@pytest.mark.parametrize("on_failure", ["refill", "shrink"])
+def test_a_failed_trajectory_leaves_its_group(on_failure):
+    world = World(
+        [CALL, "It is 42.<|im_end|>"],
+        agents=Agents(on_failure=on_failure),
+        fails=lambda session, action: session == "0.1" and isinstance(action, ToolCalls),
+    )
+    numbers = [sample.number for sample in world.samples]
+    assert numbers == ([0, 2] if on_failure == "refill" else [0])
+    assert world.source.counts["failures/tools"] == 1
+    assert world.source.counts["dropped"] == (on_failure == "shrink")
+
+
+def test_an_environment_that_always_fails_is_tried_a_few_times():
+    world = World(["x<|im_end|>"], fails=lambda session, action: True)
+    assert world.samples == [] and world.source.counts["failures/reset"] == 2 * ATTEMPTS
+    assert world.source.counts["dropped"] == 2
+
+
+def test_waves_do_not_depend_on_the_order_of_the_answers():
+    def run(seed):
+        chance = random.Random(seed)
+
+        def turns(request):
+            own = random.Random(request.seed)
+            return "x" * own.randrange(1, 20) + (CALL if own.random() < 0.7 else "<|im_end|>")
+
+        world = World(
+            turns,
+            agents=Agents(order="waves"),
+            num_prompts=9,
+            delay=lambda: chance.lognormvariate(1, 1.5),
+            capacity=6,
+        )
+        return [(r.name, r.token_ids.tolist()) for r in world.engine.requests]
+
+    first, second = run(1), run(2)
+    assert first == second and len(first) > 20
+
+
+def test_a_rewritten_conversation_continues_in_a_new_row():
+    # Qwen3's template drops the thinking of earlier turns when a user speaks.
+    world = World(
+        ["<think>\nreason\n</think>\n\nmove<|im_end|>"],
+        drives="step",
+        family="qwen3",
+        agents=Agents(on_rewrite="new_row", max_turns=3),
+    )
+    rows = [s for s in world.samples if s.number == 0]
+    assert [row.row for row in rows] == [0, 1, 2] and world.source.counts["rewrites"] == 4
+    assert "reason" not in world.tokenizer.decode(rows[1].prompt_ids)
+    assert all(np.count_nonzero(row.mask) == len(row.token_ids) for row in rows)
+    assert json.dumps([row.outcome for row in rows]) == json.dumps([{"score": 1.5}] * 3)
+
+
+def test_the_engine_is_kept_busy_while_environments_answer():
+    def run(delay):
+        def turns(request):
+            own = random.Random(request.seed)
+            return " x" * own.randrange(10, 30) + (CALL if own.random() < 0.75 else "<|im_end|>")
+
+        sampling = replace(SAMPLING, samples_per_prompt=4, max_tokens=800)
+        world = World(turns, num_prompts=160, delay=delay, capacity=32, sampling=sampling)
+        return world.pool.now, sum(int(s.mask.sum()) for s in world.samples)
+
+    chance = random.Random(5)
+    sigma = 1.0
+    mean = np.log(10) - sigma**2 / 2
+    steps, tokens = run(lambda: 0.0)
+    delayed_steps, delayed_tokens = run(lambda: chance.lognormvariate(mean, sigma))
+    assert tokens == delayed_tokens
+    assert steps / delayed_steps >= 0.85, (steps, delayed_steps)

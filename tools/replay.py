@@ -1,0 +1,108 @@
+"""Repeat the generation of a step from its stored event log, and compare token ids and log-probs bit by bit.
+
+    torchrun --nproc-per-node 2 tools/replay.py runs/agent 12
+    torchrun --nproc-per-node 2 tools/replay.py runs/agent 12 --weights models/step-11
+
+A run with environments and `agents.order=arrival` stores the log of each generation in RUN_DIR/events. The
+weights are those of the checkpoint before the step, of the model itself for step 1, or of a Hugging Face
+checkpoint (--weights). Environments are not needed: their answers are in the log. Use the number of ranks of
+the run, or another one that its layout allows; the replicas share the logs. The exit code is 0 if every
+completion is identical, 1 if not, and 2 for wrong arguments.
+"""
+
+import argparse
+import contextlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+# Python searches only tools/ for modules when it runs this file as a script.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl.runtime.ranks import discover  # noqa: E402
+from train_rl import leave, prepare_environment  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", help="directory of the run")
+    add("step", type=int, help="step to repeat")
+    add("--weights", help="Hugging Face checkpoint with the weights of the step")
+    args = parser.parse_args(argv)
+    ranks = discover()
+    prepare_environment(ranks)
+    try:
+        return replay(ranks, args)
+    except ValueError as error:
+        if ranks.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def replay(ranks, args: argparse.Namespace) -> int:
+    """Repeat a step; return the exit code. Collective over the world.
+
+    Raises ValueError for wrong arguments.
+    """
+    from rl.checkpoint.directory import complete
+    from rl.checkpoint.store import CheckpointStore
+    from rl.config.options import load as load_config
+    from rl.config.schema import Config, Reward
+    from rl.engines.engines import build_engines, finish_imports
+    from rl.engines.inputs import Inputs
+    from rl.engines.memory import MemorySharing
+    from rl.rollout.stored_log import DIRECTORY, Replay, load
+    from rl.runtime.collectives import gather_objects
+    from rl.runtime.session import session
+    from rl.training.grid import build_grid
+
+    with session(ranks) as device:
+        config = load_config(Config, Path(args.run_dir, "config.yaml"))
+        run = replace(config.run, dir=args.run_dir)  # it may have moved
+        model = replace(config.model, path=args.weights or config.model.path)
+        config = replace(config, run=run, model=model, reward=Reward())
+        files = sorted(Path(args.run_dir, DIRECTORY, f"step_{args.step}").glob("*.npz"))
+        if not files:
+            raise ValueError(
+                f"{args.run_dir} has no event log of step {args.step}; a run with environments stores them "
+                "with agents.order=arrival."
+            )
+        store = CheckpointStore(config)
+        saved = {saved.step: saved for saved in complete(store.directory)}.get(args.step - 1)
+        if saved is None and args.step > 1 and not args.weights:
+            raise ValueError(
+                f"{store.directory} has no checkpoint of step {args.step - 1}; name a step after one "
+                "(checkpoint.every), or the weights (--weights)."
+            )
+        inputs = Inputs(config, ranks.world_size)
+        finish_imports(config, generate=True)
+        training = config.training
+        grid = build_grid(tp=training.tp, pp=training.pp, ep=training.ep, etp=training.expert_tp, seed=0)
+        engines = build_engines(config, inputs, grid, device, generate=True)
+        if saved is not None and not args.weights:
+            store.load_weights(saved, {"policy": engines.policy})
+        MemorySharing(config, device, engines).to_generation(args.step, contextlib.nullcontext)
+        engine, found = engines.rollout, []
+        for file in files[engine.replica :: engine.num_replicas]:
+            log = load(file)
+            source = Replay(log)
+            engine.llm.reset_prefix_cache()
+            is_whole = engine.run(source if engine.leads else None, log.sampling)
+            if engine.leads:
+                found.append((file.name, is_whole, len(log.completions), source.num_tokens, source.different))
+        results = [result for own in gather_objects(found) for result in own]
+        engines.close()
+    if ranks.rank == 0:
+        for name, is_whole, count, num_tokens, different in sorted(results):
+            state = "identical" if is_whole and not different else "DIFFERENT"
+            first = f", the first one {different[0]}" if different else ""
+            print(f"{name}: {count} completions, {num_tokens} tokens: {state}", end="")
+            print(f" ({len(different)} completions{first})" if state == "DIFFERENT" else "")
+    return int(any(different or not is_whole for _, is_whole, _, _, different in results))
+
+
+if __name__ == "__main__":
+    leave(main())
