@@ -98,7 +98,9 @@ def multiply(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Turn
     problems = rng.permutation([(a, b) for a in range(10, 100) for b in range(10, 100)]).tolist()
     rows = [{"prompt": [user(f"{a}*{b}=")], "answer": str(a * b)} for a, b in problems]
     turns: list[Turn] = []
-    for a, b in problems[NUM_HELD_OUT:]:
+    train = problems[NUM_HELD_OUT:]
+    short = [(a, b) for a, b in train if a * b < 1000]
+    for a, b in train + 3 * short:  # as many products of three digits as of four, since both are copied
         calls, uses = rng.random() < CALL_SHARE, rng.random() < USE_SHARE
         call = "".join([*CALL[:4], f"{a}*{b}", *CALL[4:]])
         question, result = user(f"{a}*{b}="), {"role": "tool", "content": str(a * b)}
