@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 case "${1:-}" in
 guess | tictactoe) configs=("$1") steps=150 ;;
-multiply) configs=(multiply multiply_alone) steps=600 ;;
+multiply) configs=(multiply multiply_alone) steps=700 ;;
 *) echo "usage: bash tools/agent_toy.sh guess|multiply|tictactoe" >&2; exit 2 ;;
 esac
 task=$1

@@ -54,8 +54,8 @@ HIDDEN = {"guess": 64, "multiply": 128, "tictactoe": 64}
 GUESSES = 5
 NUM_HELD_OUT = 500
 NUM_GAMES = 2000
-RIGHT_SHARE = 0.5
-"""Share of careful examples in the warm-up; the others show the format only."""
+CALL_SHARE, USE_SHARE = 0.3, 0.4
+"""Shares of the warm-up's turns that call the tool, and that use what it returned."""
 
 Turn = tuple[list[dict[str, Any]], list[dict[str, Any]], str]
 """Messages before a turn of the assistant, the tools that it may call, and its text."""
@@ -89,24 +89,25 @@ def guess(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Turn]]:
 
 
 def multiply(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Turn]]:
-    """Return all problems with two numbers of two digits, and answers of which most are random.
+    """Return all problems with two numbers of two digits, and answers that rarely use the tool.
 
-    With the tool half of the turns are calls; the expression, and then the answer, is that of the problem in
-    RIGHT_SHARE of them. Without it every answer is right, so that the model alone has what it can learn from.
+    With the tool, CALL_SHARE of the turns call it, and the others guess. USE_SHARE of the turns after a call
+    repeat its result, and the others end with a question mark. Without the tool every answer is right, so
+    that the model alone has what it can learn from.
     """
     problems = rng.permutation([(a, b) for a in range(10, 100) for b in range(10, 100)]).tolist()
     rows = [{"prompt": [user(f"{a}*{b}=")], "answer": str(a * b)} for a, b in problems]
     turns: list[Turn] = []
-    for a, b in problems[NUM_HELD_OUT:]:
-        right = rng.random(2) < RIGHT_SHARE
-        x, y = (a, b) if right[0] else rng.integers(10, 100, 2).tolist()
-        call = f"{CALL[0]}{CALL[1]}{CALL[2]}{CALL[3]}{x}*{y}{CALL[4]}{CALL[5]}"
-        answer = str(x * y) if right[1] else str(rng.integers(100, 10000))
-        question, result = user(f"{a}*{b}="), {"role": "tool", "content": str(x * y)}
+    train = problems[NUM_HELD_OUT:]
+    short = [(a, b) for a, b in train if a * b < 1000]
+    for a, b in train + 3 * short:  # as many products of three digits as of four, since both are copied
+        calls, uses = rng.random() < CALL_SHARE, rng.random() < USE_SHARE
+        call = "".join([*CALL[:4], f"{a}*{b}", *CALL[4:]])
+        question, result = user(f"{a}*{b}="), {"role": "tool", "content": str(a * b)}
         turns += [
             ([question], [], str(a * b)),
-            ([question], [CALCULATOR], call if rng.random() < 0.5 else str(rng.integers(100, 10000))),
-            ([question, assistant(call), result], [CALCULATOR], answer),
+            ([question], [CALCULATOR], call if calls else str(rng.integers(100, 10000))),
+            ([question, assistant(call), result], [CALCULATOR], str(a * b) if uses else "?"),
         ]
     return {"train": rows[NUM_HELD_OUT:], "test": rows[:NUM_HELD_OUT]}, turns
 
