@@ -4,7 +4,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,9 +92,8 @@ class Generation:
             assert self._agents is not None
             on_wait = self._step.watchdog.tracker.wait
             waits = dict(progress=progress, interrupt=interrupt, on_wait=on_wait, order=order)
-            log = Path(self._config.run.dir, "events", f"step_{self._step.number}", purpose)
-            waits["log"] = log if abortable else None  # validation is not repeated
-            own, found = self._agents.generate(engine, prompts, sampling, seeds, **waits)
+            log = f"step_{self._step.number}/{purpose}" if abortable else ""  # validation is not repeated
+            own, found = self._agents.generate(engine, prompts, sampling, seeds, log=log, **waits)
             counts.update(found)
             return own
 
