@@ -4,7 +4,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -82,7 +82,7 @@ class Generation:
         # The seed depends on the position in the draw, so that a prompt drawn twice gets different samples.
         seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
         ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
-        options = dict(total=len(ids) * n, timing=timing, abortable=abortable)
+        options: dict[str, Any] = dict(total=len(ids) * n, timing=timing, abortable=abortable)
         if self._agents is None:
             generate = partial(engine.generate, ids, sampling, seeds, order=order)
             batch = self.run(ids, generate, samples_per_prompt=n, **options)
