@@ -119,7 +119,7 @@ class SplitGeneration:
         """Continue from a checkpoint. Groups that would be too old by the time of their batch are dropped."""
         self._next_batch = self._num_learned = self._num_asked = state["batch"]
         for group, *packed in state["groups"]:
-            delivery = _unpacked(group, *packed)
+            delivery = _unpacked(group, group % self._size, *packed)
             version = self._policy.version + group // self._size - self._num_learned
             if _oldest(delivery.samples) >= version - self._config.roles.lag:
                 self._groups[group] = delivery
@@ -257,10 +257,10 @@ def _packed(delivery: Delivery) -> list:
     return [delivery.key[1], delivery.source, rows]
 
 
-def _unpacked(group: int, prompt: int, source: int, rows: list) -> Delivery:
+def _unpacked(group: int, place: int, prompt: int, source: int, rows: list) -> Delivery:
     samples = []
     for number, truncated, text in rows:
         columns = np.frombuffer(base64.b64decode(text), "<i4").reshape(3, -1).astype(np.int32)
         segment = Segment(columns[0], columns[1].view(np.float32), columns[2])
-        samples.append(Sample(0, number, (segment,), truncated))
+        samples.append(Sample(place, number, (segment,), truncated))
     return Delivery((group, prompt), source, samples)
