@@ -8,6 +8,7 @@ trajectory is stored without that request's tokens, so a turn takes about 100 by
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,13 @@ from rl.rollout.sampling import Sampling
 from rl.rollout.turns import Completion, Request
 
 DIRECTORY = "events"
+
+
+def remove_after(run_dir: str, step: int) -> None:
+    """Remove the logs of steps after `step`: a resumed run repeats them, perhaps with fewer replicas."""
+    for directory in Path(run_dir, DIRECTORY).glob("step_*"):
+        if int(directory.name.removeprefix("step_")) > step:
+            shutil.rmtree(directory)
 
 
 class Recorder:

@@ -160,6 +160,10 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
         keep_lines_up_to(Path(config.run.dir, samples.FILE_NAME), resume_step)
     if config.rollout.carry_over or config.roles.is_on:
         keep_lines_up_to(Path(config.run.dir, consumed.FILE_NAME), resume_step)
+    if config.agents.is_on:
+        from rl.rollout.stored_log import remove_after
+
+        remove_after(config.run.dir, last_step)
     record_run(config, last_step, start_up_s=start_up.parts)
     return log
 
