@@ -79,8 +79,8 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         link = generators.enter_role(config, device, watchdog)
         stop = StopRequests(config.run.dir, max_time=config.run.max_time, job=job())
         if generates:
-            run = generators.Generators(config, inputs, device, watchdog, link, stop)
-            return 0 if is_finished else run.run()
+            generating = generators.Generators(config, inputs, device, watchdog, link, stop)
+            return 0 if is_finished else generating.run()
     agents = None
     if config.agents.is_on and not is_finished:
         from rl.agents.rollouts import AgentRollouts
@@ -232,8 +232,6 @@ class Training:
         self._checkpoints.poll()
         with step.timed("step"):
             self._cursor = self._collect_and_learn()
-        if self._split is not None:
-            self._split.learned()
         step.metrics["perf/total_num_tokens"] = step.num_tokens
         seconds = step.metrics["timing_s/step"]
         step.metrics["perf/throughput"] = step.num_tokens / seconds / job().world_size
@@ -251,15 +249,14 @@ class Training:
     def _collect_and_learn(self) -> dict:
         """Return the cursor of the batch that was learned from. The batch is freed before validation."""
         batch = self._collect()
-        phases, carry_over = self._phases, self._phases.carry_over
+        phases, asynchronous = self._phases, self._phases.carry_over or self._split  # never both
         phases.step.is_committed = True
         if len(batch):
-            for asynchronous in (carry_over, self._split):
-                if asynchronous is not None:
-                    asynchronous.check(batch)
+            if asynchronous is not None:
+                asynchronous.check(batch)
             self._algorithm.learn(phases, batch)
-        if carry_over is not None:
-            carry_over.log_consumed()
+        if asynchronous is not None:
+            asynchronous.learned()
         return batch.cursor
 
     def _collect(self) -> Batch:
