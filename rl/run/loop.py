@@ -167,8 +167,8 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
 class Training:
     """The steps of a run. Methods are collective over the world.
 
-    This class owns the order of `collect` and `learn`. Today a step collects and then learns; generation one
-    step ahead would collect the next batch before the present one is learned from (docs/architecture.md).
+    This class owns the order of `collect` and `learn`. A step collects and then learns in every form; with
+    carry-over and roles, part of what it collects was generated earlier (docs/asynchrony.md).
     """
 
     def __init__(
