@@ -246,8 +246,7 @@ class Link:
             content = torch.frombuffer(bytearray(self._outgoing.get()), dtype=torch.uint8)
             number = self._thread_store.add("num samples", 1) - 1
             self._thread_store.set(f"samples {number}", json.dumps([self.rank, len(content)]))
-            # The group's own limit is that of the longest phase (`limit_collectives`).
-            self._control.send([content], self.train[0], 0).wait(UNLIMITED)
+            self._control.send([content], self.train[0], 0).wait()
 
     def receive_samples(self, timeout_s: float = 0.0) -> list[Delivery]:
         """Return what has arrived since the last call, in order of arrival, identical on all training ranks.
