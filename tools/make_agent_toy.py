@@ -9,7 +9,7 @@ numbers of two digits, with a calculator as tool. tictactoe: the model plays bot
 
     OUT/train.parquet     rows for RL, with the columns that tools/prepare_data.py writes
     OUT/test.parquet      rows for validation; of multiply, 500 held-out problems
-    OUT/warm_up.parquet   turns for supervised fine-tuning: the format of play, for the most part played badly
+    OUT/warm_up.parquet   turns for supervised fine-tuning, of which few are good ones
     OUT/model/            a Qwen2 model with random weights, and a tokenizer of characters and a few words
 
 configs/agents/ has the environments and configurations. Equal arguments give equal files; nothing is
