@@ -94,8 +94,9 @@ class Generation:
             assert self._agents is not None
             on_wait = self._step.watchdog.tracker.wait
             waits = dict(progress=progress, interrupt=interrupt, on_wait=on_wait, order=order)
-            log = f"step_{self._step.number}/{purpose}" if abortable else ""  # validation is not repeated
-            own, found = self._agents.generate(engine, prompts, sampling, seeds, log=log, **waits)
+            # Validation is not repeated, so its log is not stored.
+            log_name = f"step_{self._step.number}/{purpose}" if abortable else ""
+            own, found = self._agents.generate(engine, prompts, sampling, seeds, log_name=log_name, **waits)
             counts.update(found)
             return own
 

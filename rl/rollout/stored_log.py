@@ -145,7 +145,7 @@ class Replay:
     def __init__(self, log: StoredLog):
         self._records = iter(log.records)
         self._next = next(self._records)
-        self._expected = log.completions
+        self._expected, self._live = log.completions, set[str]()
         self.different: list[str] = []
         """Names of the completions whose ids or log-probs differ from the stored ones in any bit."""
         self.num_tokens = 0
@@ -157,9 +157,13 @@ class Replay:
             # Nothing runs, but the log continues later: the engine finished at other steps than before.
             return [] if num_live else [Done(aborted=True)]
         self._next = next(self._records, (-1, []))
+        self._live |= {event.request.name for event in events if isinstance(event, Add)}
+        if any(isinstance(event, Abort) and event.name not in self._live for event in events):
+            return [Done(aborted=True)]  # it has finished before the step at which it was aborted
         return events
 
     def receive(self, name: str, completion: Completion) -> None:
+        self._live.discard(name)
         expected = self._expected[name]
         self.num_tokens += len(expected.token_ids)
         if not (
