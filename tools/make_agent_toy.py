@@ -10,7 +10,7 @@ script writes
 
     OUT/train.parquet     rows for RL, with the columns that tools/prepare_data.py writes
     OUT/test.parquet      rows for validation; of multiply, 500 held-out problems
-    OUT/warm_up.parquet   turns for supervised fine-tuning, with the format of the task but mostly bad answers
+    OUT/warm_up.parquet   turns for supervised fine-tuning, most of them bad
     OUT/model/            a Qwen2 model with random weights, and a tokenizer of characters and a few words
 
 configs/agents/ has the environments and configurations. Equal arguments give equal files; nothing is

@@ -256,7 +256,7 @@ class Chat:
                 add_generation_prompt=True,
                 **(self._kwargs if kwargs is None else kwargs),
             )
-        except (jinja2.TemplateError, TypeError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"the chat template of {self.tokenizer.name_or_path} rejects the messages: {error}"
             ) from error

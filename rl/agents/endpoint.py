@@ -17,13 +17,14 @@ other choice is treated as auto. Streaming and several choices are refused.
 """
 
 import asyncio
+import contextlib
 import json
 import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +113,7 @@ class Endpoint:
             self._sessions = {key: name for key, name in self._sessions.items() if name != session}
             pending = self._pending.pop(session, set())
         for reply in pending:
-            if not reply.done():
+            with contextlib.suppress(InvalidStateError):  # it has its reply, or the client has gone
                 reply.set_exception(Refused("the trajectory has ended"))
 
     def shutdown(self) -> None:
@@ -129,7 +130,7 @@ class Endpoint:
             self._stop = asyncio.Event()
             app = web.Application(client_max_size=MAX_BODY_BYTES)
             app.router.add_post("/v1/chat/completions", self._answer(_read_chat, self._write_chat))
-            app.router.add_post("/inference/v1/generate", self._answer(_read_tokens, self._write_tokens))
+            app.router.add_post("/inference/v1/generate", self._answer(self._read_tokens, self._write_tokens))
             runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -140,8 +141,10 @@ class Endpoint:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(run())
-        except OSError as error:
-            started.set_exception(error)
+        except Exception as error:
+            if started.done():
+                raise
+            started.set_exception(error)  # else the constructor would wait for the port for ever
         finally:
             self._loop.close()
 
@@ -151,10 +154,11 @@ class Endpoint:
         async def handle(http: web.Request) -> web.Response:
             key = http.headers.get("Authorization", "").removeprefix("Bearer ")
             try:
-                body = await http.json()
+                # A lone surrogate, which JSON may hold and no tokenizer takes, becomes "?".
+                body = json.loads(json.dumps(await http.json(), ensure_ascii=False).encode(errors="replace"))
                 store = body.get("store") is not False
                 request = EndpointRequest(self._sessions.get(key, ""), **read(body), is_learned=store)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 return _error(400, f"malformed request: {type(error).__name__}: {error}")
             except Refused as error:
                 return _error(400, str(error))
@@ -220,6 +224,16 @@ class Endpoint:
             "prompt_token_ids": reply.prompt_ids.tolist() if body.get("return_token_ids") else None,
         }
 
+    def _read_tokens(self, body: dict) -> dict:
+        """Return the fields of a request for tokens."""
+        if body.get("stream"):
+            raise Refused("stream is not supported by this address")
+        token_ids, size = np.asarray(body["token_ids"], np.int32), len(self._tokenizer)
+        if token_ids.ndim != 1 or not len(token_ids) or token_ids.min() < 0 or token_ids.max() >= size:
+            raise ValueError(f"token_ids must be a list of integers from 0 to {size - 1}")
+        max_tokens = _max_tokens((body.get("sampling_params") or {}).get("max_tokens"))
+        return {"messages": None, "token_ids": token_ids, "max_tokens": max_tokens}
+
     def _write_tokens(self, body: dict, reply: EndpointReply) -> dict:
         token_ids = reply.token_ids.tolist()
         content = [
@@ -239,23 +253,21 @@ def _read_chat(body: dict) -> dict:
     if not messages:
         raise ValueError("messages is empty")
     tools = body.get("tools") or []
+    if not all(isinstance(tool["function"]["name"], str) for tool in tools):
+        raise ValueError("tools must be a list of functions with a name")
     return {
         "messages": messages,
         "token_ids": None,
         "tools": [] if body.get("tool_choice") == "none" else tools,
-        "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens"),
+        "max_tokens": _max_tokens(body.get("max_completion_tokens") or body.get("max_tokens")),
     }
 
 
-def _read_tokens(body: dict) -> dict:
-    """Return the fields of a request for tokens."""
-    if body.get("stream"):
-        raise Refused("stream is not supported by this address")
-    token_ids = np.asarray(body["token_ids"], np.int32)
-    if token_ids.ndim != 1 or len(token_ids) == 0:
-        raise ValueError("token_ids must be a list of integers")
-    max_tokens = (body.get("sampling_params") or {}).get("max_tokens")
-    return {"messages": None, "token_ids": token_ids, "max_tokens": max_tokens}
+def _max_tokens(value: Any) -> int | None:
+    """Return a request's limit of tokens. Some clients write -1 for none."""
+    if value is not None and type(value) is not int:
+        raise ValueError(f"max_tokens={value!r:.80} must be an integer")
+    return value if value and value > 0 else None
 
 
 def normalise(messages: Messages) -> Messages:

@@ -60,7 +60,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """The whole trajectory of an agent that calls the engine itself. It has no time limit."""
+    """The whole trajectory of an agent that calls the engine itself.
+
+    The call has no time limit in the pool: the source limits the time between the agent's requests.
+    """
 
     base_url: str
     api_key: str

@@ -177,12 +177,6 @@ class EnvironmentPool:
         with contextlib.suppress(BlockingIOError):  # the socket is full of wake-ups
             self._wakeup_end.send(b"w")
 
-    @property
-    def live(self) -> dict[str, float]:
-        """Sessions with a request in progress -> monotonic time at which it was sent, oldest first."""
-        started = {s.name: s.started for s in self._sessions.values() if s.started is not None}
-        return dict(sorted(started.items(), key=lambda item: item[1]))
-
     def shutdown(self) -> None:
         """Close all sessions; end the workers and every process they started."""
         for session in list(self._sessions):
@@ -359,11 +353,13 @@ class EnvironmentWorker(WorkerProcess):
             return message if all(isinstance(text, str) for text in texts) else None
         if message.get("alive") is True:
             return message
+        number = message.get("closed", message.get("n"))
+        session = self.sessions.get(number) if type(number) is int else None
+        if session is None:
+            return None
         if "closed" in message:
-            is_valid = message["closed"] in self.sessions and isinstance(message.get("error"), str)
-            return message if is_valid else None
-        session = self.sessions.get(message.get("n"))  # type: ignore[arg-type]
-        if session is None or session.started is None:
+            return message if session.is_closed and isinstance(message.get("error"), str) else None
+        if session.started is None:
             return None
         valid = all(check(message[key]) for key, check in REPLY_FIELDS.items() if key in message)
         return message if valid else None

@@ -18,7 +18,7 @@ from rl.rewards.pool.pool import default_workers
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.queue import OrderedQueue, Queue, StaticQueue
 from rl.rollout.sampling import Sampling
-from rl.rollout.stored_log import Recorder, store
+from rl.rollout.stored_log import DIRECTORY, Recorder, store
 from rl.rollout.turns import Sample
 
 log = logging.getLogger(__name__)
@@ -91,14 +91,14 @@ class AgentRollouts:
         interrupt: Callable[[], bool] | None = None,
         on_wait: Callable[[str], None],
         order: list[int] | None = None,
-        log: Path | None = None,
+        log_name: str = "",
     ) -> tuple[list[Sample] | None, Counter[str]]:
         """Return this replica's samples and counts; the samples are None if the call was interrupted.
 
         The leader returns them; other ranks return [] and no counts. Collective over the replica. The
         arguments are those of `RolloutEngine.generate`.
 
-        log: beginning of the path of the stored event log; None: it is not stored.
+        log_name: `step_<number>/<purpose>` of the stored event log; empty: it is not stored.
         """
         queue = self._queue(engine, len(prompts))
         if order is not None:
@@ -123,10 +123,13 @@ class AgentRollouts:
         try:
             recorder = Recorder(source)
             is_complete = engine.run(recorder, sampling, interrupt=interrupt, on_wait=on_wait)
-        finally:
+        except BaseException:
             source.close()
-        if is_complete and log is not None and self._config.agents.order == "arrival":
-            path = log.with_name(f"{log.name}_replica_{engine.replica}.npz")
+            self.close()  # waits: the workers end with this process, and environments may have much to close
+            raise
+        source.close()
+        if is_complete and log_name and self._config.agents.order == "arrival":
+            path = Path(self._config.run.dir, DIRECTORY, f"{log_name}_replica_{engine.replica}.npz")
             store(path, sampling, engine.events, recorder.completions)
         return (source.samples if is_complete else None), source.counts
 

@@ -17,6 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -65,13 +66,15 @@ class _Session:
     turn: np.ndarray | None = None
     """int32: tokens of the last turn."""
     asked: float = 0.0
-    """Monotonic time of the last request to the environment."""
+    """Monotonic time of the last request to the environment, or of the last answer to an agent."""
     running: str = ""
     """Name of its request in the engine."""
     inbox: "deque[EndpointRequest]" = field(default_factory=deque)
     """Requests of an agent for turns; the first one is being served."""
     values: dict[str, float] = field(default_factory=dict)
     """What an agent returned."""
+    is_driving: bool = False
+    """Whether it is an agent that runs by itself and has not returned."""
     is_spent: bool = False
     """Whether an agent was refused a turn because the trajectory's limits are used up."""
 
@@ -235,7 +238,9 @@ class AgentSource:
         replies = self._pool.poll(timeout_s)
         while self._endpoint is not None and not self._endpoint.requests.empty():
             request = self._endpoint.requests.get_nowait()
-            if asking := self._sessions.get(request.session):
+            asking = self._sessions.get(request.session)
+            # A request that was refused meanwhile may be of an earlier call's trajectory of the same name.
+            if asking is not None and not request.reply.done():
                 asking.inbox.append(request)
                 if len(asking.inbox) == 1:
                     self._serve(asking)
@@ -259,30 +264,49 @@ class AgentSource:
                     session.trajectory.reward_turn(reply.reward)
                 self.counts["tool_errors"] += int(reply.values.get("errors", 0))
                 self._continue(session, reply)
+        self._fail_silent_agents()
+
+    def _fail_silent_agents(self) -> None:
+        """Fail the agents that neither ask for a turn nor return; the pool limits all other calls."""
+        limit_s = self._config.timeout_s
+        before = time.monotonic() - limit_s
+        for name in sorted(self._unanswered):
+            session = self._sessions[name]
+            if session.is_driving and session.asked < before:
+                why = f"the agent asked for no turn for agents.timeout_s={limit_s:g}"
+                self._fail(session, Reply(name, "run", failure=why))
 
     def _begin(self, session: _Session, reply: Reply) -> None:
         """Ask for the first turn, after the reset."""
         session.messages, session.tools, session.drives = list(reply.messages), reply.tools, reply.drives
         if session.drives == "run":
-            self._endpoint = self._start_endpoint()
+            self._endpoint, session.is_driving = self._start_endpoint(), True
             self._call(session, Run(self._endpoint.base_url, self._endpoint.open(session.name)))
             return
         if self._config.structured_tool_calls and session.tools:
             session.grammar = self._chat.grammar(session.tools)
-        prompt_ids = self._chat.open(session.messages, session.tools)
-        session.trajectory.begin_row(prompt_ids)
-        if session.trajectory.room > 0:
-            self._ask(session)
-        else:
-            limit = self._limits.context_tokens
-            why = f"a prompt of {len(prompt_ids)} tokens leaves no room in the {limit} of the engine"
-            self._fail(session, Reply(session.name, "reset", failure=why))
+        if self._begin_row(session, reply):
+            if session.trajectory.room > 0:
+                self._ask(session)
+                return
+            length, limit = len(session.trajectory.token_ids), self._limits.context_tokens
+            why = f"a prompt of {length} tokens leaves no room in the {limit} of the engine"
+            self._fail(session, replace(reply, failure=why))
+
+    def _begin_row(self, session: _Session, reply: Reply) -> bool:
+        """Begin a row with the whole conversation, or fail the trajectory if the template rejects it."""
+        try:
+            session.trajectory.begin_row(self._chat.open(session.messages, session.tools))
+        except ValueError as error:
+            self._fail(session, replace(reply, failure=str(error)))
+            return False
+        return True
 
     def _continue(self, session: _Session, reply: Reply) -> None:
         """Ask for the next turn, after an environment's answer, unless the trajectory has ended."""
         trajectory, before = session.trajectory, list(session.messages)
         session.messages += reply.messages
-        if reply.done or trajectory.num_turns >= self._limits.turns or trajectory.room <= 0:
+        if reply.done or trajectory.num_turns >= self._limits.turns:
             self._call(session, Score(session.messages))
             return
         assert session.context is not None and session.turn is not None
@@ -293,8 +317,8 @@ class AgentSource:
         else:
             self.counts["rewrites"] += 1
             has_room = self._config.on_rewrite == "new_row"
-            if has_room:
-                trajectory.begin_row(self._chat.open(session.messages, session.tools))
+            if has_room and not self._begin_row(session, reply):
+                return
         if has_room:
             self._ask(session)
         else:
@@ -407,17 +431,14 @@ class AgentSource:
         from rl.agents.endpoint import EndpointReply
 
         self._unanswered.add(session.name)
-        session.asked = time.monotonic()
         turn = completion.token_ids, completion.logprobs, completion.end
         self._reply(session, EndpointReply(context, *turn, message))
 
     def _reply(self, session: _Session, reply=None, error: Exception | None = None) -> None:
         """Answer the request that is being served, and serve the next one."""
-        future = session.inbox.popleft().reply
-        try:
+        future, session.asked = session.inbox.popleft().reply, time.monotonic()
+        with suppress(InvalidStateError):  # the agent has closed the connection
             future.set_result(reply) if error is None else future.set_exception(error)
-        except InvalidStateError:  # the agent has closed the connection
-            pass
         if session.inbox:
             self._serve(session)
 
@@ -436,8 +457,9 @@ class AgentSource:
         if session.running:
             self._aborts.append(Abort(session.running))
             session.running = ""
-        if self._endpoint is not None and session.drives == "run":
+        if self._endpoint is not None and session.is_driving:
             self._endpoint.close(session.name)
+            session.is_driving = False
         session.inbox.clear()
 
     def _note_end(self) -> None:

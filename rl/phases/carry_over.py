@@ -122,8 +122,8 @@ class CarryOver:
         limit = self._config.rollout.max_staleness
         self._step.metrics |= check_staleness(batch, self._engines.policy.version, limit)
 
-    def log_consumed(self) -> None:
-        """Append the prompts that this step consumed to `consumed.jsonl`. Rank 0 writes."""
+    def learned(self) -> None:
+        """Note in `consumed.jsonl` the prompts that this step consumed. Rank 0 writes."""
         if dist.get_rank() == 0:
             parts = {"consumed": self._consumed, "dropped": self._dropped, "waiting": self.frontier.groups}
             append_consumed(

@@ -1,10 +1,9 @@
 """The generation phase: prompts in, a batch of sampled responses out."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,6 +50,8 @@ class Generation:
     ):
         self._config, self._step, self._engines = config, step, engines
         self._memory, self._stop, self._agents = memory, stop, agents
+        self._counts: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
+        """Counts of environments in this step, by its number and the timing of the calls."""
 
     def sample(
         self,
@@ -93,15 +94,15 @@ class Generation:
             assert self._agents is not None
             on_wait = self._step.watchdog.tracker.wait
             waits = dict(progress=progress, interrupt=interrupt, on_wait=on_wait, order=order)
-            log = Path(self._config.run.dir, "events", f"step_{self._step.number}", purpose)
-            waits["log"] = log if abortable else None  # validation is not repeated
-            own, found = self._agents.generate(engine, prompts, sampling, seeds, **waits)
+            # Validation is not repeated, so its log is not stored.
+            log_name = f"step_{self._step.number}/{purpose}" if abortable else ""
+            own, found = self._agents.generate(engine, prompts, sampling, seeds, log_name=log_name, **waits)
             counts.update(found)
             return own
 
         batch = self.run(ids, generate_trajectories, **options)
         batch.prompts = prompts
-        return self._complete_groups(batch, sampling, counts)
+        return self._complete_groups(batch, sampling, counts, timing)
 
     def run(
         self,
@@ -149,20 +150,25 @@ class Generation:
             step.abortable_s += time.perf_counter() - started
         return batch
 
-    def _complete_groups(self, batch: Batch, sampling: Sampling, counts: Counter[str]) -> Batch:
+    def _complete_groups(self, batch: Batch, sampling: Sampling, counts: Counter[str], timing: str) -> Batch:
         """Return the groups that can be learned from, and log what the environments did.
 
         A group loses the trajectories whose environments failed, and is dropped if a single one is left of
         several. Collective over the world. counts: this rank's, by name.
         """
         total: Counter[str] = sum(gather_objects(counts), Counter())
-        self._step.metrics |= agent_metrics(total, capacity=self._config.rollout.max_concurrent_samples)
         ended = total["trajectories"] + total["dropped"]
         expected = len(batch.prompts) * sampling.samples_per_prompt
         assert ended == expected, f"{ended} of {expected} trajectories have ended"
         sizes = torch.bincount(batch.merge_rows().groups, minlength=len(batch.prompts))
         kept = (sizes >= min(2, sampling.samples_per_prompt)).nonzero().squeeze(1).tolist()
-        self._step.metrics["agents/dropped_groups"] = len(batch.prompts) - len(kept)
+        total["dropped_groups"] = len(batch.prompts) - len(kept)
+        key = self._step.number, timing
+        self._counts = defaultdict(Counter, {k: v for k, v in self._counts.items() if k[0] == key[0]})
+        self._counts[key].update(total)  # a step may have several calls
+        found = agent_metrics(self._counts[key], capacity=self._config.rollout.max_concurrent_samples)
+        prefix = "" if timing == "gen" else "val-aux/"
+        self._step.metrics |= {f"{prefix}{name}": value for name, value in found.items()}
         if not kept:
             failures = {name: number for name, number in total.items() if name.startswith("failures/")}
             raise AllTrajectoriesFailed(

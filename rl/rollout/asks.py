@@ -55,15 +55,9 @@ class Complete:
     """Complete all groups that may begin, with the present weights."""
 
 
-@dataclass(frozen=True)
-class End:
-    """The last message."""
+Ask = Begin | NextBatch | Generate | Complete
 
-    code: int
-    """Exit code of the run."""
-
-
-Ask = Begin | NextBatch | Generate | Complete | End
+_END = "end"
 
 
 class Asks:
@@ -100,6 +94,14 @@ class Asks:
             return None
         self._number += 1
         return name, pickle.loads(self._store.get(name))
+
+    def end(self, code: int) -> None:
+        """End the generators at once, whatever they generate. code: exit code of the run."""
+        self._store.set(_END, str(code))
+
+    def exit_code(self) -> int | None:
+        """Return the argument of `end`, None if it was not called."""
+        return int(self._store.get(_END)) if self._store.check([_END]) else None
 
     def remove(self, name: str) -> None:
         """Remove a message that every replica has read."""

@@ -81,10 +81,11 @@ class EventLog:
 
     Args:
         group: the ranks of the replica, on gloo.
+        keep_records: whether to fill `records`, which grow with every request.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, *, keep_records: bool = True):
+        self._group, self._keep_records = group, keep_records
         self._hash = hashlib.blake2b(digest_size=8)
         self.records: list[tuple[int, list[Event]]] = []
         """Engine step and events of every record that is not empty."""
@@ -95,7 +96,8 @@ class EventLog:
             payload = self._broadcast(pickle.dumps(events) if self._group.rank() == 0 and events else b"")
             events = pickle.loads(payload) if payload else []
             self._hash.update(payload)
-        if kept := [event for event in events if not isinstance(event, Waiting)]:
+        kept = [event for event in events if not isinstance(event, Waiting)]
+        if kept and self._keep_records:
             self.records.append((step, kept))
         return events
 

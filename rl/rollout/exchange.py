@@ -54,7 +54,8 @@ def exchange(
     logprobs, *rewards = sum_over_world(numbers, device.torch)
     batch = Batch(
         prompt_ids=[prompts[i] for i in prompt],
-        response_ids=np.split(token_ids.clone().numpy(), lengths.cumsum(0)[:-1].numpy()),
+        # np.split returns one part for no samples, if environments failed for all.
+        response_ids=np.split(token_ids.clone().numpy(), lengths.cumsum(0)[:-1].numpy())[: len(lengths)],
         groups=prompt.clone(),
         truncated=truncated > 0,
         mask=(turn_of > 0).float(),

@@ -8,6 +8,7 @@ its trajectory is stored without that request's tokens, so a turn takes about 10
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,13 @@ from rl.rollout.sampling import Sampling
 from rl.rollout.turns import Completion, Request
 
 DIRECTORY = "events"
+
+
+def remove_after(run_dir: str, step: int) -> None:
+    """Remove the logs of steps after `step`: a resumed run repeats them, perhaps with fewer replicas."""
+    for directory in Path(run_dir, DIRECTORY).glob("step_*"):
+        if int(directory.name.removeprefix("step_")) > step:
+            shutil.rmtree(directory)
 
 
 class Recorder:
@@ -137,7 +145,7 @@ class Replay:
     def __init__(self, log: StoredLog):
         self._records = iter(log.records)
         self._next = next(self._records)
-        self._expected = log.completions
+        self._expected, self._live = log.completions, set[str]()
         self.different: list[str] = []
         """Names of the completions whose ids or log-probs differ from the stored ones in any bit."""
         self.num_tokens = 0
@@ -149,9 +157,13 @@ class Replay:
             # Nothing runs, but the log continues later: the engine finished at other steps than before.
             return [] if num_live else [Done(aborted=True)]
         self._next = next(self._records, (-1, []))
+        self._live |= {event.request.name for event in events if isinstance(event, Add)}
+        if any(isinstance(event, Abort) and event.name not in self._live for event in events):
+            return [Done(aborted=True)]  # it has finished before the step at which it was aborted
         return events
 
     def receive(self, name: str, completion: Completion) -> None:
+        self._live.discard(name)
         expected = self._expected[name]
         self.num_tokens += len(expected.token_ids)
         if not (

@@ -10,6 +10,7 @@ import pytest
 
 from rl.agents.chat import Chat
 from rl.agents.renderer import TOOL
+from rl.agents.tool_calls import FAMILIES, parse_calls
 from tests.chat_templates import TOKENS, end_ids, tokenizer_of
 
 SYSTEM = {"role": "system", "content": "rules"}
@@ -344,3 +345,14 @@ def test_the_grammar_allows_calls_that_fit_the_schema(family):
 def test_a_form_without_grammar_is_refused():
     with pytest.raises(ValueError, match="structured_tool_calls=true: xgrammar has no grammar .* of mistral"):
         chat_of("mistral").grammar([TOOL])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("levels", [1000, 1_000_000])
+def test_deep_arguments_are_text(family, levels):
+    """They could not be pickled for the worker, or rendered by a template."""
+    deep = '{"a":' * levels + "1" + "}" * levels
+    for form in ("{}", "<tool_call>{}</tool_call>", "[TOOL_CALLS][{}]", "[TOOL_CALLS]f[ARGS]{}"):
+        for call in (deep, f'{{"name": "f", "arguments": {deep}}}'):
+            _, calls = parse_calls(family, form.replace("{}", call), [TOOL], 0)
+            assert all(isinstance(c.arguments, str) or not c.arguments for c in calls)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import urllib.error
 import urllib.request
 
 import numpy as np
@@ -30,6 +31,7 @@ class Consumer:
         self.seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         """Context, tokens and log-probs of each turn."""
         self.known: list[dict] = []
+        self.limits: list[int | None] = []
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     def __enter__(self) -> "Consumer":
@@ -43,6 +45,7 @@ class Consumer:
     def run(self) -> None:
         for number, text in enumerate(self.turns):
             request = self.endpoint.requests.get(timeout=30)
+            self.limits.append(request.max_tokens)
             turn = np.array(self.tokenizer(text)["input_ids"], np.int32)
             if request.token_ids is not None:
                 context = request.token_ids
@@ -109,12 +112,15 @@ def test_tokens_in_and_tokens_out():
     with Consumer(TURNS[2:]) as consumer:
         key = consumer.endpoint.open("0.0")
         url = consumer.endpoint.base_url.removesuffix("/v1") + "/inference/v1/generate"
-        body = json.dumps({"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 9}}).encode()
+        unknown = json.dumps({"token_ids": [5, 1 << 30]}).encode()
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            urllib.request.urlopen(urllib.request.Request(url, unknown, {"Authorization": f"Bearer {key}"}))
+        body = json.dumps({"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": -1}}).encode()
         http = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}"})
         with urllib.request.urlopen(http, timeout=30) as answer:
             (choice,) = json.load(answer)["choices"]
         context, turn, logprobs = consumer.seen[0]
-        assert context.tolist() == [5, 6, 7]
+        assert context.tolist() == [5, 6, 7] and consumer.limits == [None]
         assert choice["token_ids"] == turn.tolist()
         assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == logprobs.tolist()
 
@@ -136,6 +142,10 @@ def test_keys_and_refusals():
             ask("wrong")
         with pytest.raises(openai.BadRequestError, match="n > 1"):
             ask(key, n=2)
+        with pytest.raises(openai.BadRequestError, match="max_tokens='7' must be an integer"):
+            ask(key, max_tokens="7")
+        with pytest.raises(openai.BadRequestError, match="malformed"):
+            ask(key, tools=[{}])
 
         def refuse() -> None:
             request = endpoint.requests.get(timeout=30)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rl.agents.chat import TOOL, Chat
-from rl.agents.endpoint import EndpointRequest
+from rl.agents.endpoint import EndpointRequest, Refused
 from rl.agents.environment import Run, Score, Step, ToolCalls
 from rl.agents.source import ATTEMPTS, AgentSource
 from rl.config.schema import Agents
@@ -273,3 +273,49 @@ def test_an_agent_that_fails_because_its_turns_are_used_up_has_score_0():
     (sample,) = world.samples
     assert sample.outcome == {"score": 0.0} and world.source.counts["turns"] == 3
     assert world.source.counts["dropped"] == 0
+
+
+class SilentAgent(InsistentAgent):
+    def open(self, session):
+        pass
+
+
+def test_an_agent_that_hangs_fails():
+    delays = iter([0.0])  # of the reset; the agent never returns
+    world = World(
+        ["move<|im_end|>"],
+        drives="run",
+        agents=Agents(timeout_s=1e-9, on_failure="shrink"),
+        sampling=replace(SAMPLING, samples_per_prompt=1),
+        delay=lambda: next(delays, 1e9),
+        endpoint=SilentAgent(),
+    )
+    assert world.samples == [] and world.source.counts["failures/run"] == 1
+    assert world.source.counts["dropped"] == 1 and set(world.pool.closed) == {"0.0"}
+
+
+def test_a_request_of_an_ended_trajectory_is_not_served():
+    agent = InsistentAgent()
+    stale = EndpointRequest("0.0", [{"role": "user", "content": "another question"}], None)
+    stale.reply.set_exception(Refused("the trajectory has ended"))
+    agent.requests.put(stale)
+    world = World(
+        ["move<|im_end|>"],
+        drives="run",
+        agents=Agents(max_turns=3),
+        sampling=replace(SAMPLING, samples_per_prompt=1),
+        delay=lambda: 50.0,
+        endpoint=agent,
+    )
+    assert len(world.engine.requests) == 3
+    assert "another" not in world.text(world.samples[0])
+
+
+class Rejected(World):
+    def answer(self, session, row, action):
+        return {**super().answer(session, row, action), "messages": [{"role": "tool", "content": "x"}]}
+
+
+def test_messages_that_the_template_rejects_are_a_failure():
+    world = Rejected(["x</s>"], family="mistral")
+    assert world.samples == [] and world.source.counts["failures/reset"] == 2 * ATTEMPTS

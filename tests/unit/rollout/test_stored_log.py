@@ -1,0 +1,93 @@
+"""The files of event logs, and their replay with an engine of the test."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rl.rollout.events import Abort, Add, Done
+from rl.rollout.sampling import Sampling
+from rl.rollout.stored_log import DIRECTORY, Replay, load, remove_after, store
+from rl.rollout.turns import Completion, Request
+
+SAMPLING = Sampling(
+    samples_per_prompt=1,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    max_tokens=9,
+    stop=("x",),
+    stop_token_ids=(),
+)
+
+
+class Events:
+    """The records of a run, as `EventLog` has them."""
+
+    def __init__(self, records):
+        self.records = records
+
+
+def request(turn: int, *ids: int) -> Request:
+    return Request(f"0.0.{turn}", np.array(ids, np.int32), 5 + turn, 9)
+
+
+def completion(end: str, *ids: int) -> Completion:
+    ids = np.array(ids, np.int32)
+    return Completion(ids, -ids.astype(np.float32) / 8, end, np.zeros(len(ids), np.int32))
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Two turns, the second one aborted."""
+    records = [
+        (0, [Add(request(0, 1, 2))]),
+        (3, [Add(request(1, 1, 2, 3, 4, 7))]),
+        (11, [Abort("0.0.1")]),
+        (11, [Done()]),
+    ]
+    completions = {"0.0.0": completion("stop", 3, 4), "0.0.1": completion("abort", 8, 9)}
+    path = tmp_path / DIRECTORY / "step_1" / "train.npz"
+    store(path, SAMPLING, Events(records), completions)
+    return load(path)
+
+
+def test_a_stored_log_is_what_was_decided_and_sampled(log):
+    assert log.sampling == SAMPLING
+    assert [step for step, _ in log.records] == [0, 3, 11, 11]
+    second = log.records[1][1][0].request
+    assert second.token_ids.tolist() == [1, 2, 3, 4, 7] and (second.seed, second.max_tokens) == (6, 9)
+    assert [c.end for c in log.completions.values()] == ["stop", "abort"]
+    assert log.completions["0.0.1"].logprobs.tolist() == [-1.0, -1.125]
+
+
+def test_a_replay_names_the_completions_that_differ(log):
+    source = Replay(log)
+    source.next_events(0, 0)
+    source.receive("0.0.0", log.completions["0.0.0"])
+    assert source.next_events(1, 2) == []
+    source.next_events(0, 3)
+    assert source.next_events(1, 11) == [Abort("0.0.1")]
+    changed = log.completions["0.0.1"].logprobs + np.float32(1e-7)
+    source.receive("0.0.1", replace(log.completions["0.0.1"], logprobs=changed))
+    assert source.next_events(0, 11) == [Done()]
+    assert source.different == ["0.0.1"] and source.num_tokens == 4
+
+
+def test_a_replay_ends_where_it_cannot_follow_the_log(log):
+    source = Replay(log)
+    source.next_events(0, 0)
+    assert source.next_events(0, 2) == [Done(aborted=True)]  # it finished early
+    source = Replay(log)
+    for step in (0, 3):
+        source.next_events(0, step)
+    source.receive("0.0.1", log.completions["0.0.1"])
+    assert source.next_events(0, 11) == [Done(aborted=True)]  # nothing is left to abort
+
+
+def test_logs_of_later_steps_are_removed_at_a_resume(tmp_path):
+    for step in (1, 2, 10):
+        (tmp_path / DIRECTORY / f"step_{step}").mkdir(parents=True)
+    remove_after(str(tmp_path), 2)
+    assert sorted(path.name for path in (tmp_path / DIRECTORY).iterdir()) == ["step_1", "step_2"]
