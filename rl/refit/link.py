@@ -128,8 +128,8 @@ class Link:
             names = ", ".join(weight.vllm for weight in planned.fallback[:4])
             raise ValueError(
                 f"vLLM holds {len(planned.fallback)} weights ({names}, ...) in another dtype or layout than "
-                "the trainer, so its own loader must read them, which a refit between two roles does not "
-                "support; omit roles."
+                "the trainer. They need vLLM's own loader, which a refit between two roles does not support; "
+                "omit the section roles."
             )
         self._planned = planned
 
@@ -233,7 +233,7 @@ class Link:
     def send_samples(self, key: Any, samples: list[Sample]) -> None:
         """Send finished samples to all training ranks; return at once. Called by a replica's leader.
 
-        key: says what they are, such as the number of a group; any picklable value. Raises what the sending
+        key: identifies the samples, such as a group's number; any picklable value. Raises what the sending
         thread raised meanwhile.
         """
         if self._sender is None:

@@ -13,7 +13,7 @@ from rl.rollout.sampling import Sampling
 
 @dataclass(frozen=True)
 class Begin:
-    """The first message: where the run stands."""
+    """The first message: the state of the run when the generators start."""
 
     cursor: dict[str, Any]
     """State of the sampler of prompts before batch `batch`."""
@@ -25,7 +25,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class NextBatch:
-    """The trainers wait for a batch, and further ones may begin."""
+    """Says which batch the trainers wait for, and which batches may begin."""
 
     step: int
     version: int
@@ -40,7 +40,7 @@ class NextBatch:
 
 @dataclass(frozen=True)
 class Generate:
-    """Generate responses to these prompts, when all groups that were asked for are complete."""
+    """Generate responses to these prompts, after all groups that may begin are complete."""
 
     step: int
     version: int
@@ -52,7 +52,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Complete:
-    """Complete all groups that were asked for, with the present weights."""
+    """Complete all groups that may begin, with the present weights."""
 
 
 Ask = Begin | NextBatch | Generate | Complete

@@ -33,7 +33,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Abort:
-    """End a request; its tokens so far are received as a completion."""
+    """End a request; the source receives its tokens so far as a completion."""
 
     name: str
 
@@ -54,10 +54,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Nothing runs, because environments have not answered; repeated while that lasts. Not stored."""
+    """Nothing runs, because environments have not answered. Repeated until one answers, and not stored."""
 
     text: str
-    """Which ones, for the report of a hang."""
+    """Which environments are awaited, for the report of a hang."""
 
 
 Event = Add | Abort | Weights | Done | Waiting
@@ -91,7 +91,7 @@ class EventLog:
         """Engine step and events of every record that is not empty."""
 
     def share(self, events: list[Event], step: int) -> list[Event]:
-        """Return the leader's events; what other ranks pass is ignored. Collective over the replica."""
+        """Return the leader's events; `events` of other ranks are ignored. Collective over the replica."""
         if self._group.size() > 1:
             payload = self._broadcast(pickle.dumps(events) if self._group.rank() == 0 and events else b"")
             events = pickle.loads(payload) if payload else []

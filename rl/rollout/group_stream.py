@@ -1,9 +1,9 @@
-"""The source of the generators of a run with roles: groups of one endless order, sent as they complete.
+"""The source of the generators of a run with roles: an endless sequence of groups, sent as they complete.
 
 Group g is prompt g % P of batch g // P, with P prompts in a batch. A batch is a function of the seed and its
-number. Batch n is learned from by version n (an algorithm that needs several batches for one step learns from
-a later one by the same version). The trainers' message for batch n under version v therefore allows the
-generators to begin batch n + lag with weights v, and no later one.
+number. Version n of the policy learns from batch n. (If an algorithm needs several batches for one step, the
+same version learns from all of them.) The trainers' message for batch n under version v therefore allows the
+generators to begin batches up to n + lag with weights v, and no later one.
 
 `roles.granularity` decides when a replica reads the next message: when all its samples are complete (batch),
 or between two engine steps (group, sample). With `rollout.deterministic` those two read it a fixed number of

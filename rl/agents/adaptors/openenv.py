@@ -6,8 +6,8 @@
 
 The policy's text becomes the field `action` of the server's action, or, if `action` is empty, the JSON object
 of the whole action. `observation` names the field of an observation that the policy reads; if empty, it reads
-the JSON of all. `OpenEnvTools` (kwargs: url) is for environments whose actions are calls of MCP
-tools. The row's `extra_info.seed` and further kwargs go to the server's reset.
+the JSON of all fields. `OpenEnvTools` (kwargs: url) is for environments whose actions are calls of MCP tools.
+The row's `extra_info.seed` and further kwargs go to the server's reset.
 
 The adaptor speaks OpenEnv's WebSocket protocol itself. openenv-core, which the server runs, requires gradio
 and fastmcp, and versions of packages that vLLM does not accept.
@@ -24,7 +24,7 @@ websockets = require("websockets.asyncio.client", extra="openenv")
 
 
 class InvalidAction(ValueError):
-    """The server did not accept an action; the message is for the policy."""
+    """Raised if the server did not accept an action; the message is for the policy."""
 
 
 class _Session:
@@ -63,7 +63,10 @@ class _Session:
         if not self._field:
             return json.dumps({key: value for key, value in observation.items() if key != "metadata"})
         if self._field not in observation:
-            raise RuntimeError(f"agents.kwargs.observation={self._field}: one of {', '.join(observation)}.")
+            raise RuntimeError(
+                f"agents.kwargs.observation={self._field} is not a field of the observation; use one of "
+                f"{', '.join(observation)}."
+            )
         return str(observation[self._field])
 
     def score(self) -> float:
