@@ -157,7 +157,7 @@ class SplitGeneration:
         abortable: bool = False,
         order: None = None,
     ) -> Batch:
-        """As `Generation.sample`. A call with the sampling of training takes the next batch of the stream."""
+        """Return samples, as `Generation.sample`. With training's sampling, take the stream's next batch."""
         ids = [prompt.token_ids for prompt in prompts]
         takes_batch = abortable and sampling == self._sampling
         self._send_weights()

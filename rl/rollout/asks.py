@@ -1,4 +1,4 @@
-"""What the trainers ask of the generators: messages in the job's store, which each replica reads in order."""
+"""Messages of the trainers to the generators in the job's store, which each replica reads in order."""
 
 import datetime
 import pickle

@@ -24,7 +24,7 @@ class Mcp:
     def __init__(
         self, command: list[str] | None = None, url: str = "", env: dict[str, str] | None = None
     ) -> None:
-        """`env` are environment variables of a server started by `command`."""
+        """Take the server; `env` has environment variables of a server started by `command`."""
         if bool(command) == bool(url):
             raise ValueError(f"agents.kwargs.command={command}, url={url!r}; set exactly one of the two.")
         self._server: Any = url

@@ -31,7 +31,7 @@ class _Session:
     """A session of an OpenEnv server, which lasts as long as its connection."""
 
     def __init__(self, url: str, observation: str = "", reset: dict[str, Any] | None = None) -> None:
-        """`reset` are arguments of the server's reset, besides the row's seed."""
+        """Take the server; `reset` has arguments of its reset besides the row's seed."""
         self._address = url.replace("http", "ws", 1).rstrip("/") + "/ws"
         self._field, self._reset = observation, reset or {}
         self._socket: Any = None
