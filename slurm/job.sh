@@ -38,6 +38,7 @@ measure() {
     if [ -n "$1" ]; then
         names=("${names[@]/#/SLURM_}") names=("${names[@]/%/_HET_GROUP_$1}")
         nodes=${!names[0]} gpus=${!names[1]:-0} tasks=${!names[2]:-} cpus=${!names[3]:-} cores=${!names[4]%%[(,]*}
+        gpus=${gpus##*:} # of h100:8
     fi
     : "${tasks:=$((gpus > 0 ? gpus : 1))}" # --ntasks-per-node if given, else one per GPU
     : "${cpus:=$((cores / tasks))}"
@@ -60,10 +61,10 @@ export LOCKSTEP_STATUS=$rank_logs/status.json # a copy of the run's status.json,
 
 # The end of the job, and the lead of USR2 before it: the program warns if a step and a save take longer than the lead.
 if [ -z "${SLURM_JOB_END_TIME:-}" ]; then # set by Slurm 23.02 and newer
-    SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null) || SLURM_JOB_END_TIME=
+    SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e | head -n 1)" +%s 2>/dev/null) || SLURM_JOB_END_TIME=
     export SLURM_JOB_END_TIME
 fi
-lead=$(sed -n 's/^#SBATCH --signal=USR2@\([0-9]*\).*/\1/p' "$0")
+lead=$(sed -n 's/^#SBATCH --signal=USR2@\([0-9]*\).*/\1/p' "$0" | head -n 1) # one line per component
 export LOCKSTEP_SIGNAL_LEAD=${LOCKSTEP_SIGNAL_LEAD:-$lead} # set it together with your own sbatch --signal
 
 # Limits; srun passes them to the ranks.

@@ -2,9 +2,9 @@
 
     python tools/consumed.py runs/mine
 
-Reads `consumed.jsonl` of a run directory, which a run with carry-over writes. A prompt is identified by its
-draw, the number of prompts that the run had drawn before it. Every draw must be consumed once, be dropped
-(`rollout.on_stale=drop`), or wait for a later step. Exit code 1 if a draw is lost or doubled.
+Reads `consumed.jsonl` of a run directory, which a run with carry-over or roles writes. A prompt is identified
+by its draw, the number of prompts that the run had drawn before it. Every draw must be consumed once, be
+dropped (`rollout.on_stale=drop`), or wait for a later step. Exit code 1 if a draw is lost or doubled.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         found = count(args.run)
     except OSError as error:
-        sys.exit(f"consumed: {error}; only runs with rollout.carry_over=true write the file.")
+        sys.exit(f"consumed: {error}; only runs with rollout.carry_over=true or roles write the file.")
     print(found.line())
     return 0 if found.is_exact else 1
 

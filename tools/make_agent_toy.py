@@ -4,12 +4,13 @@
     python tools/make_agent_toy.py multiply --out runs/multiply-toy
     python tools/make_agent_toy.py tictactoe --out runs/tictactoe-toy
 
-guess: a number from 1 to 16 in at most five guesses; the environment answers higher or lower. multiply: two
-numbers of two digits, with a calculator as tool. tictactoe: the model plays both sides. The script writes
+guess: a number from 1 to 16 in at most five guesses; the environment answers higher or lower. multiply: the
+product of two numbers of two digits, with a calculator as tool. tictactoe: the model plays both sides. The
+script writes
 
     OUT/train.parquet     rows for RL, with the columns that tools/prepare_data.py writes
     OUT/test.parquet      rows for validation; of multiply, 500 held-out problems
-    OUT/warm_up.parquet   turns for supervised fine-tuning: the format of play, for the most part played badly
+    OUT/warm_up.parquet   turns for supervised fine-tuning, most of them bad
     OUT/model/            a Qwen2 model with random weights, and a tokenizer of characters and a few words
 
 configs/agents/ has the environments and configurations. Equal arguments give equal files; nothing is
@@ -44,7 +45,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-"""Qwen's form of tool calls without line breaks; of a tool it shows only the name, to be short."""
+"""Qwen's form of tool calls without line breaks. Of the tools it renders only names, which keeps prompts
+short."""
 CALCULATOR = {"type": "function", "function": {"name": "calculate"}}
 CALL = ["<tool_call>", '{"name": "', "calculate", '", "arguments": {"expression": "', '"}}', "</tool_call>"]
 WORDS = {"guess": ["higher", "lower", "correct", *map(str, range(10, 17))], "multiply": CALL, "tictactoe": []}
@@ -93,7 +95,7 @@ def multiply(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Turn
 
     With the tool, CALL_SHARE of the turns call it, and the others guess. USE_SHARE of the turns after a call
     repeat its result, and the others end with a question mark. Without the tool every answer is right, so
-    that the model alone has what it can learn from.
+    that the model can also learn to multiply without it.
     """
     problems = rng.permutation([(a, b) for a in range(10, 100) for b in range(10, 100)]).tolist()
     rows = [{"prompt": [user(f"{a}*{b}=")], "answer": str(a * b)} for a, b in problems]

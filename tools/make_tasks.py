@@ -7,12 +7,12 @@
 
 Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test rows; no task is in both.
 
-    reasoning-gym  puzzles of the generators in --name, in turn, each with --options: for
+    reasoning-gym  puzzles of the generators in --name, which take turns, each with --options; for
                    rl.agents.adaptors.reasoning_gym
-    seeds          extra_info.env_id, from --name in turn, and extra_info.seed: for gem, textarena, and any
-                   environment that makes its task from a seed
-    verifiers      the tasks of the taskset in --options, verifiers' block [env]; PYTHON is the interpreter
-                   that has verifiers. The first rows are the test's
+    seeds          rows with extra_info.env_id, for which the names in --name take turns, and extra_info.seed;
+                   for gem, textarena, and any environment that makes its task from a seed
+    verifiers      the tasks of the taskset in --options, which is verifiers' block [env]; PYTHON is the
+                   interpreter that has verifiers. The first tasks are test.jsonl's
 """
 
 import argparse
@@ -72,10 +72,15 @@ def make_tasks(arguments: argparse.Namespace) -> dict[str, list[Row]]:
     if kind == "verifiers":
         rows = list(verifiers_rows(options, sum(sizes.values())))
         if len(rows) <= sizes["test"]:
-            raise ValueError(f"--num-test={sizes['test']}: the taskset has only {len(rows)} tasks.")
+            raise ValueError(
+                f"--num-test={sizes['test']} leaves no tasks for training, because the taskset has only "
+                f"{len(rows)}; use a smaller --num-test."
+            )
         return {"test": rows[: sizes["test"]], "train": rows[sizes["test"] :]}
     if not arguments.name:
-        raise ValueError(f"--name is missing: {kind} needs the names of generators or environments.")
+        raise ValueError(
+            f"--name is missing, but {kind} needs names of generators or environments; pass --name A,B."
+        )
     if kind == "seeds":
         rows = iter(seed_rows(names, arguments.seed, sum(sizes.values())))
         return {split: list(islice(rows, size)) for split, size in sizes.items()}

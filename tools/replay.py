@@ -1,13 +1,13 @@
-"""Repeat the generation of a step from its stored event log, and compare token ids and log-probs bit by bit.
+"""Repeat the generation of a step from its stored event log, and compare token ids and log-probs bitwise.
 
     torchrun --nproc-per-node 2 tools/replay.py runs/agent 12
     torchrun --nproc-per-node 2 tools/replay.py runs/agent 12 --weights models/step-11
 
 A run with environments and `agents.order=arrival` stores the log of each generation in RUN_DIR/events. The
-weights are those of the checkpoint before the step, of the model itself for step 1, or of a Hugging Face
-checkpoint (--weights). Environments are not needed: their answers are in the log. Use the number of ranks of
-the run, or another one that its layout allows; the replicas share the logs. The exit code is 0 if every
-completion is identical, 1 if not, and 2 for wrong arguments.
+weights are those of the checkpoint of the step before, those of the model itself for step 1, or those of a
+Hugging Face checkpoint (--weights). Environments are not needed, because their answers are in the log. Use
+the number of ranks of the run, or another one that its layout allows; the replicas share the logs. The exit
+code is 0 if every completion is identical, 1 if not, and 2 for wrong arguments.
 """
 
 import argparse
@@ -67,15 +67,15 @@ def replay(ranks, args: argparse.Namespace) -> int:
         files = sorted(Path(args.run_dir, DIRECTORY, f"step_{args.step}").glob("*.npz"))
         if not files:
             raise ValueError(
-                f"{args.run_dir} has no event log of step {args.step}; a run with environments stores them "
-                "with agents.order=arrival."
+                f"RUN_DIR={args.run_dir} has no event log of step {args.step}; name a step of a run with the "
+                "section agents and agents.order=arrival, which stores one."
             )
         store = CheckpointStore(config)
         saved = {saved.step: saved for saved in complete(store.directory)}.get(args.step - 1)
         if saved is None and args.step > 1 and not args.weights:
             raise ValueError(
-                f"{store.directory} has no checkpoint of step {args.step - 1}; name a step after one "
-                "(checkpoint.every), or the weights (--weights)."
+                f"{store.directory} has no checkpoint of step {args.step - 1}; name the step after a "
+                "checkpoint (checkpoint.every), or pass the weights with --weights."
             )
         inputs = Inputs(config, ranks.world_size)
         finish_imports(config, generate=True)

@@ -1,10 +1,10 @@
-"""Guess a number: an environment whose answers the model must remember over its turns."""
+"""Guess a number: the model must remember the environment's answers of earlier turns."""
 
 from typing import Any
 
 
 class GuessTheNumber:
-    """Answers each guess with higher, lower or correct; a reply that is no number is wrong."""
+    """Answers each guess with higher, lower or correct; any reply that is not the number is wrong."""
 
     def __init__(self, guesses: int = 5):
         self._left = guesses

@@ -1,6 +1,6 @@
 """Messages to token ids, and the bridge from a sampled turn to the next request.
 
-The token ids of a trajectory are its truth; messages are a view of them. A sampled turn is never tokenised
+The token ids define a trajectory; messages are derived from them. A sampled turn is never tokenised
 again: its ids stay in the context as the engine sampled them, whether or not they are what the tokenizer
 would have produced. Between two turns, only the tokens that lie between them are added. They come from one of
 three sources:
@@ -11,7 +11,7 @@ three sources:
    renders everything before the sampled turn as it did when the turn was sampled, and keeps the turn.
 3. Plain tokenisation, for environments that begin with a text and for tokenizers without a template.
 
-If none can prove that the earlier tokens stay, `Chat.extend` returns None.
+If none of them keeps the earlier tokens, `Chat.extend` returns None.
 """
 
 import json
@@ -88,7 +88,7 @@ class Chat:
 
     @property
     def description(self) -> str:
-        """How tokens between turns are made, for the log."""
+        """Source of the tokens between turns, for the log."""
         if not self._template:
             return "plain tokens"
         if self._renderer is not None:

@@ -13,7 +13,7 @@ there and answers its future:
     request.reply.set_result(EndpointReply(...))  # or set_exception(Refused("why"))
 
 Sampling parameters of a request are ignored: those of the run apply. `tool_choice: none` hides the tools; any
-other choice is treated as auto. A stream has the turn in one piece. Several choices are refused.
+other choice is treated as auto. Streaming and several choices are refused.
 """
 
 import asyncio

@@ -99,7 +99,7 @@ class Reply:
     values: dict[str, float] = field(default_factory=dict)
     """score, run: `score` and other numbers; {} if the environment has no score. tools: `calls`, `errors`."""
     failure: str = ""
-    """Why the infrastructure failed, the reason in the first line; never a reward of 0."""
+    """Reason of a failure of the infrastructure, in the first line; such a failure is no reward of 0."""
 
 
 # ---- tools ----
@@ -121,7 +121,7 @@ class Tool:
         return self.schema["function"]["name"]
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Tool":
-        """Return the tool with those settings that its function has; settings of verl are taken apart."""
+        """Return the tool with the settings that its function has; verl nests them in VERL_KWARGS."""
         flat = {key: value for key, value in settings.items() if key not in VERL_KWARGS}
         for key in VERL_KWARGS:
             flat |= settings.get(key) or {}
@@ -207,7 +207,7 @@ class _WithoutTitles(GenerateJsonSchema):
 
 @dataclass(frozen=True)
 class LoadedEnvironment:
-    """What an `EnvironmentSpec` names, imported."""
+    """The imported class and functions of an `EnvironmentSpec`."""
 
     cls: type | None
     """The class; None for tools alone."""

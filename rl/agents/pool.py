@@ -71,7 +71,7 @@ class _Session:
     """Monotonic time of the request in progress."""
     is_closed: bool = False
     lost: str = ""
-    """Why the worker that held it ended."""
+    """Reason for which the worker that held it ended."""
 
 
 class EnvironmentPool:

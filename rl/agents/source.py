@@ -60,7 +60,7 @@ class _Session:
     tools: Messages = field(default_factory=list)
     drives: str = "tools"
     grammar: str | None = None
-    """What the turns must follow (`Request.grammar`)."""
+    """Grammar of the turns (`Request.grammar`)."""
     context: np.ndarray | None = None
     """int32: context of the last turn."""
     turn: np.ndarray | None = None
@@ -72,7 +72,7 @@ class _Session:
     inbox: "deque[EndpointRequest]" = field(default_factory=deque)
     """Requests of an agent for turns; the first one is being served."""
     values: dict[str, float] = field(default_factory=dict)
-    """What an agent returned."""
+    """Numbers that an agent returned."""
     is_driving: bool = False
     """Whether it is an agent that runs by itself and has not returned."""
     is_spent: bool = False

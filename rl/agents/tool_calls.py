@@ -18,7 +18,7 @@ MAX_LEVELS = 50
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of models writes tool calls."""
+    """Format of the tool calls of a family of models."""
 
     name: str
     marks: tuple[str, ...]

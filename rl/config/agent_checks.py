@@ -22,13 +22,14 @@ def check_agents(config: Config) -> None:
         )
     if agents.on_rewrite == "new_row" and needs & {"preference", "implicit_reward"}:
         raise ConfigError(
-            f"algorithm={config.algorithm} has a loss of whole responses, which agents.on_rewrite=new_row "
+            f"algorithm={config.algorithm} learns from whole responses, which agents.on_rewrite=new_row "
             "would split into rows; use agents.on_rewrite=refuse."
         )
     if config.watchdog.limits.environments <= agents.timeout_s:
         raise ConfigError(
             f"watchdog.limits.environments={config.watchdog.limits.environments:g} must exceed "
-            f"agents.timeout_s={agents.timeout_s:g}, after which a single environment has failed."
+            f"agents.timeout_s={agents.timeout_s:g}, the limit of a single call; raise "
+            "watchdog.limits.environments."
         )
     if agents.max_tokens_per_turn > rollout.max_response_tokens:
         raise ConfigError(
@@ -38,6 +39,6 @@ def check_agents(config: Config) -> None:
         )
     if rollout.deterministic and agents.order == "arrival":
         raise ConfigError(
-            "rollout.deterministic=true needs agents.order=waves: with arrival the order depends on how long "
-            "the environments take."
+            "rollout.deterministic=true needs agents.order=waves, because with arrival the order depends "
+            "on how long the environments take; set agents.order=waves."
         )

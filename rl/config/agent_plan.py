@@ -75,7 +75,9 @@ def make_agent_plan(
     """
     default = _to_spec("agents", {"environment": environment, "kwargs": kwargs, "tools": tools})
     if kwargs and not environment:
-        raise ValueError(f"agents.kwargs={dict(kwargs)!r:.80} needs agents.environment, whose class gets it.")
+        raise ValueError(
+            f"agents.kwargs={dict(kwargs)!r:.80} needs agents.environment; name a class, or omit the kwargs."
+        )
     found = {}
     for name, entry in sources.items():
         key = f"agents.sources.{name}"

@@ -143,11 +143,11 @@ def check_carry_over(config: Config) -> None:
     rollout, fix, needs = config.rollout, config.rollout_correction, algorithm_of(config).needs
     name = f"rollout.carry_over=true, but algorithm={config.algorithm}"
     if "samples" not in needs:
-        raise ConfigError(f"{name} does not generate; leave it out.")
+        raise ConfigError(f"{name} does not generate; leave out rollout.carry_over.")
     if config.agents.is_on:
         raise ConfigError(
-            "rollout.carry_over=true cannot be combined with the section agents: the environment of an "
-            "unfinished trajectory does not outlive its step. Leave out one of the two."
+            "rollout.carry_over=true cannot be combined with the section agents, because environments of "
+            "unfinished trajectories end with their step; leave out one of the two."
         )
     if config.objective.chosen[1] is None:
         raise ConfigError(
@@ -156,8 +156,8 @@ def check_carry_over(config: Config) -> None:
         )
     if "greedy_baseline" in needs:
         raise ConfigError(
-            f"{name} compares samples with a greedy response of the present weights, and part of their "
-            "tokens would be of older ones; use algorithm=rloo."
+            f"{name} compares samples with a greedy response by the present weights, while older weights "
+            "have sampled part of their tokens; use algorithm=rloo."
         )
     if not fix.corrects:
         raise ConfigError(
@@ -166,13 +166,13 @@ def check_carry_over(config: Config) -> None:
         )
     if rollout.stop:
         raise ConfigError(
-            "rollout.carry_over=true cannot find a string of rollout.stop that begins before a sample is "
-            "carried and ends after it; use rollout.stop_token_ids."
+            "rollout.carry_over=true cannot be combined with rollout.stop, because a stop string could begin "
+            "in one step and end in the next; use rollout.stop_token_ids."
         )
     if rollout.carry_over_cache == "keep" and rollout.deterministic:
         raise ConfigError(
-            "rollout.carry_over_cache=keep cannot be combined with rollout.deterministic=true: after a "
-            "resume the cache is computed again, and its values differ from the kept ones; use recompute."
+            "rollout.carry_over_cache=keep cannot be combined with rollout.deterministic=true, because a "
+            "resumed run computes the cache again and gets other values; use recompute."
         )
 
 

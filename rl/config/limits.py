@@ -29,10 +29,12 @@ class PhaseLimits:
     """Transfer of the weights from the trainer to the engine, with its check."""
     save: Annotated[float, POSITIVE] = 3600.0
     """One checkpoint, or the export at the end."""
-    wait_samples: Annotated[float, POSITIVE] = 7200.0
-    """Trainers with roles: waiting until the generators have sent the samples of a batch."""
-    wait_weights: Annotated[float, POSITIVE] = 7200.0
-    """Roles: generators that wait for weights or prompts, trainers that wait until the weights are taken."""
+    wait_samples: Annotated[float, POSITIVE] = 14400.0
+    """Trainers with roles: waiting until the generators have sent the samples of a batch. It must exceed the
+    time that the other role may take, whose own phases have limits."""
+    wait_weights: Annotated[float, POSITIVE] = 14400.0
+    """Roles: generators that wait for weights or prompts, so through all phases of the trainers' step;
+    trainers that wait until the weights are taken."""
     other: Annotated[float, POSITIVE] = 3600.0
     """Everything between phases: advantages, metrics, the algorithm's own lines."""
 

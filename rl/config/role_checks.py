@@ -7,9 +7,9 @@ from rl.config.schema import Config, algorithm_of, learns_from_samples
 
 
 def role_ranks(config: Config, world_size: int) -> tuple[range, range]:
-    """Return the ranks that train and those that generate: all ranks, both times, without roles.
+    """Return the ranks that train and the ranks that generate. Without roles both are all ranks.
 
-    Raises ConfigError unless the roles share the ranks of the job among themselves.
+    Raises ConfigError unless the ranks of the two roles are all ranks of the job.
     """
     roles = config.roles
     if not roles.is_on:
@@ -25,7 +25,7 @@ def role_ranks(config: Config, world_size: int) -> tuple[range, range]:
 
 
 def check_roles(config: Config) -> None:
-    """Raise ConfigError for roles that do not fit together, or with the rest of the config."""
+    """Raise ConfigError for roles that contradict each other or the rest of the config."""
     roles, correction = config.roles, config.rollout_correction
     if not roles.is_on:
         return
@@ -37,8 +37,8 @@ def check_roles(config: Config) -> None:
         )
     if not learns_from_samples(config):
         raise ConfigError(
-            f"algorithm={config.algorithm} does not learn from samples, so there is nothing to generate on "
-            f"roles.rollout={roles.rollout}; leave out the section roles."
+            f"algorithm={config.algorithm} does not learn from samples, so roles.rollout={roles.rollout} "
+            "would generate nothing; leave out the section roles."
         )
     others = {
         "rollout.carry_over=true": config.rollout.carry_over,
@@ -47,27 +47,27 @@ def check_roles(config: Config) -> None:
     }
     for key in (key for key, is_set in others.items() if is_set):
         raise ConfigError(
-            f"{key} cannot be combined with roles.rollout={roles.rollout}: the generators stream samples of "
-            "one turn in one order. Leave out one of the two."
+            f"{key} cannot be combined with roles.rollout={roles.rollout}, because the generators produce "
+            "samples of one turn in one fixed order; leave out one of the two."
         )
     if config.reward.judge.path:
         raise ConfigError(
-            f"reward.judge.path={config.reward.judge.path} generates on the ranks that train, which have no "
-            "engine with roles; leave out the judge or the section roles."
+            f"reward.judge.path={config.reward.judge.path} must generate on the ranks that train, but with "
+            "roles these have no engine; leave out the judge or the section roles."
         )
     if roles.granularity != "batch" and not roles.lag:
         raise ConfigError(
-            f"roles.granularity={roles.granularity} lets samples go on under new weights, but roles.lag=0 "
-            "allows none of older ones; use roles.lag=1 or more, or granularity=batch."
+            f"roles.granularity={roles.granularity} continues samples under new weights, but roles.lag=0 "
+            "allows no tokens of older weights; use roles.lag=1 or more, or granularity=batch."
         )
     if roles.lag and "greedy_baseline" in algorithm_of(config).needs:
         raise ConfigError(
-            f"algorithm={config.algorithm} needs a greedy response by the weights of the samples, which are "
-            f"gone with roles.lag={roles.lag}; use roles.lag=0."
+            f"algorithm={config.algorithm} needs a greedy response by the weights that sampled, which the "
+            f"engine no longer holds with roles.lag={roles.lag}; use roles.lag=0."
         )
     if roles.lag and not correction.corrects:
         raise ConfigError(
-            f"roles.lag={roles.lag} learns from samples of older weights without a correction; set "
+            f"roles.lag={roles.lag} learns from samples of older weights, which requires a correction; set "
             "rollout_correction.truncate_tokens=2, or another weight, or rollout_correction.bypass=true."
         )
 

@@ -258,50 +258,52 @@ class Rollout:
     enforce_eager: bool = False
     """Disable CUDA graphs and torch.compile in the engine. Always true on CPU."""
     longest_first: bool = False
-    """Start the prompts in the order of their expected response lengths, the longest first. Expected is the
-    mean length when the prompt was last sampled, so the first epoch keeps its order."""
+    """Start the prompts in the order of their expected response lengths, the longest first. The expected
+    length is the mean when the prompt was last sampled, so the first epoch keeps its order."""
     carry_over: bool = False
-    """Train on the groups that are complete first. Unfinished samples continue in the next step with its
-    weights; a weight of rollout_correction, or its bypass, corrects for their older tokens
-    (docs/asynchrony.md)."""
+    """End a step when enough groups are complete. Unfinished samples continue in the next step with its
+    weights. A weight of rollout_correction, or rollout_correction.bypass, is required and corrects for their
+    older tokens (docs/asynchrony.md)."""
     oversample: Annotated[float, ONE_TO_TWO] = 1.25
     """carry_over: number of groups with which a step starts, carried ones included, per group on which it
     trains."""
     max_staleness: Annotated[int, AT_LEAST_ONE] = 1
-    """carry_over: most versions of the policy between the one that sampled a token and the one that learns
-    from it."""
+    """carry_over: largest number of policy versions between the one that sampled a token and the one that
+    learns from it."""
     on_stale: Literal["finish", "drop"] = "finish"
-    """carry_over: what happens to groups whose tokens would become too old in the next step. finish: the step
-    does not end before they are complete. drop: they are dropped and counted."""
+    """carry_over: treatment of groups whose tokens would exceed max_staleness in the next step. finish: the
+    step does not end before they are complete. drop: they are dropped and counted."""
     carry_over_cache: Literal["recompute", "keep"] = "recompute"
-    """carry_over, on CPU: whether the KV cache of carried samples is computed again with the new weights, or
-    kept in memory while the trainer works."""
+    """carry_over: KV cache of carried samples. recompute: it is computed again with the new weights. keep: it
+    stays in memory while the trainer works; only on CPU."""
 
 
 @dataclass
 class Roles:
-    """Trainers beside generators: each rank of the job either trains or generates. The critic, the reference
-    policy, reward models and reward functions are with the trainers."""
+    """Trainers beside generators (docs/asynchrony.md): each rank of the job either trains or generates. The
+    critic, the reference policy, reward models and reward functions run on the ranks that train."""
 
     train: str = ""
-    """Ranks that train, as `first-last`, such as 0-3; they begin at rank 0, which writes log and checkpoints.
+    """Ranks that train, as `first-last`, such as 0-3. They begin at rank 0, which writes log and checkpoints.
     Empty: every rank trains and generates in turn."""
     rollout: str = ""
     """Ranks that generate, as `first-last`: all ranks after those of `roles.train`."""
     lag: Annotated[int, NOT_NEGATIVE] = 1
-    """Most versions by which the weights that sampled a token may be older than those that learn from it. 0:
-    generators wait for the weights of every step, as in a run without roles. 1: they generate the next batch
-    while the trainers learn from this one."""
+    """Largest number of versions by which the weights that sampled a token may be older than those that learn
+    from it. 0: generators wait for the weights of every step, as in a run without roles. 1: they generate
+    the next batch while the trainers learn from this one. Above 0, a weight of rollout_correction, or
+    rollout_correction.bypass, is required."""
     granularity: Literal["batch", "group", "sample"] = "batch"
-    """When generators go on. batch: they take new weights and prompts when all samples of the present ones
-    are complete. group and sample: between two engine steps, and a further group or sample begins when one
-    ends; the tokens of a sample then come from several versions."""
+    """When generators continue. batch: they take new weights and prompts when all samples of the present
+    prompts are complete. group and sample: they take new weights between two engine steps, and a further
+    group or sample begins when one ends; the tokens of a sample then come from several versions."""
     cache: Literal["recompute", "keep"] = "recompute"
-    """group and sample: whether samples in progress compute their keys and values again with new weights, or
-    keep those of older weights."""
+    """group and sample: KV cache of samples in progress when new weights arrive. recompute: it is computed
+    again. keep: the keys and values of older weights are kept."""
     refit_after_steps: Annotated[int, NOT_NEGATIVE] = 64
-    """group and sample with `rollout.deterministic`: engine steps from the end of a replica's last sample of
-    a batch until it takes the weights that learned from it. About the duration of the learning is best."""
+    """group and sample with `rollout.deterministic`: number of engine steps from the end of a replica's last
+    sample of a batch until it takes the weights that learned from this batch. Best is about the number of
+    engine steps during one update of the trainers."""
 
     @property
     def is_on(self) -> bool:
@@ -374,48 +376,52 @@ class Reward:
 
 @dataclass
 class Agents:
-    """Responses of many turns, with environments and tools (docs/agents.md)."""
+    """Trajectories of many turns, with environments and tools (docs/agents.md)."""
 
     environment: str = ""
-    """Class of the environment, as `package.module:Class` or `path/to/file.py:Class`. Empty: none; the
-    prompts are the data set's, and `tools` are offered."""
+    """Class of the environment, as `package.module:Class` or `path/to/file.py:Class`. Empty: no environment;
+    the data set's prompts are used, and `tools` are offered."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
     sources: dict[str, Any] = field(default_factory=dict)
-    """Other environments by `data_source`, or by verl's `agent_name`: a class, or {environment, kwargs,
-    tools}."""
+    """Other environments by `data_source`, or by verl's `agent_name`. Each is a class, or {environment,
+    kwargs, tools}; without `tools` it offers those of agents.tools."""
     tools: list[Any] = field(default_factory=list)
     """Functions offered as tools: `package.module:name` or `path/to/file.py:name`, or {function, kwargs} with
     values of its keyword-only parameters."""
     max_turns: Annotated[int, AT_LEAST_ONE] = 8
-    """Most turns of the policy in a trajectory."""
+    """Largest number of turns of the policy in a trajectory."""
     max_tokens_per_turn: Annotated[int, NOT_NEGATIVE] = 0
-    """Most tokens that the policy samples in one turn. 0: what is left of `rollout.max_response_tokens`,
-    which limits all turns together, with the tokens of tools and environments."""
+    """Largest number of tokens that the policy samples in one turn. 0: what is left of
+    `rollout.max_response_tokens`, which limits all turns together, including the tokens of tools and
+    environments."""
     max_output_chars: Annotated[int, AT_LEAST_ONE] = 8192
-    """Longest output of a tool or step, in characters; the rest is left out, with a note."""
+    """Longest output of a tool or step, in characters. The rest is replaced by a note."""
     timeout_s: Annotated[float, POSITIVE] = 30.0
-    """Longest time of one call of an environment or tool, in seconds; then the trajectory has failed."""
+    """Time limit of one call of an environment or tool, in seconds. A trajectory that exceeds it has
+    failed."""
     memory_mib: Annotated[int, NOT_NEGATIVE] = 4096
     """Address space of a worker process and of each process that it starts, in MiB. 0: no limit."""
     workers: Annotated[int, NOT_NEGATIVE] = 0
     """Number of processes per replica of the engine that hold environments. 0: one per core of the rank."""
     interpreter: str = ""
-    """Python interpreter of these processes, for environments whose packages conflict with the run's; it
-    needs pydantic. Empty: that of the run."""
+    """Python interpreter of these processes, for environments whose packages conflict with the run's. It
+    needs pydantic. Empty: the interpreter of the run."""
     order: Literal["arrival", "waves"] = "arrival"
-    """arrival: results of environments are used as they come, in an order that the log stores. waves: all
-    live trajectories end their turn first, which is repeatable without a log but leaves the engine idle."""
+    """Order in which results of environments are used. arrival: as they come; a log stores the order. waves:
+    after all live trajectories have ended their turn; this is repeatable without a log, but the engine is
+    idle meanwhile."""
     structured_tool_calls: bool = False
     """Whether the engine samples only tool calls whose name and arguments fit a schema. Its log-probs are
-    then those of the allowed tokens, which differ from the trainer's."""
+    then those of the distribution over the allowed tokens, which differ from the trainer's."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template, such as {enable_thinking: false}."""
     on_rewrite: Literal["refuse", "new_row"] = "refuse"
     """Treatment of a chat template that changes earlier turns: refuse the run, or continue the trajectory in
     a new training row."""
     on_failure: Literal["refill", "shrink"] = "refill"
-    """Treatment of a trajectory whose environment failed: sample it again, or leave it out of its group."""
+    """Treatment of a trajectory whose environment failed: sample another one, or leave it out of its
+    group."""
 
     @property
     def is_on(self) -> bool:

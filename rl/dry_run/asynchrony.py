@@ -1,9 +1,9 @@
-"""Which form of asynchrony pays: the seconds of a step in each form, by simulation.
+"""Simulates the seconds of a step in each form of asynchrony, to find the form that pays.
 
-Lengths of responses are log-normal. All samples of an engine advance together, one token per decoding step,
-whose duration depends on the number of samples of a replica; replicas share their load evenly. So a step of
-the synchronous form ends with its longest response, at the speed of an engine that is almost empty. Rates are
-those of the dry run, or scaled to the measured seconds of a synchronous step.
+Lengths of responses are log-normal. All samples of a replica advance together by one token per decoding step,
+whose duration depends on their number. Replicas share the load evenly. A synchronous step therefore ends with
+its longest response, at the speed of an almost empty engine. Rates are those of the dry run, or are scaled to
+the measured seconds of a synchronous step.
 """
 
 import functools

@@ -1,8 +1,9 @@
-"""Carry-over: a step trains on the groups that are complete first, and leaves the others to the next step.
+"""Carry-over: a step ends when enough groups are complete, and the others continue in the next step.
 
-A generation starts with `rollout.oversample` times the groups that it has to return, and ends when that
-many are complete. The others are carried over, with the log-prob and weight version of every token. All ranks
-hold the same carried groups, because new tokens are exchanged like samples. docs/asynchrony.md has the rules.
+A generation starts with `rollout.oversample` times the number of groups that it has to return, and ends when
+enough are complete. The others are carried over with the log-prob and weight version of every token. All
+ranks hold the same carried groups, because new tokens are exchanged like samples. docs/asynchrony.md has the
+rules.
 """
 
 import math
@@ -121,8 +122,8 @@ class CarryOver:
         limit = self._config.rollout.max_staleness
         self._step.metrics |= check_staleness(batch, self._engines.policy.version, limit)
 
-    def log_consumed(self) -> None:
-        """Append the prompts that this step consumed to `consumed.jsonl`. Rank 0 writes."""
+    def learned(self) -> None:
+        """Note in `consumed.jsonl` the prompts that this step consumed. Rank 0 writes."""
         if dist.get_rank() == 0:
             parts = {"consumed": self._consumed, "dropped": self._dropped, "waiting": self.frontier.groups}
             append_consumed(
@@ -141,8 +142,8 @@ class CarryOver:
             self.frontier = Frontier.from_state(state, prompt_of)
         except KeyError as error:
             raise ConfigError(
-                f"the checkpoint holds unfinished samples of prompt {error}, which data.train lacks: resume "
-                "with the data of the saved run."
+                f"the checkpoint holds unfinished samples of prompt {error}, but data.train has no such "
+                "prompt; resume with the data of the saved run."
             ) from error
         n = self._config.rollout.samples_per_prompt
         if any(len(group.samples) != n for group in self.frontier.groups):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
@@ -19,7 +20,7 @@ from rl.faults.fault_board import Disagreement
 from rl.phases.staleness import StaleTokens, check_staleness
 from rl.phases.step import Step
 from rl.refit.link import Delivery, Link
-from rl.rollout.asks import Ask, Asks, Begin, Complete, End, Generate, NextBatch
+from rl.rollout.asks import Ask, Asks, Begin, Complete, Generate, NextBatch
 from rl.rollout.exchange import exchange
 from rl.rollout.group_stream import batch_size
 from rl.rollout.sampling import Sampling, seed_of, train_sampling
@@ -79,14 +80,18 @@ class SplitGeneration:
 
     def end(self, code: int) -> None:
         """End the generators, which drop what they generate. code: exit code of the run."""
-        self._ask(End(code))
+        if dist.get_rank() == 0:
+            self._asks.end(code)
 
     def check(self, batch: Batch) -> None:
         """Log the staleness of the batch that is about to be learned from. Raises StaleTokens."""
         self._step.metrics |= check_staleness(batch, self._policy.version, self._config.roles.lag)
 
     def learned(self) -> None:
-        """Note, in `consumed.jsonl` too, that the algorithm has learned from all batches that it took."""
+        """Note, in `consumed.jsonl` too, that the algorithm has learned from all batches that it took.
+
+        Rank 0 writes.
+        """
         self._num_learned = self._next_batch
         first = self._num_learned * self._size
         if dist.get_rank() == 0:
@@ -112,14 +117,30 @@ class SplitGeneration:
         """Return plain data for a checkpoint. Not collective."""
         return {
             "batch": self._num_learned,
+            "batch_size": self._size,
             "groups": [[g, *_packed(self._groups[g])] for g in sorted(self._groups)],
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a checkpoint. Groups that would be too old by the time of their batch are dropped."""
+        """Continue from a checkpoint. Groups that would be too old by the time of their batch are dropped.
+
+        state: from `state_dict`, or only `batch`, from a run without roles. Raises ConfigError if batches or
+        groups have another size.
+        """
+        if state.get("batch_size", self._size) != self._size:
+            raise ConfigError(
+                f"batches have {self._size} prompts (data.prompts_per_step, or with dynamic sampling "
+                "dynamic_sampling.prompts_per_round), but the checkpoint counts batches of "
+                f"{state['batch_size']}; resume with the value of the saved run."
+            )
         self._next_batch = self._num_learned = self._num_asked = state["batch"]
-        for group, *packed in state["groups"]:
-            delivery = _unpacked(group, *packed)
+        for group, *packed in state.get("groups", []):
+            delivery = _unpacked(group, group % self._size, *packed)
+            if len(delivery.samples) != self._sampling.samples_per_prompt:
+                raise ConfigError(
+                    f"rollout.samples_per_prompt={self._sampling.samples_per_prompt}, but the checkpoint "
+                    f"holds a group of {len(delivery.samples)} samples; resume with that of the saved run."
+                )
             version = self._policy.version + group // self._size - self._num_learned
             if _oldest(delivery.samples) >= version - self._config.roles.lag:
                 self._groups[group] = delivery
@@ -136,7 +157,7 @@ class SplitGeneration:
         abortable: bool = False,
         order: None = None,
     ) -> Batch:
-        """As `Generation.sample`. A call with the sampling of training takes the next batch of the stream."""
+        """Return samples, as `Generation.sample`. With training's sampling, take the stream's next batch."""
         ids = [prompt.token_ids for prompt in prompts]
         takes_batch = abortable and sampling == self._sampling
         self._send_weights()
@@ -192,7 +213,9 @@ class SplitGeneration:
                 if isinstance(delivery.key, str):
                     self._answers[delivery.key] += delivery.samples
                 else:
-                    self._groups[delivery.key[0]] = delivery
+                    group = delivery.key[0]
+                    assert group not in self._groups, f"group {group} was generated twice"
+                    self._groups[group] = delivery
                 if bar is not None:
                     bar.update(len(delivery.samples))
             if abortable and self._stop is not None and any_rank(self._stop.is_requested()):
@@ -257,10 +280,10 @@ def _packed(delivery: Delivery) -> list:
     return [delivery.key[1], delivery.source, rows]
 
 
-def _unpacked(group: int, prompt: int, source: int, rows: list) -> Delivery:
+def _unpacked(group: int, place: int, prompt: int, source: int, rows: list) -> Delivery:
     samples = []
     for number, truncated, text in rows:
         columns = np.frombuffer(base64.b64decode(text), "<i4").reshape(3, -1).astype(np.int32)
         segment = Segment(columns[0], columns[1].view(np.float32), columns[2])
-        samples.append(Sample(0, number, (segment,), truncated))
+        samples.append(Sample(place, number, (segment,), truncated))
     return Delivery((group, prompt), source, samples)

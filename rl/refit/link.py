@@ -4,8 +4,8 @@ Each role has its own default process group, so Megatron and vLLM work in it as 
 spans all ranks of the job, with communicators of its own. Ranks of the link are the job's ranks.
 
     trainer                                        generator
-    link.send_weights(version)   -- "weights v" -> link.weights_ready() == v, read by a replica's leader
-    log-prob pass, in which no weight changes      link.receive_weights(v), between two engine steps
+    link.send_weights(version)   -- weights -----> link.receive_weights(version), between two engine steps
+    log-prob pass, in which no weight changes
     link.wait_sent()   # before the update
     link.receive_samples()       <- "samples n" -- link.send_samples(key, samples), called by a leader
 
@@ -128,8 +128,8 @@ class Link:
             names = ", ".join(weight.vllm for weight in planned.fallback[:4])
             raise ValueError(
                 f"vLLM holds {len(planned.fallback)} weights ({names}, ...) in another dtype or layout than "
-                "the trainer, so its own loader must read them, which a refit between two roles does not "
-                "support; omit roles."
+                "the trainer. They need vLLM's own loader, which a refit between two roles does not support; "
+                "omit the section roles."
             )
         self._planned = planned
 
@@ -167,15 +167,6 @@ class Link:
         """
         sending, self._sending = self._sending, None
         return None if sending is None else sending.result()
-
-    def weights_ready(self, timeout_s: float = 0.0) -> int | None:
-        """Return the version that is being sent to this rank, None if there is none. Not collective.
-
-        Waits at most `timeout_s` for one. There is at most one: the trainer sends the next version when all
-        generators have received this one.
-        """
-        key = f"weights {self._num_refits}"
-        return int(self._store.get(key)) if self._wait(key, timeout_s) else None
 
     def receive_weights(self, version: int) -> BytesMoved:
         """Write the announced weights into the engine, between two engine steps; return this rank's bytes.
@@ -242,13 +233,12 @@ class Link:
     def send_samples(self, key: Any, samples: list[Sample]) -> None:
         """Send finished samples to all training ranks; return at once. Called by a replica's leader.
 
-        key: says what they are, such as the number of a group; any picklable value. Raises what the sending
+        key: identifies the samples, such as a group's number; any picklable value. Raises what the sending
         thread raised meanwhile.
         """
         if self._sender is None:
             self._sender = _in_thread(self._send_queued)
-        if self._sender.done():
-            self._sender.result()
+        self.check_threads()
         self._outgoing.put(pickle.dumps(Delivery(key, self.rank, samples)))
 
     def _send_queued(self) -> None:
@@ -262,7 +252,9 @@ class Link:
         """Return what has arrived since the last call, in order of arrival, identical on all training ranks.
 
         Collective over the training role. If nothing has arrived, waits at most `timeout_s` for the first.
+        Raises what the thread that sends weights raised: without weights no sample would come.
         """
+        self.check_threads()
         arrived: list[bytes] = []
         while self.rank == self.train[0] and self._wait(
             key := f"samples {self._num_read}", 0 if arrived else timeout_s
@@ -274,6 +266,12 @@ class Link:
             self._num_read += 1
             arrived.append(content.numpy().tobytes())
         return [pickle.loads(content) for content in broadcast_object(arrived, group=control_group())]
+
+    def check_threads(self) -> None:
+        """Raise what a sending thread has raised. Not collective."""
+        for thread in (self._sending, self._sender):
+            if thread is not None and thread.done():
+                thread.result()
 
     def _wait(self, key: str, timeout_s: float) -> bool:
         """Return whether the store has the key after at most `timeout_s`."""

@@ -1,4 +1,4 @@
-"""What the trainers ask of the generators: messages in the job's store, which each replica reads in order."""
+"""Messages of the trainers to the generators in the job's store, which each replica reads in order."""
 
 import datetime
 import pickle
@@ -13,7 +13,7 @@ from rl.rollout.sampling import Sampling
 
 @dataclass(frozen=True)
 class Begin:
-    """The first message: where the run stands."""
+    """The first message: the state of the run when the generators start."""
 
     cursor: dict[str, Any]
     """State of the sampler of prompts before batch `batch`."""
@@ -25,7 +25,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class NextBatch:
-    """The trainers wait for a batch, and further ones may begin."""
+    """Says which batch the trainers wait for, and which batches may begin."""
 
     step: int
     version: int
@@ -40,7 +40,7 @@ class NextBatch:
 
 @dataclass(frozen=True)
 class Generate:
-    """Generate responses to these prompts, when all groups that were asked for are complete."""
+    """Generate responses to these prompts, after all groups that may begin are complete."""
 
     step: int
     version: int
@@ -52,18 +52,12 @@ class Generate:
 
 @dataclass(frozen=True)
 class Complete:
-    """Complete all groups that were asked for, with the present weights."""
+    """Complete all groups that may begin, with the present weights."""
 
 
-@dataclass(frozen=True)
-class End:
-    """The last message."""
+Ask = Begin | NextBatch | Generate | Complete
 
-    code: int
-    """Exit code of the run."""
-
-
-Ask = Begin | NextBatch | Generate | Complete | End
+_END = "end"
 
 
 class Asks:
@@ -100,6 +94,14 @@ class Asks:
             return None
         self._number += 1
         return name, pickle.loads(self._store.get(name))
+
+    def end(self, code: int) -> None:
+        """End the generators at once, whatever they generate. code: exit code of the run."""
+        self._store.set(_END, str(code))
+
+    def exit_code(self) -> int | None:
+        """Return the argument of `end`, None if it was not called."""
+        return int(self._store.get(_END)) if self._store.check([_END]) else None
 
     def remove(self, name: str) -> None:
         """Remove a message that every replica has read."""

@@ -51,10 +51,10 @@ class Group:
 
 
 class Quota:
-    """Counts complete groups, until enough groups and all that are due are complete.
+    """Counts complete groups, and tells when enough groups, and all that are due, are complete.
 
     Args:
-        num_groups: number that is enough.
+        num_groups: number of complete groups that is enough.
         num_due: number of groups that must be complete.
         add: adds to a counter, which is 0 at first, and returns its value.
     """

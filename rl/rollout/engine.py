@@ -243,6 +243,7 @@ class RolloutEngine:
         interrupt: Callable[[], bool] | None = None,
         take_weights: Callable[[int], None] | None = None,
         on_wait: Callable[[str], None] = lambda text: None,
+        keep_records: bool = True,
     ) -> bool:
         """Generate what the source of the replica's leader asks for. Collective over the replica.
 
@@ -256,11 +257,12 @@ class RolloutEngine:
                 ends.
             take_weights: writes the weights of a version into the engine, after an event `Weights`.
             on_wait: called with the text of each event `Waiting`, and with "" when the wait is over.
+            keep_records: whether `events` keeps its records, of which it has the hash in any case.
 
         Returns whether the run was completed, and not interrupted. `events` is then its log.
         """
         engine, running = self.llm.llm_engine, self._running
-        self.events = EventLog(self.replica_group)
+        self.events = EventLog(self.replica_group, keep_records=keep_records)
         step = last_record = 0
         has_finished = waits = False
         while True:

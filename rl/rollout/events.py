@@ -33,7 +33,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Abort:
-    """End a request; its tokens so far are received as a completion."""
+    """End a request; the source receives its tokens so far as a completion."""
 
     name: str
 
@@ -54,10 +54,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Nothing runs, because environments have not answered; repeated while that lasts. Not stored."""
+    """Nothing runs, because environments have not answered. Repeated until one answers, and not stored."""
 
     text: str
-    """Which ones, for the report of a hang."""
+    """Which environments are awaited, for the report of a hang."""
 
 
 Event = Add | Abort | Weights | Done | Waiting
@@ -81,21 +81,23 @@ class EventLog:
 
     Args:
         group: the ranks of the replica, on gloo.
+        keep_records: whether to fill `records`, which grow with every request.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, *, keep_records: bool = True):
+        self._group, self._keep_records = group, keep_records
         self._hash = hashlib.blake2b(digest_size=8)
         self.records: list[tuple[int, list[Event]]] = []
         """Engine step and events of every record that is not empty."""
 
     def share(self, events: list[Event], step: int) -> list[Event]:
-        """Return the leader's events; what other ranks pass is ignored. Collective over the replica."""
+        """Return the leader's events; `events` of other ranks are ignored. Collective over the replica."""
         if self._group.size() > 1:
             payload = self._broadcast(pickle.dumps(events) if self._group.rank() == 0 and events else b"")
             events = pickle.loads(payload) if payload else []
             self._hash.update(payload)
-        if kept := [event for event in events if not isinstance(event, Waiting)]:
+        kept = [event for event in events if not isinstance(event, Waiting)]
+        if kept and self._keep_records:
             self.records.append((step, kept))
         return events
 

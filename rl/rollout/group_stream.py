@@ -1,9 +1,9 @@
-"""The source of the generators of a run with roles: groups of one endless order, sent as they complete.
+"""The source of the generators of a run with roles: an endless sequence of groups, sent as they complete.
 
 Group g is prompt g % P of batch g // P, with P prompts in a batch. A batch is a function of the seed and its
-number. Batch n is learned from by version n (an algorithm that needs several batches for one step learns from
-a later one by the same version). The trainers' message for batch n under version v therefore allows the
-generators to begin batch n + lag with weights v, and no later one.
+number. Version n of the policy learns from batch n. (If an algorithm needs several batches for one step, the
+same version learns from all of them.) The trainers' message for batch n under version v therefore allows the
+generators to begin batches up to n + lag with weights v, and no later one.
 
 `roles.granularity` decides when a replica reads the next message: when all its samples are complete (batch),
 or between two engine steps (group, sample). With `rollout.deterministic` those two read it a fixed number of
@@ -18,7 +18,7 @@ import numpy as np
 
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import fingerprint
-from rl.rollout.asks import Ask, Asks, Begin, End, NextBatch
+from rl.rollout.asks import Ask, Asks, Begin, NextBatch
 from rl.rollout.events import Add, Done, Event, Weights
 from rl.rollout.queue import Queue
 from rl.rollout.sampling import seed_of, train_sampling
@@ -70,8 +70,6 @@ class GroupStream:
         self._next_batch = begin.batch
         """Number of the batch of the next message."""
         self._purpose = ""
-        self.version = -1
-        """Version of the weights that the engine has, or takes by the events returned last."""
         self._prompts: dict[int, list[np.ndarray]] = {}
         self._num_drawn = begin.batch
         self._waiting: deque[Request] = deque()
@@ -97,7 +95,7 @@ class GroupStream:
                 events += self._begin_samples(num_live + begun)
             else:
                 self.barrier = taken
-        if self.barrier is not None and (isinstance(self.barrier[1], End) or not (num_live or events)):
+        if self.barrier is not None and not (num_live or events):
             return [Done()]
         return events
 
@@ -118,8 +116,9 @@ class GroupStream:
         """Return the next message, None if there is none yet. A message that is due is waited for."""
         self._due_at = None
         waits = not is_idle and self._config.rollout.deterministic and self._granularity != "batch"
-        while (taken := self._asks.take(WAIT_S if is_idle or waits else 0.0)) is None and waits:
-            pass
+        while (taken := self._asks.take(WAIT_S if is_idle or waits else 0.0)) is None:
+            if not waits or self._asks.exit_code() is not None:
+                break
         return taken
 
     def _reads_next(self, num_live: int, step: int) -> bool:
@@ -136,13 +135,10 @@ class GroupStream:
         return step >= self._due_at
 
     def _allow(self, ask: NextBatch) -> list[Event]:
-        """Allow the groups of a message; return the event that takes its weights, if they are new."""
+        """Allow the groups of a message; return the event that takes its weights."""
         self._next_batch = ask.batch + 1
         self._limit = ask.limit * self._size
         self._purpose = ask.purpose
-        if ask.version == self.version:
-            return []
-        self.version = ask.version
         return [Weights(ask.version)]
 
     # Samples ----------------------------------------------------------------------------------------------

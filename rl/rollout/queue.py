@@ -4,6 +4,7 @@ Items are 0..n-1. Only the leader of a replica draws.
 """
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -59,9 +60,11 @@ class PastLengths:
 
     def note(self, indices: Sequence[int], groups: Sequence[int], lengths: Sequence[int]) -> None:
         """Note the lengths of samples, whose groups are numbered as `indices`."""
+        own: dict[int, list[int]] = defaultdict(list)
+        for group, length in zip(groups, lengths):
+            own[group].append(length)
         for group, index in enumerate(indices):
-            own = [length for length, other in zip(lengths, groups) if other == group]
-            self.means[index] = sum(own) / len(own)
+            self.means[index] = sum(own[group]) / len(own[group])
 
     def longest_first(self, indices: Sequence[int]) -> list[int]:
         """Return the places of the prompts, the longest expected first.

@@ -1,10 +1,10 @@
-"""A stored event log: what a replica's leader decided in one run of the engine, and what the engine sampled.
+"""A stored event log: the leader's events of one run of a replica's engine, and the tokens it sampled.
 
     <run.dir>/events/step_12/train.12_replica_0.npz
 
-`tools/replay.py` generates from it again and compares. A file has four arrays: `header` (JSON, UTF-8), the
-token ids of contexts and of completions, and log-probs. A context that continues an earlier request of its
-trajectory is stored without that request's tokens, so a turn takes about 100 bytes beside its tokens.
+`tools/replay.py` repeats the generation from it and compares. A file has four arrays: `header` (JSON, UTF-8),
+the token ids of contexts and of completions, and log-probs. A context that continues an earlier request of
+its trajectory is stored without that request's tokens, so a turn takes about 100 bytes besides its tokens.
 """
 
 import json

@@ -72,7 +72,7 @@ class RunCheckpoints:
             phases.past_lengths.means = {int(i): mean for i, mean in state.get("past_lengths", {}).items()}
         phases.engines.policy.version = state.get("policy_version", 0)  # absent in checkpoints of version 0.1
         if phases.split is not None:
-            phases.split.load_state_dict(state.get("split") or {"batch": state["step"], "groups": []})
+            phases.split.load_state_dict(state.get("split") or {"batch": state["step"]})
         return state["step"], state["metrics"]
 
     def state(self, cursor: dict) -> dict:

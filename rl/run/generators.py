@@ -14,7 +14,7 @@ from rl.engines.inputs import Inputs
 from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
-from rl.rollout.asks import Asks, Begin, End, Generate
+from rl.rollout.asks import Asks, Begin, Generate
 from rl.rollout.group_stream import WAIT_S, GroupStream, batch_size
 from rl.rollout.sampling import train_sampling
 from rl.runtime import session
@@ -61,6 +61,7 @@ class Generators:
         self._sampler = inputs.sampler()
         self._step = 0
         self._next_look = 0.0
+        self._exit_code: int | None = None
         warm_up(device)
 
     def run(self) -> int:
@@ -82,18 +83,26 @@ class Generators:
                 send=self._link.send_samples,
             )
         while True:
-            engine.run(stream, sampling, interrupt=self._look, take_weights=self._take_weights)
+            is_whole = engine.run(
+                stream,
+                sampling,
+                interrupt=self._look,
+                take_weights=self._take_weights,
+                keep_records=False,  # one run of the engine may last as long as the job
+            )
             self._compare_logs()
+            if not is_whole:  # the leader has seen the exit code
+                engine.close()
+                code = self._asks.exit_code()
+                assert code is not None
+                return code
             taken = broadcast_object(None if stream is None else stream.barrier, group=engine.replica_group)
             assert taken is not None
-            if isinstance(taken[1], End):
-                engine.close()
-                return taken[1].code
             engine.llm.reset_prefix_cache()  # as in a run that resumes here
             if isinstance(taken[1], Generate):
                 self._answer(*taken)
             if stream is not None:
-                stream.barrier, stream.version = None, engine.weights_version
+                stream.barrier = None
 
     def _first_message(self) -> Begin:
         while (taken := self._asks.take(WAIT_S)) is None:
@@ -114,23 +123,24 @@ class Generators:
     def _answer(self, name: str, ask: Generate) -> None:
         """Generate the responses to the prompts of a message, and send them."""
         engine, self._step = self._engine, ask.step
-        if engine.weights_version != ask.version:
-            self._take_weights(ask.version)
+        self._take_weights(ask.version)
         samples = engine.generate(ask.prompts, ask.sampling, ask.seeds, interrupt=self._look)
         self._compare_logs()
         if samples:
             self._link.send_samples(name, samples)
 
     def _take_weights(self, version: int) -> None:
+        """Take weights that the engine does not have. The limit of `generate` begins again in any case."""
         self._step = version + 1
-        self._tracker.enter("refit", self._step)
-        self._link.receive_weights(version)
+        if self._engine.weights_version != version:
+            self._tracker.enter("refit", self._step)
+            self._link.receive_weights(version)
         self._tracker.enter("generate", self._step)
 
     def _look(self) -> bool:
-        """Share this rank's stop request, and note whether it generates or waits. Never interrupts.
+        """Share this rank's stop request, note whether it generates or waits; return whether to end.
 
-        The trainers decide on a stop, and end the generators by a message.
+        The trainers decide on a stop, and end the generators (`Asks.end`).
         """
         self._stop.is_requested()
         now = time.monotonic()
@@ -139,10 +149,12 @@ class Generators:
             store = session.job().store
             if store.check([session.REFUSED]):
                 raise ConfigError(store.get(session.REFUSED).decode())
+            self._link.check_threads()
+            self._exit_code = self._asks.exit_code()
         phase = "generate" if self._engine.is_busy else "wait_weights"
         if self._tracker.current.phase != phase:
             self._tracker.enter(phase, self._step)
-        return False
+        return self._exit_code is not None
 
     def _compare_logs(self) -> None:
         """Raise if ranks of the replica generated different tokens."""

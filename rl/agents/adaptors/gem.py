@@ -16,10 +16,10 @@ gem = require("gem", extra="gem")
 
 
 class Gem:
-    """One episode; the row's `extra_info` holds `seed` and, unless the config does, `env_id`."""
+    """An episode of gem; the row's `extra_info` holds `seed` and, unless the config does, `env_id`."""
 
     def __init__(self, env_id: str = "", **kwargs: Any) -> None:
-        """`kwargs` go to gem.make."""
+        """Take the arguments; `kwargs` go to gem.make."""
         self._env_id, self._kwargs = env_id, kwargs
 
     def reset(self, row: dict[str, Any]) -> list[dict[str, str]]:

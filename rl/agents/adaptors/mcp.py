@@ -19,14 +19,14 @@ mcp = require("mcp", extra="mcp")
 
 
 class Mcp:
-    """The tools of one server, in one session."""
+    """An environment whose tools are those of an MCP server, in one session."""
 
     def __init__(
         self, command: list[str] | None = None, url: str = "", env: dict[str, str] | None = None
     ) -> None:
-        """`env` are environment variables of a server started by `command`."""
+        """Take the server; `env` has environment variables of a server started by `command`."""
         if bool(command) == bool(url):
-            raise ValueError(f"agents.kwargs.command={command}, url={url!r}: name one of the two.")
+            raise ValueError(f"agents.kwargs.command={command}, url={url!r}; set exactly one of the two.")
         self._server: Any = url
         if command:
             self._server = mcp.StdioServerParameters(command=command[0], args=command[1:], env=env)
@@ -39,7 +39,7 @@ class Mcp:
         return row["messages"]
 
     async def _hold(self, connected: "asyncio.Future[Any]") -> None:
-        """Connect, and stay until `close`. The client must be entered and left by the same task."""
+        """Hold the connection until `close`. The same task must enter and leave the client's context."""
         try:
             async with mcp.Client(self._server) as client:
                 connected.set_result(client)

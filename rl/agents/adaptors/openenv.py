@@ -6,8 +6,8 @@
 
 The policy's text becomes the field `action` of the server's action, or, if `action` is empty, the JSON object
 of the whole action. `observation` names the field of an observation that the policy reads; if empty, it reads
-the JSON of all. `OpenEnvTools` (kwargs: url) is for environments whose actions are calls of MCP
-tools. The row's `extra_info.seed` and further kwargs go to the server's reset.
+the JSON of all fields. `OpenEnvTools` (kwargs: url) is for environments whose actions are calls of MCP tools.
+The row's `extra_info.seed` and further kwargs go to the server's reset.
 
 The adaptor speaks OpenEnv's WebSocket protocol itself. openenv-core, which the server runs, requires gradio
 and fastmcp, and versions of packages that vLLM does not accept.
@@ -24,14 +24,14 @@ websockets = require("websockets.asyncio.client", extra="openenv")
 
 
 class InvalidAction(ValueError):
-    """The server did not accept an action; the message is for the policy."""
+    """Raised if the server did not accept an action; the message is for the policy."""
 
 
 class _Session:
     """A session of an OpenEnv server, which lasts as long as its connection."""
 
     def __init__(self, url: str, observation: str = "", reset: dict[str, Any] | None = None) -> None:
-        """`reset` are arguments of the server's reset, besides the row's seed."""
+        """Take the server; `reset` has arguments of its reset besides the row's seed."""
         self._address = url.replace("http", "ws", 1).rstrip("/") + "/ws"
         self._field, self._reset = observation, reset or {}
         self._socket: Any = None
@@ -63,7 +63,10 @@ class _Session:
         if not self._field:
             return json.dumps({key: value for key, value in observation.items() if key != "metadata"})
         if self._field not in observation:
-            raise RuntimeError(f"agents.kwargs.observation={self._field}: one of {', '.join(observation)}.")
+            raise RuntimeError(
+                f"agents.kwargs.observation={self._field} is not a field of the observation; use one of "
+                f"{', '.join(observation)}."
+            )
         return str(observation[self._field])
 
     def score(self) -> float:

@@ -10,10 +10,10 @@ _LOCK = threading.Lock()
 
 
 class PrivateRandom:
-    """Global random state of Python and numpy, while the context is active, that belongs to one trajectory.
+    """Context in which the global random states of Python and numpy are those of one trajectory.
 
-    The trajectories of a worker run in threads of one process. Without this, the draws of a game would depend
-    on the order in which the others move.
+    The trajectories of a worker run in threads of one process. Without this class, the draws of a game would
+    depend on the moves of the other games.
     """
 
     def __init__(self, seed: int) -> None:

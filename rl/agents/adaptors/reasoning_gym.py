@@ -6,7 +6,7 @@
       function: rl.agents.adaptors.reasoning_gym:score           # one answer per prompt; no section `agents`
 
     agents:
-      environment: rl.agents.adaptors.reasoning_gym:Puzzle       # several attempts, told which ones are wrong
+      environment: rl.agents.adaptors.reasoning_gym:Puzzle       # several attempts; a wrong one is answered
       kwargs: {attempts: 3}
 """
 
@@ -38,7 +38,7 @@ def pack(task: str, config: dict[str, Any], entry: dict[str, Any]) -> str:
     """
     packed = repr(_plain({"task": task, "config": config, "entry": entry}))
     if ast.literal_eval(packed)["entry"] != entry:
-        raise ValueError(f"task={task}: its puzzles cannot be stored; leave it out.")
+        raise ValueError(f"the puzzles of task={task} cannot be stored as text; leave out this task.")
     return packed
 
 

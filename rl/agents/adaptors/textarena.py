@@ -8,7 +8,7 @@ The policy has one seat; in a game of two it is the row's `extra_info.seat`, or 
 opponent is `random`, which draws from the moves that the game lists, or a function `move(text, rng) -> str`.
 
 `SelfPlay` gives both seats to the policy. Each seat is a conversation of its own, so that hidden cards stay
-hidden. Only the moves of the policy's seat are learned from; those of the other are requested with
+hidden. Only the moves of the row's seat are learned from. Those of the other seat are requested with
 `store: false`, and replaced by a random one if they are not among the moves that the game lists. Over the
 prompts of a batch the policy learns both seats.
 
@@ -16,7 +16,7 @@ prompts of a batch the policy learns both seats.
       environment: rl.agents.adaptors.textarena:SelfPlay
       kwargs: {env_id: KuhnPoker-v0}
 
-Wordle, Hangman and other word games download word lists when they are made; all others work offline.
+Wordle, Hangman and other word games download word lists when they are created; all others work offline.
 """
 
 import random
@@ -63,7 +63,7 @@ class _Table:
             return bool(self._env.step(text)[0])
 
     def reward(self, player: int) -> float:
-        """Return a player's reward: in games of two 1, 0 or -1. 0 if the game was broken off."""
+        """Return a player's reward: in games of two 1, 0 or -1. 0 if the game was not finished."""
         return float((self._env.state.rewards or {}).get(player, 0.0))
 
     def outcome(self, player: int) -> str:
@@ -79,7 +79,7 @@ class Game:
     """A game of one player, or of two against a fixed opponent."""
 
     def __init__(self, env_id: str = "", opponent: str = "", **kwargs: Any) -> None:
-        """`kwargs` go to textarena.make. Raises ValueError for an unknown opponent."""
+        """Take the arguments; `kwargs` go to textarena.make. Raises ValueError for an unknown opponent."""
         self._env_id, self._kwargs = env_id, kwargs
         self._num_players = 2 if opponent else 1
         self._opponent = _random_move
@@ -122,7 +122,10 @@ def _listed_moves(text: str) -> list[str]:
 def _random_move(text: str, rng: random.Random) -> str:
     moves = _listed_moves(text)
     if not moves:
-        raise RuntimeError("opponent=random: the game lists no moves. Name a function as the opponent.")
+        raise RuntimeError(
+            "agents.kwargs.opponent=random needs a game that lists its moves, and this game lists none; name "
+            "a function as the opponent."
+        )
     return rng.choice(moves)
 
 
@@ -150,7 +153,7 @@ class SelfPlay:
             conversation.append(reply)
             move = reply["content"] or ""
             if player != seat and (listed := _listed_moves(text)):
-                # The opponent plays by the rules, so that a game does not end before the policy has moved.
+                # An illegal move of the opponent could end the game before the policy has moved.
                 move = next((one for one in listed if one[1:-1] in move), rng.choice(listed))
             done = table.move(move)
         return _result(table.reward(seat))

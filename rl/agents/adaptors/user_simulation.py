@@ -29,7 +29,7 @@ _FRACTION = re.compile(r"(?<![\w.])(?:0(?:\.\d+)?|1(?:\.0+)?)(?![\w.]*\d)")
 
 
 class UserSimulation:
-    """One conversation."""
+    """A conversation with the simulated user."""
 
     def __init__(
         self,
@@ -41,9 +41,15 @@ class UserSimulation:
         judge: str = "",
         **sampling: Any,
     ) -> None:
-        """`sampling` are further fields of each request. Raises ValueError if there is no key."""
+        """Take the arguments; `sampling` are further fields of each request.
+
+        Raises ValueError if the environment variable of the key is not set.
+        """
         if api_key_variable and api_key_variable not in os.environ:
-            raise ValueError(f"agents.kwargs.api_key_variable={api_key_variable} is not set in the job.")
+            raise ValueError(
+                f"agents.kwargs.api_key_variable={api_key_variable} is not set in the environment of the "
+                "job; set the variable, or omit the key."
+            )
         key = os.environ.get(api_key_variable, "none")
         self._server = (base_url, key)
         self._options = {"model": model, **sampling}
@@ -54,7 +60,10 @@ class UserSimulation:
     async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         persona = task_of(row).get("user")
         if not persona:
-            raise ValueError("extra_info.user is missing: it tells the simulated user what they want.")
+            raise ValueError(
+                "extra_info.user is missing in the row; it must say who the simulated user is and what they "
+                "want."
+            )
         self._persona = (
             f"{persona}\n\nYou are the user of an assistant. Write only the user's next message. When your "
             f"goal is reached, or cannot be, write {self._stop}."
@@ -84,5 +93,7 @@ class UserSimulation:
         reply = await complete(*self._server, user_message(question), **self._options)
         numbers = _FRACTION.findall(reply["content"] or "")
         if not numbers:
-            raise RuntimeError(f"the judge's reply has no number from 0 to 1: {reply['content']!r:.200}")
+            raise RuntimeError(
+                f"the judge's reply must have a number from 0 to 1, but is {reply['content']!r:.200}"
+            )
         return float(numbers[-1])

@@ -37,10 +37,10 @@ def tasks(env: dict[str, Any], size: int) -> Iterator[tuple[str, str]]:
 
 
 class Verifiers:
-    """One episode."""
+    """An episode of verifiers."""
 
     def __init__(self, env: dict[str, Any], **sampling: Any) -> None:
-        """`sampling` are fields of verifiers' SamplingConfig. Raises ValueError for an invalid `env`."""
+        """Load `env`; `sampling` are fields of SamplingConfig. Raises ValueError for an invalid `env`."""
         self._env, self._sampling = load(env), vf.SamplingConfig(**sampling)
 
     async def run(self, base_url: str, api_key: str, row: dict[str, Any]) -> dict[str, float]:

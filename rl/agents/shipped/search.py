@@ -1,4 +1,4 @@
-"""Tool: search over a local index of texts with BM25 (the package bm25s, extra `agents`).
+"""Tool: search over a local index of texts with BM25 (the package bm25s, extra `search`).
 
 python -m rl.agents.shipped.search TEXTS.jsonl INDEX        rows {"text": ..., "title": ...}
 

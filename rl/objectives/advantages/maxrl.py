@@ -1,10 +1,10 @@
-"""MaxRL: a reward less its group's mean, divided by that mean (arXiv:2602.02710).
+"""MaxRL: the reward minus its group's mean, divided by that mean (arXiv:2602.02710).
 
     A = (r - mean_G r) / (mean_G r + eps)
 
 With rewards of 0 and 1 the expected gradient is that of a truncated expansion of the log-likelihood of a
-correct answer, where GRPO's is that of its probability. A prompt that is rarely solved weighs more. A group
-whose mean reward is 0 has no advantage.
+correct answer. Prompts that are rarely solved have a larger weight than in GRPO. A group whose mean reward is
+0 has advantages of 0.
 """
 
 import torch
@@ -32,8 +32,8 @@ def maxrl(rewards: Tensor, groups: Tensor, *, eps: float = 1e-6) -> Tensor:
     """
     if len(rewards) and float(rewards.min()) < 0:
         raise ValueError(
-            f"a reward of {float(rewards.min()):g}, but maxrl divides by the mean reward of a group, which "
-            "requires rewards of at least 0; change the reward function or the estimator."
+            f"reward={float(rewards.min()):g} is below 0, but objective.advantage=maxrl divides by the mean "
+            "reward of a group; use a reward function with rewards of at least 0, or another advantage."
         )
     order, ascending, sizes = by_group(rewards, groups)
     means = expand(segment_mean(ascending, sizes), sizes)

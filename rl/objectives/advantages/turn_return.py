@@ -1,14 +1,14 @@
 """Returns of single turns, compared within the group (turn-level rewards as in arXiv:2505.11821).
 
-An environment rewards turns, r_k; what it does not give to a turn (the rest of the sample's reward) belongs
-to the last turn. With gamma = `objective.turn_gamma`, every token of turn k gets
+r_k is the environment's reward of turn k. The part of the sample's reward that belongs to no turn is added to
+the last turn. With gamma = `objective.turn_gamma`, every token of turn k gets
 
     A_k = (G_k - mean_G) / (std_G + eps),   G_k = r_k + gamma G_{k+1}
 
-where mean and standard deviation are those of the returns of all turns in the group. Differences from the
-paper: returns, not single rewards, are compared, so that a turn is credited with what follows it; and turns
-of all positions are compared with each other, because few samples of a group reach a late turn. With one turn
-per sample it is GRPO's advantage.
+where mean and standard deviation are those of the returns of all turns in the group. There are two
+differences from the paper. Returns are compared, not single rewards, so that a turn is credited with what
+follows it. Turns of all positions are compared with each other, because few samples of a group reach a late
+turn. With one turn per sample it is GRPO's advantage.
 """
 
 import torch
@@ -24,8 +24,8 @@ KEYS = {
         "float",
         0.95,
         "SIGNED_FRACTION",
-        "Discount per turn of a response of several turns. Below 0 the turns are of two players in turn, of "
-        "whom one loses what the other gains.",
+        "Discount per turn of a trajectory of several turns. A negative value is for two players who move "
+        "alternately, where one loses what the other gains.",
     )
 }
 PER_TOKEN = True
@@ -74,8 +74,11 @@ def turn_return(
 
 
 def number_turns(lengths: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Number the turns of all samples: (sample int64 [K], turn int64 [K], turn of each token int64 [T], -1
-    for tokens that the policy did not sample), in the order of the samples."""
+    """Number the turns of all samples in the order of the samples.
+
+    Returns (sample of each turn int64 [K], its number in the sample int64 [K], index of each token's turn
+    int64 [T], -1 for tokens that the policy did not sample).
+    """
     owner = expand(torch.arange(len(lengths), device=lengths.device), lengths)
     turns = torch.ones_like(owner) if turns is None else turns.long()
     own = turns > 0

@@ -3,9 +3,9 @@
     A'_t = A_t f_t,   f_t = sg(clip(exp(F_t), fipo_low, fipo_high))
     F_t = sum over k >= t of 2^(-(k - t) / fipo_half_life) d_k,   d = logprobs - old_logprobs
 
-F_t shows whether the update makes the rest of the sample, from token t on, more or less likely. Tokens whose
-continuation is reinforced get a larger advantage. Tokens that the policy did not sample, and tokens whose
-ratio exceeds `dual_clip` (0: none), do not contribute to F.
+F_t is positive if the update makes the rest of the sample, from token t on, more likely, and negative if less
+likely. Tokens with a positive F_t get a larger advantage. Tokens that the policy did not sample, and tokens
+whose ratio exceeds `dual_clip` (0: none), do not contribute to F.
 """
 
 import torch
@@ -16,9 +16,14 @@ from rl.objectives.policy_loss import Loss, masked_log_ratio, summed
 from rl.objectives.returns import kept, put_back, reward_to_go
 
 KEYS = {
-    "fipo_half_life": ("float", 32.0, "POSITIVE", "Number of tokens after which a token counts half in F."),
-    "fipo_low": ("float", 1.0, "POSITIVE", "Least weight of an advantage."),
-    "fipo_high": ("float", 1.2, "POSITIVE", "Greatest weight of an advantage."),
+    "fipo_half_life": (
+        "float",
+        32.0,
+        "POSITIVE",
+        "Distance in tokens at which the weight of a later token in F is 1/2.",
+    ),
+    "fipo_low": ("float", 1.0, "POSITIVE", "Smallest weight of an advantage."),
+    "fipo_high": ("float", 1.2, "POSITIVE", "Largest weight of an advantage."),
 }
 ASCENDING = (("fipo_low", "fipo_high"),)
 FORMULA = "PPO's with A clip(exp(F), fipo_low, fipo_high), F the discounted sum of later log-ratios"

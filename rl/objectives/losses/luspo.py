@@ -12,7 +12,7 @@ from rl.objectives.policy_loss import Loss
 
 AGGREGATION = "seq-mean-token-sum"
 SMALL_CLIP = "clips the ratio of a whole sample; GSPO's paper uses 0.0003 and 0.0004"
-FORMULA = "GSPO's, times the length of the sample by the mean seq-mean-token-sum"
+FORMULA = "GSPO's; the mean seq-mean-token-sum multiplies it by the length of the sample"
 SOURCE = "2602.05261"
 
 

@@ -4,9 +4,9 @@
     phi(w) = w^k exp(lambda (1 - w))
     w = product over the sample's tokens of pi / pi_old
 
-The weight of a whole sample is 1 at w = 1 and decays smoothly on both sides: as w^k towards 0, as
-exp(-lambda w) for large w. k and lambda differ between positive and negative advantages. The ratio is that of
-the sample, without division by its length, and no token is clipped.
+The weight phi of a whole sample is 1 at w = 1. It decays as w^k towards w = 0, and as exp(-lambda w) for
+large w. k and lambda differ between positive and negative advantages. The ratio w is that of the sample,
+without division by its length, and no token is clipped.
 """
 
 import torch

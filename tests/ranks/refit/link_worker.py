@@ -75,7 +75,6 @@ def generate(link, config, hf, store) -> dict:
     out["needed"] = 4 * sum(volume(piece.hf_box) for piece in pieces)
     for version in (0, 1):
         store.wait([f"computed {version}"], WAIT)
-        assert link.weights_ready(timeout_s=60.0) == version
         poison(engine)
         if version == 1 and link.rank == link.rollout[-1]:
             link_module.transfer = damaging(engine)
@@ -91,7 +90,6 @@ def generate(link, config, hf, store) -> dict:
         out["differing"].append(differing(engine, expected))
         whole_tensors = {name: tensor * 1.5 for name, tensor in whole_tensors.items()}
         assert engine.weights_version == version
-    assert link.weights_ready() is None
     if engine.rank_in_replica == 0:
         tokens = np.arange(rank, rank + 3, dtype=np.int32)
         segment = Segment(tokens, tokens.astype(np.float32) / 3, np.zeros(3, np.int32))

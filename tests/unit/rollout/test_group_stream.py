@@ -16,6 +16,10 @@ class Messages:
 
     def __init__(self, *asks):
         self.left = list(asks)
+        self.code = None
+
+    def exit_code(self):
+        return self.code
 
     def take(self, timeout_s):
         return (str(len(self.left)), self.left.pop(0)) if self.left else None
@@ -28,14 +32,14 @@ class Replica:
         options = ["data.prompts_per_step=2", "rollout.samples_per_prompt=2", "roles.refit_after_steps=10"]
         options += [f"roles.lag={lag}", f"roles.granularity={granularity}"]
         options += [f"rollout.deterministic={str(deterministic).lower()}"]
-        self.sent = []
+        self.sent, self.messages = [], Messages(*asks)
         self.stream = GroupStream(
             load_config(None, options),
             Begin({}, 0, frozenset(finished)),
             draw=lambda number: [np.arange(3, dtype=np.int32)] * number,
             queue=StaticQueue(1 << 62, replica=0, num_replicas=2),
             capacity=capacity,
-            asks=Messages(*asks),
+            asks=self.messages,
             send=lambda key, samples: self.sent.append(key[0]),
         )
         self.live = []
@@ -85,6 +89,15 @@ def test_groups_take_weights_after_a_fixed_number_of_steps():
     replica.finish(2)
     assert replica.step(5) == [] and replica.step(14) == []  # batch 0 of this replica ended at step 5
     assert replica.step(16) == [1, "4.0", "4.1"]
+
+
+def test_a_replica_that_waits_for_weights_sees_the_end():
+    replica = Replica(ask(0), granularity="group")
+    replica.step(0)
+    replica.finish(2)
+    assert replica.step(5) == []
+    replica.messages.code = 0
+    assert replica.step(15) == []  # no message comes any more
 
 
 def test_samples_begin_one_by_one_and_skip_what_exists():
