@@ -20,6 +20,6 @@ def test_example_of_the_docs_trains_for_two_steps(tmp_path, toy, monkeypatch):
     assert str(toy) in config
     (tmp_path / "guess.yaml").write_text(config)
     run_ranks(2, TRAIN, "--config", "guess.yaml", "rollout.cpu_kv_cache_mib=16", timeout=400)
-    steps = records(tmp_path / "runs" / "guess")
+    steps = records(tmp_path / "runs" / "first_agent")
     assert [step["training/global_step"] for step in steps] == [1, 2]
     assert all(step["agents/turns"] > 1 for step in steps)
