@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -101,10 +101,11 @@ class PhaseTracker:
         limit_s = getattr(self._limits, phase)
         self._set(PhaseEntry(phase, step, self._number, time.time(), time.monotonic(), limit_s))
 
-    def _set(self, entry: PhaseEntry) -> None:
+    def _set(self, entry: PhaseEntry, seconds: float = 0.0) -> None:
+        """Make this the current phase, of which `seconds` have passed."""
         # One assignment, so that the watchdog never reads a new phase with an old time.
         self.current = entry
-        delay = min(max(entry.limit_s - entry.seconds, 0.0) + BACKSTOP_S, threading.TIMEOUT_MAX)
+        delay = min(max(entry.limit_s - seconds, 0.0) + BACKSTOP_S, threading.TIMEOUT_MAX)
         faulthandler.dump_traceback_later(delay, exit=True, file=self._backstop)
 
     @contextmanager
@@ -119,18 +120,19 @@ class PhaseTracker:
         """Track the present phase as a wait for environments until it is called with "".
 
         detail: which environments. A wait is no entry into a phase: its number is that of the phase, because
-        the replicas of the engine wait at different times.
+        the replicas of the engine wait at different times. After a wait the phase's time starts again.
         """
-        now = time.time(), time.monotonic()
-        if self.current.phase == "environments":
-            now = self.current.since, self.current.entered
-        else:
-            self._outer = self.current
+        if detail and self.current.phase == "environments":
+            self._set(replace(self.current, detail=detail), self.current.seconds)
+            return
+        now = dict(since=time.time(), entered=time.monotonic())
         if detail:
+            self._outer = self.current
             limit_s = self._limits.environments
-            self._set(PhaseEntry("environments", self._outer.step, self._outer.number, *now, limit_s, detail))
+            wait = replace(self._outer, phase="environments", limit_s=limit_s, detail=detail, **now)
+            self._set(wait)
         else:
-            self._set(self._outer)
+            self._set(replace(self._outer, **now))
 
     def begin_step(self, step: int) -> None:
         self.enter("other", step)

@@ -2,12 +2,14 @@
 
 --te: also use the stand-in for Transformer Engine; the process must be a new interpreter.
 
-At its end the process writes the lines of rl/ that it executed to LINES, as JSON: {file: [line, ...]}. After
-the run it calls functions that only faults or changes of size reach: the watchdog's dump, a larger snapshot.
+At its end each process adds a file to the directory LINES: the lines of rl/ that it executed, as JSON {file:
+[line, ...]}. After the run it calls functions that only faults or changes of size reach: the watchdog's dump,
+a larger snapshot.
 """
 
 import atexit
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -31,7 +33,8 @@ def main(lines: str) -> None:
     def write() -> None:
         sys.settrace(None)
         found = {name.removeprefix(f"{ROOT}/"): sorted(numbers) for name, numbers in executed.items()}
-        Path(lines).write_text(json.dumps(found))
+        Path(lines).mkdir(exist_ok=True)
+        Path(lines, f"{os.getpid()}.json").write_text(json.dumps(found))
 
     atexit.register(write)
     threading.settrace(trace)

@@ -1,5 +1,5 @@
-"""A rehearsal of the CUDA path without a GPU: three runs on the stand-in of tests/rehearsal execute every
-statement of the program that depends on CUDA."""
+"""A rehearsal of the CUDA path without a GPU: runs on the stand-in of tests/rehearsal execute every statement
+of the program that depends on CUDA."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.records import records
 from tests.rehearsal.statements import cuda_statements
-from tests.spawn import ROOT, run_ranks
+from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.toy import SFT, write_config
 
 REHEARSE = ROOT / "tests" / "rehearsal" / "rehearse.py"
@@ -41,10 +41,29 @@ def rehearsed(toy, tmp_path_factory):
         ),
     )
     executed: dict[str, set[int]] = {}
-    for number, overrides in enumerate(runs):
-        lines = directory / f"lines-{number}.json"
+    lines = directory / "lines"
+    for overrides in runs:
         run_ranks(1, REHEARSE, lines, "--config", config, *overrides, timeout=300)
-        for file, numbers in json.loads(lines.read_text()).items():
+    old = ("run.max_steps=2", "rollout_correction.truncate_tokens=2", f"run.dir={directory}/old")
+    carried = (
+        "rollout.carry_over=true",
+        "rollout.max_response_tokens=24",
+        f"rollout.stop_token_ids={list(range(10, 22))}",  # some samples end early, others are carried
+        "rollout.max_concurrent_samples=8",
+    )
+    run_ranks(1, REHEARSE, lines, "--config", config, *old, *carried, timeout=300)
+    roles = (*old, f"run.dir={directory}/roles", "roles.train=0-0", "roles.rollout=1-1", "roles.lag=1")
+    run_ranks(2, REHEARSE, lines, "--config", config, *roles, timeout=300)
+    with pytest.raises(RanksFailed, match="carry_over_cache=keep is for CPU"):
+        keep = (
+            *old,
+            f"run.dir={directory}/keep",
+            "rollout.carry_over_cache=keep",
+            "rollout.deterministic=false",
+        )
+        run_ranks(1, REHEARSE, lines, "--config", config, *keep, *carried, timeout=300)
+    for path in lines.iterdir():
+        for file, numbers in json.loads(path.read_text()).items():
             executed.setdefault(file, set()).update(numbers)
     return executed, directory / "run"
 

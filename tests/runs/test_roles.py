@@ -1,5 +1,7 @@
 """Runs whose ranks either train or generate (`roles`)."""
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -102,9 +104,7 @@ def test_a_stop_of_a_generator_stops_both_roles(toy, tmp_path):
     for line in process.stderr:
         if line.startswith("step 3/"):
             heartbeat = (tmp_path / "run" / "heartbeat" / "rank_1.json").read_text()
-            subprocess.run(
-                ["kill", f"-{signal.SIGUSR2.name[3:]}", heartbeat.split('"pid": ')[1].split(",")[0]]
-            )
+            os.kill(json.loads(heartbeat)["pid"], signal.SIGUSR2)
     process.wait(240)
     steps = len(records(tmp_path / "run"))
     assert 3 <= steps < 30
