@@ -102,7 +102,7 @@ def test_a_stop_of_a_generator_stops_both_roles(toy, tmp_path):
         cwd=ROOT,
     )
     for line in process.stderr:
-        if line.startswith("step 3/"):
+        if line.startswith("step  3/"):
             heartbeat = (tmp_path / "run" / "heartbeat" / "rank_1.json").read_text()
             os.kill(json.loads(heartbeat)["pid"], signal.SIGUSR2)
     process.wait(240)
