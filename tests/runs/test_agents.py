@@ -86,7 +86,7 @@ def test_a_killed_run_leaves_no_process_and_loses_no_prompt(toy, tmp_path, num_k
             break
         except RanksFailed:
             killed = len(list(tmp_path.glob("killed_*")))
-            assert killed == kills + 1, "the run ended without a kill"
+            assert killed > kills, "the run ended without a kill"  # both ranks may be killed at once
             kills = killed
             deadline = time.monotonic() + 60
             while left := processes_with(f"TOKEN={tmp_path}"):
