@@ -33,7 +33,7 @@ def test_maxrl_hand_numbers():
 
 
 def test_maxrl_refuses_negative_rewards():
-    with pytest.raises(ValueError, match="a reward of -1, but maxrl divides by the mean reward"):
+    with pytest.raises(ValueError, match="reward=-1 is below 0, but objective.advantage=maxrl"):
         maxrl(column(1, -1), torch.tensor([0, 0]))
 
 
