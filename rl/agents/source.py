@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Number of trajectories that may fail for each sample of a prompt before the group is left smaller."""
+"""Most trajectories per sample of a prompt, as a mean over its group, before the group is left smaller."""
 
 SESSIONS_PER_REQUEST = 4
 """Most open trajectories per concurrent request of the engine. Further trajectories run while others wait for

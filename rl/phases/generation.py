@@ -3,6 +3,7 @@
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,17 @@ if TYPE_CHECKING:  # a run without environments does not import them
 
 class AllTrajectoriesFailed(Exception):
     """No group of a call has enough trajectories whose environments did not fail."""
+
+
+@dataclass(frozen=True)
+class _AllReplicas:
+    """A progress bar over the samples of all replicas, which one replica's samples advance for all."""
+
+    bar: Any
+    num_replicas: int
+
+    def update(self, n: int) -> None:
+        self.bar.update(n * self.num_replicas)
 
 
 class Generation:
@@ -138,7 +150,7 @@ class Generation:
         with step.phase("generate", timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
             began = time.perf_counter()  # all ranks have arrived
             interrupt = self._stop.is_requested if abortable and self._stop is not None else None
-            own = generate(progress=bar, interrupt=interrupt)
+            own = generate(progress=_AllReplicas(bar, engine.num_replicas), interrupt=interrupt)
             busy = time.perf_counter() - began
             if abortable and any_rank(own is None):
                 raise StepAborted

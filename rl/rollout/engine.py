@@ -222,7 +222,7 @@ class RolloutEngine:
         Args:
             prompts: token ids of each prompt, int32 [P_i].
             seeds: one per prompt, see `SingleTurns`.
-            progress: counts samples over all replicas, by this replica's share.
+            progress: see `SingleTurns`.
             interrupt: see `run`.
             order: the prompts in the order in which they start; None: as given.
         """

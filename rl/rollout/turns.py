@@ -1,4 +1,4 @@
-"""What is asked of the engine, what it returns, and the samples made of it.
+"""Requests to the engine, its completions, and the samples that consist of them.
 
 Token ids are the truth: a sample is a list of segments of token ids. Text and messages are derived from them.
 """

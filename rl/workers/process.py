@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ ENDED_WITHIN_S = 2.0
 """Seconds after the host's socket was closed within which the supervisor reports the reason."""
 
 
-class WorkerProcess:
+class WorkerProcess(ABC):
     """The connection to a worker process. A pool's own class says which messages are valid."""
 
     noun = ""
@@ -154,9 +155,9 @@ class WorkerProcess:
             self.is_disconnected = True
             self.deadline = min(self.deadline, time.monotonic() + ENDED_WITHIN_S)
 
+    @abstractmethod
     def validated(self, line: bytes) -> dict[str, Any] | None:
         """Parse a message of the host; return None if it is invalid: users' code may have written it."""
-        raise NotImplementedError
 
     def shut_down(self) -> None:
         """Make the supervisor kill its descendants and exit, and close the sockets."""

@@ -58,7 +58,7 @@ class Agent:
 """
 
 
-def train_agent(source: str, toy: Path, directory: Path, *overrides: str) -> None:
+def assert_agent_trains(source: str, toy: Path, directory: Path, *overrides: str) -> None:
     """Train two steps with an agent of three turns, on tokens that were sampled for it."""
     (directory / "agent.py").write_text(source)
     options = ("rollout.max_response_tokens=40", "agents.workers=1", "training.micro_batch_tokens=400")
@@ -74,7 +74,7 @@ def train_agent(source: str, toy: Path, directory: Path, *overrides: str) -> Non
 
 def test_a_loop_around_the_openai_client_trains(toy, tmp_path):
     """The ids and log-probs that the client receives are those of the engine."""
-    train_agent(LOOP, toy, tmp_path, f"agents.kwargs={{out: {tmp_path}/received}}")
+    assert_agent_trains(LOOP, toy, tmp_path, f"agents.kwargs={{out: {tmp_path}/received}}")
     received = [json.loads(line) for line in (tmp_path / "received").read_text().splitlines()]
     logs = [load(path) for path in (tmp_path / "run" / DIRECTORY).rglob("*.npz")]
     sampled = [[c.token_ids.tolist(), c.logprobs.tolist()] for log in logs for c in log.completions.values()]
@@ -84,4 +84,4 @@ def test_a_loop_around_the_openai_client_trains(toy, tmp_path):
 def test_a_graph_of_langgraph_trains(toy, tmp_path):
     pytest.importorskip("langgraph")
     pytest.importorskip("langchain_openai")
-    train_agent(GRAPH, toy, tmp_path)
+    assert_agent_trains(GRAPH, toy, tmp_path)

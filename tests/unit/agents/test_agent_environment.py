@@ -1,4 +1,4 @@
-"""What a config's section agents names: its checks, the schemas of tools, and the shipped environments."""
+"""The checks of the section agents, the schemas of tools, and the shipped environments."""
 
 import json
 from typing import Annotated, Literal

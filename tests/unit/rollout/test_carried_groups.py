@@ -41,7 +41,7 @@ def turns_of(groups, num_groups=1, due=()):
 
 
 def exchanged(parts):
-    """What `exchange` makes of a replica's parts."""
+    """Return a replica's parts as `exchange` does."""
     parts = sorted(parts, key=lambda part: (part.prompt, part.number))
     return Batch(
         prompt_ids=[np.zeros(1, np.int32)] * len(parts),
