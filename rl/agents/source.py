@@ -27,7 +27,7 @@ from rl.agents.chat import Chat
 from rl.agents.environment import Messages, Reply, Run, Score, Step, ToolCalls
 from rl.agents.pool import EnvironmentPool, to_row
 from rl.agents.trajectory import Limits, Trajectory
-from rl.config.schema import Agents
+from rl.config.agents import Agents
 from rl.data.prompts import Prompt
 from rl.rollout.events import Abort, Add, Done, Event, Waiting
 from rl.rollout.queue import Queue

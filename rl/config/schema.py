@@ -12,21 +12,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from rl.config import ranges
+from rl.config.agents import Agents
+from rl.config.correction import RolloutCorrection
 from rl.config.declarations import Algorithm, Formula, describe, formulas, literal_dict
 from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
-from rl.config.options import ConfigError, build, read
+from rl.config.options import build, read
 from rl.config.ranges import (
     AT_LEAST_ONE,
     BELOW_HALF,
     BELOW_ONE,
     FINITE,
-    FINITE_OR_LIST,
     FRACTION,
     NOT_NEGATIVE,
     ONE_TO_TWO,
     POSITIVE,
     PROBABILITY,
 )
+from rl.config.roles import Roles
 
 T = TypeVar("T")
 
@@ -279,38 +281,6 @@ class Rollout:
 
 
 @dataclass
-class Roles:
-    """Trainers beside generators (docs/asynchrony.md): each rank of the job either trains or generates. The
-    critic, the reference policy, reward models and reward functions run on the ranks that train."""
-
-    train: str = ""
-    """Ranks that train, as `first-last`, such as 0-3. They begin at rank 0, which writes log and checkpoints.
-    Empty: every rank trains and generates in turn."""
-    rollout: str = ""
-    """Ranks that generate, as `first-last`: all ranks after those of `roles.train`."""
-    lag: Annotated[int, NOT_NEGATIVE] = 1
-    """Largest number of versions by which the weights that sampled a token may be older than those that learn
-    from it. 0: generators wait for the weights of every step, as in a run without roles. 1: they generate
-    the next batch while the trainers learn from this one. Above 0, a weight of rollout_correction, or
-    rollout_correction.bypass, is required."""
-    granularity: Literal["batch", "group", "sample"] = "batch"
-    """When generators continue. batch: they take new weights and prompts when all samples of the present
-    prompts are complete. group and sample: they take new weights between two engine steps, and a further
-    group or sample begins when one ends; the tokens of a sample then come from several versions."""
-    cache: Literal["recompute", "keep"] = "recompute"
-    """group and sample: KV cache of samples in progress when new weights arrive. recompute: it is computed
-    again. keep: the keys and values of older weights are kept."""
-    refit_after_steps: Annotated[int, NOT_NEGATIVE] = 64
-    """group and sample with `rollout.deterministic`: number of engine steps from the end of a replica's last
-    sample of a batch until it takes the weights that learned from this batch. Best is about the number of
-    engine steps during one update of the trainers."""
-
-    @property
-    def is_on(self) -> bool:
-        return bool(self.train or self.rollout)
-
-
-@dataclass
 class RewardModel:
     path: str = ""
     """Hugging Face checkpoint of a sequence classifier with one label, whose number is added to the score.
@@ -372,61 +342,6 @@ class Reward:
     """Amount by which the reward has fallen at the limit."""
     model: RewardModel = field(default_factory=RewardModel)
     judge: Judge = field(default_factory=Judge)
-
-
-@dataclass
-class Agents:
-    """Trajectories of many turns, with environments and tools (docs/agents.md)."""
-
-    environment: str = ""
-    """Class of the environment, as `package.module:Class` or `path/to/file.py:Class`. Empty: no environment;
-    the data set's prompts are used, and `tools` are offered."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the environment's constructor."""
-    sources: dict[str, Any] = field(default_factory=dict)
-    """Other environments by `data_source`, or by verl's `agent_name`. Each is a class, or {environment,
-    kwargs, tools}; without `tools` it offers those of agents.tools."""
-    tools: list[Any] = field(default_factory=list)
-    """Functions offered as tools: `package.module:name` or `path/to/file.py:name`, or {function, kwargs} with
-    values of its keyword-only parameters."""
-    max_turns: Annotated[int, AT_LEAST_ONE] = 8
-    """Largest number of turns of the policy in a trajectory."""
-    max_tokens_per_turn: Annotated[int, NOT_NEGATIVE] = 0
-    """Largest number of tokens that the policy samples in one turn. 0: what is left of
-    `rollout.max_response_tokens`, which limits all turns together, including the tokens of tools and
-    environments."""
-    max_output_chars: Annotated[int, AT_LEAST_ONE] = 8192
-    """Longest output of a tool or step, in characters. The rest is replaced by a note."""
-    timeout_s: Annotated[float, POSITIVE] = 30.0
-    """Time limit of one call of an environment or tool, in seconds. A trajectory that exceeds it has
-    failed."""
-    memory_mib: Annotated[int, NOT_NEGATIVE] = 4096
-    """Address space of a worker process and of each process that it starts, in MiB. 0: no limit."""
-    workers: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of processes per replica of the engine that hold environments. 0: one per core of the rank."""
-    interpreter: str = ""
-    """Python interpreter of these processes, for environments whose packages conflict with the run's. It
-    needs pydantic. Empty: the interpreter of the run."""
-    order: Literal["arrival", "waves"] = "arrival"
-    """Order in which results of environments are used. arrival: as they come; a log stores the order. waves:
-    after all live trajectories have ended their turn; this is repeatable without a log, but the engine is
-    idle meanwhile."""
-    structured_tool_calls: bool = False
-    """Whether the engine samples only tool calls whose name and arguments fit a schema. Its log-probs are
-    then those of the distribution over the allowed tokens, which differ from the trainer's."""
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template, such as {enable_thinking: false}."""
-    on_rewrite: Literal["refuse", "new_row"] = "refuse"
-    """Treatment of a chat template that changes earlier turns: refuse the run, or continue the trajectory in
-    a new training row."""
-    on_failure: Literal["refill", "shrink"] = "refill"
-    """Treatment of a trajectory whose environment failed: sample another one, or leave it out of its
-    group."""
-
-    @property
-    def is_on(self) -> bool:
-        """Return whether the section names an environment or a tool."""
-        return bool(self.environment or self.sources or self.tools)
 
 
 @dataclass
@@ -518,91 +433,6 @@ class Objective:
     def chosen(self) -> tuple[Formula | None, Formula | None]:
         """Declarations of the advantage estimator and of the loss; None where the name is none."""
         return ADVANTAGES.get(self.advantage), LOSSES.get(self.loss)
-
-
-REJECTIONS = ("token-k1", "token-k2", "token-k3", "sample-k1", "sample-k2", "sample-k3")
-"""Names of the criteria of `rollout_correction.reject`."""
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """One criterion of `rollout_correction.reject`."""
-
-    name: str
-    """One of REJECTIONS."""
-    low: float
-    """Lower bound in nats."""
-    high: float
-    """Upper bound in nats."""
-
-    @property
-    def level(self) -> Literal["token", "sequence"]:
-        return "token" if self.name.startswith("token") else "sequence"
-
-    @property
-    def statistic(self) -> str:
-        return self.name.partition("-")[2]
-
-
-@dataclass
-class RolloutCorrection:
-    """Correction for the difference between the probabilities of engine and trainer at the same weights."""
-
-    truncate_tokens: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weigh a token's loss by min(p_trainer / p_engine, this). 2.0 is usual; 0: off."""
-    truncate_samples: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weigh a sample's loss by min(product of its tokens' ratios, this). 0: off."""
-    icepop_low: Annotated[float, NOT_NEGATIVE] = 0.0
-    """IcePop: a token's loss is weighed by its ratio, and dropped where that is below this (its authors:
-    0.5)."""
-    icepop_high: Annotated[float, NOT_NEGATIVE] = 0.0
-    """IcePop: a token's loss is dropped where the ratio is above this (its authors: 5). 0: off."""
-    reject: str = "none"
-    """Drop tokens, or samples, whose divergence by this estimator (for samples: its mean over tokens) leaves
-    the bounds. One of token-k1, token-k2, token-k3, sample-k1, sample-k2, sample-k3, or several with commas
-    between them: a token then has to pass each one."""
-    reject_low: Annotated[Any, FINITE_OR_LIST] = 0.0
-    """Lower bound in nats, 0 or less: k1 may be negative, k2 and k3 are not. With several criteria one number
-    for all of them, or a list with one for each."""
-    reject_high: Annotated[Any, FINITE_OR_LIST] = 0.0
-    """Upper bound in nats, as reject_low."""
-    bypass: bool = False
-    """Use the engine's log-probs as those of the old policy. This saves a forward pass, and ratios are then
-    against the distribution sampled from. The other keys must be off."""
-
-    @property
-    def corrects(self) -> bool:
-        """Return whether the loss accounts for tokens of older weights, by a weight or by bypass."""
-        return bool(self.bypass or self.truncate_tokens or self.truncate_samples or self.icepop_high)
-
-    @property
-    def rejections(self) -> list[Rejection]:
-        """Return the criteria of `reject` with their bounds, in its order; [] for "none".
-
-        Raises ConfigError for an unknown or repeated criterion, and for a list of bounds of another length.
-        """
-        names = [name.strip() for name in self.reject.split(",")]
-        if names == ["none"]:
-            return []
-        unknown = [name for name in names if name not in REJECTIONS]
-        if unknown:
-            raise ConfigError(
-                f"rollout_correction.reject={self.reject} holds '{unknown[0]}', but must be none, or one or "
-                f"more of {', '.join(REJECTIONS)} with commas between them."
-            )
-        if len(set(names)) < len(names):
-            raise ConfigError(f"rollout_correction.reject={self.reject} repeats a criterion; name each once.")
-        bounds = {}
-        for key in ("reject_low", "reject_high"):
-            value = getattr(self, key)
-            bounds[key] = value if isinstance(value, list) else [value] * len(names)
-            if len(bounds[key]) != len(names):
-                raise ConfigError(
-                    f"rollout_correction.{key} has {len(value)} numbers for {len(names)} criteria in "
-                    f"rollout_correction.reject={self.reject}; give one number, or one for each."
-                )
-        criteria = zip(names, bounds["reject_low"], bounds["reject_high"], strict=True)
-        return [Rejection(*criterion) for criterion in criteria]
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from rl.config.schema import RolloutCorrection
+from rl.config.correction import RolloutCorrection
 from rl.data.batch import Batch
 from rl.objectives import rollout_correction
 from rl.phases.batch_metrics import token_mean

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rl.config.schema import RolloutCorrection
+from rl.config.correction import RolloutCorrection
 from rl.data.batch import Batch
 from rl.phases.correction import loss_weights
 from rl.phases.minibatches import MinibatchPlan

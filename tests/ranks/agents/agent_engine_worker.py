@@ -21,7 +21,8 @@ import torch  # noqa: E402
 from rl.agents.chat import Chat  # noqa: E402
 from rl.agents.environment import Score, Step  # noqa: E402
 from rl.agents.source import AgentSource  # noqa: E402
-from rl.config.schema import Agents, Config, Data, Model, Rollout, Training, resolve  # noqa: E402
+from rl.config.agents import Agents  # noqa: E402
+from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import refit  # noqa: E402

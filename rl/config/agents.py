@@ -1,0 +1,61 @@
+"""The section of the configuration for environments and tools."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from rl.config.ranges import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
+
+
+@dataclass
+class Agents:
+    """Trajectories of many turns, with environments and tools (docs/agents.md)."""
+
+    environment: str = ""
+    """Class of the environment, as `package.module:Class` or `path/to/file.py:Class`. Empty: no environment;
+    the data set's prompts are used, and `tools` are offered."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the environment's constructor."""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """Other environments by `data_source`, or by verl's `agent_name`. Each is a class, or {environment,
+    kwargs, tools}; without `tools` it offers those of agents.tools."""
+    tools: list[Any] = field(default_factory=list)
+    """Functions offered as tools: `package.module:name` or `path/to/file.py:name`, or {function, kwargs} with
+    values of its keyword-only parameters."""
+    max_turns: Annotated[int, AT_LEAST_ONE] = 8
+    """Largest number of turns of the policy in a trajectory."""
+    max_tokens_per_turn: Annotated[int, NOT_NEGATIVE] = 0
+    """Largest number of tokens that the policy samples in one turn. 0: what is left of
+    `rollout.max_response_tokens`, which limits all turns together, including the tokens of tools and
+    environments."""
+    max_output_chars: Annotated[int, AT_LEAST_ONE] = 8192
+    """Longest output of a tool or step, in characters. The rest is replaced by a note."""
+    timeout_s: Annotated[float, POSITIVE] = 30.0
+    """Time limit of one call of an environment or tool, in seconds. A trajectory that exceeds it has
+    failed."""
+    memory_mib: Annotated[int, NOT_NEGATIVE] = 4096
+    """Address space of a worker process and of each process that it starts, in MiB. 0: no limit."""
+    workers: Annotated[int, NOT_NEGATIVE] = 0
+    """Number of processes per replica of the engine that hold environments. 0: one per core of the rank."""
+    interpreter: str = ""
+    """Python interpreter of these processes, for environments whose packages conflict with the run's. It
+    needs pydantic. Empty: the interpreter of the run."""
+    order: Literal["arrival", "waves"] = "arrival"
+    """Order in which results of environments are used. arrival: as they come; a log stores the order. waves:
+    after all live trajectories have ended their turn; this is repeatable without a log, but the engine is
+    idle meanwhile."""
+    structured_tool_calls: bool = False
+    """Whether the engine samples only tool calls whose name and arguments fit a schema. Its log-probs are
+    then those of the distribution over the allowed tokens, which differ from the trainer's."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template, such as {enable_thinking: false}."""
+    on_rewrite: Literal["refuse", "new_row"] = "refuse"
+    """Treatment of a chat template that changes earlier turns: refuse the run, or continue the trajectory in
+    a new training row."""
+    on_failure: Literal["refill", "shrink"] = "refill"
+    """Treatment of a trajectory whose environment failed: sample another one, or leave it out of its
+    group."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether the section names an environment or a tool."""
+        return bool(self.environment or self.sources or self.tools)

@@ -1,0 +1,91 @@
+"""The section of the configuration for the difference between the probabilities of engine and trainer."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from rl.config.options import ConfigError
+from rl.config.ranges import FINITE_OR_LIST, NOT_NEGATIVE
+
+REJECTIONS = ("token-k1", "token-k2", "token-k3", "sample-k1", "sample-k2", "sample-k3")
+"""Names of the criteria of `rollout_correction.reject`."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """One criterion of `rollout_correction.reject`."""
+
+    name: str
+    """One of REJECTIONS."""
+    low: float
+    """Lower bound in nats."""
+    high: float
+    """Upper bound in nats."""
+
+    @property
+    def level(self) -> Literal["token", "sequence"]:
+        return "token" if self.name.startswith("token") else "sequence"
+
+    @property
+    def statistic(self) -> str:
+        return self.name.partition("-")[2]
+
+
+@dataclass
+class RolloutCorrection:
+    """Correction for the difference between the probabilities of engine and trainer at the same weights."""
+
+    truncate_tokens: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Weigh a token's loss by min(p_trainer / p_engine, this). 2.0 is usual; 0: off."""
+    truncate_samples: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Weigh a sample's loss by min(product of its tokens' ratios, this). 0: off."""
+    icepop_low: Annotated[float, NOT_NEGATIVE] = 0.0
+    """IcePop: a token's loss is weighed by its ratio, and dropped where that is below this (its authors:
+    0.5)."""
+    icepop_high: Annotated[float, NOT_NEGATIVE] = 0.0
+    """IcePop: a token's loss is dropped where the ratio is above this (its authors: 5). 0: off."""
+    reject: str = "none"
+    """Drop tokens, or samples, whose divergence by this estimator (for samples: its mean over tokens) leaves
+    the bounds. One of token-k1, token-k2, token-k3, sample-k1, sample-k2, sample-k3, or several with commas
+    between them: a token then has to pass each one."""
+    reject_low: Annotated[Any, FINITE_OR_LIST] = 0.0
+    """Lower bound in nats, 0 or less: k1 may be negative, k2 and k3 are not. With several criteria one number
+    for all of them, or a list with one for each."""
+    reject_high: Annotated[Any, FINITE_OR_LIST] = 0.0
+    """Upper bound in nats, as reject_low."""
+    bypass: bool = False
+    """Use the engine's log-probs as those of the old policy. This saves a forward pass, and ratios are then
+    against the distribution sampled from. The other keys must be off."""
+
+    @property
+    def corrects(self) -> bool:
+        """Return whether the loss accounts for tokens of older weights, by a weight or by bypass."""
+        return bool(self.bypass or self.truncate_tokens or self.truncate_samples or self.icepop_high)
+
+    @property
+    def rejections(self) -> list[Rejection]:
+        """Return the criteria of `reject` with their bounds, in its order; [] for "none".
+
+        Raises ConfigError for an unknown or repeated criterion, and for a list of bounds of another length.
+        """
+        names = [name.strip() for name in self.reject.split(",")]
+        if names == ["none"]:
+            return []
+        unknown = [name for name in names if name not in REJECTIONS]
+        if unknown:
+            raise ConfigError(
+                f"rollout_correction.reject={self.reject} holds '{unknown[0]}', but must be none, or one or "
+                f"more of {', '.join(REJECTIONS)} with commas between them."
+            )
+        if len(set(names)) < len(names):
+            raise ConfigError(f"rollout_correction.reject={self.reject} repeats a criterion; name each once.")
+        bounds = {}
+        for key in ("reject_low", "reject_high"):
+            value = getattr(self, key)
+            bounds[key] = value if isinstance(value, list) else [value] * len(names)
+            if len(bounds[key]) != len(names):
+                raise ConfigError(
+                    f"rollout_correction.{key} has {len(value)} numbers for {len(names)} criteria in "
+                    f"rollout_correction.reject={self.reject}; give one number, or one for each."
+                )
+        criteria = zip(names, bounds["reject_low"], bounds["reject_high"], strict=True)
+        return [Rejection(*criterion) for criterion in criteria]
