@@ -81,13 +81,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         if generates:
             generating = generators.Generators(config, inputs, device, watchdog, link, stop)
             return 0 if is_finished else generating.run()
-    agents = None
-    if config.agents.is_on and not is_finished:
-        from rl.agents.rollouts import AgentRollouts
-
-        with fail_together():
-            agents = AgentRollouts(config, inputs.tokenizer)
-        start_up.mark("environments")
+    agents = _start_environments(config, inputs) if config.agents.is_on and not is_finished else None
     training = config.training
     agreement = PhaseAgreement(
         config, json.dumps(code_hashes(config)), control_group(), replica_size=config.rollout.tp
@@ -131,11 +125,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         if phases.split is not None:
             phases.split.end(0 if asked is None or asked.by_hand else STOPPED_EXIT)
     if asked is None and config.checkpoint.export_hf:
-        target = str(Path(config.run.dir, "hf"))
-        with phases.saving():
-            export_hf(engines.policy, config.model.path, target)
-        step = max(last_step, config.run.max_steps)
-        progress.line(f"wrote {target}, a Hugging Face checkpoint of step {step}")
+        _export(config, phases, step=max(last_step, config.run.max_steps))
     for resource in (log, pool, agents):
         if resource is not None:
             resource.close()
@@ -145,6 +135,24 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         return 0
     status.write(state="stopped", reason=asked.reason)
     return 0 if asked.by_hand else STOPPED_EXIT
+
+
+def _start_environments(config: Config, inputs: Inputs):
+    """Return the environments of a run with the section `agents`. Collective over the world."""
+    from rl.agents.rollouts import AgentRollouts
+
+    with fail_together():
+        agents = AgentRollouts(config, inputs.tokenizer)
+    start_up.mark("environments")
+    return agents
+
+
+def _export(config: Config, phases: Phases, *, step: int) -> None:
+    """Write the policy as a Hugging Face checkpoint. Collective over the world."""
+    target = str(Path(config.run.dir, "hf"))
+    with phases.saving():
+        export_hf(phases.engines.policy, config.model.path, target)
+    phases.step.progress.line(f"wrote {target}, a Hugging Face checkpoint of step {step}")
 
 
 def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resumes: bool) -> MetricLog:
