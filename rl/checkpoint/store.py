@@ -477,14 +477,13 @@ def _check_loaded(path: Path, saved: Mapping[str, int], models: Mapping[str, Tra
     ]
     if not wrong:
         return
-    part = wrong[0].split("/")[1]
-    remedy = "resume with the model.path that the run started with" if part == REFERENCE else "report this"
+    holders = gather_objects({part for name, model in models.items() for part in checksums(name, model)})
+    ranks = [str(rank) for rank, names in enumerate(holders) if names & set(wrong)]
+    where = f"rank {', '.join(ranks)}" if ranks else "any rank, because none holds them"
     more = f" and {len(wrong) - 4} more tensors" if len(wrong) > 4 else ""
-    holders = [set(names) for names in gather_objects([n for m in models for n in checksums(m, models[m])])]
-    ranks = [rank for rank, names in enumerate(holders) if names & set(wrong)]
+    remedy = "" if f"/{REFERENCE}/" not in wrong[0] else "; use the model.path that the run started with"
     raise WronglyLoaded(
-        f"after loading {path}, {', '.join(wrong[:4])}{more} differ from what was saved, on rank "
-        f"{', '.join(map(str, ranks))} or one that it shares them with; {remedy}."
+        f"after loading {path}, {', '.join(wrong[:4])}{more} are not what was saved, on {where}{remedy}."
     )
 
 

@@ -202,7 +202,7 @@ class Updates:
         """
         name = next(name for name, other in self._engines.learning.items() if other is model)
         step, last = self._step.number, self._config.run.max_steps
-        key = repr((optimizer, last, warmup_steps))
+        key = repr((optimizer, warmup_steps, None if optimizer.schedule == "constant" else last))
         before = self.rates.get(name)
         self.rates[name] = {"step": step, "rate": lr, "schedule": key}
         if before is None or before["step"] != step - 1 or before["schedule"] != key:

@@ -133,7 +133,7 @@ def no_temperature(bug: Bug) -> None:
     saw="Prefixes stayed cached over weight updates, and the mismatch grew until a restart.",
     caught_by=GAP,
     expects=DIFFER,
-    overrides=("data.prompts_per_step=8", "data.max_prompt_tokens=200"),
+    overrides=("data.train=[TOY/long.parquet]", "data.max_prompt_tokens=160"),
 )
 def old_cache(bug: Bug) -> None:
     from rl.rollout.engine import RolloutEngine
@@ -213,10 +213,15 @@ def dropout(bug: Bug) -> None:
 
     @bug.replaces(Packed, "run")
     def with_dropout(run, self, micro, temperature):
-        for module in self.modules():
-            if hasattr(module, "hidden_dropout"):
-                module.hidden_dropout = 0.1
-        return run(self, micro, temperature)
+        import torch
+
+        dropout = self.embedding.register_forward_hook(
+            lambda module, inputs, output: torch.nn.functional.dropout(output, 0.1)
+        )
+        try:
+            return run(self, micro, temperature)
+        finally:
+            dropout.remove()
 
 
 @exhibit(
@@ -242,7 +247,7 @@ def router_dtype(bug: Bug) -> None:
     caught_by="event log of a replica",
     expects=r"Disagreement: ranks disagree on the event log .*rank 1 generated other tokens",
     ranks=2,
-    overrides=("rollout.tp=2",),
+    overrides=("rollout.tp=2", "rollout.max_response_tokens=1"),
 )
 def other_seeds(bug: Bug) -> None:
     from rl.rollout.engine import RolloutEngine
@@ -250,7 +255,7 @@ def other_seeds(bug: Bug) -> None:
     @bug.replaces(RolloutEngine, "_params")
     def shifted_seed(params, self, *args):
         found = params(self, *args)
-        found.seed += bug.rank
+        found.extra_args["seed"] += bug.rank
         return found
 
 
