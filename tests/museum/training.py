@@ -190,8 +190,12 @@ def drifting(bug: Bug) -> None:
     at=1,
 )
 def untied_gradients(bug: Bug) -> None:
+    import sys
+
     from megatron.core.distributed import finalize_model_grads
 
-    @bug.replaces(finalize_model_grads, "_allreduce_word_embedding_grads")
+    module = sys.modules[finalize_model_grads.__module__]
+
+    @bug.replaces(module, "_allreduce_word_embedding_grads")
     def nothing(allreduce, *args, **options):
         pass
