@@ -9,7 +9,7 @@ script writes
     OUT/train.parquet   7,600 rows with the columns that tools/prepare_data.py writes
     OUT/test.parquet    the 500 held-out rows
     OUT/pairs.parquet   the training problems with a right answer (chosen) and a wrong one (rejected), for dpo
-    OUT/labels.parquet  the training problems with a right or a wrong answer (completion) and its label, for kto
+    OUT/labels.parquet  the training problems with a right or wrong answer (completion) and its label, for kto
     OUT/model/          a Qwen2 model with random weights, and a tokenizer of printable ASCII characters
 
 The model directory is a normal Hugging Face checkpoint. Equal arguments give equal files; nothing is

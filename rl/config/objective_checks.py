@@ -198,17 +198,16 @@ def check_unread(config: Config) -> None:
 
 def check_mismatch(config: Config) -> None:
     """Raise ConfigError if a mini-batch of kto has one response, because it also reads mismatched ones."""
-    key = (
-        "training.prompts_per_minibatch" if config.training.prompts_per_minibatch else "data.prompts_per_step"
-    )
-    if "labels" in algorithm_of(config).needs and 1 in (
-        config.training.prompts_per_minibatch,
-        config.data.prompts_per_step,
-    ):
-        raise ConfigError(
-            f"{key}=1 leaves algorithm={config.algorithm} no response to another prompt in the mini-batch; use "
-            "2 or more."
-        )
+    sizes = {
+        "training.prompts_per_minibatch": config.training.prompts_per_minibatch,
+        "data.prompts_per_step": config.data.prompts_per_step,
+    }
+    for key, size in sizes.items():
+        if "labels" in algorithm_of(config).needs and size == 1:
+            raise ConfigError(
+                f"{key}=1 leaves algorithm={config.algorithm} no response to another prompt in the "
+                "mini-batch; use 2 or more."
+            )
 
 
 def suits(algorithm: str, advantage: str) -> bool:
