@@ -131,9 +131,9 @@ def check_data(config: Config) -> None:
             "data.curriculum orders all prompts, so data.train_weights cannot weigh their files too; set "
             "one of them."
         )
-    if "pairs" in needs and (data.curriculum or data.train_weights):
+    if not {"pairs", "labels"}.isdisjoint(needs) and (data.curriculum or data.train_weights):
         raise ConfigError(
-            f"algorithm={config.algorithm} reads pairs, which have neither data.curriculum nor "
+            f"algorithm={config.algorithm} reads rated responses, which have neither data.curriculum nor "
             "data.train_weights."
         )
 

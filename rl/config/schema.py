@@ -78,17 +78,20 @@ class Data:
     """Column with the prompt: a list of {role, content} messages (chat template applied) or a string (used
     without a template)."""
     response_key: str = ""
-    """sft and spin: column with the target response. Empty: `reward_model.ground_truth`."""
+    """sft and spin: column with the target response. Empty: `reward_model.ground_truth`. kto: column with the
+    response, whose default is completion."""
+    label_key: str = "label"
+    """kto: column that says whether the response is desirable: true or false, or 1 or 0."""
     chosen_key: str = "chosen"
-    """dpo: column with the preferred response."""
+    """dpo, orpo and simpo: column with the preferred response."""
     rejected_key: str = "rejected"
-    """dpo: column with the rejected response."""
+    """dpo, orpo and simpo: column with the rejected response."""
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 1024
     """Longest prompt in tokens, after the chat template."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
     """Treatment of a prompt of more than `max_prompt_tokens`: stop, leave it out, or keep its last tokens. In
-    dpo it also applies to a response of more than `rollout.max_response_tokens`, of which the first tokens
-    are kept."""
+    dpo, orpo, simpo and kto it also applies to a response of more than `rollout.max_response_tokens`, of
+    which the first tokens are kept."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, with the seed (run.seed, epoch)."""
     prompts_per_step: Annotated[int, AT_LEAST_ONE] = 64
@@ -205,14 +208,21 @@ class ImplicitReward:
 
 @dataclass
 class Preference:
-    """dpo, spin and sppo: learning from pairs."""
+    """dpo, spin, sppo, kto, orpo and simpo: learning from preferences between responses."""
 
     loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     """dpo and spin: DPO's logistic loss, SLiC's hinge, or IPO's square."""
     beta: Annotated[float, POSITIVE] = 0.1
-    """Weight of the divergence from the reference policy. For sppo 1 / eta."""
+    """Weight of the divergence from the reference policy. sppo: 1 / eta. orpo: weight of the odds ratio
+    (lambda). simpo: scale of the reward."""
     label_smoothing: Annotated[float, BELOW_HALF] = 0.0
-    """sigmoid: probability that a pair's preference is wrong (conservative DPO), below 0.5."""
+    """sigmoid and simpo: probability that a pair's preference is wrong (conservative DPO), below 0.5."""
+    gamma: Annotated[float, NOT_NEGATIVE] = 0.0
+    """simpo: margin by which the reward of the chosen response should exceed that of the rejected one."""
+    desirable_weight: Annotated[float, POSITIVE] = 1.0
+    """kto: weight of the loss of responses with a true label."""
+    undesirable_weight: Annotated[float, POSITIVE] = 1.0
+    """kto: weight of the loss of responses with a false label."""
 
 
 @dataclass
@@ -526,7 +536,7 @@ class Logging:
 class Config:
     algorithm: str = "grpo"
     """Name of a file of rl/algorithms (ppo, grpo, dapo, rloo, reinforce_pp, remax, prime, dpo, spin, sppo,
-    sft), or the path of your own file. It sets other defaults for some keys below."""
+    kto, orpo, simpo, sft), or the path of your own file. It sets other defaults for some keys below."""
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

@@ -8,11 +8,12 @@ are verl's.
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from rl.config.schema import Config
-from rl.data.batch import Batch, given_responses, pair_up
-from rl.data.preferences import Preference
+from rl.data.batch import Batch, given_responses, mismatch, pair_up
+from rl.data.preferences import Labelled, Preference
 from rl.data.prompts import Prompt
 from rl.data.sampler import EpochSampler, MixedSampler
 from rl.engines.engines import Engines
@@ -51,7 +52,7 @@ class Phases:
         *,
         step: Step,
         engines: Engines,
-        prompts: list[Prompt] | list[Preference],
+        prompts: list[Prompt] | list[Preference] | list[Labelled],
         sampler: EpochSampler | MixedSampler,
         scorer: Scorer | None,
         tokenizer,
@@ -114,6 +115,17 @@ class Phases:
         chosen = given_responses(ids, [pair.chosen_ids for pair in pairs])
         rejected = given_responses(ids, [pair.rejected_ids for pair in pairs])
         return self._with_lengths_logged(pair_up(chosen=chosen, rejected=rejected))
+
+    def draw_labelled(self) -> Batch:
+        """Return the next data.prompts_per_step responses of the data; `labels` are 1 for desirable ones."""
+        rows: list[Labelled] = self.draw_prompts()
+        batch = given_responses([row.prompt_ids for row in rows], [row.response_ids for row in rows])
+        batch.labels = torch.tensor([float(row.label) for row in rows])
+        return self._with_lengths_logged(batch)
+
+    def mismatched(self, batch: Batch) -> Batch:
+        """Return the prompts with the response of the previous sample of the same mini-batch."""
+        return mismatch(batch, [plan.samples for plan in self.updates.plans(batch)])
 
     def targets(self, prompts: list[Prompt]) -> Batch:
         """Return the data's own responses in place of generated ones."""
@@ -187,9 +199,16 @@ class Phases:
         """Fill `token_rewards`; subtract `objective.reward_kl` times the KL divergence from the rewards."""
         self.step.metrics |= self.kl_penalty.apply(batch, self.step.number)
 
-    def update(self, batch: Batch, loss: Loss, *, select_tokens: TokenSelection | None = None) -> None:
+    def update(
+        self,
+        batch: Batch,
+        loss: Loss,
+        *,
+        select_tokens: TokenSelection | None = None,
+        mismatched: Batch | None = None,
+    ) -> None:
         """Update the policy on the batch's mini-batches. See `Updates.policy`."""
-        self.updates.policy(batch, loss, select_tokens=select_tokens)
+        self.updates.policy(batch, loss, select_tokens=select_tokens, mismatched=mismatched)
 
     def update_critic(self, batch: Batch) -> None:
         """Update the critic; reads `returns` and `old_values`."""

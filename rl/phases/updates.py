@@ -14,6 +14,7 @@ from rl.engines.memory import MemorySharing
 from rl.faults.agreement import check_replicas
 from rl.objectives.aggregate import aggregate
 from rl.objectives.entropy_controller import AdaptiveEntropy
+from rl.objectives.preference import mismatch_kl
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
@@ -65,7 +66,18 @@ class Updates:
         self.entropy_control = adaptive_entropy(config)
         """Weight of the entropy bonus, or None if it is `objective.entropy_coef`."""
 
-    def policy(self, batch: Batch, loss: Loss, *, select_tokens: TokenSelection | None = None) -> None:
+    def plans(self, batch: Batch) -> list[MinibatchPlan]:
+        """Return one plan per mini-batch, in the order of the optimizer steps."""
+        return self._planner.plans(batch)
+
+    def policy(
+        self,
+        batch: Batch,
+        loss: Loss,
+        *,
+        select_tokens: TokenSelection | None = None,
+        mismatched: Batch | None = None,
+    ) -> None:
         """Update the policy.
 
         If `Inference.log_probs` deferred the old log-probs, the first mini-batch takes them from its update's
@@ -73,6 +85,8 @@ class Updates:
 
         select_tokens: called before each update with the whole mini-batch and its log-probs under the current
         weights. The loss reads the result as the column `selected_tokens`.
+        mismatched: the prompts with responses to others (`Phases.mismatched`), with `ref_logprobs`. The loss
+        gets `mismatch_kl` of those of the mini-batch under the current weights as `kl`.
 
         An adaptive weight of the entropy bonus (`objective.adaptive_entropy`) is passed to the loss as
         `entropy_coef`.
@@ -90,6 +104,7 @@ class Updates:
             counts = segment_sum(batch.mask.double(), batch.trajectory_lengths)
             batch.trajectory_tokens = expand(batch.of_trajectories(counts).float(), batch.lengths)
         num_tokens = batch.prompt_lengths + batch.lengths
+        other_plans = [] if mismatched is None else self._planner.new_plans(mismatched)
         plans = self._planner.plans(batch)
         micro_batches = [plan.micro_batches for plan in plans]
         ranks = [[i for p in micro_batches for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
@@ -102,6 +117,9 @@ class Updates:
         def update_of(plan: MinibatchPlan) -> Iterator[Loss]:
             if select_tokens is not None:
                 self._select_tokens(batch, plan, select_tokens, number=policy.num_updates - first_update)
+            if mismatched is not None:
+                yield partial(loss, kl=self._mismatch_kl(mismatched, other_plans[plans.index(plan)]))
+                return
             if others is None or policy.num_updates > first_update:
                 yield loss
                 return
@@ -223,6 +241,14 @@ class Updates:
             name = next(name for name, other in self._engines.learning.items() if other is model)
             with step.timed("agreement"):
                 check_replicas(name, model.replicas(), control_group())
+
+    def _mismatch_kl(self, mismatched: Batch, plan: MinibatchPlan) -> float:
+        """Return the estimate of the KL divergence for a mini-batch under the current weights."""
+        assert mismatched.mask is not None and mismatched.ref_logprobs is not None
+        (logprobs,) = self._engines.policy.forward(mismatched, [plan.micro_batches], ("logprobs",))
+        index, lengths = mismatched.tokens_of(plan.samples), mismatched.lengths[plan.samples]
+        pair = logprobs[index], mismatched.ref_logprobs[index]
+        return mismatch_kl(*pair, mismatched.mask[index], lengths)
 
     def _select_tokens(
         self, batch: Batch, plan: MinibatchPlan, select: TokenSelection, *, number: int

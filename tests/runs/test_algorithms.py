@@ -143,6 +143,31 @@ def test_dpo_starts_at_log_2_and_learns_its_pairs(config, toy, tmp_path):
     assert steps[-1]["preference/chosen_reward"] > steps[-1]["preference/rejected_reward"]
 
 
+def test_kto_starts_at_one_half_and_learns_its_labels(config, toy, tmp_path):
+    pq.write_table(pq.read_table(toy / "labels.parquet").slice(0, 8), tmp_path / "labels.parquet")
+    data = ("algorithm=kto", f"data.train=[{tmp_path}/labels.parquet]", "run.max_steps=20")
+    steps = steps_of(config, *data, "training.optimizer.lr=3e-4", "preference.beta=0.5", world_size=2)
+    assert "timing_s/gen" not in steps[0] and "timing_s/old_log_prob" not in steps[0]
+    assert 0.3 < steps[0]["preference/loss"] < 0.6  # 1/2 before the first of two updates
+    assert steps[-1]["preference/loss"] < 0.4 and steps[-1]["preference/accuracy"] > 0.8
+    assert steps[-1]["preference/margin"] > 0.3 and steps[-1]["preference/kl"] >= 0
+
+
+@pytest.mark.parametrize("algorithm", ["orpo", pytest.param("simpo", marks=pytest.mark.slow)])
+def test_pairs_without_a_reference_policy(config, toy, tmp_path, algorithm):
+    pq.write_table(pq.read_table(toy / "pairs.parquet").slice(0, 8), tmp_path / "pairs.parquet")
+    data = (
+        f"algorithm={algorithm}",
+        f"data.train=[{tmp_path}/pairs.parquet]",
+        "run.max_steps=20",
+        ONE_UPDATE,
+    )
+    steps = steps_of(config, *data, "training.optimizer.lr=3e-4")
+    assert "timing_s/gen" not in steps[0] and "timing_s/ref" not in steps[0]
+    assert steps[-1]["preference/loss"] < steps[0]["preference/loss"] - 0.1
+    assert steps[-1]["preference/accuracy"] > 0.8
+
+
 def test_spin_moves_the_policy_to_the_data(config, tmp_path):
     for step in steps_of(config, "algorithm=spin", ONE_UPDATE):  # whose opponent is the policy itself
         assert step["preference/loss"] == pytest.approx(math.log(2), rel=bounds.of_sum(64))
