@@ -80,6 +80,8 @@ class RolloutEngine:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
         self.replica_group = _own_replica_group(world, self.tp, rank)
+        self.held_columns: tuple[str, ...] = ()
+        """Held columns (`rl.data.held`) of the engine's completions."""
         self._queues_made = 0
         self._running: dict[str, _Live] = {}
         self.events = EventLog(self.replica_group)

@@ -3,9 +3,11 @@
 Token ids are the truth: a sample is a list of segments of token ids. Text and messages are derived from them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from rl.data.held import OF_SEQUENCE
 
 SOURCES = ("tool", "user", "environment")
 """Sources of tokens that the policy did not sample."""
@@ -39,6 +41,9 @@ class Completion:
     """Why it ended: "stop" (a stop token or string), "length" (max_tokens), or "abort"."""
     weight_versions: np.ndarray
     """int32 [R]: version of the policy that sampled each token (`TrainingEngine.version`)."""
+    held: dict[str, np.ndarray] = field(default_factory=dict)
+    """Values of held columns (`rl.data.held`) by name: first those of the first token, and so on. Columns in
+    OF_SEQUENCE have C + R - 1 values, for a context of C tokens."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,14 @@ class Segment:
     """Who gave the tokens: "policy", or one of SOURCES."""
     reward: float = 0.0
     """Reward of the turn, by an environment that rewards single turns."""
+    held: dict[str, np.ndarray] = field(default_factory=dict)
+    """As in `Completion`."""
 
     @classmethod
     def of(cls, completion: Completion, turn: int = 0) -> "Segment":
         """Return the tokens of a completion as a segment."""
-        return cls(completion.token_ids, completion.logprobs, completion.weight_versions, turn=turn)
+        columns = completion.token_ids, completion.logprobs, completion.weight_versions
+        return cls(*columns, turn=turn, held=completion.held)
 
     @classmethod
     def given(cls, token_ids: np.ndarray, *, version: int, turn: int, source: str) -> "Segment":
@@ -116,6 +124,18 @@ class Sample:
         numbers = [s.turn + 1 if s.is_sampled else -SOURCES.index(s.source) for s in self.segments]
         parts = [np.full(len(s.token_ids), number, np.int32) for s, number in zip(self.segments, numbers)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    def held(self, name: str) -> np.ndarray:
+        """Return the values of a held column, those of all segments end to end.
+
+        A later segment of a column in OF_SEQUENCE repeats the tokens before it; the first value counts.
+        """
+        parts, covered = [], 0
+        for segment in self.segments:
+            if name in segment.held:
+                parts.append(segment.held[name][covered:])
+                covered = len(segment.held[name]) if name in OF_SEQUENCE else 0
+        return np.concatenate(parts)
 
     @property
     def mask(self) -> np.ndarray:

@@ -17,12 +17,13 @@ from torch import Tensor
 from rl.config.schema import Optimizer, Training
 from rl.data.batch import Batch
 from rl.models import architecture, value_model, value_weights
-from rl.runtime.collectives import broadcast_object
+from rl.runtime.collectives import broadcast_object, sum_over_world
 from rl.runtime.device import Device, aligned, host_memory
 from rl.training.attention import can_share
 from rl.training.dp_split import MicroBatchPlan
 from rl.training.gradients import with_gradients
 from rl.training.grid import Grid
+from rl.training.homes import BytesMoved, Need, fetch
 from rl.training.model import DTYPES, build_model
 from rl.training.offload import HostMemory
 from rl.training.optimizer import build_optimizer, clip_and_step, optimizer_tensors
@@ -69,6 +70,9 @@ class TrainingEngine:
         """Number of batches that the model has learned from; a checkpoint restores it for the policy."""
         self.num_updates = 0
         """Number of optimizer updates since the process started."""
+        self.needs: dict[str, Need] = {}
+        """Held columns that the passes read, and which part of them."""
+        self._moved = BytesMoved()
         hf = value_model(hf) if values else hf
         model = build_model(hf, training, DTYPES[dtype], grid, values=values).to(device.torch)
         self.model = model
@@ -182,6 +186,12 @@ class TrainingEngine:
         self.num_updates += 1
         return self._sum_over_replicas(sums) | {"grad_norm": norm}
 
+    def held_metrics(self) -> dict[str, float]:
+        """Return the bytes of held columns that all ranks received since the last call, and those planned."""
+        moved, self._moved = torch.tensor([self._moved.received, self._moved.planned]), BytesMoved()
+        total = sum_over_world(moved, self.device.torch).tolist()
+        return dict(zip(("perf/held_bytes_received", "perf/held_bytes_planned"), total))
+
     def start_from_present_weights(self) -> None:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
         if self.optimizer is not None:
@@ -240,6 +250,8 @@ class TrainingEngine:
         CUDA nothing here waits for the device.
         """
         assert self.has_weights, "the weights are in host memory"
+        if self.needs:
+            self._moved += fetch(batch, plan, self.needs, self.grid, self.device.torch)
         self.model.outputs = type(self.model).outputs if outputs is None else outputs
         config, groups, device = self.model.config, self.grid.groups, self.device.torch
         rows = [

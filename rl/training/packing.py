@@ -46,6 +46,8 @@ class MicroBatch:
     sum_p_squared: Tensor | None = None
     values: Tensor | None = None
     """Output of a value model, float32 [R]."""
+    starts: np.ndarray | None = None
+    """int64 [2, B]: positions in the row of each sample's first token, and of its first response token."""
 
     def __getattr__(self, name: str) -> Tensor:
         """Return a column: `micro.advantages` is `micro.columns["advantages"]`."""
@@ -131,6 +133,7 @@ def _lay_out(batch, samples, multiple, device, share) -> MicroBatch:
         bounds=on_device.pop("bounds").int(),
         attention=row_attention(groups, {name: on_device.pop(name) for name in keys}, device),
         column_index=torch.from_numpy(ranges(batch.offsets.numpy()[samples], responses)),
+        starts=np.stack([before + 1 - prompts, first]),
         **on_device,
     )
 
