@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl.data.batch import Batch
+from rl.data.held import KEPT_SETS
+
 FLOOR = -1e20
 """Logit of a token that was not kept. Its probability is 0, and sums of such logits are finite in float32."""
 
@@ -24,7 +27,7 @@ class KeptSets:
     """int64 [R]: sizes of the sets. 0: the position keeps the whole vocabulary."""
 
     def check(self, targets: np.ndarray) -> None:
-        """Raise RuntimeError if a target, int64 [R], is not in its set."""
+        """Raise RuntimeError if a target, [R], is not in its set."""
         hits = np.zeros(len(self.ids) + 1, np.int64)
         np.cumsum(self.ids == targets.repeat(self.counts), out=hits[1:])
         ends = self.counts.cumsum()
@@ -51,6 +54,20 @@ class KeptSets:
         return LocalSets(
             index.to(device, non_blocking=True), cut.to(device, non_blocking=True), ends.tolist(), rows
         )
+
+
+def sets_of(batch: Batch, samples: list[int]) -> KeptSets:
+    """Return the kept sets of the samples' response tokens. Tokens that were given have no set.
+
+    Raises RuntimeError if a token is not in its set.
+    """
+    ids, sizes = (batch.held[name].of(samples) for name in KEPT_SETS)
+    counts = np.zeros(int(batch.lengths[samples].sum()), np.int64)
+    sampled = slice(None) if batch.turns is None else batch.turns[batch.tokens_of(samples)].numpy() > 0
+    counts[sampled] = sizes
+    kept = KeptSets(ids, counts)
+    kept.check(np.concatenate([np.zeros(0, np.int32), *(batch.response_ids[i] for i in samples)]))
+    return kept
 
 
 @dataclass(frozen=True)
