@@ -8,6 +8,7 @@ stands here.
 import functools
 import math
 from collections.abc import Iterable
+from dataclasses import fields
 
 from rl.config.declarations import NEEDS, describe, shipped
 from rl.config.options import ConfigError, build, flatten, listed, read
@@ -54,6 +55,7 @@ def check_objective(config: Config) -> None:
     check_loss(config)
     check_unread(config)
     check_reward_kl(config)
+    check_adaptive_entropy(config)
     check_correction(config)
 
 
@@ -156,6 +158,9 @@ def check_unread(config: Config) -> None:
             "kl_coef": goal.kl_coef,
             "entropy_coef": goal.entropy_coef,
             "reward_kl.coef": goal.reward_kl.coef,
+            "adaptive_entropy.target": goal.adaptive_entropy.target,
+            "off_policy_mask": goal.off_policy_mask,
+            "top_entropy": goal.top_entropy if goal.top_entropy < 1 else 0,
         }
         for key, value in unread.items():
             if value:
@@ -203,6 +208,30 @@ def check_reward_kl(config: Config) -> None:
         )
 
 
+def check_adaptive_entropy(config: Config) -> None:
+    """Raise ConfigError for an adaptive weight of the entropy bonus that cannot work."""
+    goal = config.objective
+    control, key = goal.adaptive_entropy, "objective.adaptive_entropy"
+    changed = [field.name for field in fields(control) if getattr(control, field.name) != field.default]
+    if not control.target:
+        if changed:
+            raise ConfigError(
+                f"{key}.{changed[0]} has no effect without {key}.target; set it, e.g. to 0.2, or leave "
+                "both out."
+            )
+        return
+    if not control.low <= goal.entropy_coef <= control.high:
+        raise ConfigError(
+            f"objective.entropy_coef={goal.entropy_coef}, the first weight, must be from "
+            f"{key}.low={control.low} to {key}.high={control.high}; change one of them."
+        )
+    if config.rollout_correction.bypass:
+        raise ConfigError(
+            f"rollout_correction.bypass=true leaves out the forward pass whose entropy {key} reads; set one "
+            "of them."
+        )
+
+
 def check_loss(config: Config) -> None:
     """Raise ConfigError if the loss does not fit the aggregation, the advantage or its own keys."""
     goal = config.objective
@@ -216,6 +245,11 @@ def check_loss(config: Config) -> None:
     estimator, loss = goal.chosen
     if loss is None:
         return
+    if goal.top_entropy < 1 and "selected_tokens" in loss.columns:
+        raise ConfigError(
+            f"objective.top_entropy={goal.top_entropy} and objective.loss={goal.loss} both select tokens; "
+            "use one of them."
+        )
     if loss.per_sample and goal.aggregation != "seq-mean-token-mean":
         raise ConfigError(
             f"objective.loss={goal.loss} is one number per sample, which "
@@ -251,6 +285,11 @@ def check_correction(config: Config) -> None:
             "on "
             "which engine and trainer agree, whose ratio is 1; use bounds around it, such as 0.5 and 5."
         )
+    if fix.icepop_level != "token" and not fix.icepop_high:
+        raise ConfigError(
+            f"rollout_correction.icepop_level={fix.icepop_level} has no effect without icepop_high; set "
+            "icepop_high, or leave it out."
+        )
     rejections = fix.rejections
     for rejection in rejections:
         if not (rejection.low <= 0 <= rejection.high and rejection.low < rejection.high):
@@ -260,11 +299,11 @@ def check_correction(config: Config) -> None:
                 "engine and trainer agree have 0; use bounds around it, such as 0 and 0.5."
             )
     estimator, loss = config.objective.chosen
-    if loss is not None and loss.per_sample and (fix.truncate_tokens or fix.icepop_high):
+    if loss is not None and loss.per_sample and weights and not fix.weighs_samples:
         raise ConfigError(
             f"rollout_correction.{weights[0]} weighs single tokens, but "
             f"objective.loss={config.objective.loss} has "
-            "one loss per sample; use truncate_samples or reject."
+            "one loss per sample; use truncate_samples, icepop_level=sample or reject."
         )
     if not rejections and (fix.reject_low or fix.reject_high):
         raise ConfigError(

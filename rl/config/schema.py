@@ -371,6 +371,21 @@ class RewardKl:
     """adaptive: samples over which the weight may change by about a fifth."""
 
 
+@dataclass
+class AdaptiveEntropy:
+    """Adaptive weight of the entropy bonus (Skywork-OR1), which keeps the entropy above a target."""
+
+    target: Annotated[float, NOT_NEGATIVE] = 0.0
+    """The bonus acts in steps whose mean entropy per token (`actor/entropy`) is not above this, in nats. The
+    paper: 0.2. 0: fixed `entropy_coef`."""
+    delta: Annotated[float, POSITIVE] = 0.005
+    """Increase of the weight in such a step, and decrease in any other step."""
+    low: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Least weight."""
+    high: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Greatest weight."""
+
+
 ADVANTAGES, LOSSES = formulas("advantages"), formulas("losses")
 """Config name -> declarations of each advantage estimator, and of each loss."""
 
@@ -428,9 +443,16 @@ class Objective:
     it."""
     kl_estimator: KlEstimator = "k3"
     """Estimator of that divergence (Schulman, 'Approximating KL divergence'); with + the gradient is that of
-    k2."""
+    k2. k3-weighted, DeepSeek-V3.2's, is unbiased also for samples of an older policy."""
     entropy_coef: Annotated[float, FINITE] = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; the initial one if it is adaptive."""
+    adaptive_entropy: AdaptiveEntropy = field(default_factory=AdaptiveEntropy)
+    off_policy_mask: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Set the loss of tokens with a negative advantage to 0 in samples whose mean of log(p_sampling / p) over
+    their tokens, with p under the current weights, exceeds this, in nats (DeepSeek-V3.2). 0: off."""
+    top_entropy: Annotated[float, PROBABILITY] = 1.0
+    """Share of the mini-batch's tokens, those of the highest entropy, that have a policy loss; it is 0 for
+    the others (80/20 rule: 0.2). Below 1 each update needs another forward pass."""
     reward_kl: RewardKl = field(default_factory=RewardKl)
 
     if TYPE_CHECKING:
@@ -588,8 +610,8 @@ def needs_early_logprobs(config: Config) -> bool:
 
     If nothing does, the first mini-batch needs no separate forward pass: its update's own forward pass uses
     the same weights. Early readers are the KL penalty in the reward, some advantage estimators, losses that
-    select tokens, rejections (they change the loss denominators), and algorithms that declare
-    "old_logprobs" in NEEDS.
+    select tokens, rejections (they change the loss denominators), an adaptive weight of the entropy bonus
+    (it needs the entropy), and algorithms that declare "old_logprobs" in NEEDS.
     """
     estimator, loss = config.objective.chosen
     return (
@@ -598,4 +620,5 @@ def needs_early_logprobs(config: Config) -> bool:
         or (estimator is not None and not estimator.columns.isdisjoint({"old_logprobs", "sum_p_squared"}))
         or (loss is not None and "selected_tokens" in loss.columns)
         or bool(config.rollout_correction.rejections)
+        or config.objective.adaptive_entropy.target > 0
     )

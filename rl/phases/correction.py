@@ -18,7 +18,7 @@ def correct_rollout(batch: Batch, correction: RolloutCorrection) -> dict[str, fl
         return {}
     assert batch.old_logprobs is not None and batch.mask is not None
     pair, mask, lengths = (batch.old_logprobs, batch.rollout_logprobs), batch.mask, batch.lengths
-    level = "sequence" if correction.truncate_samples else "token"
+    level = "sequence" if correction.weighs_samples else "token"
     bound = correction.truncate_tokens or correction.truncate_samples or correction.icepop_high
     upper = bound or rollout_correction.USUAL_UPPER
     metrics = rollout_correction.metrics(*pair, lengths, mask, level=level, upper=upper)
@@ -56,5 +56,8 @@ def loss_weights(
     if upper := correction.truncate_samples:
         return rollout_correction.sequence_weights(*pair, lengths, mask, upper=upper)
     if high := correction.icepop_high:
-        return rollout_correction.icepop(*pair, mask, low=correction.icepop_low, high=high)
+        level = "sequence" if correction.weighs_samples else correction.icepop_level
+        return rollout_correction.icepop(
+            *pair, lengths, mask, low=correction.icepop_low, high=high, level=level
+        )
     return None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.faults.agreement import check_replicas
 from rl.objectives.aggregate import aggregate
+from rl.objectives.entropy_controller import AdaptiveEntropy
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
@@ -27,7 +29,20 @@ from rl.training.packing import MicroBatch
 from rl.training.schedule import learning_rate
 
 TokenSelection = Callable[[Batch, Tensor, int], Tensor]
-"""(mini-batch, log-probs [T] under the current weights, seed) -> 1 for selected tokens, else 0, [T]."""
+"""(mini-batch, log-probs [T] under the current weights, seed) -> 1 for selected tokens, else 0, [T].
+
+The attribute `reads` may name another output of the model that the function receives instead."""
+
+
+def adaptive_entropy(config: Config) -> AdaptiveEntropy | None:
+    """Return the controller of `objective.adaptive_entropy`, or None if the weight is fixed."""
+    control = config.objective.adaptive_entropy
+    if not control.target:
+        return None
+    bounds = dict(low=control.low, high=control.high)
+    return AdaptiveEntropy(
+        config.objective.entropy_coef, target=control.target, delta=control.delta, **bounds
+    )
 
 
 class Updates:
@@ -47,6 +62,8 @@ class Updates:
     ):
         self._config, self._step, self._engines = config, step, engines
         self._memory, self._planner, self._inference = memory, planner, inference
+        self.entropy_control = adaptive_entropy(config)
+        """Weight of the entropy bonus, or None if it is `objective.entropy_coef`."""
 
     def policy(self, batch: Batch, loss: Loss, *, select_tokens: TokenSelection | None = None) -> None:
         """Update the policy.
@@ -56,8 +73,17 @@ class Updates:
 
         select_tokens: called before each update with the whole mini-batch and its log-probs under the current
         weights. The loss reads the result as the column `selected_tokens`.
+
+        An adaptive weight of the entropy bonus (`objective.adaptive_entropy`) is passed to the loss as
+        `entropy_coef`.
         """
         step, policy = self._step, self._engines.policy
+        if self.entropy_control is not None:
+            weight = self.entropy_control.update(step.metrics["actor/entropy"])
+            step.metrics["actor/entropy_coef"] = weight
+            reads = loss.reads
+            loss = partial(loss, entropy_coef=weight)
+            loss.reads = reads
         if batch.advantages is not None:
             step.metrics |= spread("critic/advantages", batch.advantages[batch.mask > 0])
         if batch.trajectories is not None:
@@ -202,15 +228,15 @@ class Updates:
         self, batch: Batch, plan: MinibatchPlan, select: TokenSelection, *, number: int
     ) -> None:
         """Fill `selected_tokens` for the samples of a mini-batch, before update `number` of this step."""
-        samples = plan.samples
-        logprobs = batch.old_logprobs
+        samples, output = plan.samples, getattr(select, "reads", "logprobs")
+        values = batch.old_logprobs if output == "logprobs" else None
         # Then old_logprobs belong to other weights, or are not filled yet.
-        if number > 0 or self._config.rollout_correction.bypass or logprobs is None:
-            (logprobs,) = self._engines.policy.forward(batch, [plan.micro_batches], ("logprobs",))
+        if number > 0 or self._config.rollout_correction.bypass or values is None:
+            (values,) = self._engines.policy.forward(batch, [plan.micro_batches], (output,))
         index = batch.tokens_of(samples)
         batch.selected_tokens = torch.zeros(len(batch.mask))
         seed = seed_of(self._config.run.seed, "choose", self._step.number, number)
-        batch.selected_tokens[index] = select(batch.select(samples), logprobs[index], seed).float()
+        batch.selected_tokens[index] = select(batch.select(samples), values[index], seed).float()
 
 
 def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -47,7 +47,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     with fail_together():
         algorithm = algorithms.load(config.algorithm)  # a user's file may raise anything
     leads = dist.get_rank() == 0
-    progress = Progress(leads)
+    progress = Progress(leads, name=config.run.name, max_steps=config.run.max_steps)
     status = watchdog.status
     stop = StopRequests(config.run.dir, max_time=config.run.max_time)
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
@@ -292,5 +292,6 @@ class Training:
         step = self._phases.step
         if self._log is not None:
             self._log.write(step.number, step.metrics)
+            step.progress.record(step.number, step.metrics)
             step.progress.line(step_line(step.number, self._config.run.max_steps, step.metrics))
         self._status.write(step=step.number)

@@ -76,7 +76,15 @@ def test_dapo_without_spread_gives_up_and_goes_on(config, toy):
 
 
 POLICY_GRADIENTS = (
-    ("algorithm=rloo",),
+    (
+        "algorithm=rloo",
+        "objective.kl_coef=0.1",
+        "objective.kl_estimator=k3-weighted",
+        "objective.off_policy_mask=0.01",
+        "objective.top_entropy=0.5",
+        "objective.adaptive_entropy.target=100",
+        "objective.adaptive_entropy.delta=0.001",
+    ),
     ("algorithm=reinforce_pp", "objective.advantage=reinforce++-baseline"),
     (
         "objective.loss=gspo",
@@ -116,6 +124,9 @@ def test_two_steps_of_a_policy_gradient(config, overrides):
         assert 0 < tokens[0] and tokens == sorted(tokens)
     if "cov_fraction" in " ".join(overrides):
         assert 0.05 < second["actor/pg_covfrac"] < 0.2
+    if "adaptive_entropy" in " ".join(overrides):
+        assert [step["actor/entropy_coef"] for step in (first, second)] == [0.0, 0.001]
+        assert 0 <= first["actor/off_policy_masked_fraction"] < 1
     if "truncate_tokens" in " ".join(overrides):
         assert first["rollout_corr/weight_mean"] == pytest.approx(1, abs=bounds.TOY_LOGPROB)
     if "reject" in " ".join(overrides):

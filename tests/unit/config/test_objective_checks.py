@@ -152,6 +152,18 @@ def test_which_losses_go_with_grpo_and_ppo(loss):
             "both weigh a token",
         ),
         (["rollout_correction.icepop_high=5", "rollout_correction.icepop_low=2"], "agree, whose ratio is 1"),
+        (["objective.top_entropy=0.2", "objective.loss=kl-cov"], "both select tokens"),
+        (["algorithm=sppo", "objective.top_entropy=0.2"], "top_entropy=0.2 has no effect"),
+        (["objective.adaptive_entropy.delta=0.1"], "delta has no effect without"),
+        (
+            ["objective.adaptive_entropy.target=0.2", "objective.entropy_coef=2"],
+            "entropy_coef=2.0, the first weight, must be from",
+        ),
+        (
+            ["objective.adaptive_entropy.target=0.2", "rollout_correction.bypass=true"],
+            "leaves out the forward pass whose entropy",
+        ),
+        (["rollout_correction.icepop_level=prefix"], "has no effect without icepop_high"),
         (["rollout_correction.reject=token-k3"], "which"),
         (
             ["rollout_correction.bypass=true", "rollout_correction.truncate_tokens=2"],

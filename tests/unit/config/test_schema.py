@@ -500,6 +500,8 @@ def test_more_tokens_than_the_model_has_positions_are_an_error():
         (("objective.reward_kl.coef=0.01",), True),
         (("objective.advantage=optimal-token-baseline",), True),
         (("objective.loss=kl-cov",), True),
+        (("objective.top_entropy=0.2", "objective.off_policy_mask=0.1"), False),
+        (("objective.adaptive_entropy.target=0.2",), True),
         (("rollout_correction.reject=token-k2", "rollout_correction.reject_high=0.1"), True),
     ],
 )
