@@ -249,6 +249,10 @@ class Rollout:
     """Keep the k most probable tokens. 0: all."""
     min_p: Annotated[float, FRACTION] = 0.0
     """Keep tokens with at least this fraction of the most probable token's probability. 0: all."""
+    biased_truncation: bool = False
+    """With top_p < 1, top_k > 0 or min_p > 0: compute the trainer's log-probs over the whole vocabulary,
+    although tokens were sampled from a part of it. Ratios and KL are then biased. false: the engine returns
+    which tokens it kept, and the trainer's distributions are renormalised over them (docs/fidelity.md)."""
     max_response_tokens: Annotated[int, AT_LEAST_ONE] = 1024
     """Longest response in tokens, the end-of-sequence token included."""
     stop: list[str] = field(default_factory=list)
@@ -288,6 +292,11 @@ class Rollout:
     carry_over_cache: Literal["recompute", "keep"] = "recompute"
     """carry_over: KV cache of carried samples. recompute: it is computed again with the new weights. keep: it
     stays in memory while the trainer works; only on CPU."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass
@@ -583,6 +592,11 @@ def algorithm_of(config: Config) -> Algorithm:
 def learns_from_samples(config: Config) -> bool:
     """Return whether the algorithm trains on responses that the policy generates."""
     return "samples" in algorithm_of(config).needs
+
+
+def needs_kept_sets(config: Config) -> bool:
+    """Return whether the policy's distributions are renormalised over the tokens that the engine kept."""
+    return learns_from_samples(config) and config.rollout.truncates and not config.rollout.biased_truncation
 
 
 def needs_engine(config: Config) -> bool:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rl.config.schema import Rollout
+from rl.data.held import KEPT_SETS
 from rl.rollout import cpu_support
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
@@ -37,6 +38,7 @@ class RolloutEngine:
         frozen: whether the weights are read from `path` and never change. On CUDA they then stay in GPU
             memory, because vLLM's sleep mode supports one engine per process. Weights of an engine that is
             not frozen are undefined until the first refit.
+        returns_kept: whether completions have the kept sets of their tokens (`rl.rollout.kept_sets`).
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class RolloutEngine:
         device: Device,
         name: str = "rollout",
         frozen: bool = False,
+        returns_kept: bool = False,
     ):
         self.config, self.device, self.name, self.frozen = rollout, device, name, frozen
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -60,7 +63,14 @@ class RolloutEngine:
         """Whether this rank decides what its replica generates (`rl.rollout.events`)."""
         cpu_support.install()
         self.llm = build_llm(
-            path, rollout, dtype=dtype, max_tokens=max_tokens, seed=seed, device=device, frozen=frozen
+            path,
+            rollout,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            seed=seed,
+            device=device,
+            frozen=frozen,
+            returns_kept=returns_kept,
         )
         if not device.is_cuda:
             dist.barrier()
@@ -72,6 +82,8 @@ class RolloutEngine:
         self.model = self.llm.apply_model(lambda model: model)[0]
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self._vocab_size = self.llm.llm_engine.model_config.get_vocab_size()
+        self._returns_kept = returns_kept
         self._cpu_cache = None
         self.keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not frozen
         """Whether the KV cache stays when the weights change. Samples then share a cached prefix only if they
@@ -80,7 +92,7 @@ class RolloutEngine:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
         self.replica_group = _own_replica_group(world, self.tp, rank)
-        self.held_columns: tuple[str, ...] = ()
+        self.held_columns: tuple[str, ...] = KEPT_SETS if returns_kept else ()
         """Held columns (`rl.data.held`) of the engine's completions."""
         self._queues_made = 0
         self._running: dict[str, _Live] = {}
@@ -265,6 +277,8 @@ class RolloutEngine:
         """
         engine, running = self.llm.llm_engine, self._running
         self.events = EventLog(self.replica_group, keep_records=keep_records)
+        if not self.device.is_cuda:
+            self._runner.sampler.kept = {} if self._returns_kept else None
         step = last_record = 0
         has_finished = waits = False
         while True:
@@ -300,7 +314,10 @@ class RolloutEngine:
                     if output.finished:
                         has_finished = True
                         live = running.pop(output.request_id)
-                        self._deliver(source, output.request_id, _completion(output.outputs[0], live))
+                        completion = _completion(output.outputs[0], live)
+                        if self._returns_kept:
+                            completion.held.update(self._kept_sets(live.internal_id, output.outputs[0]))
+                        self._deliver(source, output.request_id, completion)
                 step += 1
 
     def _add(self, request: Request, sampling: Sampling) -> None:
@@ -327,6 +344,18 @@ class RolloutEngine:
         engine.abort_request([name])
         return Completion(token_ids, logprobs, "abort", live.versions(len(token_ids)))
 
+    def _kept_sets(self, internal_id: str, output) -> dict[str, np.ndarray]:
+        """Return the held columns of the sets from which the tokens of a finished request were sampled."""
+        from rl.rollout.kept_sets import columns_of
+
+        if self.device.is_cuda:
+            sets = output.sampling_mask.token_ids
+        else:  # none if the request was greedy; one too many if tokens were sampled after a stop string
+            sets = list(self._runner.sampler.kept.pop(internal_id, {}).values())[: len(output.token_ids)]
+            sets = sets or [()] * len(output.token_ids)
+        assert len(sets) == len(output.token_ids), "the engine did not return a kept set for every token"
+        return columns_of(sets, self._vocab_size)
+
     def _deliver(self, source: Source | None, name: str, completion: Completion) -> None:
         self.events.note(name, completion.token_ids)
         if source is not None:
@@ -346,10 +375,14 @@ class RolloutEngine:
         # vLLM compiles the grammar within add_request if the executor is external_launcher, so that all ranks
         # admit the request at the same step (vLLM #29996).
         grammar = request.grammar and StructuredOutputsParams(structural_tag=request.grammar)
+        temperature, top_k = sampling.temperature, sampling.top_k
+        if self.device.is_cuda and self._returns_kept:
+            # An engine that returns kept sets refuses requests without top_k, and greedy ones.
+            temperature, top_k = (temperature, top_k or self._vocab_size) if temperature else (1.0, 1)
         return SamplingParams(
-            temperature=sampling.temperature,
+            temperature=temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            top_k=top_k,
             min_p=sampling.min_p,
             max_tokens=request.max_tokens,
             structured_outputs=grammar,

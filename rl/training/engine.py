@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rl.config.schema import Optimizer, Training
 from rl.data.batch import Batch
+from rl.data.held import KEPT_SETS
 from rl.models import architecture, value_model, value_weights
 from rl.runtime.collectives import broadcast_object, sum_over_world
 from rl.runtime.device import Device, aligned, host_memory
@@ -267,6 +268,10 @@ class TrainingEngine:
 
         def step(iterator, model):
             micro = with_columns(next(iterator), batch)
+            if KEPT_SETS[0] in self.needs and self.grid.is_last_stage:
+                from rl.training.kept_sets import sets_of
+
+                micro.kept = sets_of(batch, micro.samples)
             if progress is not None:  # only the last stage computes the loss
                 progress.update(len(micro.samples) * self.grid.dp)
             output = self.model.run(micro, self.temperature)

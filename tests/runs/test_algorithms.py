@@ -34,7 +34,9 @@ def test_ppo_warms_its_critic_up_and_adapts_kl(config):
     kl = ("objective.reward_kl.controller=adaptive", "objective.reward_kl.coef=0.1")
     kl += ("objective.reward_kl.horizon=100",)
     critic = ("critic.warmup_steps=1", "critic.optimizer.lr=1e-3")
-    steps = steps_of(config, "algorithm=ppo", "run.max_steps=3", *critic, *kl, "training.tp=2", world_size=2)
+    overrides = ("run.max_steps=3", "rollout.top_p=0.9", *critic, *kl, "training.tp=2")
+    steps = steps_of(config, "algorithm=ppo", *overrides, world_size=2)
+    assert all(step["training/rollout_probs_diff_max"] <= bounds.TOY_LOGPROB for step in steps)
     assert "actor/pg_loss" not in steps[0] and "actor/pg_loss" in steps[1]
     # A value head that starts at 0.
     assert steps[0]["critic/values/max"] == steps[0]["critic/values/min"] == 0
@@ -46,6 +48,14 @@ def test_ppo_warms_its_critic_up_and_adapts_kl(config):
     # But not in the critic's warm-up, in which the policy cannot move.
     weights = [step["actor/reward_kl_penalty_coeff"] for step in steps]
     assert weights == pytest.approx([0.1, 0.1, 0.1 * (1 - 0.2 * 32 / 100)])
+
+
+def test_grpo_on_a_truncated_distribution(config):
+    truncated = ("rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.05", "training.pp=2")
+    for step in steps_of(config, *truncated, "objective.kl_coef=0.01", world_size=2):
+        assert step["training/rollout_probs_diff_max"] <= bounds.TOY_LOGPROB and step["actor/grad_norm"] > 0
+        assert step["actor/entropy"] <= math.log(5)
+        assert step["perf/held_bytes_received"] == step["perf/held_bytes_planned"] > 0
 
 
 DAPO = ("algorithm=dapo", "dynamic_sampling.prompts_per_round=6", "reward.overlong_buffer_tokens=3")
