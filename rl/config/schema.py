@@ -44,7 +44,7 @@ class Run:
     to stored samples and print the differences, in one process without a model. train_only: learn from stored
     samples without an engine; nothing is generated or validated. docs/report.md has examples."""
     rollouts: str = ""
-    """Run directory whose stored samples `mode` score_only or train_only reads. Empty: `dir`, for score_only."""
+    """Run directory with the stored samples that `mode` score_only (empty: `dir`) or train_only reads."""
     max_steps: Annotated[int, AT_LEAST_ONE] = 100
     """Training steps (policy updates from one batch of prompts; for sft, optimizer steps)."""
     seed: Annotated[int, NOT_NEGATIVE] = 1
