@@ -6,7 +6,7 @@ const $ = (id) => document.getElementById(id);
 const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999", "#b8a800"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 const SYMBOLS = ["circle", "square", "triangle-up", "diamond", "x", "star", "cross", "triangle-down"];
-const PATTERNS = ["", "/", "x", "-", ".", "+", "\\", "|"];
+const PATTERNS = ["", "/", "x", "-", ".", "+", "\\"];  // not as many as colors, so that no pair repeats soon
 const DEFAULT_CURVES = ["critic/score/mean", "response_length/mean", "actor/entropy", "actor/grad_norm", "actor/pg_loss",
   "sft/loss", "actor/ppo_kl", "actor/kl_loss", "training/rollout_probs_diff_max", "perf/throughput"];
 const NESTED_TIMES = new Set(["step", "agreement", "environments", "environments_waited"]);
@@ -53,12 +53,20 @@ function layout(title, more = {}) {
   const axis = { gridcolor: css("--line"), zerolinecolor: css("--line"), automargin: true };
   return { title: { text: title, font: { size: 14 }, x: 0.5 }, margin: { l: 50, r: 12, t: 34, b: 40 }, font: { color: css("--text"), size: 12 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "x unified", hoverlabel: { bgcolor: css("--raised"), font: { color: css("--text") } },
-    legend: { orientation: "h", y: -0.22 }, ...more, xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, ...more.yaxis } };
+    height: 310, legend: { orientation: "h", y: -0.14 }, ...more, xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, ...more.yaxis } };
 }
-function draw(target, build) {
+const visible = new IntersectionObserver((entries) => {
+  for (const { isIntersecting, target } of entries) {
+    if (!isIntersecting || !charts.has(target)) continue;
+    visible.unobserve(target);
+    const [traces, frame] = charts.get(target)();
+    Plotly.react(target, traces, frame, { responsive: true, displaylogo: false, toImageButtonOptions: { scale: 2 } });
+  }
+}, { rootMargin: "300px" });
+function draw(target, build) {  // when the chart is near the window: a chart takes about 0.1 s
   charts.set(target, build);
-  const [traces, frame] = build();
-  Plotly.react(target, traces, frame, { responsive: true, displaylogo: false, toImageButtonOptions: { scale: 2 } });
+  visible.unobserve(target);
+  visible.observe(target);
 }
 const drawAll = () => charts.forEach((build, target) => draw(target, build));
 
@@ -75,7 +83,6 @@ function xOf(run) {
   const { steps, time } = run.metrics;
   return $("x-axis").value === "step" ? steps : time.map((t) => (t - time[0]) / 3600);
 }
-const xTitle = () => ($("x-axis").value === "step" ? "step" : "hours since the first record");
 const resumes = (runs) => $("x-axis").value !== "step" ? [] : runs.flatMap((run) => run.events.filter((e) => e.kind === "resume").map((e) => ({
   type: "line", x0: e.step, x1: e.step, yref: "paper", y0: 0, y1: 1, line: { color: css("--quiet"), width: 1, dash: "dot" } })));
 
@@ -91,7 +98,7 @@ function lineTraces(run, name, label, number) {
 function addCurve(name, removable = true) {
   const having = data.runs.filter((run) => run.metrics.columns[name]);
   if (!having.length || document.querySelector(`[data-metric="${CSS.escape(name)}"]`)) return;
-  const box = element("div", undefined, { class: "chart", "data-metric": name }), plot = element("div");
+  const box = element("div", undefined, { class: "chart", "data-metric": name }), plot = element("div", undefined, { class: "chart" });
   if (removable) {
     const button = element("button", "\u00d7", { class: "remove", type: "button", title: `Remove ${name}`, "aria-label": `Remove ${name}` });
     button.onclick = () => { charts.delete(plot); box.remove(); };
@@ -100,7 +107,7 @@ function addCurve(name, removable = true) {
   box.append(plot);
   $("curve-charts").append(box);
   draw(plot, () => [having.flatMap((run) => lineTraces(run, name, run.name, data.runs.indexOf(run))),
-    layout(name, { xaxis: { title: { text: xTitle() } }, showlegend: data.runs.length > 1, shapes: resumes(having) })]);
+    layout(name, { showlegend: data.runs.length > 1, shapes: resumes(having) })]);
 }
 function drawValidation() {
   const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics.columns)))].filter((name) => name.startsWith("val-core/"));
@@ -115,7 +122,7 @@ function drawValidation() {
         const source = name.slice("val-core/".length, -kind.length - 1);
         return lineTraces(run, name, data.runs.length > 1 ? `${run.name}: ${source}` : source, number++);
       }));
-      return [traces, layout(kind, { xaxis: { title: { text: xTitle() } }, showlegend: true })];
+      return [traces, layout(kind, { showlegend: true })];
     });
   }
 }
@@ -130,7 +137,7 @@ function drawTimes() {
     const parts = names.map((name) => [name.slice(9), columns[name].map((v) => v ?? 0)]).concat([["other", rest]]);
     const traces = parts.map(([name, y], i) => ({ x, y, name, stackgroup: "one", mode: "lines", line: { width: 1, color: COLORS[i % COLORS.length] },
       fillpattern: { shape: PATTERNS[i % PATTERNS.length], solidity: 0.25 }, hovertemplate: "%{y:.3g} s" }));
-    return [traces, layout("", { xaxis: { title: { text: "step" } }, yaxis: { title: { text: "seconds" } } })];
+    return [traces, layout("", { height: 380, yaxis: { title: { text: "seconds" } } })];
   });
 }
 function histogram(values, steps, rows, isLength) {  // returns shares per bin and block of steps
@@ -165,7 +172,7 @@ function drawDistributions() {
     const plot = element("div", undefined, { class: "chart" }), found = histogram(values, step, rows, values === length);
     box.append(plot);
     draw(plot, () => [[{ type: "heatmap", x: found.x, y: found.y, z: found.z, colorscale: "Cividis", zmin: 0, hovertemplate: "step %{x}, " + title + " %{y}: %{z:.1%}<extra></extra>",
-      colorbar: { thickness: 10, tickformat: ".0%", outlinewidth: 0 } }], layout(title, { hovermode: "closest", xaxis: { title: { text: "step" } }, yaxis: found.kinds ? { type: "category" } : {} })]);
+      colorbar: { thickness: 10, tickformat: ".0%", outlinewidth: 0 } }], layout(title, { hovermode: "closest", yaxis: found.kinds ? { type: "category" } : {} })]);
   }
 }
 
@@ -276,7 +283,7 @@ function card(sample, number, kind, scale) {
       part.append(element("b", who));
       box.append(part);
     }
-    const span = element("i", vocabulary[id]), sampled = !sample.turns || turn > 0;
+    const span = element("i", vocabulary[id].replaceAll("\n", "\u21b5\n")), sampled = !sample.turns || turn > 0;
     if (sampled && kind === "probability" && sample.probability) shade(span, "--shade", 1 - sample.probability[i] / 100);
     else if (sampled && kind !== "none" && sample[kind] !== undefined) {
       const value = list(sample[kind], i);
@@ -355,6 +362,7 @@ async function start() {
   }
   const metrics = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics.columns)))].sort();
   $("metric-names").append(...metrics.map((name) => element("option", undefined, { value: name })));
+  $("only-differences").checked = data.runs.length > 1;
   drawTables();
   DEFAULT_CURVES.forEach((name) => addCurve(name));
   drawValidation();

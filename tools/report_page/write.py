@@ -104,9 +104,12 @@ def write_page(
 
 
 def _names(run_dirs: list[Path]) -> dict[Path, str]:
-    """Return the last part of each path, or the whole path where two runs share it."""
-    short = [path.resolve().name for path in run_dirs]
-    return {path: str(path) if short.count(name) > 1 else name for path, name in zip(run_dirs, short)}
+    """Return the fewest last parts of each path that tell the runs apart."""
+    parts = [path.resolve().parts for path in run_dirs]
+    length = 1
+    while len({own[-length:] for own in parts}) < len(set(parts)):
+        length += 1
+    return {path: "/".join(own[-length:]) for path, own in zip(run_dirs, parts)}
 
 
 def _metrics(records: list[dict]) -> dict[str, Any]:
