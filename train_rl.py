@@ -67,6 +67,8 @@ def main() -> int:
     if ranks.rank == 0:
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
+    if config.run.mode == "score_only":
+        return score_stored(config, ranks)
     start_up.mark("config")
     try:
         ranks = join_ranks(ranks)  # before the slow import of torch, so that missing ranks are reported early
@@ -96,6 +98,18 @@ def main() -> int:
                 print(f"interrupted; the same command continues {where}", file=sys.stderr)
             leave(130, together=False)
     return 0
+
+
+def score_stored(config, ranks) -> int:
+    """Apply the reward function to stored rollouts in this process; return the exit code."""
+    if ranks.world_size > 1:
+        return refuse(ValueError("run.mode=score_only uses one process; start it without a launcher."), None)
+    from rl.run.score_only import score_only
+
+    try:
+        return score_only(config)
+    except ValueError as error:
+        return refuse(error, ranks)
 
 
 def watched_run(config, ranks, device) -> int:

@@ -39,6 +39,12 @@ class Run:
     """Name of the run; also the last part of the default `run.dir`."""
     dir: str = ""
     """Directory for metrics, checkpoints, the resolved config and the code. Empty: `runs/<run.name>`."""
+    mode: Literal["train", "rollout_only", "score_only", "train_only"] = "train"
+    """rollout_only: generate, score and store samples without learning. score_only: apply the reward function
+    to stored samples and print the differences, in one process without a model. train_only: learn from stored
+    samples without an engine; nothing is generated or validated. docs/report.md has examples."""
+    rollouts: str = ""
+    """Run directory with the stored samples that `mode` score_only (empty: `dir`) or train_only reads."""
     max_steps: Annotated[int, AT_LEAST_ONE] = 100
     """Training steps (policy updates from one batch of prompts; for sft, optimizer steps)."""
     seed: Annotated[int, NOT_NEGATIVE] = 1
@@ -537,8 +543,10 @@ class Checkpoint:
 class Logging:
     tensorboard: bool = True
     """Write TensorBoard event files to `<run.dir>/tensorboard`."""
-    samples: Annotated[int, NOT_NEGATIVE] = 0
-    """Samples per step (prompt, response, score) written to `<run.dir>/samples.jsonl`."""
+    rollouts: Literal["none", "sample", "all"] = "sample"
+    """Samples that each step writes to `<run.dir>/rollouts` as parquet, with token ids, log-probs, advantages
+    and scores. sample: those of four groups; all: every sample, as replays of a run need; about 10 bytes per
+    token."""
 
 
 @dataclass
@@ -601,12 +609,18 @@ def needs_kept_sets(config: Config) -> bool:
 
 def needs_engine(config: Config) -> bool:
     """Return whether a generation engine is built, for training or for validation."""
-    return learns_from_samples(config) or bool(config.data.val and config.validation.every)
+    return (learns_from_samples(config) and config.run.mode != "train_only") or validates(config)
+
+
+def validates(config: Config) -> bool:
+    """Return whether the run validates on held-out prompts."""
+    return bool(config.data.val and config.validation.every) and config.run.mode != "train_only"
 
 
 def needs_reward(config: Config) -> bool:
     """Return whether responses are scored, in training or in validation."""
-    return "reward" in algorithm_of(config).needs or bool(config.data.val and config.validation.every)
+    learns = "reward" in algorithm_of(config).needs and config.run.mode != "train_only"
+    return learns or validates(config)
 
 
 def needs_reference(config: Config) -> bool:

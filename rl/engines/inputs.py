@@ -9,7 +9,7 @@ from rl.config.functions import load_function
 from rl.config.layout_checks import check_judge, check_layout
 from rl.config.options import ConfigError
 from rl.config.reward_sources import RewardPlan, make_plan
-from rl.config.schema import Config, algorithm_of, needs_reward
+from rl.config.schema import Config, algorithm_of, needs_reward, validates
 from rl.data.curriculum import CurriculumSampler, load_order
 from rl.data.preferences import load_labelled, load_preferences
 from rl.data.prompts import Prompt, load_prompts, load_tokenizer
@@ -77,7 +77,7 @@ class Inputs:
         self.order = load_order(config.data.curriculum) if config.data.curriculum else None
         self.sampler()  # refuses a curriculum that returns no order
         self.held_out: list[Prompt] = []
-        if config.data.val and config.validation.every:
+        if validates(config):
             self.held_out = self._prompts(config.data.val, max_prompts=config.validation.max_prompts)
         self.rewards: RewardPlan | None = None
         if needs_reward(config):

@@ -55,7 +55,6 @@ class Phases:
         prompts: list[Prompt] | list[Preference] | list[Labelled],
         sampler: EpochSampler | MixedSampler,
         scorer: Scorer | None,
-        tokenizer,
         stop: StopRequests | None = None,
         agents=None,
         link: "Link | None" = None,
@@ -77,7 +76,7 @@ class Phases:
             self.generation = self.split = SplitGeneration(config, step, policy, self.memory, stop, link=link)
         self.inference = Inference(config, step, engines, self.memory, planner)
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
-        self.scoring = Scoring(config, step, engines, self.memory, scorer, tokenizer)
+        self.scoring = Scoring(config, step, engines, self.memory, scorer)
         self.kl_penalty = KlPenalty(config)
         self.past_lengths = PastLengths() if config.rollout.longest_first else None
         self.carry_over = None
