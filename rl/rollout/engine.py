@@ -8,12 +8,14 @@ add and abort requests at the same engine steps, in the same order. `rl.rollout.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from rl.config.schema import Rollout
+from rl.models import read_hf_config
 from rl.rollout import cpu_support
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
@@ -37,6 +39,7 @@ class RolloutEngine:
         frozen: whether the weights are read from `path` and never change. On CUDA they then stay in GPU
             memory, because vLLM's sleep mode supports one engine per process. Weights of an engine that is
             not frozen are undefined until the first refit.
+        routes: return the experts that were chosen for each token, as the held column "routes".
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class RolloutEngine:
         device: Device,
         name: str = "rollout",
         frozen: bool = False,
+        routes: bool = False,
     ):
         self.config, self.device, self.name, self.frozen = rollout, device, name, frozen
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -60,7 +64,14 @@ class RolloutEngine:
         """Whether this rank decides what its replica generates (`rl.rollout.events`)."""
         cpu_support.install()
         self.llm = build_llm(
-            path, rollout, dtype=dtype, max_tokens=max_tokens, seed=seed, device=device, frozen=frozen
+            path,
+            rollout,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            seed=seed,
+            device=device,
+            frozen=frozen,
+            routes=routes,
         )
         if not device.is_cuda:
             dist.barrier()
@@ -80,8 +91,13 @@ class RolloutEngine:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
         self.replica_group = _own_replica_group(world, self.tp, rank)
-        self.held_columns: tuple[str, ...] = ()
+        self.held_columns: tuple[str, ...] = ("routes",) if routes else ()
         """Held columns (`rl.data.held`) of the engine's completions."""
+        self._routes: Any = None
+        if routes and self.leads:
+            from rl.rollout.routes import routes_of_engine
+
+            self._routes = routes_of_engine(read_hf_config(path), self.llm, self.model, self._scheduler)
         self._queues_made = 0
         self._running: dict[str, _Live] = {}
         self.events = EventLog(self.replica_group)
@@ -300,7 +316,7 @@ class RolloutEngine:
                     if output.finished:
                         has_finished = True
                         live = running.pop(output.request_id)
-                        self._deliver(source, output.request_id, _completion(output.outputs[0], live))
+                        self._deliver(source, output.request_id, self._completion(output.outputs[0], live))
                 step += 1
 
     def _add(self, request: Request, sampling: Sampling) -> None:
@@ -326,6 +342,16 @@ class RolloutEngine:
         logprobs = np.array(logprobs, np.float32)
         engine.abort_request([name])
         return Completion(token_ids, logprobs, "abort", live.versions(len(token_ids)))
+
+    def _completion(self, output, live: "_Live") -> Completion:
+        held = {} if self._routes is None else {"routes": self._routes.take(live.internal_id, output)}
+        return Completion(
+            token_ids=np.asarray(output.token_ids, np.int32),
+            logprobs=np.asarray(output.logprobs.logprobs, np.float32),
+            end="length" if output.finish_reason == "length" else "stop",
+            weight_versions=live.versions(len(output.token_ids)),
+            held=held,
+        )
 
     def _deliver(self, source: Source | None, name: str, completion: Completion) -> None:
         self.events.note(name, completion.token_ids)
@@ -381,15 +407,6 @@ class _Live:
         for first, version in self.spans:
             versions[first:] = version
         return versions
-
-
-def _completion(output, live: _Live) -> Completion:
-    return Completion(
-        token_ids=np.asarray(output.token_ids, np.int32),
-        logprobs=np.asarray(output.logprobs.logprobs, np.float32),
-        end="length" if output.finish_reason == "length" else "stop",
-        weight_versions=live.versions(len(output.token_ids)),
-    )
 
 
 def _abort_in_order(client) -> None:

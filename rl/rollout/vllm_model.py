@@ -15,7 +15,15 @@ from rl.runtime.device import Device
 
 
 def build_llm(
-    path: str, rollout: Rollout, *, dtype: str, max_tokens: int, seed: int, device: Device, frozen: bool
+    path: str,
+    rollout: Rollout,
+    *,
+    dtype: str,
+    max_tokens: int,
+    seed: int,
+    device: Device,
+    frozen: bool,
+    routes: bool = False,
 ):
     """Return vLLM's LLM object for the checkpoint directory `path`. Collective over the world.
 
@@ -76,6 +84,7 @@ def build_llm(
             # with a step in flight while the trainer takes the memory. With it, ranks of external_launcher
             # diverged (vLLM #28774). Without it, CUDA runs the loop that the tests compare between ranks.
             async_scheduling=False,
+            enable_return_routed_experts=routes and device.is_cuda,  # on CPU `rl.rollout.routes.CpuRoutes`
             **options,
         )
 

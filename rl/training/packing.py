@@ -1,6 +1,7 @@
 """Packed micro-batches: the layout of several samples in one row of tokens on the device."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +47,8 @@ class MicroBatch:
     sum_p_squared: Tensor | None = None
     values: Tensor | None = None
     """Output of a value model, float32 [R]."""
+    routes: Any = None
+    """Experts of the row's tokens (`rl.training.router_replay.Routes`); None: the routers choose."""
     starts: np.ndarray | None = None
     """int64 [2, B]: positions in the row of each sample's first token, and of its first response token."""
 
