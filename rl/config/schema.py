@@ -156,6 +156,10 @@ class Training:
     """Recompute every layer's activations in the backward pass (Megatron full recompute, uniform)."""
     overlap_gradients: Literal["auto", "on", "off"] = "auto"
     """Reduce gradients over the data parallel ranks during the backward pass. auto: on CUDA."""
+    router_replay: Literal["none", "old_policy", "engine"] = "none"
+    """Mixtures of experts: the experts that the policy's passes use for a token, instead of those that the
+    present router selects. old_policy: those of the pass that computed the old log-probs. engine: those with
+    which the token was generated (docs/fidelity.md)."""
     head_chunk_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Maximum number of tokens whose logits are computed at once for log-probs and entropy. 0: as many as fit
     in 1 GiB of float32 logits. A micro-batch with at most this many tokens keeps its logits for the backward

@@ -8,6 +8,7 @@ add and abort requests at the same engine steps, in the same order. `rl.rollout.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from rl.config.schema import Rollout
 from rl.data.held import KEPT_SETS
+from rl.models import read_hf_config
 from rl.rollout import cpu_support
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
@@ -39,6 +41,7 @@ class RolloutEngine:
             memory, because vLLM's sleep mode supports one engine per process. Weights of an engine that is
             not frozen are undefined until the first refit.
         returns_kept: whether completions have the kept sets of their tokens (`rl.rollout.kept_sets`).
+        routes: return the experts that were chosen for each token, as the held column "routes".
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class RolloutEngine:
         name: str = "rollout",
         frozen: bool = False,
         returns_kept: bool = False,
+        routes: bool = False,
     ):
         self.config, self.device, self.name, self.frozen = rollout, device, name, frozen
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -71,6 +75,7 @@ class RolloutEngine:
             device=device,
             frozen=frozen,
             returns_kept=returns_kept,
+            routes=routes,
         )
         if not device.is_cuda:
             dist.barrier()
@@ -92,8 +97,13 @@ class RolloutEngine:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
         self.replica_group = _own_replica_group(world, self.tp, rank)
-        self.held_columns: tuple[str, ...] = KEPT_SETS if returns_kept else ()
+        self.held_columns: tuple[str, ...] = KEPT_SETS * returns_kept + ("routes",) * routes
         """Held columns (`rl.data.held`) of the engine's completions."""
+        self._routes: Any = None
+        if routes and self.leads:
+            from rl.rollout.routes import routes_of_engine
+
+            self._routes = routes_of_engine(read_hf_config(path), self.llm, self.model, self._scheduler)
         self._queues_made = 0
         self._running: dict[str, _Live] = {}
         self.events = EventLog(self.replica_group)
@@ -314,10 +324,7 @@ class RolloutEngine:
                     if output.finished:
                         has_finished = True
                         live = running.pop(output.request_id)
-                        completion = _completion(output.outputs[0], live)
-                        if self._returns_kept:
-                            completion.held.update(self._kept_sets(live.internal_id, output.outputs[0]))
-                        self._deliver(source, output.request_id, completion)
+                        self._deliver(source, output.request_id, self._completion(output.outputs[0], live))
                 step += 1
 
     def _add(self, request: Request, sampling: Sampling) -> None:
@@ -355,6 +362,19 @@ class RolloutEngine:
             sets = sets or [()] * len(output.token_ids)
         assert len(sets) == len(output.token_ids), "the engine did not return a kept set for every token"
         return columns_of(sets, self._vocab_size)
+
+    def _completion(self, output, live: "_Live") -> Completion:
+        """Return the tokens of a finished request, with the held columns."""
+        held = {} if self._routes is None else {"routes": self._routes.take(live.internal_id, output)}
+        if self._returns_kept:
+            held |= self._kept_sets(live.internal_id, output)
+        return Completion(
+            token_ids=np.asarray(output.token_ids, np.int32),
+            logprobs=np.asarray(output.logprobs.logprobs, np.float32),
+            end="length" if output.finish_reason == "length" else "stop",
+            weight_versions=live.versions(len(output.token_ids)),
+            held=held,
+        )
 
     def _deliver(self, source: Source | None, name: str, completion: Completion) -> None:
         self.events.note(name, completion.token_ids)
@@ -414,15 +434,6 @@ class _Live:
         for first, version in self.spans:
             versions[first:] = version
         return versions
-
-
-def _completion(output, live: _Live) -> Completion:
-    return Completion(
-        token_ids=np.asarray(output.token_ids, np.int32),
-        logprobs=np.asarray(output.logprobs.logprobs, np.float32),
-        end="length" if output.finish_reason == "length" else "stop",
-        weight_versions=live.versions(len(output.token_ids)),
-    )
 
 
 def _abort_in_order(client) -> None:

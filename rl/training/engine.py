@@ -7,6 +7,8 @@ its own weights, optimizer and head.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +51,7 @@ class TrainingEngine:
         optimizer: None for a frozen model.
         temperature: temperature of the distribution whose log-probs a policy computes.
         keep_reference: keep a copy of the initial weights for `reference_weights`.
+        router_replay: `training.router_replay`, for a policy.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class TrainingEngine:
         optimizer: Optimizer | None = None,
         temperature: float = 1.0,
         keep_reference: bool = False,
+        router_replay: str = "none",
     ):
         self.config, self.grid, self.device, self.temperature = training, grid, device, temperature
         self.adam = optimizer
@@ -74,10 +78,20 @@ class TrainingEngine:
         self.needs: dict[str, Need] = {}
         """Held columns that the passes read, and which part of them."""
         self._moved = BytesMoved()
+        self.replay: Any = None
+        """Chooses the experts of a policy's passes (`rl.training.router_replay`); None: the routers do."""
         hf = value_model(hf) if values else hf
         model = build_model(hf, training, DTYPES[dtype], grid, values=values).to(device.torch)
         self.model = model
         self.shares_prompts = training.shared_prefix and can_share(device.torch, DTYPES[dtype])
+        if router_replay != "none":
+            from rl.training.router_replay import RouterReplay
+
+            self.replay = RouterReplay(
+                model, router_replay, architecture(hf).megatron_config(hf)["moe_layer_freq"], grid
+            )
+            if router_replay == "engine":
+                self.needs["routes"] = self.replay.need
         weights = value_weights(hf, needs_head=False) if values else architecture(hf).weights(hf)
         self.weight_map = WeightMap(hf, weights, grid, model)
         mark_split_weights(self.weight_map)
@@ -85,6 +99,7 @@ class TrainingEngine:
         assert optimizer is not None or not keep_reference, (
             "keep_reference requires an optimizer: a frozen model is its own reference"
         )
+        self._is_reference = False
         self.reference = self._copy_of_weights() if keep_reference else None
         self.optimizer = None
         self.wrapped: torch.nn.Module = model
@@ -135,12 +150,14 @@ class TrainingEngine:
         )
         parameters = list(self.model.parameters())
         own = [parameter.data for parameter in parameters]
+        self._is_reference = True
         try:
             for parameter, weight in zip(parameters, self.reference):
                 unused = parameter.main_grad.view(-1).view(weight.dtype)[: weight.numel()]
                 parameter.data = unused.view(weight.shape).copy_(weight, non_blocking=True)
             yield
         finally:
+            self._is_reference = False
             for parameter, data in zip(parameters, own):
                 parameter.data = data
 
@@ -188,10 +205,14 @@ class TrainingEngine:
         return self._sum_over_replicas(sums) | {"grad_norm": norm}
 
     def held_metrics(self) -> dict[str, float]:
-        """Return the bytes of held columns that all ranks received since the last call, and those planned."""
+        """Return the bytes of held columns that all ranks received since the last call, and those planned.
+
+        With routes of the engine also the share that the trainer's routers would have chosen otherwise.
+        """
         moved, self._moved = torch.tensor([self._moved.received, self._moved.planned]), BytesMoved()
         total = sum_over_world(moved, self.device.torch).tolist()
-        return dict(zip(("perf/held_bytes_received", "perf/held_bytes_planned"), total))
+        metrics = dict(zip(("perf/held_bytes_received", "perf/held_bytes_planned"), total))
+        return metrics | (self.replay.metrics() if "routes" in self.needs else {})
 
     def start_from_present_weights(self) -> None:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
@@ -265,6 +286,11 @@ class TrainingEngine:
             )
             for samples in plan[self.grid.dp_rank]
         ]
+        if self.replay is not None:
+            reference = self._is_reference
+            rows = [
+                replace(row, routes=self.replay.routes(batch, row, is_reference=reference)) for row in rows
+            ]
 
         def step(iterator, model):
             micro = with_columns(next(iterator), batch)

@@ -68,6 +68,7 @@ class Packed(GPTModel):
             max_seqlen_kv=micro.tokens.numel(),
             attention=micro.attention,
             rotation=self.rotary.of(micro.position_ids),
+            routes=micro.routes,
         )
         request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.kept)
         return self(micro.tokens, micro.position_ids, None, labels=request, packed_seq_params=packed)
@@ -193,7 +194,10 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> Tran
         # Megatron has no fused kernel for MLA without YaRN.
         apply_rope_fusion=use_te(dtype) and of_model.get("rope_type") != "rope",
         moe_permute_fusion="num_moe_experts" in of_model and use_te(dtype),
-        moe_router_fusion="num_moe_experts" in of_model and use_te(dtype),
+        # The fused kernel does not ask for replayed experts.
+        moe_router_fusion="num_moe_experts" in of_model
+        and use_te(dtype)
+        and training.router_replay == "none",
         recompute_granularity="full" if training.recompute else None,
         recompute_method="uniform" if training.recompute else None,
         recompute_num_layers=1 if training.recompute else None,
