@@ -114,7 +114,7 @@ def watched_run(config, ranks, device) -> int:
     from rl.run_directory.status import Status
     from rl.runtime import start_up
     from rl.runtime.collectives import broadcast_object
-    from rl.runtime.session import REFUSED, job
+    from rl.runtime.session import job
     from rl.stopping.requests import refuse_if_stopped_by_hand
 
     start_up.mark("transformers")
@@ -150,8 +150,8 @@ def watched_run(config, ranks, device) -> int:
         return code
     except ConfigError as error:
         status.refuse(str(error))
-        if config.roles.is_on:  # the other role waits in another place
-            job().store.set(REFUSED, str(error))
+        if watchdog is not None and config.roles.is_on:  # the other role may be in another place
+            leave(watchdog.refuse(str(error)), together=False)
         raise
     except KeyboardInterrupt:
         status.interrupt()
@@ -163,8 +163,7 @@ def watched_run(config, ranks, device) -> int:
         if watchdog is None:
             status.fail(f"rank {ranks.rank} failed in start-up: {type(error).__name__}: {error}")
             raise
-        watchdog.fail(error)
-        leave(1, together=False)
+        leave(watchdog.fail(error), together=False)
     finally:
         if watchdog is not None:
             watchdog.close()

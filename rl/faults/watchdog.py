@@ -51,6 +51,9 @@ LINGER_S = 1.0
 EXIT_S = 30.0
 """Longest time for the main thread to exit after an error, in seconds; then the watchdog ends the process."""
 
+REFUSED_EXIT = 2
+"""Exit code of a run whose input is invalid."""
+
 STACKS, ERRORS = "stacks", "errors"
 
 
@@ -109,10 +112,10 @@ class Watchdog:
         if self.lock is not None:
             self.lock.release()
 
-    def _exit(self) -> NoReturn:
+    def _exit(self, code: int = 1) -> NoReturn:
         """End the process from the thread, whatever the main thread waits for."""
         self._unlock()
-        os._exit(1)
+        os._exit(code)
 
     # The thread -----------------------------------------------------------------------------------------
 
@@ -167,6 +170,9 @@ class Watchdog:
             self._acknowledge()
             self._wait_until(self._board.is_reported, ACK_S + DIAGNOSIS_S)
             self.status.fail(fault.message)
+        elif fault.kind == "refused":
+            self._end_refused(fault)
+            self._exit(REFUSED_EXIT)
         else:
             if self.rank in (0, fault.rank):  # the run's log is rank 0's
                 self._report(fault.message)
@@ -245,8 +251,28 @@ class Watchdog:
 
     # Errors of the main thread --------------------------------------------------------------------------
 
-    def fail(self, error: BaseException) -> None:
-        """Report an error of the main thread and wait until all ranks know it. The caller then exits.
+    def refuse(self, message: str) -> int:
+        """Report invalid input to both roles and return the exit code, with which the caller then exits.
+
+        The other role may be anywhere, so its watchdogs end it.
+        """
+        self._failing.set()
+        self.tracker.close()
+        with contextlib.suppress(dist.DistError):  # another rank has refused, and held the store
+            self._end_refused(self._board.post(Fault("refused", self.rank, message)))
+        return REFUSED_EXIT
+
+    def _end_refused(self, fault: Fault) -> None:
+        if self.rank == 0:
+            self._report(fault.message)
+            self.status.refuse(fault.message)
+        self._acknowledge()
+        self._wait_until(self._all_acknowledged, ACK_S)
+        self._unlock()
+
+    def fail(self, error: BaseException) -> int:
+        """Report an error of the main thread and wait until all ranks know it; return the exit code, with
+        which the caller then exits.
 
         If another rank's fault was first, the error is only written to this rank's file.
         """
@@ -264,13 +290,17 @@ class Watchdog:
         failed = "all ranks stopped" if isinstance(error, Disagreement) else f"{rank} failed"
         message = f"{failed} in {label}: {_first_line(error)}; {where}"
         try:
-            self._share(error, trace, message)
+            return self._share(error, trace, message)
         except dist.DistError as no_store:
             self._failing.clear()
             self._end_without_store(no_store)
+        return 1
 
-    def _share(self, error: BaseException, trace: str, message: str) -> None:
-        """Post the error unless another fault is first; report the first fault; wait for all ranks."""
+    def _share(self, error: BaseException, trace: str, message: str) -> int:
+        """Post the error unless another fault is first; report the first fault; wait for all ranks.
+
+        Returns the exit code.
+        """
         first, is_own = None, False
         if may_be_secondary(error):
             self._wait_until(lambda: self._board.first() is not None, CAUSE_S)
@@ -283,6 +313,9 @@ class Watchdog:
                 )
             first = self._board.post(own)
             is_own = first == own
+        if first.kind == "refused":
+            self._end_refused(first)
+            return REFUSED_EXIT
         if is_own and first.kind == "error":
             print(trace, end="", file=sys.stderr)
         if is_own or (self.rank == 0 and first.rank != 0):  # the run's log is rank 0's
@@ -298,6 +331,7 @@ class Watchdog:
         self._unlock()
         if first.rank != self.rank:
             time.sleep(LINGER_S)  # a fixed delay, so that the rank at fault exits first
+        return 1
 
     def _wait_for_lost_ranks(self) -> list[int]:
         """Wait for a lost rank or a fault; return ranks that ended or, on other hosts, are silent."""

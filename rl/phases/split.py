@@ -1,6 +1,5 @@
 """Generation on other ranks (`roles`): the trainers' side, with the interface of `Generation`."""
 
-import base64
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from rl.rollout.asks import Ask, Asks, Begin, Complete, Generate, NextBatch
 from rl.rollout.exchange import exchange
 from rl.rollout.group_stream import batch_size
 from rl.rollout.sampling import Sampling, seed_of, train_sampling
-from rl.rollout.turns import Sample, Segment
+from rl.rollout.turns import COLUMNS, Sample, Segment, columns_of
 from rl.run_directory.consumed import FILE_NAME, append_consumed
 from rl.runtime.collectives import any_rank
 from rl.runtime.session import job
@@ -114,11 +113,20 @@ class SplitGeneration:
                 self._receive(lambda: all(group in self._groups for group in groups))
 
     def state_dict(self) -> dict:
-        """Return plain data for a checkpoint. Not collective."""
-        return {
+        """Return plain data for a checkpoint, with an array of all tokens for each column. Not collective."""
+        deliveries = [self._groups[group] for group in sorted(self._groups)]
+        samples = [sample for delivery in deliveries for sample in delivery.samples]
+        return columns_of(samples) | {
             "batch": self._num_learned,
             "batch_size": self._size,
-            "groups": [[g, *_packed(self._groups[g])] for g in sorted(self._groups)],
+            "groups": [
+                [
+                    *delivery.key,
+                    delivery.source,
+                    [[s.number, s.truncated, len(s.token_ids)] for s in delivery.samples],
+                ]
+                for delivery in deliveries
+            ],
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -134,16 +142,21 @@ class SplitGeneration:
                 f"{state['batch_size']}; resume with the value of the saved run."
             )
         self._next_batch = self._num_learned = self._num_asked = state["batch"]
-        for group, *packed in state.get("groups", []):
-            delivery = _unpacked(group, group % self._size, *packed)
-            if len(delivery.samples) != self._sampling.samples_per_prompt:
+        start = 0
+        for group, prompt, source, rows in state.get("groups", []):
+            if len(rows) != self._sampling.samples_per_prompt:
                 raise ConfigError(
                     f"rollout.samples_per_prompt={self._sampling.samples_per_prompt}, but the checkpoint "
-                    f"holds a group of {len(delivery.samples)} samples; resume with that of the saved run."
+                    f"holds a group of {len(rows)} samples; resume with that of the saved run."
                 )
+            samples = []
+            for number, truncated, length in rows:
+                segment = Segment(*(state[name][start : start + length] for name in COLUMNS))
+                samples.append(Sample(group % self._size, number, (segment,), truncated))
+                start += length
             version = self._policy.version + group // self._size - self._num_learned
-            if _oldest(delivery.samples) >= version - self._config.roles.lag:
-                self._groups[group] = delivery
+            if _oldest(samples) >= version - self._config.roles.lag:
+                self._groups[group] = Delivery((group, prompt), source, samples)
 
     # Generation -------------------------------------------------------------------------------------------
 
@@ -267,23 +280,3 @@ class SplitGeneration:
 def _oldest(samples: list[Sample]) -> int:
     """Return the oldest version that sampled a token of the samples."""
     return min((int(s.weight_versions.min()) for s in samples if len(s.token_ids)), default=sys.maxsize)
-
-
-def _packed(delivery: Delivery) -> list:
-    """Return the fingerprint, the rank and the samples of a group as plain data."""
-    rows = []
-    for sample in delivery.samples:
-        columns = np.stack([sample.token_ids, sample.logprobs.view(np.int32), sample.weight_versions])
-        rows.append(
-            [sample.number, sample.truncated, base64.b64encode(columns.astype("<i4").tobytes()).decode()]
-        )
-    return [delivery.key[1], delivery.source, rows]
-
-
-def _unpacked(group: int, place: int, prompt: int, source: int, rows: list) -> Delivery:
-    samples = []
-    for number, truncated, text in rows:
-        columns = np.frombuffer(base64.b64decode(text), "<i4").reshape(3, -1).astype(np.int32)
-        segment = Segment(columns[0], columns[1].view(np.float32), columns[2])
-        samples.append(Sample(place, number, (segment,), truncated))
-    return Delivery((group, prompt), source, samples)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.models import architecture
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts
@@ -101,7 +102,7 @@ class Link:
         """Plan the refits of the policy. Collective over the job.
 
         A training rank passes `trainer`, a generating rank `engine`. hf: the policy's config.json. Raises
-        ValueError on every rank if an engine holds a weight in another form than the trainer.
+        ConfigError on every rank if an engine holds a weight in another form than the trainer.
         """
         self._trainer, self._engine, self._check_every = trainer, engine, config.refit.check_every
         weights, grid, num_layers = architecture(hf).weights(hf), config.training, hf["num_hidden_layers"]
@@ -126,7 +127,7 @@ class Link:
         )
         if planned.fallback:
             names = ", ".join(weight.vllm for weight in planned.fallback[:4])
-            raise ValueError(
+            raise ConfigError(
                 f"vLLM holds {len(planned.fallback)} weights ({names}, ...) in another dtype or layout than "
                 "the trainer. They need vLLM's own loader, which a refit between two roles does not support; "
                 "omit the section roles."

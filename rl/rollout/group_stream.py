@@ -7,8 +7,8 @@ generators to begin batches up to n + lag with weights v, and no later one.
 
 `roles.granularity` decides when a replica reads the next message: when all its samples are complete (batch),
 or between two engine steps (group, sample). With `rollout.deterministic` those two read it a fixed number of
-engine steps after the replica's last sample of the batch before, and wait for it if it is not there yet, so
-that everything but the clock is a function of the seed.
+engine steps after the replica's last sample of the batch before. The engine takes no step until it has come,
+so that everything but the clock is a function of the seed.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ import numpy as np
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import fingerprint
 from rl.rollout.asks import Ask, Asks, Begin, NextBatch
-from rl.rollout.events import Add, Done, Event, Weights
+from rl.rollout.events import Add, Done, Event, Waiting, Weights
 from rl.rollout.queue import Queue
 from rl.rollout.sampling import seed_of, train_sampling
 from rl.rollout.turns import Completion, Request, Sample, Segment
@@ -88,8 +88,12 @@ class GroupStream:
         events = self._begin_samples(num_live)
         # At most one message: its weights must be taken before the next one can come.
         if self.barrier is None and self._reads_next(num_live + len(events), step):
-            taken = self._read(is_idle=not num_live and not events)
-            if taken is not None and isinstance(taken[1], NextBatch):
+            is_due = self._due_at is not None
+            taken = self._asks.take(WAIT_S if is_due or not num_live + len(events) else 0.0)
+            if taken is None:
+                return [*events, Waiting("weights")] if is_due and num_live + len(events) else events
+            self._due_at = None
+            if isinstance(taken[1], NextBatch):
                 begun = len(events)
                 events += self._allow(taken[1])
                 events += self._begin_samples(num_live + begun)
@@ -111,15 +115,6 @@ class GroupStream:
             self._send((group, fingerprint([prompt])), samples)
 
     # Messages ---------------------------------------------------------------------------------------------
-
-    def _read(self, *, is_idle: bool) -> tuple[str, Ask] | None:
-        """Return the next message, None if there is none yet. A message that is due is waited for."""
-        self._due_at = None
-        waits = not is_idle and self._config.rollout.deterministic and self._granularity != "batch"
-        while (taken := self._asks.take(WAIT_S if is_idle or waits else 0.0)) is None:
-            if not waits or self._asks.exit_code() is not None:
-                break
-        return taken
 
     def _reads_next(self, num_live: int, step: int) -> bool:
         """Return whether to read the next message before engine step `step`."""

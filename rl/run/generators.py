@@ -6,7 +6,6 @@ import time
 import numpy as np
 import torch.distributed as dist
 
-from rl.config.options import ConfigError
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
 from rl.engines.engines import build_rollout
@@ -61,6 +60,8 @@ class Generators:
         self._sampler = inputs.sampler()
         self._step = 0
         self._next_look = 0.0
+        self._waits = False
+        """Whether the engine takes no step until weights have come."""
         self._exit_code: int | None = None
         warm_up(device)
 
@@ -88,6 +89,7 @@ class Generators:
                 sampling,
                 interrupt=self._look,
                 take_weights=self._take_weights,
+                on_wait=self._note_wait,
                 keep_records=False,  # one run of the engine may last as long as the job
             )
             self._compare_logs()
@@ -146,15 +148,15 @@ class Generators:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + WAIT_S
-            store = session.job().store
-            if store.check([session.REFUSED]):
-                raise ConfigError(store.get(session.REFUSED).decode())
             self._link.check_threads()
             self._exit_code = self._asks.exit_code()
-        phase = "generate" if self._engine.is_busy else "wait_weights"
+        phase = "generate" if self._engine.is_busy and not self._waits else "wait_weights"
         if self._tracker.current.phase != phase:
             self._tracker.enter(phase, self._step)
         return self._exit_code is not None
+
+    def _note_wait(self, text: str) -> None:
+        self._waits = bool(text)
 
     def _compare_logs(self) -> None:
         """Raise if ranks of the replica generated different tokens."""
