@@ -146,6 +146,10 @@ def watched_run(config, ranks, device) -> int:
         from rl.run.loop import run  # imports Megatron and vLLM, so only now
 
         code = run(config, inputs, device, watchdog)
+        if watchdog.living is not None:
+            if not watchdog.living.meet(ranks.rank, ranks.world_size):
+                watchdog.close()
+                leave(code, together=False)  # process groups with a dead rank cannot be destroyed
         dist.monitored_barrier(job().group)  # otherwise the first rank to exit would look lost
         return code
     except ConfigError as error:

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from rl.faults.phase_tracker import PhaseEntry, PhaseTracker
 from rl.faults.process import GIB, resident_bytes
 from rl.run_directory.status import Status
 from rl.runtime.device import Device
+
+if TYPE_CHECKING:  # a run in which all replicas must live does not import it
+    from rl.runtime.living import LivingReplicas
 
 POLL_S = 0.5
 """Interval of the thread's checks, in seconds."""
@@ -90,6 +93,9 @@ class Watchdog:
         self.tracker = PhaseTracker(config.limits, self._native_file)
         self._writer = HeartbeatWriter(run_dir, self.rank, self.tracker)
         self._board = FaultBoard(store)
+        self.living: LivingReplicas | None = None
+        """Which replicas the run goes on without; None if all must live."""
+        self._left_out: set[int] = set()
         self._stop = threading.Event()
         self._failing = threading.Event()
         self._once = threading.Lock()
@@ -147,9 +153,14 @@ class Watchdog:
             self._warn(f"rank {self.rank} cannot write its heartbeat: {error}")
 
     def _check(self) -> None:
+        if self.living is not None:
+            self._left_out = self.living.ranks_left_out()
         fault = self._board.first()
         if fault is not None:
             self._end_for(fault)
+        elif self.rank in self._left_out:
+            self._report(f"rank {self.rank} ({self._host}) ends, because the run goes on without its replica")
+            self._exit()
         elif (entry := self.tracker.current).seconds > entry.limit_s:
             self._end_for_overrun(entry)
         elif self.memory.host_limit_gib and resident_bytes() > self.memory.host_limit_gib * GIB:
@@ -157,8 +168,17 @@ class Watchdog:
 
     def _find_lost_ranks(self) -> None:
         heartbeats = self._heartbeats()
-        if lost := lost_ranks(heartbeats, time.time(), self.config.lost_s):
-            self._end_for(self._board.post(Fault("lost", self.rank, _lost_message(lost, heartbeats))))
+        if not (lost := lost_ranks(heartbeats, time.time(), self.config.lost_s)):
+            return
+        message = _lost_message(lost, heartbeats)
+        if self.living is not None and (replicas := self.living.leave_out(lost)):
+            names = ", ".join(map(str, replicas))
+            self._warn(
+                f"{message} The run goes on without replica {names} until its next start; "
+                f"rollout.min_replicas={self.living.least}"
+            )
+            return
+        self._end_for(self._board.post(Fault("lost", self.rank, message)))
 
     def _end_for(self, fault: Fault) -> None:
         """End this process because of the first fault of the run."""
@@ -193,7 +213,7 @@ class Watchdog:
         first = self._board.post(fault)
         if first != fault:
             return self._end_for(first)
-        self._wait_until(lambda: self._board.num_acknowledged() >= self.world_size - 1, ACK_S)
+        self._wait_until(lambda: self._board.num_acknowledged() >= self._num_present - 1, ACK_S)
         self._write_heartbeat()
         heartbeats, now = self._heartbeats(), time.time()
         silent_s = ACK_S + 2  # ranks have written a heartbeat since the overrun, if they are able to
@@ -226,7 +246,7 @@ class Watchdog:
         )
         if lost:
             message = _lost_message(lost, heartbeats)
-        if self.rank == min(set(range(self.world_size)) - set(lost)):
+        if self.rank == min(set(range(self.world_size)) - set(lost) - self._left_out):
             self._report(message)
         self.status.fail(message)
         self._exit()
@@ -308,6 +328,8 @@ class Watchdog:
         if first is None:
             own = Fault("error", self.rank, message)
             if may_be_secondary(error) and (lost := self._wait_for_lost_ranks()):
+                if self.living is not None and self.living.are_one_replica(self.rank, lost):
+                    return 1  # rank 0 decides whether the run goes on without this replica
                 own = Fault(
                     "lost", self.rank, f"{_lost_message(lost, self._heartbeats())} Found by {message}"
                 )
@@ -346,7 +368,8 @@ class Watchdog:
     # Helpers --------------------------------------------------------------------------------------------
 
     def _heartbeats(self) -> list[Heartbeat | None]:
-        return read_heartbeats(self._run_dir, self.world_size)
+        found = read_heartbeats(self._run_dir, self.world_size)
+        return [None if rank in self._left_out else beat for rank, beat in enumerate(found)]
 
     def _report(self, message: str) -> None:
         """Print the cause on stderr, once, although the thread and the main thread may both call this."""
@@ -365,7 +388,11 @@ class Watchdog:
                 self._board.acknowledge()
 
     def _all_acknowledged(self) -> bool:
-        return self._board.num_acknowledged() >= self.world_size
+        return self._board.num_acknowledged() >= self._num_present
+
+    @property
+    def _num_present(self) -> int:
+        return self.world_size - len(self._left_out)
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         """Wait until the condition holds, the time is over, or the store's process has ended."""

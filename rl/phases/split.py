@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,24 @@ class SplitGeneration:
         """Groups that have arrived and are not learned from, by number."""
         self._taken: list[tuple[int, int]] = []
         """(group, index of its prompt) of the groups of this step."""
-        self._answers: dict[str, list[Sample]] = {}
-        """Samples of `Generate`, by the message's name."""
+        self._answers: dict[str, dict[int, list[Sample]]] = {}
+        """Samples of a `Generate` by the rank of the replica's leader, by the message's name."""
+        self._claims = None
+        self._first = 0
+        """Number of the first group of this start."""
+        self._kept = 0
+        """Number of the first claim that is not forgotten."""
+        if link.living is not None:
+            from rl.rollout.claims import Claims
+
+            self._claims = Claims(job().store, link.living)
         self._sent_version: int | None = None
 
     # The run ----------------------------------------------------------------------------------------------
 
     def begin(self, cursor: dict[str, Any]) -> None:
         """Start the generators. cursor: state of the sampler before the next batch."""
+        self._first = self._num_learned * self._size
         self._ask(Begin(cursor, self._num_learned, frozenset(self._groups)))
 
     def end(self, code: int) -> None:
@@ -91,9 +102,14 @@ class SplitGeneration:
 
         Rank 0 writes.
         """
+        before = self._num_learned * self._size
         self._num_learned = self._next_batch
         first = self._num_learned * self._size
         if dist.get_rank() == 0:
+            if self._claims is not None:
+                # A replica may still search in the batches of this step.
+                self._claims.forget(range(self._kept, before - self._first))
+                self._kept = before - self._first
             path = Path(self._config.run.dir, FILE_NAME)
             number, taken = self._step.number, self._taken
             append_consumed(path, number, num_drawn=first, consumed=taken, dropped=[], waiting=[])
@@ -160,6 +176,34 @@ class SplitGeneration:
 
     # Generation -------------------------------------------------------------------------------------------
 
+    def next_batch(self, prompts: list[Prompt], *, purpose: str) -> Batch:
+        """Return the next batch of the stream, whose prompts the trainers have drawn too.
+
+        purpose: as in `Generation.sample`. Raises StepAborted on every rank after a stop request.
+        """
+        if len(prompts) != self._size:
+            raise ValueError(
+                f"algorithm={self._config.algorithm} generates for {len(prompts)} prompts at once, but "
+                f"with roles it must be the {self._size} of draw_prompts()."
+            )
+        self._send_weights()
+        step, number = self._step, self._next_batch
+        first = number * self._size
+        groups = range(first, first + self._size)
+        later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
+        self._num_asked = number + later + 1
+        self._ask(NextBatch(step.number, self._policy.version, number, self._num_asked, purpose))
+        ids = [prompt.token_ids for prompt in prompts]
+
+        def receive(bar, abortable: bool) -> list[Sample]:
+            self._receive(lambda: all(group in self._groups for group in groups), bar, abortable=abortable)
+            self._check_groups(groups, ids)
+            self._next_batch += 1
+            self._taken += [(group, prompt.index) for group, prompt in zip(groups, prompts)]
+            return [sample for group in groups for sample in self._groups[group].samples]
+
+        return self._awaited(receive, prompts, self._sampling, timing="gen", abortable=True)
+
     def sample(
         self,
         prompts: list[Prompt],
@@ -170,27 +214,47 @@ class SplitGeneration:
         abortable: bool = False,
         order: None = None,
     ) -> Batch:
-        """Return samples, as `Generation.sample`. With training's sampling, take the stream's next batch."""
-        ids = [prompt.token_ids for prompt in prompts]
-        takes_batch = abortable and sampling == self._sampling
+        """Return samples of these prompts by the present weights, as `Generation.sample`."""
         self._send_weights()
-        step, version = self._step, self._policy.version
-        if takes_batch:
-            if len(prompts) != self._size:
-                raise ValueError(
-                    f"algorithm={self._config.algorithm} generates for {len(prompts)} prompts at once, but "
-                    f"with roles it must be the {self._size} of draw_prompts()."
-                )
-            number = self._next_batch
-            first = number * self._size
-            groups = range(first, first + self._size)
-            later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
-            self._num_asked = number + later + 1
-            self._ask(NextBatch(step.number, version, number, self._num_asked, purpose))
-        else:
-            seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
-            name = self._ask(Generate(step.number, version, ids, sampling, seeds))
-            self._answers[name] = []
+        ids = [prompt.token_ids for prompt in prompts]
+        seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
+
+        def receive(bar, abortable: bool) -> list[Sample]:
+            samples: list[Sample] = []
+            places = list(range(len(prompts)))
+            while places:  # again only if a replica has died
+                asked = [ids[place] for place in places], sampling, [seeds[place] for place in places]
+                answers = self._generate(*asked, bar, abortable)
+                found = [replace(s, prompt=places[s.prompt]) for s in answers]
+                samples += found
+                places = sorted({*places} - {sample.prompt for sample in found})
+            return samples
+
+        return self._awaited(receive, prompts, sampling, timing=timing, abortable=abortable)
+
+    def _generate(
+        self, ids: list[np.ndarray], sampling: Sampling, seeds: list[int], bar, abortable: bool
+    ) -> list[Sample]:
+        """Ask for samples of these prompts; return those of the replicas that live."""
+        name = self._ask(Generate(self._step.number, self._policy.version, ids, sampling, seeds))
+        answers = self._answers[name] = {}
+        self._receive(lambda: answers.keys() >= {*self._link.leaders}, bar, abortable=abortable)
+        del self._answers[name]
+        if dist.get_rank() == 0:
+            self._asks.remove(name)
+        return [sample for own in answers.values() for sample in own]
+
+    def _awaited(
+        self,
+        receive: Callable[[Any, bool], list[Sample]],
+        prompts: list[Prompt],
+        sampling: Sampling,
+        *,
+        timing: str,
+        abortable: bool,
+    ) -> Batch:
+        """Return the samples of `receive` as a batch, and log for how long they were awaited."""
+        step, ids = self._step, [prompt.token_ids for prompt in prompts]
         total = len(prompts) * sampling.samples_per_prompt
         started = time.perf_counter()
         abortable = abortable and self._stop is not None and not step.is_committed
@@ -198,20 +262,7 @@ class SplitGeneration:
             step.phase("wait_samples", timing=timing, batch=fingerprint(ids)),
             step.bar(timing, total) as bar,
         ):
-            if takes_batch:
-                done = lambda: all(group in self._groups for group in groups)  # noqa: E731
-            else:
-                done = lambda: len(self._answers[name]) == total  # noqa: E731
-            self._receive(done, bar, abortable=abortable)
-            if takes_batch:
-                self._check_groups(groups, ids)
-                self._next_batch += 1
-                self._taken += [(group, prompt.index) for group, prompt in zip(groups, prompts)]
-                samples = [sample for group in groups for sample in self._groups[group].samples]
-            else:
-                samples = self._answers.pop(name)
-                if dist.get_rank() == 0:
-                    self._asks.remove(name)
+            samples = receive(bar, abortable)
             own = samples if dist.get_rank() == 0 else []
             batch = exchange(ids, own, sampling.samples_per_prompt, step.device)
             batch.prompts = prompts
@@ -223,16 +274,28 @@ class SplitGeneration:
         """Take what the generators send until `done`. Raises StepAborted after a stop request."""
         while not done():
             for delivery in self._link.receive_samples(WAIT_S):
-                if isinstance(delivery.key, str):
-                    self._answers[delivery.key] += delivery.samples
-                else:
-                    group = delivery.key[0]
-                    assert group not in self._groups, f"group {group} was generated twice"
-                    self._groups[group] = delivery
+                if not self._keep(delivery):
+                    continue
                 if bar is not None:
                     bar.update(len(delivery.samples))
             if abortable and self._stop is not None and any_rank(self._stop.is_requested()):
                 raise StepAborted
+
+    def _keep(self, delivery: Delivery) -> bool:
+        """Keep a delivery; return False if it is not needed, because a replica seemed to have died."""
+        if isinstance(delivery.key, str):
+            if delivery.key in self._answers:
+                self._answers[delivery.key][delivery.source] = delivery.samples
+            return delivery.key in self._answers
+        group = delivery.key[0]
+        is_known = group in self._groups or group < self._num_learned * self._size
+        if is_known:
+            assert self._claims is not None, f"group {group} was generated twice"
+            return False
+        self._groups[group] = delivery
+        if self._claims is not None and dist.get_rank() == 0:
+            self._claims.note_done(group - self._first)
+        return True
 
     def _check_groups(self, groups: range, ids: list[np.ndarray]) -> None:
         """Raise if a group has another prompt than the trainers drew, or is older than `roles.lag`."""

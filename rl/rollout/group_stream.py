@@ -48,6 +48,7 @@ class GroupStream:
             `begin.batch`.
         capacity: maximum number of concurrent requests.
         send: takes the key (number of the group, fingerprint of its prompt) and the samples of a group.
+        take_over: returns one of these items of the queue that a dead replica began, None if there is none.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class GroupStream:
         capacity: int,
         asks: Asks,
         send: Callable[[Hashable, list[Sample]], None],
+        take_over: Callable[[range], int | None] = lambda items: None,
     ):
         self._config, self._draw, self._queue, self._asks, self._send = config, draw, queue, asks, send
+        self._take_over = take_over
         self._sampling, self._size = train_sampling(config), batch_size(config)
         self._first = self._limit = begin.batch * self._size
         self._finished = begin.finished
@@ -143,7 +146,7 @@ class GroupStream:
         events: list[Event] = []
         n = 1 if self._granularity == "sample" else self._sampling.samples_per_prompt
         while num_live + len(events) + n <= self._capacity:
-            if not self._waiting and not self._begin_group():
+            if not self._waiting and not self._begin_abandoned() and not self._begin_group():
                 break
             events += [Add(self._waiting.popleft()) for _ in range(min(n, len(self._waiting)))]
         return events
@@ -153,11 +156,25 @@ class GroupStream:
         if self._next_group() >= self._limit:
             return False
         group, self._held = self._next_group(), None
+        self._open_group(group)
+        return True
+
+    def _begin_abandoned(self) -> bool:
+        """Begin a group of a replica that has died; return False if there is none."""
+        awaited = (self._next_batch - 1) * self._size  # the trainers have all groups before it
+        items = range(max(0, awaited - self._first), self._limit - self._first)
+        while (item := self._take_over(items)) is not None:
+            if self._first + item not in self._finished:
+                self._open_group(self._first + item)
+                return True
+        return False
+
+    def _open_group(self, group: int) -> None:
         batch, place = divmod(group, self._size)
         while self._num_drawn <= batch:
             self._prompts[self._num_drawn] = self._draw(self._size)
             self._num_drawn += 1
-        oldest = min((*self._open, group)) // self._size
+        oldest = min(min((*self._open, group)) // self._size, self._next_batch - 1)
         for done in [number for number in self._prompts if number < oldest]:
             del self._prompts[done]
         # With a lag, a batch begins before the step that learns from it is known.
@@ -168,7 +185,6 @@ class GroupStream:
             prompt = self._prompts[batch][place]
             name = f"{group}.{number}"
             self._waiting.append(Request(name, prompt, seed_of(seed, number), self._sampling.max_tokens))
-        return True
 
     def _next_group(self) -> int:
         """Return the next group of this replica, without the groups that exist already."""
