@@ -145,14 +145,17 @@ class Phases:
             batch = self.carry_over.generate([prompts[i] for i in order] if order else prompts)
         else:
             purpose = f"train.{self.step.number}.{round}" if round else f"train.{self.step.number}"
-            batch = self.generation.sample(
-                prompts,
-                train_sampling(self.config),
-                purpose=purpose,
-                timing="gen",
-                abortable=True,
-                order=order,
-            )
+            if self.split is not None:
+                batch = self.split.next_batch(prompts, purpose=purpose)
+            else:
+                batch = self.generation.sample(
+                    prompts,
+                    train_sampling(self.config),
+                    purpose=purpose,
+                    timing="gen",
+                    abortable=True,
+                    order=order,
+                )
         if self.past_lengths is not None:
             indices = [prompt.index for prompt in batch.prompts]
             self.past_lengths.note(indices, batch.groups.tolist(), batch.lengths.tolist())

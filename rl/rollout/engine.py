@@ -271,8 +271,8 @@ class RolloutEngine:
     ) -> bool:
         """Generate what the source of the replica's leader asks for. Collective over the replica.
 
-        Before an engine step, the ranks exchange a record if nothing runs, if a request has finished since
-        the last record, and at the latest after INTERVAL steps.
+        Before an engine step, the ranks exchange a record if nothing runs, if the source waits, if a request
+        has finished since the last record, and at the latest after INTERVAL steps.
 
         Args:
             source: decides what is generated; None on other ranks than the leader.
@@ -292,7 +292,7 @@ class RolloutEngine:
         step = last_record = 0
         has_finished = waits = False
         while True:
-            if not running or has_finished or step - last_record >= INTERVAL:
+            if not running or waits or has_finished or step - last_record >= INTERVAL:
                 last_record, has_finished = step, False
                 is_interrupted = interrupt is not None and interrupt()
                 events: list[Event] = []
@@ -319,7 +319,7 @@ class RolloutEngine:
                             engine.abort_request(list(running))
                             running.clear()
                             return not aborted
-            if running:
+            if running and not waits:
                 for output in engine.step():
                     if output.finished:
                         has_finished = True

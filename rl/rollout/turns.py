@@ -3,6 +3,7 @@
 Token ids are the truth: a sample is a list of segments of token ids. Text and messages are derived from them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -150,3 +151,15 @@ class Sample:
         for segment, end in zip(self.segments, ends):
             rewards[end - 1] += segment.reward
         return rewards
+
+
+COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "weight_versions": np.int32}
+"""Columns of sampled tokens, and their types."""
+
+
+def columns_of(samples: Sequence[Completion | Sample]) -> dict[str, np.ndarray]:
+    """Return the tokens of all samples, one sample after the other, as an array for each column."""
+    return {
+        name: np.concatenate([np.zeros(0, dtype), *(getattr(sample, name) for sample in samples)])
+        for name, dtype in COLUMNS.items()
+    }
