@@ -88,6 +88,7 @@ def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> Traini
         optimizer=config.training.optimizer,
         temperature=config.rollout.temperature if learns_from_samples(config) else 1.0,
         keep_reference=needs_reference(config),
+        bitwise=config.model.numerics == "bitwise",
     )
 
 
@@ -109,6 +110,7 @@ def build_rollout(config: Config, device: Device) -> RolloutEngine:
         max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         seed=config.run.seed,
         device=device,
+        bitwise=config.model.numerics == "bitwise",
     )
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rl.config.schema import Rollout
+from rl.models import read_hf_config
 from rl.rollout import cpu_support
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
@@ -37,6 +38,7 @@ class RolloutEngine:
         frozen: whether the weights are read from `path` and never change. On CUDA they then stay in GPU
             memory, because vLLM's sleep mode supports one engine per process. Weights of an engine that is
             not frozen are undefined until the first refit.
+        bitwise: compute log-probs that are bitwise those of a trainer in the same mode.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class RolloutEngine:
         device: Device,
         name: str = "rollout",
         frozen: bool = False,
+        bitwise: bool = False,
     ):
         self.config, self.device, self.name, self.frozen = rollout, device, name, frozen
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -79,6 +82,10 @@ class RolloutEngine:
         if not device.is_cuda:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
+            if bitwise:
+                from rl.rollout.bitwise import make_bitwise
+
+                make_bitwise(self.model, read_hf_config(path), self._runner.sampler)
         self.replica_group = _own_replica_group(world, self.tp, rank)
         self._queues_made = 0
         self._running: dict[str, _Live] = {}

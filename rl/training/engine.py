@@ -47,6 +47,7 @@ class TrainingEngine:
         optimizer: None for a frozen model.
         temperature: temperature of the distribution whose log-probs a policy computes.
         keep_reference: keep a copy of the initial weights for `reference_weights`.
+        bitwise: compute log-probs that are bitwise those of an engine in the same mode.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class TrainingEngine:
         optimizer: Optimizer | None = None,
         temperature: float = 1.0,
         keep_reference: bool = False,
+        bitwise: bool = False,
     ):
         self.config, self.grid, self.device, self.temperature = training, grid, device, temperature
         self.adam = optimizer
@@ -71,6 +73,10 @@ class TrainingEngine:
         """Number of optimizer updates since the process started."""
         hf = value_model(hf) if values else hf
         model = build_model(hf, training, DTYPES[dtype], grid, values=values).to(device.torch)
+        if bitwise:
+            from rl.training.bitwise import make_bitwise
+
+            make_bitwise(model, hf)
         self.model = model
         self.shares_prompts = training.shared_prefix and can_share(device.torch, DTYPES[dtype])
         weights = value_weights(hf, needs_head=False) if values else architecture(hf).weights(hf)
