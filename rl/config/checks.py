@@ -10,6 +10,7 @@ import re
 from rl.config.durations import seconds_of
 from rl.config.functions import FORM
 from rl.config.layout_checks import divisors
+from rl.config.numerics_checks import check_numerics
 from rl.config.objective_checks import check_objective, objective_warnings
 from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
@@ -39,6 +40,7 @@ def check(config: Config) -> list[str]:
     check_contradictions(config)
     check_objective(config)
     check_roles(config)
+    check_numerics(config)
     return warnings(config)
 
 

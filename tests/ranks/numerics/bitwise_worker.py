@@ -33,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 from megatron_groups import new_grid  # noqa: E402
 
 TEMPERATURE, SAMPLES_PER_PROMPT, MAX_TOKENS = 0.7, 4, 12
+CHUNK = 24
+"""Tokens that an engine step computes at most; longer prompts are computed in chunks."""
 EPS = 1e7
 """Epsilon of Adam and learning rate: with an epsilon far above the gradients, a step is the gradient."""
 
@@ -92,6 +94,8 @@ def main(checkpoint: str, out: str, dtype: str, samples: str, rollout_tp: str, *
         hf = read_hf_config(checkpoint)
         config = config_of(checkpoint, dtype, "bitwise", int(rollout_tp), layouts[0])
         engine = build_rollout(config, device)
+        if "kv_lora_rank" not in hf:  # vLLM's CPU build computes prompts of MLA models whole
+            engine._scheduler.max_num_scheduled_tokens = CHUNK
         batch = None
         for layout in layouts:
             config = config_of(checkpoint, dtype, "bitwise", int(rollout_tp), layout)
