@@ -25,8 +25,8 @@ def check_numerics(config: Config) -> None:
     name = "model.numerics=bitwise"
     if not learns_from_samples(config):
         raise ConfigError(
-            f"{name} compares the trainer with the engine that sampled, but algorithm={config.algorithm} does "
-            "not learn from samples; use fast."
+            f"{name} compares the trainer with the engine that sampled, but algorithm={config.algorithm} "
+            "does not learn from samples; use fast."
         )
     values = flatten(config)
     for key, (allowed, reason) in CHANGED.items():
@@ -36,6 +36,6 @@ def check_numerics(config: Config) -> None:
             )
     if config.roles.is_on and config.roles.lag:
         raise ConfigError(
-            f"{name} compares log-probs of the same weights, but with roles.lag={config.roles.lag} older weights "
-            "sample; use roles.lag=0."
+            f"{name} compares log-probs of the same weights, but with roles.lag={config.roles.lag} older "
+            "weights sample; use roles.lag=0."
         )

@@ -60,8 +60,8 @@ class Model:
     """Type of the weights in training and generation. Master weights and gradient sums are float32 in any
     case."""
     numerics: Literal["fast", "bitwise"] = "fast"
-    """Kernels of the policy's forward passes. bitwise: slower ones, with which the trainer and the engine compute
-    bitwise equal log-probs. The run ends if they differ (docs/fidelity.md)."""
+    """Kernels of the policy's forward passes. bitwise: slower ones, with which the trainer and the engine
+    compute bitwise equal log-probs. The run ends if they differ (docs/fidelity.md)."""
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Layers of a transformer with bitwise reproducible results: the arithmetic of `rl.numerics.exact`.
 
-A result is a function of one token's inputs and the weights. It depends neither on the other tokens of a batch,
-nor on padding, nor on the number of tensor parallel ranks. Intermediate values are float64; each layer rounds
-once, to the dtype of its input. The trainer and the engine call the same functions.
+A result is a function of one token's inputs and the weights. It depends neither on the other tokens of a
+batch, nor on padding, nor on the number of tensor parallel ranks. Intermediate values are float64; each layer
+rounds once, to the dtype of its input. The trainer and the engine call the same functions.
 
 T tokens, K input and N output channels, E experts. Functions with a `group` are collective over it: the ranks
 hold parts of the input channels, or of the vocabulary.
@@ -108,10 +108,11 @@ def rotary_table(frequencies: Tensor, positions: int, scale: float = 1.0) -> Ten
 def rotate(x: Tensor, rotation: Tensor, adjacent: bool) -> Tensor:
     """Return x [T, heads, d] with its pairs of channels rotated; rotation: [T, 1, d] from `rotary_table`.
 
-    adjacent: whether a pair is two adjacent channels or one of each half. In the output it is one of each half.
+    adjacent: whether a pair is two adjacent channels or one of each half. In the output it is one of each
+    half.
     """
     cos, sin = rotation.double().chunk(2, -1)
-    first, second = ((x[..., ::2], x[..., 1::2]) if adjacent else x.chunk(2, -1))
+    first, second = (x[..., ::2], x[..., 1::2]) if adjacent else x.chunk(2, -1)
     first, second = first.double(), second.double()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
@@ -159,9 +160,9 @@ def packed_attention(
 ) -> Tensor:
     """Return the causal attention of B sequences whose queries are packed, [T, heads, v].
 
-    query: [T, heads, d], the sequences' queries one after another. lengths, key_lengths: int64 [B], numbers of
-    queries and keys. A sequence's last query sees all of its keys. slots: int64 [B, S], where the keys are.
-    gather: slots [b, s] -> keys [b, s, kv_heads, d] and values [b, s, kv_heads, v].
+    query: [T, heads, d], the sequences' queries one after another. lengths, key_lengths: int64 [B], numbers
+    of queries and keys. A sequence's last query sees all of its keys. slots: int64 [B, S], where the keys
+    are. gather: slots [b, s] -> keys [b, s, kv_heads, d] and values [b, s, kv_heads, v].
     """
     starts = lengths.cumsum(0) - lengths
     order = key_lengths.argsort(stable=True).tolist()
@@ -237,12 +238,7 @@ def choose(scores: Tensor, routing: Routing) -> Tensor:
 
 
 def experts(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    ups: Sequence[Tensor],
-    downs: Sequence[Tensor],
-    group=None,
+    x: Tensor, weights: Tensor, ids: Tensor, ups: Sequence[Tensor], downs: Sequence[Tensor], group=None
 ) -> Tensor:
     """Return the weighted sum of each token's experts, [T, H].
 

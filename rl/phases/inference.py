@@ -70,8 +70,8 @@ class Inference:
     ) -> None:
         """Fill `old_logprobs` and `loss_weights`, reject tokens, and log how engine and trainer differ.
 
-        logprobs, entropy: under the policy before this step's updates, float32 [T]. first: the mini-batch whose
-        update computed them, None if a pass computed those of all.
+        logprobs, entropy: under the policy before this step's updates, float32 [T]. first: the mini-batch
+        whose update computed them, None if a pass computed those of all.
 
         Raises NumericsDiffer if `model.numerics=bitwise` and a log-prob is not the engine's.
         """

@@ -1,6 +1,5 @@
 """The promise of model.numerics=bitwise: the trainer computes the log-probs that the engine sampled with."""
 
-import torch
 from torch import Tensor
 
 from rl.data.batch import Batch
@@ -30,7 +29,8 @@ def check_equal(batch: Batch, logprobs: Tensor, version: int, plans: list[MicroB
         f"model.numerics=bitwise: {int(differ.sum())} of {int((batch.mask > 0).sum())} sampled tokens have "
         f"another log-prob in the trainer than in the engine. The first one is token "
         f"{first - int(batch.offsets[sample])} of sample {sample}: {float(logprobs[first])!r} in the trainer "
-        f"(data parallel rank {holder}, weights of version {version}), {float(batch.rollout_logprobs[first])!r} "
-        f"in the engine (version {'unknown' if sampled is None else int(sampled[first])}). Use "
-        "model.numerics=fast, or compare the libraries and processors of the ranks."
+        f"(data parallel rank {holder}, weights of version {version}), "
+        f"{float(batch.rollout_logprobs[first])!r} in the engine (version "
+        f"{'unknown' if sampled is None else int(sampled[first])}). Use model.numerics=fast, or compare the "
+        "libraries and processors of the ranks."
     )

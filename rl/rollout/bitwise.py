@@ -1,10 +1,8 @@
 """vLLM's CPU layers with the arithmetic of `rl.numerics`, for model.numerics=bitwise.
 
-The trainer calls the same functions (`rl.training.bitwise`). A token's log-prob depends on the tokens before it
-and the weights only: not on chunks of the prompt, prefix caching, preemption or the other requests of a batch.
+The trainer calls the same functions (`rl.training.bitwise`). A token's log-prob depends only on the weights and
+on the tokens before it, not on chunks of the prompt, prefix caching, preemption or other requests of a batch.
 """
-
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +124,9 @@ class ExactMLA(MLAAttention):
         output = q.new_zeros(output_shape)
         if metadata is None:
             return output
-        self.impl.do_kv_cache_update(kv_c_normed, k_pe, cache, slot_mapping, self.kv_cache_dtype, self._k_scale)
+        self.impl.do_kv_cache_update(
+            kv_c_normed, k_pe, cache, slot_mapping, self.kv_cache_dtype, self._k_scale
+        )
         tables, key_lengths = [], []
         if metadata.decode is not None:
             tables += list(metadata.decode.block_table)
@@ -195,7 +195,7 @@ CLASSES = {
 
 
 def make_bitwise(model: nn.Module, hf: dict, sampler) -> None:
-    """Give the modules of vLLM's model the classes above, and the sampler the same softmax. Not collective."""
+    """Give the modules of vLLM's model the classes above, and the sampler the same softmax."""
     for module in list(model.modules()):
         if "cpu_linear" in module.__dict__:
             module.cpu_linear = ExactLinear(module)

@@ -1,7 +1,7 @@
 """Megatron's layers with the arithmetic of `rl.numerics`, for model.numerics=bitwise.
 
-The forward pass is computed by functions that the engine calls too (`rl.rollout.bitwise`). The backward pass is
-that of the ordinary layer at the same inputs, which it computes again.
+The forward pass is computed by functions that the engine calls too (`rl.rollout.bitwise`). The backward pass
+is that of the ordinary layer at the same inputs, which it computes again.
 """
 
 from collections.abc import Callable
@@ -133,7 +133,7 @@ class ExactAttention(CoreAttention):
 
 
 class ExactMoE(MoELayer):
-    """Experts of one tensor parallel group, without a dispatch: every rank computes its part of all experts."""
+    """Experts without a dispatch: every tensor parallel rank computes its channels of all experts."""
 
     routing: layers.Routing
 
@@ -144,9 +144,7 @@ class ExactMoE(MoELayer):
         if router.expert_bias is not None:
             router._maintain_float32_expert_bias()
         in_float32 = partial(layers.linear, dtype=torch.float32)
-        logits = exactly(
-            in_float32, lambda x, weight: F.linear(x.float(), weight.float()), x, router.weight
-        )
+        logits = exactly(in_float32, lambda x, weight: F.linear(x.float(), weight.float()), x, router.weight)
         with torch.no_grad():
             ids = layers.route(logits, routing, router.expert_bias)[1]
         weights = exactly(
