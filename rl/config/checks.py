@@ -11,6 +11,7 @@ from rl.config.durations import seconds_of
 from rl.config.functions import FORM
 from rl.config.layout_checks import divisors
 from rl.config.mode_checks import check_mode
+from rl.config.numerics_checks import check_numerics
 from rl.config.objective_checks import check_objective, objective_warnings
 from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
@@ -41,6 +42,7 @@ def check(config: Config) -> list[str]:
     check_objective(config)
     check_roles(config)
     check_mode(config)
+    check_numerics(config)
     return warnings(config)
 
 

@@ -65,6 +65,9 @@ class Model:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights in training and generation. Master weights and gradient sums are float32 in any
     case."""
+    numerics: Literal["fast", "bitwise"] = "fast"
+    """Kernels of the policy's forward passes. bitwise: slower ones, with which the trainer and the engine
+    compute bitwise equal log-probs. The run ends if they differ (docs/fidelity.md)."""
 
 
 @dataclass

@@ -125,7 +125,8 @@ class Updates:
                 return
             first = FirstUpdate(loss, self._config.rollout_correction)
             yield first
-            self._inference.fill_old_logprobs(batch, *first.outputs(policy, batch, plan, others))
+            outputs = first.outputs(policy, batch, plan, others)
+            self._inference.fill_old_logprobs(batch, *outputs, first=plan)
 
         means = self._learn(
             policy,

@@ -42,6 +42,7 @@ class RolloutEngine:
             not frozen are undefined until the first refit.
         returns_kept: whether completions have the kept sets of their tokens (`rl.rollout.kept_sets`).
         routes: return the experts that were chosen for each token, as the held column "routes".
+        bitwise: compute log-probs that are bitwise those of a trainer in the same mode.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class RolloutEngine:
         frozen: bool = False,
         returns_kept: bool = False,
         routes: bool = False,
+        bitwise: bool = False,
     ):
         self.config, self.device, self.name, self.frozen = rollout, device, name, frozen
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -96,6 +98,10 @@ class RolloutEngine:
         if not device.is_cuda:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
+            if bitwise:
+                from rl.rollout.bitwise import make_bitwise
+
+                make_bitwise(self.model, read_hf_config(path), self._runner.sampler)
         self.replica_group = _own_replica_group(world, self.tp, rank)
         self.held_columns: tuple[str, ...] = KEPT_SETS * returns_kept + ("routes",) * routes
         """Held columns (`rl.data.held`) of the engine's completions."""

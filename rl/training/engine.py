@@ -52,6 +52,7 @@ class TrainingEngine:
         temperature: temperature of the distribution whose log-probs a policy computes.
         keep_reference: keep a copy of the initial weights for `reference_weights`.
         router_replay: `training.router_replay`, for a policy.
+        bitwise: compute log-probs that are bitwise those of an engine in the same mode.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class TrainingEngine:
         temperature: float = 1.0,
         keep_reference: bool = False,
         router_replay: str = "none",
+        bitwise: bool = False,
     ):
         self.config, self.grid, self.device, self.temperature = training, grid, device, temperature
         self.adam = optimizer
@@ -82,6 +84,10 @@ class TrainingEngine:
         """Chooses the experts of a policy's passes (`rl.training.router_replay`); None: the routers do."""
         hf = value_model(hf) if values else hf
         model = build_model(hf, training, DTYPES[dtype], grid, values=values).to(device.torch)
+        if bitwise:
+            from rl.training.bitwise import make_bitwise
+
+            make_bitwise(model, hf)
         self.model = model
         self.shares_prompts = training.shared_prefix and can_share(device.torch, DTYPES[dtype])
         if router_replay != "none":

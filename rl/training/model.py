@@ -81,6 +81,7 @@ class Policy(Packed):
     """
 
     outputs = OUTPUTS
+    head = staticmethod(linear_logprobs)
 
     def __init__(self, *args, real_vocab_size: int, head_chunk_tokens: int, **kwargs):
         super().__init__(*args, **kwargs)
@@ -100,7 +101,7 @@ class Policy(Packed):
         else:
             hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
         tied = self.share_embeddings_and_output_weights
-        return linear_logprobs(
+        return self.head(
             hidden_states[:, 0].index_select(0, labels.predict_at),
             self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
             labels.targets,
