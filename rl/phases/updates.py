@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +12,14 @@ from rl.config.schema import Config, Optimizer
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
-from rl.faults.agreement import check_replicas
+from rl.faults.agreement import check_master_weights, check_replicas
 from rl.objectives.aggregate import aggregate
 from rl.objectives.entropy_controller import AdaptiveEntropy
 from rl.objectives.preference import mismatch_kl
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
+from rl.phases.counting import COUNTED, CountingLoss
 from rl.phases.deferred import FirstUpdate
 from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
@@ -46,6 +48,10 @@ def adaptive_entropy(config: Config) -> AdaptiveEntropy | None:
     )
 
 
+class WrongLearningRate(RuntimeError):
+    """Raised on every rank if a resumed run's schedule does not continue that of the checkpoint."""
+
+
 class Updates:
     """Makes `training.epochs` passes over the mini-batches, with one optimizer step on each mini-batch.
 
@@ -65,6 +71,8 @@ class Updates:
         self._memory, self._planner, self._inference = memory, planner, inference
         self.entropy_control = adaptive_entropy(config)
         """Weight of the entropy bonus, or None if it is `objective.entropy_coef`."""
+        self.rates: dict[str, dict[str, Any]] = {}
+        """Learning rate of each model's last update, with its step and schedule; kept in checkpoints."""
 
     def plans(self, batch: Batch) -> list[MinibatchPlan]:
         """Return one plan per mini-batch, in the order of the optimizer steps."""
@@ -200,17 +208,18 @@ class Updates:
         step.is_committed = True
         lr = learning_rate(optimizer, step.number - warmup_steps, self._config.run.max_steps - warmup_steps)
         self._check_replicas(model)
+        self._check_schedule(model, optimizer, lr, warmup_steps)
         plans, sums = self._planner.plans(batch), {}
         phase = step.phase("update", timing=timing, batch=batch.fingerprint)
         with phase, step.bar("train", len(batch) * epochs) as bar:
             for plan in plans * epochs:
                 with nullcontext(loss) if update_of is None else update_of(plan) as chosen:
-                    totals = plan.totals(batch)
-                    micro_loss = lambda micro, of=chosen, totals=totals: of(micro, totals)  # noqa: E731
+                    counting = CountingLoss(chosen, plan.totals(batch))
                     reads = getattr(chosen, "reads", None)
                     terms = model.update(
-                        batch, plan.micro_batches, micro_loss, lr=lr, outputs=reads, progress=bar
+                        batch, plan.micro_batches, counting, lr=lr, outputs=reads, progress=bar
                     )
+                    counting.check(terms.pop(COUNTED), batch, plan, model.grid)
                 for name, value in terms.items():
                     sums[name] = sums.get(name, 0.0) + value
         num_updates = len(plans) * epochs
@@ -231,6 +240,27 @@ class Updates:
             )
         return self._inference.old_outputs(batch, self._planner.plans(batch)[1:])
 
+    def _check_schedule(
+        self, model: TrainingEngine, optimizer: Optimizer, lr: float, warmup_steps: int
+    ) -> None:
+        """Note the learning rate, and compare that of the step before a resume with the present schedule.
+
+        Raises WrongLearningRate if the same schedule gives another rate for that step than the one used.
+        """
+        name = next(name for name, other in self._engines.learning.items() if other is model)
+        step, last = self._step.number, self._config.run.max_steps
+        key = repr((optimizer, warmup_steps, None if optimizer.schedule == "constant" else last))
+        before = self.rates.get(name)
+        self.rates[name] = {"step": step, "rate": lr, "schedule": key}
+        if before is None or before["step"] != step - 1 or before["schedule"] != key:
+            return
+        now = learning_rate(optimizer, step - 1 - warmup_steps, last - warmup_steps)
+        if now != before["rate"]:
+            raise WrongLearningRate(
+                f"the learning rate of the {name} was {before['rate']:g} in step {step - 1}, but the same "
+                f"schedule now gives {now:g} for that step: it does not continue where the checkpoint ended."
+            )
+
     def _check_replicas(self, model: TrainingEngine) -> None:
         """Compare the weights across data parallel ranks, if this step is due for it.
 
@@ -242,6 +272,7 @@ class Updates:
             name = next(name for name, other in self._engines.learning.items() if other is model)
             with step.timed("agreement"):
                 check_replicas(name, model.replicas(), control_group())
+                check_master_weights(name, model.stale_master_weights(), control_group())
 
     def _mismatch_kl(self, mismatched: Batch, plan: MinibatchPlan) -> float:
         """Return the estimate of the KL divergence for a mini-batch under the current weights."""

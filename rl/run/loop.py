@@ -22,6 +22,7 @@ from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
 from rl.phases.scorer import Scorer, start_pool
+from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.run.checkpoints import RunCheckpoints, find_checkpoint
 from rl.run.validation import validate
@@ -301,6 +302,8 @@ class Training:
         if len(batch):
             if asynchronous is not None:
                 asynchronous.check(batch)
+            elif batch.weight_versions is not None and self._config.run.mode != "train_only":
+                check_staleness(batch, phases.engines.policy.version, limit=0)
             collected = copy.copy(batch)  # learn may change what the batch refers to
             if self._config.run.mode != "rollout_only":
                 self._algorithm.learn(phases, batch)
