@@ -6,6 +6,7 @@ columns are not read. See `rl.data.reading` for the file formats. Every error in
 names the file and the row.
 """
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -206,6 +207,13 @@ def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, row: Row, *, 
 
 
 # ---- tokens ----
+
+
+def end_token_ids(model: str) -> set[int]:
+    """Return the ids at which vLLM ends a response by the model's generation_config.json."""
+    path = Path(model, "generation_config.json")
+    value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    return set(value if isinstance(value, list) else [] if value is None else [value])
 
 
 def tokenize(

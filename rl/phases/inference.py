@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from rl.config.schema import Config, needs_early_logprobs, needs_reference
+from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.batch_checks import check_likelihoods
 from rl.phases.batch_metrics import engine_gap, token_mean
 from rl.phases.correction import correct_rollout
 from rl.phases.deferred import OUTPUTS
@@ -62,6 +63,7 @@ class Inference:
         """
         metrics = self._step.metrics
         batch.old_logprobs, batch.deferred_at = logprobs, None
+        check_likelihoods(batch, logprobs, name="old policy")
         metrics["actor/entropy"] = token_mean(entropy, batch.mask)
         metrics |= engine_gap(batch, logprobs)
         metrics |= correct_rollout(batch, self._config.rollout_correction)
@@ -70,6 +72,10 @@ class Inference:
         """Fill `ref_logprobs`: log-probs under the policy that the run started from."""
         policy = self._engines.policy
         (batch.ref_logprobs,) = self._pass(policy, batch, ("logprobs",), "ref", "ref", of_reference=True)
+        config = self._config
+        selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
+        if not selects and not config.roles.is_on:  # else the tokens that are missing may have smaller ratios
+            check_likelihoods(batch, batch.ref_logprobs, name="reference policy")
 
     def values(self, batch: Batch) -> None:
         """Fill `old_values`: the critic's values before this step's updates."""

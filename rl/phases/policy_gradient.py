@@ -20,6 +20,7 @@ from rl.data.batch import Batch
 from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
 from rl.objectives.segments import expand
+from rl.phases.objective_check import check_objective
 from rl.phases.updates import TokenSelection
 from rl.training.logprobs import OUTPUTS
 from rl.training.loss import Loss, Totals
@@ -55,6 +56,7 @@ def policy_loss(config: Config) -> Loss:
         {"entropy"} if config.objective.entropy_coef else set()
     )
     policy.reads = tuple(name for name in OUTPUTS if name == "logprobs" or name in inputs)
+    policy.check = partial(check_objective, policy, config)
     return policy
 
 

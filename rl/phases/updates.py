@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from rl.config.schema import Config, Optimizer
+from rl.config.schema import Config, Optimizer, algorithm_of
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
@@ -14,11 +14,13 @@ from rl.faults.agreement import check_replicas
 from rl.objectives.aggregate import aggregate
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
+from rl.phases.batch_checks import CheckFailed, check_advantages, check_groups
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
 from rl.phases.deferred import FirstUpdate
 from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
 from rl.phases.step import Step
+from rl.phases.token_check import CountedLoss, check_coverage, check_update
 from rl.rollout.sampling import seed_of
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine
@@ -47,6 +49,8 @@ class Updates:
     ):
         self._config, self._step, self._engines = config, step, engines
         self._memory, self._planner, self._inference = memory, planner, inference
+        self._checked_losses: set[str] = set()
+        """Losses whose gradient was checked in this process (`rl.phases.objective_check`)."""
 
     def policy(self, batch: Batch, loss: Loss, *, select_tokens: TokenSelection | None = None) -> None:
         """Update the policy.
@@ -58,6 +62,7 @@ class Updates:
         weights. The loss reads the result as the column `selected_tokens`.
         """
         step, policy = self._step, self._engines.policy
+        self._check(batch, loss)
         if batch.advantages is not None:
             step.metrics |= spread("critic/advantages", batch.advantages[batch.mask > 0])
         if batch.trajectories is not None:
@@ -130,6 +135,19 @@ class Updates:
         means = self._learn(model, batch, loss, adam, timing="update_implicit_reward")
         self._step.metrics |= _prefixed("implicit_reward", means)
 
+    def _check(self, batch: Batch, loss: Loss) -> None:
+        """Check groups and advantages of the batch, and once the loss. Raises CheckFailed on every rank."""
+        config = self._config
+        check_groups(batch, samples_per_prompt=config.rollout.samples_per_prompt)
+        estimator, _ = config.objective.chosen
+        if estimator is not None:
+            filters = "dynamic_sampling" in algorithm_of(config).needs
+            check_advantages(batch, estimator, informative=filters)
+        check = getattr(loss, "check", None)  # the attribute of a loss of `policy_gradient.policy_loss`
+        if check is not None and config.objective.loss not in self._checked_losses:
+            self._checked_losses.add(config.objective.loss)
+            check()
+
     def _learn(
         self,
         model: TrainingEngine,
@@ -152,18 +170,27 @@ class Updates:
         step, epochs = self._step, self._config.training.epochs
         step.is_committed = True
         lr = learning_rate(optimizer, step.number - warmup_steps, self._config.run.max_steps - warmup_steps)
+        if lr <= 0 < optimizer.lr:
+            raise CheckFailed(
+                f"learning rate check: {lr} in step {step.number} of {self._config.run.max_steps}, with "
+                f"optimizer.lr={optimizer.lr} and schedule={optimizer.schedule}."
+            )
         self._check_replicas(model)
         plans, sums = self._planner.plans(batch), {}
+        check_coverage(batch, [plan.samples for plan in plans])
+        is_first = model is self._engines.policy and not self._config.rollout_correction.bypass
         phase = step.phase("update", timing=timing, batch=batch.fingerprint)
         with phase, step.bar("train", len(batch) * epochs) as bar:
             for plan in plans * epochs:
                 with nullcontext(loss) if update_of is None else update_of(plan) as chosen:
                     totals = plan.totals(batch)
-                    micro_loss = lambda micro, of=chosen, totals=totals: of(micro, totals)  # noqa: E731
+                    counted = CountedLoss(chosen, totals, compare_old=is_first)
                     reads = getattr(chosen, "reads", None)
                     terms = model.update(
-                        batch, plan.micro_batches, micro_loss, lr=lr, outputs=reads, progress=bar
+                        batch, plan.micro_batches, counted, lr=lr, outputs=reads, progress=bar
                     )
+                    check_update(batch, plan.samples, totals, terms, lr=lr, dtype=self._config.model.dtype)
+                    is_first = False
                 for name, value in terms.items():
                     sums[name] = sums.get(name, 0.0) + value
         num_updates = len(plans) * epochs

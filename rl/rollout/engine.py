@@ -19,7 +19,7 @@ from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Sourc
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
 from rl.rollout.sampling import Sampling
 from rl.rollout.single_turns import SingleTurns
-from rl.rollout.turns import Completion, Request, Sample
+from rl.rollout.turns import Completion, Request, Sample, context_digest
 from rl.rollout.vllm_model import build_llm
 from rl.runtime.device import Device
 
@@ -298,7 +298,7 @@ class RolloutEngine:
                     if output.finished:
                         has_finished = True
                         live = running.pop(output.request_id)
-                        self._deliver(source, output.request_id, _completion(output.outputs[0], live))
+                        self._deliver(source, output.request_id, _completion(output, live))
                 step += 1
 
     def _add(self, request: Request, sampling: Sampling) -> None:
@@ -381,12 +381,14 @@ class _Live:
         return versions
 
 
-def _completion(output, live: _Live) -> Completion:
+def _completion(finished, live: _Live) -> Completion:
+    output = finished.outputs[0]
     return Completion(
         token_ids=np.asarray(output.token_ids, np.int32),
         logprobs=np.asarray(output.logprobs.logprobs, np.float32),
         end="length" if output.finish_reason == "length" else "stop",
         weight_versions=live.versions(len(output.token_ids)),
+        context_digest=context_digest(finished.prompt_token_ids),
     )
 
 

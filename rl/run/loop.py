@@ -20,6 +20,7 @@ from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
 from rl.phases.scorer import Scorer, start_pool
+from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.run.checkpoints import RunCheckpoints, find_checkpoint
 from rl.run.validation import validate
@@ -266,6 +267,8 @@ class Training:
         if len(batch):
             if asynchronous is not None:
                 asynchronous.check(batch)
+            elif batch.weight_versions is not None:
+                check_staleness(batch, phases.engines.policy.version, 0)
             self._algorithm.learn(phases, batch)
         if asynchronous is not None:
             asynchronous.learned()
