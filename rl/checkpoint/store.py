@@ -24,7 +24,15 @@ import torch
 import torch.distributed as dist
 
 from rl.checkpoint import directory as on_disk
-from rl.checkpoint.contents import describe, load_optimizer, load_weights, model_shards, tensor_shapes
+from rl.checkpoint.contents import (
+    REFERENCE,
+    checksums,
+    describe,
+    load_optimizer,
+    load_weights,
+    model_shards,
+    tensor_shapes,
+)
 from rl.checkpoint.directory import Saved
 from rl.checkpoint.rng import reseed_rng, restore_rng, rng_shards
 from rl.checkpoint.shards import (
@@ -52,6 +60,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 GIB = 1 << 30
 
 T = TypeVar("T")
+
+
+class WronglyLoaded(RuntimeError):
+    """Raised on every rank if the models do not hold what the checkpoint was written from."""
 
 
 class CheckpointStore:
@@ -104,7 +116,8 @@ class CheckpointStore:
             name: value if type(value) is int else float(value) for name, value in (metrics or {}).items()
         }
         partial = self.directory / f"step_{step:06d}.partial"
-        save = _Save(step, partial, self._manifest(step, models, plain), {**state, "metrics": plain})
+        sums = _checksums(models)
+        save = _Save(step, partial, self._manifest(step, models, plain, sums), {**state, "metrics": plain})
         with fail_together():
             if dist.get_rank() == 0:
                 self._fence()
@@ -216,7 +229,11 @@ class CheckpointStore:
         self._removal.start()
 
     def _manifest(
-        self, step: int, models: Mapping[str, TrainingEngine], metrics: Mapping[str, float]
+        self,
+        step: int,
+        models: Mapping[str, TrainingEngine],
+        metrics: Mapping[str, float],
+        sums: dict[str, int],
     ) -> dict:
         if dist.get_rank() > 0:
             return {}
@@ -229,6 +246,7 @@ class CheckpointStore:
             **versions(),
             "metrics": {best: metrics[best]} if math.isfinite(metrics.get(best, math.nan)) else {},
             "models": {name: describe(model) for name, model in models.items()},
+            "checksums": sums,
         }
 
     def _advice(self) -> str:
@@ -317,7 +335,8 @@ class CheckpointStore:
 
         In another world or layout, the random states are derived from `seed` instead.
 
-        Raises ConfigError on every rank for a checkpoint of other models.
+        Raises ConfigError on every rank for a checkpoint of other models, and WronglyLoaded if the models do
+        not hold what was saved.
         """
         manifest = _read_on_rank_0(lambda: on_disk.read_manifest(saved.path))
         _check_models(saved.path, manifest, models)
@@ -326,6 +345,7 @@ class CheckpointStore:
             for name, model in models.items():
                 load_optimizer(name, model, reader, manifest["models"][name]["optimizer_step"])
                 load_weights(name, model, reader)
+        _check_loaded(saved.path, manifest.get("checksums", {}), models)
         then, now = manifest["layout"], layout_of(models)
         if then == now:
             restore_rng(reader, dist.get_rank())
@@ -429,6 +449,43 @@ def _check_models(
                 f"load only its weights with checkpoint.resume={path} checkpoint.weights_only=true and "
                 "another run.dir."
             )
+
+
+def _checksums(models: Mapping[str, TrainingEngine]) -> dict[str, int]:
+    """Return the checksums of all tensors of the models, in any layout. Collective over the world."""
+    mine: dict[str, int] = {}
+    for name, model in models.items():
+        mine |= checksums(name, model)
+    total: dict[str, int] = {}
+    for theirs in gather_objects(mine):
+        for name, value in theirs.items():
+            total[name] = (total.get(name, 0) + value) % 2**64
+    return total
+
+
+def _check_loaded(path: Path, saved: Mapping[str, int], models: Mapping[str, TrainingEngine]) -> None:
+    """Raise WronglyLoaded on every rank if a tensor differs from the one that was saved.
+
+    A reference policy that only one of the two runs keeps is not compared. Collective over the world.
+    """
+    loaded = _checksums(models)
+    kept = {f"{name}/{REFERENCE}/" for name, model in models.items() if model.reference is not None}
+    wrong = [
+        name
+        for name, value in saved.items()
+        if loaded.get(name) != value and (REFERENCE not in name.split("/")[1] or name.startswith(tuple(kept)))
+    ]
+    if not wrong:
+        return
+    part = wrong[0].split("/")[1]
+    remedy = "resume with the model.path that the run started with" if part == REFERENCE else "report this"
+    more = f" and {len(wrong) - 4} more tensors" if len(wrong) > 4 else ""
+    holders = [set(names) for names in gather_objects([n for m in models for n in checksums(m, models[m])])]
+    ranks = [rank for rank, names in enumerate(holders) if names & set(wrong)]
+    raise WronglyLoaded(
+        f"after loading {path}, {', '.join(wrong[:4])}{more} differ from what was saved, on rank "
+        f"{', '.join(map(str, ranks))} or one that it shares them with; {remedy}."
+    )
 
 
 def _reader(path: Path, manifest: Mapping) -> ShardReader:

@@ -11,6 +11,7 @@ from rl.phases.batch_checks import check_likelihoods
 from rl.phases.batch_metrics import engine_gap, token_mean
 from rl.phases.correction import correct_rollout
 from rl.phases.deferred import OUTPUTS
+from rl.phases.logprob_checks import check_engine, check_reference, rounding_limit
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
 from rl.phases.step import Step
 from rl.training.engine import TrainingEngine
@@ -24,6 +25,9 @@ class Inference:
     ):
         self._config, self._step, self._engines = config, step, engines
         self._memory, self._planner = memory, planner
+        weights = engines.policy.weight_map
+        self._limit = config.agreement.logprob_slack * rounding_limit(weights.hf, weights.dtype)
+        """Largest mean difference of log-probs that rounding explains; 0: they are not compared."""
 
     def log_probs(self, batch: Batch) -> None:
         """Fill `old_logprobs` and, if the config has a reference policy, `ref_logprobs`.
@@ -66,6 +70,7 @@ class Inference:
         check_likelihoods(batch, logprobs, name="old policy")
         metrics["actor/entropy"] = token_mean(entropy, batch.mask)
         metrics |= engine_gap(batch, logprobs)
+        self._check_logprobs(batch, logprobs)
         metrics |= correct_rollout(batch, self._config.rollout_correction)
 
     def reference(self, batch: Batch) -> None:
@@ -76,6 +81,25 @@ class Inference:
         selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
         if not selects and not config.roles.is_on:  # else the tokens that are missing may have smaller ratios
             check_likelihoods(batch, batch.ref_logprobs, name="reference policy")
+        self._check_reference(batch)
+
+    def _check_logprobs(self, batch: Batch, logprobs: Tensor) -> None:
+        """Compare the policy's log-probs with the engine's and the reference's, where they must be equal."""
+        policy, rollout = self._engines.policy, self._config.rollout
+        is_whole = rollout.top_p == 1.0 and not rollout.top_k and not rollout.min_p
+        if self._limit and is_whole:
+            plans = [plan.micro_batches for plan in self._planner.plans(batch)]
+            ranks = [[i for p in plans for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
+            routes = policy.weight_map.placement.num_experts > 0
+            version, limit = policy.version, self._limit
+            found = check_engine(batch, logprobs, version=version, limit=limit, routes=routes, ranks=ranks)
+            self._step.metrics |= found
+        self._check_reference(batch)
+
+    def _check_reference(self, batch: Batch) -> None:
+        """Compare policy and reference before the policy's first update; `batch` may lack either."""
+        if self._limit and self._engines.policy.version == 0 and not self._config.rollout_correction.bypass:
+            check_reference(batch, limit=self._limit)
 
     def values(self, batch: Batch) -> None:
         """Fill `old_values`: the critic's values before this step's updates."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,17 +11,17 @@ from rl.config.schema import Config, Optimizer, algorithm_of
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
-from rl.faults.agreement import check_replicas
+from rl.faults.agreement import check_master_weights, check_replicas
 from rl.objectives.aggregate import aggregate
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
 from rl.phases.batch_checks import CheckFailed, check_advantages, check_groups
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
+from rl.phases.counting import CountingLoss, check_coverage, check_update
 from rl.phases.deferred import FirstUpdate
 from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
 from rl.phases.step import Step
-from rl.phases.token_check import CountedLoss, check_coverage, check_update
 from rl.rollout.sampling import seed_of
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine
@@ -30,6 +31,10 @@ from rl.training.schedule import learning_rate
 
 TokenSelection = Callable[[Batch, Tensor, int], Tensor]
 """(mini-batch, log-probs [T] under the current weights, seed) -> 1 for selected tokens, else 0, [T]."""
+
+
+class WrongLearningRate(RuntimeError):
+    """Raised on every rank if a resumed run's schedule does not continue that of the checkpoint."""
 
 
 class Updates:
@@ -51,6 +56,8 @@ class Updates:
         self._memory, self._planner, self._inference = memory, planner, inference
         self._checked_losses: set[str] = set()
         """Losses whose gradient was checked in this process (`rl.phases.objective_check`)."""
+        self.rates: dict[str, dict[str, Any]] = {}
+        """Learning rate of each model's last update, with its step and schedule; kept in checkpoints."""
 
     def policy(self, batch: Batch, loss: Loss, *, select_tokens: TokenSelection | None = None) -> None:
         """Update the policy.
@@ -176,6 +183,7 @@ class Updates:
                 f"optimizer.lr={optimizer.lr} and schedule={optimizer.schedule}."
             )
         self._check_replicas(model)
+        self._check_schedule(model, optimizer, lr, warmup_steps)
         plans, sums = self._planner.plans(batch), {}
         check_coverage(batch, [plan.samples for plan in plans])
         is_first = model is self._engines.policy and not self._config.rollout_correction.bypass
@@ -183,13 +191,13 @@ class Updates:
         with phase, step.bar("train", len(batch) * epochs) as bar:
             for plan in plans * epochs:
                 with nullcontext(loss) if update_of is None else update_of(plan) as chosen:
-                    totals = plan.totals(batch)
-                    counted = CountedLoss(chosen, totals, compare_old=is_first)
+                    counting = CountingLoss(chosen, plan.totals(batch), compare_old=is_first)
                     reads = getattr(chosen, "reads", None)
                     terms = model.update(
-                        batch, plan.micro_batches, counted, lr=lr, outputs=reads, progress=bar
+                        batch, plan.micro_batches, counting, lr=lr, outputs=reads, progress=bar
                     )
-                    check_update(batch, plan.samples, totals, terms, lr=lr, dtype=self._config.model.dtype)
+                    counting.check(terms, batch, plan, model.grid)
+                    check_update(terms, lr=lr, dtype=self._config.model.dtype)
                     is_first = False
                 for name, value in terms.items():
                     sums[name] = sums.get(name, 0.0) + value
@@ -211,6 +219,27 @@ class Updates:
             )
         return self._inference.old_outputs(batch, self._planner.plans(batch)[1:])
 
+    def _check_schedule(
+        self, model: TrainingEngine, optimizer: Optimizer, lr: float, warmup_steps: int
+    ) -> None:
+        """Note the learning rate, and compare that of the step before a resume with the present schedule.
+
+        Raises WrongLearningRate if the same schedule gives another rate for that step than the one used.
+        """
+        name = next(name for name, other in self._engines.learning.items() if other is model)
+        step, last = self._step.number, self._config.run.max_steps
+        key = repr((optimizer, last, warmup_steps))
+        before = self.rates.get(name)
+        self.rates[name] = {"step": step, "rate": lr, "schedule": key}
+        if before is None or before["step"] != step - 1 or before["schedule"] != key:
+            return
+        now = learning_rate(optimizer, step - 1 - warmup_steps, last - warmup_steps)
+        if now != before["rate"]:
+            raise WrongLearningRate(
+                f"the learning rate of the {name} was {before['rate']:g} in step {step - 1}, but the same "
+                f"schedule now gives {now:g} for that step: it does not continue where the checkpoint ended."
+            )
+
     def _check_replicas(self, model: TrainingEngine) -> None:
         """Compare the weights across data parallel ranks, if this step is due for it.
 
@@ -222,6 +251,7 @@ class Updates:
             name = next(name for name, other in self._engines.learning.items() if other is model)
             with step.timed("agreement"):
                 check_replicas(name, model.replicas(), control_group())
+                check_master_weights(name, model.stale_master_weights(), control_group())
 
     def _select_tokens(
         self, batch: Batch, plan: MinibatchPlan, select: TokenSelection, *, number: int

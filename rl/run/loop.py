@@ -268,7 +268,7 @@ class Training:
             if asynchronous is not None:
                 asynchronous.check(batch)
             elif batch.weight_versions is not None:
-                check_staleness(batch, phases.engines.policy.version, 0)
+                check_staleness(batch, phases.engines.policy.version, limit=0)
             self._algorithm.learn(phases, batch)
         if asynchronous is not None:
             asynchronous.learned()

@@ -1,6 +1,6 @@
 """Megatron's distributed optimizer: construction from the config, and its tensors on this rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -39,6 +39,15 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [part for part in parts if not part.is_stub_optimizer]
 
 
+def owned_part(optimizer: MegatronOptimizer, parameter: Tensor) -> slice | None:
+    """Return the elements of the flattened parameter that this rank updates; None if it updates none."""
+    for part in optimizer_parts(optimizer):
+        if parameter in part.model_param_gbuf_map:
+            owned = part._get_model_param_range_map(parameter)["param"]
+            return slice(owned.start, owned.end)
+    return None
+
+
 def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
     """Clip the gradients, whose norm is `norm`, and update the parameters. Requires `prepare_grads`.
 
@@ -50,6 +59,20 @@ def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
         if parameters := part.get_parameters():
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
     optimizer.step_with_ready_grads()
+
+
+def stale_master_weights(optimizer: MegatronOptimizer, weights: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of weights that differ from their master weights, rounded, on this rank."""
+    found = []
+    for part in optimizer_parts(optimizer):
+        for name, weight in weights.items():
+            if weight in part.model_param_gbuf_map:
+                owned = part._get_model_param_range_map(weight)["param"]
+                main = part._get_main_param_and_optimizer_states(weight)["param"]
+                present = weight.detach().view(-1)[owned.start : owned.end]
+                if main.dtype is not weight.dtype and not torch.equal(main.to(weight.dtype), present):
+                    found.append(name)
+    return found
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
