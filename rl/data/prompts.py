@@ -227,7 +227,7 @@ def tokenize(
     """Return the token ids of all prompts, np.int32 [P] each.
 
     Special tokens are added only to string prompts that do not begin with the BOS token; a chat template
-    writes its own. Raises ValueError for a prompt without tokens.
+    writes its own. Raises ValueError for a prompt without tokens, or with two BOS tokens.
     """
     bare = [
         not from_template and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
@@ -240,6 +240,11 @@ def tokenize(
         for i, ids in zip(indices, encoded, strict=True):
             if len(ids) == 0:
                 raise ValueError(f"{rows[i].place}: the prompt in column {column!r} is empty.")
+            if tokenizer.bos_token_id is not None and (ids[:2] == tokenizer.bos_token_id).sum() == 2:
+                raise ValueError(
+                    f"{rows[i].place}: the prompt in column {column!r} begins with two BOS tokens "
+                    f"({tokenizer.bos_token}); remove the one in the text, or that of the chat template."
+                )
             token_ids[i] = ids
     return token_ids
 
