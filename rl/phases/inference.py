@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from rl.config.schema import Config, needs_early_logprobs, needs_reference
+from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.batch_checks import check_likelihoods
 from rl.phases.batch_metrics import engine_gap, token_mean
 from rl.phases.correction import correct_rollout
 from rl.phases.deferred import OUTPUTS
@@ -81,6 +82,7 @@ class Inference:
         """
         metrics, mask = self._step.metrics, batch.mask
         batch.old_logprobs, batch.deferred_at = logprobs, None
+        check_likelihoods(batch, logprobs, name="old policy")
         if self._is_bitwise:
             plans = self._planner.plans(batch) if first is None else [first]
             check_equal(batch, logprobs, self._engines.policy.version, [plan.micro_batches for plan in plans])
@@ -95,6 +97,10 @@ class Inference:
         """Fill `ref_logprobs`: log-probs under the policy that the run started from."""
         policy = self._engines.policy
         (batch.ref_logprobs,) = self._pass(policy, batch, ("logprobs",), "ref", "ref", of_reference=True)
+        config = self._config
+        selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
+        if not selects and not config.roles.is_on:  # else the tokens that are missing may have smaller ratios
+            check_likelihoods(batch, batch.ref_logprobs, name="reference policy")
         self._check_reference(batch)
 
     def _check_logprobs(self, batch: Batch, logprobs: Tensor) -> None:

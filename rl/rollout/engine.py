@@ -22,7 +22,7 @@ from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Sourc
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
 from rl.rollout.sampling import Sampling
 from rl.rollout.single_turns import SingleTurns
-from rl.rollout.turns import Completion, Request, Sample
+from rl.rollout.turns import Completion, Request, Sample, context_digest
 from rl.rollout.vllm_model import build_llm
 from rl.runtime.device import Device
 
@@ -330,7 +330,7 @@ class RolloutEngine:
                     if output.finished:
                         has_finished = True
                         live = running.pop(output.request_id)
-                        self._deliver(source, output.request_id, self._completion(output.outputs[0], live))
+                        self._deliver(source, output.request_id, self._completion(output, live))
                 step += 1
 
     def _add(self, request: Request, sampling: Sampling) -> None:
@@ -369,8 +369,9 @@ class RolloutEngine:
         assert len(sets) == len(output.token_ids), "the engine did not return a kept set for every token"
         return columns_of(sets, self._vocab_size)
 
-    def _completion(self, output, live: "_Live") -> Completion:
+    def _completion(self, finished, live: "_Live") -> Completion:
         """Return the tokens of a finished request, with the held columns."""
+        output = finished.outputs[0]
         held = {} if self._routes is None else {"routes": self._routes.take(live.internal_id, output)}
         if self._returns_kept:
             held |= self._kept_sets(live.internal_id, output)
@@ -380,6 +381,7 @@ class RolloutEngine:
             end="length" if output.finish_reason == "length" else "stop",
             weight_versions=live.versions(len(output.token_ids)),
             held=held,
+            context_digest=context_digest(finished.prompt_token_ids),
         )
 
     def _deliver(self, source: Source | None, name: str, completion: Completion) -> None:

@@ -30,7 +30,13 @@ from rl.training.grid import Grid
 from rl.training.homes import BytesMoved, Need, fetch
 from rl.training.model import DTYPES, build_model
 from rl.training.offload import HostMemory
-from rl.training.optimizer import build_optimizer, clip_and_step, optimizer_tensors, stale_master_weights
+from rl.training.optimizer import (
+    build_optimizer,
+    clip_and_step,
+    optimizer_tensors,
+    stale_master_weights,
+    weights_sum,
+)
 from rl.training.packing import MicroBatch, lay_out, with_columns
 from rl.training.pipeline import KnownShapes
 from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights
@@ -193,9 +199,9 @@ class TrainingEngine:
 
         outputs: names of the model's outputs that `loss` reads; None for all.
 
-        Returns the metrics of `loss`, summed over micro-batches and data parallel ranks, and `grad_norm`
-        before clipping. Raises FloatingPointError on every rank if the gradient is not finite; the weights
-        are then unchanged.
+        Returns the metrics of `loss`, summed over micro-batches and data parallel ranks, `grad_norm` before
+        clipping, and `check/moved`: the number of ranks that report results and whose weights changed. Raises
+        FloatingPointError on every rank if the gradient is not finite; the weights are then unchanged.
         """
         assert self.optimizer is not None and self.adam is not None, "the model is frozen"
         assert not self._learning_state_in_host.occupied, "the optimizer's state is in host memory"
@@ -222,7 +228,9 @@ class TrainingEngine:
                 f"the gradient norm is {norm}; the update was not applied. {_not_finite(sums)}"
             )
         probe = self._probe.sums(self.optimizer)
+        before = weights_sum(self.optimizer)
         clip_and_step(self.optimizer, norm)
+        sums["check/moved"] = (weights_sum(self.optimizer) != before).double().to(self.device.torch)
         self.num_updates += 1
         return self._sum_over_replicas(sums, probe) | {"grad_norm": norm}
 
