@@ -25,7 +25,7 @@ def correct_rollout(batch: Batch, correction: RolloutCorrection) -> dict[str, fl
     metrics = rollout_correction.metrics(*pair, lengths, mask, level=level, upper=upper)
     batch.loss_weights = loss_weights(correction, *pair, lengths, mask)
     if batch.loss_weights is not None:
-        check_loss_weights(batch, of_samples=bool(correction.truncate_samples))
+        check_loss_weights(batch, of_samples=correction.weighs_samples)
         metrics["rollout_corr/weight_mean"] = token_mean(batch.loss_weights, mask)
     kept = mask
     for criterion in correction.rejections:  # each reads the mask as it was before any rejection

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl.config.schema import Config
 from rl.data.batch import Batch, given_responses, mismatch, pair_up
 from rl.data.preferences import Labelled, Preference
-from rl.data.prompts import Prompt, end_token_ids
+from rl.data.prompts import Prompt
 from rl.data.sampler import EpochSampler, MixedSampler
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
@@ -56,6 +56,7 @@ class Phases:
         prompts: list[Prompt] | list[Preference] | list[Labelled],
         sampler: EpochSampler | MixedSampler,
         scorer: Scorer | None,
+        end_ids: frozenset[int] = frozenset(),
         stop: StopRequests | None = None,
         agents=None,
         link: "Link | None" = None,
@@ -79,7 +80,7 @@ class Phases:
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
         self.scoring = Scoring(config, step, engines, self.memory, scorer)
         self.kl_penalty = KlPenalty(config)
-        self._end_ids = ({tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None}
+        self._end_ids = end_ids
         """Ids of tokens that end a response, besides those of `rollout.stop_token_ids`."""
         self.num_drawn = 0
         """Prompts that the steps of the run have drawn, those before a resume included."""

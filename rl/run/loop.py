@@ -15,6 +15,7 @@ from rl.checkpoint.store import CheckpointStore
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, learns_from_samples, needs_reward
 from rl.data.batch import Batch
+from rl.data.prompts import end_token_ids
 from rl.engines.engines import build_engines, finish_imports
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import PhaseAgreement, fail_together
@@ -112,6 +113,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         prompts=inputs.prompts,
         sampler=inputs.sampler(),
         scorer=None if pool is None else Scorer(config, inputs, device, engines, pool),
+        end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
         stop=stop,
         agents=agents,
         link=link,
