@@ -16,6 +16,9 @@ OF_SEQUENCE = ("routes",)
 """Columns with a value for every token of the sequence except the last one, the context included. Other
 columns belong to the tokens of the response."""
 
+KEPT_SETS = ("kept_ids", "kept_counts")
+"""Columns of the sets of tokens from which the engine sampled each token (`rl.rollout.kept_sets`)."""
+
 
 class Row(NamedTuple):
     """The values of one sample."""

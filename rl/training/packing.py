@@ -1,7 +1,7 @@
 """Packed micro-batches: the layout of several samples in one row of tokens on the device."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -9,6 +9,9 @@ from torch import Tensor
 
 from rl.data.batch import Batch
 from rl.training.rows import Group, RowAttention, positions, ranges, row_attention, segments
+
+if TYPE_CHECKING:
+    from rl.training.kept_sets import KeptSets
 
 
 @dataclass
@@ -47,6 +50,8 @@ class MicroBatch:
     sum_p_squared: Tensor | None = None
     values: Tensor | None = None
     """Output of a value model, float32 [R]."""
+    kept: "KeptSets | None" = None
+    """Sets of tokens from which the response tokens were sampled; None: from the whole vocabulary."""
     routes: Any = None
     """Experts of the row's tokens (`rl.training.router_replay.Routes`); None: the routers choose."""
     starts: np.ndarray | None = None
