@@ -35,6 +35,15 @@ SECTION_OF_NEED = {
     "dynamic_sampling": DynamicSampling(),
 }
 """Sections that only some algorithms read, with their defaults."""
+PREFERENCE_KEYS = {
+    "dpo": ("loss", "beta", "label_smoothing"),
+    "spin": ("loss", "beta", "label_smoothing"),
+    "sppo": ("beta",),
+    "kto": ("beta", "desirable_weight", "undesirable_weight"),
+    "orpo": ("beta",),
+    "simpo": ("beta", "gamma", "label_smoothing"),
+}
+"""Keys of the section preference that each algorithm reads."""
 
 
 @functools.cache
@@ -54,6 +63,7 @@ def check_objective(config: Config) -> None:
     check_advantage(config)
     check_loss(config)
     check_unread(config)
+    check_mismatch(config)
     check_reward_kl(config)
     check_adaptive_entropy(config)
     check_correction(config)
@@ -175,12 +185,29 @@ def check_unread(config: Config) -> None:
             f"preference.label_smoothing={preference.label_smoothing} has no effect with "
             f"preference.loss={preference.loss}; leave it out."
         )
-    if config.algorithm == "sppo" and (preference.loss != "sigmoid" or preference.label_smoothing):
-        raise ConfigError(
-            "preference.loss and label_smoothing are for pairs, but algorithm=sppo has a loss of its own "
-            "and reads "
-            "only preference.beta; leave them out."
-        )
+    reads = PREFERENCE_KEYS.get(config.algorithm)
+    defaults = vars(build(Config, read(None), algorithm_of(config).defaults).preference)
+    for key, value in vars(preference).items():
+        if reads and key not in reads and value != defaults[key]:
+            names = listed([f"preference.{name}" for name in reads], "and")
+            raise ConfigError(
+                f"preference.{key}={value} has no effect with algorithm={config.algorithm}, which reads only "
+                f"{names}; leave it out."
+            )
+
+
+def check_mismatch(config: Config) -> None:
+    """Raise ConfigError if a mini-batch of kto has one response, because it also reads mismatched ones."""
+    sizes = {
+        "training.prompts_per_minibatch": config.training.prompts_per_minibatch,
+        "data.prompts_per_step": config.data.prompts_per_step,
+    }
+    for key, size in sizes.items():
+        if "labels" in algorithm_of(config).needs and size == 1:
+            raise ConfigError(
+                f"{key}=1 leaves algorithm={config.algorithm} no response to another prompt in the "
+                "mini-batch; use 2 or more."
+            )
 
 
 def suits(algorithm: str, advantage: str) -> bool:

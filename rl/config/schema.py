@@ -39,6 +39,12 @@ class Run:
     """Name of the run; also the last part of the default `run.dir`."""
     dir: str = ""
     """Directory for metrics, checkpoints, the resolved config and the code. Empty: `runs/<run.name>`."""
+    mode: Literal["train", "rollout_only", "score_only", "train_only"] = "train"
+    """rollout_only: generate, score and store samples without learning. score_only: apply the reward function
+    to stored samples and print the differences, in one process without a model. train_only: learn from stored
+    samples without an engine; nothing is generated or validated. docs/report.md has examples."""
+    rollouts: str = ""
+    """Run directory with the stored samples that `mode` score_only (empty: `dir`) or train_only reads."""
     max_steps: Annotated[int, AT_LEAST_ONE] = 100
     """Training steps (policy updates from one batch of prompts; for sft, optimizer steps)."""
     seed: Annotated[int, NOT_NEGATIVE] = 1
@@ -59,6 +65,9 @@ class Model:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights in training and generation. Master weights and gradient sums are float32 in any
     case."""
+    numerics: Literal["fast", "bitwise"] = "fast"
+    """Kernels of the policy's forward passes. bitwise: slower ones, with which the trainer and the engine
+    compute bitwise equal log-probs. The run ends if they differ (docs/fidelity.md)."""
 
 
 @dataclass
@@ -78,17 +87,20 @@ class Data:
     """Column with the prompt: a list of {role, content} messages (chat template applied) or a string (used
     without a template)."""
     response_key: str = ""
-    """sft and spin: column with the target response. Empty: `reward_model.ground_truth`."""
+    """sft and spin: column with the target response. Empty: `reward_model.ground_truth`. kto: column with the
+    response, whose default is completion."""
+    label_key: str = "label"
+    """kto: column that says whether the response is desirable: true or false, or 1 or 0."""
     chosen_key: str = "chosen"
-    """dpo: column with the preferred response."""
+    """dpo, orpo and simpo: column with the preferred response."""
     rejected_key: str = "rejected"
-    """dpo: column with the rejected response."""
+    """dpo, orpo and simpo: column with the rejected response."""
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 1024
     """Longest prompt in tokens, after the chat template."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
     """Treatment of a prompt of more than `max_prompt_tokens`: stop, leave it out, or keep its last tokens. In
-    dpo it also applies to a response of more than `rollout.max_response_tokens`, of which the first tokens
-    are kept."""
+    dpo, orpo, simpo and kto it also applies to a response of more than `rollout.max_response_tokens`, of
+    which the first tokens are kept."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, with the seed (run.seed, epoch)."""
     prompts_per_step: Annotated[int, AT_LEAST_ONE] = 64
@@ -147,6 +159,10 @@ class Training:
     """Recompute every layer's activations in the backward pass (Megatron full recompute, uniform)."""
     overlap_gradients: Literal["auto", "on", "off"] = "auto"
     """Reduce gradients over the data parallel ranks during the backward pass. auto: on CUDA."""
+    router_replay: Literal["none", "old_policy", "engine"] = "none"
+    """Mixtures of experts: the experts that the policy's passes use for a token, instead of those that the
+    present router selects. old_policy: those of the pass that computed the old log-probs. engine: those with
+    which the token was generated (docs/fidelity.md)."""
     head_chunk_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Maximum number of tokens whose logits are computed at once for log-probs and entropy. 0: as many as fit
     in 1 GiB of float32 logits. A micro-batch with at most this many tokens keeps its logits for the backward
@@ -205,14 +221,21 @@ class ImplicitReward:
 
 @dataclass
 class Preference:
-    """dpo, spin and sppo: learning from pairs."""
+    """dpo, spin, sppo, kto, orpo and simpo: learning from preferences between responses."""
 
     loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     """dpo and spin: DPO's logistic loss, SLiC's hinge, or IPO's square."""
     beta: Annotated[float, POSITIVE] = 0.1
-    """Weight of the divergence from the reference policy. For sppo 1 / eta."""
+    """Weight of the divergence from the reference policy. sppo: 1 / eta. orpo: weight of the odds ratio
+    (lambda). simpo: scale of the reward."""
     label_smoothing: Annotated[float, BELOW_HALF] = 0.0
-    """sigmoid: probability that a pair's preference is wrong (conservative DPO), below 0.5."""
+    """sigmoid and simpo: probability that a pair's preference is wrong (conservative DPO), below 0.5."""
+    gamma: Annotated[float, NOT_NEGATIVE] = 0.0
+    """simpo: margin by which the reward of the chosen response should exceed that of the rejected one."""
+    desirable_weight: Annotated[float, POSITIVE] = 1.0
+    """kto: weight of the loss of responses with a true label."""
+    undesirable_weight: Annotated[float, POSITIVE] = 1.0
+    """kto: weight of the loss of responses with a false label."""
 
 
 @dataclass
@@ -282,6 +305,9 @@ class Rollout:
     carry_over_cache: Literal["recompute", "keep"] = "recompute"
     """carry_over: KV cache of carried samples. recompute: it is computed again with the new weights. keep: it
     stays in memory while the trainer works; only on CPU."""
+    min_replicas: Annotated[int, NOT_NEGATIVE] = 0
+    """roles: number of replicas that must live. If one dies, the others generate its groups, and the run goes
+    on without it until its next start. 0: all must live."""
 
     @property
     def truncates(self) -> bool:
@@ -527,15 +553,17 @@ class Checkpoint:
 class Logging:
     tensorboard: bool = True
     """Write TensorBoard event files to `<run.dir>/tensorboard`."""
-    samples: Annotated[int, NOT_NEGATIVE] = 0
-    """Samples per step (prompt, response, score) written to `<run.dir>/samples.jsonl`."""
+    rollouts: Literal["none", "sample", "all"] = "sample"
+    """Samples that each step writes to `<run.dir>/rollouts` as parquet, with token ids, log-probs, advantages
+    and scores. sample: those of four groups; all: every sample, as replays of a run need; about 10 bytes per
+    token."""
 
 
 @dataclass
 class Config:
     algorithm: str = "grpo"
     """Name of a file of rl/algorithms (ppo, grpo, dapo, rloo, reinforce_pp, remax, prime, dpo, spin, sppo,
-    sft), or the path of your own file. It sets other defaults for some keys below."""
+    kto, orpo, simpo, sft), or the path of your own file. It sets other defaults for some keys below."""
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -591,12 +619,18 @@ def needs_kept_sets(config: Config) -> bool:
 
 def needs_engine(config: Config) -> bool:
     """Return whether a generation engine is built, for training or for validation."""
-    return learns_from_samples(config) or bool(config.data.val and config.validation.every)
+    return (learns_from_samples(config) and config.run.mode != "train_only") or validates(config)
+
+
+def validates(config: Config) -> bool:
+    """Return whether the run validates on held-out prompts."""
+    return bool(config.data.val and config.validation.every) and config.run.mode != "train_only"
 
 
 def needs_reward(config: Config) -> bool:
     """Return whether responses are scored, in training or in validation."""
-    return "reward" in algorithm_of(config).needs or bool(config.data.val and config.validation.every)
+    learns = "reward" in algorithm_of(config).needs and config.run.mode != "train_only"
+    return learns or validates(config)
 
 
 def needs_reference(config: Config) -> bool:

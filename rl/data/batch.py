@@ -330,6 +330,26 @@ def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
     return replace(pairs, groups=rejected.groups.repeat_interleave(2), samples_per_unit=2)
 
 
+def mismatch(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch:
+    """Return the prompts with responses to other prompts: within each part, each sample gets the response of
+    the one before it, and the first one that of the last.
+
+    parts: indices of samples, each exactly once. Only token ids, truncation and masks are kept.
+    """
+    previous = [0] * len(batch)
+    for part in parts:
+        for i, other in zip(part, [*part[-1:], *part[:-1]], strict=True):
+            previous[i] = other
+    others = batch.select(previous)
+    return Batch(
+        prompt_ids=batch.prompt_ids,
+        response_ids=others.response_ids,
+        groups=batch.groups,
+        truncated=others.truncated,
+        mask=others.mask,
+    )
+
+
 def fingerprint(arrays: Sequence[np.ndarray]) -> int:
     """Return a 63-bit hash of int32 arrays, their lengths and their order."""
     lengths = np.fromiter(map(len, arrays), np.int32, len(arrays))

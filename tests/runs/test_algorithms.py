@@ -1,6 +1,5 @@
 """Each algorithm from the command line with real engines: its metrics, above all of the first update."""
 
-import json
 import math
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from tests import bounds
 from tests.checkpoints import save_qwen2, save_qwen2_classifier
+from tests.records import rollouts
 from tests.spawn import ROOT, RanksFailed
 from tests.toy import train
 
@@ -24,10 +24,6 @@ def steps_of(config: Path, *overrides: str, world_size: int = 1, run: Path | Non
             step
         )
     return steps
-
-
-def samples_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
 def test_ppo_warms_its_critic_up_and_adapts_kl(config):
@@ -153,6 +149,31 @@ def test_dpo_starts_at_log_2_and_learns_its_pairs(config, toy, tmp_path):
     assert steps[-1]["preference/chosen_reward"] > steps[-1]["preference/rejected_reward"]
 
 
+def test_kto_starts_at_one_half_and_learns_its_labels(config, toy, tmp_path):
+    pq.write_table(pq.read_table(toy / "labels.parquet").slice(0, 8), tmp_path / "labels.parquet")
+    data = ("algorithm=kto", f"data.train=[{tmp_path}/labels.parquet]", "run.max_steps=20")
+    steps = steps_of(config, *data, "training.optimizer.lr=3e-4", "preference.beta=0.5", world_size=2)
+    assert "timing_s/gen" not in steps[0] and "timing_s/old_log_prob" not in steps[0]
+    assert 0.3 < steps[0]["preference/loss"] < 0.6  # 1/2 before the first of two updates
+    assert steps[-1]["preference/loss"] < 0.4 and steps[-1]["preference/accuracy"] > 0.8
+    assert steps[-1]["preference/margin"] > 0.3 and steps[-1]["preference/kl"] >= 0
+
+
+@pytest.mark.parametrize("algorithm", ["orpo", pytest.param("simpo", marks=pytest.mark.slow)])
+def test_pairs_without_a_reference_policy(config, toy, tmp_path, algorithm):
+    pq.write_table(pq.read_table(toy / "pairs.parquet").slice(0, 8), tmp_path / "pairs.parquet")
+    data = (
+        f"algorithm={algorithm}",
+        f"data.train=[{tmp_path}/pairs.parquet]",
+        "run.max_steps=20",
+        ONE_UPDATE,
+    )
+    steps = steps_of(config, *data, "training.optimizer.lr=3e-4")
+    assert "timing_s/gen" not in steps[0] and "timing_s/ref" not in steps[0]
+    assert steps[-1]["preference/loss"] < steps[0]["preference/loss"] - 0.1
+    assert steps[-1]["preference/accuracy"] > 0.8
+
+
 def test_spin_moves_the_policy_to_the_data(config, tmp_path):
     for step in steps_of(config, "algorithm=spin", ONE_UPDATE):  # whose opponent is the policy itself
         assert step["preference/loss"] == pytest.approx(math.log(2), rel=bounds.of_sum(64))
@@ -217,11 +238,11 @@ def test_a_hostile_reward_function_does_not_end_the_run(config, tmp_path, monkey
         "run.max_steps=1",
         "data.prompts_per_step=16",
         "rollout.samples_per_prompt=1",
-        "logging.samples=1000",
+        "logging.rollouts=all",
     )
     limits = [f"reward.{key}={value}" for key, value in reward.items()]
     [record] = steps_of(config, *limits, *few, "objective.advantage=reinforce++")
-    samples = samples_of(tmp_path / "run")
+    samples = rollouts(tmp_path / "run")
     assert len(samples) == 16
     for sample in samples:
         assert sample["score"] == (-1 if int(sample["ground_truth"]) % 8 in (0, 1, 2, 3, 5) else 1), sample
@@ -292,11 +313,11 @@ def test_several_sources_with_weights_and_a_curriculum(config, toy, tmp_path):
         "def order(epoch, prompts, rng):\n"
         "    return sorted(range(len(prompts)), key=lambda i: int(prompts[i].ground_truth))\n"
     )
-    easy = (f"data.curriculum={tmp_path}/easy.py:order", "logging.samples=32", "run.max_steps=1")
+    easy = (f"data.curriculum={tmp_path}/easy.py:order", "logging.rollouts=all", "run.max_steps=1")
     steps_of(config, *easy, run=tmp_path / "easy")
     rows = pq.read_table(toy / "train.parquet").column("reward_model").to_pylist()
     sums = sorted(int(row["ground_truth"]) for row in rows)
-    drawn = [int(sample["ground_truth"]) for sample in samples_of(tmp_path / "easy")]
+    drawn = [int(sample["ground_truth"]) for sample in rollouts(tmp_path / "easy")]
     assert set(drawn) == set(sums[:8])
 
 

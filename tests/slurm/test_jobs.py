@@ -37,7 +37,7 @@ def test_the_quickstart_trains_on_two_nodes_beside_another_job(cluster, toy, tmp
     assert "beside: grpo, 1 rank," in log_of(tmp_path, f"quickstart-{beside}.out")
     run = tmp_path / "runs" / "quickstart"
     assert [record["training/global_step"] for record in records(run)] == list(range(4))
-    parts = "config.yaml environment.json code/rl/run/loop.py checkpoints hf/config.json samples.jsonl"
+    parts = "config.yaml environment.json code/rl/run/loop.py checkpoints hf/config.json rollouts"
     for part in parts.split():
         assert (run / part).exists(), part
     assert status(run)["state"] == "finished" and status(run)["job"] == job

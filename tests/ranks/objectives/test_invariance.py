@@ -84,6 +84,9 @@ OTHERS = {
     "spin": ["algorithm=spin", *PAIRS],
     "dpo-sigmoid": ["algorithm=dpo", "preference.label_smoothing=0.1", *PAIRS],
     "dpo-hinge": ["algorithm=dpo", "preference.loss=hinge", *PAIRS],
+    "kto": ["algorithm=kto", "preference.desirable_weight=1.3", *GROUPS],
+    "orpo": ["algorithm=orpo", *PAIRS],
+    "simpo": ["algorithm=simpo", *PAIRS],
     "dpo-ipo": ["algorithm=dpo", "preference.loss=ipo", *PAIRS],
 }
 CASES = {

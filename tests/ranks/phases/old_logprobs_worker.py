@@ -96,7 +96,6 @@ def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
         prompts=[],
         sampler=None,
         scorer=None,
-        tokenizer=None,
     )
     phases.step.begin(1)
     batch = sampled(hf["vocab_size"], pairs=config.algorithm == "spin")

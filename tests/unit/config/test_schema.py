@@ -75,7 +75,7 @@ def test_the_config_survives_the_round_trip_through_yaml(tmp_path):
         ("run.steps=3", "run.max_steps"),
         ("rollout.max_prompt_tokens=3", "data.max_prompt_tokens"),
         ("rollout.num_samples_per_prompt=3", "rollout.samples_per_prompt"),
-        ("rollout.samples=3", "rollout.samples_per_prompt"),  # not logging.samples
+        ("rollout.samples=3", "rollout.samples_per_prompt"),  # not logging.rollouts
         ("trainer.tp=3", "training.tp"),
         ("objective.kl_coeff=0.1", "objective.kl_coef"),
         ("data.seed=1", "run.seed"),
