@@ -19,7 +19,7 @@ program = [
     "tensorboard==2.21.0",
     "pydantic==2.14.3",  # rl.agents: schemas of tools and checks of their arguments
     "math-verify==0.9.0",  # rl.rewards.math: are two expressions the same?
-    "tqdm>=4.66",
+    "rich>=13",
 ]
 
 extras = {

@@ -22,6 +22,7 @@ from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
 from rl.phases.scorer import Scorer, start_pool
+from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.run.checkpoints import RunCheckpoints, find_checkpoint
 from rl.run.validation import validate
@@ -53,7 +54,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     with fail_together():
         algorithm = algorithms.load(config.algorithm)  # a user's file may raise anything
     leads = dist.get_rank() == 0
-    progress = Progress(leads)
+    progress = Progress(leads, name=config.run.name, max_steps=config.run.max_steps)
     status = watchdog.status
     stop = StopRequests(config.run.dir, max_time=config.run.max_time)
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
@@ -301,6 +302,8 @@ class Training:
         if len(batch):
             if asynchronous is not None:
                 asynchronous.check(batch)
+            elif batch.weight_versions is not None and self._config.run.mode != "train_only":
+                check_staleness(batch, phases.engines.policy.version, limit=0)
             collected = copy.copy(batch)  # learn may change what the batch refers to
             if self._config.run.mode != "rollout_only":
                 self._algorithm.learn(phases, batch)
@@ -338,5 +341,6 @@ class Training:
         step = self._phases.step
         if self._log is not None:
             self._log.write(step.number, step.metrics)
+            step.progress.record(step.number, step.metrics)
             step.progress.line(step_line(step.number, self._config.run.max_steps, step.metrics))
         self._status.write(step=step.number)

@@ -30,7 +30,9 @@ def test_ppo_warms_its_critic_up_and_adapts_kl(config):
     kl = ("objective.reward_kl.controller=adaptive", "objective.reward_kl.coef=0.1")
     kl += ("objective.reward_kl.horizon=100",)
     critic = ("critic.warmup_steps=1", "critic.optimizer.lr=1e-3")
-    steps = steps_of(config, "algorithm=ppo", "run.max_steps=3", *critic, *kl, "training.tp=2", world_size=2)
+    overrides = ("run.max_steps=3", "rollout.top_p=0.9", *critic, *kl, "training.tp=2")
+    steps = steps_of(config, "algorithm=ppo", *overrides, world_size=2)
+    assert all(step["training/rollout_probs_diff_max"] <= bounds.TOY_LOGPROB for step in steps)
     assert "actor/pg_loss" not in steps[0] and "actor/pg_loss" in steps[1]
     # A value head that starts at 0.
     assert steps[0]["critic/values/max"] == steps[0]["critic/values/min"] == 0
@@ -42,6 +44,14 @@ def test_ppo_warms_its_critic_up_and_adapts_kl(config):
     # But not in the critic's warm-up, in which the policy cannot move.
     weights = [step["actor/reward_kl_penalty_coeff"] for step in steps]
     assert weights == pytest.approx([0.1, 0.1, 0.1 * (1 - 0.2 * 32 / 100)])
+
+
+def test_grpo_on_a_truncated_distribution(config):
+    truncated = ("rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.05", "training.pp=2")
+    for step in steps_of(config, *truncated, "objective.kl_coef=0.01", world_size=2):
+        assert step["training/rollout_probs_diff_max"] <= bounds.TOY_LOGPROB and step["actor/grad_norm"] > 0
+        assert step["actor/entropy"] <= math.log(5)
+        assert step["perf/held_bytes_received"] == step["perf/held_bytes_planned"] > 0
 
 
 DAPO = ("algorithm=dapo", "dynamic_sampling.prompts_per_round=6", "reward.overlong_buffer_tokens=3")
@@ -62,7 +72,15 @@ def test_dapo_without_spread_gives_up_and_goes_on(config, toy):
 
 
 POLICY_GRADIENTS = (
-    ("algorithm=rloo",),
+    (
+        "algorithm=rloo",
+        "objective.kl_coef=0.1",
+        "objective.kl_estimator=k3-weighted",
+        "objective.off_policy_mask=0.01",
+        "objective.top_entropy=0.5",
+        "objective.adaptive_entropy.target=100",
+        "objective.adaptive_entropy.delta=0.001",
+    ),
     ("algorithm=reinforce_pp", "objective.advantage=reinforce++-baseline"),
     (
         "objective.loss=gspo",
@@ -102,6 +120,9 @@ def test_two_steps_of_a_policy_gradient(config, overrides):
         assert 0 < tokens[0] and tokens == sorted(tokens)
     if "cov_fraction" in " ".join(overrides):
         assert 0.05 < second["actor/pg_covfrac"] < 0.2
+    if "adaptive_entropy" in " ".join(overrides):
+        assert [step["actor/entropy_coef"] for step in (first, second)] == [0.0, 0.001]
+        assert 0 <= first["actor/off_policy_masked_fraction"] < 1
     if "truncate_tokens" in " ".join(overrides):
         assert first["rollout_corr/weight_mean"] == pytest.approx(1, abs=bounds.TOY_LOGPROB)
     if "reject" in " ".join(overrides):
@@ -126,6 +147,31 @@ def test_dpo_starts_at_log_2_and_learns_its_pairs(config, toy, tmp_path):
     assert "timing_s/gen" not in steps[0] and steps[0]["prompt_length/mean"] < 16
     assert steps[-1]["preference/loss"] < 0.6 and steps[-1]["preference/accuracy"] > 0.8
     assert steps[-1]["preference/chosen_reward"] > steps[-1]["preference/rejected_reward"]
+
+
+def test_kto_starts_at_one_half_and_learns_its_labels(config, toy, tmp_path):
+    pq.write_table(pq.read_table(toy / "labels.parquet").slice(0, 8), tmp_path / "labels.parquet")
+    data = ("algorithm=kto", f"data.train=[{tmp_path}/labels.parquet]", "run.max_steps=20")
+    steps = steps_of(config, *data, "training.optimizer.lr=3e-4", "preference.beta=0.5", world_size=2)
+    assert "timing_s/gen" not in steps[0] and "timing_s/old_log_prob" not in steps[0]
+    assert 0.3 < steps[0]["preference/loss"] < 0.6  # 1/2 before the first of two updates
+    assert steps[-1]["preference/loss"] < 0.4 and steps[-1]["preference/accuracy"] > 0.8
+    assert steps[-1]["preference/margin"] > 0.3 and steps[-1]["preference/kl"] >= 0
+
+
+@pytest.mark.parametrize("algorithm", ["orpo", pytest.param("simpo", marks=pytest.mark.slow)])
+def test_pairs_without_a_reference_policy(config, toy, tmp_path, algorithm):
+    pq.write_table(pq.read_table(toy / "pairs.parquet").slice(0, 8), tmp_path / "pairs.parquet")
+    data = (
+        f"algorithm={algorithm}",
+        f"data.train=[{tmp_path}/pairs.parquet]",
+        "run.max_steps=20",
+        ONE_UPDATE,
+    )
+    steps = steps_of(config, *data, "training.optimizer.lr=3e-4")
+    assert "timing_s/gen" not in steps[0] and "timing_s/ref" not in steps[0]
+    assert steps[-1]["preference/loss"] < steps[0]["preference/loss"] - 0.1
+    assert steps[-1]["preference/accuracy"] > 0.8
 
 
 def test_spin_moves_the_policy_to_the_data(config, tmp_path):
