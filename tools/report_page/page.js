@@ -172,7 +172,7 @@ function drawDistributions() {
     let found;
     box.append(plot);
     draw(plot, () => (found ??= histogram(values, step, rows, values === length)) && [[{ type: "heatmap", x: found.x, y: found.y, z: found.z, colorscale: "Cividis", zmin: 0, hovertemplate: "step %{x}, " + title + " %{y}: %{z:.1%}<extra></extra>",
-      colorbar: { thickness: 10, tickformat: ".0%", outlinewidth: 0 } }], layout(title, { hovermode: "closest", yaxis: found.kinds ? { type: "category" } : {} })]);
+      colorbar: { thickness: 10, tickformat: ".1%", outlinewidth: 0 } }], layout(title, { hovermode: "closest", yaxis: found.kinds ? { type: "category" } : {} })]);
   }
 }
 
