@@ -106,7 +106,8 @@ class Inference:
     def _check_logprobs(self, batch: Batch, logprobs: Tensor) -> None:
         """Compare the policy's log-probs with the engine's and the reference's, where they must be equal."""
         policy, rollout = self._engines.policy, self._config.rollout
-        if self._limit and not (rollout.truncates and rollout.biased_truncation):
+        is_biased = rollout.truncates and rollout.biased_truncation
+        if self._limit and not is_biased and self._config.run.mode != "train_only":
             plans = [plan.micro_batches for plan in self._planner.plans(batch)]
             ranks = [[i for p in plans for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
             routes = policy.weight_map.placement.num_experts > 0
