@@ -252,8 +252,12 @@ class Link:
             keys = [f"receiver {number} {rank}" for rank in self._ranks(left_out)]
             return store.check(keys)
 
-        hold = self.living.hold if self.living is not None else lambda is_ready: () if is_ready(()) else None
-        while (left_out := hold(is_ready)) is None:
+        def hold() -> tuple[int, ...] | None:
+            if self.living is not None:
+                return self.living.hold(is_ready)
+            return () if is_ready(()) else None
+
+        while (left_out := hold()) is None:
             with contextlib.suppress(dist.DistStoreError):  # the time is over
                 store.wait(keys, datetime.timedelta(seconds=1))
         for key in keys:
