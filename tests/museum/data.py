@@ -76,18 +76,17 @@ def lost(bug: Bug) -> None:
 @exhibit(
     name="sample generated twice",
     peer="huggingface/trl#3675",
-    saw="The same prompts were sampled again in every step of a batch.",
+    saw="The same prompts were sampled several times within a step.",
     caught_by=SAMPLES,
     expects=r"SamplesDiffer: sample check: rank \d generated sample \d of prompt 0",
     ranks=2,
 )
 def twice(bug: Bug) -> None:
-    from rl.rollout.queue import StaticQueue
+    from rl.rollout import engine
 
-    @bug.replaces(StaticQueue, "draw")
-    def first(draw, self):
-        item = draw(self)
-        return None if item is None else 0
+    @bug.replaces(engine, "StaticQueue")
+    def of_first_replica(queue, num_items, *, replica, num_replicas):
+        return queue(num_items, replica=0, num_replicas=num_replicas)
 
 
 @exhibit(
