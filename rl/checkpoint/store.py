@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from rl.checkpoint import directory as on_disk
+from rl.checkpoint.arrays import array_shards, restore_arrays, without_arrays
 from rl.checkpoint.contents import (
     REFERENCE,
     checksums,
@@ -104,20 +105,23 @@ class CheckpointStore:
 
         With checkpoint.background, return once everything is copied; `poll` and `finish` complete the save.
 
-        state: plain data. metrics: those of the step. Both are identical on all ranks. Raises ConfigError on
-        every rank if the checkpoint cannot be written; the incomplete one is removed and older ones stay.
+        state: plain data and arrays of one dimension. metrics: those of the step. Both are identical on all
+        ranks. Raises ConfigError on every rank if the checkpoint cannot be written; the incomplete one is
+        removed and older ones stay.
         """
         self.finish()
         if step == self._last_step:
             return
         of_models = itertools.chain.from_iterable(model_shards(*item) for item in models.items())
-        shards = in_file_order([*rng_shards(dist.get_rank()), *of_models])
+        arrays = array_shards(state) if dist.get_rank() == 0 else ()
+        shards = in_file_order([*rng_shards(dist.get_rank()), *of_models, *arrays])
         plain = {
             name: value if type(value) is int else float(value) for name, value in (metrics or {}).items()
         }
         partial = self.directory / f"step_{step:06d}.partial"
+        plain_state = without_arrays(state) | {"metrics": plain}
         sums = _checksums(models)
-        save = _Save(step, partial, self._manifest(step, models, plain, sums), {**state, "metrics": plain})
+        save = _Save(step, partial, self._manifest(step, models, plain, sums), plain_state)
         with fail_together():
             if dist.get_rank() == 0:
                 self._fence()
@@ -356,7 +360,7 @@ class CheckpointStore:
                 changed,
             )
             reseed_rng(seed)
-        state = _read_on_rank_0(lambda: json.loads((saved.path / on_disk.STATE).read_text()))
+        state = _read_on_rank_0(lambda: _read_state(saved.path, reader))
         return state | {"step": manifest["step"]}
 
     def load_weights(self, saved: Saved, models: Mapping[str, TrainingEngine]) -> None:
@@ -477,14 +481,13 @@ def _check_loaded(path: Path, saved: Mapping[str, int], models: Mapping[str, Tra
     ]
     if not wrong:
         return
-    part = wrong[0].split("/")[1]
-    remedy = "resume with the model.path that the run started with" if part == REFERENCE else "report this"
+    holders = gather_objects({part for name, model in models.items() for part in checksums(name, model)})
+    ranks = [str(rank) for rank, names in enumerate(holders) if names & set(wrong)]
+    where = f"rank {', '.join(ranks)}" if ranks else "any rank, because none holds them"
     more = f" and {len(wrong) - 4} more tensors" if len(wrong) > 4 else ""
-    holders = [set(names) for names in gather_objects([n for m in models for n in checksums(m, models[m])])]
-    ranks = [rank for rank, names in enumerate(holders) if names & set(wrong)]
+    remedy = "" if f"/{REFERENCE}/" not in wrong[0] else "; use the model.path that the run started with"
     raise WronglyLoaded(
-        f"after loading {path}, {', '.join(wrong[:4])}{more} differ from what was saved, on rank "
-        f"{', '.join(map(str, ranks))} or one that it shares them with; {remedy}."
+        f"after loading {path}, {', '.join(wrong[:4])}{more} are not what was saved, on {where}{remedy}."
     )
 
 
@@ -498,6 +501,12 @@ def _reader(path: Path, manifest: Mapping) -> ShardReader:
         for name, stored in theirs.items():
             index.setdefault(name, []).extend(stored)
     return ShardReader(path, index)
+
+
+def _read_state(path: Path, reader: ShardReader) -> dict:
+    state = json.loads((path / on_disk.STATE).read_text())
+    restore_arrays(state, reader)
+    return state
 
 
 def _remove(paths: Sequence[Path]) -> None:

@@ -39,6 +39,12 @@ class Run:
     """Name of the run; also the last part of the default `run.dir`."""
     dir: str = ""
     """Directory for metrics, checkpoints, the resolved config and the code. Empty: `runs/<run.name>`."""
+    mode: Literal["train", "rollout_only", "score_only", "train_only"] = "train"
+    """rollout_only: generate, score and store samples without learning. score_only: apply the reward function
+    to stored samples and print the differences, in one process without a model. train_only: learn from stored
+    samples without an engine; nothing is generated or validated. docs/report.md has examples."""
+    rollouts: str = ""
+    """Run directory with the stored samples that `mode` score_only (empty: `dir`) or train_only reads."""
     max_steps: Annotated[int, AT_LEAST_ONE] = 100
     """Training steps (policy updates from one batch of prompts; for sft, optimizer steps)."""
     seed: Annotated[int, NOT_NEGATIVE] = 1
@@ -59,6 +65,9 @@ class Model:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights in training and generation. Master weights and gradient sums are float32 in any
     case."""
+    numerics: Literal["fast", "bitwise"] = "fast"
+    """Kernels of the policy's forward passes. bitwise: slower ones, with which the trainer and the engine
+    compute bitwise equal log-probs. The run ends if they differ (docs/fidelity.md)."""
 
 
 @dataclass
@@ -78,17 +87,20 @@ class Data:
     """Column with the prompt: a list of {role, content} messages (chat template applied) or a string (used
     without a template)."""
     response_key: str = ""
-    """sft and spin: column with the target response. Empty: `reward_model.ground_truth`."""
+    """sft and spin: column with the target response. Empty: `reward_model.ground_truth`. kto: column with the
+    response, whose default is completion."""
+    label_key: str = "label"
+    """kto: column that says whether the response is desirable: true or false, or 1 or 0."""
     chosen_key: str = "chosen"
-    """dpo: column with the preferred response."""
+    """dpo, orpo and simpo: column with the preferred response."""
     rejected_key: str = "rejected"
-    """dpo: column with the rejected response."""
+    """dpo, orpo and simpo: column with the rejected response."""
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 1024
     """Longest prompt in tokens, after the chat template."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
     """Treatment of a prompt of more than `max_prompt_tokens`: stop, leave it out, or keep its last tokens. In
-    dpo it also applies to a response of more than `rollout.max_response_tokens`, of which the first tokens
-    are kept."""
+    dpo, orpo, simpo and kto it also applies to a response of more than `rollout.max_response_tokens`, of
+    which the first tokens are kept."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, with the seed (run.seed, epoch)."""
     prompts_per_step: Annotated[int, AT_LEAST_ONE] = 64
@@ -147,6 +159,10 @@ class Training:
     """Recompute every layer's activations in the backward pass (Megatron full recompute, uniform)."""
     overlap_gradients: Literal["auto", "on", "off"] = "auto"
     """Reduce gradients over the data parallel ranks during the backward pass. auto: on CUDA."""
+    router_replay: Literal["none", "old_policy", "engine"] = "none"
+    """Mixtures of experts: the experts that the policy's passes use for a token, instead of those that the
+    present router selects. old_policy: those of the pass that computed the old log-probs. engine: those with
+    which the token was generated (docs/fidelity.md)."""
     head_chunk_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Maximum number of tokens whose logits are computed at once for log-probs and entropy. 0: as many as fit
     in 1 GiB of float32 logits. A micro-batch with at most this many tokens keeps its logits for the backward
@@ -205,14 +221,21 @@ class ImplicitReward:
 
 @dataclass
 class Preference:
-    """dpo, spin and sppo: learning from pairs."""
+    """dpo, spin, sppo, kto, orpo and simpo: learning from preferences between responses."""
 
     loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     """dpo and spin: DPO's logistic loss, SLiC's hinge, or IPO's square."""
     beta: Annotated[float, POSITIVE] = 0.1
-    """Weight of the divergence from the reference policy. For sppo 1 / eta."""
+    """Weight of the divergence from the reference policy. sppo: 1 / eta. orpo: weight of the odds ratio
+    (lambda). simpo: scale of the reward."""
     label_smoothing: Annotated[float, BELOW_HALF] = 0.0
-    """sigmoid: probability that a pair's preference is wrong (conservative DPO), below 0.5."""
+    """sigmoid and simpo: probability that a pair's preference is wrong (conservative DPO), below 0.5."""
+    gamma: Annotated[float, NOT_NEGATIVE] = 0.0
+    """simpo: margin by which the reward of the chosen response should exceed that of the rejected one."""
+    desirable_weight: Annotated[float, POSITIVE] = 1.0
+    """kto: weight of the loss of responses with a true label."""
+    undesirable_weight: Annotated[float, POSITIVE] = 1.0
+    """kto: weight of the loss of responses with a false label."""
 
 
 @dataclass
@@ -239,6 +262,10 @@ class Rollout:
     """Keep the k most probable tokens. 0: all."""
     min_p: Annotated[float, FRACTION] = 0.0
     """Keep tokens with at least this fraction of the most probable token's probability. 0: all."""
+    biased_truncation: bool = False
+    """With top_p < 1, top_k > 0 or min_p > 0: compute the trainer's log-probs over the whole vocabulary,
+    although tokens were sampled from a part of it. Ratios and KL are then biased. false: the engine returns
+    which tokens it kept, and the trainer's distributions are renormalised over them (docs/fidelity.md)."""
     max_response_tokens: Annotated[int, AT_LEAST_ONE] = 1024
     """Longest response in tokens, the end-of-sequence token included."""
     stop: list[str] = field(default_factory=list)
@@ -278,6 +305,14 @@ class Rollout:
     carry_over_cache: Literal["recompute", "keep"] = "recompute"
     """carry_over: KV cache of carried samples. recompute: it is computed again with the new weights. keep: it
     stays in memory while the trainer works; only on CPU."""
+    min_replicas: Annotated[int, NOT_NEGATIVE] = 0
+    """roles: number of replicas that must live. If one dies, the others generate its groups, and the run goes
+    on without it until its next start. 0: all must live."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass
@@ -362,6 +397,21 @@ class RewardKl:
     """adaptive: samples over which the weight may change by about a fifth."""
 
 
+@dataclass
+class AdaptiveEntropy:
+    """Adaptive weight of the entropy bonus (Skywork-OR1), which keeps the entropy above a target."""
+
+    target: Annotated[float, NOT_NEGATIVE] = 0.0
+    """The bonus acts in steps whose mean entropy per token (`actor/entropy`) is not above this, in nats. The
+    paper: 0.2. 0: fixed `entropy_coef`."""
+    delta: Annotated[float, POSITIVE] = 0.005
+    """Increase of the weight in such a step, and decrease in any other step."""
+    low: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Least weight."""
+    high: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Greatest weight."""
+
+
 ADVANTAGES, LOSSES = formulas("advantages"), formulas("losses")
 """Config name -> declarations of each advantage estimator, and of each loss."""
 
@@ -419,9 +469,16 @@ class Objective:
     it."""
     kl_estimator: KlEstimator = "k3"
     """Estimator of that divergence (Schulman, 'Approximating KL divergence'); with + the gradient is that of
-    k2."""
+    k2. k3-weighted, DeepSeek-V3.2's, is unbiased also for samples of an older policy."""
     entropy_coef: Annotated[float, FINITE] = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; the initial one if it is adaptive."""
+    adaptive_entropy: AdaptiveEntropy = field(default_factory=AdaptiveEntropy)
+    off_policy_mask: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Set the loss of tokens with a negative advantage to 0 in samples whose mean of log(p_sampling / p) over
+    their tokens, with p under the current weights, exceeds this, in nats (DeepSeek-V3.2). 0: off."""
+    top_entropy: Annotated[float, PROBABILITY] = 1.0
+    """Share of the mini-batch's tokens, those of the highest entropy, that have a policy loss; it is 0 for
+    the others (80/20 rule: 0.2). Below 1 each update needs another forward pass."""
     reward_kl: RewardKl = field(default_factory=RewardKl)
 
     if TYPE_CHECKING:
@@ -496,15 +553,17 @@ class Checkpoint:
 class Logging:
     tensorboard: bool = True
     """Write TensorBoard event files to `<run.dir>/tensorboard`."""
-    samples: Annotated[int, NOT_NEGATIVE] = 0
-    """Samples per step (prompt, response, score) written to `<run.dir>/samples.jsonl`."""
+    rollouts: Literal["none", "sample", "all"] = "sample"
+    """Samples that each step writes to `<run.dir>/rollouts` as parquet, with token ids, log-probs, advantages
+    and scores. sample: those of four groups; all: every sample, as replays of a run need; about 10 bytes per
+    token."""
 
 
 @dataclass
 class Config:
     algorithm: str = "grpo"
     """Name of a file of rl/algorithms (ppo, grpo, dapo, rloo, reinforce_pp, remax, prime, dpo, spin, sppo,
-    sft), or the path of your own file. It sets other defaults for some keys below."""
+    kto, orpo, simpo, sft), or the path of your own file. It sets other defaults for some keys below."""
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -553,14 +612,25 @@ def learns_from_samples(config: Config) -> bool:
     return "samples" in algorithm_of(config).needs
 
 
+def needs_kept_sets(config: Config) -> bool:
+    """Return whether the policy's distributions are renormalised over the tokens that the engine kept."""
+    return learns_from_samples(config) and config.rollout.truncates and not config.rollout.biased_truncation
+
+
 def needs_engine(config: Config) -> bool:
     """Return whether a generation engine is built, for training or for validation."""
-    return learns_from_samples(config) or bool(config.data.val and config.validation.every)
+    return (learns_from_samples(config) and config.run.mode != "train_only") or validates(config)
+
+
+def validates(config: Config) -> bool:
+    """Return whether the run validates on held-out prompts."""
+    return bool(config.data.val and config.validation.every) and config.run.mode != "train_only"
 
 
 def needs_reward(config: Config) -> bool:
     """Return whether responses are scored, in training or in validation."""
-    return "reward" in algorithm_of(config).needs or bool(config.data.val and config.validation.every)
+    learns = "reward" in algorithm_of(config).needs and config.run.mode != "train_only"
+    return learns or validates(config)
 
 
 def needs_reference(config: Config) -> bool:
@@ -574,8 +644,8 @@ def needs_early_logprobs(config: Config) -> bool:
 
     If nothing does, the first mini-batch needs no separate forward pass: its update's own forward pass uses
     the same weights. Early readers are the KL penalty in the reward, some advantage estimators, losses that
-    select tokens, rejections (they change the loss denominators), and algorithms that declare
-    "old_logprobs" in NEEDS.
+    select tokens, rejections (they change the loss denominators), an adaptive weight of the entropy bonus
+    (it needs the entropy), and algorithms that declare "old_logprobs" in NEEDS.
     """
     estimator, loss = config.objective.chosen
     return (
@@ -584,4 +654,5 @@ def needs_early_logprobs(config: Config) -> bool:
         or (estimator is not None and not estimator.columns.isdisjoint({"old_logprobs", "sum_p_squared"}))
         or (loss is not None and "selected_tokens" in loss.columns)
         or bool(config.rollout_correction.rejections)
+        or config.objective.adaptive_entropy.target > 0
     )

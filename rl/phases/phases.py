@@ -8,12 +8,13 @@ are verl's.
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from rl.config.schema import Config
-from rl.data.batch import Batch, given_responses, pair_up
-from rl.data.preferences import Preference
-from rl.data.prompts import Prompt, end_token_ids
+from rl.data.batch import Batch, given_responses, mismatch, pair_up
+from rl.data.preferences import Labelled, Preference
+from rl.data.prompts import Prompt
 from rl.data.sampler import EpochSampler, MixedSampler
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
@@ -52,10 +53,10 @@ class Phases:
         *,
         step: Step,
         engines: Engines,
-        prompts: list[Prompt] | list[Preference],
+        prompts: list[Prompt] | list[Preference] | list[Labelled],
         sampler: EpochSampler | MixedSampler,
         scorer: Scorer | None,
-        tokenizer,
+        end_ids: frozenset[int] = frozenset(),
         stop: StopRequests | None = None,
         agents=None,
         link: "Link | None" = None,
@@ -77,9 +78,9 @@ class Phases:
             self.generation = self.split = SplitGeneration(config, step, policy, self.memory, stop, link=link)
         self.inference = Inference(config, step, engines, self.memory, planner)
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
-        self.scoring = Scoring(config, step, engines, self.memory, scorer, tokenizer)
+        self.scoring = Scoring(config, step, engines, self.memory, scorer)
         self.kl_penalty = KlPenalty(config)
-        self._end_ids = ({tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None}
+        self._end_ids = end_ids
         """Ids of tokens that end a response, besides those of `rollout.stop_token_ids`."""
         self.num_drawn = 0
         """Prompts that the steps of the run have drawn, those before a resume included."""
@@ -131,6 +132,17 @@ class Phases:
         rejected = given_responses(ids, [pair.rejected_ids for pair in pairs])
         return self._with_lengths_logged(pair_up(chosen=chosen, rejected=rejected))
 
+    def draw_labelled(self) -> Batch:
+        """Return the next data.prompts_per_step responses of the data; `labels` are 1 for desirable ones."""
+        rows: list[Labelled] = self.draw_prompts()
+        batch = given_responses([row.prompt_ids for row in rows], [row.response_ids for row in rows])
+        batch.labels = torch.tensor([float(row.label) for row in rows])
+        return self._with_lengths_logged(batch)
+
+    def mismatched(self, batch: Batch) -> Batch:
+        """Return the prompts with the response of the previous sample of the same mini-batch."""
+        return mismatch(batch, [plan.samples for plan in self.updates.plans(batch)])
+
     def targets(self, prompts: list[Prompt]) -> Batch:
         """Return the data's own responses in place of generated ones."""
         ids, responses = [p.token_ids for p in prompts], [p.response_ids for p in prompts]
@@ -150,14 +162,17 @@ class Phases:
             batch = self.carry_over.generate([prompts[i] for i in order] if order else prompts)
         else:
             purpose = f"train.{self.step.number}.{round}" if round else f"train.{self.step.number}"
-            batch = self.generation.sample(
-                prompts,
-                train_sampling(self.config),
-                purpose=purpose,
-                timing="gen",
-                abortable=True,
-                order=order,
-            )
+            if self.split is not None:
+                batch = self.split.next_batch(prompts, purpose=purpose)
+            else:
+                batch = self.generation.sample(
+                    prompts,
+                    train_sampling(self.config),
+                    purpose=purpose,
+                    timing="gen",
+                    abortable=True,
+                    order=order,
+                )
         config = self.config
         check_endings(
             batch,
@@ -212,9 +227,16 @@ class Phases:
         """Fill `token_rewards`; subtract `objective.reward_kl` times the KL divergence from the rewards."""
         self.step.metrics |= self.kl_penalty.apply(batch, self.step.number)
 
-    def update(self, batch: Batch, loss: Loss, *, select_tokens: TokenSelection | None = None) -> None:
+    def update(
+        self,
+        batch: Batch,
+        loss: Loss,
+        *,
+        select_tokens: TokenSelection | None = None,
+        mismatched: Batch | None = None,
+    ) -> None:
         """Update the policy on the batch's mini-batches. See `Updates.policy`."""
-        self.updates.policy(batch, loss, select_tokens=select_tokens)
+        self.updates.policy(batch, loss, select_tokens=select_tokens, mismatched=mismatched)
 
     def update_critic(self, batch: Batch) -> None:
         """Update the critic; reads `returns` and `old_values`."""

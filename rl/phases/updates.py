@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.faults.agreement import check_master_weights, check_replicas
 from rl.objectives.aggregate import aggregate
+from rl.objectives.entropy_controller import AdaptiveEntropy
+from rl.objectives.preference import mismatch_kl
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
 from rl.phases.batch_checks import CheckFailed, check_advantages, check_groups
@@ -30,7 +33,20 @@ from rl.training.packing import MicroBatch
 from rl.training.schedule import learning_rate
 
 TokenSelection = Callable[[Batch, Tensor, int], Tensor]
-"""(mini-batch, log-probs [T] under the current weights, seed) -> 1 for selected tokens, else 0, [T]."""
+"""(mini-batch, log-probs [T] under the current weights, seed) -> 1 for selected tokens, else 0, [T].
+
+The attribute `reads` may name another output of the model that the function receives instead."""
+
+
+def adaptive_entropy(config: Config) -> AdaptiveEntropy | None:
+    """Return the controller of `objective.adaptive_entropy`, or None if the weight is fixed."""
+    control = config.objective.adaptive_entropy
+    if not control.target:
+        return None
+    bounds = dict(low=control.low, high=control.high)
+    return AdaptiveEntropy(
+        config.objective.entropy_coef, target=control.target, delta=control.delta, **bounds
+    )
 
 
 class WrongLearningRate(RuntimeError):
@@ -54,12 +70,25 @@ class Updates:
     ):
         self._config, self._step, self._engines = config, step, engines
         self._memory, self._planner, self._inference = memory, planner, inference
+        self.entropy_control = adaptive_entropy(config)
+        """Weight of the entropy bonus, or None if it is `objective.entropy_coef`."""
         self._checked_losses: set[str] = set()
         """Losses whose gradient was checked in this process (`rl.phases.objective_check`)."""
         self.rates: dict[str, dict[str, Any]] = {}
         """Learning rate of each model's last update, with its step and schedule; kept in checkpoints."""
 
-    def policy(self, batch: Batch, loss: Loss, *, select_tokens: TokenSelection | None = None) -> None:
+    def plans(self, batch: Batch) -> list[MinibatchPlan]:
+        """Return one plan per mini-batch, in the order of the optimizer steps."""
+        return self._planner.plans(batch)
+
+    def policy(
+        self,
+        batch: Batch,
+        loss: Loss,
+        *,
+        select_tokens: TokenSelection | None = None,
+        mismatched: Batch | None = None,
+    ) -> None:
         """Update the policy.
 
         If `Inference.log_probs` deferred the old log-probs, the first mini-batch takes them from its update's
@@ -67,15 +96,27 @@ class Updates:
 
         select_tokens: called before each update with the whole mini-batch and its log-probs under the current
         weights. The loss reads the result as the column `selected_tokens`.
+        mismatched: the prompts with responses to others (`Phases.mismatched`), with `ref_logprobs`. The loss
+        gets `mismatch_kl` of those of the mini-batch under the current weights as `kl`.
+
+        An adaptive weight of the entropy bonus (`objective.adaptive_entropy`) is passed to the loss as
+        `entropy_coef`.
         """
         step, policy = self._step, self._engines.policy
         self._check(batch, loss)
+        if self.entropy_control is not None:
+            weight = self.entropy_control.update(step.metrics["actor/entropy"])
+            step.metrics["actor/entropy_coef"] = weight
+            reads = loss.reads
+            loss = partial(loss, entropy_coef=weight)
+            loss.reads = reads
         if batch.advantages is not None:
             step.metrics |= spread("critic/advantages", batch.advantages[batch.mask > 0])
         if batch.trajectories is not None:
             counts = segment_sum(batch.mask.double(), batch.trajectory_lengths)
             batch.trajectory_tokens = expand(batch.of_trajectories(counts).float(), batch.lengths)
         num_tokens = batch.prompt_lengths + batch.lengths
+        other_plans = [] if mismatched is None else self._planner.new_plans(mismatched)
         plans = self._planner.plans(batch)
         micro_batches = [plan.micro_batches for plan in plans]
         ranks = [[i for p in micro_batches for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
@@ -88,12 +129,16 @@ class Updates:
         def update_of(plan: MinibatchPlan) -> Iterator[Loss]:
             if select_tokens is not None:
                 self._select_tokens(batch, plan, select_tokens, number=policy.num_updates - first_update)
+            if mismatched is not None:
+                yield partial(loss, kl=self._mismatch_kl(mismatched, other_plans[plans.index(plan)]))
+                return
             if others is None or policy.num_updates > first_update:
                 yield loss
                 return
             first = FirstUpdate(loss, self._config.rollout_correction)
             yield first
-            self._inference.fill_old_logprobs(batch, *first.outputs(policy, batch, plan, others))
+            outputs = first.outputs(policy, batch, plan, others)
+            self._inference.fill_old_logprobs(batch, *outputs, first=plan)
 
         means = self._learn(
             policy,
@@ -105,6 +150,8 @@ class Updates:
             warmup_steps=self._config.critic.warmup_steps,
         )
         policy.version += 1
+        if policy.needs:
+            step.metrics |= policy.held_metrics()
         step.num_tokens += int(num_tokens.sum())
         step.metrics |= _prefixed("actor", means)
 
@@ -228,7 +275,7 @@ class Updates:
         """
         name = next(name for name, other in self._engines.learning.items() if other is model)
         step, last = self._step.number, self._config.run.max_steps
-        key = repr((optimizer, last, warmup_steps))
+        key = repr((optimizer, warmup_steps, None if optimizer.schedule == "constant" else last))
         before = self.rates.get(name)
         self.rates[name] = {"step": step, "rate": lr, "schedule": key}
         if before is None or before["step"] != step - 1 or before["schedule"] != key:
@@ -253,19 +300,27 @@ class Updates:
                 check_replicas(name, model.replicas(), control_group())
                 check_master_weights(name, model.stale_master_weights(), control_group())
 
+    def _mismatch_kl(self, mismatched: Batch, plan: MinibatchPlan) -> float:
+        """Return the estimate of the KL divergence for a mini-batch under the current weights."""
+        assert mismatched.mask is not None and mismatched.ref_logprobs is not None
+        (logprobs,) = self._engines.policy.forward(mismatched, [plan.micro_batches], ("logprobs",))
+        index, lengths = mismatched.tokens_of(plan.samples), mismatched.lengths[plan.samples]
+        pair = logprobs[index], mismatched.ref_logprobs[index]
+        return mismatch_kl(*pair, mismatched.mask[index], lengths)
+
     def _select_tokens(
         self, batch: Batch, plan: MinibatchPlan, select: TokenSelection, *, number: int
     ) -> None:
         """Fill `selected_tokens` for the samples of a mini-batch, before update `number` of this step."""
-        samples = plan.samples
-        logprobs = batch.old_logprobs
+        samples, output = plan.samples, getattr(select, "reads", "logprobs")
+        values = batch.old_logprobs if output == "logprobs" else None
         # Then old_logprobs belong to other weights, or are not filled yet.
-        if number > 0 or self._config.rollout_correction.bypass or logprobs is None:
-            (logprobs,) = self._engines.policy.forward(batch, [plan.micro_batches], ("logprobs",))
+        if number > 0 or self._config.rollout_correction.bypass or values is None:
+            (values,) = self._engines.policy.forward(batch, [plan.micro_batches], (output,))
         index = batch.tokens_of(samples)
         batch.selected_tokens = torch.zeros(len(batch.mask))
         seed = seed_of(self._config.run.seed, "choose", self._step.number, number)
-        batch.selected_tokens[index] = select(batch.select(samples), logprobs[index], seed).float()
+        batch.selected_tokens[index] = select(batch.select(samples), values[index], seed).float()
 
 
 def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -5,6 +5,8 @@ vocabulary entry and row, and computes the rank of the sampled token. This sampl
 On CUDA the sampler is not replaced, because vLLM hashes seed and position in a kernel there.
 """
 
+import functools
+
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
@@ -28,10 +30,15 @@ class HashedSampler(Sampler):
         runner: vLLM's model runner, which holds the seeds and positions of the rows.
     """
 
+    log_softmax = staticmethod(functools.partial(torch.log_softmax, dim=-1))
+
     def __init__(self, runner):
         super().__init__(logprobs_mode="processed_logprobs")
         self._runner = runner
         self.topk_topp_sampler.forward = self._draw
+        self.kept: dict[str, dict[int, np.ndarray]] | None = None
+        """Sorted ids of the tokens that each token was sampled from, by request (vLLM's internal id) and the
+        token's position; None: not recorded."""
 
     def _draw(self, logits, generators, k, p):
         """Return the sampled tokens, int64 [B], and the log-probs of the sampling distribution, [B, V].
@@ -41,13 +48,27 @@ class HashedSampler(Sampler):
         assert not generators, (
             "requests must pass their seed in extra_args['seed'], not in SamplingParams.seed"
         )
-        logprobs = apply_top_k_top_p(logits, k, p).log_softmax(-1)
+        logprobs = self.log_softmax(apply_top_k_top_p(logits, k, p))
         batch, requests = self._runner.input_batch, self._runner.requests
         seeds = np.array(
             [requests[name].sampling_params.extra_args["seed"] for name in batch.req_ids], np.uint64
         )
-        uniform = torch.from_numpy(uniforms(seeds, batch.num_tokens_no_spec[: len(seeds)]))
-        return invert(logprobs, uniform), logprobs
+        positions = batch.num_tokens_no_spec[: len(seeds)]
+        if self.kept is not None:
+            self._record(self.kept, logprobs, batch.req_ids, positions)
+        return invert(logprobs, torch.from_numpy(uniforms(seeds, positions))), logprobs
+
+    @staticmethod
+    def _record(kept, logprobs, names, positions):
+        """Store the kept set of each row. A token that is drawn again replaces its entry.
+
+        vLLM also draws a token after each chunk of a prompt, and ignores it; its position is that of the
+        first token.
+        """
+        row, token = (logprobs > -torch.inf).nonzero(as_tuple=True)
+        ends = row.bincount(minlength=len(names)).cumsum(0)[:-1].numpy()
+        for name, position, ids in zip(names, positions.tolist(), np.split(token.int().numpy(), ends)):
+            kept.setdefault(name, {})[position] = ids
 
     @staticmethod
     def gather_logprobs(logprobs, num_logprobs, token_ids):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rl.data.batch import Batch
+from rl.data.held import HeldColumn, Row, row_key
 from rl.rollout.turns import Sample, context_digest
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
@@ -28,6 +29,7 @@ def exchange(
     device: Device,
     *,
     turns: bool = False,
+    held: tuple[str, ...] = (),
 ) -> Batch:
     """Return the batch of all samples, ordered by prompt, sample number and row. Collective over the world.
 
@@ -39,6 +41,7 @@ def exchange(
         own: the samples of this rank; no other rank has them.
         samples_per_prompt: number that every prompt must have; None if samples may be missing.
         turns: whether samples may have several turns; then `turns` and `turn_rewards` are filled too.
+        held: names of the held columns. Their rows stay where they are; all ranks learn who has them.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     counts = torch.zeros(2, world, dtype=torch.int64)  # samples, and how many of them have an outcome
@@ -79,6 +82,9 @@ def exchange(
     if (row > 0).any():
         batch.trajectories = torch.stack([prompt, number]).unique(dim=1, return_inverse=True)[1]
     _check_digests(batch, digests, context_digests, number, ranks)
+    if held and len(batch):
+        holders = torch.arange(world).repeat_interleave(num_own.long())[order]
+        batch.held = _locate(batch, own, place_of, holders, held, device)
     if num_outcomes.any():
         batch.score_details = _exchange_outcomes(own, place_of, len(batch), device)
     return batch
@@ -155,6 +161,29 @@ def _exchange_contexts(
             token_ids[span] = torch.from_numpy(sample.prompt_ids)
     parts = np.split(sum_over_world(token_ids, device.torch).numpy(), ends[:-1].numpy())
     return [part if own_length >= 0 else ids for part, own_length, ids in zip(parts, contexts, prompt_ids)]
+
+
+def _locate(
+    batch: Batch,
+    own: list[Sample],
+    places: list[int],
+    holders: torch.Tensor,
+    names: tuple[str, ...],
+    device: Device,
+) -> dict[str, HeldColumn]:
+    """Return the held columns, with this rank's rows. Collective over the world. holders: int64 [N]."""
+    lengths = torch.zeros(len(names), len(batch), dtype=torch.int64)
+    rows: dict[str, dict[int, Row]] = {name: {} for name in names}
+    for place, sample in zip(places, own):
+        key = row_key(batch.prompt_ids[place], sample.token_ids)
+        for k, name in enumerate(names):
+            rows[name][place] = row = Row(key, sample.held(name))
+            lengths[k, place] = len(row.values)
+    lengths = sum_over_world(lengths, device.torch)
+    kinds = {name: (row.values.dtype, row.values.shape[1:]) for name in names for row in rows[name].values()}
+    everyone = {name: kind for found in gather_objects(kinds) for name, kind in found.items()}
+    found = zip(names, lengths)
+    return {name: HeldColumn(rows[name], holders, size, *everyone[name]) for name, size in found}
 
 
 def _exchange_outcomes(

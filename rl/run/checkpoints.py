@@ -57,6 +57,9 @@ class RunCheckpoints:
             raise ConfigError(
                 f"{saved.path} was written with another objective.reward_kl.controller: {error}"
             ) from error
+        entropy_control = phases.updates.entropy_control
+        if entropy_control is not None and "entropy_control" in state:  # absent after a fixed weight
+            entropy_control.load_state_dict(state["entropy_control"])
         try:
             phases.sampler.load_state_dict(state["sampler"])
         except ValueError as error:
@@ -82,7 +85,7 @@ class RunCheckpoints:
 
         cursor: where the draw stood after the last batch that was learned from (`Batch.cursor`).
         """
-        split = self._phases.split
+        split, entropy_control = self._phases.split, self._phases.updates.entropy_control
         if "carry_over" in cursor:
             cursor = cursor | {"carry_over": cursor["carry_over"].state_dict()}
         return {
@@ -90,6 +93,7 @@ class RunCheckpoints:
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
             "policy_version": self._phases.engines.policy.version,
             "learning_rates": self._phases.updates.rates,
+            **({} if entropy_control is None else {"entropy_control": entropy_control.state_dict()}),
             **({} if split is None else {"split": split.state_dict()}),
         }
 

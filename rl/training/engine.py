@@ -7,6 +7,8 @@ its own weights, optimizer and head.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,14 +18,16 @@ from torch import Tensor
 
 from rl.config.schema import Optimizer, Training
 from rl.data.batch import Batch
+from rl.data.held import KEPT_SETS
 from rl.models import architecture, value_model, value_weights
 from rl.runtime.checksum import INTEGERS
-from rl.runtime.collectives import broadcast_object, gather_objects
+from rl.runtime.collectives import broadcast_object, gather_objects, sum_over_world
 from rl.runtime.device import Device, aligned, host_memory
 from rl.training.attention import can_share
 from rl.training.dp_split import MicroBatchPlan
 from rl.training.gradients import ReductionProbe, with_gradients
 from rl.training.grid import Grid
+from rl.training.homes import BytesMoved, Need, fetch
 from rl.training.model import DTYPES, build_model
 from rl.training.offload import HostMemory
 from rl.training.optimizer import (
@@ -57,6 +61,8 @@ class TrainingEngine:
         optimizer: None for a frozen model.
         temperature: temperature of the distribution whose log-probs a policy computes.
         keep_reference: keep a copy of the initial weights for `reference_weights`.
+        router_replay: `training.router_replay`, for a policy.
+        bitwise: compute log-probs that are bitwise those of an engine in the same mode.
     """
 
     def __init__(
@@ -72,6 +78,8 @@ class TrainingEngine:
         optimizer: Optimizer | None = None,
         temperature: float = 1.0,
         keep_reference: bool = False,
+        router_replay: str = "none",
+        bitwise: bool = False,
     ):
         self.config, self.grid, self.device, self.temperature = training, grid, device, temperature
         self.adam = optimizer
@@ -79,10 +87,27 @@ class TrainingEngine:
         """Number of batches that the model has learned from; a checkpoint restores it for the policy."""
         self.num_updates = 0
         """Number of optimizer updates since the process started."""
+        self.needs: dict[str, Need] = {}
+        """Held columns that the passes read, and which part of them."""
+        self._moved = BytesMoved()
+        self.replay: Any = None
+        """Chooses the experts of a policy's passes (`rl.training.router_replay`); None: the routers do."""
         hf = value_model(hf) if values else hf
         model = build_model(hf, training, DTYPES[dtype], grid, values=values).to(device.torch)
+        if bitwise:
+            from rl.training.bitwise import make_bitwise
+
+            make_bitwise(model, hf)
         self.model = model
         self.shares_prompts = training.shared_prefix and can_share(device.torch, DTYPES[dtype])
+        if router_replay != "none":
+            from rl.training.router_replay import RouterReplay
+
+            self.replay = RouterReplay(
+                model, router_replay, architecture(hf).megatron_config(hf)["moe_layer_freq"], grid
+            )
+            if router_replay == "engine":
+                self.needs["routes"] = self.replay.need
         weights = value_weights(hf, needs_head=False) if values else architecture(hf).weights(hf)
         self.weight_map = WeightMap(hf, weights, grid, model)
         mark_split_weights(self.weight_map)
@@ -90,6 +115,7 @@ class TrainingEngine:
         assert optimizer is not None or not keep_reference, (
             "keep_reference requires an optimizer: a frozen model is its own reference"
         )
+        self._is_reference = False
         self.reference: list[Tensor] | None = None
         if keep_reference:
             self._keep_reference()
@@ -148,12 +174,14 @@ class TrainingEngine:
             )
         parameters = list(self.model.parameters())
         own = [parameter.data for parameter in parameters]
+        self._is_reference = True
         try:
             for parameter, weight in zip(parameters, self.reference):
                 unused = parameter.main_grad.view(-1).view(weight.dtype)[: weight.numel()]
                 parameter.data = unused.view(weight.shape).copy_(weight, non_blocking=True)
             yield
         finally:
+            self._is_reference = False
             for parameter, data in zip(parameters, own):
                 parameter.data = data
 
@@ -205,6 +233,16 @@ class TrainingEngine:
         sums["check/moved"] = (weights_sum(self.optimizer) != before).double().to(self.device.torch)
         self.num_updates += 1
         return self._sum_over_replicas(sums, probe) | {"grad_norm": norm}
+
+    def held_metrics(self) -> dict[str, float]:
+        """Return the bytes of held columns that all ranks received since the last call, and those planned.
+
+        With routes of the engine also the share that the trainer's routers would have chosen otherwise.
+        """
+        moved, self._moved = torch.tensor([self._moved.received, self._moved.planned]), BytesMoved()
+        total = sum_over_world(moved, self.device.torch).tolist()
+        metrics = dict(zip(("perf/held_bytes_received", "perf/held_bytes_planned"), total))
+        return metrics | (self.replay.metrics() if "routes" in self.needs else {})
 
     def start_from_present_weights(self) -> None:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
@@ -268,6 +306,8 @@ class TrainingEngine:
         CUDA nothing here waits for the device.
         """
         assert self.has_weights, "the weights are in host memory"
+        if self.needs:
+            self._moved += fetch(batch, plan, self.needs, self.grid, self.device.torch)
         self.model.outputs = type(self.model).outputs if outputs is None else outputs
         config, groups, device = self.model.config, self.grid.groups, self.device.torch
         rows = [
@@ -280,9 +320,18 @@ class TrainingEngine:
             )
             for samples in plan[self.grid.dp_rank]
         ]
+        if self.replay is not None:
+            reference = self._is_reference
+            rows = [
+                replace(row, routes=self.replay.routes(batch, row, is_reference=reference)) for row in rows
+            ]
 
         def step(iterator, model):
             micro = with_columns(next(iterator), batch)
+            if KEPT_SETS[0] in self.needs and self.grid.is_last_stage:
+                from rl.training.kept_sets import sets_of
+
+                micro.kept = sets_of(batch, micro.samples)
             if progress is not None:  # only the last stage computes the loss
                 progress.update(len(micro.samples) * self.grid.dp)
             output = self.model.run(micro, self.temperature)

@@ -57,8 +57,8 @@ def scaling_ignored(bug: Bug) -> None:
 
 @exhibit(
     name="wrong epsilon of the norm",
-    peer="vllm-project/vllm#5621",
-    saw="",
+    peer="NVIDIA-NeMo/Megatron-Bridge#5712",
+    saw="Some norms ran with the default epsilon of 1e-5 instead of the config's 1e-6.",
     caught_by=GAP,
     expects=DIFFER,
     at=0,
@@ -133,7 +133,7 @@ def no_temperature(bug: Bug) -> None:
     saw="Prefixes stayed cached over weight updates, and the mismatch grew until a restart.",
     caught_by=GAP,
     expects=DIFFER,
-    overrides=("data.prompts_per_step=8", "data.max_prompt_tokens=200"),
+    overrides=("data.train=[TOY/long.parquet]", "data.max_prompt_tokens=160"),
 )
 def old_cache(bug: Bug) -> None:
     from rl.rollout.engine import RolloutEngine
@@ -155,7 +155,13 @@ def old_cache(bug: Bug) -> None:
     RolloutEngine.__init__ = without_reset
 
 
-@exhibit(name="labels shifted by one", peer="verl-project/verl#7904", saw="", caught_by=GAP, expects=DIFFER)
+@exhibit(
+    name="labels shifted by one",
+    peer="NVIDIA/Megatron-LM#5682",
+    saw="A packing path did not shift the labels; the first loss was 24 instead of 16.",
+    caught_by=GAP,
+    expects=DIFFER,
+)
 def shifted(bug: Bug) -> None:
     from rl.training.model import Packed
 
@@ -213,10 +219,15 @@ def dropout(bug: Bug) -> None:
 
     @bug.replaces(Packed, "run")
     def with_dropout(run, self, micro, temperature):
-        for module in self.modules():
-            if hasattr(module, "hidden_dropout"):
-                module.hidden_dropout = 0.1
-        return run(self, micro, temperature)
+        import torch
+
+        dropout = self.embedding.register_forward_hook(
+            lambda module, inputs, output: torch.nn.functional.dropout(output, 0.1)
+        )
+        try:
+            return run(self, micro, temperature)
+        finally:
+            dropout.remove()
 
 
 @exhibit(
@@ -237,12 +248,12 @@ def router_dtype(bug: Bug) -> None:
 
 @exhibit(
     name="other seeds on the ranks of a replica",
-    peer="vllm-project/vllm#28774",
+    peer="vllm-project/vllm#15895",
     saw="With external_launcher the ranks of an engine sampled different tokens.",
     caught_by="event log of a replica",
     expects=r"Disagreement: ranks disagree on the event log .*rank 1 generated other tokens",
     ranks=2,
-    overrides=("rollout.tp=2",),
+    overrides=("rollout.tp=2", "rollout.max_response_tokens=1"),
 )
 def other_seeds(bug: Bug) -> None:
     from rl.rollout.engine import RolloutEngine
@@ -250,7 +261,7 @@ def other_seeds(bug: Bug) -> None:
     @bug.replaces(RolloutEngine, "_params")
     def shifted_seed(params, self, *args):
         found = params(self, *args)
-        found.seed += bug.rank
+        found.extra_args["seed"] += bug.rank
         return found
 
 

@@ -41,9 +41,12 @@ MODELS: dict[str, tuple[str, dict]] = {
 SAVE_TOY = """
 import sys
 from pathlib import Path
+import pyarrow.parquet as pq
 from tests.toy import save_toy
+from tools.make_toy import write_split
 
-save_toy(Path(sys.argv[1]))
+toy = save_toy(Path(sys.argv[1]))
+write_split(toy / "long.parquet", "train", [(10 ** 70 + i, 10 ** 70) for i in range(4)])
 """
 SAVE_MODEL = """
 import json, sys
@@ -95,6 +98,7 @@ class Museum:
     def __init__(self, directory: Path):
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
+        run_ranks(1, "", timeout=300)  # starts the process from which ranks are forked
 
     def visit(self, exhibit: Exhibit) -> Visit:
         """Run an exhibit."""
@@ -153,7 +157,12 @@ class Museum:
         run.parent.mkdir(parents=True, exist_ok=True)
         config = run.parent / f"{run.name}.yaml"
         config.write_text(yaml.dump(raw))
-        return ["--config", str(config), f"run.dir={run}", *overrides]
+        return [
+            "--config",
+            str(config),
+            f"run.dir={run}",
+            *(key.replace("TOY", str(toy)) for key in overrides),
+        ]
 
     def _arguments(self, exhibit: Exhibit, run: Path, *more: str) -> list[str]:
         return self.arguments(exhibit.model, run, *exhibit.overrides, *more)
