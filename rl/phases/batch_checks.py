@@ -140,8 +140,8 @@ def check_likelihoods(batch: Batch, logprobs: Tensor, *, name: str) -> None:
     if not evidence <= -math.log(RISK) + SLACK * len(gaps):
         raise CheckFailed(
             f"likelihood check: {name} / rollout probability of {len(gaps)} sampled tokens is larger than "
-            f"chance explains (evidence {evidence:.4g} nats, probability below {RISK:g}): the log-probs are of "
-            "other tokens or another batch, in another base, or the engine sampled from another distribution."
+            f"chance explains (evidence {evidence:.4g} nats, probability below {RISK:g}): the log-probs are "
+            "of other tokens or another batch, in another base, or not of the distribution sampled from."
         )
 
 

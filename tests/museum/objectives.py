@@ -311,7 +311,6 @@ def frozen(bug: Bug) -> None:
 )
 def filtered(bug: Bug) -> None:
     from rl.algorithms import dapo
-
     from rl.phases.phases import Phases
 
     @bug.replaces(dapo, "grpo")
