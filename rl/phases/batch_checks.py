@@ -8,6 +8,7 @@ Every function is pure, and every rank has the same batch, so CheckFailed is rai
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection
 
 import numpy as np
@@ -143,6 +144,30 @@ def check_likelihoods(batch: Batch, logprobs: Tensor, *, name: str) -> None:
             f"chance explains (evidence {evidence:.4g} nats, probability below {RISK:g}): the log-probs are "
             "of other tokens or another batch, in another base, or not of the distribution sampled from."
         )
+
+
+def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
+    """Return a warning if every sample has the same score, by chance or not; "" otherwise.
+
+    A reward that always returns one number, or only after some step, looks like that; so does a task that is
+    too hard or too easy, so the run goes on. There is no warning if earlier groups of this run often had this
+    score for all samples. history: number of groups by the score that all their samples had, "differs" for
+    groups with several scores; those of the batch are added.
+    """
+    assert batch.scores is not None
+    value, total = float(batch.scores[0]), sum(history.values())
+    share = (history[value] + 1) / (total + 2)
+    groups = [batch.scores[batch.groups == group] for group in batch.groups.unique()]
+    equal = [float(scores[0]) if (scores == scores[0]).all() else math.nan for scores in groups]
+    is_constant = len(batch) > 1 and bool((batch.scores == value).all())
+    history.update("differs" if math.isnan(score) else score for score in equal)
+    if not is_constant or (total and len(groups) * math.log(share) > math.log(RISK)):
+        return ""
+    return (
+        f"warning: score check: all {len(batch)} samples have the score {value:g}"
+        + (f", as only {history[value] - len(groups)} of {total} groups before" if total else "")
+        + "; no advantage differs from 0. Does the reward function work?"
+    )
 
 
 def check_loss_weights(batch: Batch, *, of_samples: bool) -> None:

@@ -163,3 +163,21 @@ def two_bos(bug: Bug) -> None:
         bos = np.array([tokenizer.eos_token_id], np.int32)
         tokenizer.bos_token = tokenizer.eos_token
         return [np.concatenate([bos, bos, ids]) for ids in encode(texts, tokenizer, add_special_tokens=False)]
+
+
+@exhibit(
+    name="validation prompts in the training data",
+    peer="OpenRLHF/OpenRLHF#1089",
+    saw="Without an evaluation set, its rows were taken from the training set and trained on.",
+    caught_by="data (a warning)",
+    expects=r"warning: data check: 4 of 4 prompts of data\.val are in data\.train too",
+    overrides=("data.val=[TOY/test.parquet]", "validation.every=9", "validation.max_prompts=4"),
+    warns=True,
+    at=0,
+)
+def leaked(bug: Bug) -> None:
+    from rl.engines.inputs import Inputs
+
+    @bug.replaces(Inputs, "_prompts")
+    def all_rows(prompts, self, files, **options):
+        return prompts(self, [*files, *self.config.data.val], **options)

@@ -120,11 +120,11 @@ def greedy(bug: Bug) -> None:
     overrides=("rollout.temperature=0.6",),
 )
 def raw(bug: Bug) -> None:
-    from rl.rollout import engine
+    from rl.rollout.engine import RolloutEngine
 
-    @bug.replaces(engine, "_completion")
-    def untempered(completion, *args):
-        found = completion(*args)
+    @bug.replaces(RolloutEngine, "_completion")
+    def untempered(completion, self, *args):
+        found = completion(self, *args)
         return replace(found, logprobs=found.logprobs * 0.6)
 
 
@@ -137,13 +137,13 @@ def raw(bug: Bug) -> None:
     overrides=("agreement.logprob_slack=0", "data.prompts_per_step=16", "training.micro_batch_tokens=400"),
 )
 def other_base(bug: Bug) -> None:
-    from rl.rollout import engine
+    from rl.rollout.engine import RolloutEngine
 
-    @bug.replaces(engine, "_completion")
-    def binary(completion, *args):
+    @bug.replaces(RolloutEngine, "_completion")
+    def binary(completion, self, *args):
         import math
 
-        found = completion(*args)
+        found = completion(self, *args)
         return replace(found, logprobs=found.logprobs / math.log(2))
 
 
