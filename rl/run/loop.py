@@ -15,7 +15,7 @@ from rl.checkpoint.store import CheckpointStore
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, learns_from_samples, needs_reward
 from rl.data.batch import Batch
-from rl.data.prompts import end_token_ids
+from rl.data.prompts import end_token_ids, num_shared
 from rl.engines.engines import build_engines, finish_imports
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import PhaseAgreement, fail_together
@@ -130,6 +130,11 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         resumed = f", resuming after step {last_step}" if last_step else ""
         start_up.mark("record")
         progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
+        if leads and (shared := num_shared(inputs.prompts, inputs.held_out)):
+            progress.line(
+                f"warning: data check: {shared} of {len(inputs.held_out)} prompts of data.val are in "
+                "data.train too, so validation does not measure what the policy generalises."
+            )
         training = Training(
             config,
             algorithm,

@@ -311,10 +311,16 @@ def frozen(bug: Bug) -> None:
 )
 def filtered(bug: Bug) -> None:
     from rl.algorithms import dapo
+    from rl.phases.phases import Phases
 
     @bug.replaces(dapo, "grpo")
     def always(grpo, *args, **options):
         return grpo(*args, **options) + 1
+
+    @bug.replaces(Phases, "score_samples")
+    def same_in_a_group(score, self, batch):
+        score(self, batch)
+        batch.scores[batch.groups == 0] = batch.rewards[batch.groups == 0] = 0.5
 
 
 @exhibit(

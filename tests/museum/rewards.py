@@ -83,6 +83,26 @@ def failures_as_zero(bug: Bug) -> None:
 
 
 @exhibit(
+    name="reward always 0",
+    peer="PrimeIntellect-ai/verifiers#186",
+    saw="With one option every reward was 0, also of responses that were not truncated.",
+    caught_by="constant scores (a warning)",
+    expects=r"warning: score check: all 64 samples have the score 0, as only 0 of 16 groups before",
+    overrides=("data.prompts_per_step=16", "training.micro_batch_tokens=400"),
+    warns=True,
+)
+def always_zero(bug: Bug) -> None:
+    from rl.rewards.pool.worker_process import ScoringWorker
+
+    @bug.replaces(ScoringWorker, "validated")
+    def nothing(validated, self, line):
+        message = validated(self, line)
+        if message and "values" in message:
+            message["values"] = dict.fromkeys(message["values"], 0.0)
+        return message
+
+
+@exhibit(
     name="advantages with the wrong sign",
     peer="fla-org/flash-linear-attention#1073",
     saw="The loss was negated twice and pushed the policy away from good responses.",
