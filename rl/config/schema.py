@@ -555,7 +555,7 @@ class Logging:
     """Write TensorBoard event files to `<run.dir>/tensorboard`."""
     rollouts: Literal["none", "sample", "all"] = "sample"
     """Samples that each step writes to `<run.dir>/rollouts` as parquet, with token ids, log-probs, advantages
-    and scores. sample: those of four groups; all: every sample, as replays of a run need; about 10 bytes per
+    and scores. sample: those of four groups; all: every sample, as replays of a run need; about 13 bytes per
     token."""
 
 

@@ -306,16 +306,16 @@ class Training:
         batch = self._collect()
         phases, asynchronous = self._phases, self._phases.carry_over or self._split  # never both
         phases.step.is_committed = True
+        collected = copy.copy(batch)  # learn may change what the batch refers to
         if len(batch):
             if asynchronous is not None:
                 asynchronous.check(batch)
             elif batch.weight_versions is not None and self._config.run.mode != "train_only":
                 check_staleness(batch, phases.engines.policy.version, limit=0)
-            collected = copy.copy(batch)  # learn may change what the batch refers to
             if self._config.run.mode != "rollout_only":
                 self._algorithm.learn(phases, batch)
-            if self._rollouts is not None:
-                self._rollouts.write(phases.step.number, collected, batch)
+        if self._rollouts is not None:
+            self._rollouts.write(phases.step.number, collected, batch)
         if asynchronous is not None:
             asynchronous.learned()
         return batch.cursor
@@ -325,7 +325,8 @@ class Training:
         if self._stored is not None:
             with fail_together():
                 batch = self._stored.batch(self._phases.step.number)
-            self._phases.log_generated(batch)
+            if len(batch):
+                self._phases.log_generated(batch)
         else:
             batch = self._algorithm.collect(self._phases)
         if not isinstance(batch, Batch):
