@@ -11,6 +11,7 @@ from rl.config.durations import seconds_of
 from rl.config.functions import FORM
 from rl.config.layout_checks import divisors
 from rl.config.mode_checks import check_mode
+from rl.config.numerics_checks import check_numerics
 from rl.config.objective_checks import check_objective, objective_warnings
 from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
@@ -41,6 +42,7 @@ def check(config: Config) -> list[str]:
     check_objective(config)
     check_roles(config)
     check_mode(config)
+    check_numerics(config)
     return warnings(config)
 
 
@@ -85,6 +87,8 @@ def check_contradictions(config: Config) -> None:
         check_carry_over(config)
     if needs_kept_sets(config):
         check_mask(config)
+    if config.training.router_replay != "none":
+        check_router_replay(config)
     if config.watchdog.lost_s < 4 * config.watchdog.beat_s:
         raise ConfigError(
             f"watchdog.lost_s={config.watchdog.lost_s:g} leaves no room for a late heartbeat: use at least "
@@ -148,6 +152,7 @@ def check_mask(config: Config) -> None:
     reasons = {
         "rollout.carry_over=true carries samples over": rollout.carry_over,
         f"roles.rollout={config.roles.rollout} sends samples": config.roles.is_on,
+        "run.mode=train_only reads samples": config.run.mode == "train_only",
         f"algorithm={config.algorithm} also learns from the data's responses,": "responses" in needs,
     }
     for reason in (reason for reason, is_set in reasons.items() if is_set):
@@ -194,6 +199,27 @@ def check_carry_over(config: Config) -> None:
         raise ConfigError(
             "rollout.carry_over_cache=keep cannot be combined with rollout.deterministic=true, because a "
             "resumed run computes the cache again and gets other values; use recompute."
+        )
+
+
+def check_router_replay(config: Config) -> None:
+    """Raise ConfigError for what cannot be combined with replayed experts."""
+    mode = config.training.router_replay
+    name = f"training.router_replay={mode}"
+    if config.objective.chosen[1] is None:
+        raise ConfigError(
+            f"{name} needs a policy gradient, which algorithm={config.algorithm} does not have; leave it out."
+        )
+    if mode == "old_policy" and config.rollout_correction.bypass:
+        raise ConfigError(
+            f"{name} replays the experts of the pass that computes the old log-probs, which "
+            "rollout_correction.bypass=true leaves out; use engine."
+        )
+    if mode == "engine" and (config.roles.is_on or config.rollout.carry_over):
+        what = "the section roles" if config.roles.is_on else "rollout.carry_over=true"
+        raise ConfigError(
+            f"{name} cannot be combined with {what}: the routes of a sample do not travel between the roles "
+            "or steps; use old_policy."
         )
 
 

@@ -65,6 +65,9 @@ class Model:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights in training and generation. Master weights and gradient sums are float32 in any
     case."""
+    numerics: Literal["fast", "bitwise"] = "fast"
+    """Kernels of the policy's forward passes. bitwise: slower ones, with which the trainer and the engine
+    compute bitwise equal log-probs. The run ends if they differ (docs/fidelity.md)."""
 
 
 @dataclass
@@ -156,6 +159,10 @@ class Training:
     """Recompute every layer's activations in the backward pass (Megatron full recompute, uniform)."""
     overlap_gradients: Literal["auto", "on", "off"] = "auto"
     """Reduce gradients over the data parallel ranks during the backward pass. auto: on CUDA."""
+    router_replay: Literal["none", "old_policy", "engine"] = "none"
+    """Mixtures of experts: the experts that the policy's passes use for a token, instead of those that the
+    present router selects. old_policy: those of the pass that computed the old log-probs. engine: those with
+    which the token was generated (docs/fidelity.md)."""
     head_chunk_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Maximum number of tokens whose logits are computed at once for log-probs and entropy. 0: as many as fit
     in 1 GiB of float32 logits. A micro-batch with at most this many tokens keeps its logits for the backward
@@ -279,6 +286,9 @@ class Rollout:
     carry_over_cache: Literal["recompute", "keep"] = "recompute"
     """carry_over: KV cache of carried samples. recompute: it is computed again with the new weights. keep: it
     stays in memory while the trainer works; only on CPU."""
+    min_replicas: Annotated[int, NOT_NEGATIVE] = 0
+    """roles: number of replicas that must live. If one dies, the others generate its groups, and the run goes
+    on without it until its next start. 0: all must live."""
 
     @property
     def truncates(self) -> bool:

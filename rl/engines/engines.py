@@ -90,6 +90,8 @@ def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> Traini
         optimizer=config.training.optimizer,
         temperature=config.rollout.temperature if learns_from_samples(config) else 1.0,
         keep_reference=needs_reference(config),
+        router_replay=config.training.router_replay,
+        bitwise=config.model.numerics == "bitwise",
     )
     if needs_kept_sets(config):
         policy.needs |= dict.fromkeys(KEPT_SETS, lambda stage: slice(None) if stage == grid.pp - 1 else None)
@@ -115,6 +117,8 @@ def build_rollout(config: Config, device: Device) -> RolloutEngine:
         seed=config.run.seed,
         device=device,
         returns_kept=needs_kept_sets(config),
+        routes=config.training.router_replay == "engine",
+        bitwise=config.model.numerics == "bitwise",
     )
 
 

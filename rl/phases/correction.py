@@ -5,6 +5,7 @@ from torch import Tensor
 from rl.config.correction import RolloutCorrection
 from rl.data.batch import Batch
 from rl.objectives import rollout_correction
+from rl.phases.batch_checks import check_loss_weights
 from rl.phases.batch_metrics import token_mean
 
 
@@ -24,6 +25,7 @@ def correct_rollout(batch: Batch, correction: RolloutCorrection) -> dict[str, fl
     metrics = rollout_correction.metrics(*pair, lengths, mask, level=level, upper=upper)
     batch.loss_weights = loss_weights(correction, *pair, lengths, mask)
     if batch.loss_weights is not None:
+        check_loss_weights(batch, of_samples=correction.weighs_samples)
         metrics["rollout_corr/weight_mean"] = token_mean(batch.loss_weights, mask)
     kept = mask
     for criterion in correction.rejections:  # each reads the mask as it was before any rejection

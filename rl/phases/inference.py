@@ -3,15 +3,18 @@
 import torch
 from torch import Tensor
 
-from rl.config.schema import Config, needs_early_logprobs, needs_reference
+from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.batch_checks import check_likelihoods
 from rl.phases.batch_metrics import engine_gap, token_mean
 from rl.phases.correction import correct_rollout
 from rl.phases.deferred import OUTPUTS
+from rl.phases.logprob_checks import check_engine, check_reference, rounding_limit
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
 from rl.phases.step import Step
+from rl.phases.zero_mismatch import check_equal
 from rl.training.engine import TrainingEngine
 
 
@@ -23,6 +26,10 @@ class Inference:
     ):
         self._config, self._step, self._engines = config, step, engines
         self._memory, self._planner = memory, planner
+        self._is_bitwise = config.model.numerics == "bitwise"
+        weights = engines.policy.weight_map
+        self._limit = config.agreement.logprob_slack * rounding_limit(weights.hf, weights.dtype)
+        """Largest mean difference of log-probs that rounding explains; 0: they are not compared."""
 
     def log_probs(self, batch: Batch) -> None:
         """Fill `old_logprobs` and, if the config has a reference policy, `ref_logprobs`.
@@ -30,17 +37,20 @@ class Inference:
         Computes them with the current weights and applies `rollout_correction`. If nothing reads
         `old_logprobs` before the first update, the update fills them (`Updates.policy`) and this method only
         stores the number of the policy's updates so far. With `rollout_correction.bypass`, `old_logprobs` is
-        a copy of the engine's log-probs instead.
+        a copy of the engine's log-probs instead. With `model.numerics=bitwise` it is one too, which the first
+        update compares with its own.
         """
         policy, config = self._engines.policy, self._config
         updates_policy = self._step.number > config.critic.warmup_steps
+        estimator, _ = config.objective.chosen
+        needs_squares = estimator is not None and "sum_p_squared" in estimator.columns
         if config.rollout_correction.bypass:
             batch.old_logprobs = batch.rollout_logprobs.clone()
-        elif updates_policy and not needs_early_logprobs(config):
+        elif updates_policy and (not needs_early_logprobs(config) or self._is_bitwise and not needs_squares):
             batch.deferred_at = policy.num_updates
+            if self._is_bitwise:
+                batch.old_logprobs = batch.rollout_logprobs.clone()
         else:
-            estimator, _ = config.objective.chosen
-            needs_squares = estimator is not None and "sum_p_squared" in estimator.columns
             names = (*OUTPUTS, "sum_p_squared") if needs_squares else OUTPUTS
             outputs = self._pass(policy, batch, names, "old_log_prob", "logp")
             batch.sum_p_squared = outputs[2] if needs_squares else None
@@ -49,27 +59,66 @@ class Inference:
             self.reference(batch)
 
     def old_outputs(self, batch: Batch, plans: list[MinibatchPlan]) -> Tensor:
-        """Return OUTPUTS of the current policy, float32 [2, T]; 0 for samples that are not in the plans."""
+        """Return OUTPUTS of the current policy, float32 [2, T]; 0 for samples that are not in the plans.
+
+        With `model.numerics=bitwise` the log-probs are the engine's, and the entropies are 0.
+        """
+        if self._is_bitwise:
+            return torch.stack([batch.rollout_logprobs, torch.zeros_like(batch.rollout_logprobs)])
         if not plans:
             return torch.zeros(len(OUTPUTS), int(batch.lengths.sum()))
         outputs = self._pass(self._engines.policy, batch, OUTPUTS, "old_log_prob", "logp", plans=plans)
         return torch.stack(outputs)
 
-    def fill_old_logprobs(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> None:
+    def fill_old_logprobs(
+        self, batch: Batch, logprobs: Tensor, entropy: Tensor, *, first: MinibatchPlan | None = None
+    ) -> None:
         """Fill `old_logprobs` and `loss_weights`, reject tokens, and log how engine and trainer differ.
 
-        logprobs, entropy: under the policy before this step's updates, float32 [T].
+        logprobs, entropy: under the policy before this step's updates, float32 [T]. first: the mini-batch
+        whose update computed them, None if a pass computed those of all.
+
+        Raises NumericsDiffer if `model.numerics=bitwise` and a log-prob is not the engine's.
         """
-        metrics = self._step.metrics
+        metrics, mask = self._step.metrics, batch.mask
         batch.old_logprobs, batch.deferred_at = logprobs, None
-        metrics["actor/entropy"] = token_mean(entropy, batch.mask)
+        check_likelihoods(batch, logprobs, name="old policy")
+        if self._is_bitwise:
+            plans = self._planner.plans(batch) if first is None else [first]
+            check_equal(batch, logprobs, self._engines.policy.version, [plan.micro_batches for plan in plans])
+            if first is not None:  # entropies of other samples are not computed
+                mask = torch.zeros_like(mask).index_copy_(0, own := batch.tokens_of(first.samples), mask[own])
+        metrics["actor/entropy"] = token_mean(entropy, mask)
         metrics |= engine_gap(batch, logprobs)
+        self._check_logprobs(batch, logprobs)
         metrics |= correct_rollout(batch, self._config.rollout_correction)
 
     def reference(self, batch: Batch) -> None:
         """Fill `ref_logprobs`: log-probs under the policy that the run started from."""
         policy = self._engines.policy
         (batch.ref_logprobs,) = self._pass(policy, batch, ("logprobs",), "ref", "ref", of_reference=True)
+        config = self._config
+        selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
+        if not selects and not config.roles.is_on:  # else the tokens that are missing may have smaller ratios
+            check_likelihoods(batch, batch.ref_logprobs, name="reference policy")
+        self._check_reference(batch)
+
+    def _check_logprobs(self, batch: Batch, logprobs: Tensor) -> None:
+        """Compare the policy's log-probs with the engine's and the reference's, where they must be equal."""
+        policy, rollout = self._engines.policy, self._config.rollout
+        if self._limit and not (rollout.truncates and rollout.biased_truncation):
+            plans = [plan.micro_batches for plan in self._planner.plans(batch)]
+            ranks = [[i for p in plans for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
+            routes = policy.weight_map.placement.num_experts > 0
+            version, limit = policy.version, self._limit
+            found = check_engine(batch, logprobs, version=version, limit=limit, routes=routes, ranks=ranks)
+            self._step.metrics |= found
+        self._check_reference(batch)
+
+    def _check_reference(self, batch: Batch) -> None:
+        """Compare policy and reference before the policy's first update; `batch` may lack either."""
+        if self._limit and self._engines.policy.version == 0 and not self._config.rollout_correction.bypass:
+            check_reference(batch, limit=self._limit)
 
     def values(self, batch: Batch) -> None:
         """Fill `old_values`: the critic's values before this step's updates."""

@@ -18,6 +18,7 @@ from rl.data.prompts import Prompt
 from rl.data.sampler import EpochSampler, MixedSampler
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.batch_checks import CheckFailed, check_duplicates, check_endings
 from rl.phases.batch_metrics import length_metrics, score_metrics
 from rl.phases.generation import Generation
 from rl.phases.inference import Inference
@@ -55,6 +56,7 @@ class Phases:
         prompts: list[Prompt] | list[Preference] | list[Labelled],
         sampler: EpochSampler | MixedSampler,
         scorer: Scorer | None,
+        end_ids: frozenset[int] = frozenset(),
         stop: StopRequests | None = None,
         agents=None,
         link: "Link | None" = None,
@@ -78,6 +80,10 @@ class Phases:
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
         self.scoring = Scoring(config, step, engines, self.memory, scorer)
         self.kl_penalty = KlPenalty(config)
+        self._end_ids = end_ids
+        """Ids of tokens that end a response, besides those of `rollout.stop_token_ids`."""
+        self.num_drawn = 0
+        """Prompts that the steps of the run have drawn, those before a resume included."""
         self.past_lengths = PastLengths() if config.rollout.longest_first else None
         self.carry_over = None
         if config.rollout.carry_over:
@@ -102,10 +108,21 @@ class Phases:
         With `rollout.carry_over`, they are those that `generate` needs to return so many groups.
         """
         number = number or self.config.data.prompts_per_step
-        if self.carry_over is None:
-            return [self.prompts[i] for i in self.sampler.draw(number)]
-        drawn = self.sampler.draw(self.carry_over.num_to_draw(number))
-        return self.carry_over.number([self.prompts[i] for i in drawn])
+        self._check_cursor()
+        if self.carry_over is not None:
+            number = self.carry_over.num_to_draw(number)
+        drawn = [self.prompts[i] for i in self.sampler.draw(number)]
+        self.num_drawn += number
+        return drawn if self.carry_over is None else self.carry_over.number(drawn)
+
+    def _check_cursor(self) -> None:
+        """Raise CheckFailed if the sampler has passed another number of prompts than the steps have drawn."""
+        passed = self.sampler.num_drawn
+        if passed is not None and passed != self.num_drawn:
+            raise CheckFailed(
+                f"draw check: the data cursor is behind {passed} prompts, but the steps so far have drawn "
+                f"{self.num_drawn}: prompts are {'skipped' if passed > self.num_drawn else 'repeated'}."
+            )
 
     def draw_pairs(self) -> Batch:
         """Return the next data.prompts_per_step pairs, a chosen and a rejected response each."""
@@ -145,14 +162,26 @@ class Phases:
             batch = self.carry_over.generate([prompts[i] for i in order] if order else prompts)
         else:
             purpose = f"train.{self.step.number}.{round}" if round else f"train.{self.step.number}"
-            batch = self.generation.sample(
-                prompts,
-                train_sampling(self.config),
-                purpose=purpose,
-                timing="gen",
-                abortable=True,
-                order=order,
-            )
+            if self.split is not None:
+                batch = self.split.next_batch(prompts, purpose=purpose)
+            else:
+                batch = self.generation.sample(
+                    prompts,
+                    train_sampling(self.config),
+                    purpose=purpose,
+                    timing="gen",
+                    abortable=True,
+                    order=order,
+                )
+        config = self.config
+        check_endings(
+            batch,
+            max_tokens=config.rollout.max_response_tokens,
+            stop_ids=self._end_ids | set(config.rollout.stop_token_ids),
+            ends_at_text=bool(config.rollout.stop),
+        )
+        if config.rollout.temperature:
+            check_duplicates(batch)
         if self.past_lengths is not None:
             indices = [prompt.index for prompt in batch.prompts]
             self.past_lengths.note(indices, batch.groups.tolist(), batch.lengths.tolist())
@@ -221,7 +250,7 @@ class Phases:
 
     def cursor(self) -> dict[str, Any]:
         """Return where the draw of prompts stands. Later phases do not change what it holds."""
-        cursor: dict[str, Any] = {"sampler": self.sampler.state_dict()}
+        cursor: dict[str, Any] = {"sampler": self.sampler.state_dict(), "num_drawn": self.num_drawn}
         if self.carry_over is not None:
             cursor["carry_over"] = self.carry_over.frontier
         if self.past_lengths is not None:

@@ -22,6 +22,7 @@ from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
 from rl.objectives.off_policy_mask import off_policy_mask
 from rl.objectives.segments import expand
+from rl.phases.objective_check import check_objective
 from rl.phases.updates import TokenSelection
 from rl.training.logprobs import OUTPUTS
 from rl.training.loss import Loss, Totals
@@ -58,6 +59,7 @@ def policy_loss(config: Config) -> Loss:
     if goal.entropy_coef or goal.adaptive_entropy.target:
         inputs.add("entropy")
     policy.reads = tuple(name for name in OUTPUTS if name == "logprobs" or name in inputs)
+    policy.check = partial(check_objective, policy, config)
     return policy
 
 

@@ -3,21 +3,24 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl.config.schema import Config, Optimizer
+from rl.config.schema import Config, Optimizer, algorithm_of
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
-from rl.faults.agreement import check_replicas
+from rl.faults.agreement import check_master_weights, check_replicas
 from rl.objectives.aggregate import aggregate
 from rl.objectives.entropy_controller import AdaptiveEntropy
 from rl.objectives.preference import mismatch_kl
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
+from rl.phases.batch_checks import CheckFailed, check_advantages, check_groups
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
+from rl.phases.counting import CountingLoss, check_coverage, check_update
 from rl.phases.deferred import FirstUpdate
 from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
@@ -46,6 +49,10 @@ def adaptive_entropy(config: Config) -> AdaptiveEntropy | None:
     )
 
 
+class WrongLearningRate(RuntimeError):
+    """Raised on every rank if a resumed run's schedule does not continue that of the checkpoint."""
+
+
 class Updates:
     """Makes `training.epochs` passes over the mini-batches, with one optimizer step on each mini-batch.
 
@@ -65,6 +72,10 @@ class Updates:
         self._memory, self._planner, self._inference = memory, planner, inference
         self.entropy_control = adaptive_entropy(config)
         """Weight of the entropy bonus, or None if it is `objective.entropy_coef`."""
+        self._checked_losses: set[str] = set()
+        """Losses whose gradient was checked in this process (`rl.phases.objective_check`)."""
+        self.rates: dict[str, dict[str, Any]] = {}
+        """Learning rate of each model's last update, with its step and schedule; kept in checkpoints."""
 
     def plans(self, batch: Batch) -> list[MinibatchPlan]:
         """Return one plan per mini-batch, in the order of the optimizer steps."""
@@ -92,6 +103,7 @@ class Updates:
         `entropy_coef`.
         """
         step, policy = self._step, self._engines.policy
+        self._check(batch, loss)
         if self.entropy_control is not None:
             weight = self.entropy_control.update(step.metrics["actor/entropy"])
             step.metrics["actor/entropy_coef"] = weight
@@ -125,7 +137,8 @@ class Updates:
                 return
             first = FirstUpdate(loss, self._config.rollout_correction)
             yield first
-            self._inference.fill_old_logprobs(batch, *first.outputs(policy, batch, plan, others))
+            outputs = first.outputs(policy, batch, plan, others)
+            self._inference.fill_old_logprobs(batch, *outputs, first=plan)
 
         means = self._learn(
             policy,
@@ -176,6 +189,19 @@ class Updates:
         means = self._learn(model, batch, loss, adam, timing="update_implicit_reward")
         self._step.metrics |= _prefixed("implicit_reward", means)
 
+    def _check(self, batch: Batch, loss: Loss) -> None:
+        """Check groups and advantages of the batch, and once the loss. Raises CheckFailed on every rank."""
+        config = self._config
+        check_groups(batch, samples_per_prompt=config.rollout.samples_per_prompt)
+        estimator, _ = config.objective.chosen
+        if estimator is not None:
+            filters = "dynamic_sampling" in algorithm_of(config).needs
+            check_advantages(batch, estimator, informative=filters)
+        check = getattr(loss, "check", None)  # the attribute of a loss of `policy_gradient.policy_loss`
+        if check is not None and config.objective.loss not in self._checked_losses:
+            self._checked_losses.add(config.objective.loss)
+            check()
+
     def _learn(
         self,
         model: TrainingEngine,
@@ -198,18 +224,28 @@ class Updates:
         step, epochs = self._step, self._config.training.epochs
         step.is_committed = True
         lr = learning_rate(optimizer, step.number - warmup_steps, self._config.run.max_steps - warmup_steps)
+        if lr <= 0 < optimizer.lr:
+            raise CheckFailed(
+                f"learning rate check: {lr} in step {step.number} of {self._config.run.max_steps}, with "
+                f"optimizer.lr={optimizer.lr} and schedule={optimizer.schedule}."
+            )
         self._check_replicas(model)
+        self._check_schedule(model, optimizer, lr, warmup_steps)
         plans, sums = self._planner.plans(batch), {}
+        check_coverage(batch, [plan.samples for plan in plans])
+        is_first = model is self._engines.policy and not self._config.rollout_correction.bypass
         phase = step.phase("update", timing=timing, batch=batch.fingerprint)
         with phase, step.bar("train", len(batch) * epochs) as bar:
             for plan in plans * epochs:
                 with nullcontext(loss) if update_of is None else update_of(plan) as chosen:
-                    totals = plan.totals(batch)
-                    micro_loss = lambda micro, of=chosen, totals=totals: of(micro, totals)  # noqa: E731
+                    counting = CountingLoss(chosen, plan.totals(batch), compare_old=is_first)
                     reads = getattr(chosen, "reads", None)
                     terms = model.update(
-                        batch, plan.micro_batches, micro_loss, lr=lr, outputs=reads, progress=bar
+                        batch, plan.micro_batches, counting, lr=lr, outputs=reads, progress=bar
                     )
+                    counting.check(terms, batch, plan, model.grid)
+                    check_update(terms, lr=lr, dtype=self._config.model.dtype)
+                    is_first = False
                 for name, value in terms.items():
                     sums[name] = sums.get(name, 0.0) + value
         num_updates = len(plans) * epochs
@@ -230,6 +266,27 @@ class Updates:
             )
         return self._inference.old_outputs(batch, self._planner.plans(batch)[1:])
 
+    def _check_schedule(
+        self, model: TrainingEngine, optimizer: Optimizer, lr: float, warmup_steps: int
+    ) -> None:
+        """Note the learning rate, and compare that of the step before a resume with the present schedule.
+
+        Raises WrongLearningRate if the same schedule gives another rate for that step than the one used.
+        """
+        name = next(name for name, other in self._engines.learning.items() if other is model)
+        step, last = self._step.number, self._config.run.max_steps
+        key = repr((optimizer, warmup_steps, None if optimizer.schedule == "constant" else last))
+        before = self.rates.get(name)
+        self.rates[name] = {"step": step, "rate": lr, "schedule": key}
+        if before is None or before["step"] != step - 1 or before["schedule"] != key:
+            return
+        now = learning_rate(optimizer, step - 1 - warmup_steps, last - warmup_steps)
+        if now != before["rate"]:
+            raise WrongLearningRate(
+                f"the learning rate of the {name} was {before['rate']:g} in step {step - 1}, but the same "
+                f"schedule now gives {now:g} for that step: it does not continue where the checkpoint ended."
+            )
+
     def _check_replicas(self, model: TrainingEngine) -> None:
         """Compare the weights across data parallel ranks, if this step is due for it.
 
@@ -241,6 +298,7 @@ class Updates:
             name = next(name for name, other in self._engines.learning.items() if other is model)
             with step.timed("agreement"):
                 check_replicas(name, model.replicas(), control_group())
+                check_master_weights(name, model.stale_master_weights(), control_group())
 
     def _mismatch_kl(self, mismatched: Batch, plan: MinibatchPlan) -> float:
         """Return the estimate of the KL divergence for a mini-batch under the current weights."""

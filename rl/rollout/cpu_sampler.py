@@ -5,6 +5,8 @@ vocabulary entry and row, and computes the rank of the sampled token. This sampl
 On CUDA the sampler is not replaced, because vLLM hashes seed and position in a kernel there.
 """
 
+import functools
+
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
@@ -28,6 +30,8 @@ class HashedSampler(Sampler):
         runner: vLLM's model runner, which holds the seeds and positions of the rows.
     """
 
+    log_softmax = staticmethod(functools.partial(torch.log_softmax, dim=-1))
+
     def __init__(self, runner):
         super().__init__(logprobs_mode="processed_logprobs")
         self._runner = runner
@@ -44,7 +48,7 @@ class HashedSampler(Sampler):
         assert not generators, (
             "requests must pass their seed in extra_args['seed'], not in SamplingParams.seed"
         )
-        logprobs = apply_top_k_top_p(logits, k, p).log_softmax(-1)
+        logprobs = self.log_softmax(apply_top_k_top_p(logits, k, p))
         batch, requests = self._runner.input_batch, self._runner.requests
         seeds = np.array(
             [requests[name].sampling_params.extra_args["seed"] for name in batch.req_ids], np.uint64

@@ -8,6 +8,7 @@ add and abort requests at the same engine steps, in the same order. `rl.rollout.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +16,13 @@ import torch.distributed as dist
 
 from rl.config.schema import Rollout
 from rl.data.held import KEPT_SETS
+from rl.models import read_hf_config
 from rl.rollout import cpu_support
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
 from rl.rollout.sampling import Sampling
 from rl.rollout.single_turns import SingleTurns
-from rl.rollout.turns import Completion, Request, Sample
+from rl.rollout.turns import Completion, Request, Sample, context_digest
 from rl.rollout.vllm_model import build_llm
 from rl.runtime.device import Device
 
@@ -39,6 +41,8 @@ class RolloutEngine:
             memory, because vLLM's sleep mode supports one engine per process. Weights of an engine that is
             not frozen are undefined until the first refit.
         returns_kept: whether completions have the kept sets of their tokens (`rl.rollout.kept_sets`).
+        routes: return the experts that were chosen for each token, as the held column "routes".
+        bitwise: compute log-probs that are bitwise those of a trainer in the same mode.
     """
 
     def __init__(
@@ -53,6 +57,8 @@ class RolloutEngine:
         name: str = "rollout",
         frozen: bool = False,
         returns_kept: bool = False,
+        routes: bool = False,
+        bitwise: bool = False,
     ):
         self.config, self.device, self.name, self.frozen = rollout, device, name, frozen
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -71,6 +77,7 @@ class RolloutEngine:
             device=device,
             frozen=frozen,
             returns_kept=returns_kept,
+            routes=routes,
         )
         if not device.is_cuda:
             dist.barrier()
@@ -91,9 +98,18 @@ class RolloutEngine:
         if not device.is_cuda:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
+            if bitwise:
+                from rl.rollout.bitwise import make_bitwise
+
+                make_bitwise(self.model, read_hf_config(path), self._runner.sampler)
         self.replica_group = _own_replica_group(world, self.tp, rank)
-        self.held_columns: tuple[str, ...] = KEPT_SETS if returns_kept else ()
+        self.held_columns: tuple[str, ...] = KEPT_SETS * returns_kept + ("routes",) * routes
         """Held columns (`rl.data.held`) of the engine's completions."""
+        self._routes: Any = None
+        if routes and self.leads:
+            from rl.rollout.routes import routes_of_engine
+
+            self._routes = routes_of_engine(read_hf_config(path), self.llm, self.model, self._scheduler)
         self._queues_made = 0
         self._running: dict[str, _Live] = {}
         self.events = EventLog(self.replica_group)
@@ -261,8 +277,8 @@ class RolloutEngine:
     ) -> bool:
         """Generate what the source of the replica's leader asks for. Collective over the replica.
 
-        Before an engine step, the ranks exchange a record if nothing runs, if a request has finished since
-        the last record, and at the latest after INTERVAL steps.
+        Before an engine step, the ranks exchange a record if nothing runs, if the source waits, if a request
+        has finished since the last record, and at the latest after INTERVAL steps.
 
         Args:
             source: decides what is generated; None on other ranks than the leader.
@@ -282,7 +298,7 @@ class RolloutEngine:
         step = last_record = 0
         has_finished = waits = False
         while True:
-            if not running or has_finished or step - last_record >= INTERVAL:
+            if not running or waits or has_finished or step - last_record >= INTERVAL:
                 last_record, has_finished = step, False
                 is_interrupted = interrupt is not None and interrupt()
                 events: list[Event] = []
@@ -309,15 +325,12 @@ class RolloutEngine:
                             engine.abort_request(list(running))
                             running.clear()
                             return not aborted
-            if running:
+            if running and not waits:
                 for output in engine.step():
                     if output.finished:
                         has_finished = True
                         live = running.pop(output.request_id)
-                        completion = _completion(output.outputs[0], live)
-                        if self._returns_kept:
-                            completion.held.update(self._kept_sets(live.internal_id, output.outputs[0]))
-                        self._deliver(source, output.request_id, completion)
+                        self._deliver(source, output.request_id, self._completion(output, live))
                 step += 1
 
     def _add(self, request: Request, sampling: Sampling) -> None:
@@ -355,6 +368,21 @@ class RolloutEngine:
             sets = sets or [()] * len(output.token_ids)
         assert len(sets) == len(output.token_ids), "the engine did not return a kept set for every token"
         return columns_of(sets, self._vocab_size)
+
+    def _completion(self, finished, live: "_Live") -> Completion:
+        """Return the tokens of a finished request, with the held columns."""
+        output = finished.outputs[0]
+        held = {} if self._routes is None else {"routes": self._routes.take(live.internal_id, output)}
+        if self._returns_kept:
+            held |= self._kept_sets(live.internal_id, output)
+        return Completion(
+            token_ids=np.asarray(output.token_ids, np.int32),
+            logprobs=np.asarray(output.logprobs.logprobs, np.float32),
+            end="length" if output.finish_reason == "length" else "stop",
+            weight_versions=live.versions(len(output.token_ids)),
+            held=held,
+            context_digest=context_digest(finished.prompt_token_ids),
+        )
 
     def _deliver(self, source: Source | None, name: str, completion: Completion) -> None:
         self.events.note(name, completion.token_ids)
@@ -414,15 +442,6 @@ class _Live:
         for first, version in self.spans:
             versions[first:] = version
         return versions
-
-
-def _completion(output, live: _Live) -> Completion:
-    return Completion(
-        token_ids=np.asarray(output.token_ids, np.int32),
-        logprobs=np.asarray(output.logprobs.logprobs, np.float32),
-        end="length" if output.finish_reason == "length" else "stop",
-        weight_versions=live.versions(len(output.token_ids)),
-    )
 
 
 def _abort_in_order(client) -> None:

@@ -1,6 +1,9 @@
 """Exchange of samples. Every rank receives all samples, a few bytes per token."""
 
+import itertools
 import math
+import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -8,11 +11,15 @@ import torch.distributed as dist
 
 from rl.data.batch import Batch
 from rl.data.held import HeldColumn, Row, row_key
-from rl.rollout.turns import Sample
+from rl.rollout.turns import Sample, context_digest
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
 
-_HEADER = ("prompt", "number", "row", "length", "prompt_length", "truncated")
+_HEADER = ("prompt", "number", "row", "length", "prompt_length", "truncated", "digest", "context_digest")
+
+
+class SamplesDiffer(RuntimeError):
+    """Raised on every rank if a sample was lost, doubled or changed on its way to the other ranks."""
 
 
 def exchange(
@@ -45,12 +52,15 @@ def exchange(
     for place, sample in enumerate(own, first):
         context = -1 if sample.prompt_ids is None else len(sample.prompt_ids)
         values = (sample.prompt, sample.number, sample.row, len(sample.token_ids), context, sample.truncated)
-        header[:, place] = torch.tensor(values)
+        sampled = [np.full(len(segment.token_ids), segment.is_sampled) for segment in sample.segments]
+        digest = _digest(sample.token_ids, np.concatenate(sampled) if sampled else [])
+        header[:, place] = torch.tensor((*values, digest, sample.context_digest))
     header = sum_over_world(header, device.torch)
     order = torch.from_numpy(np.lexsort(header[:3].flip(0).numpy()))
     place_of = order.argsort()[first : first + len(own)].tolist()
-    prompt, number, row, lengths, contexts, truncated = header[:, order]
-    _check_numbers(prompt, number, row, len(prompts), samples_per_prompt)
+    prompt, number, row, lengths, contexts, truncated, digests, context_digests = header[:, order]
+    ranks = torch.repeat_interleave(torch.arange(world), num_own)[order]
+    _check_numbers(prompt, number, row, ranks, len(prompts), samples_per_prompt)
 
     columns, numbers = _write_columns(own, place_of, lengths, rewards=turns)
     token_ids, turn_of, weight_versions = sum_over_world(columns, device.torch)
@@ -71,6 +81,7 @@ def exchange(
         batch.prompt_ids = _exchange_contexts(batch.prompt_ids, own, place_of, contexts, device)
     if (row > 0).any():
         batch.trajectories = torch.stack([prompt, number]).unique(dim=1, return_inverse=True)[1]
+    _check_digests(batch, digests, context_digests, number, ranks)
     if held and len(batch):
         holders = torch.arange(world).repeat_interleave(num_own.long())[order]
         batch.held = _locate(batch, own, place_of, holders, held, device)
@@ -79,14 +90,46 @@ def exchange(
     return batch
 
 
-def _check_numbers(prompt, number, row, num_prompts: int, samples_per_prompt: int | None) -> None:
-    """Assert that every sample was generated exactly once."""
+def _digest(token_ids: np.ndarray, is_sampled: Sequence[bool] | np.ndarray) -> int:
+    """Return a 32-bit hash of a response and of which tokens the policy sampled."""
+    flags = np.asarray(is_sampled, np.uint8)
+    return zlib.crc32(flags, zlib.crc32(np.ascontiguousarray(token_ids, np.int32)))
+
+
+def _check_numbers(prompt, number, row, ranks, num_prompts: int, samples_per_prompt: int | None) -> None:
+    """Raise SamplesDiffer unless every sample was generated exactly once."""
     samples = torch.stack([prompt, number, row]).T.tolist()
-    assert len({tuple(sample) for sample in samples}) == len(samples), "a sample was generated twice"
+    if twice := [k for k in range(1, len(samples)) if samples[k] == samples[k - 1]]:
+        raise SamplesDiffer(
+            f"sample check: rank {int(ranks[twice[0]])} generated sample {samples[twice[0]][1]} of prompt "
+            f"{samples[twice[0]][0]} of the call, which rank {int(ranks[twice[0] - 1])} had generated too."
+        )
     if samples_per_prompt is not None:
-        total = num_prompts * samples_per_prompt
-        found = sum(first == 0 for _, _, first in samples)
-        assert found == total, f"{total - found} of {total} samples were not generated exactly once"
+        counts = torch.bincount(prompt[row == 0], minlength=num_prompts)
+        if missing := (counts != samples_per_prompt).nonzero().squeeze(1).tolist():
+            raise SamplesDiffer(
+                f"sample check: prompt {missing[0]} of the call has {int(counts[missing[0]])} samples "
+                f"instead of "
+                f"{samples_per_prompt}, and so have {len(missing) - 1} further prompts."
+            )
+
+
+def _check_digests(batch: Batch, digests, context_digests, number, ranks) -> None:
+    """Raise SamplesDiffer if a sample of the batch differs from that of the rank that generated it."""
+    assert batch.mask is not None
+    flags = (batch.mask > 0).numpy()
+    for i, (start, end) in enumerate(itertools.pairwise(batch.offsets.tolist())):
+        what = ""
+        if _digest(batch.response_ids[i], flags[start:end]) != digests[i]:
+            what = "other tokens or another mask"
+        elif context_digests[i] >= 0 and context_digest(batch.prompt_ids[i]) != context_digests[i]:
+            what = "another prompt"
+        if what:
+            raise SamplesDiffer(
+                f"sample check: sample {int(number[i])} of prompt {int(batch.groups[i])} of the call has "
+                f"{what} in "
+                f"the batch than rank {int(ranks[i])} generated."
+            )
 
 
 def _write_columns(own: list[Sample], places: list[int], lengths: torch.Tensor, *, rewards: bool):

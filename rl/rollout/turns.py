@@ -3,6 +3,8 @@
 Token ids are the truth: a sample is a list of segments of token ids. Text and messages are derived from them.
 """
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +46,13 @@ class Completion:
     held: dict[str, np.ndarray] = field(default_factory=dict)
     """Values of held columns (`rl.data.held`) by name: first those of the first token, and so on. Columns in
     OF_SEQUENCE have C + R - 1 values, for a context of C tokens."""
+    context_digest: int = -1
+    """Hash of the tokens that the engine was given (`context_digest`); -1 if unknown."""
+
+
+def context_digest(token_ids: Sequence[int] | np.ndarray) -> int:
+    """Return a 32-bit hash of the tokens of a context."""
+    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32))
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,8 @@ class Sample:
     """Index of the row among those of the response."""
     prompt_ids: np.ndarray | None = None
     """int32 [P]: context before the first segment, if it is not that of the prompt."""
+    context_digest: int = -1
+    """Hash of the context by the engine's account, which the exchange compares; -1 if unknown."""
     outcome: dict[str, float] | None = None
     """Numbers that an environment reports, such as `score`; None if the reward function gives them."""
 
@@ -150,3 +161,15 @@ class Sample:
         for segment, end in zip(self.segments, ends):
             rewards[end - 1] += segment.reward
         return rewards
+
+
+COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "weight_versions": np.int32}
+"""Columns of sampled tokens, and their types."""
+
+
+def columns_of(samples: Sequence[Completion | Sample]) -> dict[str, np.ndarray]:
+    """Return the tokens of all samples, one sample after the other, as an array for each column."""
+    return {
+        name: np.concatenate([np.zeros(0, dtype), *(getattr(sample, name) for sample in samples)])
+        for name, dtype in COLUMNS.items()
+    }

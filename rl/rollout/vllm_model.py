@@ -25,6 +25,7 @@ def build_llm(
     device: Device,
     frozen: bool,
     returns_kept: bool = False,
+    routes: bool = False,
 ):
     """Return vLLM's LLM object for the checkpoint directory `path`. Collective over the world.
 
@@ -88,6 +89,7 @@ def build_llm(
             # with a step in flight while the trainer takes the memory. With it, ranks of external_launcher
             # diverged (vLLM #28774). Without it, CUDA runs the loop that the tests compare between ranks.
             async_scheduling=False,
+            enable_return_routed_experts=routes and device.is_cuda,  # on CPU `rl.rollout.routes.CpuRoutes`
             **options,
         )
 

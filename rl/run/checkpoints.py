@@ -64,6 +64,7 @@ class RunCheckpoints:
             phases.sampler.load_state_dict(state["sampler"])
         except ValueError as error:
             raise ConfigError(f"{saved.path} was written with other data: {error}") from error
+        phases.num_drawn = state.get("num_drawn", phases.sampler.num_drawn or 0)  # absent in older ones
         if phases.carry_over is not None and "carry_over" in state:
             phases.carry_over.load_state_dict(state["carry_over"], phases.prompts)
         elif state.get("carry_over", {}).get("prompts"):
@@ -73,7 +74,8 @@ class RunCheckpoints:
             )
         if phases.past_lengths is not None:
             phases.past_lengths.means = {int(i): mean for i, mean in state.get("past_lengths", {}).items()}
-        phases.engines.policy.version = state.get("policy_version", 0)  # absent in checkpoints of version 0.1
+        phases.engines.policy.version = state.get("policy_version", state["step"])  # absent in version 0.1
+        phases.updates.rates = dict(state.get("learning_rates", {}))
         if phases.split is not None:
             phases.split.load_state_dict(state.get("split") or {"batch": state["step"]})
         return state["step"], state["metrics"]
@@ -90,6 +92,7 @@ class RunCheckpoints:
             **cursor,
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
             "policy_version": self._phases.engines.policy.version,
+            "learning_rates": self._phases.updates.rates,
             **({} if entropy_control is None else {"entropy_control": entropy_control.state_dict()}),
             **({} if split is None else {"split": split.state_dict()}),
         }

@@ -15,6 +15,7 @@ from rl.checkpoint.store import CheckpointStore
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, learns_from_samples, needs_reward
 from rl.data.batch import Batch
+from rl.data.prompts import end_token_ids
 from rl.engines.engines import build_engines, finish_imports
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import PhaseAgreement, fail_together
@@ -22,6 +23,7 @@ from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
 from rl.phases.scorer import Scorer, start_pool
+from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.run.checkpoints import RunCheckpoints, find_checkpoint
 from rl.run.validation import validate
@@ -111,6 +113,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         prompts=inputs.prompts,
         sampler=inputs.sampler(),
         scorer=None if pool is None else Scorer(config, inputs, device, engines, pool),
+        end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
         stop=stop,
         agents=agents,
         link=link,
@@ -301,6 +304,8 @@ class Training:
         if len(batch):
             if asynchronous is not None:
                 asynchronous.check(batch)
+            elif batch.weight_versions is not None and self._config.run.mode != "train_only":
+                check_staleness(batch, phases.engines.policy.version, limit=0)
             collected = copy.copy(batch)  # learn may change what the batch refers to
             if self._config.run.mode != "rollout_only":
                 self._algorithm.learn(phases, batch)

@@ -68,6 +68,7 @@ class Packed(GPTModel):
             max_seqlen_kv=micro.tokens.numel(),
             attention=micro.attention,
             rotation=self.rotary.of(micro.position_ids),
+            routes=micro.routes,
         )
         request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.kept)
         return self(micro.tokens, micro.position_ids, None, labels=request, packed_seq_params=packed)
@@ -80,6 +81,7 @@ class Policy(Packed):
     """
 
     outputs = OUTPUTS
+    head = staticmethod(linear_logprobs)
 
     def __init__(self, *args, real_vocab_size: int, head_chunk_tokens: int, **kwargs):
         super().__init__(*args, **kwargs)
@@ -99,7 +101,7 @@ class Policy(Packed):
         else:
             hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
         tied = self.share_embeddings_and_output_weights
-        return linear_logprobs(
+        return self.head(
             hidden_states[:, 0].index_select(0, labels.predict_at),
             self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
             labels.targets,
@@ -193,7 +195,10 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> Tran
         # Megatron has no fused kernel for MLA without YaRN.
         apply_rope_fusion=use_te(dtype) and of_model.get("rope_type") != "rope",
         moe_permute_fusion="num_moe_experts" in of_model and use_te(dtype),
-        moe_router_fusion="num_moe_experts" in of_model and use_te(dtype),
+        # The fused kernel does not ask for replayed experts.
+        moe_router_fusion="num_moe_experts" in of_model
+        and use_te(dtype)
+        and training.router_replay == "none",
         recompute_granularity="full" if training.recompute else None,
         recompute_method="uniform" if training.recompute else None,
         recompute_num_layers=1 if training.recompute else None,

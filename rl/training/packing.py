@@ -1,7 +1,7 @@
 """Packed micro-batches: the layout of several samples in one row of tokens on the device."""
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -52,6 +52,8 @@ class MicroBatch:
     """Output of a value model, float32 [R]."""
     kept: "KeptSets | None" = None
     """Sets of tokens from which the response tokens were sampled; None: from the whole vocabulary."""
+    routes: Any = None
+    """Experts of the row's tokens (`rl.training.router_replay.Routes`); None: the routers choose."""
     starts: np.ndarray | None = None
     """int64 [2, B]: positions in the row of each sample's first token, and of its first response token."""
 

@@ -1,6 +1,7 @@
 """Imports between the rooms of rl/ point in one direction: a room imports only rooms below it."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,7 +16,7 @@ FLOORS = (
     ("stopping", "faults"),
     ("run_directory", "runtime", "data", "rewards"),
     ("config",),
-    ("models", "objectives", "sandbox", "workers"),
+    ("models", "objectives", "numerics", "sandbox", "workers"),
 )
 """Rooms of rl/ from the top floor to the ground."""
 
@@ -71,3 +72,16 @@ def test_agents_are_imported_by_their_users_only():
         if isinstance(node, (ast.Import, ast.ImportFrom)) and "rl.agents" in ast.unparse(node)
     ]
     assert importing == []
+
+
+def test_exact_numerics_are_imported_by_their_users_only():
+    """A run with model.numerics=fast imports none of them: others import them inside of functions."""
+    importing = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "rl").rglob("*.py")
+        if file.relative_to(ROOT).parts[1] != "numerics"
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        and re.search("rl.numerics|bitwise", ast.unparse(node))
+    }
+    assert importing == {"rl/rollout/bitwise.py", "rl/training/bitwise.py"}

@@ -526,7 +526,7 @@ def config_with(*overrides):
 def test_the_reward_kl_is_a_mean_per_token_of_each_sample():
     # As verl's apply_kl_penalty: the mean over a sample's tokens, then over samples, for the controller too.
     batch = example()
-    batch.rewards = torch.zeros(10)
+    batch.rewards, batch.token_rewards = torch.zeros(10), None
     batch.mask[5:17] = 0.0  # sample 2 has no token that counts, sample 1 is empty
     lengths = batch.lengths.tolist()
     divergence = ((batch.old_logprobs - batch.ref_logprobs) * batch.mask).split(lengths)

@@ -1,0 +1,267 @@
+"""Megatron's layers with the arithmetic of `rl.numerics`, for model.numerics=bitwise.
+
+The forward pass is computed by functions that the engine calls too (`rl.rollout.bitwise`). The backward pass
+is that of the ordinary layer at the same inputs, which it computes again.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from rl.models import architecture
+from rl.numerics import layers
+from rl.training.attention import CoreAttention, PackedRow
+from rl.training.layer_spec import DuplicatedLinear
+from rl.training.logprobs import OUTPUTS, linear_logprobs
+from rl.training.model import Policy
+from rl.training.rotary import RowRotary, _Rotate
+
+
+class _Exact(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exact, ordinary, *inputs):
+        ctx.ordinary = ordinary
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        return exact(*inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.ordinary(*inputs)
+        pairs = [
+            pair
+            for pair in zip(out if isinstance(out, tuple) else (out,), grads)
+            if pair[0].requires_grad and pair[1] is not None
+        ]
+        needed = [x for x, is_needed in zip(inputs, ctx.needs_input_grad[2:]) if is_needed]
+        outputs, upstream = zip(*pairs)
+        found = iter(
+            torch.autograd.grad(outputs, needed, upstream, allow_unused=True, materialize_grads=True)
+        )
+        return None, None, *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[2:])
+
+
+def exactly(exact: Callable, ordinary: Callable, *inputs: Tensor):
+    """Return exact(*inputs), with the gradient of ordinary(*inputs)."""
+    return _Exact.apply(exact, ordinary, *inputs)
+
+
+class ExactColumn(ColumnParallelLinear):
+    """The rank's output channels; the input is whole."""
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        assert not self.gather_output and self.weight is not None
+        if self.sequence_parallel:
+            x = gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        else:
+            x = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        if self.bias is None:
+            return exactly(layers.linear, F.linear, x, self.weight), None
+        assert not self.skip_bias_add
+        return exactly(layers.linear, F.linear, x, self.weight, self.bias), None
+
+
+class ExactRow(RowParallelLinear):
+    """The rank's input channels; the output is the sum over all ranks."""
+
+    def forward(self, input_):
+        assert self.bias is None
+        of_all = partial(layers.linear, group=self.tp_group)
+        out = exactly(of_all, F.linear, input_, self.weight)
+        if self.sequence_parallel:
+            out = scatter_to_sequence_parallel_region(out, group=self.tp_group)
+        return out, None
+
+
+class ExactDuplicated(DuplicatedLinear):
+    def forward(self, x):
+        return exactly(layers.linear, F.linear, x, self.weight), None
+
+
+class ExactNorm(torch.nn.RMSNorm):
+    def forward(self, x):
+        return exactly(
+            partial(layers.rms_norm, eps=self.eps),
+            lambda x, weight: F.rms_norm(x, self.normalized_shape, weight, self.eps),
+            x,
+            self.weight,
+        )
+
+
+def silu(x: Tensor) -> Tensor:
+    """Return `layers.silu` with gradients."""
+    return exactly(layers.silu, F.silu, x)
+
+
+class ExactAttention(CoreAttention):
+    def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedRow, **_):
+        """Compute the attention that the row's `attention` describes, as `CoreAttention`."""
+        row = packed_seq_params.attention
+        assert row is not None
+        starts, bounds = row.cu_seqlens_kv[:-1, None].long(), row.cu_seqlens_q.long()
+        slots = starts + torch.arange(row.max_seqlen_kv)
+        if row.kv_index is not None:
+            slots = row.kv_index[slots.clamp(max=len(row.kv_index) - 1)]
+        slots = slots.clamp(max=len(key) - 1)
+
+        def exact(query, key, value):
+            return layers.packed_attention(
+                query,
+                bounds.diff(),
+                slots,
+                row.cu_seqlens_kv.long().diff(),
+                lambda at: (key[at], value[at]),
+                query.shape[-1] ** -0.5 if self.scale is None else self.scale,
+            ).flatten(1)
+
+        ordinary = partial(super().forward, packed_seq_params=packed_seq_params)
+        return exactly(exact, ordinary, query, key, value)
+
+
+class ExactMoE(MoELayer):
+    """Experts without a dispatch: every tensor parallel rank computes its channels of all experts."""
+
+    routing: layers.Routing
+
+    def forward(self, hidden_states, intermediate_tensors=None, padding_mask=None):
+        """Return (output, None) for hidden_states [T/tp, 1, H]."""
+        shared = self.shared_experts_compute(hidden_states)
+        x, router, group, routing = hidden_states[:, 0], self.router, self.tp_group, self.routing
+        if router.expert_bias is not None:
+            router._maintain_float32_expert_bias()
+        in_float32 = partial(layers.linear, dtype=torch.float32)
+        logits = exactly(in_float32, lambda x, weight: F.linear(x.float(), weight.float()), x, router.weight)
+        with torch.no_grad():
+            ids = layers.route(logits, routing, router.expert_bias)[1]
+        weights = exactly(
+            lambda logits: layers.route(logits, routing, router.expert_bias)[0],
+            partial(_weights, ids=ids, routing=routing),
+            logits,
+        )
+        of_all = ids
+        if group.size() > 1:  # under sequence parallelism, which tensor parallelism requires here
+            x = gather_from_sequence_parallel_region(x, group=group)
+            weights = gather_from_sequence_parallel_region(weights, group=group)
+            of_all = gather_from_sequence_parallel_region(ids, group=group)
+        local = self.experts.local_experts
+        ups, downs = [e.linear_fc1.weight for e in local], [e.linear_fc2.weight for e in local]
+        count = len(local)
+        out = exactly(
+            lambda x, weights, *of: layers.experts(x, weights, of_all, of[:count], of[count:], group),
+            lambda x, weights, *of: _experts(x, weights, of_all, of[:count], of[count:]),
+            *(x, weights, *ups, *downs),
+        )
+        if group.size() > 1:
+            out = scatter_to_sequence_parallel_region(out, group=group)
+        out = out[:, None]
+        return (out if shared is None else out + shared), None
+
+
+def _weights(logits: Tensor, ids: Tensor, routing: layers.Routing) -> Tensor:
+    """Compute `layers.route` for the chosen experts, with gradients."""
+    if routing.score_function == "sigmoid":
+        weights = logits.sigmoid().gather(1, ids)
+        if routing.topk > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    elif routing.pre_softmax:
+        weights = logits.softmax(-1).gather(1, ids)
+    else:
+        weights = logits.gather(1, ids).softmax(-1)
+    return weights * (routing.topk_scaling_factor or 1.0)
+
+
+def _experts(x: Tensor, weights: Tensor, ids: Tensor, ups, downs) -> Tensor:
+    """Compute `layers.experts` of this rank's channels, with gradients."""
+    total = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[token], ups[expert]).chunk(2, -1)
+        inner = F.silu(gate) * up * weights[token, choice, None].to(x.dtype)
+        total = total.index_add(0, token, F.linear(inner, downs[expert]))
+    return total
+
+
+class ExactRotary(RowRotary):
+    table: Tensor
+
+    def of(self, position_ids):
+        return self.table[position_ids.flatten()][:, None]
+
+
+class ExactPolicy(Policy):
+    @staticmethod
+    def head(hidden, weight, targets, *, temperature, vocab_size, group, chunk, outputs, kept=None):
+        """Compute `rl.training.logprobs.linear_logprobs`; `logprobs` are bitwise those of the engine."""
+        assert kept is None, "the exact log-softmax is over the whole vocabulary"
+        options = dict(temperature=temperature, vocab_size=vocab_size, group=group, chunk=chunk)
+        return exactly(
+            lambda hidden, weight: _logprobs(hidden, weight, targets, **options, outputs=outputs),
+            lambda hidden, weight: linear_logprobs(hidden, weight, targets, **options, outputs=outputs),
+            *(hidden, weight),
+        )
+
+
+def _logprobs(hidden, weight, targets, *, temperature, vocab_size, group, chunk, outputs):
+    first = group.rank() * len(weight)
+    rows = max(0, min(len(weight), vocab_size - first))
+    local = torch.where((targets >= first) & (targets < first + rows), targets - first, -1)
+    sliced = layers.SlicedWeight.of(weight[:rows], weight.shape[1]) if rows else None
+    found = []
+    for part, at in zip(hidden.split(chunk), local.split(chunk)):
+        logits = part.new_empty(len(part), 0) if sliced is None else layers.linear(part, sliced)
+        logits = logits.float() / torch.tensor(temperature, dtype=torch.float32)
+        logprobs, log_p = layers.target_logprobs(logits, at, group)
+        p = log_p.exp()
+        more = layers.sum_over([-(p * log_p).sum(-1), p.square().sum(-1)], group)
+        found.append(torch.stack([logprobs, *(x.float() for x in more)]))
+    columns = dict(zip(OUTPUTS, torch.cat(found, 1) if found else hidden.new_zeros(3, 0).float()))
+    return tuple(columns[name] for name in outputs)
+
+
+CLASSES = {
+    ColumnParallelLinear: ExactColumn,
+    RowParallelLinear: ExactRow,
+    DuplicatedLinear: ExactDuplicated,
+    torch.nn.RMSNorm: ExactNorm,
+    CoreAttention: ExactAttention,
+    MoELayer: ExactMoE,
+    Policy: ExactPolicy,
+    RowRotary: ExactRotary,
+}
+
+
+def make_bitwise(model: Policy, hf: dict) -> None:
+    """Give the modules of a model the classes above. Not collective.
+
+    The class of an object is replaced, because Megatron compares classes of its specs by identity.
+    """
+    for module in model.modules():
+        module.__class__ = CLASSES.get(type(module), type(module))
+        if isinstance(module, MLP):
+            module.config.activation_func = module.activation_func = silu
+        if isinstance(module, ExactMoE):
+            module.routing = layers.Routing.of(architecture(hf).megatron_config(hf))
+    rotary = model.rotary
+    table = layers.rotary_table(rotary.frequencies, hf["max_position_embeddings"], rotary.scale)
+    rotary.table = table.double()
+
+
+def rotate(x: Tensor, rotation: Tensor, adjacent: bool) -> Tensor:
+    """Return `layers.rotate` with gradients."""
+    return exactly(
+        lambda x: layers.rotate(x, rotation, adjacent), lambda x: _Rotate.apply(x, rotation, adjacent), x
+    )

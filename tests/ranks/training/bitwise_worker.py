@@ -1,0 +1,137 @@
+"""One rank of the zero mode's tests: log-probs of the engine and of the trainer in several layouts.
+
+    bitwise_worker.py CHECKPOINT OUT_FILE DTYPE SAMPLES ROLLOUT_TP LAYOUT [LAYOUT ...]
+
+LAYOUT is TPxPP, with a suffix r for recompute or p for rows without shared prompts. Rank 0 writes, per
+layout, the numbers of tokens and of those whose log-probs differ in a bit. For the last layout it also writes
+how the gradient differs from that of the fast mode.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from rl.runtime.ranks import discover
+from train_rl import prepare_environment
+
+RANKS = discover()
+prepare_environment(RANKS)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from megatron_groups import new_grid  # noqa: E402
+
+from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve  # noqa: E402
+from rl.engines.engines import build_policy, build_rollout  # noqa: E402
+from rl.models import read_hf_config  # noqa: E402
+from rl.refit.refit import refit  # noqa: E402
+from rl.rollout.exchange import exchange  # noqa: E402
+from rl.rollout.sampling import Sampling  # noqa: E402
+from rl.runtime.session import session  # noqa: E402
+from rl.training.dp_split import plan_minibatch  # noqa: E402
+
+TEMPERATURE, SAMPLES_PER_PROMPT, MAX_TOKENS = 0.7, 4, 12
+CHUNK = 24
+"""Tokens that an engine step computes at most; longer prompts are computed in chunks."""
+EPS = 1e7
+"""Epsilon of Adam and learning rate: with an epsilon far above the gradients, a step is the gradient."""
+
+
+def config_of(checkpoint: str, dtype: str, numerics: str, rollout_tp: int, layout: str) -> Config:
+    tp, pp = map(int, layout.strip("rp").split("x"))
+    return resolve(
+        Config(
+            model=Model(path=checkpoint, dtype=dtype, numerics=numerics),
+            data=Data(max_prompt_tokens=64),
+            training=Training(
+                tp=tp,
+                pp=pp,
+                micro_batch_tokens=96,
+                head_chunk_tokens=7,
+                recompute="r" in layout,
+                shared_prefix="p" not in layout,
+                optimizer=Optimizer(lr=EPS, eps=EPS, clip_grad=0.0),
+            ),
+            rollout=Rollout(
+                tp=rollout_tp,
+                temperature=TEMPERATURE,
+                max_response_tokens=64,
+                max_concurrent_samples=16,
+                cpu_kv_cache_mib=16,
+            ),
+        )
+    )
+
+
+def prompts(vocab_size: int, count: int) -> list[np.ndarray]:
+    """Return prompts of 1 to 40 tokens, every second of which begins like the one before it."""
+    generator = np.random.default_rng(5)
+    found: list[np.ndarray] = []
+    for i in range(count):
+        tokens = generator.integers(3, vocab_size, generator.integers(1, 41)).astype(np.int32)
+        if i % 2:
+            tokens[: len(found[-1]) // 2] = found[-1][: len(found[-1]) // 2][: len(tokens)]
+        found.append(tokens)
+    return found
+
+
+def gradient_of(trainer, batch, plan) -> dict[str, torch.Tensor]:
+    """Return the gradient of log-probs and entropies from a step that is gradient descent."""
+    before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
+
+    def minus_logprobs(micro):
+        loss = -micro.logprobs.sum() - 0.1 * micro.entropy.sum()
+        return loss, {"loss": loss}
+
+    trainer.update(batch, plan, minus_logprobs, lr=EPS)
+    return {name: tensor.float() - before[name].float() for name, tensor in trainer.full_weights()}
+
+
+def main(checkpoint: str, out: str, dtype: str, samples: str, rollout_tp: str, *layouts: str) -> None:
+    results: dict = {}
+    with session(RANKS) as device:
+        hf = read_hf_config(checkpoint)
+        config = config_of(checkpoint, dtype, "bitwise", int(rollout_tp), layouts[0])
+        engine = build_rollout(config, device)
+        if "kv_lora_rank" not in hf:  # vLLM's CPU build computes prompts of MLA models whole
+            engine._scheduler.max_num_scheduled_tokens = CHUNK
+        batch = None
+        for layout in layouts:
+            config = config_of(checkpoint, dtype, "bitwise", int(rollout_tp), layout)
+            grid = new_grid(config.training.tp, config.training.pp)
+            trainer = build_policy(config, hf, grid, device)
+            if batch is None:
+                refit(trainer, engine)
+                sampling = Sampling(
+                    samples_per_prompt=SAMPLES_PER_PROMPT,
+                    temperature=TEMPERATURE,
+                    top_p=1.0,
+                    top_k=0,
+                    min_p=0.0,
+                    max_tokens=MAX_TOKENS,
+                    stop=(),
+                    stop_token_ids=(),
+                )
+                asked = prompts(hf["vocab_size"], int(samples) // SAMPLES_PER_PROMPT)
+                drawn = engine.generate(asked, sampling, list(range(len(asked))))
+                mine = drawn if engine.rank_in_replica == 0 else []
+                batch = exchange(asked, mine, SAMPLES_PER_PROMPT, device)
+            plan = plan_minibatch(batch, list(range(len(batch))), dp=grid.dp, max_tokens=96)
+            (found,) = trainer.forward(batch, [plan], ("logprobs",))
+            differ = found.view(torch.int32) != batch.rollout_logprobs.view(torch.int32)
+            results[layout] = {"samples": len(batch), "tokens": len(found), "differ": int(differ.sum())}
+            if layout == layouts[-1]:
+                exact = gradient_of(trainer, batch, plan)
+                fast = build_policy(
+                    config_of(checkpoint, dtype, "fast", int(rollout_tp), layout), hf, grid, device
+                )
+                ordinary = gradient_of(fast, batch, plan)
+                results[layout]["gradient"] = max(
+                    (float((exact[n] - g).norm() / (g.norm() + 1e-3)), n) for n, g in ordinary.items()
+                )
+    if RANKS.rank == 0:
+        Path(out).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
