@@ -91,6 +91,20 @@ def pair_loss(
     return value, {name: stat.detach().sum() for name, stat in stats.items()}
 
 
+def mean_of_pairs(
+    value: Tensor, stats: dict[str, Tensor], enters: Tensor, *, num_pairs: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return this part's share of the mean over the mini-batch's pairs, and the metrics.
+
+    value, stats: results of `pair_loss` or `orpo_loss`, whose inputs are 0 for pairs that do not enter.
+    enters: bool [B], `counted` with unit=2. num_pairs: pairs of the whole mini-batch that enter.
+    """
+    total = torch.where(enters[::2], value, 0.0).sum() / num_pairs
+    return total, {"preference/loss": total} | {
+        f"preference/{name}": stat / num_pairs for name, stat in stats.items()
+    }
+
+
 def orpo_loss(means: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each pair, from likelihood and odds ratio (ORPO, arXiv:2403.07691,
     equations 6 and 7).
