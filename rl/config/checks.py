@@ -152,6 +152,7 @@ def check_mask(config: Config) -> None:
     reasons = {
         "rollout.carry_over=true carries samples over": rollout.carry_over,
         f"roles.rollout={config.roles.rollout} sends samples": config.roles.is_on,
+        "run.mode=train_only reads samples": config.run.mode == "train_only",
         f"algorithm={config.algorithm} also learns from the data's responses,": "responses" in needs,
     }
     for reason in (reason for reason, is_set in reasons.items() if is_set):

@@ -106,8 +106,7 @@ class Inference:
     def _check_logprobs(self, batch: Batch, logprobs: Tensor) -> None:
         """Compare the policy's log-probs with the engine's and the reference's, where they must be equal."""
         policy, rollout = self._engines.policy, self._config.rollout
-        is_whole = rollout.top_p == 1.0 and not rollout.top_k and not rollout.min_p
-        if self._limit and is_whole:
+        if self._limit and not (rollout.truncates and rollout.biased_truncation):
             plans = [plan.micro_batches for plan in self._planner.plans(batch)]
             ranks = [[i for p in plans for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
             routes = policy.weight_map.placement.num_experts > 0

@@ -355,7 +355,13 @@ class Link:
                     raise
                 continue
             arrived.append(content.numpy().tobytes())
-        self.leaders, arrived = broadcast_object((self.leaders, arrived), group=control_group())
+        connects = self._sending is not None and self._sending.done() and self._sending.result() is None
+        found = broadcast_object((self.leaders, arrived, connects), group=control_group())
+        self.leaders, arrived, connects = found
+        if connects:  # the generators wait for it, and the samples may wait for the generators
+            moved: Future = Future()
+            moved.set_result(self.wait_sent())
+            self._sending = moved
         return [pickle.loads(content) for content in arrived]
 
     def check_threads(self) -> None:

@@ -60,8 +60,8 @@ def rate_doubled(bug: Bug) -> None:
 
 @exhibit(
     name="master weights not loaded",
-    peer="NVIDIA/Megatron-LM#1842",
-    saw="The optimizer kept the master weights of before the checkpoint and overwrote the loaded ones.",
+    peer="NovaSky-AI/SkyRL#2149",
+    saw="A load of weights left the master weights as they were; the next update restored them.",
     caught_by="master weights",
     expects=r"Disagreement: .* of the policy on rank 0 are not the optimizer's master weights",
     overrides=("model.dtype=bfloat16",),
@@ -79,8 +79,8 @@ def masters_stale(bug: Bug) -> None:
 
 @exhibit(
     name="optimizer shard of another rank",
-    peer="NVIDIA/Megatron-LM#1842",
-    saw="",
+    peer="huggingface/transformers#48569",
+    saw="With tensor parallelism the optimizer came back with the wrong state, without a word.",
     caught_by=LOADED,
     expects=r"WronglyLoaded: after loading .*policy/exp_avg.* on rank 0, 1",
     ranks=2,
@@ -99,8 +99,8 @@ def other_shard(bug: Bug) -> None:
 
 @exhibit(
     name="file of another step",
-    peer="verl-project/verl#2860",
-    saw="",
+    peer="facebookresearch/metaseq#53",
+    saw="A failed save left files of several saves under one name.",
     caught_by="checksums of the files",
     expects=r"step_000002/.* is damaged: its checksum is",
     resumes=True,
@@ -123,8 +123,8 @@ def other_step(bug: Bug) -> None:
 
 @exhibit(
     name="value head not loaded",
-    peer="THUDM/slime#2200",
-    saw="On resume the critic began from other weights than those it had learned.",
+    peer="huggingface/trl#2095",
+    saw="A warning said that no v_head weight was found; training went on with a new one.",
     caught_by=LOADED,
     expects=r"WronglyLoaded: after loading .*critic/weight/score.weight",
     overrides=("algorithm=ppo",),

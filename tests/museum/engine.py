@@ -57,8 +57,8 @@ def scaling_ignored(bug: Bug) -> None:
 
 @exhibit(
     name="wrong epsilon of the norm",
-    peer="vllm-project/vllm#5621",
-    saw="",
+    peer="NVIDIA-NeMo/Megatron-Bridge#5712",
+    saw="Some norms ran with the default epsilon of 1e-5 instead of the config's 1e-6.",
     caught_by=GAP,
     expects=DIFFER,
     at=0,
@@ -155,7 +155,13 @@ def old_cache(bug: Bug) -> None:
     RolloutEngine.__init__ = without_reset
 
 
-@exhibit(name="labels shifted by one", peer="verl-project/verl#7904", saw="", caught_by=GAP, expects=DIFFER)
+@exhibit(
+    name="labels shifted by one",
+    peer="NVIDIA/Megatron-LM#5682",
+    saw="A packing path did not shift the labels; the first loss was 24 instead of 16.",
+    caught_by=GAP,
+    expects=DIFFER,
+)
 def shifted(bug: Bug) -> None:
     from rl.training.model import Packed
 
@@ -242,7 +248,7 @@ def router_dtype(bug: Bug) -> None:
 
 @exhibit(
     name="other seeds on the ranks of a replica",
-    peer="vllm-project/vllm#28774",
+    peer="vllm-project/vllm#15895",
     saw="With external_launcher the ranks of an engine sampled different tokens.",
     caught_by="event log of a replica",
     expects=r"Disagreement: ranks disagree on the event log .*rank 1 generated other tokens",

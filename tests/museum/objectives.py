@@ -303,8 +303,8 @@ def frozen(bug: Bug) -> None:
 
 @exhibit(
     name="filtered groups are trained on",
-    peer="verl-project/verl#4014",
-    saw="What was filtered or computed before came again.",
+    peer="OpenRLHF/OpenRLHF#1272",
+    saw="Groups of equal continuous rewards passed the filter of dynamic sampling and were trained on.",
     caught_by="groups",
     expects=r"CheckFailed: group check: group \d has no advantage",
     overrides=("algorithm=dapo",),

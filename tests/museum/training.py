@@ -59,7 +59,7 @@ def divided(bug: Bug) -> None:
 
 @exhibit(
     name="denominators of each rank",
-    peer="vllm-project/speculators#942",
+    peer="modelscope/ms-swift#10165",
     saw="Each rank divided by its own number of tokens, so short responses counted more.",
     caught_by=COUNT,
     expects=r"WrongTokens: an update counted .* rank 1 counted .* divided by",
@@ -78,8 +78,8 @@ def own_denominators(bug: Bug) -> None:
 
 @exhibit(
     name="micro-batch dropped",
-    peer="NovaSky-AI/SkyRL#2146",
-    saw="With another number of micro-batches an incomplete window was reduced.",
+    peer="NVIDIA-NeMo/labs-molt#113",
+    saw="Samples after the last complete accumulation window were dropped.",
     caught_by=COUNT,
     expects=r"WrongTokens: an update counted .* rank 0 counted",
     overrides=("training.micro_batch_tokens=40",),
@@ -94,8 +94,8 @@ def dropped(bug: Bug) -> None:
 
 @exhibit(
     name="gradient that is not a number skipped",
-    peer="pytorch/pytorch#46849",
-    saw="Clipping by a norm that is not finite passed silently, and the update had no effect.",
+    peer="verl-project/verl#1506",
+    saw="An update with a gradient norm of nan is skipped with a printed warning.",
     caught_by="finite gradient norm",
     expects=r"FloatingPointError: the gradient norm is nan; .* on rank 1",
     ranks=2,
@@ -161,8 +161,8 @@ def dropout(bug: Bug) -> None:
 
 @exhibit(
     name="replicas of a weight drift apart",
-    peer="NVIDIA/Megatron-LM#1685",
-    saw="Without a reduction the weights of the ranks differed after the first update.",
+    peer="NVIDIA/Megatron-LM#6920",
+    saw="After a load the ranks' copies were not synchronised, without an error.",
     caught_by="replicas of the weights",
     expects=r"Disagreement: .*final_layernorm.weight of the policy on rank \d differ",
     ranks=2,
@@ -176,3 +176,26 @@ def drifting(bug: Bug) -> None:
         if bug.rank == 1:
             model.model.decoder.final_layernorm.weight.data.mul_(1.001)
         check(self, model)
+
+
+@exhibit(
+    name="gradients of a tied embedding not added",
+    peer="NVIDIA/Megatron-LM#844",
+    saw="First and last pipeline stage updated their copies of the embedding by different gradients.",
+    caught_by="log-probs of engine and trainer",
+    expects=r"LogprobMismatch: the engine's log-probs differ .*rank \d",
+    model="qwen2-tied",
+    ranks=2,
+    overrides=("training.pp=2",),
+    at=1,
+)
+def untied_gradients(bug: Bug) -> None:
+    import sys
+
+    from megatron.core.distributed import finalize_model_grads
+
+    module = sys.modules[finalize_model_grads.__module__]
+
+    @bug.replaces(module, "_allreduce_word_embedding_grads")
+    def nothing(allreduce, *args, **options):
+        pass

@@ -295,6 +295,7 @@ def test_what_is_unlikely_to_be_meant_is_one_warning(overrides, words):
     [
         (["rollout.carry_over=true", "rollout_correction.bypass=true"], "rollout.carry_over=true"),
         (["algorithm=spin", "rollout.samples_per_prompt=1"], "algorithm=spin"),
+        (["run.mode=train_only", "run.rollouts=other", "run.dir=own"], "run.mode=train_only"),
         (["roles={train: 0-1, rollout: 2-3, lag: 0}"], "roles.rollout=2-3"),
     ],
 )
