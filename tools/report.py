@@ -52,15 +52,16 @@ def main(argv: list[str] | None = None) -> int:
         runs = {path: read_run(path) for path in (args.before, *args.run_dirs) if path is not None}
         print(table(runs))
         met = judge(runs[args.run_dirs[0]], expected)
+        summaries = {path: _cells(path, records) for path, records in runs.items()}
+        write_page(runs, summaries, page, sample_mib=args.sample_mib)
+        print(f"page: {page}")
         if len(args.run_dirs) == 1:
             draw(runs[args.run_dirs[0]], png)
         else:
             compare({path.name: runs[path] for path in args.run_dirs}, png)
-        summaries = {path: _cells(path, records) for path, records in runs.items()}
-        write_page(runs, summaries, page, sample_mib=args.sample_mib)
     except (OSError, ValueError) as error:
         sys.exit(f"report: {error}")
-    print(f"plot: {png}\npage: {page}")
+    print(f"plot: {png}")
     return 0 if met else UNMET_EXIT
 
 

@@ -113,7 +113,7 @@ MISSING = {
     r"(multi_turn|tool_config_path|interaction_config|agent)": "see agents.* (docs/agents.md)",
     r"val_kwargs": "validation samples with the rollout's top_p and top_k",
     r"override_config": "edit the model's config.json",
-    r"(wandb|mlflow|swanlab|log_val_generations|rollout_data_dir)": "see logging.samples",
+    r"(wandb|mlflow|swanlab|log_val_generations|rollout_data_dir)": "see logging.rollouts",
     r"(image|video|multi_modal|freeze_vision)": "vision models are not supported",
     r"resume_from_path": "verl's checkpoints cannot be read; export one to Hugging Face as model.path",
     r"(profiler|trace|prometheus)": "not offered",

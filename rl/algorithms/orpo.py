@@ -15,7 +15,7 @@ import torch
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.objectives.preference import counted, mean_logprobs, orpo_loss
+from rl.objectives.preference import counted, mean_logprobs, mean_of_pairs, orpo_loss
 from rl.phases.phases import Phases
 from rl.training.loss import Totals
 from rl.training.packing import MicroBatch
@@ -40,7 +40,4 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config):
     enters = counted(micro.mask, micro.lengths, unit=2)
     means = torch.where(enters, mean_logprobs(micro.logprobs, micro.mask, micro.lengths), 0.0)
     value, stats = orpo_loss(means, beta=config.preference.beta)
-    total = torch.where(enters[::2], value, 0.0).sum() / totals.num_units
-    return total, {"preference/loss": total} | {
-        f"preference/{name}": stat / totals.num_units for name, stat in stats.items()
-    }
+    return mean_of_pairs(value, stats, enters, num_pairs=totals.num_units)

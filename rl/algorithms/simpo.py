@@ -15,7 +15,7 @@ import torch
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.objectives.preference import counted, mean_logprobs, pair_loss
+from rl.objectives.preference import counted, mean_logprobs, mean_of_pairs, pair_loss
 from rl.phases.phases import Phases
 from rl.training.loss import Totals
 from rl.training.packing import MicroBatch
@@ -42,7 +42,4 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config):
     means = torch.where(enters, mean_logprobs(micro.logprobs, micro.mask, micro.lengths), 0.0)
     options = dict(beta=goal.beta, gamma=goal.gamma, label_smoothing=goal.label_smoothing)
     value, stats = pair_loss(means, loss="sigmoid", **options)
-    total = torch.where(enters[::2], value, 0.0).sum() / totals.num_units
-    return total, {"preference/loss": total} | {
-        f"preference/{name}": stat / totals.num_units for name, stat in stats.items()
-    }
+    return mean_of_pairs(value, stats, enters, num_pairs=totals.num_units)

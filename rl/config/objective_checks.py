@@ -189,10 +189,10 @@ def check_unread(config: Config) -> None:
     defaults = vars(build(Config, read(None), algorithm_of(config).defaults).preference)
     for key, value in vars(preference).items():
         if reads and key not in reads and value != defaults[key]:
-            names = listed([f"preference.{name}" for name in reads], "and")
+            known = listed([f"preference.{name}" for name in reads], "and")
             raise ConfigError(
                 f"preference.{key}={value} has no effect with algorithm={config.algorithm}, which reads only "
-                f"{names}; leave it out."
+                f"{known}; leave it out."
             )
 
 

@@ -145,6 +145,12 @@ def data_source(row: Row) -> str:
     return str(row.values.get("data_source") or row.file_name)
 
 
+def num_shared(prompts: Sequence[Any], others: Sequence[Prompt]) -> int:
+    """Return how many of `others` have the token ids of a prompt among `prompts`, which may hold pairs."""
+    known = {prompt.token_ids.tobytes() for prompt in prompts if isinstance(prompt, Prompt)}
+    return sum(other.token_ids.tobytes() in known for other in others)
+
+
 # ---- messages and text ----
 
 

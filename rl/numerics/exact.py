@@ -3,7 +3,7 @@
 A sum of floating-point numbers depends on the order of its terms, because each addition rounds. Here the
 terms are first rounded to multiples of a power of two, with so few bits that every product and every partial
 sum is an integer that float64 holds exactly. Any order of the additions, and any BLAS, then gives the same
-result, so float64 matrix products can be used as they are. The sums of several ranks may be added in any order
+result, so float64 matrix products can be used as they are. Sums of several ranks may be added in any order
 too.
 
 The remaining operations are elementwise +, -, *, / and sqrt, which IEEE 754 rounds in one way. `exp` and

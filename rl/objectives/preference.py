@@ -21,7 +21,7 @@ def log_ratios(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, lengths: Te
 
 
 def mean_logprobs(logprobs: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """log pi(y) / |y| of each response, [B]: the mean over its unmasked tokens; 0 for an empty one."""
+    """Return log pi(y) / |y| of each response, [B]: the mean over its unmasked tokens; 0 for an empty one."""
     mask = mask.bool()
     return sample_mean(torch.where(mask, logprobs, 0.0), mask, lengths)
 
@@ -91,8 +91,22 @@ def pair_loss(
     return value, {name: stat.detach().sum() for name, stat in stats.items()}
 
 
+def mean_of_pairs(
+    value: Tensor, stats: dict[str, Tensor], enters: Tensor, *, num_pairs: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return this part's share of the mean over the mini-batch's pairs, and the metrics.
+
+    value, stats: results of `pair_loss` or `orpo_loss`, whose inputs are 0 for pairs that do not enter.
+    enters: bool [B], `counted` with unit=2. num_pairs: pairs of the whole mini-batch that enter.
+    """
+    total = torch.where(enters[::2], value, 0.0).sum() / num_pairs
+    return total, {"preference/loss": total} | {
+        f"preference/{name}": stat / num_pairs for name, stat in stats.items()
+    }
+
+
 def orpo_loss(means: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of each pair: likelihood of the chosen response, and odds ratio of both (ORPO, arXiv:2403.07691,
+    """Return the loss of each pair, from likelihood and odds ratio (ORPO, arXiv:2403.07691,
     equations 6 and 7).
 
         -log P(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected))
@@ -126,7 +140,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each response with a label: Kahneman-Tversky optimization (KTO, arXiv:2402.01306).
+    """Return the loss of each response by its label (Kahneman-Tversky optimization, arXiv:2402.01306).
 
         desirable_weight   (1 - sigmoid(beta (log-ratio - kl)))     label 1
         undesirable_weight (1 - sigmoid(beta (kl - log-ratio)))     label 0

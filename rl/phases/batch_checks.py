@@ -8,6 +8,7 @@ Every function is pure, and every rank has the same batch, so CheckFailed is rai
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection
 
 import numpy as np
@@ -20,10 +21,8 @@ from rl.objectives.segments import segment_sum
 
 RISK = 1e-12
 """Probability that a statistical check ends a healthy run at one step."""
-MAX_RATIO = 4.0
-"""Bound of a likelihood ratio in `check_likelihoods`; a smaller one reduces the variance."""
-SLACK = 0.05
-"""Relative tolerance of `check_likelihoods`, because algorithms may select groups by their results."""
+SLACK = 1e-3
+"""Evidence per token that `check_likelihoods` tolerates, in nats."""
 CENTRED = ("grpo", "rloo", "maxrl")
 """Advantages with the sum 0 in every group."""
 
@@ -129,26 +128,46 @@ def check_likelihoods(batch: Batch, logprobs: Tensor, *, name: str) -> None:
     """Check that log-probs [T] belong to the sampled tokens.
 
     The engine sampled token x_t from q_t and reported log q_t(x_t). For every distribution p_t that was fixed
-    before x_t was drawn, the expectation of p_t(x_t) / q_t(x_t) is at most 1. The mean of the ratios, clipped
-    at MAX_RATIO, over n tokens therefore exceeds 1 only by chance, which Freedman's inequality bounds.
-    Log-probs of other tokens, in another base, or of a q_t that was not sampled from exceed it.
+    before x_t was drawn, the expectation of r_t = p_t(x_t) / q_t(x_t) is at most 1. That of the product over
+    all tokens of (1 + r_t) / 2 is therefore at most 1 too, and by Markov's inequality the product exceeds
+    1 / RISK only with the probability RISK. Log-probs of other tokens, in another base, or of a q_t that was
+    not sampled from exceed it after some hundred tokens. SLACK is for rounding, and for algorithms that
+    select groups by their results.
     """
     if batch.rollout_logprobs is None or batch.mask is None:
         return
-    counted = batch.mask > 0
-    ratios = (logprobs - batch.rollout_logprobs)[counted].double().exp().clamp(max=MAX_RATIO)
-    n, linear = len(ratios), MAX_RATIO * -math.log(RISK) / 3
-    bound = linear + math.sqrt(linear**2 + 2 * n * MAX_RATIO * -math.log(RISK)) + SLACK * n
-    excess = float(ratios.sum()) - n
-    if excess > bound:
+    gaps = (logprobs - batch.rollout_logprobs)[batch.mask > 0].double()
+    evidence = float((torch.nn.functional.softplus(gaps) - math.log(2)).sum())
+    if not evidence <= -math.log(RISK) + SLACK * len(gaps):
         raise CheckFailed(
-            f"likelihood check: {name} / rollout probability of {n} sampled tokens is {1 + excess / n:.3f} "
-            f"on "
-            f"average, and can be at most {1 + bound / n:.3f} if both belong to these tokens. Log-probs of "
-            f"other "
-            "tokens or another batch, in another base, or of another distribution than the engine sampled "
-            "from."
+            f"likelihood check: {name} / rollout probability of {len(gaps)} sampled tokens is larger than "
+            f"chance explains (evidence {evidence:.4g} nats, probability below {RISK:g}): the log-probs are "
+            "of other tokens or another batch, in another base, or not of the distribution sampled from."
         )
+
+
+def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
+    """Return a warning if every sample has the same score, by chance or not; "" otherwise.
+
+    A reward that always returns one number, or only after some step, looks like that; so does a task that is
+    too hard or too easy, so the run goes on. There is no warning if earlier groups of this run often had this
+    score for all samples. history: number of groups by the score that all their samples had, "differs" for
+    groups with several scores; those of the batch are added.
+    """
+    assert batch.scores is not None
+    value, total = float(batch.scores[0]), sum(history.values())
+    share = (history[value] + 1) / (total + 2)
+    groups = [batch.scores[batch.groups == group] for group in batch.groups.unique()]
+    equal = [float(scores[0]) if (scores == scores[0]).all() else math.nan for scores in groups]
+    is_constant = len(batch) > 1 and bool((batch.scores == value).all())
+    history.update("differs" if math.isnan(score) else score for score in equal)
+    if not is_constant or (total and len(groups) * math.log(share) > math.log(RISK)):
+        return ""
+    return (
+        f"warning: score check: all {len(batch)} samples have the score {value:g}"
+        + (f", as only {history[value] - len(groups)} of {total} groups before" if total else "")
+        + "; no advantage differs from 0. Does the reward function work?"
+    )
 
 
 def check_loss_weights(batch: Batch, *, of_samples: bool) -> None:

@@ -22,7 +22,7 @@ CODES = "counted_codes"
 GAP = "first_update_gap"
 """Name of the sum of |log pi - log pi_old| / the loss's denominator, before any update of the step."""
 MOVED = "check/moved"
-"""Name of the number of reporting ranks whose weights changed, from `TrainingEngine.update`."""
+"""Name of the share of data parallel ranks whose weights changed, from `TrainingEngine.update`."""
 TOLERANCE = 1e-9
 """Largest distance of the sum of COUNTED from 1; its terms are float64."""
 NUM_CODES = 1021

@@ -1,11 +1,14 @@
 """The scoring phase: what each response is worth."""
 
+from collections import Counter
+
 from torch import Tensor
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.batch_checks import warn_of_constant_scores
 from rl.phases.batch_metrics import score_metrics
 from rl.phases.reward_shaping import overlong_penalty
 from rl.phases.scorer import Scorer
@@ -24,6 +27,8 @@ class Scoring:
     ):
         self._config, self._step, self._engines, self._memory = config, step, engines, memory
         self._scorer = scorer
+        self._groups: Counter[float | str] = Counter()
+        """Groups so far by their scores (`warn_of_constant_scores`)."""
 
     def fill_scores(self, batch: Batch, *, timing: str, predictions: bool = False) -> list[str | None] | None:
         """Fill `scores`, `rewards` (equal to them) and `score_details`.
@@ -49,6 +54,8 @@ class Scoring:
             batch.rewards = batch.rewards + penalties
             self._step.metrics["reward/overlong_penalty/mean"] = float(penalties.mean())
         self._step.metrics |= score_metrics(batch.merge_rows())
+        if warning := warn_of_constant_scores(batch, self._groups):
+            self._step.progress.line(warning)
 
     def greedy_rewards(self, batch: Batch) -> Tensor:
         """Return and log the rewards of a batch with one response per prompt, float32 [prompts]."""

@@ -252,8 +252,12 @@ class Link:
             keys = [f"receiver {number} {rank}" for rank in self._ranks(left_out)]
             return store.check(keys)
 
-        hold = self.living.hold if self.living is not None else lambda is_ready: () if is_ready(()) else None
-        while (left_out := hold(is_ready)) is None:
+        def hold() -> tuple[int, ...] | None:
+            if self.living is not None:
+                return self.living.hold(is_ready)
+            return () if is_ready(()) else None
+
+        while (left_out := hold()) is None:
             with contextlib.suppress(dist.DistStoreError):  # the time is over
                 store.wait(keys, datetime.timedelta(seconds=1))
         for key in keys:
@@ -355,7 +359,13 @@ class Link:
                     raise
                 continue
             arrived.append(content.numpy().tobytes())
-        self.leaders, arrived = broadcast_object((self.leaders, arrived), group=control_group())
+        connects = self._sending is not None and self._sending.done() and self._sending.result() is None
+        found = broadcast_object((self.leaders, arrived, connects), group=control_group())
+        self.leaders, arrived, connects = found
+        if connects:  # the generators wait for it, and the samples may wait for the generators
+            moved: Future = Future()
+            moved.set_result(self.wait_sent())
+            self._sending = moved
         return [pickle.loads(content) for content in arrived]
 
     def check_threads(self) -> None:

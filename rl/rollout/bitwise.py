@@ -1,7 +1,8 @@
 """vLLM's CPU layers with the arithmetic of `rl.numerics`, for model.numerics=bitwise.
 
-The trainer calls the same functions (`rl.training.bitwise`). A token's log-prob depends only on the weights and
-on the tokens before it, not on chunks of the prompt, prefix caching, preemption or other requests of a batch.
+The trainer calls the same functions (`rl.training.bitwise`). A token's log-prob depends only on the weights
+and on the tokens before it, not on chunks of the prompt, prefix caching, preemption or other requests of a
+batch.
 """
 
 import torch

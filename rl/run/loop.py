@@ -15,7 +15,7 @@ from rl.checkpoint.store import CheckpointStore
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, learns_from_samples, needs_reward
 from rl.data.batch import Batch
-from rl.data.prompts import end_token_ids
+from rl.data.prompts import end_token_ids, num_shared
 from rl.engines.engines import build_engines, finish_imports
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import PhaseAgreement, fail_together
@@ -130,6 +130,11 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         resumed = f", resuming after step {last_step}" if last_step else ""
         start_up.mark("record")
         progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
+        if leads and (shared := num_shared(inputs.prompts, inputs.held_out)):
+            progress.line(
+                f"warning: data check: {shared} of {len(inputs.held_out)} prompts of data.val are in "
+                "data.train too, so validation does not measure what the policy generalises."
+            )
         training = Training(
             config,
             algorithm,
@@ -301,16 +306,16 @@ class Training:
         batch = self._collect()
         phases, asynchronous = self._phases, self._phases.carry_over or self._split  # never both
         phases.step.is_committed = True
+        collected = copy.copy(batch)  # learn may change what the batch refers to
         if len(batch):
             if asynchronous is not None:
                 asynchronous.check(batch)
             elif batch.weight_versions is not None and self._config.run.mode != "train_only":
                 check_staleness(batch, phases.engines.policy.version, limit=0)
-            collected = copy.copy(batch)  # learn may change what the batch refers to
             if self._config.run.mode != "rollout_only":
                 self._algorithm.learn(phases, batch)
-            if self._rollouts is not None:
-                self._rollouts.write(phases.step.number, collected, batch)
+        if self._rollouts is not None:
+            self._rollouts.write(phases.step.number, collected, batch)
         if asynchronous is not None:
             asynchronous.learned()
         return batch.cursor
@@ -320,7 +325,8 @@ class Training:
         if self._stored is not None:
             with fail_together():
                 batch = self._stored.batch(self._phases.step.number)
-            self._phases.log_generated(batch)
+            if len(batch):
+                self._phases.log_generated(batch)
         else:
             batch = self._algorithm.collect(self._phases)
         if not isinstance(batch, Batch):

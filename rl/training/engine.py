@@ -200,7 +200,7 @@ class TrainingEngine:
         outputs: names of the model's outputs that `loss` reads; None for all.
 
         Returns the metrics of `loss`, summed over micro-batches and data parallel ranks, `grad_norm` before
-        clipping, and `check/moved`: the number of ranks that report results and whose weights changed. Raises
+        clipping, and `check/moved`: the share of data parallel ranks whose weights changed. Raises
         FloatingPointError on every rank if the gradient is not finite; the weights are then unchanged.
         """
         assert self.optimizer is not None and self.adam is not None, "the model is frozen"
@@ -228,9 +228,10 @@ class TrainingEngine:
                 f"the gradient norm is {norm}; the update was not applied. {_not_finite(sums)}"
             )
         probe = self._probe.sums(self.optimizer)
-        before = weights_sum(self.optimizer)
+        before = weights_sum(self.optimizer, self.device.torch)
         clip_and_step(self.optimizer, norm)
-        sums["check/moved"] = (weights_sum(self.optimizer) != before).double().to(self.device.torch)
+        moved = weights_sum(self.optimizer, self.device.torch) != before
+        sums["check/moved"] = moved.double() / self.grid.dp
         self.num_updates += 1
         return self._sum_over_replicas(sums, probe) | {"grad_norm": norm}
 

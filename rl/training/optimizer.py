@@ -85,9 +85,9 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def weights_sum(optimizer: MegatronOptimizer) -> Tensor:
+def weights_sum(optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
     """Return the sum of the bits of this rank's main weights, int64 []; a change of any weight changes it."""
     groups = (group["params"] for part in optimizer_parts(optimizer) for group in part.optimizer.param_groups)
     weights = [weight for group in groups for weight in group]
     sums = [weight.view(-1).view(torch.int32).sum(dtype=torch.int64) for weight in weights]
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)

@@ -109,16 +109,14 @@ class RouterReplay:
         """Return the routes for a pass over a micro-batch.
 
         The engine's are also used by the reference policy, so that the divergence of equal weights is 0. With
-        old_policy the policy's first pass records them, and the reference policy chooses its own. The routes
-        are cached in the batch, as the layout of the row is.
+        old_policy the policy's first pass records them, and the reference policy chooses its own. They are
+        stored in `row`, which must be the one that the batch caches (`lay_out`).
         """
         if not self._num_layers or (is_reference and self.mode == "old_policy"):
             return None
-        key = ("routes", tuple(row.samples))
-        if key not in batch.layouts:
-            batch.layouts[key] = self._recorder(row) if self.mode == "old_policy" else self._given(batch, row)
-        routes = batch.layouts[key]
-        return replace(routes, num_different=None) if is_reference else routes
+        if row.routes is None:
+            row.routes = self._recorder(row) if self.mode == "old_policy" else self._given(batch, row)
+        return replace(row.routes, num_different=None) if is_reference else row.routes
 
     def _recorder(self, row: MicroBatch) -> Routes:
         """Return routes that the first pass fills."""

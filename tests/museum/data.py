@@ -76,18 +76,17 @@ def lost(bug: Bug) -> None:
 @exhibit(
     name="sample generated twice",
     peer="huggingface/trl#3675",
-    saw="The same prompts were sampled again in every step of a batch.",
+    saw="The same prompts were sampled several times within a step.",
     caught_by=SAMPLES,
     expects=r"SamplesDiffer: sample check: rank \d generated sample \d of prompt 0",
     ranks=2,
 )
 def twice(bug: Bug) -> None:
-    from rl.rollout.queue import StaticQueue
+    from rl.rollout import engine
 
-    @bug.replaces(StaticQueue, "draw")
-    def first(draw, self):
-        item = draw(self)
-        return None if item is None else 0
+    @bug.replaces(engine, "StaticQueue")
+    def of_first_replica(queue, num_items, *, replica, num_replicas):
+        return queue(num_items, replica=0, num_replicas=num_replicas)
 
 
 @exhibit(
@@ -164,3 +163,21 @@ def two_bos(bug: Bug) -> None:
         bos = np.array([tokenizer.eos_token_id], np.int32)
         tokenizer.bos_token = tokenizer.eos_token
         return [np.concatenate([bos, bos, ids]) for ids in encode(texts, tokenizer, add_special_tokens=False)]
+
+
+@exhibit(
+    name="validation prompts in the training data",
+    peer="OpenRLHF/OpenRLHF#1089",
+    saw="Without an evaluation set, its rows were taken from the training set and trained on.",
+    caught_by="data (a warning)",
+    expects=r"warning: data check: 4 of 4 prompts of data\.val are in data\.train too",
+    overrides=("data.val=[TOY/test.parquet]", "validation.every=9", "validation.max_prompts=4"),
+    warns=True,
+    at=0,
+)
+def leaked(bug: Bug) -> None:
+    from rl.engines.inputs import Inputs
+
+    @bug.replaces(Inputs, "_prompts")
+    def all_rows(prompts, self, files, **options):
+        return prompts(self, [*files, *self.config.data.val], **options)

@@ -58,6 +58,8 @@ class Exhibit:
     """Name of a model in tests/museum/tour.py."""
     at: int = 2
     """Step from which on the bug acts. 0: from the start of the process on."""
+    warns: bool = False
+    """Whether the check only warns, because a healthy run may look alike; the run then goes on."""
     resumes: bool = False
     """Whether the run continues a run of two steps without the bug, from its checkpoint."""
 

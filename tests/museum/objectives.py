@@ -303,18 +303,24 @@ def frozen(bug: Bug) -> None:
 
 @exhibit(
     name="filtered groups are trained on",
-    peer="verl-project/verl#4014",
-    saw="What was filtered or computed before came again.",
+    peer="OpenRLHF/OpenRLHF#1272",
+    saw="Groups of equal continuous rewards passed the filter of dynamic sampling and were trained on.",
     caught_by="groups",
     expects=r"CheckFailed: group check: group \d has no advantage",
     overrides=("algorithm=dapo",),
 )
 def filtered(bug: Bug) -> None:
     from rl.algorithms import dapo
+    from rl.phases.phases import Phases
 
     @bug.replaces(dapo, "grpo")
     def always(grpo, *args, **options):
         return grpo(*args, **options) + 1
+
+    @bug.replaces(Phases, "score_samples")
+    def same_in_a_group(score, self, batch):
+        score(self, batch)
+        batch.scores[batch.groups == 0] = batch.rewards[batch.groups == 0] = 0.5
 
 
 @exhibit(

@@ -40,8 +40,8 @@ def ranks_interleaved(bug: Bug) -> None:
 
 @exhibit(
     name="worker repeats old answers",
-    peer="hkust-nlp/simpleRL-reason#25",
-    saw="A worker process of the reward died, and the run went on.",
+    peer="vllm-project/vllm#57846",
+    saw="After an error a worker's old answer stayed queued, and the next request got it.",
     caught_by=SCORES,
     expects=r"CheckFailed: score check: rank 0 got the score .*of another sample",
 )
@@ -83,6 +83,26 @@ def failures_as_zero(bug: Bug) -> None:
 
 
 @exhibit(
+    name="reward always 0",
+    peer="PrimeIntellect-ai/verifiers#186",
+    saw="With one option every reward was 0, also of responses that were not truncated.",
+    caught_by="constant scores (a warning)",
+    expects=r"warning: score check: all 64 samples have the score 0, as only 0 of 16 groups before",
+    overrides=("data.prompts_per_step=16", "training.micro_batch_tokens=400"),
+    warns=True,
+)
+def always_zero(bug: Bug) -> None:
+    from rl.rewards.pool.worker_process import ScoringWorker
+
+    @bug.replaces(ScoringWorker, "validated")
+    def nothing(validated, self, line):
+        message = validated(self, line)
+        if message and "values" in message:
+            message["values"] = dict.fromkeys(message["values"], 0.0)
+        return message
+
+
+@exhibit(
     name="advantages with the wrong sign",
     peer="fla-org/flash-linear-attention#1073",
     saw="The loss was negated twice and pushed the policy away from good responses.",
@@ -90,7 +110,7 @@ def failures_as_zero(bug: Bug) -> None:
     expects=r"CheckFailed: advantage check: in group \d the reward .* sign is wrong",
 )
 def wrong_sign(bug: Bug) -> None:
-    negate(bug, lambda advantages, batch: -advantages)
+    change(bug, lambda advantages, batch: -advantages)
 
 
 @exhibit(
@@ -105,24 +125,39 @@ def of_the_batch(bug: Bug) -> None:
         rewards = batch.rewards
         return ((rewards - rewards.mean()) / rewards.std()).repeat_interleave(batch.lengths)
 
-    negate(bug, whitened)
+    change(bug, whitened)
+
+
+@exhibit(
+    name="baseline of the first sample",
+    peer="ServiceNow/PipelineRL#54",
+    saw="Only the first rollout of a group entered the mean reward, and training still kind of worked.",
+    caught_by="advantages",
+    expects=r"CheckFailed: advantage check: the advantages of group \d have the sum",
+)
+def of_the_first(bug: Bug) -> None:
+    def from_first(advantages, batch):
+        first = batch.rewards[(batch.groups.unsqueeze(1) == batch.groups).int().argmax(1)]
+        return (batch.rewards - first).repeat_interleave(batch.lengths)
+
+    change(bug, from_first)
 
 
 @exhibit(
     name="advantages zero everywhere",
-    peer="huggingface/trl#2884",
-    saw="The mean of the advantages was reported and trained on; it is always 0.",
+    peer="TensorAuto/OpenTau#136",
+    saw="Every advantage was 0.",
     caught_by="advantages",
     expects=r"CheckFailed: advantage check: rewards differ within groups, but every advantage is 0",
 )
 def zero(bug: Bug) -> None:
-    negate(bug, lambda advantages, batch: advantages * 0)
+    change(bug, lambda advantages, batch: advantages * 0)
 
 
-def negate(bug: Bug, change) -> None:
-    """Replace the advantages by `change(advantages, batch)`."""
+def change(bug: Bug, to) -> None:
+    """Replace the advantages by `to(advantages, batch)`."""
     from rl.algorithms import grpo
 
     @bug.replaces(grpo, "advantages")
     def changed(advantages, batch, config):
-        return change(advantages(batch, config), batch)
+        return to(advantages(batch, config), batch)

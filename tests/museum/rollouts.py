@@ -5,6 +5,8 @@ from dataclasses import replace
 from tests.museum.museum import Bug, exhibit
 
 ENDING = "ending"
+LONG = ("rollout.max_response_tokens=24", "data.prompts_per_step=16", "training.micro_batch_tokens=800")
+"""Long enough for some samples to end with a stop token."""
 GAP = "log-probs of engine and trainer"
 
 
@@ -29,6 +31,7 @@ def complete(bug: Bug) -> None:
     saw="The policy did not stop at its end of turn and went on to the length limit.",
     caught_by=ENDING,
     expects=r"CheckFailed: ending check: .* continues after a stop token",
+    overrides=LONG,
 )
 def ignored(bug: Bug) -> None:
     from rl.rollout.engine import RolloutEngine
@@ -46,6 +49,7 @@ def ignored(bug: Bug) -> None:
     saw="The end token was not part of the response, so nothing taught the policy to stop.",
     caught_by=ENDING,
     expects=r"CheckFailed: ending check: .* is complete by its label, but does not end with a stop token",
+    overrides=LONG,
 )
 def cut_off(bug: Bug) -> None:
     from rl.rollout.single_turns import SingleTurns
@@ -116,11 +120,11 @@ def greedy(bug: Bug) -> None:
     overrides=("rollout.temperature=0.6",),
 )
 def raw(bug: Bug) -> None:
-    from rl.rollout import engine
+    from rl.rollout.engine import RolloutEngine
 
-    @bug.replaces(engine, "_completion")
-    def untempered(completion, *args):
-        found = completion(*args)
+    @bug.replaces(RolloutEngine, "_completion")
+    def untempered(completion, self, *args):
+        found = completion(self, *args)
         return replace(found, logprobs=found.logprobs * 0.6)
 
 
@@ -133,13 +137,13 @@ def raw(bug: Bug) -> None:
     overrides=("agreement.logprob_slack=0", "data.prompts_per_step=16", "training.micro_batch_tokens=400"),
 )
 def other_base(bug: Bug) -> None:
-    from rl.rollout import engine
+    from rl.rollout.engine import RolloutEngine
 
-    @bug.replaces(engine, "_completion")
-    def binary(completion, *args):
+    @bug.replaces(RolloutEngine, "_completion")
+    def binary(completion, self, *args):
         import math
 
-        found = completion(*args)
+        found = completion(self, *args)
         return replace(found, logprobs=found.logprobs / math.log(2))
 
 

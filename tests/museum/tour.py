@@ -16,6 +16,7 @@ from tests.toy import TRAIN
 
 RANK = Path(__file__).parent / "rank.py"
 LAST_LINE = re.compile(r"^error.*$", re.MULTILINE)
+WARNING = re.compile(r"^warning: .*$", re.MULTILINE)
 STEP = re.compile(r" of step (\d+)")
 CULPRIT = re.compile(r"\brank (\d+)")
 STEPS_BEFORE = 2
@@ -124,7 +125,8 @@ class Museum:
         arguments = self._arguments(exhibit, place / "run", f"run.max_steps={steps}")
         start, line = time.monotonic(), ""
         try:
-            run_ranks(exhibit.ranks, RANK, exhibit.name, place, *arguments, timeout=300)
+            stdout = run_ranks(exhibit.ranks, RANK, exhibit.name, place, *arguments, timeout=300)
+            line = "".join(WARNING.findall(stdout[0])[:1]) if exhibit.warns else ""
         except RanksFailed as error:
             (place / "log").write_text(str(error))
             line = (LAST_LINE.findall(str(error)) or [str(error)])[-1]

@@ -151,10 +151,10 @@ def test_dpo_starts_at_log_2_and_learns_its_pairs(config, toy, tmp_path):
 
 def test_kto_starts_at_one_half_and_learns_its_labels(config, toy, tmp_path):
     pq.write_table(pq.read_table(toy / "labels.parquet").slice(0, 8), tmp_path / "labels.parquet")
-    data = ("algorithm=kto", f"data.train=[{tmp_path}/labels.parquet]", "run.max_steps=20")
+    data = ("algorithm=kto", f"data.train=[{tmp_path}/labels.parquet]", "run.max_steps=20", ONE_UPDATE)
     steps = steps_of(config, *data, "training.optimizer.lr=3e-4", "preference.beta=0.5", world_size=2)
     assert "timing_s/gen" not in steps[0] and "timing_s/old_log_prob" not in steps[0]
-    assert 0.3 < steps[0]["preference/loss"] < 0.6  # 1/2 before the first of two updates
+    assert steps[0]["preference/loss"] == 0.5 and steps[0]["preference/kl"] == 0
     assert steps[-1]["preference/loss"] < 0.4 and steps[-1]["preference/accuracy"] > 0.8
     assert steps[-1]["preference/margin"] > 0.3 and steps[-1]["preference/kl"] >= 0
 

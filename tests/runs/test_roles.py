@@ -91,6 +91,16 @@ def test_kills_of_either_role_change_nothing(config, toy, tmp_path, granularity)
 
 
 @pytest.mark.parametrize(
+    "place, rank", [("build_rollout", 1), pytest.param("build_engines", 0, marks=pytest.mark.slow)]
+)
+def test_both_roles_report_what_one_refuses(config, place, rank):
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(2, FAULTY, "refuse_here", place, rank, 1, "--config", config, *ROLES, grace=30)
+    assert failure.value.returncodes == [2, 2]
+    assert failure.value.stderr[0].endswith("error: injected=1 does not fit; remove it.\n")
+
+
+@pytest.mark.parametrize(
     "place, call",
     [
         ("deliver", 6),

@@ -75,6 +75,7 @@ def test_a_seed_gives_one_run_which_resumes_exactly(config, tmp_path):
     train(2, config, *four, run=resumed)
     assert len(comparable(straight)) == 5  # steps 0 to 4, each once
     assert first == comparable(straight)[:3] and comparable(resumed) == comparable(straight)
+    assert rollouts(resumed) == rollouts(straight) and len(rollouts(straight)) == 4 * 4 * 4
     assert_same_checkpoint(*(run / "checkpoints" / "step_000004" for run in (straight, resumed)))
     other = tmp_path / "other"
     train(2, config, "run.max_steps=1", "run.seed=2", run=other)

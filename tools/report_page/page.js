@@ -17,9 +17,8 @@ const charts = new Map();  // element -> function that returns [traces, layout]
 const chunks = new Map();  // "run.step" -> groups
 
 async function unpack(id) {
-  const bytes = Uint8Array.from(atob($(id).textContent), (c) => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream);
+  const packed = await fetch(`data:application/gzip;base64,${$(id).textContent}`);  // faster than atob
+  return new Response(packed.body.pipeThrough(new DecompressionStream("gzip")));
 }
 const unpackJson = async (id) => (await unpack(id)).json();
 const unpackArray = async (id, type) => new type(await (await unpack(id)).arrayBuffer());
@@ -169,10 +168,11 @@ function drawDistributions() {
   for (let i = 0; i < step.length; i++) if (!row[i]) rows.push(i);
   $("distribution-note").textContent = `Share of the ${rows.length} stored samples (logging.rollouts=${run.samples.kind}) of a step; lighter is more.`;
   for (const [title, values] of [["score", score], ["length in tokens", length]]) {
-    const plot = element("div", undefined, { class: "chart" }), found = histogram(values, step, rows, values === length);
+    const plot = element("div", undefined, { class: "chart" });
+    let found;
     box.append(plot);
-    draw(plot, () => [[{ type: "heatmap", x: found.x, y: found.y, z: found.z, colorscale: "Cividis", zmin: 0, hovertemplate: "step %{x}, " + title + " %{y}: %{z:.1%}<extra></extra>",
-      colorbar: { thickness: 10, tickformat: ".0%", outlinewidth: 0 } }], layout(title, { hovermode: "closest", yaxis: found.kinds ? { type: "category" } : {} })]);
+    draw(plot, () => (found ??= histogram(values, step, rows, values === length)) && [[{ type: "heatmap", x: found.x, y: found.y, z: found.z, colorscale: "Cividis", zmin: 0, hovertemplate: "step %{x}, " + title + " %{y}: %{z:.1%}<extra></extra>",
+      colorbar: { thickness: 10, tickformat: ".1%", outlinewidth: 0 } }], layout(title, { hovermode: "closest", yaxis: found.kinds ? { type: "category" } : {} })]);
   }
 }
 

@@ -23,7 +23,7 @@ from rl.run_directory.metric_log import STEP
 from rl.run_directory.rollouts import TOKENS_FILE, read, stored_steps
 
 HERE = Path(__file__).parent
-TOKEN_BYTES = 8
+TOKEN_BYTES = 6
 """Estimated size of a token in the page, in bytes."""
 GROUP_BYTES = 600
 """Estimated size of a group besides its tokens, in bytes."""

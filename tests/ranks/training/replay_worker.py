@@ -32,6 +32,7 @@ from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.dp_split import plan_minibatch  # noqa: E402
 from rl.training.homes import KEY  # noqa: E402
+from rl.training.packing import lay_out  # noqa: E402
 
 SAMPLING = Sampling(
     samples_per_prompt=3,
@@ -104,7 +105,7 @@ def gradient(trainer, batch, plan) -> dict[str, torch.Tensor]:
 
 
 class FixedByHand:
-    """Gives a router the experts of one sample after the other, as its micro-batches of one sample come."""
+    """Gives a router the experts of one micro-batch after the other."""
 
     def __init__(self, experts: list[torch.Tensor]):
         self.experts = iter(experts)
@@ -116,28 +117,22 @@ class FixedByHand:
 
 
 def gradient_by_hand(trainer, batch, plan) -> dict[str, torch.Tensor]:
-    """The same with micro-batches of one sample, no recomputation and routers without replay."""
-    grid, alone = trainer.grid, [[[i] for micro in rank for i in micro] for rank in plan]
+    """The same without recomputation, by routers that know nothing of replay."""
+    grid, rows = trainer.grid, []
+    for samples in plan[grid.dp_rank] if routers_of(trainer) else []:
+        row = lay_out(batch, samples, multiple=grid.tp, device=torch.device("cpu"))
+        values = batch.held["routes"].of(samples)
+        experts = torch.full((row.tokens.numel(), *values.shape[1:]), -1)
+        for i, start in zip(samples, row.starts[0]):
+            own = batch.held["routes"].local[i].astype(np.int64)
+            experts[start : start + len(own)] = torch.from_numpy(own)
+        rows.append(experts.chunk(grid.tp)[grid.tp_rank])
     replay, needs, trainer.replay, trainer.needs = trainer.replay, trainer.needs, None, {}
-    rows = []
-    for [i] in alone[grid.dp_rank] if routers_of(trainer) else []:
-        values = torch.from_numpy(batch.held["routes"].local[i].astype(np.int64))
-        size = (
-            -(-(len(values) + 1) // grid.tp) * grid.tp
-        )  # the last token, and padding for tensor parallelism
-        padded = torch.full((size, *values.shape[1:]), -1)
-        padded[: len(values)] = values
-        rows.append(padded.chunk(grid.tp)[grid.tp_rank])
-    hooks = [
-        layer.mlp.router.router_replay
-        for layer in trainer.model.decoder.layers
-        if hasattr(layer.mlp, "router")
-    ]
+    config, hooks = trainer.model.config, [router.router_replay for router in routers_of(trainer)]
+    recompute, config.recompute_granularity = config.recompute_granularity, None
     for k, router in enumerate(routers_of(trainer)):
         router.router_replay = FixedByHand([row[:, k] for row in rows])
-    config = trainer.model.config
-    recompute, config.recompute_granularity = config.recompute_granularity, None
-    found = gradient(trainer, batch, alone)
+    found = gradient(trainer, batch, plan)
     config.recompute_granularity = recompute
     for hook, router in zip(hooks, routers_of(trainer)):
         router.router_replay = hook
@@ -183,7 +178,13 @@ def run_layout(checkpoint, dtype, layout, hf, batch, device) -> dict:
         with choices(trainer) as calls:
             replayed = gradient(trainer, other, plan)
         found |= {"calls": len(calls), "with others": share_of_others(calls)}
-        found["gradient"] = worst(replayed, gradient_by_hand(trainer, other, plan))
+        trainer.shares_prompts = False
+        by_hand = gradient_by_hand(trainer, other, plan)
+        found |= {
+            "shared": worst(replayed, by_hand),
+            "gradient": worst(gradient(trainer, other, plan), by_hand),
+        }
+        trainer.shares_prompts = True
         found["without replay"] = worst(replayed, gradient(trainer, batch, plan))
         found["old_policy"] = run_old_policy(checkpoint, layout, hf, batch, plan, device)
     return found
@@ -206,11 +207,10 @@ def run_old_policy(checkpoint, layout, hf, batch, plan, device) -> dict:
         k: [used for layer, used in found if layer == k] for k in {layer for layer, _ in found}
     }
     first, second, third = map(per_layer, (*maps, fresh))
-    same = all(any(torch.equal(a, b) for b in first[layer]) for layer, used in second.items() for a in used)
-    moved = sum(
-        not any(torch.equal(a, b) for b in first[layer]) for layer, used in third.items() for a in used
-    )
-    return {"replayed": same, "micro-batches that would differ": moved}
+    has = lambda layer, map: any(torch.equal(map, other) for other in first[layer])  # noqa: E731
+    same = all(has(layer, used) for layer, all_used in second.items() for used in all_used)
+    would_differ = sum(not has(layer, used) for layer, all_used in third.items() for used in all_used)
+    return {"replayed": same, "micro-batches that would differ": would_differ}
 
 
 def main(checkpoint: str, dtype: str, out_dir: str, *layouts: str) -> None:

@@ -5,21 +5,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import save_tiny
+from tests import bounds
+from tests.checkpoints import SIZES, save_tiny
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "replay_worker.py"
-LAYOUTS = ["2x2x2", "1x2x2"]
+LAYERS = 3
+CASES = [
+    ("Qwen3MoeForCausalLM", ["2x2x2"]),
+    pytest.param("Qwen3MoeForCausalLM", ["1x2x2"], marks=pytest.mark.slow),
+    pytest.param("DeepseekV3ForCausalLM", ["2x2x2", "1x2x2"], marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
-def test_trainer_uses_the_experts_of_the_engine(tmp_path, name):
-    sizes = dict(num_hidden_layers=3, mlp_only_layers=[0]) if "Qwen3" in name else {}
+@pytest.mark.parametrize(("name", "layouts"), CASES)
+def test_trainer_uses_the_experts_of_the_engine(tmp_path, name, layouts):
+    sizes = dict(num_hidden_layers=LAYERS, mlp_only_layers=[0]) if "Qwen3" in name else {}
     checkpoint = save_tiny(name, tmp_path / name, seed=1, **sizes)
     for dtype in ("bfloat16", "float32"):
-        run_ranks(4, WORKER, checkpoint, dtype, tmp_path, *LAYOUTS, timeout=60)
+        run_ranks(4, WORKER, checkpoint, dtype, tmp_path, *layouts, timeout=300)
         ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-        for layout in LAYOUTS:
+        for layout in layouts:
             found = [rank[layout] for rank in ranks]
             print(name, dtype, layout, found)
             for own in found:
@@ -34,6 +40,7 @@ def test_trainer_uses_the_experts_of_the_engine(tmp_path, name):
             for own in found:
                 assert own["with others"] == 0
                 assert own["gradient"] <= 1e-6
+                assert own["shared"] <= bounds.of_gradient(LAYERS, SIZES["hidden_size"])
                 assert own["old_policy"]["replayed"]
             assert max(own["without replay"] for own in found) > 1e-2
             assert sum(own["old_policy"]["micro-batches that would differ"] for own in found) > 0

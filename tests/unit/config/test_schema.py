@@ -207,6 +207,19 @@ def test_what_carry_over_cannot_be_combined_with(overrides, words):
     assert words in check_error("rollout.carry_over=true", *overrides)
 
 
+@each(
+    "overrides, words",
+    [
+        (("algorithm=sft",), "algorithm=sft does not have; leave it out"),
+        (("training.router_replay=old_policy", "rollout_correction.bypass=true"), "use engine"),
+        (("rollout.carry_over=true", "rollout_correction.bypass=true"), "rollout.carry_over=true, whose"),
+        (("roles.train=1", "roles.rollout=1"), "roles.rollout=1, whose samples"),
+    ],
+)
+def test_what_router_replay_cannot_be_combined_with(overrides, words):
+    assert words in check_error("training.router_replay=engine", *overrides)
+
+
 def test_a_negative_stop_token_is_an_error():
     assert (
         check_error("rollout.stop_token_ids=[5, -1]")
@@ -282,6 +295,7 @@ def test_what_is_unlikely_to_be_meant_is_one_warning(overrides, words):
     [
         (["rollout.carry_over=true", "rollout_correction.bypass=true"], "rollout.carry_over=true"),
         (["algorithm=spin", "rollout.samples_per_prompt=1"], "algorithm=spin"),
+        (["run.mode=train_only", "run.rollouts=other", "run.dir=own"], "run.mode=train_only"),
         (["roles={train: 0-1, rollout: 2-3, lag: 0}"], "roles.rollout=2-3"),
     ],
 )

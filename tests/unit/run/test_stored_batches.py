@@ -37,9 +37,11 @@ def test_a_stored_batch_returns_as_it_was_collected(tmp_path, agents):
         original = replace(original, trajectories=torch.tensor([0, 0, 1, 2, 3, 4]))
     log = RolloutLog(tmp_path, kind="all", token_texts=lambda: TOKENS)
     log.write(1, lambda: columns(1, original))
+    log.write(2, lambda: columns(2, original.keep_groups([])))  # dapo may find no group to learn from
     log.close()
-    config = Config(run=Run(mode="train_only", rollouts=str(tmp_path), max_steps=1))
+    config = Config(run=Run(mode="train_only", rollouts=str(tmp_path), max_steps=2))
     assert_same(StoredBatches(config).batch(1), original)
+    assert len(StoredBatches(config).batch(2)) == 0
     rows = read(stored_steps(tmp_path)[1]).to_pylist()
     places = [(row["group"], row["sample"], row["row"]) for row in rows[:3]]
     assert places == [(0, 0, 0), (0, 0, 1) if agents else (0, 1, 0), (1, 0, 0)]
@@ -53,7 +55,7 @@ def test_a_stored_batch_returns_as_it_was_collected(tmp_path, agents):
         ]
     config = replace(config, run=replace(config.run, max_steps=3))
     with pytest.raises(
-        ConfigError, match="none of step 2 of run.max_steps=3; set run.max_steps to at most 1"
+        ConfigError, match="none of step 3 of run.max_steps=3; set run.max_steps to at most 2"
     ):
         StoredBatches(config)
 
