@@ -9,8 +9,8 @@ import torch
 
 from rl.config.options import ConfigError
 from rl.config.schema import Config, Run
-from rl.run.rollouts import StoredBatches
 from rl.rollout.turns import SOURCES
+from rl.run.rollouts import StoredBatches
 from rl.run_directory.rollouts import COLUMNS, GIVEN_BY, RolloutLog, read, remove_after, stored_steps
 from tests.stored_run import TOKENS, batch, columns, save_rollouts
 
