@@ -63,7 +63,14 @@ class RolloutEngine:
         """Whether this rank decides what its replica generates (`rl.rollout.events`)."""
         cpu_support.install()
         self.llm = build_llm(
-            path, rollout, dtype=dtype, max_tokens=max_tokens, seed=seed, device=device, frozen=frozen
+            path,
+            rollout,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            seed=seed,
+            device=device,
+            frozen=frozen,
+            bitwise=bitwise,
         )
         if not device.is_cuda:
             dist.barrier()
@@ -82,10 +89,11 @@ class RolloutEngine:
         if not device.is_cuda:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
-            if bitwise:
-                from rl.rollout.bitwise import make_bitwise
+        if bitwise:
+            from rl.rollout.bitwise import make_bitwise
 
-                make_bitwise(self.model, read_hf_config(path), self._runner.sampler)
+            sampler = None if device.is_cuda else self._runner.sampler
+            make_bitwise(self.model, read_hf_config(path), sampler)
         self.replica_group = _own_replica_group(world, self.tp, rank)
         self._queues_made = 0
         self._running: dict[str, _Live] = {}

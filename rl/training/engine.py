@@ -47,7 +47,7 @@ class TrainingEngine:
         optimizer: None for a frozen model.
         temperature: temperature of the distribution whose log-probs a policy computes.
         keep_reference: keep a copy of the initial weights for `reference_weights`.
-        bitwise: compute log-probs that are bitwise those of an engine in the same mode.
+        bitwise: compute a policy's log-probs bitwise as an engine in the same mode does.
     """
 
     def __init__(
@@ -72,12 +72,8 @@ class TrainingEngine:
         self.num_updates = 0
         """Number of optimizer updates since the process started."""
         hf = value_model(hf) if values else hf
-        model = build_model(hf, training, DTYPES[dtype], grid, values=values).to(device.torch)
-        if bitwise:
-            from rl.training.bitwise import make_bitwise
-
-            make_bitwise(model, hf)
-        self.model = model
+        model = build_model(hf, training, DTYPES[dtype], grid, values=values, bitwise=bitwise)
+        self.model = model = model.to(device.torch)
         self.shares_prompts = training.shared_prefix and can_share(device.torch, DTYPES[dtype])
         weights = value_weights(hf, needs_head=False) if values else architecture(hf).weights(hf)
         self.weight_map = WeightMap(hf, weights, grid, model)
