@@ -19,7 +19,7 @@ program = [
     "tensorboard==2.21.0",
     "pydantic==2.14.3",  # rl.agents: schemas of tools and checks of their arguments
     "math-verify==0.9.0",  # rl.rewards.math: are two expressions the same?
-    "tqdm>=4.66",
+    "rich>=13",
 ]
 
 extras = {
@@ -55,7 +55,7 @@ extras = {
     # xgrammar, which agents also use, are requirements of vLLM.
     "agents": ["renderers==0.1.12", "httpx==0.28.1"],
     "test": ["pytest==9.2.0", "ruff==0.17.6", "mypy==2.4.1", "types-pyyaml==6.0.12.20261113"],
-    "report": ["matplotlib==3.11.2"],
+    "report": ["matplotlib==3.11.2", "plotly==7.1.0"],
     "search": ["bm25s==0.3.16"],  # rl.agents.shipped.search
     # Packages of environments (rl/agents/adaptors, docs/agents.md), each with the version of its test.
     "reasoning-gym": ["reasoning-gym==0.1.25"],  # one of its requirements is compiled: needs a C compiler

@@ -67,6 +67,8 @@ def main() -> int:
     if ranks.rank == 0:
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
+    if config.run.mode == "score_only":
+        return score_stored(config, ranks)
     start_up.mark("config")
     try:
         ranks = join_ranks(ranks)  # before the slow import of torch, so that missing ranks are reported early
@@ -98,6 +100,18 @@ def main() -> int:
     return 0
 
 
+def score_stored(config, ranks) -> int:
+    """Apply the reward function to stored rollouts in this process; return the exit code."""
+    if ranks.world_size > 1:
+        return refuse(ValueError("run.mode=score_only uses one process; start it without a launcher."), None)
+    from rl.run.score_only import score_only
+
+    try:
+        return score_only(config)
+    except ValueError as error:
+        return refuse(error, ranks)
+
+
 def watched_run(config, ranks, device) -> int:
     """Lock the run directory, start the watchdog, run, and return the exit code. Collective over the world.
 
@@ -114,7 +128,7 @@ def watched_run(config, ranks, device) -> int:
     from rl.run_directory.status import Status
     from rl.runtime import start_up
     from rl.runtime.collectives import broadcast_object
-    from rl.runtime.session import REFUSED, job
+    from rl.runtime.session import job
     from rl.stopping.requests import refuse_if_stopped_by_hand
 
     start_up.mark("transformers")
@@ -146,12 +160,16 @@ def watched_run(config, ranks, device) -> int:
         from rl.run.loop import run  # imports Megatron and vLLM, so only now
 
         code = run(config, inputs, device, watchdog)
+        if watchdog.living is not None:
+            if not watchdog.living.meet(ranks.rank, ranks.world_size):
+                watchdog.close()
+                leave(code, together=False)  # process groups with a dead rank cannot be destroyed
         dist.monitored_barrier(job().group)  # otherwise the first rank to exit would look lost
         return code
     except ConfigError as error:
         status.refuse(str(error))
-        if config.roles.is_on:  # the other role waits in another place
-            job().store.set(REFUSED, str(error))
+        if watchdog is not None and config.roles.is_on:  # the other role may be in another place
+            leave(watchdog.refuse(str(error)), together=False)
         raise
     except KeyboardInterrupt:
         status.interrupt()
@@ -163,8 +181,7 @@ def watched_run(config, ranks, device) -> int:
         if watchdog is None:
             status.fail(f"rank {ranks.rank} failed in start-up: {type(error).__name__}: {error}")
             raise
-        watchdog.fail(error)
-        leave(1, together=False)
+        leave(watchdog.fail(error), together=False)
     finally:
         if watchdog is not None:
             watchdog.close()

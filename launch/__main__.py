@@ -3,6 +3,7 @@
     python -m launch submit --config FILE --nodes N [--time T] [...] [--dry-run] [-- key=value ...]
     python -m launch sweep SWEEP.yaml [--only failed] [--dry-run]
     python -m launch status [DIR ...]
+    python -m launch watch RUN
     python -m launch report SWEEP
 
 Each command has its own --help; docs/launch.md has examples. Exit codes: 0, done; 2, the input is invalid,
@@ -19,6 +20,7 @@ COMMANDS = {
     "submit": "launch.submit",
     "sweep": "launch.sweep",
     "status": "launch.status",
+    "watch": "launch.watch",
     "report": "launch.sweep_report",
 }
 SUBMITTING = ("submit", "sweep")

@@ -12,6 +12,7 @@
 #   SRUN_MPI          srun's --mpi; default none, because ranks find each other without MPI
 #   NO_REQUEUE=1      never requeue; resubmit by hand, or use chain.sbatch
 #   RETRY_CRASHED=1   requeue also after a crash, not only after an orderly stop
+#   OUTLIVE_RANKS=1   for rollout.min_replicas: srun leaves the other ranks when one ends (sbatch --no-kill: also when a node fails)
 #   MAX_ATTEMPTS      number of consecutive starts without a newer checkpoint, after which the job gives up; default 3
 
 set -eu
@@ -81,7 +82,7 @@ launch() {
         measure "$component"
         call+=(${call:+:} ${component:+"--het-group=$component"}
             --nodes="$nodes" --ntasks="$((nodes * tasks))" --ntasks-per-node="$tasks" --cpus-per-task="$cpus"
-            --kill-on-bad-exit=1 --mpi="${SRUN_MPI:-none}" --export=ALL
+            --kill-on-bad-exit="$((1 - ${OUTLIVE_RANKS:-0}))" --mpi="${SRUN_MPI:-none}" --export=ALL
             --output="$rank_logs/rank-%t.log" --open-mode=append)
         if [ "$gpus" -gt 0 ]; then call+=(--gpus-per-node="$gpus" --gpu-bind=none); fi
         call+=("${in_container[@]}" "${inside[@]}" "$@")
@@ -160,6 +161,13 @@ train() {
     launch "${PYTHON:-python}" "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@" \
         2>"$rank_logs/srun.log" || code=$?
     cat "$rank_logs/srun.log" >&2 # which tasks ended on which nodes, and how; below all tracebacks
+    # The code is then that of the rank that died, although the run went on without it.
+    if [ "${OUTLIVE_RANKS:-0}" = 1 ] && [ "$code" -gt 75 ] && [ -f "$LOCKSTEP_STATUS" ]; then
+        case $(sed -n 's/.*"state": "\([a-z]*\)".*/\1/p' "$LOCKSTEP_STATUS") in
+        finished) code=0 ;;
+        stopped) code=75 ;;
+        esac
+    fi
     case $code in
     0) return 0 ;;
     75) requeue 75 ;; # stopped; the run can continue

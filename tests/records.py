@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from rl.run_directory.rollouts import read, stored_steps
+
 MACHINE = re.compile(r"time$|timing_s/|perf/")
 """Metrics that depend on the clock, on the host or on interruptions: a resumed run refits once more."""
 
@@ -19,3 +21,8 @@ def comparable(run: Path) -> list[dict]:
     return [
         {name: value for name, value in record.items() if not MACHINE.match(name)} for record in records(run)
     ]
+
+
+def rollouts(run: Path) -> list[dict]:
+    """Return the rows of all stored rollouts of a run directory, by step."""
+    return [row for path in stored_steps(run).values() for row in read(path).to_pylist()]

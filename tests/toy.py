@@ -8,7 +8,7 @@ from tests.records import records
 from tests.spawn import ROOT, run_ranks
 
 TRAIN = ROOT / "train_rl.py"
-ROWS = {"train": 512, "test": 64, "pairs": 64}
+ROWS = {"train": 512, "test": 64, "pairs": 64, "labels": 64}
 """Rows of each file; reading thousands takes a rank a second."""
 REWARD = '''
 def score(prompt, response, ground_truth, **extra):

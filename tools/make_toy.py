@@ -9,6 +9,7 @@ script writes
     OUT/train.parquet   7,600 rows with the columns that tools/prepare_data.py writes
     OUT/test.parquet    the 500 held-out rows
     OUT/pairs.parquet   the training problems with a right answer (chosen) and a wrong one (rejected), for dpo
+    OUT/labels.parquet  the training problems with a right or wrong answer (completion) and its label, for kto
     OUT/model/          a Qwen2 model with random weights, and a tokenizer of printable ASCII characters
 
 The model directory is a normal Hugging Face checkpoint. Equal arguments give equal files; nothing is
@@ -135,16 +136,20 @@ def write_split(path: Path, split: str, problems: list[tuple[int, int]]) -> None
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def write_pairs(path: Path, problems: list[tuple[int, int]], seed: int) -> None:
-    """Write one parquet file of correct and wrong answers; a wrong one differs by 1 to 20."""
+def write_answers(out: Path, problems: list[tuple[int, int]], seed: int) -> None:
+    """Write the parquet files of correct and wrong answers; a wrong one differs by 1 to 20."""
     generator = np.random.default_rng([seed, 1])
-    rows = []
+    rows, labelled = [], []
     for a, b in problems:
         error = int(generator.integers(1, 21)) * int(generator.choice([-1, 1]))
         prompt = [{"role": "user", "content": f"{a}+{b}="}]
         answers = {"chosen": str(a + b), "rejected": str(max(a + b + error, 0))}
-        rows.append({"data_source": "addition", "prompt": prompt, **answers})
-    pq.write_table(pa.Table.from_pylist(rows), path)
+        row = {"data_source": "addition", "prompt": prompt}
+        rows.append({**row, **answers})
+        label = len(labelled) % 2 == 0
+        labelled.append({**row, "completion": answers["chosen" if label else "rejected"], "label": label})
+    pq.write_table(pa.Table.from_pylist(rows), out / "pairs.parquet")
+    pq.write_table(pa.Table.from_pylist(labelled), out / "labels.parquet")
 
 
 def make_toy(out: str | Path, *, seed: int = 0, **sizes: int) -> Path:
@@ -160,7 +165,7 @@ def make_toy(out: str | Path, *, seed: int = 0, **sizes: int) -> Path:
     splits = addition_problems(seed)
     for split, problems in splits.items():
         write_split(out / f"{split}.parquet", split, problems)
-    write_pairs(out / "pairs.parquet", splits["train"], seed)
+    write_answers(out, splits["train"], seed)
     transformers_logging.disable_progress_bar()
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
@@ -185,7 +190,7 @@ def main() -> None:
         out = make_toy(arguments.pop("out"), **arguments)
     except ValueError as error:
         parser.error(str(error))
-    print(f"wrote {out}/train.parquet, test.parquet, pairs.parquet and model")
+    print(f"wrote {out}/train.parquet, test.parquet, pairs.parquet, labels.parquet and model")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Report the results of runs: a table, and a plot of reward and held-out accuracy over the steps.
+"""Report the results of runs: a table, a plot of reward and held-out accuracy, and a page for a browser.
 
     python tools/report.py runs/grpo
     python tools/report.py runs/grpo --before runs/sft --png grpo.png
-    python tools/report.py runs/toy-* --png curves.png
+    python tools/report.py runs/toy-* --png curves.png --html curves.html
     python tools/report.py runs/quickstart --expect quickstart
 
-Reads only `metrics.jsonl` of the run directories and shows '-' for missing values. `--before` adds a column
-for the run that this one started from. For several runs the plot has the held-out accuracy of each. Also
-works during a run. `--expect` compares the run with the expected curve of a recipe (configs/expected/) and
-exits with code 3 if a point is outside its range or missing.
+Reads only the run directories, also during a run, and shows '-' for missing values. `--before` adds a column
+for the run that this one started from. For several runs the plot has the held-out accuracy of each. The page
+is one file that needs no network (docs/report.md). `--expect` compares the run with the expected curve of a
+recipe (configs/expected/) and exits with code 3 if a point is outside its range or missing.
 """
 
 import argparse
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.run_directory.metric_log import FILE_NAME, STEP, accuracies, read_records  # noqa: E402
 from tools.recipes import Expected, read_recipe  # noqa: E402
+from tools.report_page.write import write_page  # noqa: E402
 
 REWARD = "critic/score/mean"
 UNMET_EXIT = 3
@@ -39,15 +40,21 @@ def main(argv: list[str] | None = None) -> int:
     expect_help = "compare the run with the expected curve of this recipe (name or file)"
     add("--expect", metavar="RECIPE", help=expect_help)
     add("--png", metavar="FILE", type=Path, help="file of the plot (report.png of the first run)")
+    add("--html", metavar="FILE", type=Path, help="file of the page (report.html of the first run)")
+    sample_help = "largest size of the samples' tokens in the page, in MiB (16)"
+    add("--sample-mib", metavar="MIB", type=float, default=16.0, help=sample_help)
     args = parser.parse_args(argv)
     if args.expect and len(args.run_dirs) > 1:
         parser.error("--expect compares one run; give one RUN_DIR")
-    png = args.png or args.run_dirs[0] / "report.png"
+    png, page = args.png or args.run_dirs[0] / "report.png", args.html or args.run_dirs[0] / "report.html"
     try:
         expected = read_recipe(args.expect).expected() if args.expect else []
         runs = {path: read_run(path) for path in (args.before, *args.run_dirs) if path is not None}
         print(table(runs))
         met = judge(runs[args.run_dirs[0]], expected)
+        summaries = {path: _cells(path, records) for path, records in runs.items()}
+        write_page(runs, summaries, page, sample_mib=args.sample_mib)
+        print(f"page: {page}")
         if len(args.run_dirs) == 1:
             draw(runs[args.run_dirs[0]], png)
         else:

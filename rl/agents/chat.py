@@ -17,7 +17,6 @@ If none of them keeps the earlier tokens, `Chat.extend` returns None.
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import jinja2
 import numpy as np
@@ -371,10 +370,3 @@ def _stand_in(message: dict) -> dict:
             for call in message["tool_calls"]
         ]
     return stand_in
-
-
-def end_token_ids(model: str) -> set[int]:
-    """Return the ids at which vLLM ends a turn by the model's generation_config.json."""
-    path = Path(model, "generation_config.json")
-    value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-    return set(value if isinstance(value, list) else [] if value is None else [value])

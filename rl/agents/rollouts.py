@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rl.agents.chat import Chat, end_token_ids
+from rl.agents.chat import Chat
 from rl.agents.pool import EnvironmentPool
 from rl.agents.source import AgentSource
 from rl.config.agent_plan import make_agent_plan
 from rl.config.schema import Config
-from rl.data.prompts import Prompt
+from rl.data.prompts import Prompt, end_token_ids
 from rl.rewards.pool.pool import default_workers
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.queue import OrderedQueue, Queue, StaticQueue

@@ -16,7 +16,7 @@ import torch
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.objectives.preference import counted, log_ratios, pair_loss
+from rl.objectives.preference import counted, log_ratios, mean_of_pairs, pair_loss
 from rl.phases.phases import Phases
 from rl.training.loss import Totals
 from rl.training.packing import MicroBatch
@@ -47,7 +47,4 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config, reference: str = 
     value, stats = pair_loss(
         ratios, beta=preference.beta, loss=preference.loss, label_smoothing=preference.label_smoothing
     )
-    total = torch.where(enters[::2], value, 0.0).sum() / totals.num_units
-    return total, {"preference/loss": total} | {
-        f"preference/{name}": stat / totals.num_units for name, stat in stats.items()
-    }
+    return mean_of_pairs(value, stats, enters, num_pairs=totals.num_units)

@@ -15,13 +15,15 @@ from torch import Tensor
 from rl.checkpoint.regions import FlatRegion, regions
 from rl.checkpoint.shards import Shard, ShardReader
 from rl.models.layout import Weight
+from rl.runtime.checksum import placed_checksum
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import optimizer_parts
 
-WEIGHT, MASTER = "weight", "master"
+WEIGHT, MASTER, REFERENCE = "weight", "master", "reference"
 """Parts of a tensor's name in the file, besides the optimizer's exp_avg and exp_avg_sq.
 
-Master weights are written only if they differ from the weights in dtype.
+Master weights are written only if they differ from the weights in dtype. Of the reference weights a
+checkpoint has only the checksums.
 """
 
 
@@ -40,9 +42,28 @@ def tensor_shapes(engine: TrainingEngine) -> dict[str, list[int]]:
     return {name: list(shape) for weight in weights for name, shape in zip(weight.hf, weight.shapes)}
 
 
-def model_shards(name: str, engine: TrainingEngine) -> Iterator[Shard]:
-    """Yield this rank's shards of the model `name`: views of weights and optimizer states. Not collective."""
+def checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
+    """Return this rank's part of the checksum of each tensor that a checkpoint of the model describes.
+
+    Summed over the ranks they do not depend on the layout (`rl.runtime.checksum`). They include the reference
+    weights, which are not written. Not collective.
+    """
+    sums: dict[str, int] = {}
+    for shard in model_shards(name, engine, with_reference=True):
+        start = [first for first, _ in shard.box]
+        sums[shard.name] = sums.get(shard.name, 0) + int(placed_checksum(shard.tensor, start))
+    return sums
+
+
+def model_shards(name: str, engine: TrainingEngine, *, with_reference: bool = False) -> Iterator[Shard]:
+    """Yield this rank's shards of the model `name`: views of weights and optimizer states. Not collective.
+
+    with_reference: also those of the reference weights.
+    """
     weight_map, optimizers = engine.weight_map, _optimizers(engine)
+    references: dict[int, Tensor] = {}
+    if with_reference and engine.reference is not None:
+        references = {id(own): kept for own, kept in zip(engine.model.parameters(), engine.reference)}
     loads = {False: [0] * engine.grid.dp, True: [0] * dist.get_world_size(engine.grid.groups.expt_dp)}
     for weight, parameter in weight_map.local():
         if weight_map.place(weight).stages[0] != engine.grid.pp_rank:
@@ -58,6 +79,8 @@ def model_shards(name: str, engine: TrainingEngine) -> Iterator[Shard]:
         parts = [(part, tensor, start) for part, tensor in tensors.items()]
         if writer == replica:
             parts.insert(0, (WEIGHT, parameter, 0))
+            if id(parameter) in references:
+                parts.append((REFERENCE, references[id(parameter)], 0))
         for part, tensor, first in parts:
             for region, view in _views(engine, weight, parameter, tensor, first):
                 yield Shard(f"{name}/{part}/{region.hf}", region.box, view)

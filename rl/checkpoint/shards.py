@@ -26,6 +26,7 @@ DTYPES = {
     torch.float64: "F64",
     torch.int64: "I64",
     torch.float32: "F32",
+    torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.uint8: "U8",

@@ -24,7 +24,16 @@ import torch
 import torch.distributed as dist
 
 from rl.checkpoint import directory as on_disk
-from rl.checkpoint.contents import describe, load_optimizer, load_weights, model_shards, tensor_shapes
+from rl.checkpoint.arrays import array_shards, restore_arrays, without_arrays
+from rl.checkpoint.contents import (
+    REFERENCE,
+    checksums,
+    describe,
+    load_optimizer,
+    load_weights,
+    model_shards,
+    tensor_shapes,
+)
 from rl.checkpoint.directory import Saved
 from rl.checkpoint.rng import reseed_rng, restore_rng, rng_shards
 from rl.checkpoint.shards import (
@@ -52,6 +61,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 GIB = 1 << 30
 
 T = TypeVar("T")
+
+
+class WronglyLoaded(RuntimeError):
+    """Raised on every rank if the models do not hold what the checkpoint was written from."""
 
 
 class CheckpointStore:
@@ -92,19 +105,23 @@ class CheckpointStore:
 
         With checkpoint.background, return once everything is copied; `poll` and `finish` complete the save.
 
-        state: plain data. metrics: those of the step. Both are identical on all ranks. Raises ConfigError on
-        every rank if the checkpoint cannot be written; the incomplete one is removed and older ones stay.
+        state: plain data and arrays of one dimension. metrics: those of the step. Both are identical on all
+        ranks. Raises ConfigError on every rank if the checkpoint cannot be written; the incomplete one is
+        removed and older ones stay.
         """
         self.finish()
         if step == self._last_step:
             return
         of_models = itertools.chain.from_iterable(model_shards(*item) for item in models.items())
-        shards = in_file_order([*rng_shards(dist.get_rank()), *of_models])
+        arrays = array_shards(state) if dist.get_rank() == 0 else ()
+        shards = in_file_order([*rng_shards(dist.get_rank()), *of_models, *arrays])
         plain = {
             name: value if type(value) is int else float(value) for name, value in (metrics or {}).items()
         }
         partial = self.directory / f"step_{step:06d}.partial"
-        save = _Save(step, partial, self._manifest(step, models, plain), {**state, "metrics": plain})
+        plain_state = without_arrays(state) | {"metrics": plain}
+        sums = _checksums(models)
+        save = _Save(step, partial, self._manifest(step, models, plain, sums), plain_state)
         with fail_together():
             if dist.get_rank() == 0:
                 self._fence()
@@ -216,7 +233,11 @@ class CheckpointStore:
         self._removal.start()
 
     def _manifest(
-        self, step: int, models: Mapping[str, TrainingEngine], metrics: Mapping[str, float]
+        self,
+        step: int,
+        models: Mapping[str, TrainingEngine],
+        metrics: Mapping[str, float],
+        sums: dict[str, int],
     ) -> dict:
         if dist.get_rank() > 0:
             return {}
@@ -229,6 +250,7 @@ class CheckpointStore:
             **versions(),
             "metrics": {best: metrics[best]} if math.isfinite(metrics.get(best, math.nan)) else {},
             "models": {name: describe(model) for name, model in models.items()},
+            "checksums": sums,
         }
 
     def _advice(self) -> str:
@@ -317,7 +339,8 @@ class CheckpointStore:
 
         In another world or layout, the random states are derived from `seed` instead.
 
-        Raises ConfigError on every rank for a checkpoint of other models.
+        Raises ConfigError on every rank for a checkpoint of other models, and WronglyLoaded if the models do
+        not hold what was saved.
         """
         manifest = _read_on_rank_0(lambda: on_disk.read_manifest(saved.path))
         _check_models(saved.path, manifest, models)
@@ -326,6 +349,7 @@ class CheckpointStore:
             for name, model in models.items():
                 load_optimizer(name, model, reader, manifest["models"][name]["optimizer_step"])
                 load_weights(name, model, reader)
+        _check_loaded(saved.path, manifest.get("checksums", {}), models)
         then, now = manifest["layout"], layout_of(models)
         if then == now:
             restore_rng(reader, dist.get_rank())
@@ -336,7 +360,7 @@ class CheckpointStore:
                 changed,
             )
             reseed_rng(seed)
-        state = _read_on_rank_0(lambda: json.loads((saved.path / on_disk.STATE).read_text()))
+        state = _read_on_rank_0(lambda: _read_state(saved.path, reader))
         return state | {"step": manifest["step"]}
 
     def load_weights(self, saved: Saved, models: Mapping[str, TrainingEngine]) -> None:
@@ -431,6 +455,42 @@ def _check_models(
             )
 
 
+def _checksums(models: Mapping[str, TrainingEngine]) -> dict[str, int]:
+    """Return the checksums of all tensors of the models, in any layout. Collective over the world."""
+    mine: dict[str, int] = {}
+    for name, model in models.items():
+        mine |= checksums(name, model)
+    total: dict[str, int] = {}
+    for theirs in gather_objects(mine):
+        for name, value in theirs.items():
+            total[name] = (total.get(name, 0) + value) % 2**64
+    return total
+
+
+def _check_loaded(path: Path, saved: Mapping[str, int], models: Mapping[str, TrainingEngine]) -> None:
+    """Raise WronglyLoaded on every rank if a tensor differs from the one that was saved.
+
+    A reference policy that only one of the two runs keeps is not compared. Collective over the world.
+    """
+    loaded = _checksums(models)
+    kept = {f"{name}/{REFERENCE}/" for name, model in models.items() if model.reference is not None}
+    wrong = [
+        name
+        for name, value in saved.items()
+        if loaded.get(name) != value and (REFERENCE not in name.split("/")[1] or name.startswith(tuple(kept)))
+    ]
+    if not wrong:
+        return
+    holders = gather_objects({part for name, model in models.items() for part in checksums(name, model)})
+    ranks = [str(rank) for rank, names in enumerate(holders) if names & set(wrong)]
+    where = f"rank {', '.join(ranks)}" if ranks else "any rank, because none holds them"
+    more = f" and {len(wrong) - 4} more tensors" if len(wrong) > 4 else ""
+    remedy = "" if f"/{REFERENCE}/" not in wrong[0] else "; use the model.path that the run started with"
+    raise WronglyLoaded(
+        f"after loading {path}, {', '.join(wrong[:4])}{more} are not what was saved, on {where}{remedy}."
+    )
+
+
 def _reader(path: Path, manifest: Mapping) -> ShardReader:
     """Return a reader of all files. Collective over the world; each rank reads a share of the headers."""
     files = sorted(name for name in manifest["files"] if name.endswith(".safetensors"))
@@ -441,6 +501,12 @@ def _reader(path: Path, manifest: Mapping) -> ShardReader:
         for name, stored in theirs.items():
             index.setdefault(name, []).extend(stored)
     return ShardReader(path, index)
+
+
+def _read_state(path: Path, reader: ShardReader) -> dict:
+    state = json.loads((path / on_disk.STATE).read_text())
+    restore_arrays(state, reader)
+    return state
 
 
 def _remove(paths: Sequence[Path]) -> None:

@@ -10,13 +10,14 @@ import re
 from rl.config.durations import seconds_of
 from rl.config.functions import FORM
 from rl.config.layout_checks import divisors
+from rl.config.mode_checks import check_mode
 from rl.config.numerics_checks import check_numerics
 from rl.config.objective_checks import check_objective, objective_warnings
 from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
 from rl.config.reward_sources import check_sources
 from rl.config.role_checks import check_roles
-from rl.config.schema import Config, algorithm_of, learns_from_samples
+from rl.config.schema import Config, algorithm_of, learns_from_samples, needs_kept_sets
 
 OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
 
@@ -41,6 +42,7 @@ def check(config: Config) -> list[str]:
     check_numerics(config)
     check_objective(config)
     check_roles(config)
+    check_mode(config)
     return warnings(config)
 
 
@@ -83,6 +85,10 @@ def check_contradictions(config: Config) -> None:
         check_agents(config)
     if config.rollout.carry_over:
         check_carry_over(config)
+    if needs_kept_sets(config):
+        check_mask(config)
+    if config.training.router_replay != "none":
+        check_router_replay(config)
     if config.watchdog.lost_s < 4 * config.watchdog.beat_s:
         raise ConfigError(
             f"watchdog.lost_s={config.watchdog.lost_s:g} leaves no room for a late heartbeat: use at least "
@@ -133,10 +139,28 @@ def check_data(config: Config) -> None:
             "data.curriculum orders all prompts, so data.train_weights cannot weigh their files too; set "
             "one of them."
         )
-    if "pairs" in needs and (data.curriculum or data.train_weights):
+    if not {"pairs", "labels"}.isdisjoint(needs) and (data.curriculum or data.train_weights):
         raise ConfigError(
-            f"algorithm={config.algorithm} reads pairs, which have neither data.curriculum nor "
+            f"algorithm={config.algorithm} reads rated responses, which have neither data.curriculum nor "
             "data.train_weights."
+        )
+
+
+def check_mask(config: Config) -> None:
+    """Raise ConfigError if the sets of tokens that the engine kept cannot reach the trainer."""
+    rollout, needs = config.rollout, algorithm_of(config).needs
+    reasons = {
+        "rollout.carry_over=true carries samples over": rollout.carry_over,
+        f"roles.rollout={config.roles.rollout} sends samples": config.roles.is_on,
+        "run.mode=train_only reads samples": config.run.mode == "train_only",
+        f"algorithm={config.algorithm} also learns from the data's responses,": "responses" in needs,
+    }
+    for reason in (reason for reason, is_set in reasons.items() if is_set):
+        raise ConfigError(
+            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p} truncate the "
+            f"distribution, but {reason} without the sets of tokens that were kept, over which the trainer "
+            "renormalises; sample from the whole distribution (1, 0, 0), or accept biased ratios by "
+            "rollout.biased_truncation=true."
         )
 
 
@@ -175,6 +199,27 @@ def check_carry_over(config: Config) -> None:
         raise ConfigError(
             "rollout.carry_over_cache=keep cannot be combined with rollout.deterministic=true, because a "
             "resumed run computes the cache again and gets other values; use recompute."
+        )
+
+
+def check_router_replay(config: Config) -> None:
+    """Raise ConfigError for what cannot be combined with replayed experts."""
+    mode = config.training.router_replay
+    name = f"training.router_replay={mode}"
+    if config.objective.chosen[1] is None:
+        raise ConfigError(
+            f"{name} needs a policy gradient, which algorithm={config.algorithm} does not have; leave it out."
+        )
+    if mode == "old_policy" and config.rollout_correction.bypass:
+        raise ConfigError(
+            f"{name} replays the experts of the pass that computes the old log-probs, which "
+            "rollout_correction.bypass=true leaves out; use engine."
+        )
+    if mode == "engine" and (config.roles.is_on or config.rollout.carry_over):
+        what = "the section roles" if config.roles.is_on else "rollout.carry_over=true"
+        raise ConfigError(
+            f"{name} cannot be combined with {what}: the routes of a sample do not travel between the roles "
+            "or steps; use old_policy."
         )
 
 
@@ -230,10 +275,10 @@ def warnings(config: Config) -> list[str]:
     if not learns_from_samples(config):
         return found
     found += objective_warnings(config)
-    if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
+    if rollout.truncates and rollout.biased_truncation:
         found.append(
-            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p} sample from a "
-            "truncated distribution, but the trainer's log-probs are those of the whole one; 1, 0 and 0 make "
-            "the two agree."
+            f"rollout.biased_truncation=true: rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, "
+            f"min_p={rollout.min_p} sample from a truncated distribution, but the trainer's log-probs are "
+            "those of the whole one, so ratios and KL are biased; false makes the two agree."
         )
     return found

@@ -43,6 +43,10 @@ class RolloutCorrection:
     0.5)."""
     icepop_high: Annotated[float, NOT_NEGATIVE] = 0.0
     """IcePop: a token's loss is dropped where the ratio is above this (its authors: 5). 0: off."""
+    icepop_level: Literal["token", "prefix", "sample"] = "token"
+    """Ratio that the icepop bounds apply to: of the token; the geometric mean of the ratios up to the token
+    (OpenRLHF's reinforce_pro, 0.5 and 5); or the product over the sample, which is then the weight of the
+    sample's loss (TRL's sequence_mask, 0 and 3)."""
     reject: str = "none"
     """Drop tokens, or samples, whose divergence by this estimator (for samples: its mean over tokens) leaves
     the bounds. One of token-k1, token-k2, token-k3, sample-k1, sample-k2, sample-k3, or several with commas
@@ -60,6 +64,11 @@ class RolloutCorrection:
     def corrects(self) -> bool:
         """Return whether the loss accounts for tokens of older weights, by a weight or by bypass."""
         return bool(self.bypass or self.truncate_tokens or self.truncate_samples or self.icepop_high)
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Return whether all tokens of a sample have the same weight."""
+        return bool(self.truncate_samples or (self.icepop_high and self.icepop_level == "sample"))
 
     @property
     def rejections(self) -> list[Rejection]:

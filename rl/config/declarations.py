@@ -21,6 +21,7 @@ NEEDS = {
     "groups": "several samples of each prompt",
     "responses": "the data's own responses (data.response_key)",
     "pairs": "pairs of responses (data.chosen_key, data.rejected_key)",
+    "labels": "responses with labels (data.response_key, data.label_key)",
     "preference": "a loss of whole responses (section preference)",
     "reference": "the policy that the run starts from",
     "critic": "a value model",

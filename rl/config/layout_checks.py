@@ -34,6 +34,11 @@ def check_layout(
             f"{', '.join(architectures) or '(none)'}; "
             f"supported: {listed(sorted(supported), 'and')}."
         )
+    if config.training.router_replay != "none" and path is None and not num_experts(hf):
+        raise ConfigError(
+            f"training.router_replay={config.training.router_replay} replays the choice of experts, but the "
+            "model has none; leave it out."
+        )
     train, rollout = role_ranks(config, world_size)
     check_training_grid(config, len(train), hf)
     check_minibatch(config, len(train))

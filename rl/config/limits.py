@@ -59,6 +59,9 @@ class AgreementConfig:
     weights_every: Annotated[int, NOT_NEGATIVE] = 10
     """Steps between comparisons of the weights' checksums across data parallel replicas, before the first
     update of a step. The first step of every start is compared too. 0: never."""
+    logprob_slack: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Factor on the largest mean difference between the log-probs of engine and trainer, which follows from
+    dtype and depth (docs/checks.md). A larger difference ends the run. 0: they are not compared."""
 
 
 @dataclass

@@ -4,11 +4,12 @@ from rl.config.options import ConfigError, flatten
 from rl.config.schema import Config, learns_from_samples
 
 CHANGED = {
-    "rollout.top_p": (1.0, "the engine then samples from another distribution than the trainer computes"),
-    "rollout.top_k": (0, "the engine then samples from another distribution than the trainer computes"),
-    "rollout.min_p": (0.0, "the engine then samples from another distribution than the trainer computes"),
+    "rollout.top_p": (1.0, "the exact log-softmax is over the whole vocabulary"),
+    "rollout.top_k": (0, "the exact log-softmax is over the whole vocabulary"),
+    "rollout.min_p": (0.0, "the exact log-softmax is over the whole vocabulary"),
     "rollout.carry_over": (False, "older weights then sample a part of the tokens"),
     "training.ep": (1, "experts of several ranks are not summed in one order"),
+    "training.router_replay": ("none", "both choose the same experts without it"),
     "rollout_correction.truncate_tokens": (0.0, "there is no difference to correct"),
     "rollout_correction.truncate_samples": (0.0, "there is no difference to correct"),
     "rollout_correction.icepop_high": (0.0, "there is no difference to correct"),

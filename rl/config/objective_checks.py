@@ -8,6 +8,7 @@ stands here.
 import functools
 import math
 from collections.abc import Iterable
+from dataclasses import fields
 
 from rl.config.declarations import NEEDS, describe, shipped
 from rl.config.options import ConfigError, build, flatten, listed, read
@@ -34,6 +35,15 @@ SECTION_OF_NEED = {
     "dynamic_sampling": DynamicSampling(),
 }
 """Sections that only some algorithms read, with their defaults."""
+PREFERENCE_KEYS = {
+    "dpo": ("loss", "beta", "label_smoothing"),
+    "spin": ("loss", "beta", "label_smoothing"),
+    "sppo": ("beta",),
+    "kto": ("beta", "desirable_weight", "undesirable_weight"),
+    "orpo": ("beta",),
+    "simpo": ("beta", "gamma", "label_smoothing"),
+}
+"""Keys of the section preference that each algorithm reads."""
 
 
 @functools.cache
@@ -53,7 +63,9 @@ def check_objective(config: Config) -> None:
     check_advantage(config)
     check_loss(config)
     check_unread(config)
+    check_mismatch(config)
     check_reward_kl(config)
+    check_adaptive_entropy(config)
     check_correction(config)
 
 
@@ -156,6 +168,9 @@ def check_unread(config: Config) -> None:
             "kl_coef": goal.kl_coef,
             "entropy_coef": goal.entropy_coef,
             "reward_kl.coef": goal.reward_kl.coef,
+            "adaptive_entropy.target": goal.adaptive_entropy.target,
+            "off_policy_mask": goal.off_policy_mask,
+            "top_entropy": goal.top_entropy if goal.top_entropy < 1 else 0,
         }
         for key, value in unread.items():
             if value:
@@ -170,12 +185,29 @@ def check_unread(config: Config) -> None:
             f"preference.label_smoothing={preference.label_smoothing} has no effect with "
             f"preference.loss={preference.loss}; leave it out."
         )
-    if config.algorithm == "sppo" and (preference.loss != "sigmoid" or preference.label_smoothing):
-        raise ConfigError(
-            "preference.loss and label_smoothing are for pairs, but algorithm=sppo has a loss of its own "
-            "and reads "
-            "only preference.beta; leave them out."
-        )
+    reads = PREFERENCE_KEYS.get(config.algorithm)
+    defaults = vars(build(Config, read(None), algorithm_of(config).defaults).preference)
+    for key, value in vars(preference).items():
+        if reads and key not in reads and value != defaults[key]:
+            known = listed([f"preference.{name}" for name in reads], "and")
+            raise ConfigError(
+                f"preference.{key}={value} has no effect with algorithm={config.algorithm}, which reads only "
+                f"{known}; leave it out."
+            )
+
+
+def check_mismatch(config: Config) -> None:
+    """Raise ConfigError if a mini-batch of kto has one response, because it also reads mismatched ones."""
+    sizes = {
+        "training.prompts_per_minibatch": config.training.prompts_per_minibatch,
+        "data.prompts_per_step": config.data.prompts_per_step,
+    }
+    for key, size in sizes.items():
+        if "labels" in algorithm_of(config).needs and size == 1:
+            raise ConfigError(
+                f"{key}=1 leaves algorithm={config.algorithm} no response to another prompt in the "
+                "mini-batch; use 2 or more."
+            )
 
 
 def suits(algorithm: str, advantage: str) -> bool:
@@ -203,6 +235,30 @@ def check_reward_kl(config: Config) -> None:
         )
 
 
+def check_adaptive_entropy(config: Config) -> None:
+    """Raise ConfigError for an adaptive weight of the entropy bonus that cannot work."""
+    goal = config.objective
+    control, key = goal.adaptive_entropy, "objective.adaptive_entropy"
+    changed = [field.name for field in fields(control) if getattr(control, field.name) != field.default]
+    if not control.target:
+        if changed:
+            raise ConfigError(
+                f"{key}.{changed[0]} has no effect without {key}.target; set it, e.g. to 0.2, or leave "
+                "both out."
+            )
+        return
+    if not control.low <= goal.entropy_coef <= control.high:
+        raise ConfigError(
+            f"objective.entropy_coef={goal.entropy_coef}, the first weight, must be from "
+            f"{key}.low={control.low} to {key}.high={control.high}; change one of them."
+        )
+    if config.rollout_correction.bypass:
+        raise ConfigError(
+            f"rollout_correction.bypass=true leaves out the forward pass whose entropy {key} reads; set one "
+            "of them."
+        )
+
+
 def check_loss(config: Config) -> None:
     """Raise ConfigError if the loss does not fit the aggregation, the advantage or its own keys."""
     goal = config.objective
@@ -216,6 +272,11 @@ def check_loss(config: Config) -> None:
     estimator, loss = goal.chosen
     if loss is None:
         return
+    if goal.top_entropy < 1 and "selected_tokens" in loss.columns:
+        raise ConfigError(
+            f"objective.top_entropy={goal.top_entropy} and objective.loss={goal.loss} both select tokens; "
+            "use one of them."
+        )
     if loss.per_sample and goal.aggregation != "seq-mean-token-mean":
         raise ConfigError(
             f"objective.loss={goal.loss} is one number per sample, which "
@@ -251,6 +312,11 @@ def check_correction(config: Config) -> None:
             "on "
             "which engine and trainer agree, whose ratio is 1; use bounds around it, such as 0.5 and 5."
         )
+    if fix.icepop_level != "token" and not fix.icepop_high:
+        raise ConfigError(
+            f"rollout_correction.icepop_level={fix.icepop_level} has no effect without icepop_high; set "
+            "icepop_high, or leave it out."
+        )
     rejections = fix.rejections
     for rejection in rejections:
         if not (rejection.low <= 0 <= rejection.high and rejection.low < rejection.high):
@@ -260,11 +326,11 @@ def check_correction(config: Config) -> None:
                 "engine and trainer agree have 0; use bounds around it, such as 0 and 0.5."
             )
     estimator, loss = config.objective.chosen
-    if loss is not None and loss.per_sample and (fix.truncate_tokens or fix.icepop_high):
+    if loss is not None and loss.per_sample and weights and not fix.weighs_samples:
         raise ConfigError(
             f"rollout_correction.{weights[0]} weighs single tokens, but "
             f"objective.loss={config.objective.loss} has "
-            "one loss per sample; use truncate_samples or reject."
+            "one loss per sample; use truncate_samples, icepop_level=sample or reject."
         )
     if not rejections and (fix.reject_low or fix.reject_high):
         raise ConfigError(

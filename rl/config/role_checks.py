@@ -28,6 +28,11 @@ def check_roles(config: Config) -> None:
     """Raise ConfigError for roles that contradict each other or the rest of the config."""
     roles, correction = config.roles, config.rollout_correction
     if not roles.is_on:
+        if config.rollout.min_replicas:
+            raise ConfigError(
+                f"rollout.min_replicas={config.rollout.min_replicas} requires the section roles: without "
+                "it every rank trains, and the run cannot go on without one; leave it out."
+            )
         return
     train, rollout = _ranks("train", roles.train), _ranks("rollout", roles.rollout)
     if train.start != 0 or rollout.start != train.stop:
@@ -35,6 +40,7 @@ def check_roles(config: Config) -> None:
             f"roles.train={roles.train} must begin at rank 0, and roles.rollout={roles.rollout} at the rank "
             f"after its last, {train.stop}."
         )
+    _check_min_replicas(config, len(rollout) // config.rollout.tp)
     if not learns_from_samples(config):
         raise ConfigError(
             f"algorithm={config.algorithm} does not learn from samples, so roles.rollout={roles.rollout} "
@@ -69,6 +75,20 @@ def check_roles(config: Config) -> None:
         raise ConfigError(
             f"roles.lag={roles.lag} learns from samples of older weights, which requires a correction; set "
             "rollout_correction.truncate_tokens=2, or another weight, or rollout_correction.bypass=true."
+        )
+
+
+def _check_min_replicas(config: Config, num_replicas: int) -> None:
+    least = config.rollout.min_replicas
+    if least > num_replicas:
+        raise ConfigError(
+            f"rollout.min_replicas={least}, but roles.rollout={config.roles.rollout} with "
+            f"rollout.tp={config.rollout.tp} has {num_replicas} replicas; set at most that many."
+        )
+    if least and config.rollout.deterministic:
+        raise ConfigError(
+            f"rollout.min_replicas={least} cannot be combined with rollout.deterministic=true, which assigns "
+            "groups to replicas by a fixed rule; set one of the two."
         )
 
 

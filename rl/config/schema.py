@@ -19,7 +19,6 @@ from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
 from rl.config.options import build, read
 from rl.config.ranges import (
     AT_LEAST_ONE,
-    BELOW_HALF,
     BELOW_ONE,
     FINITE,
     FRACTION,
@@ -29,6 +28,7 @@ from rl.config.ranges import (
     PROBABILITY,
 )
 from rl.config.roles import Roles
+from rl.config.terms import AdaptiveEntropy, Preference, RewardKl
 
 T = TypeVar("T")
 
@@ -39,6 +39,12 @@ class Run:
     """Name of the run; also the last part of the default `run.dir`."""
     dir: str = ""
     """Directory for metrics, checkpoints, the resolved config and the code. Empty: `runs/<run.name>`."""
+    mode: Literal["train", "rollout_only", "score_only", "train_only"] = "train"
+    """rollout_only: generate, score and store samples without learning. score_only: apply the reward function
+    to stored samples and print the differences, in one process without a model. train_only: learn from stored
+    samples without an engine; nothing is generated or validated. docs/report.md has examples."""
+    rollouts: str = ""
+    """Run directory with the stored samples that `mode` score_only (empty: `dir`) or train_only reads."""
     max_steps: Annotated[int, AT_LEAST_ONE] = 100
     """Training steps (policy updates from one batch of prompts; for sft, optimizer steps)."""
     seed: Annotated[int, NOT_NEGATIVE] = 1
@@ -81,17 +87,20 @@ class Data:
     """Column with the prompt: a list of {role, content} messages (chat template applied) or a string (used
     without a template)."""
     response_key: str = ""
-    """sft and spin: column with the target response. Empty: `reward_model.ground_truth`."""
+    """sft and spin: column with the target response. Empty: `reward_model.ground_truth`. kto: column with the
+    response, whose default is completion."""
+    label_key: str = "label"
+    """kto: column that says whether the response is desirable: true or false, or 1 or 0."""
     chosen_key: str = "chosen"
-    """dpo: column with the preferred response."""
+    """dpo, orpo and simpo: column with the preferred response."""
     rejected_key: str = "rejected"
-    """dpo: column with the rejected response."""
+    """dpo, orpo and simpo: column with the rejected response."""
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 1024
     """Longest prompt in tokens, after the chat template."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
     """Treatment of a prompt of more than `max_prompt_tokens`: stop, leave it out, or keep its last tokens. In
-    dpo it also applies to a response of more than `rollout.max_response_tokens`, of which the first tokens
-    are kept."""
+    dpo, orpo, simpo and kto it also applies to a response of more than `rollout.max_response_tokens`, of
+    which the first tokens are kept."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, with the seed (run.seed, epoch)."""
     prompts_per_step: Annotated[int, AT_LEAST_ONE] = 64
@@ -150,6 +159,10 @@ class Training:
     """Recompute every layer's activations in the backward pass (Megatron full recompute, uniform)."""
     overlap_gradients: Literal["auto", "on", "off"] = "auto"
     """Reduce gradients over the data parallel ranks during the backward pass. auto: on CUDA."""
+    router_replay: Literal["none", "old_policy", "engine"] = "none"
+    """Mixtures of experts: the experts that the policy's passes use for a token, instead of those that the
+    present router selects. old_policy: those of the pass that computed the old log-probs. engine: those with
+    which the token was generated (docs/fidelity.md)."""
     head_chunk_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Maximum number of tokens whose logits are computed at once for log-probs and entropy. 0: as many as fit
     in 1 GiB of float32 logits. A micro-batch with at most this many tokens keeps its logits for the backward
@@ -207,18 +220,6 @@ class ImplicitReward:
 
 
 @dataclass
-class Preference:
-    """dpo, spin and sppo: learning from pairs."""
-
-    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    """dpo and spin: DPO's logistic loss, SLiC's hinge, or IPO's square."""
-    beta: Annotated[float, POSITIVE] = 0.1
-    """Weight of the divergence from the reference policy. For sppo 1 / eta."""
-    label_smoothing: Annotated[float, BELOW_HALF] = 0.0
-    """sigmoid: probability that a pair's preference is wrong (conservative DPO), below 0.5."""
-
-
-@dataclass
 class DynamicSampling:
     """dapo: groups whose samples all have the same score have no advantage and are replaced."""
 
@@ -242,6 +243,10 @@ class Rollout:
     """Keep the k most probable tokens. 0: all."""
     min_p: Annotated[float, FRACTION] = 0.0
     """Keep tokens with at least this fraction of the most probable token's probability. 0: all."""
+    biased_truncation: bool = False
+    """With top_p < 1, top_k > 0 or min_p > 0: compute the trainer's log-probs over the whole vocabulary,
+    although tokens were sampled from a part of it. Ratios and KL are then biased. false: the engine returns
+    which tokens it kept, and the trainer's distributions are renormalised over them (docs/fidelity.md)."""
     max_response_tokens: Annotated[int, AT_LEAST_ONE] = 1024
     """Longest response in tokens, the end-of-sequence token included."""
     stop: list[str] = field(default_factory=list)
@@ -281,6 +286,14 @@ class Rollout:
     carry_over_cache: Literal["recompute", "keep"] = "recompute"
     """carry_over: KV cache of carried samples. recompute: it is computed again with the new weights. keep: it
     stays in memory while the trainer works; only on CPU."""
+    min_replicas: Annotated[int, NOT_NEGATIVE] = 0
+    """roles: number of replicas that must live. If one dies, the others generate its groups, and the run goes
+    on without it until its next start. 0: all must live."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass
@@ -347,24 +360,6 @@ class Reward:
     judge: Judge = field(default_factory=Judge)
 
 
-@dataclass
-class RewardKl:
-    """KL divergence from the reference policy, subtracted from the reward of every token."""
-
-    coef: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight of the divergence; the initial one if it is adaptive. 0: none, and no reference policy is kept
-    for it."""
-    estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
-    """Estimator of the divergence of a token."""
-    controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: each step moves the weight so that the mean divergence of a token approaches `target`."""
-    target: Annotated[float, POSITIVE] = 0.1
-    """adaptive: target of `actor/reward_kl_penalty`, in nats per token; verl's default. The 6 nats per sample
-    of arXiv:1909.08593 are 6 / (mean response length) here."""
-    horizon: Annotated[int, AT_LEAST_ONE] = 10000
-    """adaptive: samples over which the weight may change by about a fifth."""
-
-
 ADVANTAGES, LOSSES = formulas("advantages"), formulas("losses")
 """Config name -> declarations of each advantage estimator, and of each loss."""
 
@@ -422,9 +417,16 @@ class Objective:
     it."""
     kl_estimator: KlEstimator = "k3"
     """Estimator of that divergence (Schulman, 'Approximating KL divergence'); with + the gradient is that of
-    k2."""
+    k2. k3-weighted, DeepSeek-V3.2's, is unbiased also for samples of an older policy."""
     entropy_coef: Annotated[float, FINITE] = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; the initial one if it is adaptive."""
+    adaptive_entropy: AdaptiveEntropy = field(default_factory=AdaptiveEntropy)
+    off_policy_mask: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Set the loss of tokens with a negative advantage to 0 in samples whose mean of log(p_sampling / p) over
+    their tokens, with p under the current weights, exceeds this, in nats (DeepSeek-V3.2). 0: off."""
+    top_entropy: Annotated[float, PROBABILITY] = 1.0
+    """Share of the mini-batch's tokens, those of the highest entropy, that have a policy loss; it is 0 for
+    the others (80/20 rule: 0.2). Below 1 each update needs another forward pass."""
     reward_kl: RewardKl = field(default_factory=RewardKl)
 
     if TYPE_CHECKING:
@@ -499,15 +501,17 @@ class Checkpoint:
 class Logging:
     tensorboard: bool = True
     """Write TensorBoard event files to `<run.dir>/tensorboard`."""
-    samples: Annotated[int, NOT_NEGATIVE] = 0
-    """Samples per step (prompt, response, score) written to `<run.dir>/samples.jsonl`."""
+    rollouts: Literal["none", "sample", "all"] = "sample"
+    """Samples that each step writes to `<run.dir>/rollouts` as parquet, with token ids, log-probs, advantages
+    and scores. sample: those of four groups; all: every sample, as replays of a run need; about 13 bytes per
+    token."""
 
 
 @dataclass
 class Config:
     algorithm: str = "grpo"
     """Name of a file of rl/algorithms (ppo, grpo, dapo, rloo, reinforce_pp, remax, prime, dpo, spin, sppo,
-    sft), or the path of your own file. It sets other defaults for some keys below."""
+    kto, orpo, simpo, sft), or the path of your own file. It sets other defaults for some keys below."""
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -556,14 +560,25 @@ def learns_from_samples(config: Config) -> bool:
     return "samples" in algorithm_of(config).needs
 
 
+def needs_kept_sets(config: Config) -> bool:
+    """Return whether the policy's distributions are renormalised over the tokens that the engine kept."""
+    return learns_from_samples(config) and config.rollout.truncates and not config.rollout.biased_truncation
+
+
 def needs_engine(config: Config) -> bool:
     """Return whether a generation engine is built, for training or for validation."""
-    return learns_from_samples(config) or bool(config.data.val and config.validation.every)
+    return (learns_from_samples(config) and config.run.mode != "train_only") or validates(config)
+
+
+def validates(config: Config) -> bool:
+    """Return whether the run validates on held-out prompts."""
+    return bool(config.data.val and config.validation.every) and config.run.mode != "train_only"
 
 
 def needs_reward(config: Config) -> bool:
     """Return whether responses are scored, in training or in validation."""
-    return "reward" in algorithm_of(config).needs or bool(config.data.val and config.validation.every)
+    learns = "reward" in algorithm_of(config).needs and config.run.mode != "train_only"
+    return learns or validates(config)
 
 
 def needs_reference(config: Config) -> bool:
@@ -577,8 +592,8 @@ def needs_early_logprobs(config: Config) -> bool:
 
     If nothing does, the first mini-batch needs no separate forward pass: its update's own forward pass uses
     the same weights. Early readers are the KL penalty in the reward, some advantage estimators, losses that
-    select tokens, rejections (they change the loss denominators), and algorithms that declare
-    "old_logprobs" in NEEDS.
+    select tokens, rejections (they change the loss denominators), an adaptive weight of the entropy bonus
+    (it needs the entropy), and algorithms that declare "old_logprobs" in NEEDS.
     """
     estimator, loss = config.objective.chosen
     return (
@@ -587,4 +602,5 @@ def needs_early_logprobs(config: Config) -> bool:
         or (estimator is not None and not estimator.columns.isdisjoint({"old_logprobs", "sum_p_squared"}))
         or (loss is not None and "selected_tokens" in loss.columns)
         or bool(config.rollout_correction.rejections)
+        or config.objective.adaptive_entropy.target > 0
     )

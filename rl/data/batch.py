@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl.data.held import HeldColumn, concatenate_columns
 from rl.data.prompts import Prompt
 
 LOSS_COLUMNS = (
@@ -96,6 +97,8 @@ class Batch:
     """float32 [N]: scores after penalties and the KL term. Advantages are computed from them."""
     score_details: dict[str, Tensor] = field(default_factory=dict)
     """Other numbers of the reward function, float32 [N] each, NaN where a sample lacks one."""
+    held: dict[str, HeldColumn] = field(default_factory=dict)
+    """Columns whose rows only some ranks have, by name."""
     cursor: dict[str, Any] | None = None
     """Where the draw stood after the prompts of this batch were drawn (`Phases.cursor`).
 
@@ -150,7 +153,8 @@ class Batch:
         """Return a view for statistics in which each trajectory is one sample.
 
         Its response is that of all rows end to end, so token columns are the same; sample columns are those
-        of its first row. Without trajectories of several rows, it is the batch itself.
+        of its first row, and held columns are left out. Without trajectories of several rows, it is the batch
+        itself.
         """
         if self.trajectories is None:
             return self
@@ -167,6 +171,7 @@ class Batch:
             prompt_ids=[self.prompt_ids[first] for first in firsts],
             response_ids=[np.concatenate([self.response_ids[i] for i in own]) for own in rows],
             score_details={name: column[firsts] for name, column in self.score_details.items()},
+            held={},
             trajectories=None,
             **columns,
         )
@@ -204,6 +209,7 @@ class Batch:
             prompt_ids=[self.prompt_ids[i] for i in samples],
             response_ids=[self.response_ids[i] for i in samples],
             score_details={name: column[index] for name, column in self.score_details.items()},
+            held={name: column.select(samples) for name, column in self.held.items()},
             **columns,
         )
 
@@ -285,6 +291,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         prompt_ids=[ids for batch in batches for ids in batch.prompt_ids],
         response_ids=[ids for batch in batches for ids in batch.response_ids],
         prompts=[prompt for batch in batches for prompt in batch.prompts],
+        held={name: concatenate_columns([batch.held[name] for batch in batches]) for name in first.held},
         groups=_renumber([batch.groups for batch in batches], [len(batch.prompts) for batch in batches]),
         **columns,
     )
@@ -321,6 +328,26 @@ def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
     ]
     pairs = concatenate(bare).select([i + side * len(chosen) for i in range(len(chosen)) for side in (0, 1)])
     return replace(pairs, groups=rejected.groups.repeat_interleave(2), samples_per_unit=2)
+
+
+def mismatch(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch:
+    """Return the prompts with responses to other prompts: within each part, each sample gets the response of
+    the one before it, and the first one that of the last.
+
+    parts: indices of samples, each exactly once. Only token ids, truncation and masks are kept.
+    """
+    previous = [0] * len(batch)
+    for part in parts:
+        for i, other in zip(part, [*part[-1:], *part[:-1]], strict=True):
+            previous[i] = other
+    others = batch.select(previous)
+    return Batch(
+        prompt_ids=batch.prompt_ids,
+        response_ids=others.response_ids,
+        groups=batch.groups,
+        truncated=others.truncated,
+        mask=others.mask,
+    )
 
 
 def fingerprint(arrays: Sequence[np.ndarray]) -> int:

@@ -1,10 +1,15 @@
-"""Pairs of a preferred and a rejected response to one prompt, for dpo and reward models.
+"""Pairs of a preferred and a rejected response to one prompt, for dpo and kin, and responses with a label.
 
 Rows have the forms of TRL's data sets (https://huggingface.co/docs/trl/dataset_formats#preference):
 
     prompt     messages, or a string, as in `rl.data.prompts`
     chosen     the preferred response: a string, or messages that end with the assistant's
     rejected   the other response, in the same form
+
+For kto a row has one response and its label, as in TRL's unpaired preference:
+
+    completion  the response, in the same form
+    label       true or 1 if it is desirable, false or 0 if not
 
 Messages before the response repeat the prompt. They must be the same in both columns and agree with the
 prompt column. If the prompt is a string and the responses are conversations (UltraFeedback), the string must
@@ -53,6 +58,19 @@ class Preference:
     """Column `data_source`, or the name of the file without its extension."""
 
 
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """One prompt with a response and its label. The other fields are as in Preference."""
+
+    index: int
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    label: bool
+    """Whether the response is desirable."""
+    text: str
+    data_source: str
+
+
 def load_preferences(
     files: Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
@@ -80,16 +98,93 @@ def load_preferences(
     """
     required = {chosen_key: "name the column with the preferred response in data.chosen_key"}
     required[rejected_key] = "name the column with the rejected response in data.rejected_key"
-    if prompt_key:
-        required[prompt_key] = (
-            'name the prompt\'s column in data.prompt_key ("" if only the responses have it)'
+    limits = dict(max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
+    nouns = {chosen_key: "chosen responses", rejected_key: "rejected responses"}
+    rows, kept = _load(
+        files, tokenizer, nouns, required, prompt_key, overlong=overlong, max_rows=max_pairs, **limits
+    )
+    return [
+        Preference(
+            index=index,
+            prompt_ids=prompt_ids,
+            chosen_ids=chosen_ids,
+            rejected_ids=rejected_ids,
+            text=text,
+            data_source=data_source(rows[index]),
         )
-    rows = read_rows(files, required=required, optional=["data_source"], max_rows=max_pairs)
+        for index, text, prompt_ids, (chosen_ids, rejected_ids) in kept
+    ]
 
-    column = prompt_key or chosen_key
-    texts, templated, responses = [], [], ([], [])
+
+def load_labelled(
+    files: Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_key: str,
+    response_key: str,
+    label_key: str,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    overlong: str,
+) -> list[Labelled]:
+    """Read `files` in order and tokenize prompts and responses; arguments and errors are those of pairs.
+
+    Also raises ValueError for a label that is neither a bool nor 0 or 1.
+    """
+    required = {response_key: "name the column with the response in data.response_key"}
+    required[label_key] = "name the column with the label in data.label_key"
+    limits = dict(max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
+    nouns = {response_key: "responses"}
+    rows, kept = _load(files, tokenizer, nouns, required, prompt_key, overlong=overlong, **limits)
+    return [
+        Labelled(
+            index=index,
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            label=_label(rows[index], label_key),
+            text=text,
+            data_source=data_source(rows[index]),
+        )
+        for index, text, prompt_ids, (response_ids,) in kept
+    ]
+
+
+def _label(row: Row, column: str) -> bool:
+    value = row.values[column]
+    if value not in (0, 1):
+        raise ValueError(
+            f"{row.place}: column {column!r} must be true or false, or 1 or 0, not {describe(value)}."
+        )
+    return bool(value)
+
+
+def _load(
+    files: Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    nouns: dict[str, str],
+    required: dict[str, str],
+    prompt_key: str,
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    overlong: str,
+    max_rows: int = 0,
+) -> tuple[list[Row], list[tuple[int, str, np.ndarray, list[np.ndarray]]]]:
+    """Return all rows, and of each row within the limits (its index, rendered prompt, prompt ids, and the ids
+    of its responses).
+
+    nouns: column of a response -> name of such responses in messages.
+    """
+    if prompt_key:
+        required = required | {
+            prompt_key: 'name the prompt\'s column in data.prompt_key ("" if only the responses have it)'
+        }
+    rows = read_rows(files, required=required, optional=["data_source"], max_rows=max_rows)
+
+    column = prompt_key or next(iter(nouns))
+    texts, templated, responses = [], [], [[] for _ in nouns]
     for row in rows:
-        before, answers = _split_responses(row, (chosen_key, rejected_key))
+        before, answers = _split_responses(row, tuple(nouns))
         prompt = _prompt(row, before, column=prompt_key)
         templated.append(not isinstance(prompt, str))
         texts.append(render(prompt, tokenizer, row, column=column) if templated[-1] else prompt)
@@ -97,11 +192,11 @@ def load_preferences(
             texts_of_column.append(answer)
 
     prompt_ids = tokenize(texts, templated, tokenizer, rows, column=column)
-    chosen_ids, rejected_ids = (tokenize_targets(answers, tokenizer) for answers in responses)
+    response_ids = [tokenize_targets(answers, tokenizer) for answers in responses]
     kept = within_limit(np.array([*map(len, prompt_ids)]), limit=max_prompt_tokens, overlong=overlong)
-    for noun, response_ids in (("chosen responses", chosen_ids), ("rejected responses", rejected_ids)):
+    for noun, ids in zip(nouns.values(), response_ids, strict=True):
         kept &= within_limit(
-            np.array([*map(len, response_ids)]),
+            np.array([*map(len, ids)]),
             limit=max_response_tokens,
             overlong=overlong,
             noun=noun,
@@ -110,33 +205,31 @@ def load_preferences(
         )
     if not kept.any():
         raise ValueError(
-            f"each of the {len(kept)} pairs has a prompt or response beyond its limit, so "
+            f"each of the {len(kept)} rows has a prompt or response beyond its limit, so "
             "data.overlong_prompts=drop would drop all. Raise data.max_prompt_tokens or "
             "rollout.max_response_tokens, or choose truncate_left."
         )
-    return [
-        Preference(
-            index=index,
-            prompt_ids=prompt_ids[index][-max_prompt_tokens:],
-            chosen_ids=chosen_ids[index][:max_response_tokens],
-            rejected_ids=rejected_ids[index][:max_response_tokens],
-            text=texts[index],
-            data_source=data_source(rows[index]),
+    return rows, [
+        (
+            index,
+            texts[index],
+            prompt_ids[index][-max_prompt_tokens:],
+            [ids[index][:max_response_tokens] for ids in response_ids],
         )
         for index in np.flatnonzero(kept).tolist()
     ]
 
 
-def _split_responses(row: Row, columns: tuple[str, str]) -> tuple[Messages | None, list[str]]:
-    """Return the messages that both responses begin with (None if there are none), and the two responses."""
+def _split_responses(row: Row, columns: tuple[str, ...]) -> tuple[Messages | None, list[str]]:
+    """Return the messages that all responses begin with (None if there are none), and the responses."""
     parts = [_split_response(row.values[column], row, column=column) for column in columns]
-    (chosen_before, chosen), (rejected_before, rejected) = parts
-    if chosen_before != rejected_before:
+    befores, responses = zip(*parts, strict=True)
+    if befores[0] != befores[-1]:
         raise ValueError(
             f"{row.place}: the messages before the last one differ between column {columns[0]!r} and column "
             f"{columns[1]!r}; both must answer the same prompt."
         )
-    return chosen_before, [chosen, rejected]
+    return befores[0], list(responses)
 
 
 def _split_response(value: Any, row: Row, *, column: str) -> tuple[Messages | None, str]:

@@ -6,6 +6,7 @@ columns are not read. See `rl.data.reading` for the file formats. Every error in
 names the file and the row.
 """
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,6 +145,12 @@ def data_source(row: Row) -> str:
     return str(row.values.get("data_source") or row.file_name)
 
 
+def num_shared(prompts: Sequence[Any], others: Sequence[Prompt]) -> int:
+    """Return how many of `others` have the token ids of a prompt among `prompts`, which may hold pairs."""
+    known = {prompt.token_ids.tobytes() for prompt in prompts if isinstance(prompt, Prompt)}
+    return sum(other.token_ids.tobytes() in known for other in others)
+
+
 # ---- messages and text ----
 
 
@@ -208,6 +215,13 @@ def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, row: Row, *, 
 # ---- tokens ----
 
 
+def end_token_ids(model: str) -> set[int]:
+    """Return the ids at which vLLM ends a response by the model's generation_config.json."""
+    path = Path(model, "generation_config.json")
+    value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    return set(value if isinstance(value, list) else [] if value is None else [value])
+
+
 def tokenize(
     texts: Sequence[str],
     templated: Sequence[bool],
@@ -219,7 +233,7 @@ def tokenize(
     """Return the token ids of all prompts, np.int32 [P] each.
 
     Special tokens are added only to string prompts that do not begin with the BOS token; a chat template
-    writes its own. Raises ValueError for a prompt without tokens.
+    writes its own. Raises ValueError for a prompt without tokens, or with two BOS tokens.
     """
     bare = [
         not from_template and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
@@ -232,6 +246,11 @@ def tokenize(
         for i, ids in zip(indices, encoded, strict=True):
             if len(ids) == 0:
                 raise ValueError(f"{rows[i].place}: the prompt in column {column!r} is empty.")
+            if tokenizer.bos_token_id is not None and (ids[:2] == tokenizer.bos_token_id).sum() == 2:
+                raise ValueError(
+                    f"{rows[i].place}: the prompt in column {column!r} begins with two BOS tokens "
+                    f"({tokenizer.bos_token}); remove the one in the text, or that of the chat template."
+                )
             token_ids[i] = ids
     return token_ids
 

@@ -28,6 +28,11 @@ class EpochSampler:
         """Epoch of the next prompt, from 0."""
         return self._epoch
 
+    @property
+    def num_drawn(self) -> int | None:
+        """Number of prompts before the cursor; None if it is unknown, because epochs may differ in size."""
+        return None
+
     def draw(self, n: int) -> np.ndarray:
         """Return the next `n` prompts: np.int64 [n]. `n` may exceed the prompts of an epoch."""
         assert n >= 0, n
@@ -92,6 +97,10 @@ class PromptSampler(EpochSampler):
 
         super().__init__(order_of, owner="the training data has")
 
+    @property
+    def num_drawn(self) -> int:
+        return self._epoch * self.num_prompts + self._position
+
 
 class MixedSampler:
     """Draws each prompt from one of several sources, selected with probability proportional to its weight.
@@ -132,6 +141,11 @@ class MixedSampler:
     def epoch(self) -> int:
         """Number of complete epochs of every source with positive weight."""
         return min(walk.epoch for walk, weight in zip(self._walks, self._weights, strict=True) if weight > 0)
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of prompts before the cursors of all sources."""
+        return sum(walk.num_drawn for walk in self._walks)
 
     def draw(self, n: int) -> np.ndarray:
         """Return the next `n` prompts: np.int64 [n], values of `sources`."""

@@ -282,7 +282,7 @@ def num_micro_batches(config: Config, layout: Layout, tokens_per_sequence: float
 
 def sequences_per_prompt(config: Config) -> int:
     """Return the number of sequences trained per prompt: its samples and the data's own responses."""
-    count = {"responses": 1, "pairs": 2, "samples": config.rollout.samples_per_prompt}
+    count = {"responses": 1, "labels": 1, "pairs": 2, "samples": config.rollout.samples_per_prompt}
     return sum(count.get(need, 0) for need in algorithm_of(config).needs)
 
 

@@ -9,6 +9,10 @@ from rl.dry_run.hardware import GIB
 from rl.dry_run.parameters import count_stages
 from rl.dry_run.timing import seconds_between_nodes
 
+LEAST_STEP_S = 1.0
+"""Shortest estimated step for which forms of asynchrony are compared, in seconds. Launches of kernels and
+Python, which the estimate leaves out, determine shorter ones."""
+
 PHASES = ("training", "refit", "generation")
 
 
@@ -35,10 +39,14 @@ def report_forms(estimate: Estimate, arguments) -> str:
 
     arguments: the options of `rl.dry_run.command`.
     """
-    sigma = arguments.sigma_response_tokens
-    found = forms(
-        estimate, sigma=sigma, generation_s=arguments.generation_seconds, rest_s=arguments.rest_seconds
-    )
+    sigma, measured = arguments.sigma_response_tokens, (arguments.generation_seconds, arguments.rest_seconds)
+    found = forms(estimate, sigma=sigma, generation_s=measured[0], rest_s=measured[1])
+    if not all(measured) and found[0].seconds < LEAST_STEP_S:
+        return (
+            f"forms of asynchrony: no advice for steps below {LEAST_STEP_S:g} s, whose seconds the model's "
+            "size does not determine; measure --generation-seconds and --rest-seconds (docs/asynchrony.md)"
+        )
+    basis = "measured seconds" if all(measured) else "estimated rates, rough; measured seconds are better"
     rows = [
         [form.name, f"{form.seconds:.0f} s", f"x {found[0].seconds / form.seconds:.2f}"] for form in found
     ]
@@ -48,8 +56,8 @@ def report_forms(estimate: Estimate, arguments) -> str:
         advice += " (or another correction of older samples)"
     return "\n".join(
         [
-            f"forms of asynchrony, with log-normal responses of sigma {sigma:g} and of the mean above "
-            "(docs/asynchrony.md)",
+            f"forms of asynchrony by {basis}, with log-normal responses of sigma {sigma:g} and of the mean "
+            "above (docs/asynchrony.md)",
             _aligned(rows),
             advice,
         ]

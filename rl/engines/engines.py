@@ -8,9 +8,11 @@ from rl.config.schema import (
     algorithm_of,
     learns_from_samples,
     needs_engine,
+    needs_kept_sets,
     needs_reference,
     needs_reward,
 )
+from rl.data.held import KEPT_SETS
 from rl.engines.inputs import Inputs
 from rl.rollout import cpu_support
 from rl.rollout.engine import RolloutEngine
@@ -78,7 +80,7 @@ def finish_imports(config: Config, *, generate: bool) -> None:
 
 def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> TrainingEngine:
     """Return the policy in training. Collective over the world."""
-    return TrainingEngine(
+    policy = TrainingEngine(
         config.model.path,
         hf,
         training=config.training,
@@ -88,8 +90,12 @@ def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> Traini
         optimizer=config.training.optimizer,
         temperature=config.rollout.temperature if learns_from_samples(config) else 1.0,
         keep_reference=needs_reference(config),
+        router_replay=config.training.router_replay,
         bitwise=config.model.numerics == "bitwise",
     )
+    if needs_kept_sets(config):
+        policy.needs |= dict.fromkeys(KEPT_SETS, lambda stage: slice(None) if stage == grid.pp - 1 else None)
+    return policy
 
 
 def offload_of(config: Config, device: Device) -> str:
@@ -110,6 +116,8 @@ def build_rollout(config: Config, device: Device) -> RolloutEngine:
         max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         seed=config.run.seed,
         device=device,
+        returns_kept=needs_kept_sets(config),
+        routes=config.training.router_replay == "engine",
         bitwise=config.model.numerics == "bitwise",
     )
 

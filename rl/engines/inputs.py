@@ -9,9 +9,9 @@ from rl.config.functions import load_function
 from rl.config.layout_checks import check_judge, check_layout
 from rl.config.options import ConfigError
 from rl.config.reward_sources import RewardPlan, make_plan
-from rl.config.schema import Config, algorithm_of, needs_reward
+from rl.config.schema import Config, algorithm_of, needs_reward, validates
 from rl.data.curriculum import CurriculumSampler, load_order
-from rl.data.preferences import load_preferences
+from rl.data.preferences import load_labelled, load_preferences
 from rl.data.prompts import Prompt, load_prompts, load_tokenizer
 from rl.data.sampler import MixedSampler, PromptSampler
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
@@ -68,6 +68,8 @@ class Inputs:
         self.prompts = (
             self._preferences()
             if "pairs" in needs
+            else self._labelled()
+            if "labels" in needs
             else self._prompts(
                 config.data.train, response_key=config.data.response_key if "responses" in needs else None
             )
@@ -75,7 +77,7 @@ class Inputs:
         self.order = load_order(config.data.curriculum) if config.data.curriculum else None
         self.sampler()  # refuses a curriculum that returns no order
         self.held_out: list[Prompt] = []
-        if config.data.val and config.validation.every:
+        if validates(config):
             self.held_out = self._prompts(config.data.val, max_prompts=config.validation.max_prompts)
         self.rewards: RewardPlan | None = None
         if needs_reward(config):
@@ -151,9 +153,20 @@ class Inputs:
         return load_preferences(
             data.train,
             self.tokenizer,
-            prompt_key=data.prompt_key,
             chosen_key=data.chosen_key,
             rejected_key=data.rejected_key,
+            **self._limits(),
+        )
+
+    def _labelled(self):
+        data = self.config.data
+        keys = dict(response_key=data.response_key, label_key=data.label_key)
+        return load_labelled(data.train, self.tokenizer, **keys, **self._limits())
+
+    def _limits(self) -> dict:
+        data = self.config.data
+        return dict(
+            prompt_key=data.prompt_key,
             max_prompt_tokens=data.max_prompt_tokens,
             max_response_tokens=self.config.rollout.max_response_tokens,
             overlong=data.overlong_prompts,

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 from rl.config.schema import Config
 from rl.engines.engines import Engines, offload_of
-from rl.refit.refit import check_refit, refit, traffic_metrics
+from rl.refit.refit import check_refit, check_weights, refit, traffic_metrics
 from rl.runtime.device import Device
 
 
@@ -25,7 +25,8 @@ class MemorySharing:
         """Wake the engine with the policy's current weights; return the metrics of the refit, if any.
 
         The refit happens if the engine holds another version of the weights, or lost them while it slept
-        (CUDA). It is collective over the world and runs within `refit_phase()`.
+        (CUDA). It is collective over the world and runs within `refit_phase()`. The weights are compared
+        also without a refit, because the version may be wrong.
         """
         policy, engine = self.engines.policy, self.engines.rollout
         assert engine is not None, "this run has no generation engine"
@@ -43,6 +44,8 @@ class MemorySharing:
                 every = self.config.refit.check_every
                 if self._num_refits == 1 or (every and step % every == 0):
                     check_refit(policy, engine, buffer_mib=self.config.refit.buffer_mib)
+        if policy.has_weights:
+            check_weights(policy, engine, buffer_mib=self.config.refit.buffer_mib)
         self._offload(weights=True)
         if slept:
             engine.wake_cache()

@@ -207,3 +207,18 @@ def check_replicas(
         f"{', '.join(names[:4])}{more} of the {model} on rank {', '.join(map(str, ranks))} differ "
         "from the other data parallel replicas (the first, where there are two)"
     )
+
+
+def check_master_weights(model: str, stale: list[str], control: dist.ProcessGroup) -> None:
+    """Raise Disagreement on every rank if a rank has weights that are not its rounded master weights.
+
+    The next update would overwrite these weights. stale: their names on this rank. Collective over `control`.
+    """
+    found = {rank: names for rank, names in enumerate(gather_objects(stale, control)) if names}
+    if found:
+        rank, names = next(iter(found.items()))
+        more = f" and {len(names) - 4} more weights" if len(names) > 4 else ""
+        raise Disagreement(
+            f"{', '.join(names[:4])}{more} of the {model} on rank {', '.join(map(str, found))} are not the "
+            "optimizer's master weights, with which the next update would overwrite them"
+        )

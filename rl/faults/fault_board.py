@@ -22,7 +22,8 @@ CONNECTION = re.compile(
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    """error: an exception; overrun: a phase over its limit; lost: a rank ended; memory: above the limit."""
+    """error: an exception; overrun: a phase over its limit; lost: a rank ended; memory: above the limit;
+    refused: with roles, one role found the input invalid."""
     rank: int
     """The rank that found the fault."""
     message: str

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from rl.faults.phase_tracker import PhaseEntry, PhaseTracker
 from rl.faults.process import GIB, resident_bytes
 from rl.run_directory.status import Status
 from rl.runtime.device import Device
+
+if TYPE_CHECKING:  # a run in which all replicas must live does not import it
+    from rl.runtime.living import LivingReplicas
 
 POLL_S = 0.5
 """Interval of the thread's checks, in seconds."""
@@ -50,6 +53,9 @@ LINGER_S = 1.0
 
 EXIT_S = 30.0
 """Longest time for the main thread to exit after an error, in seconds; then the watchdog ends the process."""
+
+REFUSED_EXIT = 2
+"""Exit code of a run whose input is invalid."""
 
 STACKS, ERRORS = "stacks", "errors"
 
@@ -87,6 +93,9 @@ class Watchdog:
         self.tracker = PhaseTracker(config.limits, self._native_file)
         self._writer = HeartbeatWriter(run_dir, self.rank, self.tracker)
         self._board = FaultBoard(store)
+        self.living: LivingReplicas | None = None
+        """Which replicas the run goes on without; None if all must live."""
+        self._left_out: set[int] = set()
         self._stop = threading.Event()
         self._failing = threading.Event()
         self._once = threading.Lock()
@@ -109,10 +118,10 @@ class Watchdog:
         if self.lock is not None:
             self.lock.release()
 
-    def _exit(self) -> NoReturn:
+    def _exit(self, code: int = 1) -> NoReturn:
         """End the process from the thread, whatever the main thread waits for."""
         self._unlock()
-        os._exit(1)
+        os._exit(code)
 
     # The thread -----------------------------------------------------------------------------------------
 
@@ -144,9 +153,14 @@ class Watchdog:
             self._warn(f"rank {self.rank} cannot write its heartbeat: {error}")
 
     def _check(self) -> None:
+        if self.living is not None:
+            self._left_out = self.living.ranks_left_out()
         fault = self._board.first()
         if fault is not None:
             self._end_for(fault)
+        elif self.rank in self._left_out:
+            self._report(f"rank {self.rank} ({self._host}) ends, because the run goes on without its replica")
+            self._exit()
         elif (entry := self.tracker.current).seconds > entry.limit_s:
             self._end_for_overrun(entry)
         elif self.memory.host_limit_gib and resident_bytes() > self.memory.host_limit_gib * GIB:
@@ -154,8 +168,17 @@ class Watchdog:
 
     def _find_lost_ranks(self) -> None:
         heartbeats = self._heartbeats()
-        if lost := lost_ranks(heartbeats, time.time(), self.config.lost_s):
-            self._end_for(self._board.post(Fault("lost", self.rank, _lost_message(lost, heartbeats))))
+        if not (lost := lost_ranks(heartbeats, time.time(), self.config.lost_s)):
+            return
+        message = _lost_message(lost, heartbeats)
+        if self.living is not None and (replicas := self.living.leave_out(lost)):
+            names = ", ".join(map(str, replicas))
+            self._warn(
+                f"{message} The run goes on without replica {names} until its next start; "
+                f"rollout.min_replicas={self.living.least}"
+            )
+            return
+        self._end_for(self._board.post(Fault("lost", self.rank, message)))
 
     def _end_for(self, fault: Fault) -> None:
         """End this process because of the first fault of the run."""
@@ -167,6 +190,9 @@ class Watchdog:
             self._acknowledge()
             self._wait_until(self._board.is_reported, ACK_S + DIAGNOSIS_S)
             self.status.fail(fault.message)
+        elif fault.kind == "refused":
+            self._end_refused(fault)
+            self._exit(REFUSED_EXIT)
         else:
             if self.rank in (0, fault.rank):  # the run's log is rank 0's
                 self._report(fault.message)
@@ -187,7 +213,7 @@ class Watchdog:
         first = self._board.post(fault)
         if first != fault:
             return self._end_for(first)
-        self._wait_until(lambda: self._board.num_acknowledged() >= self.world_size - 1, ACK_S)
+        self._wait_until(lambda: self._board.num_acknowledged() >= self._num_present - 1, ACK_S)
         self._write_heartbeat()
         heartbeats, now = self._heartbeats(), time.time()
         silent_s = ACK_S + 2  # ranks have written a heartbeat since the overrun, if they are able to
@@ -220,7 +246,7 @@ class Watchdog:
         )
         if lost:
             message = _lost_message(lost, heartbeats)
-        if self.rank == min(set(range(self.world_size)) - set(lost)):
+        if self.rank == min(set(range(self.world_size)) - set(lost) - self._left_out):
             self._report(message)
         self.status.fail(message)
         self._exit()
@@ -245,8 +271,28 @@ class Watchdog:
 
     # Errors of the main thread --------------------------------------------------------------------------
 
-    def fail(self, error: BaseException) -> None:
-        """Report an error of the main thread and wait until all ranks know it. The caller then exits.
+    def refuse(self, message: str) -> int:
+        """Report invalid input to both roles and return the exit code, with which the caller then exits.
+
+        The other role may be anywhere, so its watchdogs end it.
+        """
+        self._failing.set()
+        self.tracker.close()
+        with contextlib.suppress(dist.DistError):  # another rank has refused, and held the store
+            self._end_refused(self._board.post(Fault("refused", self.rank, message)))
+        return REFUSED_EXIT
+
+    def _end_refused(self, fault: Fault) -> None:
+        if self.rank == 0:
+            self._report(fault.message)
+            self.status.refuse(fault.message)
+        self._acknowledge()
+        self._wait_until(self._all_acknowledged, ACK_S)
+        self._unlock()
+
+    def fail(self, error: BaseException) -> int:
+        """Report an error of the main thread and wait until all ranks know it; return the exit code, with
+        which the caller then exits.
 
         If another rank's fault was first, the error is only written to this rank's file.
         """
@@ -264,13 +310,17 @@ class Watchdog:
         failed = "all ranks stopped" if isinstance(error, Disagreement) else f"{rank} failed"
         message = f"{failed} in {label}: {_first_line(error)}; {where}"
         try:
-            self._share(error, trace, message)
+            return self._share(error, trace, message)
         except dist.DistError as no_store:
             self._failing.clear()
             self._end_without_store(no_store)
+        return 1
 
-    def _share(self, error: BaseException, trace: str, message: str) -> None:
-        """Post the error unless another fault is first; report the first fault; wait for all ranks."""
+    def _share(self, error: BaseException, trace: str, message: str) -> int:
+        """Post the error unless another fault is first; report the first fault; wait for all ranks.
+
+        Returns the exit code.
+        """
         first, is_own = None, False
         if may_be_secondary(error):
             self._wait_until(lambda: self._board.first() is not None, CAUSE_S)
@@ -278,11 +328,16 @@ class Watchdog:
         if first is None:
             own = Fault("error", self.rank, message)
             if may_be_secondary(error) and (lost := self._wait_for_lost_ranks()):
+                if self.living is not None and self.living.are_one_replica(self.rank, lost):
+                    return 1  # rank 0 decides whether the run goes on without this replica
                 own = Fault(
                     "lost", self.rank, f"{_lost_message(lost, self._heartbeats())} Found by {message}"
                 )
             first = self._board.post(own)
             is_own = first == own
+        if first.kind == "refused":
+            self._end_refused(first)
+            return REFUSED_EXIT
         if is_own and first.kind == "error":
             print(trace, end="", file=sys.stderr)
         if is_own or (self.rank == 0 and first.rank != 0):  # the run's log is rank 0's
@@ -298,6 +353,7 @@ class Watchdog:
         self._unlock()
         if first.rank != self.rank:
             time.sleep(LINGER_S)  # a fixed delay, so that the rank at fault exits first
+        return 1
 
     def _wait_for_lost_ranks(self) -> list[int]:
         """Wait for a lost rank or a fault; return ranks that ended or, on other hosts, are silent."""
@@ -312,7 +368,8 @@ class Watchdog:
     # Helpers --------------------------------------------------------------------------------------------
 
     def _heartbeats(self) -> list[Heartbeat | None]:
-        return read_heartbeats(self._run_dir, self.world_size)
+        found = read_heartbeats(self._run_dir, self.world_size)
+        return [None if rank in self._left_out else beat for rank, beat in enumerate(found)]
 
     def _report(self, message: str) -> None:
         """Print the cause on stderr, once, although the thread and the main thread may both call this."""
@@ -331,7 +388,11 @@ class Watchdog:
                 self._board.acknowledge()
 
     def _all_acknowledged(self) -> bool:
-        return self._board.num_acknowledged() >= self.world_size
+        return self._board.num_acknowledged() >= self._num_present
+
+    @property
+    def _num_present(self) -> int:
+        return self.world_size - len(self._left_out)
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         """Wait until the condition holds, the time is over, or the store's process has ended."""

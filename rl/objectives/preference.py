@@ -1,4 +1,4 @@
-"""Losses of whole responses against a reference policy: pairs (DPO and kin) and win rates (SPPO).
+"""Losses of whole responses: pairs (DPO and kin, SimPO, ORPO), labels (KTO, PRIME) and win rates (SPPO).
 
 Shapes: `T` response tokens of `B` samples, flat; `lengths` int64 [B]. With pairs, samples 2k and 2k + 1 are
 the chosen and the rejected response to one prompt, `P = B / 2`. At masked positions the inputs may hold
@@ -11,12 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rl.objectives.policy_loss import sample_mean
 from rl.objectives.segments import segment_sum
 
 
 def log_ratios(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     """log(pi(y) / pi_ref(y)) of each response, [B]: the sum over its unmasked tokens; 0 for an empty one."""
     return segment_sum(torch.where(mask.bool(), logprobs - ref_logprobs, 0.0), lengths)
+
+
+def mean_logprobs(logprobs: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """Return log pi(y) / |y| of each response, [B]: the mean over its unmasked tokens; 0 for an empty one."""
+    mask = mask.bool()
+    return sample_mean(torch.where(mask, logprobs, 0.0), mask, lengths)
 
 
 def counted(mask: Tensor, lengths: Tensor, *, unit: int = 1) -> Tensor:
@@ -33,7 +40,12 @@ def counted(mask: Tensor, lengths: Tensor, *, unit: int = 1) -> Tensor:
 
 
 def pair_loss(
-    ratios: Tensor, *, beta: float, loss: Literal["sigmoid", "hinge", "ipo"], label_smoothing: float = 0.0
+    ratios: Tensor,
+    *,
+    beta: float,
+    loss: Literal["sigmoid", "hinge", "ipo"],
+    label_smoothing: float = 0.0,
+    gamma: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of each pair, with m = log-ratio of the chosen response minus that of the rejected one:
 
@@ -42,12 +54,14 @@ def pair_loss(
         ipo      (m - 1 / (2 beta))^2                                      IPO, arXiv:2310.12036, equation 17
 
     With s > 0 the first is conservative DPO (that paper's section on noisy labels); hinge is in DPO's
-    rewards.
+    rewards. With `mean_logprobs` in place of log-ratios, and beta m - gamma in place of beta m, sigmoid is
+    the loss of SimPO (arXiv:2405.14734, equation 6).
 
     Args:
         ratios: floating [B], `log_ratios` of chosen and rejected responses in turn.
         beta: > 0.
         label_smoothing: s in [0, 0.5), sigmoid only.
+        gamma: wanted margin, sigmoid only.
 
     Returns:
         [P], and sums over the pairs without a graph: `accuracy` (pairs with m > 0), `margin` (beta m),
@@ -60,9 +74,8 @@ def pair_loss(
     margin = chosen - rejected
     if loss == "sigmoid":
         # logsigmoid, not log of sigmoid: exact where the margin is far from 0.
-        value = -(1 - label_smoothing) * F.logsigmoid(beta * margin) - label_smoothing * F.logsigmoid(
-            -beta * margin
-        )
+        logits = beta * margin - gamma
+        value = -(1 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)
     elif loss == "hinge":
         value = torch.relu(1 - beta * margin)
     elif loss == "ipo":
@@ -76,6 +89,87 @@ def pair_loss(
         "rejected_reward": beta * rejected,
     }
     return value, {name: stat.detach().sum() for name, stat in stats.items()}
+
+
+def mean_of_pairs(
+    value: Tensor, stats: dict[str, Tensor], enters: Tensor, *, num_pairs: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return this part's share of the mean over the mini-batch's pairs, and the metrics.
+
+    value, stats: results of `pair_loss` or `orpo_loss`, whose inputs are 0 for pairs that do not enter.
+    enters: bool [B], `counted` with unit=2. num_pairs: pairs of the whole mini-batch that enter.
+    """
+    total = torch.where(enters[::2], value, 0.0).sum() / num_pairs
+    return total, {"preference/loss": total} | {
+        f"preference/{name}": stat / num_pairs for name, stat in stats.items()
+    }
+
+
+def orpo_loss(means: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each pair, from likelihood and odds ratio (ORPO, arXiv:2403.07691,
+    equations 6 and 7).
+
+        -log P(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected))
+        log P(y) = log pi(y) / |y|,   odds(y) = P(y) / (1 - P(y))
+
+    TRL's first term is the mean over all tokens of the batch, those of the prompts included.
+
+    Args:
+        means: floating [B], `mean_logprobs` of chosen and rejected responses in turn.
+        beta: the paper's lambda, > 0.
+
+    Returns:
+        [P], and sums over the pairs without a graph: `accuracy` (pairs with the chosen response more
+        likely), `nll` (first term), `log_odds_ratio`.
+    """
+    chosen, rejected = means.view(-1, 2).unbind(1)
+    # Of a probability of 1 the odds are infinite; the bound keeps value and gradient finite.
+    log_odds = means - torch.log(-torch.expm1(means.clamp(max=-1e-6)))
+    ratio = log_odds[::2] - log_odds[1::2]
+    stats = {"accuracy": (chosen > rejected).to(means.dtype), "nll": -chosen, "log_odds_ratio": ratio}
+    value = -chosen - beta * F.logsigmoid(ratio)
+    return value, {name: stat.detach().sum() for name, stat in stats.items()}
+
+
+def kto_loss(
+    ratios: Tensor,
+    labels: Tensor,
+    *,
+    beta: float,
+    kl: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each response by its label (Kahneman-Tversky optimization, arXiv:2402.01306).
+
+        desirable_weight   (1 - sigmoid(beta (log-ratio - kl)))     label 1
+        undesirable_weight (1 - sigmoid(beta (kl - log-ratio)))     label 0
+
+    Args:
+        ratios: floating [B], `log_ratios`.
+        labels: 0/1 [B].
+        beta: > 0.
+        kl: estimate of KL(policy || reference), `mismatch_kl` over the mini-batch; without a gradient.
+
+    Returns:
+        [B], and [B] without a graph: beta times the distance to kl, positive on the label's side.
+    """
+    is_desirable = labels > 0.5
+    margin = beta * torch.where(is_desirable, ratios - kl, kl - ratios)
+    weights = torch.full_like(ratios, undesirable_weight).masked_fill(is_desirable, desirable_weight)
+    return weights * torch.sigmoid(-margin), margin.detach()
+
+
+@torch.no_grad()
+def mismatch_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, lengths: Tensor) -> float:
+    """Return KTO's estimate of KL(policy || reference) from prompts with responses to other prompts.
+
+        max(0, mean over samples of log(pi(y') / pi_ref(y')))
+
+    Arguments are those of `log_ratios`; a sample without an unmasked token is excluded.
+    """
+    ratios = log_ratios(logprobs, ref_logprobs, mask, lengths).double()[counted(mask, lengths)]
+    return max(0.0, float(ratios.mean())) if len(ratios) else 0.0
 
 
 def sppo_loss(ratios: Tensor, win_rates: Tensor, *, eta: float) -> Tensor:

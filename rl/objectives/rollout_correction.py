@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 
 from rl.objectives.policy_loss import MAX_LOG_RATIO, masked_log_ratio
+from rl.objectives.returns import kept as kept_tokens
+from rl.objectives.returns import put_back, reward_to_go, tokens_after
 from rl.objectives.segments import expand, segment_sum
 
 USUAL_UPPER = 2.0
@@ -77,13 +79,25 @@ def sequence_weights(
 
 @torch.no_grad()
 def icepop(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float, high: float
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+    *,
+    low: float,
+    high: float,
+    level: Literal["token", "prefix", "sequence"] = "token",
 ) -> Tensor:
-    """Return IcePop's weights (Ring-1T, arXiv:2510.18855): w where low <= w <= high, else 0; 0 at masked
-    positions too; [T].
+    """Return importance weights with those out of bounds set to 0, [T]; 0 at masked positions too.
 
-    A token dropped so keeps its place in the denominators of the loss; `reject` takes that too. The authors
-    use 0.5 and 5.
+        token     w where low <= w <= high: IcePop (Ring-1T, arXiv:2510.18855), with 0.5 and 5
+        prefix    w where the geometric mean of w from the sample's first token to this one is within the
+                  bounds: OpenRLHF's reinforce_pro, with 0.5 and 5
+        sequence  the product of w over the sample, where it is within the bounds: TRL's sequence_mask, with
+                  no lower bound and 3
+
+    A token dropped so keeps its place in the denominators of the loss; `reject` takes that too. For the mask
+    without a weight by the geometric mean of a whole sample use `reject`.
 
     Raises:
         ValueError: 1, the weight of a token on which both agree, is not within the bounds.
@@ -93,8 +107,23 @@ def icepop(
             f"IcePop keeps ratios from {low} to {high}; 1 must be among them and low not negative"
         )
     mask = mask.bool()
-    weights = masked_log_ratio(old_logprobs, rollout_logprobs, mask).exp()
-    return torch.where(mask & (weights >= low) & (weights <= high), weights, 0.0)
+    log_weights = judged = masked_log_ratio(old_logprobs, rollout_logprobs, mask)
+    if level == "prefix":
+        judged = _prefix_means(log_weights, lengths, mask)
+    elif level == "sequence":
+        products = segment_sum(torch.where(mask, old_logprobs - rollout_logprobs, 0.0), lengths)
+        judged = log_weights = expand(products.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), lengths, len(mask))
+    weights, ratios = log_weights.exp(), judged.exp()
+    return torch.where(mask & (ratios >= low) & (ratios <= high), weights, 0.0)
+
+
+def _prefix_means(x: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over the unmasked tokens from the sample's first one to each token, [T]."""
+    keep, counts = kept_tokens(lengths, mask)
+    # Reversed, the tokens before a token are those after it.
+    backwards = counts.flip(0)
+    sums = reward_to_go(x[keep].double().flip(0), backwards, 1.0)
+    return put_back((sums / (tokens_after(backwards) + 1)).flip(0), keep, x.dtype)
 
 
 @torch.no_grad()

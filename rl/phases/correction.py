@@ -5,6 +5,7 @@ from torch import Tensor
 from rl.config.correction import RolloutCorrection
 from rl.data.batch import Batch
 from rl.objectives import rollout_correction
+from rl.phases.batch_checks import check_loss_weights
 from rl.phases.batch_metrics import token_mean
 
 
@@ -18,12 +19,13 @@ def correct_rollout(batch: Batch, correction: RolloutCorrection) -> dict[str, fl
         return {}
     assert batch.old_logprobs is not None and batch.mask is not None
     pair, mask, lengths = (batch.old_logprobs, batch.rollout_logprobs), batch.mask, batch.lengths
-    level = "sequence" if correction.truncate_samples else "token"
+    level = "sequence" if correction.weighs_samples else "token"
     bound = correction.truncate_tokens or correction.truncate_samples or correction.icepop_high
     upper = bound or rollout_correction.USUAL_UPPER
     metrics = rollout_correction.metrics(*pair, lengths, mask, level=level, upper=upper)
     batch.loss_weights = loss_weights(correction, *pair, lengths, mask)
     if batch.loss_weights is not None:
+        check_loss_weights(batch, of_samples=correction.weighs_samples)
         metrics["rollout_corr/weight_mean"] = token_mean(batch.loss_weights, mask)
     kept = mask
     for criterion in correction.rejections:  # each reads the mask as it was before any rejection
@@ -56,5 +58,8 @@ def loss_weights(
     if upper := correction.truncate_samples:
         return rollout_correction.sequence_weights(*pair, lengths, mask, upper=upper)
     if high := correction.icepop_high:
-        return rollout_correction.icepop(*pair, mask, low=correction.icepop_low, high=high)
+        level = "sequence" if correction.weighs_samples else correction.icepop_level
+        return rollout_correction.icepop(
+            *pair, lengths, mask, low=correction.icepop_low, high=high, level=level
+        )
     return None

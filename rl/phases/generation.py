@@ -156,7 +156,8 @@ class Generation:
                 raise StepAborted
             step.events = engine.events.digest
             has_turns = self._agents is not None
-            batch = exchange(ids, own or [], samples_per_prompt, self._step.device, turns=has_turns)
+            columns = dict(turns=has_turns, held=engine.held_columns)
+            batch = exchange(ids, own or [], samples_per_prompt, self._step.device, **columns)
             step.metrics |= self._idle_metrics(timing, busy, batch, len(ids))
         if abortable:
             step.abortable_s += time.perf_counter() - started

@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor
 
-from rl.config.schema import Config, needs_early_logprobs, needs_reference
+from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.batch_checks import check_likelihoods
 from rl.phases.batch_metrics import engine_gap, token_mean
 from rl.phases.correction import correct_rollout
 from rl.phases.deferred import OUTPUTS
+from rl.phases.logprob_checks import check_engine, check_reference, rounding_limit
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
 from rl.phases.step import Step
 from rl.phases.zero_mismatch import check_equal
@@ -25,6 +27,9 @@ class Inference:
         self._config, self._step, self._engines = config, step, engines
         self._memory, self._planner = memory, planner
         self._is_bitwise = config.model.numerics == "bitwise"
+        weights = engines.policy.weight_map
+        self._limit = config.agreement.logprob_slack * rounding_limit(weights.hf, weights.dtype)
+        """Largest mean difference of log-probs that rounding explains; 0: they are not compared."""
 
     def log_probs(self, batch: Batch) -> None:
         """Fill `old_logprobs` and, if the config has a reference policy, `ref_logprobs`.
@@ -77,6 +82,7 @@ class Inference:
         """
         metrics, mask = self._step.metrics, batch.mask
         batch.old_logprobs, batch.deferred_at = logprobs, None
+        check_likelihoods(batch, logprobs, name="old policy")
         if self._is_bitwise:
             plans = self._planner.plans(batch) if first is None else [first]
             check_equal(batch, logprobs, self._engines.policy.version, [plan.micro_batches for plan in plans])
@@ -84,12 +90,36 @@ class Inference:
                 mask = torch.zeros_like(mask).index_copy_(0, own := batch.tokens_of(first.samples), mask[own])
         metrics["actor/entropy"] = token_mean(entropy, mask)
         metrics |= engine_gap(batch, logprobs)
+        self._check_logprobs(batch, logprobs)
         metrics |= correct_rollout(batch, self._config.rollout_correction)
 
     def reference(self, batch: Batch) -> None:
         """Fill `ref_logprobs`: log-probs under the policy that the run started from."""
         policy = self._engines.policy
         (batch.ref_logprobs,) = self._pass(policy, batch, ("logprobs",), "ref", "ref", of_reference=True)
+        config = self._config
+        selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
+        if not selects and not config.roles.is_on:  # else the tokens that are missing may have smaller ratios
+            check_likelihoods(batch, batch.ref_logprobs, name="reference policy")
+        self._check_reference(batch)
+
+    def _check_logprobs(self, batch: Batch, logprobs: Tensor) -> None:
+        """Compare the policy's log-probs with the engine's and the reference's, where they must be equal."""
+        policy, rollout = self._engines.policy, self._config.rollout
+        is_biased = rollout.truncates and rollout.biased_truncation
+        if self._limit and not is_biased and self._config.run.mode != "train_only":
+            plans = [plan.micro_batches for plan in self._planner.plans(batch)]
+            ranks = [[i for p in plans for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
+            routes = policy.weight_map.placement.num_experts > 0
+            version, limit = policy.version, self._limit
+            found = check_engine(batch, logprobs, version=version, limit=limit, routes=routes, ranks=ranks)
+            self._step.metrics |= found
+        self._check_reference(batch)
+
+    def _check_reference(self, batch: Batch) -> None:
+        """Compare policy and reference before the policy's first update; `batch` may lack either."""
+        if self._limit and self._engines.policy.version == 0 and not self._config.rollout_correction.bypass:
+            check_reference(batch, limit=self._limit)
 
     def values(self, batch: Batch) -> None:
         """Fill `old_values`: the critic's values before this step's updates."""

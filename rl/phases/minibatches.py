@@ -64,10 +64,11 @@ class MinibatchPlanner:
     def plans(self, batch: Batch) -> list[MinibatchPlan]:
         """Return one plan per mini-batch, in the order of the optimizer steps."""
         if self._batch() is not batch:
-            self._batch, self._plans = weakref.ref(batch), self._plan(batch)
+            self._batch, self._plans = weakref.ref(batch), self.new_plans(batch)
         return self._plans
 
-    def _plan(self, batch: Batch) -> list[MinibatchPlan]:
+    def new_plans(self, batch: Batch) -> list[MinibatchPlan]:
+        """Return the plans of a batch without keeping them in place of those of another one."""
         num_groups = int(batch.groups.max()) + 1
         # Groups are divided evenly, so that no update is computed from a small remainder.
         num_minibatches = -(-num_groups // self._prompts_per_minibatch)

@@ -8,15 +8,17 @@ are verl's.
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from rl.config.schema import Config
-from rl.data.batch import Batch, given_responses, pair_up
-from rl.data.preferences import Preference
+from rl.data.batch import Batch, given_responses, mismatch, pair_up
+from rl.data.preferences import Labelled, Preference
 from rl.data.prompts import Prompt
 from rl.data.sampler import EpochSampler, MixedSampler
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.batch_checks import CheckFailed, check_duplicates, check_endings
 from rl.phases.batch_metrics import length_metrics, score_metrics
 from rl.phases.generation import Generation
 from rl.phases.inference import Inference
@@ -51,10 +53,10 @@ class Phases:
         *,
         step: Step,
         engines: Engines,
-        prompts: list[Prompt] | list[Preference],
+        prompts: list[Prompt] | list[Preference] | list[Labelled],
         sampler: EpochSampler | MixedSampler,
         scorer: Scorer | None,
-        tokenizer,
+        end_ids: frozenset[int] = frozenset(),
         stop: StopRequests | None = None,
         agents=None,
         link: "Link | None" = None,
@@ -76,8 +78,12 @@ class Phases:
             self.generation = self.split = SplitGeneration(config, step, policy, self.memory, stop, link=link)
         self.inference = Inference(config, step, engines, self.memory, planner)
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
-        self.scoring = Scoring(config, step, engines, self.memory, scorer, tokenizer)
+        self.scoring = Scoring(config, step, engines, self.memory, scorer)
         self.kl_penalty = KlPenalty(config)
+        self._end_ids = end_ids
+        """Ids of tokens that end a response, besides those of `rollout.stop_token_ids`."""
+        self.num_drawn = 0
+        """Prompts that the steps of the run have drawn, those before a resume included."""
         self.past_lengths = PastLengths() if config.rollout.longest_first else None
         self.carry_over = None
         if config.rollout.carry_over:
@@ -102,10 +108,21 @@ class Phases:
         With `rollout.carry_over`, they are those that `generate` needs to return so many groups.
         """
         number = number or self.config.data.prompts_per_step
-        if self.carry_over is None:
-            return [self.prompts[i] for i in self.sampler.draw(number)]
-        drawn = self.sampler.draw(self.carry_over.num_to_draw(number))
-        return self.carry_over.number([self.prompts[i] for i in drawn])
+        self._check_cursor()
+        if self.carry_over is not None:
+            number = self.carry_over.num_to_draw(number)
+        drawn = [self.prompts[i] for i in self.sampler.draw(number)]
+        self.num_drawn += number
+        return drawn if self.carry_over is None else self.carry_over.number(drawn)
+
+    def _check_cursor(self) -> None:
+        """Raise CheckFailed if the sampler has passed another number of prompts than the steps have drawn."""
+        passed = self.sampler.num_drawn
+        if passed is not None and passed != self.num_drawn:
+            raise CheckFailed(
+                f"draw check: the data cursor is behind {passed} prompts, but the steps so far have drawn "
+                f"{self.num_drawn}: prompts are {'skipped' if passed > self.num_drawn else 'repeated'}."
+            )
 
     def draw_pairs(self) -> Batch:
         """Return the next data.prompts_per_step pairs, a chosen and a rejected response each."""
@@ -114,6 +131,17 @@ class Phases:
         chosen = given_responses(ids, [pair.chosen_ids for pair in pairs])
         rejected = given_responses(ids, [pair.rejected_ids for pair in pairs])
         return self._with_lengths_logged(pair_up(chosen=chosen, rejected=rejected))
+
+    def draw_labelled(self) -> Batch:
+        """Return the next data.prompts_per_step responses of the data; `labels` are 1 for desirable ones."""
+        rows: list[Labelled] = self.draw_prompts()
+        batch = given_responses([row.prompt_ids for row in rows], [row.response_ids for row in rows])
+        batch.labels = torch.tensor([float(row.label) for row in rows])
+        return self._with_lengths_logged(batch)
+
+    def mismatched(self, batch: Batch) -> Batch:
+        """Return the prompts with the response of the previous sample of the same mini-batch."""
+        return mismatch(batch, [plan.samples for plan in self.updates.plans(batch)])
 
     def targets(self, prompts: list[Prompt]) -> Batch:
         """Return the data's own responses in place of generated ones."""
@@ -134,14 +162,26 @@ class Phases:
             batch = self.carry_over.generate([prompts[i] for i in order] if order else prompts)
         else:
             purpose = f"train.{self.step.number}.{round}" if round else f"train.{self.step.number}"
-            batch = self.generation.sample(
-                prompts,
-                train_sampling(self.config),
-                purpose=purpose,
-                timing="gen",
-                abortable=True,
-                order=order,
-            )
+            if self.split is not None:
+                batch = self.split.next_batch(prompts, purpose=purpose)
+            else:
+                batch = self.generation.sample(
+                    prompts,
+                    train_sampling(self.config),
+                    purpose=purpose,
+                    timing="gen",
+                    abortable=True,
+                    order=order,
+                )
+        config = self.config
+        check_endings(
+            batch,
+            max_tokens=config.rollout.max_response_tokens,
+            stop_ids=self._end_ids | set(config.rollout.stop_token_ids),
+            ends_at_text=bool(config.rollout.stop),
+        )
+        if config.rollout.temperature:
+            check_duplicates(batch)
         if self.past_lengths is not None:
             indices = [prompt.index for prompt in batch.prompts]
             self.past_lengths.note(indices, batch.groups.tolist(), batch.lengths.tolist())
@@ -187,9 +227,16 @@ class Phases:
         """Fill `token_rewards`; subtract `objective.reward_kl` times the KL divergence from the rewards."""
         self.step.metrics |= self.kl_penalty.apply(batch, self.step.number)
 
-    def update(self, batch: Batch, loss: Loss, *, select_tokens: TokenSelection | None = None) -> None:
+    def update(
+        self,
+        batch: Batch,
+        loss: Loss,
+        *,
+        select_tokens: TokenSelection | None = None,
+        mismatched: Batch | None = None,
+    ) -> None:
         """Update the policy on the batch's mini-batches. See `Updates.policy`."""
-        self.updates.policy(batch, loss, select_tokens=select_tokens)
+        self.updates.policy(batch, loss, select_tokens=select_tokens, mismatched=mismatched)
 
     def update_critic(self, batch: Batch) -> None:
         """Update the critic; reads `returns` and `old_values`."""
@@ -203,7 +250,7 @@ class Phases:
 
     def cursor(self) -> dict[str, Any]:
         """Return where the draw of prompts stands. Later phases do not change what it holds."""
-        cursor: dict[str, Any] = {"sampler": self.sampler.state_dict()}
+        cursor: dict[str, Any] = {"sampler": self.sampler.state_dict(), "num_drawn": self.num_drawn}
         if self.carry_over is not None:
             cursor["carry_over"] = self.carry_over.frontier
         if self.past_lengths is not None:

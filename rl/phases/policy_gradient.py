@@ -17,9 +17,12 @@ from torch import Tensor
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch
+from rl.objectives import top_entropy
 from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
+from rl.objectives.off_policy_mask import off_policy_mask
 from rl.objectives.segments import expand
+from rl.phases.objective_check import check_objective
 from rl.phases.updates import TokenSelection
 from rl.training.logprobs import OUTPUTS
 from rl.training.loss import Loss, Totals
@@ -47,14 +50,16 @@ def advantages(batch: Batch, config: Config) -> Tensor:
 
 def policy_loss(config: Config) -> Loss:
     """Return `objective.loss` with its mean, KL term and entropy bonus, as `Phases.update` takes it."""
-    _, loss = config.objective.chosen
+    goal = config.objective
+    _, loss = goal.chosen
     assert loss is not None, "the algorithm has no policy gradient"
     function = getattr(importlib.import_module(f"rl.objectives.losses.{loss.function}"), loss.function)
     policy = partial(_policy_loss, config=config, token_loss=function)
-    inputs = set(inspect.signature(function).parameters) | (
-        {"entropy"} if config.objective.entropy_coef else set()
-    )
+    inputs = set(inspect.signature(function).parameters)
+    if goal.entropy_coef or goal.adaptive_entropy.target:
+        inputs.add("entropy")
     policy.reads = tuple(name for name in OUTPUTS if name == "logprobs" or name in inputs)
+    policy.check = partial(check_objective, policy, config)
     return policy
 
 
@@ -63,13 +68,19 @@ def token_selection(config: Config) -> TokenSelection | None:
     equally."""
     _, loss = config.objective.chosen
     assert loss is not None, "the algorithm has no policy gradient"
-    module = importlib.import_module(f"rl.objectives.losses.{loss.function}")
-    select = getattr(module, "select_tokens", None)
+    if config.objective.top_entropy < 1:
+        select, output = top_entropy.select_tokens, "entropy"
+    else:
+        module = importlib.import_module(f"rl.objectives.losses.{loss.function}")
+        select, output = getattr(module, "select_tokens", None), "logprobs"
     if select is None:
         return None
-    return lambda batch, logprobs, seed: select(
-        **arguments(select, batch, config, logprobs=logprobs, seed=seed)
-    )
+
+    def selection(batch: Batch, values: Tensor, seed: int) -> Tensor:
+        return select(**arguments(select, batch, config, **{output: values}, seed=seed))
+
+    selection.reads = output
+    return selection
 
 
 def arguments(
@@ -95,7 +106,12 @@ def arguments(
 
 
 def _policy_loss(
-    micro: MicroBatch, totals: Totals, *, config: Config, token_loss: Callable
+    micro: MicroBatch,
+    totals: Totals,
+    *,
+    config: Config,
+    token_loss: Callable,
+    entropy_coef: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     goal = config.objective
     reduce = partial(
@@ -111,16 +127,28 @@ def _policy_loss(
     losses, stats = token_loss(**arguments(token_loss, micro, config))
     if "loss_weights" in micro.columns:
         losses = losses * micro.loss_weights
+    if goal.top_entropy < 1:
+        losses = losses * micro.selected_tokens
+    if goal.off_policy_mask:
+        assert micro.logprobs is not None
+        sampling = micro.columns.get("rollout_logprobs", micro.old_logprobs)
+        pair, of_samples = (micro.logprobs, sampling), (micro.advantages, micro.mask, micro.lengths)
+        unmasked = off_policy_mask(*pair, *of_samples, bound=goal.off_policy_mask)
+        losses = losses * unmasked
+        stats["off_policy_masked_fraction"] = (1 - unmasked).sum()
     total = pg_loss = reduce(losses)
     metrics = {"actor/pg_loss": pg_loss} | {
         f"actor/{name}": value / totals.num_tokens for name, value in stats.items()
     }
     if goal.kl_coef:
         assert micro.logprobs is not None
-        kl_loss = reduce(kl(micro.logprobs, micro.ref_logprobs, micro.mask, estimator=goal.kl_estimator))
+        both = micro.logprobs, micro.ref_logprobs
+        options = dict(estimator=goal.kl_estimator, old_logprobs=micro.old_logprobs)
+        kl_loss = reduce(kl(*both, micro.mask, **options))
         total = total + goal.kl_coef * kl_loss
         metrics["actor/kl_loss"] = kl_loss
-    if goal.entropy_coef:
+    entropy_coef = goal.entropy_coef if entropy_coef is None else entropy_coef
+    if entropy_coef:
         assert micro.entropy is not None
-        total = total - goal.entropy_coef * reduce(micro.entropy)
+        total = total - entropy_coef * reduce(micro.entropy)
     return total, metrics

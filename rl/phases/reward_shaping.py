@@ -9,6 +9,7 @@ from rl.objectives.kl import kl
 from rl.objectives.kl_controller import AdaptiveKL, FixedKL
 from rl.objectives.returns import place_at_end
 from rl.objectives.segments import segment_sum
+from rl.phases.batch_checks import CheckFailed
 from rl.phases.batch_metrics import sample_means, spread
 from rl.rewards.length import overlong_penalties
 
@@ -47,6 +48,10 @@ class KlPenalty:
         sample's reward. `rewards` become the sums over the tokens. An adaptive coefficient is updated for the
         next step. A trajectory of several rows is one sample.
         """
+        if batch.token_rewards is not None:
+            raise CheckFailed(
+                "KL penalty check: the penalty was already subtracted from this batch's rewards."
+            )
         if batch.trajectories is not None:
             merged = batch.merge_rows()
             metrics = self.apply(merged, step)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -15,7 +16,9 @@ from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
+from rl.phases.batch_checks import CheckFailed, place
 from rl.rewards.pool.pool import ScoringPool, default_workers
+from rl.rewards.score import Score, digest
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import Sampling, seed_of
@@ -63,10 +66,17 @@ class Scorer:
         owners = [batch.prompts[int(batch.groups[i])] for i in mine]
         given = batch.score_details.get("score")
         asked = [k for k, i in enumerate(mine) if given is None or given[i].isnan()]
-        scores = self.pool.score([_sample(owners[k], texts[k]) for k in asked])
+        samples = [_sample(owners[k], texts[k]) for k in asked]
+        scores = self.pool.score(samples)
+        check_answers(samples, scores)
+        digests = [_digest(batch, mine[k]) for k in asked]
         columns = gather_columns(
-            [score.values for score in scores], [mine[k] for k in asked], len(batch), self.device
+            [score.values | {"digest": key} for score, key in zip(scores, digests, strict=True)],
+            [mine[k] for k in asked],
+            len(batch),
+            self.device,
         )
+        check_places(batch, columns.pop("digest", torch.zeros(0)))
         found = dict(zip(asked, scores))
         answers = None
         if predictions:
@@ -148,6 +158,36 @@ class Scorer:
             except Exception:  # a user's parser may raise anything; only this sample's grade is lost
                 continue
         return values, failed
+
+
+def check_answers(samples: list[dict], scores: list[Score]) -> None:
+    """Raise CheckFailed unless each score is a worker's answer for its own sample, or marked as failed."""
+    for k, (sample, score) in enumerate(zip(samples, scores, strict=True)):
+        if not score.values["failed"] and score.sample != digest(sample):
+            what = "of another sample" if score.sample >= 0 else "that no worker computed"
+            raise CheckFailed(
+                f"score check: rank {dist.get_rank()} got the score {score.values['score']:.4g} for its "
+                f"sample {k} "
+                f"of {len(samples)}, {what}: the order of the answers was lost, or they are those of another "
+                "call."
+            )
+
+
+def check_places(batch: Batch, digests: Tensor) -> None:
+    """Raise CheckFailed if the scores of all ranks were put together in another order. digests: float32 "
+    "[N]."""
+    for sample, found in enumerate(digests.tolist()):
+        if not math.isnan(found) and found != _digest(batch, sample):
+            raise CheckFailed(
+                f"score check: {place(batch, sample)} has the score of another sample, from rank "
+                f"{sample % dist.get_world_size()}."
+            )
+
+
+def _digest(batch: Batch, sample: int) -> int:
+    """Return a hash of a response and its prompt that float32 holds exactly, 24 bits."""
+    prompt = batch.prompts[int(batch.groups[sample])].index if batch.prompts else -1
+    return zlib.crc32(batch.response_ids[sample], prompt & 0xFFFFFFFF) & 0xFFFFFF
 
 
 def start_pool(config: Config, inputs: Inputs) -> ScoringPool:

@@ -1,21 +1,18 @@
-"""The scoring phase: what each response is worth, logged and written down for people to read."""
+"""The scoring phase: what each response is worth."""
 
-from pathlib import Path
+from collections import Counter
 
-import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.batch_checks import warn_of_constant_scores
 from rl.phases.batch_metrics import score_metrics
 from rl.phases.reward_shaping import overlong_penalty
 from rl.phases.scorer import Scorer
 from rl.phases.step import Step
-from rl.rollout.turns import SOURCES
-from rl.run_directory.samples import FILE_NAME, append_samples
 
 
 class Scoring:
@@ -23,21 +20,15 @@ class Scoring:
 
     Args:
         scorer: None: this run has no reward.
-        tokenizer: the policy's, to decode the samples written to samples.jsonl.
     """
 
     def __init__(
-        self,
-        config: Config,
-        step: Step,
-        engines: Engines,
-        memory: MemorySharing,
-        scorer: Scorer | None,
-        tokenizer,
+        self, config: Config, step: Step, engines: Engines, memory: MemorySharing, scorer: Scorer | None
     ):
         self._config, self._step, self._engines, self._memory = config, step, engines, memory
-        self._scorer, self._tokenizer = scorer, tokenizer
-        self._written_step = -1
+        self._scorer = scorer
+        self._groups: Counter[float | str] = Counter()
+        """Groups so far by their scores (`warn_of_constant_scores`)."""
 
     def fill_scores(self, batch: Batch, *, timing: str, predictions: bool = False) -> list[str | None] | None:
         """Fill `scores`, `rewards` (equal to them) and `score_details`.
@@ -63,7 +54,8 @@ class Scoring:
             batch.rewards = batch.rewards + penalties
             self._step.metrics["reward/overlong_penalty/mean"] = float(penalties.mean())
         self._step.metrics |= score_metrics(batch.merge_rows())
-        self._write_samples(batch)
+        if warning := warn_of_constant_scores(batch, self._groups):
+            self._step.progress.line(warning)
 
     def greedy_rewards(self, batch: Batch) -> Tensor:
         """Return and log the rewards of a batch with one response per prompt, float32 [prompts]."""
@@ -72,37 +64,3 @@ class Scoring:
             batch.rewards = batch.rewards + overlong_penalty(batch, self._config)
         self._step.metrics["critic/baseline/mean"] = float(batch.rewards.mean())
         return batch.rewards
-
-    def _write_samples(self, batch: Batch) -> None:
-        """Write the first logging.samples samples of the step; only rank 0, once per step."""
-        count, number = min(self._config.logging.samples, len(batch)), self._step.number
-        if dist.get_rank() > 0 or not count or self._written_step == number:
-            return
-        self._written_step = number
-        rows = [
-            {
-                "training/global_step": number,
-                "prompt": batch.prompts[int(batch.groups[i])].text,
-                "response": self._tokenizer.decode(batch.response_ids[i]),
-                "ground_truth": batch.prompts[int(batch.groups[i])].ground_truth,
-                "score": float(batch.scores[i]),
-            }
-            | self._conversation(batch, i)
-            for i in range(count)
-        ]
-        append_samples(Path(self._config.run.dir, FILE_NAME), rows)
-
-    def _conversation(self, batch: Batch, sample: int) -> dict:
-        """Return the texts of a trajectory by role, with all tokens between them; {} without environments."""
-        if batch.turns is None:
-            return {}
-        turns = batch.turns[batch.offsets[sample] : batch.offsets[sample + 1]].numpy()
-        parts = np.split(batch.response_ids[sample], np.flatnonzero(np.diff(turns)) + 1)
-        starts = np.cumsum([0, *map(len, parts[:-1])])
-        roles = [
-            "assistant" if turns[start] > 0 else SOURCES[-turns[start]] for start in starts if len(turns)
-        ]
-        texts = [batch.prompt_ids[sample], *parts]
-        decode = self._tokenizer.decode
-        pairs = zip(["prompt", *roles], texts)
-        return {"messages": [{"role": role, "content": decode(ids)} for role, ids in pairs]}

@@ -1,9 +1,9 @@
 """Generation on other ranks (`roles`): the trainers' side, with the interface of `Generation`."""
 
-import base64
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from rl.rollout.asks import Ask, Asks, Begin, Complete, Generate, NextBatch
 from rl.rollout.exchange import exchange
 from rl.rollout.group_stream import batch_size
 from rl.rollout.sampling import Sampling, seed_of, train_sampling
-from rl.rollout.turns import Sample, Segment
+from rl.rollout.turns import COLUMNS, Sample, Segment, columns_of
 from rl.run_directory.consumed import FILE_NAME, append_consumed
 from rl.runtime.collectives import any_rank
 from rl.runtime.session import job
@@ -68,14 +68,24 @@ class SplitGeneration:
         """Groups that have arrived and are not learned from, by number."""
         self._taken: list[tuple[int, int]] = []
         """(group, index of its prompt) of the groups of this step."""
-        self._answers: dict[str, list[Sample]] = {}
-        """Samples of `Generate`, by the message's name."""
+        self._answers: dict[str, dict[int, list[Sample]]] = {}
+        """Samples of a `Generate` by the rank of the replica's leader, by the message's name."""
+        self._claims = None
+        self._first = 0
+        """Number of the first group of this start."""
+        self._kept = 0
+        """Number of the first claim that is not forgotten."""
+        if link.living is not None:
+            from rl.rollout.claims import Claims
+
+            self._claims = Claims(job().store, link.living)
         self._sent_version: int | None = None
 
     # The run ----------------------------------------------------------------------------------------------
 
     def begin(self, cursor: dict[str, Any]) -> None:
         """Start the generators. cursor: state of the sampler before the next batch."""
+        self._first = self._num_learned * self._size
         self._ask(Begin(cursor, self._num_learned, frozenset(self._groups)))
 
     def end(self, code: int) -> None:
@@ -92,9 +102,14 @@ class SplitGeneration:
 
         Rank 0 writes.
         """
+        before = self._num_learned * self._size
         self._num_learned = self._next_batch
         first = self._num_learned * self._size
         if dist.get_rank() == 0:
+            if self._claims is not None:
+                # A replica may still search in the batches of this step.
+                self._claims.forget(range(self._kept, before - self._first))
+                self._kept = before - self._first
             path = Path(self._config.run.dir, FILE_NAME)
             number, taken = self._step.number, self._taken
             append_consumed(path, number, num_drawn=first, consumed=taken, dropped=[], waiting=[])
@@ -114,11 +129,20 @@ class SplitGeneration:
                 self._receive(lambda: all(group in self._groups for group in groups))
 
     def state_dict(self) -> dict:
-        """Return plain data for a checkpoint. Not collective."""
-        return {
+        """Return plain data for a checkpoint, with an array of all tokens for each column. Not collective."""
+        deliveries = [self._groups[group] for group in sorted(self._groups)]
+        samples = [sample for delivery in deliveries for sample in delivery.samples]
+        return columns_of(samples) | {
             "batch": self._num_learned,
             "batch_size": self._size,
-            "groups": [[g, *_packed(self._groups[g])] for g in sorted(self._groups)],
+            "groups": [
+                [
+                    *delivery.key,
+                    delivery.source,
+                    [[s.number, s.truncated, len(s.token_ids)] for s in delivery.samples],
+                ]
+                for delivery in deliveries
+            ],
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -134,18 +158,51 @@ class SplitGeneration:
                 f"{state['batch_size']}; resume with the value of the saved run."
             )
         self._next_batch = self._num_learned = self._num_asked = state["batch"]
-        for group, *packed in state.get("groups", []):
-            delivery = _unpacked(group, group % self._size, *packed)
-            if len(delivery.samples) != self._sampling.samples_per_prompt:
+        start = 0
+        for group, prompt, source, rows in state.get("groups", []):
+            if len(rows) != self._sampling.samples_per_prompt:
                 raise ConfigError(
                     f"rollout.samples_per_prompt={self._sampling.samples_per_prompt}, but the checkpoint "
-                    f"holds a group of {len(delivery.samples)} samples; resume with that of the saved run."
+                    f"holds a group of {len(rows)} samples; resume with that of the saved run."
                 )
+            samples = []
+            for number, truncated, length in rows:
+                segment = Segment(*(state[name][start : start + length] for name in COLUMNS))
+                samples.append(Sample(group % self._size, number, (segment,), truncated))
+                start += length
             version = self._policy.version + group // self._size - self._num_learned
-            if _oldest(delivery.samples) >= version - self._config.roles.lag:
-                self._groups[group] = delivery
+            if _oldest(samples) >= version - self._config.roles.lag:
+                self._groups[group] = Delivery((group, prompt), source, samples)
 
     # Generation -------------------------------------------------------------------------------------------
+
+    def next_batch(self, prompts: list[Prompt], *, purpose: str) -> Batch:
+        """Return the next batch of the stream, whose prompts the trainers have drawn too.
+
+        purpose: as in `Generation.sample`. Raises StepAborted on every rank after a stop request.
+        """
+        if len(prompts) != self._size:
+            raise ValueError(
+                f"algorithm={self._config.algorithm} generates for {len(prompts)} prompts at once, but "
+                f"with roles it must be the {self._size} of draw_prompts()."
+            )
+        self._send_weights()
+        step, number = self._step, self._next_batch
+        first = number * self._size
+        groups = range(first, first + self._size)
+        later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
+        self._num_asked = number + later + 1
+        self._ask(NextBatch(step.number, self._policy.version, number, self._num_asked, purpose))
+        ids = [prompt.token_ids for prompt in prompts]
+
+        def receive(bar, abortable: bool) -> list[Sample]:
+            self._receive(lambda: all(group in self._groups for group in groups), bar, abortable=abortable)
+            self._check_groups(groups, ids)
+            self._next_batch += 1
+            self._taken += [(group, prompt.index) for group, prompt in zip(groups, prompts)]
+            return [sample for group in groups for sample in self._groups[group].samples]
+
+        return self._awaited(receive, prompts, self._sampling, timing="gen", abortable=True)
 
     def sample(
         self,
@@ -157,27 +214,47 @@ class SplitGeneration:
         abortable: bool = False,
         order: None = None,
     ) -> Batch:
-        """Return samples, as `Generation.sample`. With training's sampling, take the stream's next batch."""
-        ids = [prompt.token_ids for prompt in prompts]
-        takes_batch = abortable and sampling == self._sampling
+        """Return samples of these prompts by the present weights, as `Generation.sample`."""
         self._send_weights()
-        step, version = self._step, self._policy.version
-        if takes_batch:
-            if len(prompts) != self._size:
-                raise ValueError(
-                    f"algorithm={self._config.algorithm} generates for {len(prompts)} prompts at once, but "
-                    f"with roles it must be the {self._size} of draw_prompts()."
-                )
-            number = self._next_batch
-            first = number * self._size
-            groups = range(first, first + self._size)
-            later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
-            self._num_asked = number + later + 1
-            self._ask(NextBatch(step.number, version, number, self._num_asked, purpose))
-        else:
-            seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
-            name = self._ask(Generate(step.number, version, ids, sampling, seeds))
-            self._answers[name] = []
+        ids = [prompt.token_ids for prompt in prompts]
+        seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
+
+        def receive(bar, abortable: bool) -> list[Sample]:
+            samples: list[Sample] = []
+            places = list(range(len(prompts)))
+            while places:  # again only if a replica has died
+                asked = [ids[place] for place in places], sampling, [seeds[place] for place in places]
+                answers = self._generate(*asked, bar, abortable)
+                found = [replace(s, prompt=places[s.prompt]) for s in answers]
+                samples += found
+                places = sorted({*places} - {sample.prompt for sample in found})
+            return samples
+
+        return self._awaited(receive, prompts, sampling, timing=timing, abortable=abortable)
+
+    def _generate(
+        self, ids: list[np.ndarray], sampling: Sampling, seeds: list[int], bar, abortable: bool
+    ) -> list[Sample]:
+        """Ask for samples of these prompts; return those of the replicas that live."""
+        name = self._ask(Generate(self._step.number, self._policy.version, ids, sampling, seeds))
+        answers = self._answers[name] = {}
+        self._receive(lambda: answers.keys() >= {*self._link.leaders}, bar, abortable=abortable)
+        del self._answers[name]
+        if dist.get_rank() == 0:
+            self._asks.remove(name)
+        return [sample for own in answers.values() for sample in own]
+
+    def _awaited(
+        self,
+        receive: Callable[[Any, bool], list[Sample]],
+        prompts: list[Prompt],
+        sampling: Sampling,
+        *,
+        timing: str,
+        abortable: bool,
+    ) -> Batch:
+        """Return the samples of `receive` as a batch, and log for how long they were awaited."""
+        step, ids = self._step, [prompt.token_ids for prompt in prompts]
         total = len(prompts) * sampling.samples_per_prompt
         started = time.perf_counter()
         abortable = abortable and self._stop is not None and not step.is_committed
@@ -185,20 +262,7 @@ class SplitGeneration:
             step.phase("wait_samples", timing=timing, batch=fingerprint(ids)),
             step.bar(timing, total) as bar,
         ):
-            if takes_batch:
-                done = lambda: all(group in self._groups for group in groups)  # noqa: E731
-            else:
-                done = lambda: len(self._answers[name]) == total  # noqa: E731
-            self._receive(done, bar, abortable=abortable)
-            if takes_batch:
-                self._check_groups(groups, ids)
-                self._next_batch += 1
-                self._taken += [(group, prompt.index) for group, prompt in zip(groups, prompts)]
-                samples = [sample for group in groups for sample in self._groups[group].samples]
-            else:
-                samples = self._answers.pop(name)
-                if dist.get_rank() == 0:
-                    self._asks.remove(name)
+            samples = receive(bar, abortable)
             own = samples if dist.get_rank() == 0 else []
             batch = exchange(ids, own, sampling.samples_per_prompt, step.device)
             batch.prompts = prompts
@@ -210,16 +274,28 @@ class SplitGeneration:
         """Take what the generators send until `done`. Raises StepAborted after a stop request."""
         while not done():
             for delivery in self._link.receive_samples(WAIT_S):
-                if isinstance(delivery.key, str):
-                    self._answers[delivery.key] += delivery.samples
-                else:
-                    group = delivery.key[0]
-                    assert group not in self._groups, f"group {group} was generated twice"
-                    self._groups[group] = delivery
+                if not self._keep(delivery):
+                    continue
                 if bar is not None:
                     bar.update(len(delivery.samples))
             if abortable and self._stop is not None and any_rank(self._stop.is_requested()):
                 raise StepAborted
+
+    def _keep(self, delivery: Delivery) -> bool:
+        """Keep a delivery; return False if it is not needed, because a replica seemed to have died."""
+        if isinstance(delivery.key, str):
+            if delivery.key in self._answers:
+                self._answers[delivery.key][delivery.source] = delivery.samples
+            return delivery.key in self._answers
+        group = delivery.key[0]
+        is_known = group in self._groups or group < self._num_learned * self._size
+        if is_known:
+            assert self._claims is not None, f"group {group} was generated twice"
+            return False
+        self._groups[group] = delivery
+        if self._claims is not None and dist.get_rank() == 0:
+            self._claims.note_done(group - self._first)
+        return True
 
     def _check_groups(self, groups: range, ids: list[np.ndarray]) -> None:
         """Raise if a group has another prompt than the trainers drew, or is older than `roles.lag`."""
@@ -267,23 +343,3 @@ class SplitGeneration:
 def _oldest(samples: list[Sample]) -> int:
     """Return the oldest version that sampled a token of the samples."""
     return min((int(s.weight_versions.min()) for s in samples if len(s.token_ids)), default=sys.maxsize)
-
-
-def _packed(delivery: Delivery) -> list:
-    """Return the fingerprint, the rank and the samples of a group as plain data."""
-    rows = []
-    for sample in delivery.samples:
-        columns = np.stack([sample.token_ids, sample.logprobs.view(np.int32), sample.weight_versions])
-        rows.append(
-            [sample.number, sample.truncated, base64.b64encode(columns.astype("<i4").tobytes()).decode()]
-        )
-    return [delivery.key[1], delivery.source, rows]
-
-
-def _unpacked(group: int, place: int, prompt: int, source: int, rows: list) -> Delivery:
-    samples = []
-    for number, truncated, text in rows:
-        columns = np.frombuffer(base64.b64decode(text), "<i4").reshape(3, -1).astype(np.int32)
-        segment = Segment(columns[0], columns[1].view(np.float32), columns[2])
-        samples.append(Sample(place, number, (segment,), truncated))
-    return Delivery((group, prompt), source, samples)

@@ -15,18 +15,20 @@ thread sends while the trainer computes. Samples travel to the first training ra
 
 import contextlib
 import datetime
+import functools
 import json
 import pickle
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.models import architecture
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts
@@ -40,6 +42,9 @@ from rl.runtime.device import Device
 from rl.runtime.own_group import own_group
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine
+
+if TYPE_CHECKING:  # a run in which all replicas must live does not import it
+    from rl.runtime.living import LivingReplicas
 
 UNLIMITED = datetime.timedelta(days=30)
 """Time limit of a message. The other side may be in any phase of a step; the phases' limits and the
@@ -63,6 +68,7 @@ class Link:
         store: the job's store; the link uses keys with a prefix and connections of its own.
         rank: this process's rank in the job.
         train, rollout: the job's ranks in the two roles, ascending; together all ranks of the job.
+        living: which replicas the run goes on without; None if all must live.
     """
 
     def __init__(
@@ -73,8 +79,10 @@ class Link:
         train: tuple[int, ...],
         rollout: tuple[int, ...],
         device: Device,
+        living: "LivingReplicas | None" = None,
     ):
-        self.rank, self.train, self.rollout, self.device = rank, train, rollout, device
+        self.rank, self.train, self.rollout, self.device, self.living = rank, train, rollout, device, living
+        self._job_store = store
         self._store, self._thread_store = (_connection(store) for _ in range(2))
         size = len(train) + len(rollout)
         options: dict = dict(rank=rank, size=size, timeout=UNLIMITED)
@@ -84,7 +92,12 @@ class Link:
         self._check_every = 0
         self._trainer: TrainingEngine | None = None
         self._engine: RolloutEngine | None = None
-        self._sending: Future[BytesMoved] | None = None
+        self._left_out: tuple[int, ...] = ()
+        """The replicas that are not in the communicator for weights."""
+        self.leaders: tuple[int, ...] = ()
+        """First ranks of the replicas that lived at the last `receive_samples`; the same on all trainers."""
+        self._sending: Future[BytesMoved | None] | None = None
+        self._connect_and_move: Callable[[], BytesMoved]
         self._num_refits = 0
         self._num_read = 0
         self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -101,9 +114,17 @@ class Link:
         """Plan the refits of the policy. Collective over the job.
 
         A training rank passes `trainer`, a generating rank `engine`. hf: the policy's config.json. Raises
-        ValueError on every rank if an engine holds a weight in another form than the trainer.
+        ConfigError on every rank if an engine holds a weight in another form than the trainer.
         """
         self._trainer, self._engine, self._check_every = trainer, engine, config.refit.check_every
+        self._tp = config.rollout.tp
+        self.leaders = self.rollout[:: self._tp]
+        self._plan = functools.partial(self._plan_for, config, hf)
+        self._plan(self._control, self.rollout)
+
+    def _plan_for(self, config: Config, hf: dict, group: dist.ProcessGroup, rollout: tuple[int, ...]) -> None:
+        """Plan the refits of these ranks of the group. Collective over the group."""
+        trainer, engine = self._trainer, self._engine
         weights, grid, num_layers = architecture(hf).weights(hf), config.training, hf["num_hidden_layers"]
         planned = plan_weights(
             weights,
@@ -117,16 +138,16 @@ class Link:
                 num_experts=count_experts(weights),
                 ranks=self.train,
             ),
-            RolloutPlacement(len(self.rollout), config.rollout.tp, num_layers, ranks=self.rollout),
+            RolloutPlacement(len(rollout), config.rollout.tp, num_layers, ranks=rollout),
             dtype=getattr(torch, config.model.dtype),
             weight_map=None if trainer is None else trainer.weight_map,
             engine=engine,
             buffer_mib=config.refit.buffer_mib,
-            group=self._control,
+            group=group,
         )
         if planned.fallback:
             names = ", ".join(weight.vllm for weight in planned.fallback[:4])
-            raise ValueError(
+            raise ConfigError(
                 f"vLLM holds {len(planned.fallback)} weights ({names}, ...) in another dtype or layout than "
                 "the trainer. They need vLLM's own loader, which a refit between two roles does not support; "
                 "omit the section roles."
@@ -145,20 +166,35 @@ class Link:
         assert self._planned is not None and self._trainer is not None, (
             "plan_weights(trainer=...) comes first"
         )
-        planned, number = self._planned, self._num_refits
+        number = self._num_refits
         self._num_refits += 1
-        sources = training_parameters(self._trainer.weight_map, planned)
+        weight_map = self._trainer.weight_map
         self.device.synchronize()  # the thread's stream does not wait for the update's
         if self.rank == self.train[0]:
             self._store.set(f"weights {number}", str(version))
 
-        def send() -> BytesMoved:
-            with self._own_stream():
-                # On CUDA a message occupies the GPU while it waits for its receiver.
-                self._thread_store.wait([f"receivers {number}"], UNLIMITED)
-                return self._move(planned, number, version, sources, {})[0]
+        def move() -> BytesMoved:
+            assert self._planned is not None
+            sources = training_parameters(weight_map, self._planned)
+            moved, _ = self._move(number, version, sources, {})
+            if self.living is not None:
+                self.living.release()
+            return moved
 
-        self._sending = _in_thread(send)
+        def send() -> BytesMoved | None:
+            # On CUDA a message occupies the GPU while it waits for its receiver.
+            if self.rank == self.train[0]:
+                self._await_receivers(number)
+            if self._agreed(self._thread_store, number) != self._left_out:
+                return None
+            with self._own_stream():
+                return move()
+
+        def connect_and_move() -> BytesMoved:
+            self._connect(self._agreed(self._store, number))
+            return move()
+
+        self._sending, self._connect_and_move = _in_thread(send), connect_and_move
 
     def wait_sent(self) -> BytesMoved | None:
         """Wait until the weights have been sent; return this rank's bytes, None if none were being sent.
@@ -166,7 +202,11 @@ class Link:
         Raises what the sending thread raised.
         """
         sending, self._sending = self._sending, None
-        return None if sending is None else sending.result()
+        if sending is None:
+            return None
+        moved = sending.result()
+        # After the death of a replica the main thread connects the others, while nothing else uses the GPU.
+        return self._connect_and_move() if moved is None else moved
 
     def receive_weights(self, version: int) -> BytesMoved:
         """Write the announced weights into the engine, between two engine steps; return this rank's bytes.
@@ -178,15 +218,17 @@ class Link:
         RefitMismatch on a rank whose weights differ, naming weights and ranks.
         """
         assert self._planned is not None and self._engine is not None, "plan_weights(engine=...) comes first"
-        planned, engine, number = self._planned, self._engine, self._num_refits
+        engine, number = self._engine, self._num_refits
         self._num_refits += 1
         announced = int(self._store.get(f"weights {number}"))
         assert announced == version, f"the trainer sends version {announced}, not {version}"
-        destinations = engine_parameters(engine, planned)
         engine.device.synchronize()  # the engine may still be reading
-        if self._store.add(f"num receivers {number}", 1) == len(self.rollout):
-            self._store.set(f"receivers {number}", "")
-        done, wrong = self._move(planned, number, version, {}, destinations)
+        self._store.set(f"receiver {number} {self.rank}", "")
+        if (left_out := self._agreed(self._store, number)) != self._left_out:
+            self._connect(left_out)
+        planned = self._planned
+        destinations = engine_parameters(engine, planned)
+        done, wrong = self._move(number, version, {}, destinations)
         clear_padding(engine, planned.in_place, destinations)
         engine.weights_changed()
         engine.weights_version = version
@@ -198,19 +240,64 @@ class Link:
             )
         return done
 
+    def _await_receivers(self, number: int) -> None:
+        """Wait until all replicas that live are between two engine steps, and announce which they are.
+
+        On the first training rank. No replica is left out from then on until the weights have been sent.
+        """
+        store, keys = self._thread_store, [f"receiver {number} {rank}" for rank in self._ranks(())]
+
+        def is_ready(left_out: tuple[int, ...]) -> bool:
+            nonlocal keys
+            keys = [f"receiver {number} {rank}" for rank in self._ranks(left_out)]
+            return store.check(keys)
+
+        def hold() -> tuple[int, ...] | None:
+            if self.living is not None:
+                return self.living.hold(is_ready)
+            return () if is_ready(()) else None
+
+        while (left_out := hold()) is None:
+            with contextlib.suppress(dist.DistStoreError):  # the time is over
+                store.wait(keys, datetime.timedelta(seconds=1))
+        for key in keys:
+            store.delete_key(key)
+        store.set(f"receivers {number}", json.dumps(left_out))
+
+    def _agreed(self, store: dist.Store, number: int) -> tuple[int, ...]:
+        """Wait for the announcement of `_await_receivers`; return the replicas that take no part."""
+        store.wait([key := f"receivers {number}"], UNLIMITED)
+        return tuple(json.loads(store.get(key)))
+
+    def _ranks(self, left_out: tuple[int, ...]) -> tuple[int, ...]:
+        return self.rollout if self.living is None else self.living.ranks(left_out)
+
+    def _connect(self, left_out: tuple[int, ...]) -> None:
+        """Connect the ranks that live, and plan their refits. Collective over them.
+
+        In a communicator with a rank that has died, NCCL could wait for it without an error.
+        """
+        ranks = (*self.train, *self._ranks(left_out))
+        if self.rank not in ranks:  # the watchdog ends this process
+            raise ConnectionError("connection closed: this replica is left out of the run")
+        name = "-".join(map(str, left_out))
+        options: dict = dict(rank=ranks.index(self.rank), size=len(ranks), timeout=UNLIMITED)
+        self._weights.abort()
+        self._weights = own_group(self._job_store, f"link-weights-{name}", device=self.device, **options)
+        control = own_group(self._job_store, f"link-plan-{name}", device=None, **options)
+        self._plan(control, tuple(range(len(self.train), len(ranks))))
+        dist.destroy_process_group(control)
+        self._left_out = left_out
+
     def _move(
-        self,
-        planned: WeightPlan,
-        number: int,
-        version: int,
-        sources: dict[int, Tensor],
-        destinations: dict[int, Tensor],
+        self, number: int, version: int, sources: dict[int, Tensor], destinations: dict[int, Tensor]
     ) -> tuple[BytesMoved, list[tuple[int, int]]]:
         """Carry out the plan; return the bytes and the result of the check, if this version is checked.
 
         number: of the refit. Collective over the job.
         """
-        where, wrong = self.device.torch, []
+        where, wrong, planned = self.device.torch, [], self._planned
+        assert planned is not None
         done = transfer(planned.plan, sources, destinations, where, self._weights)
         if number == 0 or (self._check_every and version % self._check_every == 0):
             wrong = compare(planned.plan, sources, destinations, where, self._weights)
@@ -256,16 +343,30 @@ class Link:
         """
         self.check_threads()
         arrived: list[bytes] = []
+        if self.living is not None and self.rank == self.train[0]:
+            self.leaders = self.living.ranks(self.living.left_out())[:: self._tp]
         while self.rank == self.train[0] and self._wait(
             key := f"samples {self._num_read}", 0 if arrived else timeout_s
         ):
             source, num_bytes = json.loads(self._store.get(key))
             content = torch.empty(num_bytes, dtype=torch.uint8)
-            self._control.recv([content], source, 0).wait()
             self._store.delete_key(key)
             self._num_read += 1
+            try:
+                self._control.recv([content], source, 0).wait()
+            except RuntimeError:  # the sender has died
+                if self.living is None:
+                    raise
+                continue
             arrived.append(content.numpy().tobytes())
-        return [pickle.loads(content) for content in broadcast_object(arrived, group=control_group())]
+        connects = self._sending is not None and self._sending.done() and self._sending.result() is None
+        found = broadcast_object((self.leaders, arrived, connects), group=control_group())
+        self.leaders, arrived, connects = found
+        if connects:  # the generators wait for it, and the samples may wait for the generators
+            moved: Future = Future()
+            moved.set_result(self.wait_sent())
+            self._sending = moved
+        return [pickle.loads(content) for content in arrived]
 
     def check_threads(self) -> None:
         """Raise what a sending thread has raised. Not collective."""

@@ -24,12 +24,12 @@ from rl.refit.gather import RefitMismatch
 from rl.refit.plan import RefitPlan, Routing, cut_into_batches, plan_of
 from rl.refit.transfer import BytesMoved, compare, transfer
 from rl.rollout.engine import RolloutEngine
-from rl.runtime.collectives import gather_objects, sum_over_world
+from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.weights import WeightMap
 
-__all__ = ["RefitMismatch", "check_refit", "refit", "traffic_metrics"]
+__all__ = ["RefitMismatch", "check_refit", "check_weights", "refit", "traffic_metrics"]
 
 MAX_SHOWN = 8
 """Maximum number of differing weights that a check gathers to report their first differing element."""
@@ -99,6 +99,19 @@ def check_refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: i
         ]
     texts += gather.differences(trainer, engine, _comparable(engine, planned.fallback))
     gather.raise_mismatches(texts)
+
+
+def check_weights(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512) -> None:
+    """Compare this rank's engine weights with the trainer's by checksums. Collective over the world.
+
+    It costs about two passes over the weights, and does not trust the version that the engine is said to
+    hold. After a difference `check_refit` finds weights, ranks and elements, and raises RefitMismatch.
+    """
+    planned = _planned(trainer, engine, buffer_mib)
+    ends = training_parameters(trainer.weight_map, planned), engine_parameters(engine, planned)
+    if any_rank(bool(compare(planned.plan, *ends, engine.device.torch, quick=True))):
+        check_refit(trainer, engine, buffer_mib=buffer_mib)
+        raise RefitMismatch("the weights of engine and trainer differed, and were equal when compared again")
 
 
 def traffic_metrics(moved: BytesMoved, device: Device) -> dict[str, float]:

@@ -7,8 +7,9 @@ in 0.1 s.
 import math
 import numbers
 import sys
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl.workers.messages import encodable
@@ -25,6 +26,14 @@ class Score:
     """Finite numbers: `score`, the function's others (`acc`, ...), and `failed` (0 or 1), set by the pool."""
     prediction: str | None = None
     """The extracted answer (`pred`), for majority voting."""
+    sample: int = field(default=-1, compare=False)
+    """Digest of the sample that the worker scored (`digest`), set by the pool; -1 if no worker did."""
+
+
+def digest(sample: Mapping[str, Any]) -> int:
+    """Return a 32-bit hash of a sample's prompt and response."""
+    texts = (str(sample.get(name)).encode("utf-8", "surrogatepass") for name in ("prompt", "response"))
+    return zlib.crc32(b"\0".join(texts))
 
 
 class RejectedResult(ValueError):

@@ -5,7 +5,6 @@ is the prompt and the tokens so far, with the same seed. The CPU's sampler and v
 position, so under equal weights the sample is the one of an uninterrupted generation, up to rounding.
 """
 
-import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.events import Abort, Add, Done, Event
 from rl.rollout.queue import Queue, own_counter, shared_counter
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.turns import Completion, Request, Sample, Segment
-
-COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "weight_versions": np.int32}
-"""Columns of a completion, and their types."""
+from rl.rollout.turns import COLUMNS, Completion, Request, Sample, Segment, columns_of
 
 
 @dataclass(frozen=True)
@@ -195,7 +191,7 @@ def _joined(sample: Completion, parts: Batch, row: int) -> Completion:
 def batch_of(groups: Sequence[Group]) -> Batch:
     """Return the samples of complete groups as a batch."""
     samples = [sample for group in groups for sample in group.samples]
-    columns = {name: torch.from_numpy(_column(samples, name)) for name in ("logprobs", "weight_versions")}
+    columns = {name: torch.from_numpy(column) for name, column in columns_of(samples).items()}
     sizes = torch.tensor([len(group.samples) for group in groups])
     return Batch(
         prompt_ids=[group.prompt.token_ids for group in groups for _ in group.samples],
@@ -208,11 +204,6 @@ def batch_of(groups: Sequence[Group]) -> Batch:
     )
 
 
-def _column(samples: Sequence[Completion], name: str) -> np.ndarray:
-    empty = np.zeros(0, COLUMNS[name])
-    return np.concatenate([empty, *(getattr(sample, name) for sample in samples)])
-
-
 @dataclass(frozen=True)
 class Frontier:
     """The groups that were drawn and not consumed; identical on all ranks."""
@@ -222,10 +213,9 @@ class Frontier:
     """Number of prompts that the run has drawn."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the frontier as JSON: columns are base64 of their bytes, which keeps log-probs exact."""
+        """Return the frontier as plain data, with an array of all tokens for each column."""
         samples = [sample for group in self.groups for sample in group.samples]
-        columns = {name: base64.b64encode(_column(samples, name).tobytes()).decode() for name in COLUMNS}
-        return columns | {
+        return columns_of(samples) | {
             "num_drawn": self.num_drawn,
             "prompts": [[group.prompt.index, group.prompt.draw] for group in self.groups],
             "lengths": [[len(sample.token_ids) for sample in group.samples] for group in self.groups],
@@ -235,14 +225,11 @@ class Frontier:
     @classmethod
     def from_state(cls, state: dict[str, Any], prompt_of: Callable[[int, int], Prompt]) -> "Frontier":
         """Return the frontier of `state_dict`. prompt_of: (index, draw) -> prompt."""
-        columns = {
-            name: np.frombuffer(base64.b64decode(state[name]), dtype) for name, dtype in COLUMNS.items()
-        }
         groups, start = [], 0
         for (index, draw), lengths, ends in zip(state["prompts"], state["lengths"], state["ends"]):
             samples = []
             for length, end in zip(lengths, ends):
-                parts = {name: column[start : start + length] for name, column in columns.items()}
+                parts = {name: state[name][start : start + length] for name in COLUMNS}
                 samples.append(Completion(**parts, end=end))
                 start += length
             groups.append(Group(prompt_of(index, draw), tuple(samples)))

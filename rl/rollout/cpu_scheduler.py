@@ -5,6 +5,8 @@ step. A step without prompts needs little of it: no request is admitted, and a r
 the KV cache only if its last block is full. This class is the value of vLLM's public option `scheduler_cls`.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -26,6 +28,8 @@ class DecodeScheduler(Scheduler):
         assert not (self.num_spec_tokens or self.use_pp or self.connector or self.log_stats)
         self.logprobs: dict[str, list[float]] = {}
         """Log-probs of the tokens of running requests, by vLLM's internal id."""
+        self.before_free: Callable | None = None
+        """Called with each finished or aborted request before its blocks of the KV cache are freed."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         return self._schedule_decoding() or super().schedule(throttle_prefills)
@@ -117,6 +121,11 @@ class DecodeScheduler(Scheduler):
             finish_reason=reason,
             stop_reason=request.stop_reason,
         )
+
+    def _free_request(self, request, delay_free_blocks=False):
+        if self.before_free is not None:
+            self.before_free(request)
+        return super()._free_request(request, delay_free_blocks)
 
     def finish_requests(self, request_ids, finished_status):
         """Finish the requests as Scheduler does, and discard their stored log-probs."""

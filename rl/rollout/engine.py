@@ -8,19 +8,21 @@ add and abort requests at the same engine steps, in the same order. `rl.rollout.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from rl.config.schema import Rollout
+from rl.data.held import KEPT_SETS
 from rl.models import read_hf_config
 from rl.rollout import cpu_support
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
 from rl.rollout.sampling import Sampling
 from rl.rollout.single_turns import SingleTurns
-from rl.rollout.turns import Completion, Request, Sample
+from rl.rollout.turns import Completion, Request, Sample, context_digest
 from rl.rollout.vllm_model import build_llm
 from rl.runtime.device import Device
 
@@ -38,6 +40,8 @@ class RolloutEngine:
         frozen: whether the weights are read from `path` and never change. On CUDA they then stay in GPU
             memory, because vLLM's sleep mode supports one engine per process. Weights of an engine that is
             not frozen are undefined until the first refit.
+        returns_kept: whether completions have the kept sets of their tokens (`rl.rollout.kept_sets`).
+        routes: return the experts that were chosen for each token, as the held column "routes".
         bitwise: compute log-probs that are bitwise those of a trainer in the same mode.
     """
 
@@ -52,6 +56,8 @@ class RolloutEngine:
         device: Device,
         name: str = "rollout",
         frozen: bool = False,
+        returns_kept: bool = False,
+        routes: bool = False,
         bitwise: bool = False,
     ):
         self.config, self.device, self.name, self.frozen = rollout, device, name, frozen
@@ -71,6 +77,8 @@ class RolloutEngine:
             device=device,
             frozen=frozen,
             bitwise=bitwise,
+            returns_kept=returns_kept,
+            routes=routes,
         )
         if not device.is_cuda:
             dist.barrier()
@@ -82,6 +90,8 @@ class RolloutEngine:
         self.model = self.llm.apply_model(lambda model: model)[0]
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self._vocab_size = self.llm.llm_engine.model_config.get_vocab_size()
+        self._returns_kept = returns_kept
         self._cpu_cache = None
         self.keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not frozen
         """Whether the KV cache stays when the weights change. Samples then share a cached prefix only if they
@@ -95,6 +105,13 @@ class RolloutEngine:
             sampler = None if device.is_cuda else self._runner.sampler
             make_bitwise(self.model, read_hf_config(path), sampler)
         self.replica_group = _own_replica_group(world, self.tp, rank)
+        self.held_columns: tuple[str, ...] = KEPT_SETS * returns_kept + ("routes",) * routes
+        """Held columns (`rl.data.held`) of the engine's completions."""
+        self._routes: Any = None
+        if routes and self.leads:
+            from rl.rollout.routes import routes_of_engine
+
+            self._routes = routes_of_engine(read_hf_config(path), self.llm, self.model, self._scheduler)
         self._queues_made = 0
         self._running: dict[str, _Live] = {}
         self.events = EventLog(self.replica_group)
@@ -262,8 +279,8 @@ class RolloutEngine:
     ) -> bool:
         """Generate what the source of the replica's leader asks for. Collective over the replica.
 
-        Before an engine step, the ranks exchange a record if nothing runs, if a request has finished since
-        the last record, and at the latest after INTERVAL steps.
+        Before an engine step, the ranks exchange a record if nothing runs, if the source waits, if a request
+        has finished since the last record, and at the latest after INTERVAL steps.
 
         Args:
             source: decides what is generated; None on other ranks than the leader.
@@ -278,10 +295,12 @@ class RolloutEngine:
         """
         engine, running = self.llm.llm_engine, self._running
         self.events = EventLog(self.replica_group, keep_records=keep_records)
+        if not self.device.is_cuda:
+            self._runner.sampler.kept = {} if self._returns_kept else None
         step = last_record = 0
         has_finished = waits = False
         while True:
-            if not running or has_finished or step - last_record >= INTERVAL:
+            if not running or waits or has_finished or step - last_record >= INTERVAL:
                 last_record, has_finished = step, False
                 is_interrupted = interrupt is not None and interrupt()
                 events: list[Event] = []
@@ -308,12 +327,12 @@ class RolloutEngine:
                             engine.abort_request(list(running))
                             running.clear()
                             return not aborted
-            if running:
+            if running and not waits:
                 for output in engine.step():
                     if output.finished:
                         has_finished = True
                         live = running.pop(output.request_id)
-                        self._deliver(source, output.request_id, _completion(output.outputs[0], live))
+                        self._deliver(source, output.request_id, self._completion(output, live))
                 step += 1
 
     def _add(self, request: Request, sampling: Sampling) -> None:
@@ -340,6 +359,33 @@ class RolloutEngine:
         engine.abort_request([name])
         return Completion(token_ids, logprobs, "abort", live.versions(len(token_ids)))
 
+    def _kept_sets(self, internal_id: str, output) -> dict[str, np.ndarray]:
+        """Return the held columns of the sets from which the tokens of a finished request were sampled."""
+        from rl.rollout.kept_sets import columns_of
+
+        if self.device.is_cuda:
+            sets = output.sampling_mask.token_ids
+        else:  # none if the request was greedy; one too many if tokens were sampled after a stop string
+            sets = list(self._runner.sampler.kept.pop(internal_id, {}).values())[: len(output.token_ids)]
+            sets = sets or [()] * len(output.token_ids)
+        assert len(sets) == len(output.token_ids), "the engine did not return a kept set for every token"
+        return columns_of(sets, self._vocab_size)
+
+    def _completion(self, finished, live: "_Live") -> Completion:
+        """Return the tokens of a finished request, with the held columns."""
+        output = finished.outputs[0]
+        held = {} if self._routes is None else {"routes": self._routes.take(live.internal_id, output)}
+        if self._returns_kept:
+            held |= self._kept_sets(live.internal_id, output)
+        return Completion(
+            token_ids=np.asarray(output.token_ids, np.int32),
+            logprobs=np.asarray(output.logprobs.logprobs, np.float32),
+            end="length" if output.finish_reason == "length" else "stop",
+            weight_versions=live.versions(len(output.token_ids)),
+            held=held,
+            context_digest=context_digest(finished.prompt_token_ids),
+        )
+
     def _deliver(self, source: Source | None, name: str, completion: Completion) -> None:
         self.events.note(name, completion.token_ids)
         if source is not None:
@@ -359,10 +405,14 @@ class RolloutEngine:
         # vLLM compiles the grammar within add_request if the executor is external_launcher, so that all ranks
         # admit the request at the same step (vLLM #29996).
         grammar = request.grammar and StructuredOutputsParams(structural_tag=request.grammar)
+        temperature, top_k = sampling.temperature, sampling.top_k
+        if self.device.is_cuda and self._returns_kept:
+            # An engine that returns kept sets refuses requests without top_k, and greedy ones.
+            temperature, top_k = (temperature, top_k or self._vocab_size) if temperature else (1.0, 1)
         return SamplingParams(
-            temperature=sampling.temperature,
+            temperature=temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            top_k=top_k,
             min_p=sampling.min_p,
             max_tokens=request.max_tokens,
             structured_outputs=grammar,
@@ -394,15 +444,6 @@ class _Live:
         for first, version in self.spans:
             versions[first:] = version
         return versions
-
-
-def _completion(output, live: _Live) -> Completion:
-    return Completion(
-        token_ids=np.asarray(output.token_ids, np.int32),
-        logprobs=np.asarray(output.logprobs.logprobs, np.float32),
-        end="length" if output.finish_reason == "length" else "stop",
-        weight_versions=live.versions(len(output.token_ids)),
-    )
 
 
 def _abort_in_order(client) -> None:

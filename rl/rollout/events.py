@@ -54,10 +54,11 @@ class Done:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Nothing runs, because environments have not answered. Repeated until one answers, and not stored."""
+    """The engine takes no step, because something is awaited: environments while nothing runs, or weights
+    whose engine step is fixed. Repeated until it has come, and not stored."""
 
     text: str
-    """Which environments are awaited, for the report of a hang."""
+    """What is awaited, for the report of a hang."""
 
 
 Event = Add | Abort | Weights | Done | Waiting
@@ -69,7 +70,7 @@ class Source(Protocol):
     def next_events(self, num_live: int, step: int) -> list[Event]:
         """Return the events before engine step `step`; [] if nothing changes.
 
-        It may block, for at most a second, only if nothing runs (`num_live` is 0).
+        It may block, for at most a second, only if nothing runs (`num_live` is 0) or it returns `Waiting`.
         """
 
     def receive(self, name: str, completion: Completion) -> None:

@@ -1,17 +1,25 @@
 """Exchange of samples. Every rank receives all samples, a few bytes per token."""
 
+import itertools
 import math
+import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from rl.data.batch import Batch
-from rl.rollout.turns import Sample
+from rl.data.held import HeldColumn, Row, row_key
+from rl.rollout.turns import Sample, context_digest
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
 
-_HEADER = ("prompt", "number", "row", "length", "prompt_length", "truncated")
+_HEADER = ("prompt", "number", "row", "length", "prompt_length", "truncated", "digest", "context_digest")
+
+
+class SamplesDiffer(RuntimeError):
+    """Raised on every rank if a sample was lost, doubled or changed on its way to the other ranks."""
 
 
 def exchange(
@@ -21,6 +29,7 @@ def exchange(
     device: Device,
     *,
     turns: bool = False,
+    held: tuple[str, ...] = (),
 ) -> Batch:
     """Return the batch of all samples, ordered by prompt, sample number and row. Collective over the world.
 
@@ -32,6 +41,7 @@ def exchange(
         own: the samples of this rank; no other rank has them.
         samples_per_prompt: number that every prompt must have; None if samples may be missing.
         turns: whether samples may have several turns; then `turns` and `turn_rewards` are filled too.
+        held: names of the held columns. Their rows stay where they are; all ranks learn who has them.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     counts = torch.zeros(2, world, dtype=torch.int64)  # samples, and how many of them have an outcome
@@ -42,12 +52,15 @@ def exchange(
     for place, sample in enumerate(own, first):
         context = -1 if sample.prompt_ids is None else len(sample.prompt_ids)
         values = (sample.prompt, sample.number, sample.row, len(sample.token_ids), context, sample.truncated)
-        header[:, place] = torch.tensor(values)
+        sampled = [np.full(len(segment.token_ids), segment.is_sampled) for segment in sample.segments]
+        digest = _digest(sample.token_ids, np.concatenate(sampled) if sampled else [])
+        header[:, place] = torch.tensor((*values, digest, sample.context_digest))
     header = sum_over_world(header, device.torch)
     order = torch.from_numpy(np.lexsort(header[:3].flip(0).numpy()))
     place_of = order.argsort()[first : first + len(own)].tolist()
-    prompt, number, row, lengths, contexts, truncated = header[:, order]
-    _check_numbers(prompt, number, row, len(prompts), samples_per_prompt)
+    prompt, number, row, lengths, contexts, truncated, digests, context_digests = header[:, order]
+    ranks = torch.repeat_interleave(torch.arange(world), num_own)[order]
+    _check_numbers(prompt, number, row, ranks, len(prompts), samples_per_prompt)
 
     columns, numbers = _write_columns(own, place_of, lengths, rewards=turns)
     token_ids, turn_of, weight_versions = sum_over_world(columns, device.torch)
@@ -68,19 +81,55 @@ def exchange(
         batch.prompt_ids = _exchange_contexts(batch.prompt_ids, own, place_of, contexts, device)
     if (row > 0).any():
         batch.trajectories = torch.stack([prompt, number]).unique(dim=1, return_inverse=True)[1]
+    _check_digests(batch, digests, context_digests, number, ranks)
+    if held and len(batch):
+        holders = torch.arange(world).repeat_interleave(num_own.long())[order]
+        batch.held = _locate(batch, own, place_of, holders, held, device)
     if num_outcomes.any():
         batch.score_details = _exchange_outcomes(own, place_of, len(batch), device)
     return batch
 
 
-def _check_numbers(prompt, number, row, num_prompts: int, samples_per_prompt: int | None) -> None:
-    """Assert that every sample was generated exactly once."""
+def _digest(token_ids: np.ndarray, is_sampled: Sequence[bool] | np.ndarray) -> int:
+    """Return a 32-bit hash of a response and of which tokens the policy sampled."""
+    flags = np.asarray(is_sampled, np.uint8)
+    return zlib.crc32(flags, zlib.crc32(np.ascontiguousarray(token_ids, np.int32)))
+
+
+def _check_numbers(prompt, number, row, ranks, num_prompts: int, samples_per_prompt: int | None) -> None:
+    """Raise SamplesDiffer unless every sample was generated exactly once."""
     samples = torch.stack([prompt, number, row]).T.tolist()
-    assert len({tuple(sample) for sample in samples}) == len(samples), "a sample was generated twice"
+    if twice := [k for k in range(1, len(samples)) if samples[k] == samples[k - 1]]:
+        raise SamplesDiffer(
+            f"sample check: rank {int(ranks[twice[0]])} generated sample {samples[twice[0]][1]} of prompt "
+            f"{samples[twice[0]][0]} of the call, which rank {int(ranks[twice[0] - 1])} had generated too."
+        )
     if samples_per_prompt is not None:
-        total = num_prompts * samples_per_prompt
-        found = sum(first == 0 for _, _, first in samples)
-        assert found == total, f"{total - found} of {total} samples were not generated exactly once"
+        counts = torch.bincount(prompt[row == 0], minlength=num_prompts)
+        if missing := (counts != samples_per_prompt).nonzero().squeeze(1).tolist():
+            raise SamplesDiffer(
+                f"sample check: prompt {missing[0]} of the call has {int(counts[missing[0]])} samples "
+                f"instead of "
+                f"{samples_per_prompt}, and so have {len(missing) - 1} further prompts."
+            )
+
+
+def _check_digests(batch: Batch, digests, context_digests, number, ranks) -> None:
+    """Raise SamplesDiffer if a sample of the batch differs from that of the rank that generated it."""
+    assert batch.mask is not None
+    flags = (batch.mask > 0).numpy()
+    for i, (start, end) in enumerate(itertools.pairwise(batch.offsets.tolist())):
+        what = ""
+        if _digest(batch.response_ids[i], flags[start:end]) != digests[i]:
+            what = "other tokens or another mask"
+        elif context_digests[i] >= 0 and context_digest(batch.prompt_ids[i]) != context_digests[i]:
+            what = "another prompt"
+        if what:
+            raise SamplesDiffer(
+                f"sample check: sample {int(number[i])} of prompt {int(batch.groups[i])} of the call has "
+                f"{what} in "
+                f"the batch than rank {int(ranks[i])} generated."
+            )
 
 
 def _write_columns(own: list[Sample], places: list[int], lengths: torch.Tensor, *, rewards: bool):
@@ -112,6 +161,29 @@ def _exchange_contexts(
             token_ids[span] = torch.from_numpy(sample.prompt_ids)
     parts = np.split(sum_over_world(token_ids, device.torch).numpy(), ends[:-1].numpy())
     return [part if own_length >= 0 else ids for part, own_length, ids in zip(parts, contexts, prompt_ids)]
+
+
+def _locate(
+    batch: Batch,
+    own: list[Sample],
+    places: list[int],
+    holders: torch.Tensor,
+    names: tuple[str, ...],
+    device: Device,
+) -> dict[str, HeldColumn]:
+    """Return the held columns, with this rank's rows. Collective over the world. holders: int64 [N]."""
+    lengths = torch.zeros(len(names), len(batch), dtype=torch.int64)
+    rows: dict[str, dict[int, Row]] = {name: {} for name in names}
+    for place, sample in zip(places, own):
+        key = row_key(batch.prompt_ids[place], sample.token_ids)
+        for k, name in enumerate(names):
+            rows[name][place] = row = Row(key, sample.held(name))
+            lengths[k, place] = len(row.values)
+    lengths = sum_over_world(lengths, device.torch)
+    kinds = {name: (row.values.dtype, row.values.shape[1:]) for name in names for row in rows[name].values()}
+    everyone = {name: kind for found in gather_objects(kinds) for name, kind in found.items()}
+    found = zip(names, lengths)
+    return {name: HeldColumn(rows[name], holders, size, *everyone[name]) for name, size in found}
 
 
 def _exchange_outcomes(

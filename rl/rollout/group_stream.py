@@ -7,8 +7,8 @@ generators to begin batches up to n + lag with weights v, and no later one.
 
 `roles.granularity` decides when a replica reads the next message: when all its samples are complete (batch),
 or between two engine steps (group, sample). With `rollout.deterministic` those two read it a fixed number of
-engine steps after the replica's last sample of the batch before, and wait for it if it is not there yet, so
-that everything but the clock is a function of the seed.
+engine steps after the replica's last sample of the batch before. The engine takes no step until it has come,
+so that everything but the clock is a function of the seed.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ import numpy as np
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import fingerprint
 from rl.rollout.asks import Ask, Asks, Begin, NextBatch
-from rl.rollout.events import Add, Done, Event, Weights
+from rl.rollout.events import Add, Done, Event, Waiting, Weights
 from rl.rollout.queue import Queue
 from rl.rollout.sampling import seed_of, train_sampling
 from rl.rollout.turns import Completion, Request, Sample, Segment
@@ -48,6 +48,7 @@ class GroupStream:
             `begin.batch`.
         capacity: maximum number of concurrent requests.
         send: takes the key (number of the group, fingerprint of its prompt) and the samples of a group.
+        take_over: returns one of these items of the queue that a dead replica began, None if there is none.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class GroupStream:
         capacity: int,
         asks: Asks,
         send: Callable[[Hashable, list[Sample]], None],
+        take_over: Callable[[range], int | None] = lambda items: None,
     ):
         self._config, self._draw, self._queue, self._asks, self._send = config, draw, queue, asks, send
+        self._take_over = take_over
         self._sampling, self._size = train_sampling(config), batch_size(config)
         self._first = self._limit = begin.batch * self._size
         self._finished = begin.finished
@@ -88,8 +91,12 @@ class GroupStream:
         events = self._begin_samples(num_live)
         # At most one message: its weights must be taken before the next one can come.
         if self.barrier is None and self._reads_next(num_live + len(events), step):
-            taken = self._read(is_idle=not num_live and not events)
-            if taken is not None and isinstance(taken[1], NextBatch):
+            is_due = self._due_at is not None
+            taken = self._asks.take(WAIT_S if is_due or not num_live + len(events) else 0.0)
+            if taken is None:
+                return [*events, Waiting("weights")] if is_due and num_live + len(events) else events
+            self._due_at = None
+            if isinstance(taken[1], NextBatch):
                 begun = len(events)
                 events += self._allow(taken[1])
                 events += self._begin_samples(num_live + begun)
@@ -111,15 +118,6 @@ class GroupStream:
             self._send((group, fingerprint([prompt])), samples)
 
     # Messages ---------------------------------------------------------------------------------------------
-
-    def _read(self, *, is_idle: bool) -> tuple[str, Ask] | None:
-        """Return the next message, None if there is none yet. A message that is due is waited for."""
-        self._due_at = None
-        waits = not is_idle and self._config.rollout.deterministic and self._granularity != "batch"
-        while (taken := self._asks.take(WAIT_S if is_idle or waits else 0.0)) is None:
-            if not waits or self._asks.exit_code() is not None:
-                break
-        return taken
 
     def _reads_next(self, num_live: int, step: int) -> bool:
         """Return whether to read the next message before engine step `step`."""
@@ -148,7 +146,7 @@ class GroupStream:
         events: list[Event] = []
         n = 1 if self._granularity == "sample" else self._sampling.samples_per_prompt
         while num_live + len(events) + n <= self._capacity:
-            if not self._waiting and not self._begin_group():
+            if not self._waiting and not self._begin_abandoned() and not self._begin_group():
                 break
             events += [Add(self._waiting.popleft()) for _ in range(min(n, len(self._waiting)))]
         return events
@@ -158,11 +156,25 @@ class GroupStream:
         if self._next_group() >= self._limit:
             return False
         group, self._held = self._next_group(), None
+        self._open_group(group)
+        return True
+
+    def _begin_abandoned(self) -> bool:
+        """Begin a group of a replica that has died; return False if there is none."""
+        awaited = (self._next_batch - 1) * self._size  # the trainers have all groups before it
+        items = range(max(0, awaited - self._first), self._limit - self._first)
+        while (item := self._take_over(items)) is not None:
+            if self._first + item not in self._finished:
+                self._open_group(self._first + item)
+                return True
+        return False
+
+    def _open_group(self, group: int) -> None:
         batch, place = divmod(group, self._size)
         while self._num_drawn <= batch:
             self._prompts[self._num_drawn] = self._draw(self._size)
             self._num_drawn += 1
-        oldest = min((*self._open, group)) // self._size
+        oldest = min(min((*self._open, group)) // self._size, self._next_batch - 1)
         for done in [number for number in self._prompts if number < oldest]:
             del self._prompts[done]
         # With a lag, a batch begins before the step that learns from it is known.
@@ -173,7 +185,6 @@ class GroupStream:
             prompt = self._prompts[batch][place]
             name = f"{group}.{number}"
             self._waiting.append(Request(name, prompt, seed_of(seed, number), self._sampling.max_tokens))
-        return True
 
     def _next_group(self) -> int:
         """Return the next group of this replica, without the groups that exist already."""

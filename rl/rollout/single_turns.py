@@ -53,6 +53,7 @@ class SingleTurns:
     def receive(self, name: str, completion: Completion) -> None:
         prompt, number = map(int, name.split("."))
         truncated = completion.end == "length"
-        self.samples.append(Sample(prompt, number, (Segment.of(completion),), truncated))
+        segments, digest = (Segment.of(completion),), completion.context_digest
+        self.samples.append(Sample(prompt, number, segments, truncated, context_digest=digest))
         if self._progress is not None:
             self._progress.update(1)

@@ -3,9 +3,13 @@
 Token ids are the truth: a sample is a list of segments of token ids. Text and messages are derived from them.
 """
 
-from dataclasses import dataclass
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from rl.data.held import OF_SEQUENCE
 
 SOURCES = ("tool", "user", "environment")
 """Sources of tokens that the policy did not sample."""
@@ -39,6 +43,16 @@ class Completion:
     """Why it ended: "stop" (a stop token or string), "length" (max_tokens), or "abort"."""
     weight_versions: np.ndarray
     """int32 [R]: version of the policy that sampled each token (`TrainingEngine.version`)."""
+    held: dict[str, np.ndarray] = field(default_factory=dict)
+    """Values of held columns (`rl.data.held`) by name: first those of the first token, and so on. Columns in
+    OF_SEQUENCE have C + R - 1 values, for a context of C tokens."""
+    context_digest: int = -1
+    """Hash of the tokens that the engine was given (`context_digest`); -1 if unknown."""
+
+
+def context_digest(token_ids: Sequence[int] | np.ndarray) -> int:
+    """Return a 32-bit hash of the tokens of a context."""
+    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32))
 
 
 @dataclass(frozen=True)
@@ -58,11 +72,14 @@ class Segment:
     """Who gave the tokens: "policy", or one of SOURCES."""
     reward: float = 0.0
     """Reward of the turn, by an environment that rewards single turns."""
+    held: dict[str, np.ndarray] = field(default_factory=dict)
+    """As in `Completion`."""
 
     @classmethod
     def of(cls, completion: Completion, turn: int = 0) -> "Segment":
         """Return the tokens of a completion as a segment."""
-        return cls(completion.token_ids, completion.logprobs, completion.weight_versions, turn=turn)
+        columns = completion.token_ids, completion.logprobs, completion.weight_versions
+        return cls(*columns, turn=turn, held=completion.held)
 
     @classmethod
     def given(cls, token_ids: np.ndarray, *, version: int, turn: int, source: str) -> "Segment":
@@ -87,6 +104,8 @@ class Sample:
     """Index of the row among those of the response."""
     prompt_ids: np.ndarray | None = None
     """int32 [P]: context before the first segment, if it is not that of the prompt."""
+    context_digest: int = -1
+    """Hash of the context by the engine's account, which the exchange compares; -1 if unknown."""
     outcome: dict[str, float] | None = None
     """Numbers that an environment reports, such as `score`; None if the reward function gives them."""
 
@@ -117,6 +136,18 @@ class Sample:
         parts = [np.full(len(s.token_ids), number, np.int32) for s, number in zip(self.segments, numbers)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
+    def held(self, name: str) -> np.ndarray:
+        """Return the values of a held column, those of all segments end to end.
+
+        A later segment of a column in OF_SEQUENCE repeats the tokens before it; the first value counts.
+        """
+        parts, covered = [], 0
+        for segment in self.segments:
+            if name in segment.held:
+                parts.append(segment.held[name][covered:])
+                covered = len(segment.held[name]) if name in OF_SEQUENCE else 0
+        return np.concatenate(parts)
+
     @property
     def mask(self) -> np.ndarray:
         """int32 [R]: 1 for tokens that the policy sampled, 0 for others."""
@@ -130,3 +161,15 @@ class Sample:
         for segment, end in zip(self.segments, ends):
             rewards[end - 1] += segment.reward
         return rewards
+
+
+COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "weight_versions": np.int32}
+"""Columns of sampled tokens, and their types."""
+
+
+def columns_of(samples: Sequence[Completion | Sample]) -> dict[str, np.ndarray]:
+    """Return the tokens of all samples, one sample after the other, as an array for each column."""
+    return {
+        name: np.concatenate([np.zeros(0, dtype), *(getattr(sample, name) for sample in samples)])
+        for name, dtype in COLUMNS.items()
+    }

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from rl.config.options import ConfigError
 from rl.config.schema import Rollout
 from rl.models import SUPPORTED, read_hf_config
 from rl.rollout import router
@@ -23,7 +24,9 @@ def build_llm(
     seed: int,
     device: Device,
     frozen: bool,
-    bitwise: bool,
+    bitwise: bool = False,
+    returns_kept: bool = False,
+    routes: bool = False,
 ):
     """Return vLLM's LLM object for the checkpoint directory `path`. Collective over the world.
 
@@ -59,6 +62,9 @@ def build_llm(
         if "sleep_mode_offload_cudagraph" in EngineArgs.__dataclass_fields__:  # not in vLLM 0.25
             # CUDA graphs move to host memory during sleep, so that the trainer can use their memory.
             options["sleep_mode_offload_cudagraph"] = not frozen and not rollout.enforce_eager
+        if returns_kept:
+            # vLLM raises an error if it would use its first model runner, which does not return the sets.
+            options |= _mask_option(EngineArgs.__dataclass_fields__)
     else:
         options |= dict(
             enforce_eager=True,
@@ -88,8 +94,19 @@ def build_llm(
             # with a step in flight while the trainer takes the memory. With it, ranks of external_launcher
             # diverged (vLLM #28774). Without it, CUDA runs the loop that the tests compare between ranks.
             async_scheduling=False,
+            enable_return_routed_experts=routes and device.is_cuda,  # on CPU `rl.rollout.routes.CpuRoutes`
             **options,
         )
+
+
+def _mask_option(known) -> dict[str, bool]:
+    """Return the option with which completions have kept sets. known: names of vLLM's options."""
+    if "return_sampling_mask" not in known:
+        raise ConfigError(
+            "rollout.top_p, top_k or min_p truncates the distribution, but this vLLM does not return the "
+            "tokens that it kept; use vLLM 0.32, or rollout.biased_truncation=true."
+        )
+    return {"return_sampling_mask": True}
 
 
 @contextmanager

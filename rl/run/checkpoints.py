@@ -57,10 +57,14 @@ class RunCheckpoints:
             raise ConfigError(
                 f"{saved.path} was written with another objective.reward_kl.controller: {error}"
             ) from error
+        entropy_control = phases.updates.entropy_control
+        if entropy_control is not None and "entropy_control" in state:  # absent after a fixed weight
+            entropy_control.load_state_dict(state["entropy_control"])
         try:
             phases.sampler.load_state_dict(state["sampler"])
         except ValueError as error:
             raise ConfigError(f"{saved.path} was written with other data: {error}") from error
+        phases.num_drawn = state.get("num_drawn", phases.sampler.num_drawn or 0)  # absent in older ones
         if phases.carry_over is not None and "carry_over" in state:
             phases.carry_over.load_state_dict(state["carry_over"], phases.prompts)
         elif state.get("carry_over", {}).get("prompts"):
@@ -70,7 +74,8 @@ class RunCheckpoints:
             )
         if phases.past_lengths is not None:
             phases.past_lengths.means = {int(i): mean for i, mean in state.get("past_lengths", {}).items()}
-        phases.engines.policy.version = state.get("policy_version", 0)  # absent in checkpoints of version 0.1
+        phases.engines.policy.version = state.get("policy_version", state["step"])  # absent in version 0.1
+        phases.updates.rates = dict(state.get("learning_rates", {}))
         if phases.split is not None:
             phases.split.load_state_dict(state.get("split") or {"batch": state["step"]})
         return state["step"], state["metrics"]
@@ -80,13 +85,15 @@ class RunCheckpoints:
 
         cursor: where the draw stood after the last batch that was learned from (`Batch.cursor`).
         """
-        split = self._phases.split
+        split, entropy_control = self._phases.split, self._phases.updates.entropy_control
         if "carry_over" in cursor:
             cursor = cursor | {"carry_over": cursor["carry_over"].state_dict()}
         return {
             **cursor,
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
             "policy_version": self._phases.engines.policy.version,
+            "learning_rates": self._phases.updates.rates,
+            **({} if entropy_control is None else {"entropy_control": entropy_control.state_dict()}),
             **({} if split is None else {"split": split.state_dict()}),
         }
 

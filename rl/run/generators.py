@@ -6,7 +6,6 @@ import time
 import numpy as np
 import torch.distributed as dist
 
-from rl.config.options import ConfigError
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
 from rl.engines.engines import build_rollout
@@ -16,6 +15,7 @@ from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
 from rl.rollout.asks import Asks, Begin, Generate
 from rl.rollout.group_stream import WAIT_S, GroupStream, batch_size
+from rl.rollout.queue import Queue
 from rl.rollout.sampling import train_sampling
 from rl.runtime import session
 from rl.runtime.collectives import broadcast_object, gather_objects
@@ -36,8 +36,16 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
     session.enter_role(name, ranks[name], device, timeout)
     replica = dist.get_rank() // config.rollout.tp
     watchdog.tracker.role = name if name == "train" else f"{name} {replica}"
+    store, living = session.job().store, None
+    if config.rollout.min_replicas:
+        from rl.runtime.living import LivingReplicas
+
+        rollout, tp = ranks["rollout"], config.rollout.tp
+        replicas = [range(first, first + tp) for first in rollout[::tp]]
+        living = LivingReplicas(store, replicas, least=config.rollout.min_replicas)
+        watchdog.living = living
     members = {name: tuple(ranks) for name, ranks in ranks.items()}
-    return Link(session.job().store, rank=rank, device=device, **members)
+    return Link(store, rank=rank, device=device, living=living, **members)
 
 
 class Generators:
@@ -61,6 +69,8 @@ class Generators:
         self._sampler = inputs.sampler()
         self._step = 0
         self._next_look = 0.0
+        self._waits = False
+        """Whether the engine takes no step until weights have come."""
         self._exit_code: int | None = None
         warm_up(device)
 
@@ -70,7 +80,13 @@ class Generators:
         engine.keeps_cache = self._config.roles.cache == "keep"
         self._link.plan_weights(self._config, self._inputs.models["policy"].hf, engine=engine)
         limit_collectives(self._config.watchdog.limits)
-        queue, stream, sampling = engine.queue(ENDLESS), None, train_sampling(self._config)
+        queue: Queue = engine.queue(ENDLESS)
+        stream, sampling, options = None, train_sampling(self._config), {}
+        if self._link.living is not None:
+            from rl.rollout.claims import Claims
+
+            queue = claims = Claims(session.job().store, self._link.living, engine.replica)
+            options["take_over"] = claims.abandoned
         if engine.leads:
             begin = self._first_message()
             stream = GroupStream(
@@ -81,6 +97,7 @@ class Generators:
                 capacity=engine.capacity(self._window(), sampling.samples_per_prompt),
                 asks=self._asks,
                 send=self._link.send_samples,
+                **options,
             )
         while True:
             is_whole = engine.run(
@@ -88,6 +105,7 @@ class Generators:
                 sampling,
                 interrupt=self._look,
                 take_weights=self._take_weights,
+                on_wait=self._note_wait,
                 keep_records=False,  # one run of the engine may last as long as the job
             )
             self._compare_logs()
@@ -126,7 +144,7 @@ class Generators:
         self._take_weights(ask.version)
         samples = engine.generate(ask.prompts, ask.sampling, ask.seeds, interrupt=self._look)
         self._compare_logs()
-        if samples:
+        if samples is not None and engine.leads:
             self._link.send_samples(name, samples)
 
     def _take_weights(self, version: int) -> None:
@@ -146,15 +164,15 @@ class Generators:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + WAIT_S
-            store = session.job().store
-            if store.check([session.REFUSED]):
-                raise ConfigError(store.get(session.REFUSED).decode())
             self._link.check_threads()
             self._exit_code = self._asks.exit_code()
-        phase = "generate" if self._engine.is_busy else "wait_weights"
+        phase = "generate" if self._engine.is_busy and not self._waits else "wait_weights"
         if self._tracker.current.phase != phase:
             self._tracker.enter(phase, self._step)
         return self._exit_code is not None
+
+    def _note_wait(self, text: str) -> None:
+        self._waits = bool(text)
 
     def _compare_logs(self) -> None:
         """Raise if ranks of the replica generated different tokens."""

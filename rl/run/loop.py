@@ -1,9 +1,11 @@
 """The run: set-up, then steps of collect and learn, with validation, checkpoints and the log between them."""
 
+import copy
 import json
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -11,8 +13,9 @@ from rl import algorithms
 from rl.checkpoint.hf import export_hf
 from rl.checkpoint.store import CheckpointStore
 from rl.config.role_checks import role_ranks
-from rl.config.schema import Config, needs_reward
+from rl.config.schema import Config, learns_from_samples, needs_reward
 from rl.data.batch import Batch
+from rl.data.prompts import end_token_ids, num_shared
 from rl.engines.engines import build_engines, finish_imports
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import PhaseAgreement, fail_together
@@ -20,13 +23,15 @@ from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
 from rl.phases.scorer import Scorer, start_pool
+from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.run.checkpoints import RunCheckpoints, find_checkpoint
 from rl.run.validation import validate
-from rl.run_directory import consumed, samples
+from rl.run_directory import consumed
 from rl.run_directory.metric_log import MetricLog, keep_lines_up_to, step_line
 from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes, record_run
+from rl.run_directory.rollouts import remove_after
 from rl.run_directory.status import Status
 from rl.runtime import start_up
 from rl.runtime.device import Device
@@ -34,6 +39,9 @@ from rl.runtime.group_warm_up import limit_collectives, warm_up
 from rl.runtime.session import control_group, job
 from rl.stopping.requests import STOPPED_EXIT, StepAborted, StopDecision, StopRequests
 from rl.training.grid import build_grid
+
+if TYPE_CHECKING:
+    from rl.run.rollouts import RolloutWriter, StoredBatches
 
 
 def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> int:
@@ -47,7 +55,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     with fail_together():
         algorithm = algorithms.load(config.algorithm)  # a user's file may raise anything
     leads = dist.get_rank() == 0
-    progress = Progress(leads)
+    progress = Progress(leads, name=config.run.name, max_steps=config.run.max_steps)
     status = watchdog.status
     stop = StopRequests(config.run.dir, max_time=config.run.max_time)
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
@@ -67,8 +75,12 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         trains = dist.get_rank() in role_ranks(config, dist.get_world_size())[0]
         generates = not trains
     finish_imports(config, generate=generates and not is_finished)
-    pool = None
+    pool = stored = None
     with fail_together():
+        if config.run.mode == "train_only":
+            from rl.run.rollouts import StoredBatches
+
+            stored = StoredBatches(config)
         if needs_reward(config) and trains and not is_finished:
             pool = start_pool(config, inputs)
     start_up.mark("rewards")
@@ -81,14 +93,13 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         if generates:
             generating = generators.Generators(config, inputs, device, watchdog, link, stop)
             return 0 if is_finished else generating.run()
-    agents = _start_environments(config, inputs) if config.agents.is_on and not is_finished else None
-    training = config.training
+    uses_agents = config.agents.is_on and stored is None
+    agents = _start_environments(config, inputs) if uses_agents and not is_finished else None
     agreement = PhaseAgreement(
         config, json.dumps(code_hashes(config)), control_group(), replica_size=config.rollout.tp
     )
-    grid = build_grid(
-        tp=training.tp, pp=training.pp, ep=training.ep, etp=training.expert_tp, seed=config.run.seed
-    )
+    layout = config.training
+    grid = build_grid(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.expert_tp, seed=config.run.seed)
     warm_up(device)
     start_up.mark("groups")
     engines = build_engines(config, inputs, grid, device, generate=not is_finished)
@@ -102,7 +113,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         prompts=inputs.prompts,
         sampler=inputs.sampler(),
         scorer=None if pool is None else Scorer(config, inputs, device, engines, pool),
-        tokenizer=inputs.tokenizer,
+        end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
         stop=stop,
         agents=agents,
         link=link,
@@ -111,22 +122,38 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     last_step, metrics = checkpoints.resume(newest, named)
     start_up.mark("checkpoint")
     status.write(step=last_step, checkpoint_step=last_step)
-    log, asked = None, None
+    log, rollouts, asked = None, None, None
     if not is_finished:
         if leads:
             log = _open_log(config, last_step, metrics, resumes=newest is not None)
+            rollouts = _open_rollouts(config, inputs)
         resumed = f", resuming after step {last_step}" if last_step else ""
         start_up.mark("record")
         progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
-        asked = Training(config, algorithm, inputs, phases, checkpoints, status, log, stop).run(
-            last_step, metrics
+        if leads and (shared := num_shared(inputs.prompts, inputs.held_out)):
+            progress.line(
+                f"warning: data check: {shared} of {len(inputs.held_out)} prompts of data.val are in "
+                "data.train too, so validation does not measure what the policy generalises."
+            )
+        training = Training(
+            config,
+            algorithm,
+            inputs,
+            phases,
+            checkpoints,
+            status,
+            log,
+            stop,
+            rollouts=rollouts,
+            stored=stored,
         )
+        asked = training.run(last_step, metrics)
         checkpoints.close()
         if phases.split is not None:
             phases.split.end(0 if asked is None or asked.by_hand else STOPPED_EXIT)
     if asked is None and config.checkpoint.export_hf:
         _export(config, phases, step=max(last_step, config.run.max_steps))
-    for resource in (log, pool, agents):
+    for resource in (log, rollouts, pool, agents):
         if resource is not None:
             resource.close()
     engines.close()
@@ -164,16 +191,28 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
     log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=resume_step)
     if resumes and last_step > log.last_step:  # the run was killed after the checkpoint, before this line
         log.write(last_step, metrics)
-    if config.logging.samples:
-        keep_lines_up_to(Path(config.run.dir, samples.FILE_NAME), resume_step)
     if config.rollout.carry_over or config.roles.is_on:
         keep_lines_up_to(Path(config.run.dir, consumed.FILE_NAME), resume_step)
+    remove_after(config.run.dir, last_step)
     if config.agents.is_on:
-        from rl.rollout.stored_log import remove_after
+        from rl.rollout import stored_log
 
-        remove_after(config.run.dir, last_step)
+        stored_log.remove_after(config.run.dir, last_step)
     record_run(config, last_step, start_up_s=start_up.parts)
     return log
+
+
+def _open_rollouts(config: Config, inputs: Inputs) -> "RolloutWriter | None":
+    """Return the writer of `logging.rollouts`, or None if nothing is stored.
+
+    Called on rank 0. A batch of data, or of stored rollouts, is not stored.
+    """
+    is_generated = learns_from_samples(config) and config.run.mode != "train_only"
+    if config.logging.rollouts == "none" or not is_generated:
+        return None
+    from rl.run.rollouts import RolloutWriter
+
+    return RolloutWriter(config, inputs.tokenizer)
 
 
 class Training:
@@ -193,10 +232,14 @@ class Training:
         status: Status,
         log: MetricLog | None,
         stop: StopRequests,
+        *,
+        rollouts: "RolloutWriter | None" = None,
+        stored: "StoredBatches | None" = None,
     ):
         self._config, self._algorithm, self._phases = config, algorithm, phases
         self._held_out = inputs.held_out
         self._checkpoints, self._status, self._log, self._stop = checkpoints, status, log, stop
+        self._rollouts, self._stored = rollouts, stored
         self._cursor = phases.cursor()
         """Where the draw of prompts stood after the last batch that was learned from."""
         self._split = phases.split
@@ -263,17 +306,29 @@ class Training:
         batch = self._collect()
         phases, asynchronous = self._phases, self._phases.carry_over or self._split  # never both
         phases.step.is_committed = True
+        collected = copy.copy(batch)  # learn may change what the batch refers to
         if len(batch):
             if asynchronous is not None:
                 asynchronous.check(batch)
-            self._algorithm.learn(phases, batch)
+            elif batch.weight_versions is not None and self._config.run.mode != "train_only":
+                check_staleness(batch, phases.engines.policy.version, limit=0)
+            if self._config.run.mode != "rollout_only":
+                self._algorithm.learn(phases, batch)
+        if self._rollouts is not None:
+            self._rollouts.write(phases.step.number, collected, batch)
         if asynchronous is not None:
             asynchronous.learned()
         return batch.cursor
 
     def _collect(self) -> Batch:
         """Return the algorithm's batch, with the cursor after its prompts were drawn."""
-        batch = self._algorithm.collect(self._phases)
+        if self._stored is not None:
+            with fail_together():
+                batch = self._stored.batch(self._phases.step.number)
+            if len(batch):
+                self._phases.log_generated(batch)
+        else:
+            batch = self._algorithm.collect(self._phases)
         if not isinstance(batch, Batch):
             raise TypeError(
                 f"collect of algorithm={self._config.algorithm} returned {type(batch).__name__}; return a "
@@ -285,6 +340,8 @@ class Training:
     def _save(self, number: int, metrics: dict[str, float]) -> None:
         if self._split is not None:
             self._split.drain()
+        if self._rollouts is not None:
+            self._rollouts.flush()  # a run that continues from the checkpoint does not repeat these steps
         self._checkpoints.save(number, self._checkpoints.state(self._cursor), metrics)
 
     def _finish_step(self) -> None:
@@ -292,5 +349,6 @@ class Training:
         step = self._phases.step
         if self._log is not None:
             self._log.write(step.number, step.metrics)
+            step.progress.record(step.number, step.metrics)
             step.progress.line(step_line(step.number, self._config.run.max_steps, step.metrics))
         self._status.write(step=step.number)

@@ -5,6 +5,7 @@ the data. `tools/consumed.py` counts them.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,9 @@ Drawn = Sequence[tuple[int, int]]
 def append_consumed(
     path: Path, step: int, *, num_drawn: int, consumed: Drawn, dropped: Drawn, waiting: Drawn
 ) -> None:
-    """Append the record of a step. Call it before the checkpoint of the step is written.
+    """Append the record of a step and wait until it is on the disk.
+
+    Call it before the checkpoint of the step is written, so that no checkpoint has a step without a record.
 
     num_drawn: prompts that the run has drawn so far. consumed, dropped: prompts of this step. waiting: drawn
     prompts that are left to later steps.
@@ -29,5 +32,12 @@ def append_consumed(
         "dropped": dropped,
         "waiting": waiting,
     }
+    is_new = not path.exists()
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:
+        directory = os.open(path.parent, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)

@@ -59,7 +59,7 @@ class MetricLog:
         path = directory / FILE_NAME
         keep_lines_up_to(path, resume_step)
         self.last_step = max((record[STEP] for record in read_records(path)), default=-1)
-        """Last step of the records that are kept."""
+        """Step of the last record."""
         self._file = open(path, "a", encoding="utf-8")
         self._not_finite: set[str] = set()
         self._tensorboard = None
@@ -77,6 +77,13 @@ class MetricLog:
         The record is strict JSON in one line: the step, `time` (Unix time in seconds), then the metrics by
         name. NaN and infinity become null, with one warning per metric.
         """
+        if step <= self.last_step:
+            raise ValueError(
+                f"metric log check: step {step} was logged before, and step {self.last_step} was the last "
+                f"one: "
+                "steps are repeated, or the records after the resumed step were not dropped."
+            )
+        self.last_step = step
         record = {STEP: step, "time": round(time.time(), 3)}
         for name in sorted(metrics.keys() - record.keys()):
             value = metrics[name] if type(metrics[name]) is int else float(metrics[name])

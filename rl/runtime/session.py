@@ -27,9 +27,6 @@ EXIT_TIMEOUT = datetime.timedelta(seconds=20)
 SPLIT_GROUPS = "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
 """Environment variable with which vLLM splits its groups from the world's communicator."""
 
-REFUSED = "refused"
-"""Key in the job's store: why one role refuses its input, for the other one."""
-
 _gloo_group: dist.ProcessGroup | None = None
 """The world on gloo. The default group's backend may be a composite, which has no monitored barrier."""
 

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ class PackedRow(PackedSeqParams):
     attention: RowAttention | None = None
     rotation: Tensor | tuple[Tensor, Tensor] | None = None
     """Result of `rl.training.rotary.RowRotary.of`."""
+    routes: Any = None
+    """`MicroBatch.routes`."""
 
 
 class CoreAttention(MegatronModule):

@@ -205,8 +205,9 @@ class ExactRotary(RowRotary):
 
 class ExactPolicy(Policy):
     @staticmethod
-    def head(hidden, weight, targets, *, temperature, vocab_size, group, chunk, outputs):
+    def head(hidden, weight, targets, *, temperature, vocab_size, group, chunk, outputs, kept=None):
         """Compute `rl.training.logprobs.linear_logprobs`; `logprobs` are bitwise those of the engine."""
+        assert kept is None, "the exact log-softmax is over the whole vocabulary"
         options = dict(temperature=temperature, vocab_size=vocab_size, group=group, chunk=chunk)
         return exactly(
             lambda hidden, weight: _logprobs(hidden, weight, targets, **options, outputs=outputs),

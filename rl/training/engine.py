@@ -7,6 +7,8 @@ its own weights, optimizer and head.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,22 +18,34 @@ from torch import Tensor
 
 from rl.config.schema import Optimizer, Training
 from rl.data.batch import Batch
+from rl.data.held import KEPT_SETS
 from rl.models import architecture, value_model, value_weights
-from rl.runtime.collectives import broadcast_object
+from rl.runtime.checksum import INTEGERS
+from rl.runtime.collectives import broadcast_object, gather_objects, sum_over_world
 from rl.runtime.device import Device, aligned, host_memory
 from rl.training.attention import can_share
 from rl.training.dp_split import MicroBatchPlan
-from rl.training.gradients import with_gradients
+from rl.training.gradients import ReductionProbe, with_gradients
 from rl.training.grid import Grid
+from rl.training.homes import BytesMoved, Need, fetch
 from rl.training.model import DTYPES, build_model
 from rl.training.offload import HostMemory
-from rl.training.optimizer import build_optimizer, clip_and_step, optimizer_tensors
+from rl.training.optimizer import (
+    build_optimizer,
+    clip_and_step,
+    optimizer_tensors,
+    stale_master_weights,
+    weights_sum,
+)
 from rl.training.packing import MicroBatch, lay_out, with_columns
 from rl.training.pipeline import KnownShapes
 from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights
 
 MicroBatchLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """micro-batch -> (loss, metrics), both already divided by the mini-batch's global denominators."""
+
+SAMPLED_ELEMENTS = 1024
+"""Number of elements of each reference weight that are compared before a pass with the reference."""
 
 
 class TrainingEngine:
@@ -47,6 +61,7 @@ class TrainingEngine:
         optimizer: None for a frozen model.
         temperature: temperature of the distribution whose log-probs a policy computes.
         keep_reference: keep a copy of the initial weights for `reference_weights`.
+        router_replay: `training.router_replay`, for a policy.
         bitwise: compute a policy's log-probs bitwise as an engine in the same mode does.
     """
 
@@ -63,6 +78,7 @@ class TrainingEngine:
         optimizer: Optimizer | None = None,
         temperature: float = 1.0,
         keep_reference: bool = False,
+        router_replay: str = "none",
         bitwise: bool = False,
     ):
         self.config, self.grid, self.device, self.temperature = training, grid, device, temperature
@@ -71,10 +87,23 @@ class TrainingEngine:
         """Number of batches that the model has learned from; a checkpoint restores it for the policy."""
         self.num_updates = 0
         """Number of optimizer updates since the process started."""
+        self.needs: dict[str, Need] = {}
+        """Held columns that the passes read, and which part of them."""
+        self._moved = BytesMoved()
+        self.replay: Any = None
+        """Chooses the experts of a policy's passes (`rl.training.router_replay`); None: the routers do."""
         hf = value_model(hf) if values else hf
         model = build_model(hf, training, DTYPES[dtype], grid, values=values, bitwise=bitwise)
         self.model = model = model.to(device.torch)
         self.shares_prompts = training.shared_prefix and can_share(device.torch, DTYPES[dtype])
+        if router_replay != "none":
+            from rl.training.router_replay import RouterReplay
+
+            self.replay = RouterReplay(
+                model, router_replay, architecture(hf).megatron_config(hf)["moe_layer_freq"], grid
+            )
+            if router_replay == "engine":
+                self.needs["routes"] = self.replay.need
         weights = value_weights(hf, needs_head=False) if values else architecture(hf).weights(hf)
         self.weight_map = WeightMap(hf, weights, grid, model)
         mark_split_weights(self.weight_map)
@@ -82,12 +111,16 @@ class TrainingEngine:
         assert optimizer is not None or not keep_reference, (
             "keep_reference requires an optimizer: a frozen model is its own reference"
         )
-        self.reference = self._copy_of_weights() if keep_reference else None
+        self._is_reference = False
+        self.reference: list[Tensor] | None = None
+        if keep_reference:
+            self._keep_reference()
         self.optimizer = None
         self.wrapped: torch.nn.Module = model
         if optimizer is not None:
             self.wrapped = with_gradients(model, training, grid)
             self.optimizer = build_optimizer(optimizer, DTYPES[dtype], self.wrapped)
+            self._probe = ReductionProbe(model, grid)
         self.wrapped.train(self.optimizer is not None)
         self.forward_backward = get_forward_backward_func()
         self._weights_in_host, self._learning_state_in_host = HostMemory(), HostMemory()
@@ -130,14 +163,21 @@ class TrainingEngine:
         assert not self._learning_state_in_host.occupied, (
             "reload the gradient buffers first: the reference weights need them"
         )
+        if _sampled(self.reference) != self._reference_sum:
+            raise RuntimeError(
+                f"the reference weights of rank {dist.get_rank()} have changed since the run started: "
+                "something trains them or writes into their memory."
+            )
         parameters = list(self.model.parameters())
         own = [parameter.data for parameter in parameters]
+        self._is_reference = True
         try:
             for parameter, weight in zip(parameters, self.reference):
                 unused = parameter.main_grad.view(-1).view(weight.dtype)[: weight.numel()]
                 parameter.data = unused.view(weight.shape).copy_(weight, non_blocking=True)
             yield
         finally:
+            self._is_reference = False
             for parameter, data in zip(parameters, own):
                 parameter.data = data
 
@@ -155,14 +195,15 @@ class TrainingEngine:
 
         outputs: names of the model's outputs that `loss` reads; None for all.
 
-        Returns the metrics of `loss`, summed over micro-batches and data parallel ranks, and `grad_norm`
-        before clipping. Raises FloatingPointError on every rank if the gradient is not finite; the weights
-        are then unchanged.
+        Returns the metrics of `loss`, summed over micro-batches and data parallel ranks, `grad_norm` before
+        clipping, and `check/moved`: the share of data parallel ranks whose weights changed. Raises
+        FloatingPointError on every rank if the gradient is not finite; the weights are then unchanged.
         """
         assert self.optimizer is not None and self.adam is not None, "the model is frozen"
         assert not self._learning_state_in_host.occupied, "the optimizer's state is in host memory"
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._probe.begin()
         sums: dict[str, Tensor] = {}
 
         def accumulate(micro: MicroBatch):
@@ -179,17 +220,33 @@ class TrainingEngine:
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm is {norm}; the update was not applied.")
+            raise FloatingPointError(
+                f"the gradient norm is {norm}; the update was not applied. {_not_finite(sums)}"
+            )
+        probe = self._probe.sums(self.optimizer)
+        before = weights_sum(self.optimizer, self.device.torch)
         clip_and_step(self.optimizer, norm)
+        moved = weights_sum(self.optimizer, self.device.torch) != before
+        sums["check/moved"] = moved.double() / self.grid.dp
         self.num_updates += 1
-        return self._sum_over_replicas(sums) | {"grad_norm": norm}
+        return self._sum_over_replicas(sums, probe) | {"grad_norm": norm}
+
+    def held_metrics(self) -> dict[str, float]:
+        """Return the bytes of held columns that all ranks received since the last call, and those planned.
+
+        With routes of the engine also the share that the trainer's routers would have chosen otherwise.
+        """
+        moved, self._moved = torch.tensor([self._moved.received, self._moved.planned]), BytesMoved()
+        total = sum_over_world(moved, self.device.torch).tolist()
+        metrics = dict(zip(("perf/held_bytes_received", "perf/held_bytes_planned"), total))
+        return metrics | (self.replay.metrics() if "routes" in self.needs else {})
 
     def start_from_present_weights(self) -> None:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
         if self.reference is not None:
-            self.reference = self._copy_of_weights()
+            self._keep_reference()
 
     # Memory -------------------------------------------------------------------------------------------------
 
@@ -231,6 +288,10 @@ class TrainingEngine:
             groups[".experts." in name][name] = weight
         return [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
 
+    def stale_master_weights(self) -> list[str]:
+        """Return the names of weights that are not their rounded master weights. Not collective."""
+        return stale_master_weights(self.optimizer, self.weight_map.parameters)
+
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of every weight on every rank."""
         return full_weights(self.weight_map)
@@ -242,6 +303,8 @@ class TrainingEngine:
         CUDA nothing here waits for the device.
         """
         assert self.has_weights, "the weights are in host memory"
+        if self.needs:
+            self._moved += fetch(batch, plan, self.needs, self.grid, self.device.torch)
         self.model.outputs = type(self.model).outputs if outputs is None else outputs
         config, groups, device = self.model.config, self.grid.groups, self.device.torch
         rows = [
@@ -254,9 +317,18 @@ class TrainingEngine:
             )
             for samples in plan[self.grid.dp_rank]
         ]
+        if self.replay is not None:
+            reference = self._is_reference
+            rows = [
+                replace(row, routes=self.replay.routes(batch, row, is_reference=reference)) for row in rows
+            ]
 
         def step(iterator, model):
             micro = with_columns(next(iterator), batch)
+            if KEPT_SETS[0] in self.needs and self.grid.is_last_stage:
+                from rl.training.kept_sets import sets_of
+
+                micro.kept = sets_of(batch, micro.samples)
             if progress is not None:  # only the last stage computes the loss
                 progress.update(len(micro.samples) * self.grid.dp)
             output = self.model.run(micro, self.temperature)
@@ -281,16 +353,27 @@ class TrainingEngine:
             pg_collection=groups,
         )
 
-    def _sum_over_replicas(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Return the last stages' metrics, summed over the data parallel ranks, on every rank."""
+    def _sum_over_replicas(self, sums: dict[str, Tensor], probe: Tensor) -> dict[str, float]:
+        """Return the last stages' metrics, summed over the data parallel ranks, on every rank.
+
+        probe: see `ReductionProbe.sums`. Raises WrongReduction.
+        """
         names = list(sums)
         if self.grid.pp > 1:  # only the last stage knows the names
             names = broadcast_object(names, self.grid.pp - 1, self.grid.groups.pp)
         mine = torch.zeros(len(names), dtype=torch.float64, device=self.device.torch)
         if self.grid.reports_results and names:
             mine.copy_(torch.stack([sums[name] for name in names]))
+        mine = torch.cat((mine, probe.to(mine)))
         dist.all_reduce(mine)
-        return dict(zip(names, mine.tolist()))
+        values = mine.tolist()
+        self._probe.check(values[len(names) :])
+        return dict(zip(names, values))
+
+    def _keep_reference(self) -> None:
+        """Keep a copy of the present weights as the reference."""
+        self.reference = self._copy_of_weights()
+        self._reference_sum = _sampled(self.reference)
 
     def _copy_of_weights(self) -> list[Tensor]:
         """Return a copy of the weights in one block of host memory, page-locked on CUDA."""
@@ -301,3 +384,22 @@ class TrainingEngine:
             part[: weight.nbytes].view(weight.dtype).view(weight.shape).copy_(weight)
             for part, weight in zip(parts, own)
         ]
+
+
+def _sampled(weights: list[Tensor]) -> int:
+    """Return the sum of the bits of about 1,000 elements of each weight."""
+    total = 0
+    for weight in weights:
+        flat = weight.detach().view(-1)
+        some = flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)]
+        total += int(some.view(INTEGERS[some.element_size()]).sum(dtype=torch.int64))
+    return total
+
+
+def _not_finite(sums: dict[str, Tensor]) -> str:
+    """Return a sentence with the loss's terms that are not finite on any rank. Collective over the world."""
+    mine = [name for name, value in sums.items() if not math.isfinite(float(value))]
+    found = [f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(gather_objects(mine)) if names]
+    if not found:
+        return "The loss is finite on every rank, so the backward pass produced it."
+    return f"Not finite in the loss: {'; '.join(found)}."

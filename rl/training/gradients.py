@@ -1,14 +1,18 @@
 """Accumulation of gradients over micro-batches, and their reduction over data parallel ranks."""
 
+from math import sqrt
+
 import torch
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from rl.config.schema import Training
 from rl.training.grid import Grid
+from rl.training.optimizer import owned_part
 
 
 def with_gradients(model, training: Training, grid: Grid) -> DistributedDataParallel:
@@ -61,3 +65,56 @@ def _finalize_without_division(model, num_tokens=None, **kwargs):
     The loss already contains its denominator.
     """
     finalize_model_grads(model, None, **kwargs)
+
+
+class WrongReduction(RuntimeError):
+    """Raised on every rank if gradients were not summed exactly once over the data parallel ranks."""
+
+
+class ReductionProbe:
+    """Compares the reduced gradient of one parameter with what the backward passes of all ranks gave for it.
+
+    A reduction that is left out, repeated or divided leaves the replicas equal, so no comparison of weights
+    finds it. The parameter is the last norm's weight, whose gradient autograd adds up on every device.
+    """
+
+    def __init__(self, model: torch.nn.Module, grid: Grid):
+        self._weight = model.decoder.final_layernorm.weight if grid.is_last_stage else None
+        self._reports = grid.reports_results
+        self._is_added = grid.is_last_stage and (self._reports or model.config.sequence_parallel)
+        self._found: list[torch.Tensor] = []
+        if self._weight is not None:
+            self._weight.register_hook(self._add)
+
+    def _add(self, gradient: torch.Tensor) -> None:
+        found = gradient.detach().float()
+        self._found.append(torch.stack((found.sum(), found.abs().sum())))
+
+    def begin(self) -> None:
+        """Forget the gradients of the last update."""
+        self._found.clear()
+
+    def sums(self, optimizer: MegatronOptimizer) -> torch.Tensor:
+        """Return this rank's part of what `check` compares, float64 [4], to be summed over the world.
+
+        Call it between the reduction and the optimizer's step.
+        """
+        sums = torch.zeros(4, dtype=torch.float64)
+        if self._weight is not None:
+            if self._is_added and self._found:
+                sums[:2] = torch.stack(self._found).double().sum(0).cpu()
+                sums[2] = len(self._found) * self._weight.numel()
+            if self._reports and (part := owned_part(optimizer, self._weight)) is not None:
+                sums[3] = self._weight.main_grad.view(-1)[part].sum(dtype=torch.float64).cpu()
+        return sums
+
+    @staticmethod
+    def check(sums: list[float]) -> None:
+        """Raise WrongReduction if the sums over the world differ by more than float32 sums of that length."""
+        own, size, terms, reduced = sums
+        if abs(own - reduced) > 4 * sqrt(terms) * torch.finfo(torch.float32).eps * size:
+            raise WrongReduction(
+                f"the gradients of decoder.final_layernorm.weight on all ranks add up to {own:.6g}, but the "
+                f"reduced gradient to {reduced:.6g}: it was not summed exactly once over the data parallel "
+                "ranks."
+            )

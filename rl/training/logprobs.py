@@ -8,9 +8,14 @@ On CUDA, one Triton kernel per direction reads the logits once (`rl.training.hea
 here are the CPU path and the reference against which the kernels are tested.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:  # a run that samples from the whole vocabulary does not import it
+    from rl.training.kept_sets import KeptSets
 
 OUTPUTS = ("logprobs", "entropy", "sum_p_squared")
 """Names of the outputs: log p(target), entropy, sum of squared probabilities."""
@@ -26,15 +31,17 @@ def linear_logprobs(
     group,
     chunk: int,
     outputs: tuple[str, ...] = OUTPUTS,
+    kept: "KeptSets | None" = None,
 ) -> tuple[Tensor, ...]:
     """Return the named outputs, a subset of OUTPUTS, float32 [T] each.
 
-    p = softmax(hidden @ weight.T / temperature)
+    p = softmax(hidden @ weight.T / temperature), with `kept` renormalised over each position's kept set
 
     hidden: [T, H], whole on every rank of the tensor parallel group. Its gradient is this rank's part; the
         caller sums it over the group.
     weight: [Vpad/tp, H], the rank's rows of the padded head.
     targets: int64 [T], below vocab_size. Rows from vocab_size on are padding with probability 0.
+    kept: sets of T positions that contain the targets; None: the whole vocabulary.
 
     The results are identical on all ranks of the group; the sum of squares has no gradient. Outputs that are
     not named cost nothing, nor do gradients of outputs that the loss does not use. The forward pass is
@@ -43,7 +50,7 @@ def linear_logprobs(
     keep = torch.is_grad_enabled() and len(targets) <= chunk
     wanted = ("entropy" in outputs, "sum_p_squared" in outputs)
     results = _LinearLogprobs.apply(
-        hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep
+        hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, kept
     )
     found = dict(zip(OUTPUTS, results))
     return tuple(found[name] for name in outputs)
@@ -51,7 +58,7 @@ def linear_logprobs(
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep):
+    def forward(ctx, hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, kept):
         per_rank = len(weight)
         first_row = group.rank() * per_rank
         real_rows = max(0, min(per_rank, vocab_size - first_row))
@@ -60,15 +67,18 @@ class _LinearLogprobs(torch.autograd.Function):
         statistics, _ = _functions(hidden)
         found = hidden.new_zeros(3 + sum(wanted), len(targets), dtype=torch.float32)
         found[0].fill_(torch.finfo(torch.float32).min)  # the maximum over no rows
-        kept = None
+        sets = None if kept is None else kept.on_rows(first_row, real_rows, hidden.device)
+        saved = None
         for start in range(0, len(targets) if real_rows else 0, chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ weight[:real_rows].T
+            if sets is not None:
+                sets.restrict(logits, part)
             statistics(logits, temperature, local_targets[part], wanted, found[:, part])
-            kept = logits if keep else None
+            saved = logits if keep else None
         logprobs, lse, entropy, squares = _combine(found, targets // per_rank, group, wanted)
-        ctx.save_for_backward(hidden, weight, local_targets, lse, entropy, kept)
-        ctx.temperature, ctx.real_rows, ctx.chunk = temperature, real_rows, chunk
+        ctx.save_for_backward(hidden, weight, local_targets, lse, entropy, saved)
+        ctx.temperature, ctx.real_rows, ctx.chunk, ctx.sets = temperature, real_rows, chunk, sets
         ctx.set_materialize_grads(False)
         if squares is not None:
             ctx.mark_non_differentiable(squares)
@@ -76,7 +86,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy, _):
-        hidden, weight, local_targets, lse, entropy, kept = ctx.saved_tensors
+        hidden, weight, local_targets, lse, entropy, saved = ctx.saved_tensors
         _, gradient = _functions(hidden)
         rows, chunk = weight[: ctx.real_rows], ctx.chunk
         one_chunk = len(hidden) <= chunk
@@ -85,7 +95,9 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         for start in range(0, len(hidden) if ctx.real_rows else 0, chunk):
             part = slice(start, start + chunk)
-            logits = hidden[part] @ rows.T if kept is None else kept
+            logits = hidden[part] @ rows.T if saved is None else saved
+            if ctx.sets is not None and saved is None:
+                ctx.sets.restrict(logits, part)
             grad = gradient(
                 logits,
                 ctx.temperature,
@@ -99,7 +111,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 torch.mm(grad.T, hidden, out=grad_weight[: ctx.real_rows])
             else:
                 _add_product(grad_weight[: ctx.real_rows], grad.T, hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 7
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 8
 
 
 def statistics(

@@ -8,6 +8,7 @@ their weights for refit, checkpoints and export belong to `rl.training.weights.W
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import tensor_parallel
@@ -27,6 +28,9 @@ from rl.training.logprobs import OUTPUTS, linear_logprobs
 from rl.training.packing import MicroBatch
 from rl.training.rotary import RowRotary, rotate_by_row
 
+if TYPE_CHECKING:
+    from rl.training.kept_sets import KeptSets
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -35,11 +39,13 @@ class HeadRequest:
     """Positions and outputs that the head computes; passed to GPTModel.forward as its labels.
 
     predict_at: int64 [R], positions in the packed row. targets: int64 [R], the token after each position.
+    kept: the sets of tokens from which the targets were sampled; None: the whole vocabulary.
     """
 
     predict_at: Tensor
     targets: Tensor
     temperature: float
+    kept: "KeptSets | None"
 
 
 class Packed(GPTModel):
@@ -62,8 +68,9 @@ class Packed(GPTModel):
             max_seqlen_kv=micro.tokens.numel(),
             attention=micro.attention,
             rotation=self.rotary.of(micro.position_ids),
+            routes=micro.routes,
         )
-        request = HeadRequest(micro.predict_at, micro.targets, temperature)
+        request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.kept)
         return self(micro.tokens, micro.position_ids, None, labels=request, packed_seq_params=packed)
 
 
@@ -103,6 +110,7 @@ class Policy(Packed):
             group=group,
             chunk=self.head_chunk_tokens,
             outputs=self.outputs,
+            kept=labels.kept,
         )
 
 
@@ -190,7 +198,8 @@ def transformer_config(
         # Megatron has no fused kernel for MLA without YaRN.
         apply_rope_fusion=te and of_model.get("rope_type") != "rope",
         moe_permute_fusion="num_moe_experts" in of_model and te,
-        moe_router_fusion="num_moe_experts" in of_model and te,
+        # The fused kernel does not ask for replayed experts.
+        moe_router_fusion="num_moe_experts" in of_model and te and training.router_replay == "none",
         recompute_granularity="full" if training.recompute else None,
         recompute_method="uniform" if training.recompute else None,
         recompute_num_layers=1 if training.recompute else None,

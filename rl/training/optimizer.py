@@ -1,6 +1,6 @@
 """Megatron's distributed optimizer: construction from the config, and its tensors on this rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -39,6 +39,15 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [part for part in parts if not part.is_stub_optimizer]
 
 
+def owned_part(optimizer: MegatronOptimizer, parameter: Tensor) -> slice | None:
+    """Return the elements of the flattened parameter that this rank updates; None if it updates none."""
+    for part in optimizer_parts(optimizer):
+        if parameter in part.model_param_gbuf_map:
+            owned = part._get_model_param_range_map(parameter)["param"]
+            return slice(owned.start, owned.end)
+    return None
+
+
 def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
     """Clip the gradients, whose norm is `norm`, and update the parameters. Requires `prepare_grads`.
 
@@ -52,6 +61,20 @@ def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
     optimizer.step_with_ready_grads()
 
 
+def stale_master_weights(optimizer: MegatronOptimizer, weights: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of weights that differ from their master weights, rounded, on this rank."""
+    found = []
+    for part in optimizer_parts(optimizer):
+        for name, weight in weights.items():
+            if weight in part.model_param_gbuf_map:
+                owned = part._get_model_param_range_map(weight)["param"]
+                main = part._get_main_param_and_optimizer_states(weight)["param"]
+                present = weight.detach().view(-1)[owned.start : owned.end]
+                if main.dtype is not weight.dtype and not torch.equal(main.to(weight.dtype), present):
+                    found.append(name)
+    return found
+
+
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Yield the main weights and the moments on this rank."""
     for part in optimizer_parts(optimizer):
@@ -59,3 +82,12 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
             yield from group["params"]
         for state in part.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+@torch.no_grad()
+def weights_sum(optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
+    """Return the sum of the bits of this rank's main weights, int64 []; a change of any weight changes it."""
+    groups = (group["params"] for part in optimizer_parts(optimizer) for group in part.optimizer.param_groups)
+    weights = [weight for group in groups for weight in group]
+    sums = [weight.view(-1).view(torch.int32).sum(dtype=torch.int64) for weight in weights]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)

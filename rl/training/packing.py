@@ -1,6 +1,7 @@
 """Packed micro-batches: the layout of several samples in one row of tokens on the device."""
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -8,6 +9,9 @@ from torch import Tensor
 
 from rl.data.batch import Batch
 from rl.training.rows import Group, RowAttention, positions, ranges, row_attention, segments
+
+if TYPE_CHECKING:
+    from rl.training.kept_sets import KeptSets
 
 
 @dataclass
@@ -46,6 +50,12 @@ class MicroBatch:
     sum_p_squared: Tensor | None = None
     values: Tensor | None = None
     """Output of a value model, float32 [R]."""
+    kept: "KeptSets | None" = None
+    """Sets of tokens from which the response tokens were sampled; None: from the whole vocabulary."""
+    routes: Any = None
+    """Experts of the row's tokens (`rl.training.router_replay.Routes`); None: the routers choose."""
+    starts: np.ndarray | None = None
+    """int64 [2, B]: positions in the row of each sample's first token, and of its first response token."""
 
     def __getattr__(self, name: str) -> Tensor:
         """Return a column: `micro.advantages` is `micro.columns["advantages"]`."""
@@ -131,6 +141,7 @@ def _lay_out(batch, samples, multiple, device, share) -> MicroBatch:
         bounds=on_device.pop("bounds").int(),
         attention=row_attention(groups, {name: on_device.pop(name) for name in keys}, device),
         column_index=torch.from_numpy(ranges(batch.offsets.numpy()[samples], responses)),
+        starts=np.stack([before + 1 - prompts, first]),
         **on_device,
     )
 

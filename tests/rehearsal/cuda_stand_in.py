@@ -231,7 +231,13 @@ CPU_ENGINE = dict(
     compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
 )
 """Options of rl.rollout.vllm_model for CPUs."""
-CUDA_ENGINE = ("enable_sleep_mode", "moe_backend", "gpu_memory_utilization", "sleep_mode_offload_cudagraph")
+CUDA_ENGINE = (
+    "enable_sleep_mode",
+    "moe_backend",
+    "gpu_memory_utilization",
+    "sleep_mode_offload_cudagraph",
+    "return_sampling_mask",
+)
 """Options of the CUDA engine that the CPU build refuses; tools/library_names.py checks that they exist."""
 
 
@@ -246,6 +252,8 @@ def _replace_sleep_mode() -> None:
             self.can_sleep = options.get("enable_sleep_mode", False)
             kept = {name: value for name, value in options.items() if name not in CUDA_ENGINE}
             super().__init__(*args, **kept | CPU_ENGINE)
+            if options.get("return_sampling_mask"):
+                _return_sampling_masks(self.llm_engine)
             self.asleep: set[str] = set()
 
         def sleep(self, level=1, **options):
@@ -281,3 +289,27 @@ def _share_log_probs() -> None:
         return sampled, logprobs
 
     TopKTopPSampler.forward_cpu = forward_cpu
+
+
+def _return_sampling_masks(engine) -> None:
+    """Make the CPU's model runner return sampling masks as CUDA's does, and check requests as for CUDA."""
+    import numpy as np
+    from vllm.v1.outputs import SamplingMaskLists
+
+    engine.model_config.return_sampling_mask = True
+    engine.engine_core.engine_core.scheduler.return_sampling_mask = True
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    sampler, sample_tokens, sets = runner.sampler.topk_topp_sampler, runner.sample_tokens, []
+    draw = sampler.forward
+
+    def record(*args):
+        tokens, logprobs = draw(*args)
+        sets[:] = [row.nonzero()[:, 0].int().numpy() for row in logprobs > -torch.inf]
+        return tokens, logprobs
+
+    def with_masks(*args):
+        output = sample_tokens(*args)
+        output.sampling_masks = SamplingMaskLists(np.concatenate(sets), np.cumsum([0, *map(len, sets)]))
+        return output
+
+    sampler.forward, runner.sample_tokens = record, with_masks

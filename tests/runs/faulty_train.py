@@ -18,6 +18,11 @@ PLACES = {
     "log_probs": ("rl.training.engine", "TrainingEngine.forward"),
     "update": ("rl.training.engine", "TrainingEngine.update"),
     "refit": ("rl.engines.memory", "refit"),
+    "build_engines": ("rl.run.loop", "build_engines"),
+    "build_rollout": ("rl.run.generators", "build_rollout"),
+    "begin_group": ("rl.rollout.group_stream", "GroupStream._open_group"),
+    "deliver": ("rl.rollout.group_stream", "GroupStream.receive"),
+    "answer": ("rl.run.generators", "Generators._answer"),
     "receive_weights": ("rl.refit.link", "Link.receive_weights"),
     "save": ("rl.checkpoint.store", "CheckpointStore.save"),
     "draw": ("rl.phases.phases", "Phases.draw_prompts"),
@@ -35,6 +40,12 @@ def hold_the_interpreter_lock(*args):
 
 def raise_here(*args):
     raise ValueError("injected: the reactor is on fire")
+
+
+def refuse_here(*args):
+    from rl.config.options import ConfigError
+
+    raise ConfigError("injected=1 does not fit; remove it.")
 
 
 def run_out_of_memory(*args):
@@ -71,6 +82,7 @@ KINDS = {
         hang_here,
         hold_the_interpreter_lock,
         raise_here,
+        refuse_here,
         run_out_of_memory,
         kill_this_rank,
         grow,

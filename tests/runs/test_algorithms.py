@@ -1,6 +1,5 @@
 """Each algorithm from the command line with real engines: its metrics, above all of the first update."""
 
-import json
 import math
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from tests import bounds
 from tests.checkpoints import save_qwen2, save_qwen2_classifier
+from tests.records import rollouts
 from tests.spawn import ROOT, RanksFailed
 from tests.toy import train
 
@@ -26,15 +26,13 @@ def steps_of(config: Path, *overrides: str, world_size: int = 1, run: Path | Non
     return steps
 
 
-def samples_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-
-
 def test_ppo_warms_its_critic_up_and_adapts_kl(config):
     kl = ("objective.reward_kl.controller=adaptive", "objective.reward_kl.coef=0.1")
     kl += ("objective.reward_kl.horizon=100",)
     critic = ("critic.warmup_steps=1", "critic.optimizer.lr=1e-3")
-    steps = steps_of(config, "algorithm=ppo", "run.max_steps=3", *critic, *kl, "training.tp=2", world_size=2)
+    overrides = ("run.max_steps=3", "rollout.top_p=0.9", *critic, *kl, "training.tp=2")
+    steps = steps_of(config, "algorithm=ppo", *overrides, world_size=2)
+    assert all(step["training/rollout_probs_diff_max"] <= bounds.TOY_LOGPROB for step in steps)
     assert "actor/pg_loss" not in steps[0] and "actor/pg_loss" in steps[1]
     # A value head that starts at 0.
     assert steps[0]["critic/values/max"] == steps[0]["critic/values/min"] == 0
@@ -46,6 +44,14 @@ def test_ppo_warms_its_critic_up_and_adapts_kl(config):
     # But not in the critic's warm-up, in which the policy cannot move.
     weights = [step["actor/reward_kl_penalty_coeff"] for step in steps]
     assert weights == pytest.approx([0.1, 0.1, 0.1 * (1 - 0.2 * 32 / 100)])
+
+
+def test_grpo_on_a_truncated_distribution(config):
+    truncated = ("rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.05", "training.pp=2")
+    for step in steps_of(config, *truncated, "objective.kl_coef=0.01", world_size=2):
+        assert step["training/rollout_probs_diff_max"] <= bounds.TOY_LOGPROB and step["actor/grad_norm"] > 0
+        assert step["actor/entropy"] <= math.log(5)
+        assert step["perf/held_bytes_received"] == step["perf/held_bytes_planned"] > 0
 
 
 DAPO = ("algorithm=dapo", "dynamic_sampling.prompts_per_round=6", "reward.overlong_buffer_tokens=3")
@@ -66,7 +72,15 @@ def test_dapo_without_spread_gives_up_and_goes_on(config, toy):
 
 
 POLICY_GRADIENTS = (
-    ("algorithm=rloo",),
+    (
+        "algorithm=rloo",
+        "objective.kl_coef=0.1",
+        "objective.kl_estimator=k3-weighted",
+        "objective.off_policy_mask=0.01",
+        "objective.top_entropy=0.5",
+        "objective.adaptive_entropy.target=100",
+        "objective.adaptive_entropy.delta=0.001",
+    ),
     ("algorithm=reinforce_pp", "objective.advantage=reinforce++-baseline"),
     (
         "objective.loss=gspo",
@@ -106,6 +120,9 @@ def test_two_steps_of_a_policy_gradient(config, overrides):
         assert 0 < tokens[0] and tokens == sorted(tokens)
     if "cov_fraction" in " ".join(overrides):
         assert 0.05 < second["actor/pg_covfrac"] < 0.2
+    if "adaptive_entropy" in " ".join(overrides):
+        assert [step["actor/entropy_coef"] for step in (first, second)] == [0.0, 0.001]
+        assert 0 <= first["actor/off_policy_masked_fraction"] < 1
     if "truncate_tokens" in " ".join(overrides):
         assert first["rollout_corr/weight_mean"] == pytest.approx(1, abs=bounds.TOY_LOGPROB)
     if "reject" in " ".join(overrides):
@@ -130,6 +147,31 @@ def test_dpo_starts_at_log_2_and_learns_its_pairs(config, toy, tmp_path):
     assert "timing_s/gen" not in steps[0] and steps[0]["prompt_length/mean"] < 16
     assert steps[-1]["preference/loss"] < 0.6 and steps[-1]["preference/accuracy"] > 0.8
     assert steps[-1]["preference/chosen_reward"] > steps[-1]["preference/rejected_reward"]
+
+
+def test_kto_starts_at_one_half_and_learns_its_labels(config, toy, tmp_path):
+    pq.write_table(pq.read_table(toy / "labels.parquet").slice(0, 8), tmp_path / "labels.parquet")
+    data = ("algorithm=kto", f"data.train=[{tmp_path}/labels.parquet]", "run.max_steps=20", ONE_UPDATE)
+    steps = steps_of(config, *data, "training.optimizer.lr=3e-4", "preference.beta=0.5", world_size=2)
+    assert "timing_s/gen" not in steps[0] and "timing_s/old_log_prob" not in steps[0]
+    assert steps[0]["preference/loss"] == 0.5 and steps[0]["preference/kl"] == 0
+    assert steps[-1]["preference/loss"] < 0.4 and steps[-1]["preference/accuracy"] > 0.8
+    assert steps[-1]["preference/margin"] > 0.3 and steps[-1]["preference/kl"] >= 0
+
+
+@pytest.mark.parametrize("algorithm", ["orpo", pytest.param("simpo", marks=pytest.mark.slow)])
+def test_pairs_without_a_reference_policy(config, toy, tmp_path, algorithm):
+    pq.write_table(pq.read_table(toy / "pairs.parquet").slice(0, 8), tmp_path / "pairs.parquet")
+    data = (
+        f"algorithm={algorithm}",
+        f"data.train=[{tmp_path}/pairs.parquet]",
+        "run.max_steps=20",
+        ONE_UPDATE,
+    )
+    steps = steps_of(config, *data, "training.optimizer.lr=3e-4")
+    assert "timing_s/gen" not in steps[0] and "timing_s/ref" not in steps[0]
+    assert steps[-1]["preference/loss"] < steps[0]["preference/loss"] - 0.1
+    assert steps[-1]["preference/accuracy"] > 0.8
 
 
 def test_spin_moves_the_policy_to_the_data(config, tmp_path):
@@ -196,11 +238,11 @@ def test_a_hostile_reward_function_does_not_end_the_run(config, tmp_path, monkey
         "run.max_steps=1",
         "data.prompts_per_step=16",
         "rollout.samples_per_prompt=1",
-        "logging.samples=1000",
+        "logging.rollouts=all",
     )
     limits = [f"reward.{key}={value}" for key, value in reward.items()]
     [record] = steps_of(config, *limits, *few, "objective.advantage=reinforce++")
-    samples = samples_of(tmp_path / "run")
+    samples = rollouts(tmp_path / "run")
     assert len(samples) == 16
     for sample in samples:
         assert sample["score"] == (-1 if int(sample["ground_truth"]) % 8 in (0, 1, 2, 3, 5) else 1), sample
@@ -271,11 +313,11 @@ def test_several_sources_with_weights_and_a_curriculum(config, toy, tmp_path):
         "def order(epoch, prompts, rng):\n"
         "    return sorted(range(len(prompts)), key=lambda i: int(prompts[i].ground_truth))\n"
     )
-    easy = (f"data.curriculum={tmp_path}/easy.py:order", "logging.samples=32", "run.max_steps=1")
+    easy = (f"data.curriculum={tmp_path}/easy.py:order", "logging.rollouts=all", "run.max_steps=1")
     steps_of(config, *easy, run=tmp_path / "easy")
     rows = pq.read_table(toy / "train.parquet").column("reward_model").to_pylist()
     sums = sorted(int(row["ground_truth"]) for row in rows)
-    drawn = [int(sample["ground_truth"]) for sample in samples_of(tmp_path / "easy")]
+    drawn = [int(sample["ground_truth"]) for sample in rollouts(tmp_path / "easy")]
     assert set(drawn) == set(sums[:8])
 
 

@@ -17,6 +17,8 @@ ALGORITHMS = {
         "objective.reward_kl.controller=adaptive",
         "objective.reward_kl.coef=0.1",
         "objective.reward_kl.horizon=100",
+        "objective.adaptive_entropy.target=100",
+        "objective.adaptive_entropy.delta=0.001",
     ),
     "dapo": ("algorithm=dapo", "dynamic_sampling.prompts_per_round=6", "reward.overlong_buffer_tokens=3"),
 }
@@ -42,5 +44,7 @@ def test_a_resumed_run_is_the_undisturbed_one(config, tmp_path, algorithm):
     if algorithm == "ppo":  # or there would be nothing to carry over
         weights = [record["actor/reward_kl_penalty_coeff"] for record in records]
         assert weights[0] != weights[2] != weights[3]
+        bonus = [record.get("actor/entropy_coef") for record in records]  # of step 1 none: critic only
+        assert bonus[0] is None and bonus[1:] == pytest.approx([0.0, 0.001, 0.002])
     else:
         assert any(record["dapo/rounds"] > 2 for record in records)

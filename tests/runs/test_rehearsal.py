@@ -19,6 +19,7 @@ RUN = (
     "model.dtype=bfloat16",
     "objective.kl_coef=0.01",
     "training.head_chunk_tokens=16",
+    "rollout.top_p=0.95",
     "checkpoint.every=1",
     "checkpoint.background=true",
 )
@@ -44,7 +45,12 @@ def rehearsed(toy, tmp_path_factory):
     lines = directory / "lines"
     for overrides in runs:
         run_ranks(1, REHEARSE, lines, "--config", config, *overrides, timeout=300)
-    old = ("run.max_steps=2", "rollout_correction.truncate_tokens=2", f"run.dir={directory}/old")
+    old = (
+        "run.max_steps=2",
+        "rollout_correction.truncate_tokens=2",
+        "rollout.top_p=1",
+        f"run.dir={directory}/old",
+    )
     carried = (
         "rollout.carry_over=true",
         "rollout.max_response_tokens=24",
@@ -103,3 +109,5 @@ def test_the_rehearsal_trains(rehearsed):
     assert [record["training/global_step"] for record in found] == [1, 2, 3]
     assert all(record["actor/grad_norm"] > 0 for record in found)
     assert all(record["perf/device_memory_peak_gib"] == 1.0 for record in found)
+    # With rollout.top_p the engine's log-probs are those of the tokens that it kept.
+    assert all(record["training/rollout_probs_diff_mean"] < 0.01 for record in found)

@@ -90,6 +90,40 @@ def test_kills_of_either_role_change_nothing(config, toy, tmp_path, granularity)
         assert_each_prompt_once(run, consumed=48)
 
 
+@pytest.mark.parametrize(
+    "place, rank", [("build_rollout", 1), pytest.param("build_engines", 0, marks=pytest.mark.slow)]
+)
+def test_both_roles_report_what_one_refuses(config, place, rank):
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(2, FAULTY, "refuse_here", place, rank, 1, "--config", config, *ROLES, grace=30)
+    assert failure.value.returncodes == [2, 2]
+    assert failure.value.stderr[0].endswith("error: injected=1 does not fit; remove it.\n")
+
+
+@pytest.mark.parametrize(
+    "place, call",
+    [
+        ("deliver", 6),
+        pytest.param("begin_group", 8, marks=pytest.mark.slow),
+        pytest.param("receive_weights", 3, marks=pytest.mark.slow),
+        pytest.param("answer", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_without_a_dead_replica(config, toy, tmp_path, place, call):
+    overrides = (*IN_FLIGHT, "roles.rollout=1-2", "rollout.min_replicas=1", "rollout.deterministic=false")
+    overrides += (f"data.val=[{toy}/test.parquet]", "validation.every=3", "validation.max_prompts=4")
+    fault = ("kill_this_rank", place, 2, call)
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(
+            3, FAULTY, *fault, "--config", config, *overrides, "watchdog.lost_s=20", timeout=150, grace=100
+        )
+    assert failure.value.returncodes == [0, 0, -signal.SIGKILL], failure.value
+    log = failure.value.stderr[0]
+    assert "warning: lost rank 2 (" in log and "goes on without replica 1 until its next start" in log
+    assert records(tmp_path / "run")[-1]["training/global_step"] == 6
+    assert_each_prompt_once(tmp_path / "run", consumed=48)
+
+
 @pytest.mark.slow
 def test_a_stop_of_a_generator_stops_both_roles(toy, tmp_path):
     config = write_config(tmp_path, toy, "data.prompts_per_step=32", "training.prompts_per_minibatch=8")

@@ -1,6 +1,5 @@
 """The program from its command line, end to end with real ranks."""
 
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ import pytest
 
 from tests import bounds
 from tests.checkpoints import assert_same_checkpoint
-from tests.records import comparable
+from tests.records import comparable, rollouts
 from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.toy import SFT, TRAIN, train, write_config
 from tools.prepare_data import prepare_gsm8k
@@ -76,6 +75,7 @@ def test_a_seed_gives_one_run_which_resumes_exactly(config, tmp_path):
     train(2, config, *four, run=resumed)
     assert len(comparable(straight)) == 5  # steps 0 to 4, each once
     assert first == comparable(straight)[:3] and comparable(resumed) == comparable(straight)
+    assert rollouts(resumed) == rollouts(straight) and len(rollouts(straight)) == 4 * 4 * 4
     assert_same_checkpoint(*(run / "checkpoints" / "step_000004" for run in (straight, resumed)))
     other = tmp_path / "other"
     train(2, config, "run.max_steps=1", "run.seed=2", run=other)
@@ -102,7 +102,7 @@ def test_real_gsm8k_prompts_flow_through_two_steps(toy, tmp_path):
     )
     assert all(step["reward/failures"] == 0 for step in steps)
     assert all(step["training/rollout_probs_diff_max"] < bounds.TOY_LOGPROB for step in steps)
-    sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
+    sample = rollouts(tmp_path / "run")[0]
     assert "####" in sample["prompt"] and float(sample["ground_truth"]).is_integer()
 
 

@@ -258,6 +258,12 @@ def test_a_crash_is_requeued_if_requested_but_no_wrong_input(site):
         assert job.requeued == retried
 
 
+def test_a_run_that_outlives_a_rank_has_its_own_end(site):
+    job = Job(site, "roles", "my.yaml", exit_code=137, at_step="4", OUTLIVE_RANKS="1")
+    assert (job.code, job.requeued) == (75, ["requeue", "4711"])
+    assert "--kill-on-bad-exit=0" in job.calls[0]
+
+
 def test_it_gives_up_after_starts_without_a_newer_checkpoint(site):
     def start():
         return Job(site, "train", "my.yaml", exit_code=75, at_step="2", MAX_ATTEMPTS="3")

@@ -37,7 +37,7 @@ def test_the_quickstart_trains_on_two_nodes_beside_another_job(cluster, toy, tmp
     assert "beside: grpo, 1 rank," in log_of(tmp_path, f"quickstart-{beside}.out")
     run = tmp_path / "runs" / "quickstart"
     assert [record["training/global_step"] for record in records(run)] == list(range(4))
-    parts = "config.yaml environment.json code/rl/run/loop.py checkpoints hf/config.json samples.jsonl"
+    parts = "config.yaml environment.json code/rl/run/loop.py checkpoints hf/config.json rollouts"
     for part in parts.split():
         assert (run / part).exists(), part
     assert status(run)["state"] == "finished" and status(run)["job"] == job
@@ -195,16 +195,22 @@ def test_components_of_a_heterogeneous_job_are_one_world(cluster, tmp_path):
     assert sorted(found) == [f"world {place} node3" for place in places], log
 
 
+ONE_RANK = ("--gpus-per-node=0", "--ntasks-per-node=1", "--nodes=1")
+JOBS_WITH_ROLES = {
+    "one-node": ("train", "--gpus-per-node=0", "--ntasks-per-node=2", "--nodes=1"),
+    "two-nodes": ("train", *TWO_NODES),
+    "heterogeneous": ("roles", *ONE_RANK, "--nodelist=node3", ":", *ONE_RANK, "--nodelist=node1"),
+}
+
+
 @pytest.mark.slow
-def test_trainers_and_generators_of_a_heterogeneous_job(cluster, config, tmp_path):
-    one = "--gpus-per-node=0 --ntasks-per-node=1 --nodes=1".split()
-    sizes = (*one, "--nodelist=node3", ":", *one, "--nodelist=node1")
+@pytest.mark.parametrize("kind", JOBS_WITH_ROLES)
+def test_trainers_beside_generators_in_one_job(cluster, config, tmp_path, kind):
+    name, *sizes = JOBS_WITH_ROLES[kind]
     roles = ("roles.train=0-0", "roles.rollout=1-1", "rollout_correction.truncate_tokens=2")
-    job = cluster.submit(
-        *sizes, ROOT / "slurm" / "roles.sbatch", config, *roles, "run.max_steps=3", cwd=tmp_path
-    )
-    log = f"roles-{job}.out"
-    assert cluster.wait(job)["ExitCode"] == "0:0", log_of(tmp_path, log)
+    in_flight = ("roles.granularity=group", "run.max_steps=3")
+    job = cluster.submit(*sizes, ROOT / "slurm" / f"{name}.sbatch", config, *roles, *in_flight, cwd=tmp_path)
+    assert cluster.wait(job)["ExitCode"] == "0:0", log_of(tmp_path, f"{name}-{job}.out")
     assert [record["staleness/max"] for record in records(tmp_path / "run")] == [0.0, 1.0, 1.0]
 
 

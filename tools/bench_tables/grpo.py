@@ -153,7 +153,7 @@ def start_ours(
         f"run.dir={run_dir}",
         "checkpoint.every=0",
         "checkpoint.export_hf=false",
-        "logging.samples=0",
+        "logging.rollouts=none",
     ]
     command = [*torchrun(ranks), "train_rl.py", "--config", str(config), *fixed, *overrides]
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)

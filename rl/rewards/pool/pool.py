@@ -186,7 +186,9 @@ class ScoringPool:
             del worker.chunk[index]
             error = message.get("error")
             failed = isinstance(error, str)
-            jobs.finish(index, error if failed else Score(message["values"], message["prediction"]))
+            jobs.finish(
+                index, error if failed else Score(message["values"], message["prediction"], message["of"])
+            )
         worker.set_deadline(self._timeout_s)
         if message.get("last"):
             jobs.give_back(list(worker.chunk))
@@ -230,7 +232,7 @@ class ScoringPool:
         return [
             Score({"score": self._failure_score, "failed": 1.0})
             if isinstance(outcome, str)
-            else Score({**outcome.values, "failed": 0.0}, outcome.prediction)
+            else Score({**outcome.values, "failed": 0.0}, outcome.prediction, outcome.sample)
             for outcome in jobs.outcomes
         ]
 

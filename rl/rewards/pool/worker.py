@@ -3,7 +3,7 @@
 The pool sends pickles, first (plan, sys.path), then chunks [(index, sample), ...]. It receives JSON lines:
 
     {"ready": is_async} or {"unloadable": sentence, "traceback": text}       once, after the import
-    {"i": index, "values": {name: number}, "prediction": text or null}       a score
+    {"i": index, "of": digest, "values": {name: number}, "prediction": text or null}    a score
     {"i": index, "error": text, "last": bool}                                a failure; last: the host exits
     {"i": index, "waiting": true}                                            called, and now awaited
 """
@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from rl.rewards.mixture import Mixture
-from rl.rewards.score import RejectedResult, Score
+from rl.rewards.score import RejectedResult, Score, digest
 from rl.workers.messages import MAX_ERROR_CHARS, encodable, explain, too_slow
 from rl.workers.supervisor import run_worker
 
@@ -58,28 +58,29 @@ class Scorer:
 
     def _call(
         self, mixture: Mixture, chunk: Sequence[tuple[int, Mapping[str, Any]]]
-    ) -> list[tuple[int, Awaitable[Score]]]:
+    ) -> list[tuple[int, int, Awaitable[Score]]]:
         """Score the samples in order; return those that must be awaited."""
         waiting = []
         for index, sample in chunk:
             try:
+                key = digest(sample)  # before users' code may change the sample
                 outcome = mixture.score(sample)
             except BaseException as error:
                 self._fail(index, error)
             else:
                 if isinstance(outcome, Score):
-                    self._answer(index, outcome)
+                    self._answer(index, key, outcome)
                 else:
                     self._send({"i": index, "waiting": True})
-                    waiting.append((index, outcome))
+                    waiting.append((index, key, outcome))
             self._restore_state()
         return waiting
 
-    def _await(self, waiting: Sequence[tuple[int, Awaitable[Score]]]) -> None:
+    def _await(self, waiting: Sequence[tuple[int, int, Awaitable[Score]]]) -> None:
         """Await all concurrently, each with its own time limit, and answer each when it completes."""
         import asyncio  # imported here because it doubles the time that a worker needs to start
 
-        async def settle(index: int, outcome: Awaitable[Score]) -> None:
+        async def settle(index: int, key: int, outcome: Awaitable[Score]) -> None:
             # Not wait_for, which runs the call in a separate task: all blocking calls would be answered last.
             try:
                 async with asyncio.timeout(self._timeout_s) as limit:
@@ -87,17 +88,17 @@ class Scorer:
             except BaseException as error:
                 self._fail(index, TimeoutError(too_slow(self._timeout_s)) if limit.expired() else error)
             else:
-                self._answer(index, score)
+                self._answer(index, key, score)
 
         async def settle_all() -> None:
-            await asyncio.gather(*(settle(index, outcome) for index, outcome in waiting))
+            await asyncio.gather(*(settle(*call) for call in waiting))
 
         if self._runner is None:  # one event loop for all chunks: functions keep connections bound to it
             self._runner = asyncio.Runner()
         self._runner.run(settle_all())
 
-    def _answer(self, index: int, score: Score) -> None:
-        message = {"i": index, "values": score.values, "prediction": score.prediction}
+    def _answer(self, index: int, key: int, score: Score) -> None:
+        message = {"i": index, "of": key, "values": score.values, "prediction": score.prediction}
         if sum(map(len, score.values)) > MAX_LINE_BYTES // 32:  # a character may take 12 bytes
             error = RejectedResult(f"{len(score.values)} values are too many for one sample")
             return self._fail(index, error)

@@ -79,7 +79,7 @@ class ScoringWorker(WorkerProcess):
         if message.get("waiting") is True:
             return message if index not in self.awaited else None
         values, prediction = message.get("values"), message.get("prediction")
-        if not isinstance(values, dict) or "score" not in values:
+        if not isinstance(values, dict) or "score" not in values or type(message.get("of")) is not int:
             return None
         if not (prediction is None or isinstance(prediction, str)):
             return None

@@ -180,7 +180,7 @@ def mini_batches(config: Config) -> Batch:
     def tokens(length):
         return torch.randint(VOCAB, (int(length),), generator=generator).int().numpy()
 
-    pairs = config.algorithm in ("dpo", "spin")
+    pairs = config.algorithm in ("dpo", "spin", "orpo", "simpo")
     batch = Batch(
         prompt_ids=[tokens(1 + i % 5) for i in range(count)],
         response_ids=[tokens(length) for length in lengths],
@@ -259,6 +259,11 @@ def learn(phases: Phases, batch: Batch) -> None:
         phases.update_implicit_reward(batch, partial(prime.reward_loss, config=config))
     elif config.algorithm == "sft":
         phases.update(batch, load("sft").loss)
+    elif config.algorithm == "kto":
+        batch.labels = batch.labels.round()
+        others = phases.mismatched(batch)
+        others.ref_logprobs = torch.linspace(-4, -3, len(others.mask))
+        phases.update(batch, partial(load("kto").loss, config=config), mismatched=others)
     elif config.objective.loss == "none":
         phases.update(batch, partial(load(config.algorithm).loss, config=config))
     else:

@@ -67,6 +67,8 @@ def policy_cases() -> dict[str, list[str]]:
             keys += GROUPS + OPTIONS.get(loss, [])
             if allowed(keys):
                 cases[f"{loss}-{aggregation}"] = keys + terms(len(cases))
+    for key in ("off_policy_mask=0.05", "top_entropy=0.2"):
+        cases[f"ppo-{key}"] = [*cases["ppo-seq-mean-token-mean"], f"objective.{key}"]
     # gmpo has one mean only, and one weight per sample.
     weighted = [key.replace("truncate_tokens", "truncate_samples") for key in terms(2)]
     cases["gmpo-seq-mean-token-mean-weighted"] = cases["gmpo-seq-mean-token-mean"] + weighted
@@ -82,6 +84,9 @@ OTHERS = {
     "spin": ["algorithm=spin", *PAIRS],
     "dpo-sigmoid": ["algorithm=dpo", "preference.label_smoothing=0.1", *PAIRS],
     "dpo-hinge": ["algorithm=dpo", "preference.loss=hinge", *PAIRS],
+    "kto": ["algorithm=kto", "preference.desirable_weight=1.3", *GROUPS],
+    "orpo": ["algorithm=orpo", *PAIRS],
+    "simpo": ["algorithm=simpo", *PAIRS],
     "dpo-ipo": ["algorithm=dpo", "preference.loss=ipo", *PAIRS],
 }
 CASES = {
@@ -153,7 +158,7 @@ def test_every_case_has_micro_batches_without_a_sample(results, world_size):
 
 def test_what_sets_the_losses_apart_takes_part_in_the_comparison(results):
     metrics = {case: splits["whole"]["metrics"] for case, splits in results[1][0]["losses"].items()}
-    shares = {"pg_clipfrac", "pg_covfrac", "vf_clipfrac", "accuracy"}
+    shares = {"off_policy_masked_fraction", "pg_clipfrac", "pg_covfrac", "vf_clipfrac", "accuracy"}
     for case, found in metrics.items():
         for name in found:
             assert name.rpartition("/")[2] not in shares or 0.02 < found[name] < 0.98, (

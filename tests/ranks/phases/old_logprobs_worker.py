@@ -45,6 +45,8 @@ CASES = {
         "training.epochs=2",
         "rollout_correction.icepop_low=0.8",
         "rollout_correction.icepop_high=1.2",
+        "objective.top_entropy=0.5",
+        "objective.off_policy_mask=0.001",
     ],
     "pairs": ["algorithm=spin", "training.prompts_per_minibatch=4"],
 }
@@ -94,7 +96,6 @@ def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
         prompts=[],
         sampler=None,
         scorer=None,
-        tokenizer=None,
     )
     phases.step.begin(1)
     batch = sampled(hf["vocab_size"], pairs=config.algorithm == "spin")

@@ -134,9 +134,8 @@ class Checks:
         hf = read_hf_config(checkpoint)
         self.reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self.trainer = build_policy(self.config, hf, build_grid(tp=1, pp=1, seed=1), device)
-        self.engine = RolloutEngine(
-            checkpoint, self.config.rollout, dtype="float32", max_tokens=256, seed=1, device=device
-        )
+        options = dict(dtype="float32", max_tokens=256, seed=1, device=device, returns_kept=True)
+        self.engine = RolloutEngine(checkpoint, self.config.rollout, **options)
         refit(self.trainer, self.engine)
 
     def samples(self, sampling: Sampling, seed: int = 0) -> dict:
@@ -172,12 +171,15 @@ class Checks:
         assert any(not np.array_equal(first[k].token_ids, other[k].token_ids) for k in first)
 
     def check_samples_depend_neither_on_the_batch_nor_on_chunks(self):
-        first = self.samples(PLAIN)
+        sampling = replace(PLAIN, top_p=0.95)
+        first = self.samples(sampling)
         scheduler = self.engine.llm.llm_engine.engine_core.engine_core.scheduler
         for name, value in (("max_num_scheduled_tokens", 8), ("max_num_active_reqs", 2)):
             with patch.object(scheduler, name, value), EngineSteps(self.engine) as steps:
-                again = self.samples(PLAIN)
+                again = self.samples(sampling)
             assert all(np.array_equal(first[k].token_ids, again[k].token_ids) for k in first), name
+            sets = ([s[k].held("kept_ids") for k in first] for s in (first, again))
+            assert all(map(np.array_equal, *sets)), name
             most = [sum(event[2] for event in step if event[0] == "schedule") for step in steps]
             assert max(most) <= (8 if name == "max_num_scheduled_tokens" else 40), most
 
@@ -205,6 +207,8 @@ class Checks:
                 error = bounds.of_logits(SIZES["num_hidden_layers"], SIZES["hidden_size"])
                 difference = (found - torch.from_numpy(sample.logprobs)).abs().max()
                 assert difference <= error * logits.abs().max(), sampling
+                assert sample.held("kept_counts").tolist() == kept.sum(1).tolist(), sampling
+                assert sample.held("kept_ids").tolist() == kept.nonzero()[:, 1].tolist(), sampling
 
     def check_greedy_takes_the_most_probable_token(self):
         for sample in self.samples(replace(PLAIN, temperature=0.0, samples_per_prompt=1)).values():

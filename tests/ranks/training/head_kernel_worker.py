@@ -12,6 +12,7 @@ import sys
 import torch
 
 from rl.training import head_kernels, logprobs
+from rl.training.kept_sets import FLOOR
 
 TOKENS = 5
 ROWS = (50, head_kernels.BLOCK, 9001)
@@ -20,11 +21,15 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def case(rows: int, dtype: torch.dtype):
-    """Return logits [TOKENS, rows] and targets [TOKENS]; two targets are on another rank."""
+    """Return logits [TOKENS, rows] and targets [TOKENS]; two targets are on another rank.
+
+    Of the last two tokens' kept sets, this rank holds nothing of the one and the last 10 rows of the other.
+    """
     generator = torch.Generator().manual_seed(rows)
     logits = (4 * torch.randn(TOKENS, rows, generator=generator)).to(dtype)
+    logits[-2], logits[-1, :-10] = FLOOR, FLOOR
     targets = torch.randint(rows, (TOKENS,), generator=generator)
-    targets[1::2] = -1
+    targets[1::2], targets[-1] = -1, rows - 1
     return logits, targets
 
 
@@ -42,6 +47,7 @@ def gradient_error(rows, dtype, temperature, of_entropy) -> float:
     """Return the largest error, relative to the element plus a millionth of the largest element."""
     logits, targets = case(rows, dtype)
     lse = (logits.float() / temperature).logsumexp(-1)
+    lse[-2] = 0.0  # by the kept tokens of another rank
     upstream, entropy, of = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(1))
     given = (temperature, targets, lse, upstream, (entropy, of) if of_entropy else None)
     mine = logits.clone()

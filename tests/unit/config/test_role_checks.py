@@ -32,6 +32,8 @@ def test_ranks_of_roles():
         ("roles.rollout=5-4", "roles.rollout=5-4 must be the first and the last rank"),
         ("algorithm=sft", "algorithm=sft does not learn from samples"),
         ("roles.granularity=group", "use roles.lag=1 or more, or granularity=batch"),
+        ("rollout.min_replicas=3", "with rollout.tp=1 has 2 replicas; set at most that many"),
+        ("rollout.min_replicas=2 rollout.deterministic=true", "assigns groups to replicas by a fixed rule"),
         ("roles.lag=1", "set rollout_correction.truncate_tokens=2"),
         ("roles.lag=1 algorithm=remax rollout_correction.bypass=true", "use roles.lag=0"),
     ],

@@ -75,7 +75,7 @@ def test_the_config_survives_the_round_trip_through_yaml(tmp_path):
         ("run.steps=3", "run.max_steps"),
         ("rollout.max_prompt_tokens=3", "data.max_prompt_tokens"),
         ("rollout.num_samples_per_prompt=3", "rollout.samples_per_prompt"),
-        ("rollout.samples=3", "rollout.samples_per_prompt"),  # not logging.samples
+        ("rollout.samples=3", "rollout.samples_per_prompt"),  # not logging.rollouts
         ("trainer.tp=3", "training.tp"),
         ("objective.kl_coeff=0.1", "objective.kl_coef"),
         ("data.seed=1", "run.seed"),
@@ -282,14 +282,34 @@ def test_a_decay_that_rises_is_an_error():
         ),
         (["training.optimizer.min_lr=1e-7"], ["min_lr=1e-07 has no effect", "linear or cosine"]),
         (["data.val=train.jsonl"], ["train.jsonl is in data.train and in data.val"]),
-        (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "truncated"]),
-        (["rollout.top_k=5"], ["top_k=5", "truncated"]),
-        (["rollout.min_p=0.1"], ["min_p=0.1", "truncated"]),
+        (["rollout.biased_truncation=true", "rollout.top_p=0.9"], ["rollout.top_p=0.9", "truncated"]),
+        (["rollout.biased_truncation=true", "rollout.top_k=5"], ["top_k=5", "truncated"]),
+        (["rollout.biased_truncation=true", "rollout.min_p=0.1"], ["min_p=0.1", "truncated"]),
     ],
 )
 def test_what_is_unlikely_to_be_meant_is_one_warning(overrides, words):
     (warning,) = check(config_with(*overrides))
     assert all(word in warning for word in words)
+
+
+@each(
+    "overrides, key",
+    [
+        (["rollout.carry_over=true", "rollout_correction.bypass=true"], "rollout.carry_over=true"),
+        (["algorithm=spin", "rollout.samples_per_prompt=1"], "algorithm=spin"),
+        (["run.mode=train_only", "run.rollouts=other", "run.dir=own"], "run.mode=train_only"),
+        (["roles={train: 0-1, rollout: 2-3, lag: 0}"], "roles.rollout=2-3"),
+    ],
+)
+def test_truncation_needs_kept_sets_at_the_trainer(overrides, key):
+    error = check_error("rollout.top_k=20", *overrides)
+    assert f"but {key}" in error and "rollout.biased_truncation=true" in error
+    (warning,) = check(config_with("rollout.top_k=20", "rollout.biased_truncation=true", *overrides))
+    assert "top_k=20" in warning
+
+
+def test_a_truncated_distribution_with_its_mask_is_no_warning():
+    assert check(config_with("rollout.top_k=20", "rollout.top_p=0.9", "rollout.min_p=0.05")) == []
 
 
 def test_sft_is_not_warned_about_sampling():
@@ -496,6 +516,8 @@ def test_more_tokens_than_the_model_has_positions_are_an_error():
         (("objective.reward_kl.coef=0.01",), True),
         (("objective.advantage=optimal-token-baseline",), True),
         (("objective.loss=kl-cov",), True),
+        (("objective.top_entropy=0.2", "objective.off_policy_mask=0.1"), False),
+        (("objective.adaptive_entropy.target=0.2",), True),
         (("rollout_correction.reject=token-k2", "rollout_correction.reject_high=0.1"), True),
     ],
 )

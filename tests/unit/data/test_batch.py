@@ -1,4 +1,4 @@
-"""Batches: select, keep_groups, concatenate, pair_up and outcomes, and the metrics of a batch."""
+"""Batches: select, keep_groups, concatenate, pair_up, mismatch and outcomes, and the metrics of a batch."""
 
 from dataclasses import fields
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.data.batch import LOSS_COLUMNS, TOKEN_COLUMNS, Batch, concatenate, pair_up
+from rl.data.batch import LOSS_COLUMNS, TOKEN_COLUMNS, Batch, concatenate, mismatch, pair_up
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, length_metrics, sample_means
 
 SAMPLE_COLUMNS = ("groups", "trajectories", "truncated", "baselines", "labels", "scores", "rewards")
@@ -190,6 +190,17 @@ def test_pair_up_interleaves_chosen_and_rejected():
         assert (prompt, response) == whole[:2] and not details
         assert tokens == {"mask": whole[2]["mask"]} and per_sample["truncated"] == whole[3]["truncated"]
         assert set(per_sample) == {"groups", "truncated"}
+
+
+def test_mismatch_gives_each_prompt_the_previous_response():
+    batch = full_batch(3)
+    others = mismatch(batch, [[0, 1, 2, 3], [4], [5, 6, 7, 8, 9]])
+    expected = [3, 0, 1, 2, 4, 9, 5, 6, 7, 8]
+    for i, other in enumerate(expected):
+        assert others.prompt_ids[i] is batch.prompt_ids[i]
+        assert others.response_ids[i] is batch.response_ids[other]
+    assert torch.equal(others.mask, batch.mask[batch.tokens_of(expected)])
+    assert torch.equal(others.groups, batch.groups) and others.old_logprobs is None and others.labels is None
 
 
 def test_pairs_stay_pairs():

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl.data.preferences import load_preferences
+from rl.data.preferences import load_labelled, load_preferences
 from rl.data.prompts import load_tokenizer
 from tools.make_toy import build_tokenizer
 
@@ -59,6 +59,34 @@ def test_all_forms_of_a_pair_give_the_same_tokens(load, tokenizer, prompt, chose
     expected = [["<user>", *"1+1=", "<assistant>"], ["2", "<eos>"], [*"three", "<eos>"]]
     assert [tokenizer.convert_ids_to_tokens(part.tolist()) for part in ids] == expected
     assert {part.dtype for part in ids} == {np.dtype(np.int32)}
+
+
+LABELLED = {key: value for key, value in DEFAULTS.items() if key not in ("chosen_key", "rejected_key")}
+LABELLED |= dict(response_key="completion", label_key="label")
+
+
+def labelled(tmp_path, tokenizer, *rows, **options):
+    file = tmp_path / "labels.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_labelled([file], tokenizer, **{**LABELLED, **options})
+
+
+def test_forms_of_a_labelled_response(tmp_path, tokenizer):
+    forms = [([USER], "2"), ([USER], [GOOD]), ("1+1=", [USER, GOOD])]
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in forms]
+    labels = [True, 0, 1]
+    found = labelled(tmp_path, tokenizer, *(row | {"label": label} for row, label in zip(rows, labels)))
+    assert [row.label for row in found] == [True, False, True] and [row.index for row in found] == [0, 1, 2]
+    for row in found:
+        ids = [tokenizer.convert_ids_to_tokens(part.tolist()) for part in (row.prompt_ids, row.response_ids)]
+        assert ids == [["<user>", *"1+1=", "<assistant>"], ["2", "<eos>"]] and row.data_source == "labels"
+
+
+@pytest.mark.parametrize("label", ["yes", 2, None])
+def test_a_label_that_is_no_bool_is_named_with_its_row(tmp_path, tokenizer, label):
+    rows = [{"prompt": [USER], "completion": "2", "label": value} for value in (True, label)]
+    with pytest.raises(ValueError, match="labels.jsonl, row 2: column 'label' must be true or false"):
+        labelled(tmp_path, tokenizer, *rows)
 
 
 def test_without_a_prompt_column_the_conversations_hold_it(load):
@@ -152,7 +180,7 @@ def test_drop_leaves_out_every_pair_with_a_part_too_long(load, caplog):
     assert [pair.index for pair in pairs] == [3]
     for noun in ("prompts", "chosen responses", "rejected responses"):
         assert f"1 of 4 {noun} have more" in caplog.text
-    with pytest.raises(ValueError, match="each of the 2 pairs .* would drop all"):
+    with pytest.raises(ValueError, match="each of the 2 rows .* would drop all"):
         load(LONG[0], LONG[1], **options)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl.config.schema import load_config
+from rl.dry_run import report
 from rl.dry_run.asynchrony import Engines, Form, Work, best, forms, generation_seconds
 from rl.dry_run.estimate import estimate
 from rl.dry_run.hardware import Hardware
@@ -84,13 +85,15 @@ def test_the_simplest_form_close_to_the_fastest_is_used():
     assert best([slow, Form({"a": 1}, 95), Form({"b": 1}, 93)]) is slow
 
 
-def test_every_form_that_is_shown_is_a_config_that_fits():
+def test_every_form_that_is_shown_is_a_config_that_fits(monkeypatch):
     before = found("qwen2.5-32b_dapo_aime_16x8", 128)
     options = argparse.Namespace(sigma_response_tokens=0.7, generation_seconds=0.0, rest_seconds=0.0)
     text = report_forms(before, options)
     assert "rollout.carry_over=true rollout.oversample=" in text and "synchronous" in text
     assert "roles.train=0-" in text and "-127 roles.lag=1 roles.granularity=batch" in text
-    assert text.splitlines()[-1].startswith(("use ", "keep synchronous"))
+    assert text.splitlines()[-1].startswith(("use ", "keep synchronous")) and "by estimated rates" in text
+    monkeypatch.setattr(report, "LEAST_STEP_S", 1e9)
+    assert "no advice for steps below 1e+09 s" in report_forms(before, options)
 
 
 def test_a_split_run_has_its_own_memory_and_seconds():

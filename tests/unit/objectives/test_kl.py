@@ -15,6 +15,8 @@ def reference(d, estimator):
     """One token, float64: value and derivative for logprobs."""
     if estimator.endswith("+"):
         return reference(d, estimator[:-1])[0], d
+    if estimator == "k3-weighted":  # under the policy that sampled the token
+        return reference(d, "k3+")
     if estimator == "k1":
         return d, 1.0
     if estimator == "abs":
@@ -52,6 +54,33 @@ def test_hand_numbers(estimator, expected):
     torch.testing.assert_close(values, torch.tensor(expected, dtype=torch.float32))
 
 
+def test_weighted_k3_is_the_product_of_ratio_and_k3():
+    # pi = 0.5 and 0.25, reference 0.25 and 0.5, old policy 0.25 and 0.25; a masked token.
+    new = torch.log(torch.tensor([0.5, 0.25, math.nan], dtype=torch.float64)).requires_grad_()
+    ref, old = (torch.log(torch.tensor(x, dtype=torch.float64)) for x in ([0.25, 0.5, 1], [0.25, 0.25, 1]))
+    values = kl(new, ref, torch.tensor([1, 1, 0]), estimator="k3-weighted", old_logprobs=old)
+    (grad,) = torch.autograd.grad(values.sum(), new)
+    expected = [2 * (0.5 - 1 + math.log(2)), 2 - 1 - math.log(2), 0.0]
+    torch.testing.assert_close(values.tolist(), expected)
+    product = (new - old).exp() * ((ref - new).exp() - 1 - (ref - new))
+    (slope,) = torch.autograd.grad(product[:2].sum(), new)
+    torch.testing.assert_close(grad[:2], slope[:2])
+    assert grad.tolist() == pytest.approx([2 * math.log(2), -math.log(2), 0.0])
+
+
+def test_mean_gradient_of_weighted_k3_is_that_of_the_kl():
+    logits, old_logits, ref_logits = (near_zero(7, seed) for seed in (1, 2, 3))
+    logits.requires_grad_()
+    new, old, ref = logits.log_softmax(0), old_logits.log_softmax(0), ref_logits.log_softmax(0)
+    estimate = kl(new, ref, torch.ones(7), estimator="k3-weighted", old_logprobs=old)
+    exact = (new.exp() * (new - ref)).sum()  # of the whole distribution; the tokens are drawn from the old
+    grads = [
+        torch.autograd.grad(x, logits, retain_graph=True)[0] for x in ((old.exp() * estimate).sum(), exact)
+    ]
+    torch.testing.assert_close(*grads)
+    torch.testing.assert_close((old.exp() * estimate).sum(), exact)
+
+
 @each("estimator", list(ESTIMATORS))
 def test_value_and_gradient_against_the_reference(estimator):
     rng = np.random.default_rng(0)
@@ -60,7 +89,8 @@ def test_value_and_gradient_against_the_reference(estimator):
     mask = rng.random(len(d)) > 0.2
     mask[-6:] = True
     leaf = torch.tensor(ref + d, requires_grad=True)
-    values = kl(leaf, torch.tensor(ref), torch.tensor(mask), estimator=estimator)
+    options = dict(estimator=estimator, old_logprobs=leaf.detach())
+    values = kl(leaf, torch.tensor(ref), torch.tensor(mask), **options)
     (grad,) = torch.autograd.grad(values.sum(), leaf)
     expected = np.array([reference(x, estimator) if m else (0.0, 0.0) for x, m in zip(d, mask)])
     np.testing.assert_allclose(values.detach(), expected[:, 0], rtol=1e-9, atol=1e-14)
@@ -139,7 +169,8 @@ def test_masked_positions_never_reach_value_or_gradient(bad, estimator):
     for bad_logprob, bad_ref in ((bad, 0.0), (0.0, bad), (bad, bad)):
         leaf = torch.tensor([0.5, bad_logprob, -0.5], requires_grad=True)
         ref = torch.tensor([0.0, bad_ref, 0.0])
-        values = kl(leaf, ref, torch.tensor([1.0, 0.0, 1.0]), estimator=estimator)
+        options = dict(estimator=estimator, old_logprobs=leaf.detach())
+        values = kl(leaf, ref, torch.tensor([1.0, 0.0, 1.0]), **options)
         (grad,) = torch.autograd.grad(values.sum(), leaf)
         expected = [reference(d, estimator) if d else (0.0, 0.0) for d in (0.5, 0.0, -0.5)]
         assert values.tolist() == pytest.approx([value for value, _ in expected])
@@ -149,8 +180,9 @@ def test_masked_positions_never_reach_value_or_gradient(bad, estimator):
 @each("estimator", list(ESTIMATORS))
 def test_equal_policies_give_exactly_zero(estimator):
     logprobs = torch.randn(9)
-    assert not kl(logprobs, logprobs.clone(), torch.ones(9), estimator=estimator).any()
-    assert kl(torch.zeros(0), torch.zeros(0), torch.zeros(0), estimator=estimator).shape == (0,)
+    options, none = dict(estimator=estimator, old_logprobs=logprobs + 1), torch.zeros(0)
+    assert not kl(logprobs, logprobs.clone(), torch.ones(9), **options).any()
+    assert kl(none, none, none, estimator=estimator, old_logprobs=none).shape == (0,)
 
 
 def test_unknown_estimator_is_refused():
@@ -159,8 +191,8 @@ def test_unknown_estimator_is_refused():
 
 
 def test_names_are_those_of_the_estimators():
-    assert tuple(ESTIMATORS) == ("k1", "abs", "k2", "k3", "k1+", "k3+")
-    with pytest.raises(ValueError, match=r"k4.*k1, abs, k2, k3, k1\+, k3\+"):
+    assert tuple(ESTIMATORS) == ("k1", "abs", "k2", "k3", "k1+", "k3+", "k3-weighted")
+    with pytest.raises(ValueError, match=r"k4.*k1, abs, k2, k3, k1\+, k3\+, k3-weighted"):
         kl(torch.zeros(1), torch.zeros(1), torch.ones(1), estimator="k4+")
 
 
@@ -169,11 +201,12 @@ def test_names_are_those_of_the_estimators():
 def test_any_split_gives_the_same_term_and_gradient(estimator, mode):
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([4, 0, 1, 7, 3, 5])
-    leaf, ref = (torch.randn(20, dtype=torch.float64, generator=generator) for _ in range(2))
+    leaf, ref, old = (torch.randn(20, dtype=torch.float64, generator=generator) for _ in range(3))
     mask, leaf = torch.rand(20, generator=generator) > 0.2, leaf.requires_grad_()
 
     def share(tokens, samples):
-        values = kl(leaf[tokens], ref[tokens], mask[tokens], estimator=estimator)
+        options = dict(estimator=estimator, old_logprobs=old[tokens])
+        values = kl(leaf[tokens], ref[tokens], mask[tokens], **options)
         return aggregate(
             values, mask[tokens], lengths[samples], mode, num_tokens=int(mask.sum()), num_samples=6, norm=7.0
         )

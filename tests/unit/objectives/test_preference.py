@@ -1,13 +1,25 @@
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from rl.algorithms import dpo, prime, sppo
+from rl.algorithms import dpo, kto, orpo, prime, simpo, sppo
 from rl.config.schema import load_config
 from rl.data.batch import Batch
-from rl.objectives.preference import counted, log_ratios, outcome_loss, pair_loss, sppo_loss, win_rates
+from rl.objectives.preference import (
+    counted,
+    kto_loss,
+    log_ratios,
+    mean_logprobs,
+    mismatch_kl,
+    orpo_loss,
+    outcome_loss,
+    pair_loss,
+    sppo_loss,
+    win_rates,
+)
 from rl.phases.minibatches import MinibatchPlan
 from rl.training.packing import pack
 from tests.each import each
@@ -150,6 +162,9 @@ LOSSES = {
     "prime": (prime.reward_loss, 1, [0, 2, 3, 6, 7]),
     "sppo": (sppo.loss, 1, [0, 2, 3, 6, 7]),
     "dpo": (dpo.loss, 2, [2, 3, 6, 7]),
+    "orpo": (orpo.loss, 2, [2, 3, 6, 7]),
+    "simpo": (simpo.loss, 2, [2, 3, 6, 7]),
+    "kto": (partial(kto.loss, kl=0.3), 1, [0, 2, 3, 6, 7]),
 }
 
 
@@ -225,6 +240,64 @@ def test_pair_losses_by_hand(loss, smoothing, margin, value, slope):
             "rejected_reward": 0.125,
         }
     )
+
+
+def test_simpo_by_hand():
+    # beta (-1 - -2) - gamma = 2 - 1 for the first pair, 2 (-1.5 + 1) - 1 = -2 for the second.
+    means = torch.tensor([-1.0, -2.0, -1.5, -1.0], dtype=torch.float64, requires_grad=True)
+    value, stats = pair_loss(means, beta=2.0, loss="sigmoid", gamma=1.0)
+    (grad,) = torch.autograd.grad(value.sum(), means)
+    assert value.tolist() == pytest.approx([log1pexp(-1), log1pexp(2)])
+    slopes = [-2 * sigmoid(-1), -2 * sigmoid(2)]
+    assert grad.tolist() == pytest.approx([slopes[0], -slopes[0], slopes[1], -slopes[1]])
+    assert (float(stats["accuracy"]), float(stats["margin"])) == (1.0, 1.0)
+
+
+def test_mean_logprobs_by_hand():
+    logprobs, mask = torch.tensor([-1.0, NAN, -3.0, -5.0]), torch.tensor([1, 0, 1, 0])
+    assert mean_logprobs(logprobs, mask, torch.tensor([3, 0, 1])).tolist() == [-2.0, 0.0, 0.0]
+
+
+def test_orpo_by_hand():
+    # P = 0.5 and 0.2: odds 1 and 1/4, ratio 4.
+    means = torch.log(torch.tensor([0.5, 0.2], dtype=torch.float64)).requires_grad_()
+    value, stats = orpo_loss(means, beta=0.1)
+    assert value.tolist() == pytest.approx([math.log(2) + 0.1 * math.log(5 / 4)])  # sigmoid(log 4) = 4/5
+    expected = {"accuracy": 1.0, "nll": math.log(2), "log_odds_ratio": math.log(4)}
+    assert {name: float(stat) for name, stat in stats.items()} == pytest.approx(expected)
+    (grad,) = torch.autograd.grad(value.sum(), means)
+    # d log odds / d log P = 1 / (1 - P)
+    assert grad.tolist() == pytest.approx([-1 - 0.1 * 0.2 * 2, 0.1 * 0.2 / 0.8])
+
+
+def test_orpo_against_finite_differences_and_near_certainty():
+    means = -torch.rand(12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4 - 0.01
+    assert torch.autograd.gradcheck(lambda x: orpo_loss(x, beta=0.3)[0], means.requires_grad_())
+    certain = torch.tensor([0.0, -1e-9, -50.0, -1.0], requires_grad=True)
+    value, _ = orpo_loss(certain, beta=0.1)
+    assert value.isfinite().all() and torch.autograd.grad(value.sum(), certain)[0].isfinite().all()
+
+
+def test_kto_by_hand():
+    ratios = torch.tensor([1.0, -1.0, 0.5, 0.5], dtype=torch.float64, requires_grad=True)
+    weights = dict(desirable_weight=1.0, undesirable_weight=3.0)
+    labels = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    value, margin = kto_loss(ratios, labels, beta=2.0, kl=0.5, **weights)
+    logits = [1.0, 3.0, 0.0, 0.0]  # beta times (ratio - kl), or (kl - ratio)
+    assert margin.tolist() == pytest.approx(logits) and not margin.requires_grad
+    scale = [1.0, 3.0, 1.0, 3.0]
+    assert value.tolist() == pytest.approx([w * (1 - sigmoid(x)) for w, x in zip(scale, logits)])
+    (grad,) = torch.autograd.grad(value.sum(), ratios)
+    slopes = [2 * w * sigmoid(x) * sigmoid(-x) for w, x in zip(scale, logits)]
+    assert grad.tolist() == pytest.approx([-slopes[0], slopes[1], -slopes[2], slopes[3]])
+
+
+def test_mismatch_kl_is_a_mean_that_is_not_negative():
+    logprobs, ref = torch.tensor([-1.0, -2.0, NAN, -1.0]), torch.tensor([-2.0, -2.5, 0.0, -1.5])
+    mask, lengths = torch.tensor([1, 1, 0, 1]), torch.tensor([2, 0, 1, 1])
+    assert mismatch_kl(logprobs, ref, mask, lengths) == pytest.approx((1.5 + 0.5) / 2)
+    assert mismatch_kl(ref, logprobs, mask, lengths) == 0.0
+    assert mismatch_kl(logprobs, ref, torch.zeros(4), lengths) == 0.0
 
 
 @pair_losses

@@ -1,4 +1,5 @@
-"""LUSPO, VESPO, FIPO and MaxRL: hand numbers, gradients, and independence of the split into parts."""
+"""LUSPO, VESPO, FIPO, MaxRL, the off-policy sequence mask, tokens of high entropy, and the adaptive weight of
+the entropy bonus: hand numbers and gradients."""
 
 import math
 
@@ -7,11 +8,14 @@ import torch
 
 from rl.objectives.advantages.maxrl import maxrl
 from rl.objectives.aggregate import aggregate
+from rl.objectives.entropy_controller import AdaptiveEntropy
 from rl.objectives.losses.fipo import fipo
 from rl.objectives.losses.gspo import gspo
 from rl.objectives.losses.luspo import luspo
 from rl.objectives.losses.ppo import ppo
 from rl.objectives.losses.vespo import vespo
+from rl.objectives.off_policy_mask import off_policy_mask
+from rl.objectives.top_entropy import select_tokens
 
 VESPO = dict(vespo_k_positive=2.0, vespo_lambda_positive=3.0, vespo_k_negative=3.0, vespo_lambda_negative=2.0)
 PPO = dict(clip_low=0.2, clip_high=0.3, dual_clip=10.0)
@@ -90,3 +94,43 @@ def test_fipo_weighs_advantages_by_later_log_ratios():
     clipped, _ = fipo(new, old, advantages, mask, lengths, **FIPO | dict(fipo_low=1.0, fipo_high=1.05))
     weights = column(1.05, 1.0, 1.0, 1.0, 1.05)
     assert torch.allclose(clipped, ppo(new, old, advantages * weights, mask, **PPO)[0])
+
+
+def test_off_policy_mask_hand_numbers():
+    # Means of log(pi_sampling / pi) over the samples' tokens: 0.2 (a masked token aside), 0.2, -0.5 and 0.1.
+    new = leaf(-1.3, math.nan, -1.1, -1.2, -0.5, -1.0, -1.1)
+    sampling = column(-1.0, 0.0, -1.0, -1.0, -1.0, -1.0, -1.0)
+    mask, lengths = torch.tensor([1, 0, 1, 1, 1, 0, 1]), torch.tensor([3, 1, 0, 1, 2])
+    advantages = column(-1.0, math.nan, 0.5, 1.0, -1.0, -1.0, -1.0)
+    inputs = new, sampling, advantages, mask, lengths
+    # The first sample exceeds 0.15, but its last token has a positive advantage, as has the second sample.
+    assert off_policy_mask(*inputs, bound=0.15).tolist() == [0, 1, 1, 1, 1, 1, 1]
+    assert off_policy_mask(*inputs, bound=0.05).tolist() == [0, 1, 1, 1, 1, 1, 0]
+    assert off_policy_mask(*inputs, bound=0.25).tolist() == [1] * 7
+    assert not off_policy_mask(*inputs, bound=0.15).requires_grad
+
+
+def test_top_entropy_selects_tokens_of_the_mini_batch():
+    entropy, mask = column(0.3, 9.0, 0.1, 0.5, 0.4, 0.4), torch.tensor([1, 0, 1, 1, 1, 1])
+    numbers = [
+        select_tokens(entropy, mask, top_entropy=share).nonzero()[:, 0].tolist()
+        for share in (0.1, 0.39, 0.4, 0.8, 1.0)
+    ]
+    assert numbers == [[3], [3], [3, 4, 5], [0, 3, 4, 5], [0, 2, 3, 4, 5]]
+    assert not select_tokens(entropy, torch.zeros(6), top_entropy=0.5).any()
+
+
+def test_entropy_bonus_acts_below_the_target():
+    control = AdaptiveEntropy(0.0, target=0.2, delta=0.005, low=0.0, high=0.012)
+    weights = [control.update(entropy) for entropy in (0.1, 0.2, 0.15, 0.1, 0.3, 0.1)]
+    assert weights == pytest.approx([0.0, 0.005, 0.01, 0.012, 0.0, 0.007])
+    for _ in range(4):
+        control.update(1.0)
+    assert control.coef == 0.0
+
+
+def test_entropy_controller_resumes_within_its_bounds():
+    one, other = (AdaptiveEntropy(0.0, target=0.2, delta=0.005, low=0.0, high=high) for high in (1, 0.004))
+    one.update(0.1)
+    other.load_state_dict(one.state_dict())
+    assert (one.coef, other.coef) == (0.005, 0.004)

@@ -58,7 +58,13 @@ def test_hand_numbers():
     assert sequence_weights(old, rollout, lengths, mask, upper=2.5).tolist() == pytest.approx(
         [1.0, 1.0, 2.5, 0.0]
     )
-    assert icepop(old, rollout, mask, low=0.6, high=2.1).tolist() == pytest.approx([2.0, 0.0, 0.0, 0.0])
+    bounds = dict(low=0.6, high=2.1)
+    assert icepop(old, rollout, lengths, mask, **bounds).tolist() == pytest.approx([2.0, 0.0, 0.0, 0.0])
+    # Geometric means up to each token: 2, 1 and 3. Products of the samples: 1 and 3.
+    found = icepop(old, rollout, lengths, mask, **bounds, level="prefix").tolist()
+    assert found == pytest.approx([2.0, 0.5, 0.0, 0.0])
+    found = icepop(old, rollout, lengths, mask, **bounds, level="sequence").tolist()
+    assert found == pytest.approx([1.0, 1.0, 0.0, 0.0])
 
     def kept(level, statistic, low, high):
         return reject(
@@ -79,18 +85,25 @@ def test_hand_numbers():
 def test_weights_against_the_reference(seed, upper):
     old, rollout, lengths, mask = batch(seed)
     x = (old - rollout).tolist()
-    per_token, per_sample, popped = np.zeros(len(x)), np.zeros(len(x)), np.zeros(len(x))
+    per_token, per_sample = np.zeros(len(x)), np.zeros(len(x))
+    popped = {level: np.zeros(len(x)) for level in ("token", "prefix", "sequence")}
     for tokens in samples_of(lengths.tolist(), mask.tolist()):
-        for t in tokens:
+        product = math.exp(clamped(sum(x[t] for t in tokens)))
+        for number, t in enumerate(tokens, start=1):
             weight = math.exp(clamped(x[t]))
-            per_token[t], popped[t] = min(weight, upper), weight if 0.8 <= weight <= 1.1 else 0.0
-            per_sample[t] = min(math.exp(clamped(sum(x[t] for t in tokens))), upper)
+            mean = math.exp(sum(clamped(x[k]) for k in tokens[:number]) / number)
+            per_token[t], per_sample[t] = min(weight, upper), min(product, upper)
+            popped["token"][t] = weight if 0.6 <= weight <= 1.6 else 0.0
+            popped["prefix"][t] = weight if 0.6 <= mean <= 1.6 else 0.0
+            popped["sequence"][t] = product if 0.6 <= product <= 1.6 else 0.0
     np.testing.assert_allclose(token_weights(old, rollout, mask, upper=upper), per_token, rtol=1e-12)
     np.testing.assert_allclose(
         sequence_weights(old, rollout, lengths, mask, upper=upper), per_sample, rtol=1e-9
     )
-    np.testing.assert_allclose(icepop(old, rollout, mask, low=0.8, high=1.1), popped, rtol=1e-12)
-    assert 0 < (popped > 0).sum() < mask.sum()
+    for level, expected in popped.items():
+        found = icepop(old, rollout, lengths, mask, low=0.6, high=1.6, level=level)
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+        assert 0 < (expected > 0).sum() < mask.sum()
 
 
 @each("level", LEVELS)
@@ -117,7 +130,7 @@ def test_equal_engines_weigh_one_and_reject_nothing(statistic, level):
     old, _, lengths, mask = (x.float() if x.is_floating_point() else x for x in batch(0))
     assert torch.equal(token_weights(old, old, mask, upper=2.0), mask.float())
     assert torch.equal(sequence_weights(old, old, lengths, mask, upper=2.0), mask.float())
-    assert torch.equal(icepop(old, old, mask, low=1.0, high=1.0), mask.float())
+    assert torch.equal(icepop(old, old, lengths, mask, low=1.0, high=1.0), mask.float())
     kept = reject(old, old, lengths, mask, level=level, statistic=statistic, low=0.0, high=0.0)
     assert torch.equal(kept, mask)
     values = metrics(old, old, lengths, mask)
@@ -133,7 +146,8 @@ def test_masked_positions_never_reach_any_result(bad):
         a, b = (torch.where(mask.bool(), x, fill) for x in (old, rollout))
         yield token_weights(a, b, mask, upper=2.0)
         yield sequence_weights(a, b, lengths, mask, upper=2.0)
-        yield icepop(a, b, mask, low=0.5, high=5.0)
+        for level in ("token", "prefix", "sequence"):
+            yield icepop(a, b, lengths, mask, low=0.5, high=5.0, level=level)
         for level in LEVELS:
             yield reject(a, b, lengths, mask, level=level, statistic="k3", low=0.0, high=0.02).bool()
         yield torch.tensor(list(metrics(a, b, lengths, mask).values()))
@@ -157,7 +171,7 @@ def test_results_are_constants_of_the_input_dtype():
     results = [
         token_weights(old, rollout.float(), mask, upper=2.0),
         sequence_weights(old, rollout.float(), lengths, mask, upper=2.0),
-        icepop(old, rollout.float(), mask, low=0.5, high=2.0),
+        icepop(old, rollout.float(), lengths, mask, low=0.5, high=2.0),
     ]
     assert all(x.dtype == torch.float32 and not x.requires_grad for x in results)
 
@@ -172,7 +186,8 @@ def test_batches_without_an_unmasked_token(lengths, size):
     zeros = [0.0] * size
     assert token_weights(nothing, nothing, mask, upper=2.0).tolist() == zeros
     assert sequence_weights(nothing, nothing, lengths, mask, upper=2.0).tolist() == zeros
-    assert icepop(nothing, nothing, mask, low=0.5, high=2.0).tolist() == zeros
+    for level in ("token", "prefix", "sequence"):
+        assert icepop(nothing, nothing, lengths, mask, low=0.5, high=2.0, level=level).tolist() == zeros
     for level in LEVELS:
         assert (
             reject(nothing, nothing, lengths, mask, level=level, statistic="k1", low=-1, high=1).tolist()
@@ -307,7 +322,7 @@ def test_truncation_to_nothing_is_refused(upper):
 @each("low, high", [(1.1, 5.0), (0.5, 0.9), (-0.1, 5.0), (5.0, 0.5)])
 def test_icepop_bounds_that_drop_tokens_in_agreement_are_refused(low, high):
     with pytest.raises(ValueError, match="1 must be among"):
-        icepop(*[torch.zeros(1)] * 3, low=low, high=high)
+        icepop(*[torch.zeros(1)] * 4, low=low, high=high)
 
 
 @each(

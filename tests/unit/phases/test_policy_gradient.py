@@ -17,6 +17,8 @@ from rl.objectives.aggregate import MODES, aggregate
 from rl.objectives.kl import ESTIMATORS, kl
 from rl.objectives.kl_controller import AdaptiveKL
 from rl.objectives.losses import clip_cov, kl_cov
+from rl.objectives.off_policy_mask import off_policy_mask
+from rl.objectives.top_entropy import select_tokens
 from rl.phases.correction import correct_rollout
 from rl.phases.policy_gradient import advantages, policy_loss, token_selection
 from rl.phases.reward_shaping import KlPenalty
@@ -367,9 +369,8 @@ def test_loss_weights_leave_kl_and_entropy_alone():
 def test_the_kl_term(estimator, aggregation):
     micro = micro_batch()
     value, metrics = run(micro, loss="ppo", aggregation=aggregation, kl_coef=0.3, kl_estimator=estimator)
-    divergence = mean(
-        micro, kl(micro.logprobs, micro.ref_logprobs, micro.mask, estimator=estimator), aggregation
-    )
+    options = dict(estimator=estimator, old_logprobs=micro.old_logprobs)
+    divergence = mean(micro, kl(micro.logprobs, micro.ref_logprobs, micro.mask, **options), aggregation)
     pg_loss = mean(micro, token_loss_of("ppo", micro)[0], aggregation)
     assert same_value_and_gradient(micro, value, pg_loss + 0.3 * divergence)
     assert metrics["actor/kl_loss"].item() == pytest.approx(divergence.item(), rel=1e-6)
@@ -401,6 +402,42 @@ def test_the_entropy_bonus_is_subtracted(aggregation):
         micro, value, mean(micro, token_loss_of("ppo", micro)[0], aggregation) - 0.4 * bonus
     )
     assert bonus > 0
+
+
+def test_an_adaptive_weight_replaces_that_of_the_config():
+    micro, loss = micro_batch(), policy_loss(config_with("objective.adaptive_entropy.target=0.2"))
+    assert loss.reads == ("logprobs", "entropy")
+    value, _ = loss(micro, TOTALS, entropy_coef=0.4)
+    expected = mean(micro, token_loss_of("ppo", micro)[0]) - 0.4 * mean(micro, micro.entropy)
+    assert same_value_and_gradient(micro, value, expected)
+
+
+def test_the_off_policy_mask_multiplies_the_loss_of_each_token():
+    engine = example().old_logprobs + 0.2
+    micro = micro_batch(rollout_logprobs=engine)
+    token_loss, _ = token_loss_of("ppo", micro)
+    for column in ("rollout_logprobs", "old_logprobs"):
+        inputs = micro.logprobs, getattr(micro, column), micro.advantages, micro.mask, micro.lengths
+        unmasked = off_policy_mask(*inputs, bound=0.15)
+        value, metrics = run(micro, loss="ppo", off_policy_mask=0.15, kl_coef=0.1)
+        divergence = kl(micro.logprobs, micro.ref_logprobs, micro.mask, estimator="k3")
+        expected = mean(micro, unmasked * token_loss) + 0.1 * mean(micro, divergence)
+        assert same_value_and_gradient(micro, value, expected)
+        share = float((1 - unmasked).sum()) / TOTALS.num_tokens
+        assert metrics["actor/off_policy_masked_fraction"].item() == pytest.approx(share) and share > 0
+        micro.columns.pop("rollout_logprobs", None)
+
+
+def test_only_tokens_of_high_entropy_have_a_loss():
+    batch, config = example(), config_of(loss="ppo", top_entropy=0.2)
+    entropy, selection = micro_batch().entropy.detach(), token_selection(config)
+    selected = selection(batch, entropy, 5)
+    assert selection.reads == "entropy" and selected.sum() == int(0.2 * batch.mask.sum())
+    assert torch.equal(selected, select_tokens(entropy, batch.mask, top_entropy=0.2))
+    micro = micro_batch(selected_tokens=selected.float())
+    value, _ = run(micro, loss="ppo", top_entropy=0.2, entropy_coef=0.4)
+    expected = mean(micro, selected * token_loss_of("ppo", micro)[0]) - 0.4 * mean(micro, micro.entropy)
+    assert same_value_and_gradient(micro, value, expected)
 
 
 def test_the_constant_norm_is_the_longest_response_allowed():
@@ -489,7 +526,7 @@ def config_with(*overrides):
 def test_the_reward_kl_is_a_mean_per_token_of_each_sample():
     # As verl's apply_kl_penalty: the mean over a sample's tokens, then over samples, for the controller too.
     batch = example()
-    batch.rewards = torch.zeros(10)
+    batch.rewards, batch.token_rewards = torch.zeros(10), None
     batch.mask[5:17] = 0.0  # sample 2 has no token that counts, sample 1 is empty
     lengths = batch.lengths.tolist()
     divergence = ((batch.old_logprobs - batch.ref_logprobs) * batch.mask).split(lengths)
@@ -541,6 +578,8 @@ def test_the_weights_that_are_measured_are_those_of_the_config():
         (["truncate_tokens=1.1"], "token", 1.1),
         (["truncate_samples=1.2"], "sequence", 1.2),
         (["icepop_low=0.5", "icepop_high=1.3"], "token", 1.3),
+        (["icepop_low=0.5", "icepop_high=1.3", "icepop_level=prefix"], "token", 1.3),
+        (["icepop_low=0.5", "icepop_high=1.3", "icepop_level=sample"], "sequence", 1.3),
     ):
         batch = example_with_a_gap()
         correction = config_with(*[f"rollout_correction.{key}" for key in keys]).rollout_correction
@@ -548,6 +587,10 @@ def test_the_weights_that_are_measured_are_those_of_the_config():
         pair = batch.old_logprobs, batch.rollout_logprobs, batch.lengths, batch.mask
         expected = rollout_correction.metrics(*pair, level=level, upper=upper)
         assert found.items() >= expected.items() and len(expected) == 27
+        if "icepop_low=0.5" in keys:
+            of_level = "sequence" if level == "sequence" else correction.icepop_level
+            weights = rollout_correction.icepop(*pair, low=0.5, high=1.3, level=of_level)
+            assert torch.equal(batch.loss_weights, weights) and 0 < (weights > 0).sum() < batch.mask.sum()
 
 
 @pytest.mark.parametrize("loss", LOSSES)

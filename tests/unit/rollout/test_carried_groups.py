@@ -1,4 +1,4 @@
-"""Groups that continue: the source ends at its quota, tokens are joined, a frontier survives JSON."""
+"""Groups that continue: the source ends at its quota, tokens are joined, a frontier survives a checkpoint."""
 
 import json
 
@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from rl.checkpoint.arrays import array_shards, restore_arrays, without_arrays
+from rl.checkpoint.shards import ShardReader, in_file_order, read_index, write_shards
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.rollout.carry_over import CarriedTurns, Frontier, Group, Quota, batch_of, extend
@@ -96,9 +98,13 @@ def test_a_source_without_work_is_done():
     assert turns.next_events(0, 1) == [Done()]
 
 
-def test_a_frontier_is_exact_after_json():
+def test_a_frontier_is_exact_after_a_checkpoint(tmp_path):
     frontier = Frontier(tuple(groups()), num_drawn=5)
-    state = json.loads(json.dumps(frontier.state_dict()))
+    saved = {"carry_over": frontier.state_dict()}
+    write_shards(tmp_path / "file", in_file_order(array_shards(saved)))
+    state = json.loads(json.dumps(without_arrays(saved)))
+    restore_arrays(state, ShardReader(tmp_path, read_index(tmp_path, ["file"])))
+    state = state["carry_over"]
     again = Frontier.from_state(state, lambda index, draw: prompt(draw))
     assert again.num_drawn == 5 and [group.prompt.index for group in again.groups] == [30, 40]
     for group, other in zip(frontier.groups, again.groups, strict=True):

@@ -5,7 +5,7 @@ import pytest
 
 from rl.config.schema import load_config
 from rl.rollout.asks import Begin, Complete, NextBatch
-from rl.rollout.events import Add, Done, Weights
+from rl.rollout.events import Add, Done, Waiting, Weights
 from rl.rollout.group_stream import GroupStream
 from rl.rollout.queue import StaticQueue
 from rl.rollout.turns import Completion
@@ -16,10 +16,6 @@ class Messages:
 
     def __init__(self, *asks):
         self.left = list(asks)
-        self.code = None
-
-    def exit_code(self):
-        return self.code
 
     def take(self, timeout_s):
         return (str(len(self.left)), self.left.pop(0)) if self.left else None
@@ -56,6 +52,8 @@ class Replica:
                     found.append(version)
                 case Done():
                     found.append("done")
+                case Waiting():
+                    found.append("waits")
         return found
 
     def finish(self, count: int) -> None:
@@ -91,13 +89,14 @@ def test_groups_take_weights_after_a_fixed_number_of_steps():
     assert replica.step(16) == [1, "4.0", "4.1"]
 
 
-def test_a_replica_that_waits_for_weights_sees_the_end():
+def test_the_engine_waits_for_weights_that_are_due():
     replica = Replica(ask(0), granularity="group")
     replica.step(0)
     replica.finish(2)
     assert replica.step(5) == []
-    replica.messages.code = 0
-    assert replica.step(15) == []  # no message comes any more
+    assert replica.step(15) == ["waits"] == replica.step(15)
+    replica.messages.left.append(ask(1))
+    assert replica.step(15) == [1, "4.0", "4.1"]
 
 
 def test_samples_begin_one_by_one_and_skip_what_exists():

@@ -132,3 +132,8 @@ def test_pairs_have_a_right_answer_and_a_wrong_one(tmp_path):
     for row in rows:
         a, b = map(int, row["prompt"][0]["content"].rstrip("=").split("+"))
         assert int(row["chosen"]) == a + b != int(row["rejected"]) and abs(int(row["rejected"]) - a - b) <= 20
+    labelled = pq.read_table(tmp_path / "labels.parquet").to_pylist()
+    for pair, row in zip(rows, labelled, strict=True):
+        assert row["prompt"] == pair["prompt"]
+        assert row["completion"] == pair["chosen" if row["label"] else "rejected"]
+    assert sum(row["label"] for row in labelled) == 3800

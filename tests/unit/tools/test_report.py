@@ -53,6 +53,7 @@ def test_table_of_one_run(grpo, capsys):
         "mean reward, first": ["0.0500 (step 1)"],
         "mean reward, last": ["0.4500 (step 9)"],
         f"plot: {grpo / 'report.png'}": [],
+        f"page: {grpo / 'report.html'}": [],
     }
 
 

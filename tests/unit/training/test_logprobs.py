@@ -1,10 +1,16 @@
 """Log-probs and entropy of the chunked head against torch's log_softmax and autograd in float64."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl.data.batch import Batch
+from rl.data.held import KEPT_SETS, HeldColumn
+from rl.rollout.kept_sets import columns_of
+from rl.rollout.turns import Sample, Segment
+from rl.training.kept_sets import KeptSets, sets_of
 from rl.training.logprobs import linear_logprobs
 from tests import bounds
 
@@ -27,24 +33,45 @@ def inputs(*, rows=V, tokens=T, vocab_size=V, scale=1.0, dtype=torch.float32, se
     return hidden, weight, targets, upstream
 
 
-def reference(hidden, weight, targets, upstream, *, temperature, vocab_size):
-    """(logprobs, entropy, gradient of hidden, gradient of weight) in float64 from all logits at once."""
+def reference(hidden, weight, targets, upstream, *, temperature, vocab_size, keeps=None):
+    """(logprobs, entropy, gradient of hidden, gradient of weight) in float64 from all logits at once.
+
+    keeps: bool [tokens, vocab_size], the tokens of each position's kept set."""
     hidden, weight = (t.double().requires_grad_() for t in (hidden, weight))
-    log_p = torch.log_softmax(hidden @ weight[:vocab_size].T / temperature, dim=-1)
+    logits = hidden @ weight[:vocab_size].T / temperature
+    dropped = torch.zeros_like(logits, dtype=torch.bool) if keeps is None else ~keeps
+    log_p = torch.log_softmax(logits.masked_fill(dropped, -torch.inf), dim=-1).masked_fill(dropped, 0.0)
     logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     torch.autograd.backward([logprobs, entropy], list(upstream.double()))
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def chunked(hidden, weight, targets, upstream, *, temperature, vocab_size, group, chunk):
+def chunked(hidden, weight, targets, upstream, *, keeps=None, **options):
     """The same four of linear_logprobs."""
     hidden, weight = (t.clone().requires_grad_() for t in (hidden, weight))
-    logprobs, entropy, _ = linear_logprobs(
-        hidden, weight, targets, temperature=temperature, vocab_size=vocab_size, group=group, chunk=chunk
-    )
+    kept = None if keeps is None else kept_sets(keeps)
+    logprobs, entropy, _ = linear_logprobs(hidden, weight, targets, kept=kept, **options)
     torch.autograd.backward([logprobs, entropy], list(upstream))
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def some_kept(targets, *, vocab_size, seed=0):
+    """Return kept sets of about a quarter of the vocabulary as bool [tokens, vocab_size].
+
+    The first position keeps the whole vocabulary, the second only its target, the third only tokens below
+    20."""
+    keeps = torch.rand(len(targets), vocab_size, generator=torch.Generator().manual_seed(seed)) < 0.25
+    keeps[0], keeps[1], keeps[2, 20:] = True, False, False
+    targets[2] = targets[2] % 20
+    return keeps.scatter(1, targets[:, None], True)
+
+
+def kept_sets(keeps):
+    """Return kept sets bool [tokens, vocab_size] as KeptSets; the whole vocabulary is an empty set."""
+    is_cut = ~keeps.all(1)
+    ids = (keeps & is_cut[:, None]).nonzero()[:, 1].numpy().astype(np.uint16)
+    return KeptSets(ids, (keeps.sum(1) * is_cut).numpy())
 
 
 def error_of(hidden, weight, *, temperature, vocab_size):
@@ -72,6 +99,59 @@ def test_values_and_gradients_are_those_of_log_softmax(group, temperature, chunk
     expected = reference(*data, temperature=temperature, vocab_size=V)
     found = chunked(*data, temperature=temperature, vocab_size=V, group=group, chunk=chunk)
     assert_same(found, expected, error_of(*data[:2], temperature=temperature, vocab_size=V))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_distributions_are_renormalised_over_kept_sets(group, chunk):
+    data = inputs(rows=64)
+    data[1][V:] = 100.0
+    keeps = some_kept(data[2], vocab_size=V)
+    expected = reference(*data, temperature=0.7, vocab_size=V, keeps=keeps)
+    found = chunked(*data, temperature=0.7, vocab_size=V, group=group, chunk=chunk, keeps=keeps)
+    assert_same(found, expected, error_of(*data[:2], temperature=0.7, vocab_size=V))
+    assert found[0][1] == found[1][1] == 0  # a set of one token
+    hidden, weight, targets, _ = data
+    squares = linear_logprobs(
+        hidden,
+        weight,
+        targets,
+        temperature=0.7,
+        vocab_size=V,
+        group=group,
+        chunk=chunk,
+        kept=kept_sets(keeps),
+    )[2]
+    logits = (hidden.double() @ weight[:V].double().T / 0.7).masked_fill(~keeps, -torch.inf)
+    error = error_of(hidden, weight, temperature=0.7, vocab_size=V)
+    torch.testing.assert_close(squares.double(), logits.softmax(-1).square().sum(-1), rtol=2 * error, atol=0)
+
+
+def test_tokens_that_were_given_keep_the_whole_vocabulary():
+    sampled = [np.array([3, 4], np.int32), np.array([5], np.int32)]
+    held = [columns_of([[1, 3], [4]], 300), columns_of([[2, 5, 7]], 300)]
+    first, last = (
+        Segment(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), turn=turn, held=columns)
+        for turn, (ids, columns) in enumerate(zip(sampled, held))
+    )
+    given = Segment.given(np.array([8, 9], np.int32), version=0, turn=1, source="tool")
+    sample = Sample(0, 0, (first, given, last), False)
+    batch = Batch([np.array([1])], [sample.token_ids], torch.zeros(1, dtype=torch.int64), torch.zeros(1))
+    batch.turns = torch.from_numpy(sample.turns)
+    for name in KEPT_SETS:
+        values = sample.held(name)
+        batch.held[name] = HeldColumn({}, torch.zeros(1), torch.zeros(1), values.dtype, local={0: values})
+    kept = sets_of(batch, [0])
+    assert kept.counts.tolist() == [2, 1, 0, 0, 3] and kept.ids.tolist() == [1, 3, 4, 2, 5, 7]
+    assert kept.ids.dtype == np.uint16
+
+
+def test_a_target_outside_its_set_is_found():
+    targets = torch.arange(5)
+    keeps = some_kept(targets, vocab_size=V)
+    kept_sets(keeps).check(targets.numpy())
+    keeps[3, targets[3]] = False
+    with pytest.raises(RuntimeError, match=r"1 of 5 tokens .* first token 3 at position 3"):
+        kept_sets(keeps).check(targets.numpy())
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])

@@ -1,0 +1,120 @@
+"""`python -m launch watch RUN`: the live view of a run in progress, from its files.
+
+Works from any machine that sees the run directory, also over a slow shared file system: it reads the end of
+metrics.jsonl as it grows and, every 15 s, the heartbeats of all ranks. Ends with the run. Without a terminal,
+or with --once, it prints the present state and ends.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from launch.runs import read_runs
+from rl.config.options import ConfigError
+from rl.run_directory.view import WIDTH, Phase, RunView, draw, duration
+
+HEARTBEATS_S = 15.0
+"""Time between two readings of all heartbeats, in seconds."""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch watch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument(
+        "--interval", metavar="S", type=float, default=2.0, help="seconds between readings (2)"
+    )
+    parser.add_argument("--once", action="store_true", help="print the present state and end")
+    arguments = parser.parse_args(argv)
+    if not (arguments.run / "status.json").is_file():
+        raise ConfigError(
+            f"{arguments.run} has no status.json; name the directory of a run that has started."
+        )
+    if arguments.interval <= 0:
+        raise ConfigError(f"--interval={arguments.interval} must be positive.")
+    console, files = Console(), RunFiles(arguments.run)
+    if arguments.once or not console.is_terminal:
+        console.print(draw(files.read()))
+        return 0
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            view = files.read()
+            live.update(draw(view), refresh=True)
+            if view.state != "running":
+                return 0
+            time.sleep(arguments.interval)
+
+
+class RunFiles:
+    """The files of a run, read as they change."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._view = RunView(directory.name)
+        self._end = 0
+        """Bytes of metrics.jsonl read so far."""
+        self._file: int | None = None
+        """Inode of the file read so far; a resume may replace the file."""
+        self._heartbeats: list[dict | None] = []
+        self._read_at = float("-inf")
+
+    def read(self) -> RunView:
+        """Return the present view of the run."""
+        view = self._view
+        self._read_metrics()
+        status = json.loads((self.directory / "status.json").read_text())
+        [run] = read_runs([self.directory])
+        view.state, view.step, view.max_steps = run.state, status["step"], status["max_steps"]
+        view.phase, view.note = None, run.reason
+        if run.state == "running":
+            self._read_heartbeats()
+        return view
+
+    def _read_metrics(self) -> None:
+        path = self.directory / "metrics.jsonl"
+        if not path.is_file():
+            return
+        found = path.stat()
+        if found.st_ino != self._file or found.st_size < self._end:
+            self._file, self._end, self._view.records = found.st_ino, 0, []
+        with path.open("rb") as file:
+            file.seek(self._end)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete
+        self._end += len(whole)
+        for line in whole.splitlines()[-WIDTH:]:
+            record = json.loads(line)
+            self._view.record(record["training/global_step"], record)
+
+    def _read_heartbeats(self) -> None:
+        directory, now = self.directory / "heartbeat", time.time()
+        first = _read(directory / "rank_0.json")
+        if first is None:
+            return
+        self._view.phase = Phase(first["phase"], now - first["since"])
+        if now - self._read_at >= HEARTBEATS_S:
+            self._read_at = now
+            self._heartbeats = [_read(path) for path in sorted(directory.glob("rank_*.json"))]
+        working = [each for each in self._heartbeats if each is not None and not each["waits"]]
+        if working:
+            slow = min(working, key=lambda each: each["since"])
+            self._view.note = (
+                f"slowest: rank {slow['rank']} on {slow['host']}, in {slow['phase']} "
+                f"for {duration(now - slow['since'])}"
+            )
+
+
+def _read(path: Path) -> dict | None:
+    """Return the content of a heartbeat, None if it is not there or has another form."""
+    try:
+        record = json.loads(path.read_text())
+        return record if {"phase", "since", "waits", "rank", "host"} <= record.keys() else None
+    except (OSError, ValueError):
+        return None

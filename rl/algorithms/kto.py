@@ -1,0 +1,64 @@
+"""KTO: Kahneman-Tversky optimization (arXiv:2402.01306), from single responses with a label.
+
+A response is desirable or undesirable; no pairs are needed. The log-ratio of a response to the reference
+policy is compared with the policy's divergence z from the reference, and the loss saturates far from it:
+
+    L = E[ desirable_weight   (1 - sigmoid(beta (log pi(y)/pi_ref(y) - z))) ]    desirable y
+    L = E[ undesirable_weight (1 - sigmoid(beta (z - log pi(y)/pi_ref(y)))) ]    undesirable y
+    z = max(0, mean of log pi(y')/pi_ref(y'))
+
+z estimates the KL divergence from mismatched pairs: each prompt with the response to the previous prompt of
+its mini-batch, under the current weights and without a gradient. It belongs to the whole mini-batch, over all
+micro-batches and ranks; TRL mismatches the responses of a micro-batch. This costs two more forward passes,
+one of them by the reference policy. With unequal numbers of labels choose the weights so that
+desirable_weight * (number of desirable responses) is 1 to 4/3 times undesirable_weight * (number of
+undesirable ones). data.prompts_per_step counts responses.
+"""
+
+from functools import partial
+
+import torch
+
+from rl.config.schema import Config
+from rl.data.batch import Batch
+from rl.objectives.preference import counted, kto_loss, log_ratios
+from rl.phases.phases import Phases
+from rl.training.loss import Totals
+from rl.training.packing import MicroBatch
+
+NEEDS = ("labels", "reference", "preference")
+DEFAULTS = {"data.response_key": "completion"}
+
+
+def collect(phases: Phases) -> Batch:
+    return phases.draw_labelled()
+
+
+def learn(phases: Phases, batch: Batch) -> None:
+    others = phases.mismatched(batch)
+    phases.reference(batch)
+    phases.reference(others)
+    phases.update(batch, partial(loss, config=phases.config), mismatched=others)
+
+
+def loss(micro: MicroBatch, totals: Totals, *, config: Config, kl: float):
+    """Return this micro-batch's part of the mean loss over the mini-batch's samples, and its metrics.
+
+    Samples without a token with mask 1 are excluded. kl: z of the mini-batch.
+    """
+    goal = config.preference
+    enters = counted(micro.mask, micro.lengths)
+    ratios = log_ratios(micro.logprobs, micro.ref_logprobs, micro.mask, micro.lengths)
+    weights = dict(desirable_weight=goal.desirable_weight, undesirable_weight=goal.undesirable_weight)
+    value, margin = kto_loss(ratios, micro.labels, beta=goal.beta, kl=kl, **weights)
+
+    def mean(x):
+        return torch.where(enters, x, 0.0).sum() / totals.num_samples
+
+    total = mean(value)
+    return total, {
+        "preference/loss": total,
+        "preference/accuracy": mean((margin > 0).to(value.dtype)),
+        "preference/margin": mean(margin),
+        "preference/kl": mean(torch.full_like(margin, kl)),
+    }

@@ -1,0 +1,38 @@
+"""Off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556, equation 9)."""
+
+import torch
+from torch import Tensor
+
+from rl.objectives.policy_loss import masked_log_ratio, sample_mean
+from rl.objectives.segments import expand
+
+
+@torch.no_grad()
+def off_policy_mask(
+    logprobs: Tensor,
+    sampling_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    *,
+    bound: float,
+) -> Tensor:
+    """Return 0 for the tokens with a negative advantage in samples that the policy has left, else 1, [T].
+
+        M_t = 0  if A_t < 0 and mean over the sample's tokens of log(pi_sampling / pi) > bound,  else 1
+
+    Mistakes that the current policy would hardly make teach it little and can make the training unstable;
+    samples with a positive advantage remain. The mask multiplies the policy loss. The tokens keep their place
+    in the denominators, and the KL term and the entropy bonus are not masked, as in the paper.
+
+    Shapes and conventions are those of `rl.objectives.losses`. A row of a trajectory is judged by itself.
+
+    Args:
+        sampling_logprobs: floating [T], of the engine if it returned them. They then also hold the
+            difference between engine and trainer.
+        bound: nats per token, > 0.
+    """
+    mask = mask.bool()
+    log_ratio = masked_log_ratio(sampling_logprobs, logprobs, mask)
+    divergence = expand(sample_mean(log_ratio, mask, lengths), lengths, len(mask))
+    return (~(mask & (advantages < 0) & (divergence > bound))).to(logprobs.dtype)

@@ -1,0 +1,29 @@
+"""Tokens of the highest entropy in a mini-batch ('Beyond the 80/20 rule', arXiv:2506.01939, equation 5)."""
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def select_tokens(entropy: Tensor, mask: Tensor, *, top_entropy: float) -> Tensor:
+    """Return the tokens whose entropy is among the highest of the mini-batch, bool [T].
+
+    Few tokens decide between directions of a response, and these have a high entropy; the policy loss of all
+    others is set to 0. They keep their place in the denominators, as in the paper and in TRL
+    (`top_entropy_quantile`). KL term and entropy bonus count all tokens (TRL's bonus: those selected).
+
+    The threshold is the entropy of the token number max(1, floor(top_entropy * unmasked tokens)) in
+    descending order; all tokens with this entropy are selected.
+
+    Args:
+        entropy: floating [T], T tokens of the whole mini-batch, under the current weights.
+        mask: bool or 0/1 [T].
+        top_entropy: share of the tokens, in (0, 1]. The paper: 0.2.
+    """
+    mask = mask.bool()
+    candidates = entropy[mask]
+    if not len(candidates):
+        return mask
+    number = max(1, int(top_entropy * len(candidates)))
+    threshold = candidates.topk(number).values[-1]
+    return mask & (entropy >= threshold)

@@ -1,0 +1,237 @@
+"""Checks of a batch between phases, for errors that no phase notices: a run would only learn less.
+
+A check compares a result with what it must be by another source. Its cost is that of a pass over a token
+column on the host. A statistical check bounds the probability that it ends a healthy run by RISK per step,
+for every model and dtype. docs/checks.md lists all checks.
+
+Every function is pure, and every rank has the same batch, so CheckFailed is raised on every rank.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.config.declarations import Formula
+from rl.data.batch import Batch, segment_counts
+from rl.objectives.segments import segment_sum
+
+RISK = 1e-12
+"""Probability that a statistical check ends a healthy run at one step."""
+SLACK = 1e-3
+"""Evidence per token that `check_likelihoods` tolerates, in nats."""
+CENTRED = ("grpo", "rloo", "maxrl")
+"""Advantages with the sum 0 in every group."""
+
+
+class CheckFailed(RuntimeError):
+    """Raised if a check finds that the run would learn from something wrong."""
+
+
+def place(batch: Batch, sample: int) -> str:
+    """Return 'sample 17 (prompt 5)': the index in the batch, and the row of the prompt in the data."""
+    group = int(batch.groups[sample])
+    return f"sample {sample} (prompt {batch.prompts[group].index})" if batch.prompts else f"sample {sample}"
+
+
+def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
+    """Check that every sample belongs to the group of its prompt, and that no group lacks a sample.
+
+    Trajectories are not checked: environments may fail, and contexts may be rewritten.
+    """
+    if not batch.prompts or batch.turns is not None:
+        return
+    for sample, group in enumerate(batch.groups.tolist()):
+        own, ids = batch.prompt_ids[sample], batch.prompts[group].token_ids
+        if own is not ids and not np.array_equal(own, ids):
+            raise CheckFailed(
+                f"group check: {place(batch, sample)} is in group {group}, but its context are the tokens of "
+                "another prompt, so its reward would be compared with those of other tasks."
+            )
+    sizes = torch.bincount(batch.groups, minlength=len(batch.prompts))
+    wrong = (sizes != samples_per_prompt).nonzero().squeeze(1).tolist()
+    if wrong:
+        raise CheckFailed(
+            f"group check: group {wrong[0]} (prompt {batch.prompts[wrong[0]].index}) has "
+            f"{int(sizes[wrong[0]])} "
+            f"samples instead of rollout.samples_per_prompt={samples_per_prompt}, and so have "
+            f"{len(wrong) - 1} "
+            "further groups."
+        )
+
+
+def check_endings(batch: Batch, *, max_tokens: int, stop_ids: Collection[int], ends_at_text: bool) -> None:
+    """Check that every response ends at its first stop token, or is truncated at the length limit.
+
+    stop_ids: ids at which the engine must stop. ends_at_text: whether it may also stop at stop strings.
+    Responses with environments are not checked, because their budgets differ.
+    """
+    if batch.turns is not None or not len(batch):
+        return
+    ids = torch.from_numpy(np.concatenate(batch.response_ids))
+    is_stop = torch.isin(ids, torch.tensor(sorted(stop_ids), dtype=ids.dtype))
+    counts, lengths = segment_counts(is_stop, batch.lengths), batch.lengths
+    last = (batch.offsets[1:] - 1).clamp(min=0)
+    ended = is_stop[last] & (lengths > 0) if len(ids) else lengths > 0
+    problems = {
+        "is complete by its label, but does not end with a stop token: it was truncated, or its end is "
+        "missing": ~batch.truncated & ~ended & (not ends_at_text),
+        f"is truncated by its label, but not at rollout.max_response_tokens={max_tokens}": batch.truncated
+        & (lengths != max_tokens),
+        "continues after a stop token": counts > ended.long(),
+    }
+    for problem, found in problems.items():
+        if found.any():
+            sample = int(found.nonzero()[0])
+            raise CheckFailed(
+                f"ending check: {place(batch, sample)} with {int(lengths[sample])} tokens {problem}, and so "
+                f"do "
+                f"{int(found.sum()) - 1} further samples of {len(batch)}. Stop tokens are {sorted(stop_ids)}."
+            )
+
+
+def check_duplicates(batch: Batch) -> None:
+    """Check that samples of a prompt are not equal more often than by chance.
+
+    Sample j of N equals an earlier one of its group with probability p_j or less for each of these, which is
+    known from the engine's log-probs. Let S be the sum of max(0, -log p_j - log N) over the samples that
+    equal an earlier one. The expectation of exp(S) is at most exp(G / 2) for groups of G samples, so
+    P(S >= s) <= exp(G / 2 - s) by Markov's inequality.
+    """
+    if batch.rollout_logprobs is None or batch.mask is None:
+        return
+    samples = batch.merge_rows()
+    logprobs = torch.where(batch.mask > 0, batch.rollout_logprobs, 0.0).double()
+    surprise = -segment_sum(logprobs, samples.lengths) - math.log(max(len(samples), 1))
+    first: dict[tuple[int, bytes], int] = {}
+    pairs = []
+    for sample, (group, ids) in enumerate(zip(samples.groups.tolist(), samples.response_ids, strict=True)):
+        earlier = first.setdefault((group, ids.tobytes()), sample)
+        if earlier != sample:
+            pairs.append((earlier, sample))
+    evidence = float(surprise[[j for _, j in pairs]].clamp(min=0).sum()) if pairs else 0.0
+    largest = int(torch.bincount(samples.groups).max()) if len(samples) else 0
+    if evidence > largest / 2 - math.log(RISK):
+        raise CheckFailed(
+            f"duplicates check: {len(pairs)} of {len(samples)} samples equal an earlier sample of their "
+            f"prompt, "
+            f"first {place(samples, pairs[0][0])} and sample {pairs[0][1]}; by chance the probability is "
+            f"below "
+            f"{RISK:g}. They share a seed, or the engine samples greedily."
+        )
+
+
+def check_likelihoods(batch: Batch, logprobs: Tensor, *, name: str) -> None:
+    """Check that log-probs [T] belong to the sampled tokens.
+
+    The engine sampled token x_t from q_t and reported log q_t(x_t). For every distribution p_t that was fixed
+    before x_t was drawn, the expectation of r_t = p_t(x_t) / q_t(x_t) is at most 1. That of the product over
+    all tokens of (1 + r_t) / 2 is therefore at most 1 too, and by Markov's inequality the product exceeds
+    1 / RISK only with the probability RISK. Log-probs of other tokens, in another base, or of a q_t that was
+    not sampled from exceed it after some hundred tokens. SLACK is for rounding, and for algorithms that
+    select groups by their results.
+    """
+    if batch.rollout_logprobs is None or batch.mask is None:
+        return
+    gaps = (logprobs - batch.rollout_logprobs)[batch.mask > 0].double()
+    evidence = float((torch.nn.functional.softplus(gaps) - math.log(2)).sum())
+    if not evidence <= -math.log(RISK) + SLACK * len(gaps):
+        raise CheckFailed(
+            f"likelihood check: {name} / rollout probability of {len(gaps)} sampled tokens is larger than "
+            f"chance explains (evidence {evidence:.4g} nats, probability below {RISK:g}): the log-probs are "
+            "of other tokens or another batch, in another base, or not of the distribution sampled from."
+        )
+
+
+def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
+    """Return a warning if every sample has the same score, by chance or not; "" otherwise.
+
+    A reward that always returns one number, or only after some step, looks like that; so does a task that is
+    too hard or too easy, so the run goes on. There is no warning if earlier groups of this run often had this
+    score for all samples. history: number of groups by the score that all their samples had, "differs" for
+    groups with several scores; those of the batch are added.
+    """
+    assert batch.scores is not None
+    value, total = float(batch.scores[0]), sum(history.values())
+    share = (history[value] + 1) / (total + 2)
+    groups = [batch.scores[batch.groups == group] for group in batch.groups.unique()]
+    equal = [float(scores[0]) if (scores == scores[0]).all() else math.nan for scores in groups]
+    is_constant = len(batch) > 1 and bool((batch.scores == value).all())
+    history.update("differs" if math.isnan(score) else score for score in equal)
+    if not is_constant or (total and len(groups) * math.log(share) > math.log(RISK)):
+        return ""
+    return (
+        f"warning: score check: all {len(batch)} samples have the score {value:g}"
+        + (f", as only {history[value] - len(groups)} of {total} groups before" if total else "")
+        + "; no advantage differs from 0. Does the reward function work?"
+    )
+
+
+def check_loss_weights(batch: Batch, *, of_samples: bool) -> None:
+    """Check that tokens which the engine sampled too rarely have weights of 1 or more, and vice versa."""
+    assert batch.loss_weights is not None and batch.old_logprobs is not None and batch.mask is not None
+    gap = torch.where(batch.mask > 0, batch.old_logprobs - batch.rollout_logprobs, 0.0).double()
+    if of_samples:
+        gap = segment_sum(gap, batch.lengths).repeat_interleave(batch.lengths)
+    weights = batch.loss_weights.double()
+    product = torch.where((batch.mask > 0) & (weights > 0), (weights - 1) * gap, 0.0)
+    if float(product.min() if len(product) else 0) < -1e-6:
+        token = int(product.argmin())
+        raise CheckFailed(
+            f"loss weight check: a token has the importance weight {float(weights[token]):.4g}, but log "
+            f"pi_old - "
+            f"log pi_rollout = {float(gap[token]):.4g}: the weight must be pi_old / pi_rollout, truncated."
+        )
+
+
+def check_advantages(batch: Batch, estimator: Formula, *, informative: bool) -> None:
+    """Check that advantages of a group follow the order of its rewards, and are not 0 for unequal rewards.
+
+    Only for estimators that give one advantage per sample from `rewards`. informative: whether each group
+    must have an advantage (dynamic sampling).
+    """
+    if batch.advantages is None or batch.rewards is None or "lengths" in estimator.columns:
+        return
+    if "rewards" not in estimator.columns:
+        return
+    samples = batch.merge_rows()
+    filled = samples.lengths > 0
+    starts = samples.offsets[:-1][filled]
+    advantages, rewards = samples.advantages[starts].double(), samples.rewards[filled].double()
+    groups = samples.groups[filled]
+    order = np.lexsort((rewards.numpy(), groups.numpy()))
+    a, r, g = advantages[order], rewards[order], groups[order]
+    same, rises = g[1:] == g[:-1], r[1:] > r[:-1]
+    tolerance = 8 * torch.finfo(batch.advantages.dtype).eps * float(a.abs().max() if len(a) else 0)
+    falls = same & rises & (a[1:] < a[:-1] - tolerance)
+    if falls.any():
+        k = int(falls.nonzero()[0])
+        raise CheckFailed(
+            f"advantage check: in group {int(g[k])} the reward {float(r[k + 1]):.4g} has the advantage "
+            f"{float(a[k + 1]):.4g}, and the smaller reward {float(r[k]):.4g} has {float(a[k]):.4g}: the "
+            f"sign is "
+            "wrong, or the advantages are those of other samples."
+        )
+    size = int(groups.max()) + 1 if len(groups) else 0
+    if estimator.function in CENTRED:
+        if (same & rises).any() and not a.any():
+            raise CheckFailed("advantage check: rewards differ within groups, but every advantage is 0.")
+        sums = torch.zeros(size, dtype=torch.float64).index_add_(0, groups, advantages)
+        if float(sums.abs().max() if size else 0) > tolerance * max(torch.bincount(groups).max(), 1):
+            group = int(sums.abs().argmax())
+            raise CheckFailed(
+                f"advantage check: the advantages of group {group} have the sum {float(sums[group]):.4g} "
+                f"instead "
+                f"of 0: objective.advantage={estimator.function} compares samples with their own group only."
+            )
+    if informative:
+        spread = torch.zeros(size, dtype=torch.float64).index_add_(0, groups, advantages.abs())
+        if (spread == 0).any():
+            raise CheckFailed(
+                f"group check: group {int((spread == 0).nonzero()[0])} has no advantage, but dynamic "
+                f"sampling "
+                "keeps only groups whose samples have different scores."
+            )

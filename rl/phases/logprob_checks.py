@@ -1,0 +1,94 @@
+"""Comparisons of log-probs that differ only by rounding if engine, trainer and reference are right."""
+
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from rl.data.batch import Batch
+from rl.objectives.segments import segment_sum
+
+PRODUCTS_PER_LAYER = 6
+"""Consecutive matrix products of a layer: QKV, scores, weighted sum, output projection, two in the MLP."""
+SLACK = 4
+"""Factor for the tail of the distribution of a sum of rounding errors."""
+
+
+class LogprobMismatch(RuntimeError):
+    """Raised on every rank if log-probs differ by more than rounding explains."""
+
+
+def rounding_limit(hf: dict, dtype: torch.dtype) -> float:
+    """Return the limit of the mean difference of log-probs, relative to their mean size.
+
+    The roundings of consecutive sums of n terms add up to about sqrt(n) * eps / 2 of the largest logit
+    (Higham and Mary, 2019). In bfloat16 a product is summed in float32 and rounded once.
+
+    hf: the model's config.json.
+    """
+    width = hf["hidden_size"] if dtype is torch.float32 else 1
+    terms = (PRODUCTS_PER_LAYER * hf["num_hidden_layers"] + 1) * width
+    return SLACK * sqrt(terms) * torch.finfo(dtype).eps / 2
+
+
+def check_engine(
+    batch: Batch, logprobs: Tensor, *, version: int, limit: float, routes: bool, ranks: list[list[int]]
+) -> dict[str, float]:
+    """Return the mean difference of the engine's log-probs from the trainer's, and its limit, as metrics.
+
+    Tokens that the engine sampled with older weights are left out. Log-probs differ in relation to their
+    size, at least 1 nat. Raises LogprobMismatch if the difference exceeds the limit.
+
+    Args:
+        logprobs: the trainer's, float32 [T].
+        version: that of the trainer's weights.
+        limit: the largest mean difference (`rounding_limit`).
+        routes: whether the model routes tokens to experts. The sample with the largest difference is then
+            left out, because a rounding error may route one of its tokens elsewhere.
+        ranks: samples of each data parallel rank of the trainer, for the message.
+    """
+    if batch.rollout_logprobs is None:
+        return {}
+    counted = batch.mask > 0
+    if batch.weight_versions is not None:
+        counted &= batch.weight_versions == version
+    gaps = torch.where(counted, (logprobs - batch.rollout_logprobs).abs().double(), 0.0)
+    by_sample, counts = segment_sum(gaps, batch.lengths), segment_sum(counted.double(), batch.lengths)
+    kept = counts > 0
+    if routes and kept.sum() > 1:
+        kept[int((by_sample / counts.clamp(min=1)).argmax())] = False
+    if not kept.any():
+        return {}
+    size = float(torch.where(counted, batch.rollout_logprobs.abs(), 0.0).sum() / counted.sum())
+    mean, limit = float(by_sample[kept].sum() / counts[kept].sum()), limit * max(1.0, size)
+    if mean <= limit:
+        return {"training/logprob_gap": mean, "training/logprob_gap_limit": limit}
+    worst = int(gaps.argmax())
+    sample = int((batch.offsets[1:] <= worst).sum())
+    engine, trainer = float(batch.rollout_logprobs[worst]), float(logprobs[worst])
+    per_rank = [float(by_sample[mine].sum() / counts[mine].sum().clamp(min=1)) for mine in ranks]
+    by_rank = ", ".join(f"rank {rank} {gap:.2g}" for rank, gap in enumerate(per_rank))
+    raise LogprobMismatch(
+        f"the engine's log-probs differ from the trainer's by {mean:.2g} nats in the mean over tokens, more "
+        f"than rounding explains ({limit:.2g}); by data parallel rank of the trainer: {by_rank}; largest at "
+        f"token {worst - int(batch.offsets[sample])} of sample {sample}: engine {engine:.4g}, trainer "
+        f"{trainer:.4g}. The weights are equal, so model, positions, attention, labels, temperature or "
+        "cache differ. If the engine computes in another precision, raise agreement.logprob_slack."
+    )
+
+
+def check_reference(batch: Batch, *, limit: float) -> None:
+    """Raise LogprobMismatch if policy and reference differ, although the policy has not learned yet.
+
+    limit: the largest mean difference (`rounding_limit`).
+    """
+    if batch.ref_logprobs is None or batch.old_logprobs is None:
+        return
+    gaps = torch.where(batch.mask > 0, (batch.old_logprobs - batch.ref_logprobs).abs().double(), 0.0)
+    mean = float(gaps.sum() / batch.mask.sum().clamp(min=1))
+    if mean > limit * max(1.0, float(batch.ref_logprobs.abs().mean())):
+        raise LogprobMismatch(
+            f"before the first update the log-probs of policy and reference differ by {mean:.2g} nats in the "
+            "mean over tokens, but both are the model that the run started from: either their weights "
+            "differ, or a forward pass is not deterministic (dropout)."
+        )

@@ -1,0 +1,166 @@
+"""A check of the configured loss: its gradient at points where theory says what it is.
+
+The gradient of a policy gradient's loss with respect to the log-probs is computed on a few tokens, once per
+start, before the first update:
+
+    ratio 1       it increases the log-probs of tokens with positive advantage, and decreases the others;
+                  masked tokens have none; all weights together have the sum of `objective.aggregation`
+    KL term       the loss changes by kl_coef * KL with the formula of the estimator, and counts it once
+    clip, ppo     it is 0 exactly outside of 1 - clip_low, 1 + clip_high and dual_clip
+    entropy       the bonus increases the entropy of the counted tokens only
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rl.config.schema import Config
+from rl.data.batch import LOSS_COLUMNS
+from rl.phases.batch_checks import CheckFailed
+from rl.training.loss import Loss, Totals
+from rl.training.packing import MicroBatch
+
+UNIT_SLOPES = ("ppo", "reinforce", "gspo", "cispo", "gpg", "dro")
+"""Losses whose derivative at ratio 1 and advantage -1 is 1."""
+DIVERGENCES = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
+OPTIONAL = ("loss_weights", "trajectory_tokens")
+"""Columns that change a loss if a batch has them."""
+LENGTHS = (3, 2, 4)
+"""Tokens of the samples; the second and the last token are masked."""
+
+
+def check_objective(loss: Loss, config: Config) -> None:
+    """Raise CheckFailed if the gradient of the loss is not that of the configured objective."""
+    goal = config.objective
+    _, formula = goal.chosen
+    assert formula is not None
+    advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1])
+    on_policy = _Point(loss, advantages=advantages)
+    counted = on_policy.mask > 0
+    problem = ""
+    if on_policy.slope[~counted].any() or (on_policy.entropy_slope is not None and on_policy.leaks_entropy):
+        problem = "masked tokens, such as tool output, have a gradient"
+    elif goal.kl_estimator in ("k2", "k3", "k1+", "k3+") or not goal.kl_coef:
+        if not (on_policy.slope * advantages < 0)[counted].all():
+            problem = "at ratio 1 it does not raise the log-probs of tokens with positive advantage only"
+        elif formula.function in UNIT_SLOPES:
+            total, expected = float(on_policy.slope.abs().sum()), _weight(config)
+            if not math.isclose(total, expected, rel_tol=1e-4):
+                problem = f"the weights of all tokens have the sum {total:.4g} instead of {expected:.4g}"
+    if not problem and goal.kl_coef:
+        problem = _problem_of_kl(loss, config)
+    k1 = goal.kl_coef and goal.kl_estimator == "k1"  # its gradient is not 0 at the reference
+    if not problem and formula.function == "ppo" and not k1:
+        problem = _problem_of_clip(loss, config)
+    if not problem and goal.entropy_coef:
+        assert on_policy.entropy_slope is not None
+        if not (on_policy.entropy_slope * goal.entropy_coef < 0)[counted].all():
+            problem = "objective.entropy_coef does not raise the entropy"
+    if problem:
+        raise CheckFailed(
+            f"objective check: objective.loss={goal.loss}, aggregation={goal.aggregation}: {problem}. The "
+            "loss differs from its formula, see docs/algorithms.md."
+        )
+
+
+class _Point:
+    """The loss and its gradient at three samples of one micro-batch, with ratios of 1 unless given."""
+
+    def __init__(
+        self, loss: Loss, *, advantages: Tensor, ratios: Tensor | None = None, above_reference: float = 0.0
+    ):
+        size = sum(LENGTHS)
+        old = -torch.linspace(0.5, 3.0, size)
+        self.mask = torch.ones(size)
+        self.mask[[1, -1]] = 0.0
+        logprobs = (old.clone() if ratios is None else old + ratios.log()).requires_grad_()
+        entropy = torch.full((size,), 1.5).requires_grad_()
+        micro = _micro_batch(
+            {name: torch.zeros(size) for name in LOSS_COLUMNS if name not in OPTIONAL}
+            | dict(
+                advantages=advantages,
+                mask=self.mask,
+                old_logprobs=old,
+                rollout_logprobs=old,
+                ref_logprobs=logprobs.detach() - above_reference,
+            )
+        )
+        micro.logprobs, micro.entropy, micro.sum_p_squared = logprobs, entropy, torch.full((size,), 0.3)
+        counts = [float(part.sum()) for part in self.mask.split(LENGTHS)]
+        totals = Totals(num_tokens=sum(counts), num_samples=len(counts), num_units=len(counts))
+        with torch.enable_grad():
+            value, _ = loss(micro, totals)
+            slope, entropy_slope = torch.autograd.grad(value, (logprobs, entropy), allow_unused=True)
+        self.value = float(value.detach())
+        self.slope = torch.zeros(size) if slope is None else slope
+        self.entropy_slope = entropy_slope
+
+    @property
+    def leaks_entropy(self) -> bool:
+        assert self.entropy_slope is not None
+        return bool(self.entropy_slope[self.mask == 0].any())
+
+
+def _micro_batch(columns: dict[str, Tensor]) -> MicroBatch:
+    none = torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(
+        samples=list(range(len(LENGTHS))),
+        tokens=none[None],
+        position_ids=none[None],
+        bounds=none,
+        attention=None,  # type: ignore[arg-type]  # losses do not read it
+        predict_at=none,
+        targets=torch.zeros(sum(LENGTHS), dtype=torch.int64),
+        lengths=torch.tensor(LENGTHS),
+        column_index=torch.arange(sum(LENGTHS)),
+        columns=columns,
+    )
+
+
+def _weight(config: Config) -> float:
+    """Return the sum of all tokens' weights by `objective.aggregation`, for the samples of `_Point`."""
+    tokens, samples = sum(LENGTHS) - 2, len(LENGTHS)
+    return {
+        "token-mean": 1.0,
+        "token-sum": float(tokens),
+        "seq-mean-token-sum": tokens / samples,
+        "seq-mean-token-mean": 1.0,
+        "seq-mean-token-sum-norm": tokens / samples / config.rollout.max_response_tokens,
+    }[config.objective.aggregation]
+
+
+def _problem_of_kl(loss: Loss, config: Config) -> str:
+    none, distance = torch.zeros(sum(LENGTHS)), 0.5
+    far, near = (_Point(loss, advantages=none, above_reference=d) for d in (distance, 0.0))
+    goal = config.objective
+    expected = goal.kl_coef * DIVERGENCES[goal.kl_estimator.removesuffix("+")](distance) * _weight(config)
+    if not math.isclose(far.value - near.value, expected, rel_tol=1e-3):
+        return (
+            f"a policy {distance} nats above its reference changes the loss by {far.value - near.value:.4g} "
+            f"instead "
+            f"of kl_coef * KL = {expected:.4g}"
+        )
+    if not (far.slope > 0)[far.mask > 0].all():
+        return "the KL term does not pull the policy towards the reference"
+    return ""
+
+
+def _problem_of_clip(loss: Loss, config: Config) -> str:
+    goal, step = config.objective, 0.01
+    edges = [1 - goal.clip_low, 1 + goal.clip_high, *([goal.dual_clip] if goal.dual_clip else [])]
+    for ratio in (edge + side * step for edge in edges for side in (-1, 1) if edge > step):
+        ratios = torch.full((sum(LENGTHS),), ratio)
+        for advantage in (1.0, -1.0):
+            point = _Point(loss, advantages=torch.full_like(ratios, advantage), ratios=ratios)
+            is_cut = (
+                ratio > edges[1]
+                if advantage > 0
+                else ratio < edges[0] or ratio > (goal.dual_clip or math.inf)
+            )
+            slope = point.slope[point.mask > 0]
+            if bool(slope.any()) == is_cut:
+                return (
+                    f"at ratio {ratio:.4g} and advantage {advantage:+.0f} the gradient is {'not ' * is_cut}0"
+                )
+    return ""

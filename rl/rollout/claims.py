@@ -1,0 +1,66 @@
+"""Which replica generates which group, so that the groups of a replica that has died are generated again.
+
+Like `SharedQueue`, a counter in the job's store gives an item to the replica that asks first. Each item also
+has a key with its owner. It is changed by compare-and-set only, so one replica takes over an item.
+"""
+
+import time
+
+import torch.distributed as dist
+
+from rl.runtime.living import LivingReplicas
+
+SEARCH_S = 5.0
+"""Time between two searches for abandoned items, in seconds."""
+_DONE = "done"
+
+
+class Claims:
+    """The items of all replicas (a `Queue` without an end). Only leaders, and the first trainer, call it.
+
+    Args:
+        store: the job's store, to which this object opens a connection of its own.
+        replica: this rank's; None for a trainer.
+    """
+
+    def __init__(self, store: dist.Store, living: LivingReplicas, replica: int | None = None):
+        self._store = dist.PrefixStore("claims", store.clone())  # type: ignore[attr-defined]
+        self._living, self._own = living, str(replica)
+        self._claimed: set[int] = set()
+        self._next_search = 0.0
+
+    def draw(self) -> int:
+        """Return the next item that no replica has."""
+        while not self._claim(item := self._store.add("next", 1) - 1, ""):
+            pass
+        return item
+
+    def abandoned(self, items: range) -> int | None:
+        """Claim one of these items that a replica had which is left out, and return it; None without one."""
+        now = time.monotonic()
+        if now < self._next_search:
+            return None
+        left_out = {str(replica) for replica in self._living.left_out()}
+        self._claimed = {item for item in self._claimed if item >= items.start}
+        if left_out:
+            for item in range(items.start, min(items.stop, self._store.add("next", 0))):
+                # A replica may have died between the counter and the claim.
+                if item not in self._claimed and any(self._claim(item, owner) for owner in ("", *left_out)):
+                    return item
+        self._next_search = now + SEARCH_S
+        return None
+
+    def _claim(self, item: int, owner: str) -> bool:
+        if self._store.compare_set(str(item), owner, self._own) != self._own.encode():
+            return False
+        self._claimed.add(item)
+        return True
+
+    def note_done(self, item: int) -> None:
+        """Note that the trainers have the samples of an item, which nobody needs to generate again."""
+        self._store.set(str(item), _DONE)
+
+    def forget(self, items: range) -> None:
+        """Remove the keys of items that were learned from."""
+        for item in items:
+            self._store.delete_key(str(item))

@@ -1,0 +1,82 @@
+"""The experts that the engine chose for each token, for router replay in the trainer.
+
+On a GPU vLLM returns them with a completion (`enable_return_routed_experts`). Its CPU engine cannot, because
+that part of vLLM belongs to a model runner that needs Triton. There `CpuRoutes` takes the choices from the
+same callbacks of vLLM's routers.
+"""
+
+import numpy as np
+
+from rl.models import architecture
+
+
+def moe_layers(hf: dict) -> list[int]:
+    """Return the indices of the layers that are mixtures of experts. hf: the model's config.json."""
+    frequencies = architecture(hf).megatron_config(hf).get("moe_layer_freq", [])
+    return [layer for layer, is_moe in enumerate(frequencies) if is_moe]
+
+
+class VllmRoutes:
+    """Takes the routes from vLLM's completions. layers: the model's L layers that are mixtures of experts."""
+
+    def __init__(self, layers: list[int]):
+        self._layers = layers
+
+    def take(self, request_id: str, output) -> np.ndarray:
+        """Return the routes of a finished request, [C + R - 1, L, k] for C and R tokens. output: vLLM's."""
+        return output.routed_experts[:, self._layers]
+
+
+class CpuRoutes:
+    """Stores the choices of every router, at the slots of the KV cache in which the tokens' keys are.
+
+    Requests that share a cached prefix thereby share its routes, a chunk of a prompt needs no special case,
+    and a request that was preempted computes its keys and its routes again. Takes L * k bytes per slot.
+
+    Args:
+        layers: as for `VllmRoutes`.
+        config: vLLM's configuration of the model.
+        model: vLLM's model.
+        scheduler: `rl.rollout.cpu_scheduler.DecodeScheduler`.
+    """
+
+    def __init__(self, layers: list[int], config, model, scheduler):
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+        manager = scheduler.kv_cache_manager
+        self._blocks_of, self._block_size = manager.get_block_ids, scheduler.block_size
+        self._place = {layer: place for place, layer in enumerate(layers)}
+        slots = manager.block_pool.num_gpu_blocks * self._block_size
+        dtype = np.uint8 if config.get_num_experts() <= 256 else np.uint16
+        self._slots = np.zeros((slots, len(layers), config.get_num_experts_per_tok()), dtype)
+        self._finished: dict[str, np.ndarray] = {}
+        bind_routed_experts_capturer(model, self)
+        scheduler.before_free = self._keep
+
+    def capture(self, layer_id: int, topk_ids) -> None:
+        """Store the choices of one layer for the tokens of an engine step; called by vLLM's routers."""
+        from vllm.forward_context import get_forward_context
+
+        slots = next(iter(get_forward_context().slot_mapping.values()))
+        assert len(slots) == len(topk_ids), "the engine pads its steps"
+        self._slots[slots.numpy(), self._place[layer_id]] = topk_ids.numpy()
+
+    def _keep(self, request) -> None:
+        """Copy the routes of a request whose blocks of the cache will be freed."""
+        positions = np.arange(request.num_tokens - 1)
+        blocks = np.array(self._blocks_of(request.request_id)[0], np.int64)
+        if len(blocks) * self._block_size >= len(positions):  # else it was aborted before it began
+            slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
+            self._finished[request.request_id] = self._slots[slots]
+
+    def take(self, request_id: str, output) -> np.ndarray:
+        """Return the routes of a finished request, as `VllmRoutes` does, and forget them."""
+        return self._finished.pop(request_id)
+
+
+def routes_of_engine(hf: dict, llm, model, scheduler) -> VllmRoutes | CpuRoutes:
+    """Return where the engine's routes are taken from. hf: the model's config.json; llm: vLLM's LLM."""
+    config, layers = llm.llm_engine.vllm_config, moe_layers(hf)
+    if config.aux_output_config.enabled:
+        return VllmRoutes(layers)
+    return CpuRoutes(layers, config.model_config, model, scheduler)

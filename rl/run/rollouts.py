@@ -1,0 +1,243 @@
+"""Batches as stored rollouts, and back (`rl.run_directory.rollouts`)."""
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl.config.options import ConfigError
+from rl.config.schema import Config
+from rl.data.batch import Batch
+from rl.data.prompts import Prompt
+from rl.rollout.turns import SOURCES
+from rl.run_directory.rollouts import COLUMNS, RolloutLog, ground_truth, read, stored_steps
+
+SAMPLED_GROUPS = 4
+"""Number of groups per step that `logging.rollouts=sample` stores."""
+SAMPLE_COLUMNS = {
+    "group": "groups",
+    "trajectory": "trajectories",
+    "truncated": "truncated",
+    "score": "scores",
+    "reward": "rewards",
+    "baseline": "baselines",
+    "label": "labels",
+}
+"""Column of the file -> attribute of the batch, per sample."""
+COLLECTED = ("mask", "turns", "turn_rewards", "rollout_logprobs", "weight_versions")
+LEARNED = ("old_logprobs", "ref_logprobs", "advantages")
+"""Attributes of the batch per token, filled by `collect` and by `learn`; the columns have their names."""
+
+
+class RolloutWriter:
+    """Stores the batch of each step. For rank 0 only; not collective.
+
+    Args:
+        tokenizer: the policy's. The writing thread uses a copy, because encoding and decoding at the same
+            time raises an error in the tokenizers library.
+    """
+
+    def __init__(self, config: Config, tokenizer):
+        self._kind, self._tokenizer = config.logging.rollouts, tokenizer
+        self._log = RolloutLog(config.run.dir, kind=self._kind, token_texts=self._token_texts)
+
+    def write(self, step: int, collected: Batch, learned: Batch) -> None:
+        """Store the batch of a step. collected: a shallow copy of it from before `learn`."""
+        groups = collected.groups.unique().tolist()
+        if self._kind == "sample" and len(groups) > SAMPLED_GROUPS:
+            groups = [groups[i * len(groups) // SAMPLED_GROUPS] for i in range(SAMPLED_GROUPS)]
+        samples = torch.isin(collected.groups, torch.tensor(groups)).nonzero().squeeze(1).tolist()
+        # The arrays share the batch's memory, which no later phase writes to.
+        arrays: dict[str, np.ndarray] = {}
+        for names, batch in ((COLLECTED, collected), (LEARNED, learned)):
+            arrays |= {n: getattr(batch, n).numpy() for n in names if getattr(batch, n) is not None}
+        self._log.write(step, partial(columns_of, step, collected, samples, arrays, self._decode))
+
+    def flush(self) -> None:
+        self._log.flush()
+
+    def close(self) -> None:
+        self._log.close()
+
+    def _token_texts(self) -> list[str]:
+        """Return the text of every token id after another token: some tokenizers strip a leading space."""
+        self._tokenizer = copy.deepcopy(self._tokenizer)
+        first = self._tokenizer.encode("a", add_special_tokens=False)[:1]
+        pairs = [[*first, i] for i in range(len(self._tokenizer))]
+        start = len(self._tokenizer.decode(first, clean_up_tokenization_spaces=False))
+        texts = self._tokenizer.batch_decode(pairs, clean_up_tokenization_spaces=False)
+        return [text[start:] for text in texts]
+
+    def _decode(self, ids: Sequence[np.ndarray], special: bool) -> list[str]:
+        return self._tokenizer.batch_decode(list(ids), skip_special_tokens=not special)
+
+
+def columns_of(
+    step: int,
+    batch: Batch,
+    samples: list[int],
+    arrays: dict[str, np.ndarray],
+    decode: Callable[[Sequence[np.ndarray], bool], list[str]],
+) -> dict[str, list[Any]]:
+    """Return these samples of the batch by column of `rl.run_directory.rollouts.COLUMNS`.
+
+    arrays: the columns per token, [T]. decode: texts of token ids, with or without special tokens.
+    """
+    offsets, groups = batch.offsets.tolist(), batch.groups.tolist()
+    trajectories = range(len(batch)) if batch.trajectories is None else batch.trajectories.tolist()
+    places = _places(list(zip(groups, trajectories)))
+    prompt_ids = [batch.prompt_ids[i] for i in samples]
+    if batch.prompts:
+        prompts = [batch.prompts[groups[i]] for i in samples]
+    else:  # pairs, whose groups are not prompts
+        texts = decode(prompt_ids, True)
+        prompts = [Prompt(-1, ids, text, "", None, {}) for ids, text in zip(prompt_ids, texts)]
+    spans = [slice(offsets[i], offsets[i + 1]) for i in samples]
+    truths = [prompt.ground_truth for prompt in prompts]
+    are_json = [truth is not None and not isinstance(truth, str) for truth in truths]
+    columns: dict[str, list[Any]] = {
+        "step": [step] * len(samples),
+        "prompt_index": [prompt.index for prompt in prompts],
+        "sample": [places[i][0] for i in samples],
+        "row": [places[i][1] for i in samples],
+        "data_source": [prompt.data_source for prompt in prompts],
+        "prompt": [prompt.text for prompt in prompts],
+        "response": decode([batch.last_turn(i) for i in samples], False),
+        "ground_truth": [_json(truth) if is_json else truth for truth, is_json in zip(truths, are_json)],
+        "ground_truth_is_json": are_json,
+        "extra_info": [_json(prompt.extra_info) for prompt in prompts],
+        "length": [len(batch.response_ids[i]) for i in samples],
+        "prompt_ids": prompt_ids,
+        "response_ids": [batch.response_ids[i] for i in samples],
+        **{name: [values[span] for span in spans] for name, values in arrays.items()},
+    }
+    columns["mask"] = [values.astype(np.int8) for values in columns["mask"]]
+    for name, attribute in SAMPLE_COLUMNS.items():
+        values = getattr(batch, attribute)
+        columns[name] = [None] * len(samples) if values is None else values.numpy()[samples].tolist()
+    details = {name: values.numpy()[samples].tolist() for name, values in batch.score_details.items()}
+    columns["score_details"] = [
+        _json({name: values[k] for name, values in details.items() if values[k] == values[k]})
+        for k in range(len(samples))
+    ]
+    none = [None] * len(samples)
+    columns["messages"] = none if batch.turns is None else [_messages(batch, i, decode) for i in samples]
+    return {name: columns.get(name, none) for name in COLUMNS}
+
+
+def _places(owners: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return (number of the trajectory within its group, number of the row within its trajectory)."""
+    sizes: Counter = Counter()
+    numbers: dict[tuple[int, int], int] = {}
+    rows: Counter = Counter()
+    places = []
+    for group, trajectory in owners:
+        if (group, trajectory) not in numbers:
+            numbers[group, trajectory] = sizes[group]
+            sizes[group] += 1
+        places.append((numbers[group, trajectory], rows[group, trajectory]))
+        rows[group, trajectory] += 1
+    return places
+
+
+def _messages(batch: Batch, sample: int, decode: Callable) -> list[dict[str, str]]:
+    """Return the texts of a trajectory by role, with all tokens between them."""
+    assert batch.turns is not None
+    turns = batch.turns[batch.offsets[sample] : batch.offsets[sample + 1]].numpy()
+    parts = np.split(batch.response_ids[sample], np.flatnonzero(np.diff(turns)) + 1)
+    starts = np.cumsum([0, *map(len, parts[:-1])])
+    roles = ["assistant" if turns[start] > 0 else SOURCES[-turns[start]] for start in starts if len(turns)]
+    texts = decode([batch.prompt_ids[sample], *parts], True)
+    return [{"role": role, "content": text} for role, text in zip(["prompt", *roles], texts)]
+
+
+def _json(value: Any) -> str:
+    def plain(other: Any) -> Any:
+        return other.tolist() if isinstance(other, np.ndarray | np.generic) else str(other)
+
+    return json.dumps(value, ensure_ascii=False, default=plain)
+
+
+class StoredBatches:
+    """The batches of another run's steps, for `run.mode=train_only`. Every rank reads them.
+
+    Raises ConfigError if the run has not stored every step up to run.max_steps.
+    """
+
+    def __init__(self, config: Config):
+        self._files = stored_steps(config.run.rollouts)
+        steps = range(1, config.run.max_steps + 1)
+        missing = [step for step in steps if step not in self._files]
+        if missing:
+            raise ConfigError(
+                f"run.rollouts={config.run.rollouts} holds rollouts of {len(self._files)} steps, and none of "
+                f"step {missing[0]} of run.max_steps={config.run.max_steps}; set run.max_steps to at most "
+                f"{missing[0] - 1}, or name a run with logging.rollouts=all."
+            )
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch of a step as `collect` returned it; with logging.rollouts=sample, a part of it."""
+        table = read(self._files[step]).combine_chunks()
+        lists = {name for name, kind in COLUMNS.items() if kind.endswith("s")}
+        rows = {name: table.column(name).to_pylist() for name in COLUMNS if name not in lists}
+
+        def split(name: str) -> list[np.ndarray]:
+            arrays = [values.values.to_numpy() for values in table.column(name)]
+            return [array.astype(np.int32) for array in arrays]
+
+        def tokens(name: str, dtype) -> torch.Tensor | None:
+            column = table.column(name)
+            if column.null_count or not len(column):
+                return None
+            values = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            return torch.from_numpy(values.astype(dtype))
+
+        def column(name: str, dtype) -> torch.Tensor | None:
+            values = rows[name]
+            return None if not values or values[0] is None else torch.tensor(values, dtype=dtype)
+
+        number = torch.float32
+        groups = torch.tensor(rows["group"], dtype=torch.int64).unique(return_inverse=True)[1]
+        firsts = [rows["group"].index(group) for group in sorted(set(rows["group"]))]
+        details = [json.loads(text) for text in rows["score_details"]]
+        return Batch(
+            prompt_ids=(prompt_ids := split("prompt_ids")),
+            response_ids=split("response_ids"),
+            groups=groups,
+            truncated=torch.tensor(rows["truncated"], dtype=torch.bool),
+            prompts=[_prompt(rows, i, prompt_ids[i]) for i in firsts],
+            trajectories=_renumbered(column("trajectory", torch.int64)),
+            turns=tokens("turns", np.int32),
+            turn_rewards=tokens("turn_rewards", np.float32),
+            mask=tokens("mask", np.float32),
+            rollout_logprobs=tokens("rollout_logprobs", np.float32),
+            weight_versions=tokens("weight_versions", np.int32),
+            baselines=column("baseline", number),
+            labels=column("label", number),
+            scores=column("score", number),
+            rewards=column("reward", number),
+            score_details={
+                name: torch.tensor([values.get(name, float("nan")) for values in details])
+                for name in sorted({name for values in details for name in values})
+            },
+        )
+
+
+def _renumbered(indices: torch.Tensor | None) -> torch.Tensor | None:
+    return None if indices is None else indices.unique(return_inverse=True)[1]
+
+
+def _prompt(rows: dict[str, list], i: int, token_ids: np.ndarray) -> Prompt:
+    return Prompt(
+        index=rows["prompt_index"][i],
+        token_ids=token_ids,
+        text=rows["prompt"][i],
+        data_source=rows["data_source"][i],
+        ground_truth=ground_truth(rows["ground_truth"][i], rows["ground_truth_is_json"][i]),
+        extra_info=json.loads(rows["extra_info"][i]),
+    )

@@ -1,0 +1,92 @@
+"""`run.mode=score_only`: apply the reward function to stored rollouts, and print what differs.
+
+Runs in one process without torch.distributed, Megatron, vLLM or a model. It reads the rollouts of
+`run.rollouts`, else of `run.dir`, and writes nothing.
+"""
+
+import json
+from typing import Any
+
+from rl.config.options import ConfigError
+from rl.config.reward_sources import make_plan
+from rl.config.schema import Config
+from rl.rewards.pool.pool import ScoringPool, default_workers
+from rl.run_directory.rollouts import ground_truth, read, stored_steps
+
+COLUMNS = (
+    "group",
+    "sample",
+    "prompt",
+    "response",
+    "data_source",
+    "ground_truth",
+    "ground_truth_is_json",
+    "extra_info",
+    "score",
+)
+SHOWN = 5
+"""Changed samples of a step that are printed."""
+SHOWN_CHARS = 100
+"""Last characters of a response that are printed."""
+
+
+def score_only(config: Config) -> int:
+    """Score the stored rollouts of every step; return the exit code. Raises ValueError for invalid input."""
+    run_dir, reward = config.run.rollouts or config.run.dir, config.reward
+    files = stored_steps(run_dir)
+    if not files:
+        raise ConfigError(
+            f"run.mode=score_only, but {run_dir} holds no rollouts; name the directory of a run with "
+            "logging.rollouts=sample or all in run.rollouts."
+        )
+    totals: list[tuple[float, float]] = []
+    with ScoringPool(
+        make_plan(reward.function, reward.kwargs, reward.sources),
+        failure_score=reward.failure_score,
+        workers=reward.workers or default_workers(1),
+        timeout_s=reward.timeout_s,
+        memory_mib=reward.memory_mib,
+    ) as pool:
+        pool.check()
+        for step, path in files.items():
+            rows = _whole(read(path, [*COLUMNS]).to_pylist())
+            scores = pool.score([_asked(row) for row in rows])
+            pairs = [(row["score"], score.values["score"]) for row, score in zip(rows, scores)]
+            totals += pairs
+            changed = [i for i, (old, new) in enumerate(pairs) if not _same(old, new)]
+            print(f"step {step}: {_summary(pairs)}", flush=True)
+            for i in changed[:SHOWN]:
+                row, (old, new) = rows[i], pairs[i]
+                end = " ".join(row["response"].split())[-SHOWN_CHARS:]
+                where = f"group {row['group']} sample {row['sample']}"
+                print(f"  {where}: {old:g} -> {new:g} | ground truth {row['ground_truth']} | {end}")
+            if len(changed) > SHOWN:
+                print(f"  and {len(changed) - SHOWN} more")
+    print(f"all steps: {_summary(totals)}")
+    return 0
+
+
+def _whole(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last row of each sample, whose response is scored; samples without a score are left out."""
+    last = {(row["group"], row["sample"]): row for row in rows if row["score"] is not None}
+    return list(last.values())
+
+
+def _asked(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the reward function."""
+    names = ("prompt", "response", "data_source")
+    truth = ground_truth(row["ground_truth"], row["ground_truth_is_json"])
+    return {name: row[name] for name in names} | {
+        "ground_truth": truth,
+        "extra_info": json.loads(row["extra_info"]),
+    }
+
+
+def _same(old: float, new: float) -> bool:
+    return abs(old - new) <= 1e-6 * max(1.0, abs(old))  # the stored score is a float32
+
+
+def _summary(pairs: list[tuple[float, float]]) -> str:
+    changed = sum(not _same(old, new) for old, new in pairs)
+    means = [sum(column) / max(1, len(pairs)) for column in zip(*pairs)] or [0.0, 0.0]
+    return f"{len(pairs)} samples, {changed} changed, mean score {means[0]:.4f} -> {means[1]:.4f}"

@@ -1,0 +1,163 @@
+"""`<run.dir>/rollouts/`: the samples that each step learned from, a parquet file per step.
+
+    pandas.read_parquet("runs/mine/rollouts")
+    datasets.load_dataset("parquet", data_files="runs/mine/rollouts/*.parquet")
+
+A row is a sample, or one row of a trajectory that has several. `<run.dir>/tokens.json` has the text of every
+token id, so that readers need no tokenizer. docs/report.md describes the columns.
+"""
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # pyarrow is imported by the runs that store or read rollouts
+    import pyarrow as pa
+
+DIRECTORY = "rollouts"
+TOKENS_FILE = "tokens.json"
+WAITING_STEPS = 2
+"""Number of steps that may wait to be written; the next one blocks, which bounds the memory."""
+
+COLUMNS = {
+    "step": "int32",
+    "prompt_index": "int64",
+    "group": "int32",
+    "sample": "int32",
+    "trajectory": "int32",
+    "row": "int32",
+    "data_source": "string",
+    "prompt": "string",
+    "response": "string",
+    "messages": "messages",
+    "ground_truth": "string",
+    "ground_truth_is_json": "bool",
+    "extra_info": "string",
+    "score": "float32",
+    "reward": "float32",
+    "score_details": "string",
+    "truncated": "bool",
+    "length": "int32",
+    "baseline": "float32",
+    "label": "float32",
+    "prompt_ids": "int32s",
+    "response_ids": "int32s",
+    "mask": "int8s",
+    "turns": "int32s",
+    "turn_rewards": "float32s",
+    "rollout_logprobs": "float32s",
+    "old_logprobs": "float32s",
+    "ref_logprobs": "float32s",
+    "advantages": "float32s",
+    "weight_versions": "int32s",
+}
+"""Type of each column; a plural is a list, with an entry per token."""
+
+
+def schema(kind: str) -> "pa.Schema":
+    """Return the schema of a file. kind: the `logging.rollouts` that it was written with."""
+    import pyarrow as pa
+
+    def type_of(name: str):
+        if name == "messages":
+            return pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
+        element = getattr(pa, {"bool": "bool_"}.get(name, name.removesuffix("s")))()
+        return pa.list_(element) if name.endswith("s") else element
+
+    return pa.schema({name: type_of(kind) for name, kind in COLUMNS.items()}, {"rollouts": kind})
+
+
+def stored_steps(run_dir: str | Path) -> dict[int, Path]:
+    """Return the files with rollouts by step, in order."""
+    files = Path(run_dir, DIRECTORY).glob("step_*.parquet")
+    return {int(path.stem.removeprefix("step_")): path for path in sorted(files)}
+
+
+def read(path: Path, columns: list[str] | None = None) -> "pa.Table":
+    """Return a step's rollouts; None for all columns."""
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(path).read(columns=columns)
+
+
+def ground_truth(text: str | None, is_json: bool) -> Any:
+    """Return the ground truth of a row from its columns `ground_truth` and `ground_truth_is_json`."""
+    return json.loads(text) if is_json and text is not None else text
+
+
+def remove_after(run_dir: str | Path, step: int) -> None:
+    """Remove the files of steps after `step`, which are repeated, and those that were not completed."""
+    for number, path in stored_steps(run_dir).items():
+        if number > step:
+            path.unlink()
+    for path in Path(run_dir, DIRECTORY).glob("*.partial"):
+        path.unlink()
+
+
+class RolloutLog:
+    """Writes rollouts in a thread, so that no step waits for them. For rank 0 only; not collective.
+
+    An error of the thread is raised by the next call.
+
+    Args:
+        kind: `logging.rollouts`.
+        token_texts: returns the text of every token id; called in the thread, once.
+    """
+
+    def __init__(self, run_dir: str | Path, *, kind: str, token_texts: Callable[[], list[str]]):
+        self._directory, self._kind, self._token_texts = Path(run_dir, DIRECTORY), kind, token_texts
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._error: Exception | None = None
+        self._jobs: queue.Queue = queue.Queue(WAITING_STEPS)
+        self._jobs.put(self._write_tokens)
+        self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, columns: Callable[[], Mapping[str, list[Any]]]) -> None:
+        """Write the rollouts of a step soon. The thread calls `columns` for the values of each column."""
+        self._raise_error()
+        self._jobs.put(lambda: self._write(step, columns()))
+
+    def flush(self) -> None:
+        """Return once all that was given to `write` is on disk."""
+        self._jobs.join()
+        self._raise_error()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+        self._raise_error()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self._error is None:
+                    job()
+            except Exception as error:
+                self._error = error
+            finally:
+                del job  # it holds the batch
+                self._jobs.task_done()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _write(self, step: int, columns: Mapping[str, list[Any]]) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        table = pa.table(dict(columns), schema=schema(self._kind))
+        path = self._directory / f"step_{step:06d}.parquet"
+        partial = path.with_name(path.name + ".partial")
+        pq.write_table(table, partial, compression="zstd")
+        partial.replace(path)  # readers and a resumed run see a whole file or none
+
+    def _write_tokens(self) -> None:
+        path = self._directory.parent / TOKENS_FILE
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(self._token_texts(), ensure_ascii=False), encoding="utf-8")
+        partial.replace(path)

@@ -1,0 +1,106 @@
+"""Which replicas of the generators a run goes on without (`rollout.min_replicas`).
+
+The list is in the job's store. Rank 0 alone extends it, when its watchdog finds a lost rank; every other rank
+reads it. A replica that is left out stays out until the next start. Its ranks that live end themselves.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import torch.distributed as dist
+
+POLL_S = 0.1
+"""Time between two looks for the other ranks at the end of a run, in seconds."""
+
+
+class LivingReplicas:
+    """The replicas of the generators. No method is collective, except `meet`.
+
+    Args:
+        store: the job's store, to which this object opens a connection of its own.
+        replicas: the job's ranks of each replica.
+        least: number of replicas that must live.
+    """
+
+    def __init__(self, store: dist.Store, replicas: Sequence[range], *, least: int):
+        self._store = dist.PrefixStore("living", store.clone())  # type: ignore[attr-defined]
+        self.replicas, self.least = replicas, least
+        self._lock = threading.Lock()
+        self._is_held = False
+
+    def left_out(self) -> tuple[int, ...]:
+        """Return the numbers of the replicas that are left out, in the order in which they died."""
+        return tuple(json.loads(self._store.get("list"))) if self._store.check(["list"]) else ()
+
+    def ranks_left_out(self) -> set[int]:
+        return {rank for replica in self.left_out() for rank in self.replicas[replica]}
+
+    def ranks(self, left_out: Collection[int]) -> tuple[int, ...]:
+        """Return the job's ranks of all replicas but these."""
+        return tuple(rank for n, own in enumerate(self.replicas) if n not in left_out for rank in own)
+
+    def replica_of(self, rank: int) -> int | None:
+        """Return the replica of a rank; None for a trainer."""
+        return next((number for number, own in enumerate(self.replicas) if rank in own), None)
+
+    def are_one_replica(self, rank: int, others: Collection[int]) -> bool:
+        """Return whether the ranks generate together."""
+        return any(rank in own and any(other in own for other in others) for own in self.replicas)
+
+    # On rank 0 ----------------------------------------------------------------------------------------------
+
+    def leave_out(self, lost: Collection[int]) -> list[int]:
+        """Leave out the replicas of these ranks and return their numbers.
+
+        Returns [] and changes nothing if a trainer is among the ranks, if too few replicas would live, or
+        while weights are sent: the communicator then waits for the lost rank.
+        """
+        numbers = {self.replica_of(rank) for rank in lost}
+        with self._lock:
+            before = self.left_out()
+            found = sorted(number for number in numbers if number is not None and number not in before)
+            if self._is_held or None in numbers:
+                return []
+            if len(self.replicas) - len(before) - len(found) < self.least:
+                return []
+            self._store.set("list", json.dumps([*before, *found]))
+        return found
+
+    def hold(self, is_ready: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...] | None:
+        """Return the replicas that are left out if the function of them is true, else None.
+
+        If it is true, no other replica is left out until `release`.
+        """
+        with self._lock:
+            left_out = self.left_out()
+            self._is_held = is_ready(left_out)
+            return left_out if self._is_held else None
+
+    def release(self) -> None:
+        with self._lock:
+            self._is_held = False
+
+    # The end ------------------------------------------------------------------------------------------------
+
+    def meet(self, rank: int, world_size: int) -> bool:
+        """Wait until all ranks that live have called; return whether all ranks of the job have.
+
+        A barrier of a process group would need all ranks. Collective over the ranks that live.
+        """
+        self._store.set(f"arrived {rank}", "")
+        if rank == 0:
+            while not self._have_arrived(gone := self.ranks_left_out(), world_size):
+                time.sleep(POLL_S)
+            self._store.set("met", "" if gone else "all")
+            return not gone
+        try:
+            while not self._store.check(["met"]):
+                time.sleep(POLL_S)
+            return self._store.get("met") == b"all"
+        except dist.DistError:  # rank 0, which held the store, has gone on
+            return False
+
+    def _have_arrived(self, gone: set[int], world_size: int) -> bool:
+        return self._store.check([f"arrived {rank}" for rank in range(world_size) if rank not in gone])

@@ -1,0 +1,149 @@
+"""Transport of held columns' rows (`rl.data.held`) from the ranks that generated them to those that train.
+
+The plan is plain data that every rank computes identically from the micro-batch plan. All passes of a step
+use the same micro-batch plan, so a row travels once. A column declares which part of a row a pipeline stage
+needs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rl.data.batch import Batch
+from rl.data.held import HeldColumn, row_key
+from rl.training.dp_split import MicroBatchPlan
+from rl.training.grid import Grid
+
+Need = Callable[[int], slice | None]
+"""pipeline stage -> the part of a value's first dimension that its ranks need: slice(None) for all of the
+value, None for nothing."""
+
+BUFFER = 64 << 20
+"""Bytes that a rank sends, and receives, at once."""
+KEY = np.dtype(np.int64)
+"""Type of `Row.key` on the way."""
+
+
+class Move(NamedTuple):
+    """One row, or a part of it, to one rank."""
+
+    sample: int
+    source: int
+    target: int
+    part: slice
+    num_bytes: int
+    """Size of the values, without the key."""
+
+
+@dataclass
+class BytesMoved:
+    """Bytes that this rank received from others, and that the plans gave it."""
+
+    received: int = 0
+    planned: int = 0
+
+    def __add__(self, other: "BytesMoved") -> "BytesMoved":
+        return BytesMoved(self.received + other.received, self.planned + other.planned)
+
+
+def plan_moves(
+    column: HeldColumn, plan: MicroBatchPlan, need: Need, *, tp: int, pp: int
+) -> tuple[list[Move], dict[int, int]]:
+    """Return the moves of the rows that a plan needs and no earlier plan has moved, and where they go.
+
+    The second result has the data parallel rank of each of these samples. Raises RuntimeError if an earlier
+    plan gave a sample to another data parallel rank.
+    """
+    dp, holders, sizes = len(plan), column.holders.tolist(), column.num_bytes.tolist()
+    moves, homes = [], {}
+    parts = [(stage, part) for stage in range(pp) if (part := need(stage)) is not None]
+    for dp_rank, micro_batches in enumerate(plan):
+        for sample in (i for micro in micro_batches for i in micro):
+            if (before := column.moved.get(sample, dp_rank)) != dp_rank:
+                raise RuntimeError(f"sample {sample} is at dp rank {before}, and a plan has it at {dp_rank}")
+            if sample in column.moved:
+                continue
+            homes[sample] = dp_rank
+            for stage, part in parts:
+                size, first = sizes[sample], (stage * dp + dp_rank) * tp
+                if column.shape:
+                    size = size // column.shape[0] * len(range(*part.indices(column.shape[0])))
+                moves += [Move(sample, holders[sample], first + k, part, size) for k in range(tp)]
+    return moves, homes
+
+
+def fetch(batch: Batch, plan: MicroBatchPlan, needs: dict[str, Need], grid: Grid, device) -> BytesMoved:
+    """Fill `HeldColumn.local` for the plan's samples. Collective over the world.
+
+    Raises RuntimeError on a rank that receives the row of another sample.
+    """
+    total, rank = BytesMoved(), dist.get_rank()
+    for name, need in needs.items():
+        column = batch.held[name]
+        moves, homes = plan_moves(column, plan, need, tp=grid.tp, pp=grid.pp)
+        column.moved |= homes
+        own = [move for move in moves if move.source == move.target == rank]
+        travelling = [move for move in moves if move.source != move.target]
+        incoming = _transport(column, travelling, device)
+        total.planned += sum(move.num_bytes + KEY.itemsize for move in travelling if move.target == rank)
+        total.received += sum(len(content) for content in incoming.values())
+        for source, content in [(rank, _message(column, own)), *incoming.items()]:
+            _unpack(
+                batch, name, [move for move in moves if (move.source, move.target) == (source, rank)], content
+            )
+    return total
+
+
+def _message(column: HeldColumn, moves: Sequence[Move]) -> bytes:
+    """Return the keys and values of rows of this rank, end to end."""
+    parts = []
+    for sample, *_, part, _ in moves:
+        key, values = column.rows[sample]
+        parts += [KEY.type(key).tobytes(), (values[:, part] if column.shape else values).tobytes()]
+    return b"".join(parts)
+
+
+def _unpack(batch: Batch, name: str, moves: Sequence[Move], content: bytes) -> None:
+    """Fill `HeldColumn.local` from the message of one rank."""
+    column, first = batch.held[name], 0
+    for sample, source, target, part, num_bytes in moves:
+        [key] = np.frombuffer(content, KEY, 1, first)
+        if key != row_key(batch.prompt_ids[sample], batch.response_ids[sample]):
+            raise RuntimeError(
+                f"held column {name}: the row of sample {sample} that rank {target} has from rank {source} "
+                "is that of another sample."
+            )
+        count = num_bytes // column.dtype.itemsize
+        flat = np.frombuffer(content, column.dtype, count, first + KEY.itemsize)
+        width = (len(range(*part.indices(column.shape[0]))), *column.shape[1:]) if column.shape else ()
+        column.local[sample] = flat.reshape(int(column.lengths[sample]), *width)
+        first += KEY.itemsize + num_bytes
+
+
+def _transport(column: HeldColumn, moves: Sequence[Move], device: torch.device) -> dict[int, bytes]:
+    """Carry out the moves between ranks; return the message from each rank. Collective over the world."""
+    if not moves:
+        return {}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = np.zeros((world, world), np.int64)  # from, to
+    for move in moves:
+        sizes[move.source, move.target] += move.num_bytes + KEY.itemsize
+    mine = [[move for move in moves if (move.source, move.target) == (rank, to)] for to in range(world)]
+    outgoing = [_message(column, to) for to in mine]
+    assert [len(content) for content in outgoing] == sizes[rank].tolist(), "rows differ from their sizes"
+    incoming = [bytearray() for _ in range(world)]
+    chunk = max(1, BUFFER // world)
+    for start in range(0, int(sizes.max()), chunk):
+        left = (sizes - start).clip(0, chunk)
+        sending, receiving = left[rank].tolist(), left[:, rank].tolist()
+        piece = bytearray().join(content[start : start + chunk] for content in outgoing)
+        sent = torch.frombuffer(piece, dtype=torch.uint8) if piece else torch.empty(0, dtype=torch.uint8)
+        received = torch.empty(sum(receiving), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(received, sent.to(device), receiving, sending)
+        for content, part in zip(incoming, received.cpu().split(receiving)):
+            content += part.numpy().tobytes()
+    return {source: bytes(content) for source, content in enumerate(incoming) if content}

@@ -1,0 +1,92 @@
+"""Kept sets: the tokens among which the engine sampled, after rollout.top_p, top_k and min_p.
+
+R response tokens of a micro-batch. The trainer's distributions are renormalised over these sets, so that they
+are the ones that were sampled from.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.data.batch import Batch
+from rl.data.held import KEPT_SETS
+
+FLOOR = -1e20
+"""Logit of a token that was not kept. Its probability is 0, and sums of such logits are finite in float32."""
+
+
+@dataclass(frozen=True)
+class KeptSets:
+    """The kept sets of R positions, on the host."""
+
+    ids: np.ndarray
+    """Token ids of all sets, one set after the other, integers [K]."""
+    counts: np.ndarray
+    """int64 [R]: sizes of the sets. 0: the position keeps the whole vocabulary."""
+
+    def check(self, targets: np.ndarray) -> None:
+        """Raise RuntimeError if a target, [R], is not in its set."""
+        hits = np.zeros(len(self.ids) + 1, np.int64)
+        np.cumsum(self.ids == targets.repeat(self.counts), out=hits[1:])
+        ends = self.counts.cumsum()
+        missing = (self.counts > 0) & (hits[ends] == hits[ends - self.counts])
+        if missing.any():
+            first = int(missing.argmax())
+            raise RuntimeError(
+                f"{missing.sum()} of {len(targets)} tokens are not in the set that the engine sampled them "
+                f"from, first token {targets[first]} at position {first} of its micro-batch: kept sets and "
+                "tokens of different samples were combined."
+            )
+
+    def on_rows(self, first: int, rows: int, device: torch.device) -> "LocalSets":
+        """Return the part of the sets on the rows first to first + rows - 1 of the head."""
+        position = np.arange(len(self.counts)).repeat(self.counts)
+        row = self.ids.astype(np.int64) - first
+        mine = (row >= 0) & (row < rows)
+        ends = np.zeros(len(self.counts) + 1, np.int64)
+        np.cumsum(np.bincount(position[mine], minlength=len(self.counts)), out=ends[1:])
+        index, cut = (
+            torch.from_numpy(array).pin_memory() if device.type == "cuda" else torch.from_numpy(array)
+            for array in (position[mine] * rows + row[mine], self.counts > 0)
+        )
+        return LocalSets(
+            index.to(device, non_blocking=True), cut.to(device, non_blocking=True), ends.tolist(), rows
+        )
+
+
+def sets_of(batch: Batch, samples: list[int]) -> KeptSets:
+    """Return the kept sets of the samples' response tokens. Tokens that were given have no set.
+
+    Raises RuntimeError if a token is not in its set.
+    """
+    ids, sizes = (batch.held[name].of(samples) for name in KEPT_SETS)
+    counts = np.zeros(int(batch.lengths[samples].sum()), np.int64)
+    sampled = slice(None) if batch.turns is None else batch.turns[batch.tokens_of(samples)].numpy() > 0
+    counts[sampled] = sizes
+    kept = KeptSets(ids, counts)
+    kept.check(np.concatenate([np.zeros(0, np.int32), *(batch.response_ids[i] for i in samples)]))
+    return kept
+
+
+@dataclass(frozen=True)
+class LocalSets:
+    """The kept sets of R positions on one rank's rows of the head, on the device."""
+
+    index: Tensor
+    """int64 [K]: position * rows + row of each kept token of this rank, by position."""
+    is_cut: Tensor
+    """bool [R]: whether the position has a kept set."""
+    ends: list[int]
+    """Number of entries of `index` before each position, [R + 1]."""
+    rows: int
+
+    def restrict(self, logits: Tensor, part: slice) -> None:
+        """Set the logits [c, rows] of the positions in `part` to FLOOR outside of their sets, in place."""
+        stop = min(part.stop, len(self.is_cut))
+        index = self.index[self.ends[part.start] : self.ends[stop]] - part.start * self.rows
+        flat = logits.view(-1)
+        kept = flat.index_select(0, index)
+        logits.masked_fill_(self.is_cut[part, None], FLOOR)
+        flat.index_copy_(0, index, kept)

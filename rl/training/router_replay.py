@@ -1,0 +1,177 @@
+"""Router replay: a policy's passes use experts that were chosen before, by the engine or by an earlier pass.
+
+Only the choice is replayed. The weights of the chosen experts are the present router's, from its scores at
+these indices, and the gradient flows through them.
+
+Megatron's RouterReplay hands the indices out from global lists, in the order in which they were put in. The
+calls of a router have another order: 1F1B runs later micro-batches forward before the backward pass of
+earlier ones, and recomputation calls the router again there (verl #7805). Here the routes belong to the
+micro-batch. A layer gives its router those of its packed row before every call, also in a recomputation.
+"""
+
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from rl.data.batch import Batch
+from rl.models.layout import stage_layers
+from rl.runtime.collectives import sum_over_world
+from rl.training.grid import Grid
+from rl.training.packing import MicroBatch
+
+
+@dataclass
+class Routes:
+    """Experts of the tokens of one micro-batch on this rank.
+
+    T: tokens of the row, or this tensor parallel rank's part of them under sequence parallelism. L: layers of
+    this pipeline stage that are mixtures of experts.
+    """
+
+    experts: Tensor
+    """Smallest integer type, [L, T, k]."""
+    given: Tensor
+    """bool [T, 1] or []: tokens whose experts are given. Others, such as padding, have the router's own."""
+    chosen: set[int] = field(default_factory=set)
+    """Layers whose choice is in `experts`."""
+    num_different: Tensor | None = None
+    """Number of given tokens and layers for which the present router selects other experts, float64 []. It
+    counts the first pass over each layer. None: not counted."""
+    counted: set[int] = field(default_factory=set)
+    """Layers that `num_different` includes."""
+
+    def choose(self, layer: int, own: Tensor) -> Tensor:
+        """Return the experts to use, int64 [T, k]. own: the present router's choice, int64 [T, k]."""
+        if layer not in self.chosen:
+            self.chosen.add(layer)
+            self.experts[layer] = own.to(self.experts.dtype)
+            return own
+        chosen = torch.where(self.given, self.experts[layer].long(), own)
+        if self.num_different is not None and layer not in self.counted:
+            self.counted.add(layer)
+            self.num_different += (chosen.sort().values != own.sort().values).any(-1).sum()
+        return chosen
+
+
+class LayerReplay:
+    """What a router asks for its choice (`TopKRouter.router_replay`), in place of Megatron's class."""
+
+    def __init__(self, layer: int):
+        self.layer = layer
+        self.routes: Routes | None = None
+        """Those of the micro-batch that the layer runs on; None: the router chooses."""
+
+    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+        """Return scores and indices of the experts to use, [T, k] each. scores: [T, E]."""
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self.routes is None:
+            return values, own
+        chosen = self.routes.choose(self.layer, own)
+        return scores.gather(1, chosen), chosen
+
+
+class RouterReplay:
+    """The routes of one policy on this rank.
+
+    Args:
+        model: the policy's stage of the pipeline.
+        mode: "engine" or "old_policy" (`training.router_replay`).
+        frequencies: for each layer of the model, whether it is a mixture of experts.
+    """
+
+    def __init__(self, model, mode: str, frequencies: list[int], grid: Grid):
+        self.mode, self._config = mode, model.config
+        self._device = next(model.parameters()).device
+        self._parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+        self._part = grid.tp_rank if self._parts > 1 else 0
+        ends = list(accumulate(stage_layers(len(frequencies), grid.pp), initial=0))
+        bounds = list(accumulate((sum(frequencies[a:b]) for a, b in pairwise(ends)), initial=0))
+        self._stages = [slice(a, b) for a, b in pairwise(bounds)]
+        layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)]
+        self._num_layers = self._stages[grid.pp_rank].stop - self._stages[grid.pp_rank].start
+        assert self._num_layers == len(layers), "the stages hold other layers than planned"
+        for number, layer in enumerate(layers):
+            layer.mlp.router.router_replay = LayerReplay(number)
+            layer.register_forward_pre_hook(_give_routes, with_kwargs=True)
+        self._is_counted: list[Routes] = []
+        """The engine's routes whose differences `metrics` has not returned yet."""
+
+    def need(self, stage: int) -> slice | None:
+        """Return the part of a token's routes that a pipeline stage needs: its layers."""
+        layers = self._stages[stage]
+        return layers if layers.start < layers.stop else None
+
+    def routes(self, batch: Batch, row: MicroBatch, *, is_reference: bool) -> Routes | None:
+        """Return the routes for a pass over a micro-batch.
+
+        The engine's are also used by the reference policy, so that the divergence of equal weights is 0. With
+        old_policy the policy's first pass records them, and the reference policy chooses its own. They are
+        stored in `row`, which must be the one that the batch caches (`lay_out`).
+        """
+        if not self._num_layers or (is_reference and self.mode == "old_policy"):
+            return None
+        if row.routes is None:
+            row.routes = self._recorder(row) if self.mode == "old_policy" else self._given(batch, row)
+        return replace(row.routes, num_different=None) if is_reference else row.routes
+
+    def _recorder(self, row: MicroBatch) -> Routes:
+        """Return routes that the first pass fills."""
+        num_tokens, device = row.tokens.numel() // self._parts, row.tokens.device
+        dtype = torch.uint8 if self._config.num_moe_experts <= 256 else torch.int16
+        shape = self._num_layers, num_tokens, self._config.moe_router_topk
+        return Routes(torch.zeros(shape, dtype=dtype, device=device), torch.tensor(True, device=device))
+
+    def _given(self, batch: Batch, row: MicroBatch) -> Routes:
+        """Return the engine's routes of the row's tokens.
+
+        A prompt that several samples share has those of the first of them. The engine did not route a
+        sample's last token, which nothing is predicted from.
+        """
+        column, num_tokens, device = batch.held["routes"], row.tokens.numel(), row.tokens.device
+        size = self._num_layers, self._config.moe_router_topk
+        experts = np.zeros((num_tokens, *size), column.dtype)
+        given = np.zeros((num_tokens, 1), np.bool_)
+        for sample, start, first in reversed(list(zip(row.samples, *row.starts))):
+            prompt, response = len(batch.prompt_ids[sample]), len(batch.response_ids[sample])
+            index = np.concatenate([np.arange(start, start + prompt), np.arange(first, first + response)])[
+                :-1
+            ]
+            values = column.local[sample]
+            if values.shape != (len(index), *size):
+                raise RuntimeError(
+                    f"the routes of sample {sample} have the shape {values.shape}, but a sample of {prompt} "
+                    f"and {response} tokens needs {(len(index), *size)} on a stage with {size[0]} layers of "
+                    "experts."
+                )
+            experts[index], given[index] = values, True
+        part = slice(self._part * num_tokens // self._parts, (self._part + 1) * num_tokens // self._parts)
+        routes = Routes(
+            torch.from_numpy(experts[part].transpose(1, 0, 2).copy()).to(device),
+            torch.from_numpy(given[part]).to(device),
+            chosen=set(range(self._num_layers)),
+            num_different=torch.zeros((), dtype=torch.float64, device=device),
+        )
+        self._is_counted.append(routes)
+        return routes
+
+    def metrics(self) -> dict[str, float]:
+        """Return the share of tokens and layers for which the old policy would have chosen other experts.
+
+        It covers the engine's routes since the last call. Collective over the world.
+        """
+        counted, self._is_counted = self._is_counted, []
+        sums = torch.zeros(2, dtype=torch.float64)
+        for routes in counted:
+            sums += torch.tensor(
+                [float(routes.num_different), float(routes.given.sum()) * len(routes.counted)]
+            )
+        different, given = sum_over_world(sums, self._device).tolist()
+        return {"training/router_mismatch": different / max(given, 1.0)}
+
+
+def _give_routes(layer, arguments, options):
+    layer.mlp.router.router_replay.routes = options["packed_seq_params"].routes

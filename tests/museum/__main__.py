@@ -1,0 +1,78 @@
+"""Run the museum, and print a table of its exhibits.
+
+    python -m tests.museum                       all exhibits
+    python -m tests.museum "refit skipped"       some of them
+    python -m tests.museum --list
+    python -m tests.museum --clean 2000          clean steps with all checks on, which may raise nothing
+
+Exit code 0 if every exhibit was caught, or if no check raised in the clean runs.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.museum.museum import load_exhibits
+from tests.museum.tour import CLEAN, Museum
+from tests.spawn import RanksFailed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="exhibits; all if none is given")
+    parser.add_argument("--list", action="store_true", help="print the exhibits and run none")
+    parser.add_argument("--clean", type=int, metavar="STEPS", help="run clean steps instead")
+    parser.add_argument(
+        "--out", help="directory of the runs and their logs; the default is removed at the end"
+    )
+    args = parser.parse_args()
+    exhibits = load_exhibits()
+    if args.list:
+        for found in exhibits.values():
+            print(f"{found.name:40} {found.peer:40} {found.caught_by}")
+        return 0
+    if unknown := set(args.names) - (set(CLEAN) if args.clean else set(exhibits)):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    with tempfile.TemporaryDirectory(prefix="museum-") as directory:
+        museum = Museum(Path(args.out or directory).resolve())
+        return clean(museum, args.clean, args.names) if args.clean else visit(museum, args.names)
+
+
+def visit(museum: Museum, names: list[str]) -> int:
+    exhibits = load_exhibits()
+    chosen = [exhibits[name] for name in names] or list(exhibits.values())
+    num_caught = 0
+    print(f"{'exhibit':38} {'peer':34} {'caught by':34} {'bug':>4} {'end':>4} {'rank':>4} {'s':>5}")
+    for found in chosen:
+        seen = museum.visit(found)
+        num_caught += seen.is_caught
+        steps = f"{seen.acted or '-':>4} {seen.found or seen.acted or '-':>4} {seen.rank:>4}"
+        by = found.caught_by if seen.is_caught else "NOT CAUGHT"
+        print(f"{found.name:38} {found.peer:34} {by:34} {steps} {seen.seconds:5.1f}", flush=True)
+        if not seen.is_caught:
+            print(f"    expected {found.expects!r}\n    found    {seen.line or 'no error'}", flush=True)
+    print(f"{num_caught} of {len(chosen)} caught")
+    return int(num_caught < len(chosen))
+
+
+def clean(museum: Museum, steps: int, names: list[str]) -> int:
+    chosen, taken, alarms = names or list(CLEAN), 0, 0
+    for number, name in enumerate(chosen):
+        share = steps * (number + 1) // len(chosen) - steps * number // len(chosen)
+        try:
+            seconds = museum.clean(name, share)
+        except RanksFailed as error:
+            alarms += 1
+            print(f"{name}: {error}", flush=True)
+            continue
+        taken += share
+        print(f"{name}: {share} steps in {seconds:.0f} s", flush=True)
+    print(f"{taken} clean steps, {alarms} runs with an alarm")
+    return int(alarms > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Runs of the museum: each exhibit once, and clean runs in which no check may raise."""
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from tests.museum.museum import Exhibit
+from tests.spawn import ROOT, RanksFailed, run_ranks
+from tests.toy import TRAIN
+
+RANK = Path(__file__).parent / "rank.py"
+LAST_LINE = re.compile(r"^error.*$", re.MULTILINE)
+WARNING = re.compile(r"^warning: .*$", re.MULTILINE)
+STEP = re.compile(r" of step (\d+)")
+CULPRIT = re.compile(r"\brank (\d+)")
+STEPS_BEFORE = 2
+"""Steps of the clean run that an exhibit with `resumes` continues."""
+CONFIG = """
+algorithm: grpo
+run: {name: museum, max_steps: 3}
+data: {max_prompt_tokens: 16, prompts_per_step: 4}
+training: {micro_batch_tokens: 100, optimizer: {lr: 1.0e-3}}
+rollout: {samples_per_prompt: 4, max_response_tokens: 6, deterministic: true, cpu_kv_cache_mib: 16}
+reward: {function: "TOY/reward.py:score", workers: 1}
+validation: {every: 0}
+logging: {tensorboard: false}
+"""
+MODELS: dict[str, tuple[str, dict]] = {
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen2-tied": ("Qwen2ForCausalLM", {"tie": True}),
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {}),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
+}
+"""Name -> architecture and options of tools/tiny_models.py: random models of 2 or 3 layers."""
+SAVE_TOY = """
+import sys
+from pathlib import Path
+import pyarrow.parquet as pq
+from tests.toy import save_toy
+from tools.make_toy import write_split
+
+toy = save_toy(Path(sys.argv[1]))
+write_split(toy / "long.parquet", "train", [(10 ** 70 + i, 10 ** 70) for i in range(4)])
+"""
+SAVE_MODEL = """
+import json, sys
+from tools.tiny_models import save_tiny
+
+save_tiny(sys.argv[1], sys.argv[2], seed=0, **json.loads(sys.argv[3]))
+"""
+CLEAN: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "grpo, dp 2": (2, "qwen2", ()),
+    "grpo, tp 2, several mini-batches": (2, "qwen2", ("training.tp=2", "rollout.tp=2", "training.epochs=2")),
+    "ppo": (1, "qwen2", ("algorithm=ppo", "objective.reward_kl.coef=0.1")),
+    "dpo": (1, "qwen2", ("algorithm=dpo", "training.prompts_per_minibatch=0")),
+    "bfloat16": (2, "qwen2", ("model.dtype=bfloat16", "objective.kl_coef=0.01")),
+    "experts, ep 2": (2, "qwen3-moe", ("training.ep=2",)),
+    "carry-over": (1, "qwen2", ("rollout.carry_over=true", "rollout_correction.truncate_tokens=2.0")),
+}
+"""Name -> number of ranks, model and overrides. Each run stops half-way and resumes."""
+ALL_CHECKS = ("agreement.weights_every=1", "refit.check_every=1")
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What became of a run with a bug."""
+
+    exhibit: Exhibit
+    line: str
+    """The last error line of the run; empty if the run did not fail."""
+    acted: int | None
+    """First step in which the bug acted; None if it did not."""
+    found: int | None
+    """Step in which the run ended."""
+    rank: str
+    """Rank that the line names."""
+    seconds: float
+
+    @property
+    def is_caught(self) -> bool:
+        """Whether the expected error ended the run within one step of the injection."""
+        return (
+            self.acted is not None
+            and re.search(self.exhibit.expects, self.line) is not None
+            and (self.found is None or self.found - max(self.acted, 1) <= 1)
+        )
+
+
+class Museum:
+    """The runs of one directory, which share the toy task, the models and the checkpoints of clean runs."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        run_ranks(1, "", timeout=300)  # starts the process from which ranks are forked
+
+    def visit(self, exhibit: Exhibit) -> Visit:
+        """Run an exhibit."""
+        place = self.directory / re.sub(r"\W+", "_", exhibit.name)
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        steps = STEPS_BEFORE + 2 if exhibit.resumes else exhibit.at + 1
+        if exhibit.resumes:
+            shutil.copytree(self._run_to_resume(exhibit), place / "run")
+        arguments = self._arguments(exhibit, place / "run", f"run.max_steps={steps}")
+        start, line = time.monotonic(), ""
+        try:
+            stdout = run_ranks(exhibit.ranks, RANK, exhibit.name, place, *arguments, timeout=300)
+            line = "".join(WARNING.findall(stdout[0])[:1]) if exhibit.warns else ""
+        except RanksFailed as error:
+            (place / "log").write_text(str(error))
+            line = (LAST_LINE.findall(str(error)) or [str(error)])[-1]
+        seconds = time.monotonic() - start
+        notes = (place / "acted").read_text().split() if (place / "acted").exists() else []
+        acted = min(map(int, notes[::2]), default=None)
+        first = STEPS_BEFORE + 1 if exhibit.resumes else 1
+        step, culprit = STEP.search(line), CULPRIT.search(line)
+        return Visit(
+            exhibit,
+            line,
+            acted=None if acted is None else max(acted, first),
+            found=int(step[1]) if step else None,
+            rank=culprit[1] if culprit else "-",
+            seconds=seconds,
+        )
+
+    def clean(self, name: str, steps: int) -> float:
+        """Run a config of CLEAN for so many steps, with all checks on; return the seconds of both runs.
+
+        Raises RanksFailed if a check raised.
+        """
+        ranks, model, overrides = CLEAN[name]
+        run = self.directory / f"clean_{re.sub(r'[^a-z0-9]+', '_', name)}"
+        shutil.rmtree(run, ignore_errors=True)
+        start = time.monotonic()
+        for last in sorted({max(1, steps // 2), steps}):
+            arguments = self.arguments(model, run, *overrides, *ALL_CHECKS, f"run.max_steps={last}")
+            run_ranks(ranks, TRAIN, *arguments, f"checkpoint.every={steps}", timeout=3600)
+        taken = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+        assert len(taken) == steps, f"{name}: {len(taken)} of {steps} steps"
+        return time.monotonic() - start
+
+    def arguments(self, model: str, run: Path, *overrides: str) -> list[str]:
+        """Return the arguments of train_rl.py for a run of a model, with overrides."""
+        toy = self._made("toy", SAVE_TOY)
+        raw = yaml.safe_load(CONFIG.replace("TOY", str(toy)))
+        file = "pairs" if "algorithm=dpo" in overrides else "train"
+        raw["data"]["train"] = [str(toy / f"{file}.parquet")]
+        architecture, options = MODELS[model]
+        path = self._made(model, SAVE_MODEL, architecture, json.dumps(options), to=1)
+        raw["model"] = {"path": str(path), "dtype": "float32"}
+        run.parent.mkdir(parents=True, exist_ok=True)
+        config = run.parent / f"{run.name}.yaml"
+        config.write_text(yaml.dump(raw))
+        return [
+            "--config",
+            str(config),
+            f"run.dir={run}",
+            *(key.replace("TOY", str(toy)) for key in overrides),
+        ]
+
+    def _arguments(self, exhibit: Exhibit, run: Path, *more: str) -> list[str]:
+        return self.arguments(exhibit.model, run, *exhibit.overrides, *more)
+
+    def _run_to_resume(self, exhibit: Exhibit) -> Path:
+        """Return the directory of a clean run of STEPS_BEFORE steps, which wrote a checkpoint."""
+        key = repr((exhibit.ranks, exhibit.model, exhibit.overrides))
+        run = self.directory / f"before_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+        if not (run / "checkpoints").exists():
+            arguments = self._arguments(exhibit, run, f"run.max_steps={STEPS_BEFORE}", "checkpoint.every=1")
+            run_ranks(exhibit.ranks, TRAIN, *arguments, timeout=300)
+        return run
+
+    def _made(self, name: str, program: str, *args: str, to: int = 0) -> Path:
+        """Return the directory that the program writes, once; its path is argument number `to`."""
+        path = self.directory / name
+        if not path.exists():
+            given = list(args)
+            given.insert(to, str(path))
+            run_ranks(1, program, *given, env={"PYTHONPATH": str(ROOT)}, timeout=120)
+        return path

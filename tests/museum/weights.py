@@ -1,0 +1,199 @@
+"""Exhibits: weights on their way from the trainer to the engine."""
+
+from dataclasses import replace
+
+from tests.museum.museum import Bug, exhibit
+
+SYNCHRONOUS = "weights of engine and trainer"
+DIFFER = r"RefitMismatch: after the refit .* on rank \d"
+
+
+def without(part: str, bug: Bug) -> None:
+    """Leave out the copies of weights whose name contains `part`."""
+    from rl.refit import refit
+
+    @bug.replaces(refit, "transfer")
+    def some(transfer, plan, *ends):
+        return transfer(replace(plan, copies=[copy for copy in plan.copies if part not in copy.hf]), *ends)
+
+
+def afterwards(bug: Bug, change) -> None:
+    """Call `change` with the engine's weights by vLLM's name after a refit."""
+    from rl.engines import memory
+
+    @bug.replaces(memory, "refit")
+    def changed(refit, trainer, engine, **options):
+        import torch
+
+        moved = refit(trainer, engine, **options)
+        with torch.no_grad():
+            change(engine, engine.weights())
+        engine.weights_changed()
+        return moved
+
+
+@exhibit(
+    name="refit skipped",
+    peer="huggingface/trl#5312",
+    saw="After sleep mode the engine generated with old weights; rewards stopped to rise.",
+    caught_by=SYNCHRONOUS,
+    expects=DIFFER,
+)
+def refit_skipped(bug: Bug) -> None:
+    from rl.engines import memory
+
+    @bug.replaces(memory, "refit")
+    def nothing(refit, trainer, engine, **options):
+        from rl.refit.transfer import BytesMoved
+
+        return BytesMoved()
+
+
+@exhibit(
+    name="version raised without weights",
+    peer="huggingface/trl#5932",
+    saw="The trainer counted its version up although the engine had not taken the weights.",
+    caught_by=SYNCHRONOUS,
+    expects=DIFFER,
+)
+def version_raised(bug: Bug) -> None:
+    from rl.engines.memory import MemorySharing
+
+    @bug.replaces(MemorySharing, "to_generation")
+    def labelled(to_generation, self, *args):
+        self.engines.rollout.weights_version = self.engines.policy.version
+        return to_generation(self, *args)
+
+
+@exhibit(
+    name="one layer not refitted",
+    peer="NovaSky-AI/SkyRL#1737",
+    saw="Each chunk of a weight sync restored the layers that were absent from it.",
+    caught_by=SYNCHRONOUS,
+    expects=r"RefitMismatch: after the refit .*model\.layers\.1\..* on rank 0",
+)
+def layer_left_out(bug: Bug) -> None:
+    without(".layers.1.", bug)
+
+
+@exhibit(
+    name="expert bias not refitted",
+    peer="NVIDIA-NeMo/Megatron-Bridge#4199",
+    saw="The router's bias was missing in the conversion, so the two sides chose other experts.",
+    caught_by=SYNCHRONOUS,
+    expects=r"RefitMismatch: after the refit .*e_score_correction_bias.* on rank 0",
+    model="deepseek-v3",
+    at=1,
+)
+def expert_bias_left_out(bug: Bug) -> None:
+    without("e_score_correction_bias", bug)
+
+
+@exhibit(
+    name="weights of the step before sent",
+    peer="allenai/open-instruct#1627",
+    saw="After a resume the weight sync ran at the wrong step, and the actors kept other weights.",
+    caught_by=SYNCHRONOUS,
+    expects=DIFFER,
+)
+def old_buffer(bug: Bug) -> None:
+    from rl.refit import refit
+
+    kept: list = []
+    original = refit.transfer
+
+    def delayed(plan, sources, *rest):
+        kept.append({number: weight.clone() for number, weight in sources.items()})
+        if bug.is_on:
+            bug.acts()
+            sources = kept[-2]
+        return original(plan, sources, *rest)
+
+    refit.transfer = delayed
+
+
+@exhibit(
+    name="weights rounded to bfloat16 on the way",
+    peer="PrimeIntellect-ai/prime-rl#3524",
+    saw="The transfer rounded float32 routers, and the mismatch grew with every update.",
+    caught_by=SYNCHRONOUS,
+    expects=DIFFER,
+)
+def rounded(bug: Bug) -> None:
+    from rl.refit import refit
+
+    @bug.replaces(refit, "transfer")
+    def cast(transfer, plan, sources, *rest):
+        return transfer(plan, {n: weight.bfloat16().to(weight) for n, weight in sources.items()}, *rest)
+
+
+@exhibit(
+    name="query heads permuted",
+    peer="areal-project/AReaL#1372",
+    saw="A conversion of fused qkv weights put the heads in another order.",
+    caught_by=SYNCHRONOUS,
+    expects=r"RefitMismatch: after the refit .*q_proj.* on rank 0",
+)
+def heads_permuted(bug: Bug) -> None:
+    def change(engine, weights):
+        queries = weights["model.layers.0.self_attn.qkv_proj.weight"][:128]
+        queries.copy_(queries.roll(32, 0))
+
+    afterwards(bug, change)
+
+
+@exhibit(
+    name="gate and up exchanged",
+    peer="sgl-project/sglang#32430",
+    saw="A kernel read the halves of w13 in the other order; GSM8K fell from 94 % to 0.",
+    caught_by=SYNCHRONOUS,
+    expects=r"RefitMismatch: after the refit .*gate_proj.* on rank 0",
+)
+def gate_and_up(bug: Bug) -> None:
+    def change(engine, weights):
+        both = weights["model.layers.0.mlp.gate_up_proj.weight"]
+        both.copy_(both.roll(len(both) // 2, 0))
+
+    afterwards(bug, change)
+
+
+@exhibit(
+    name="experts in another order",
+    peer="NovaSky-AI/SkyRL#1680",
+    saw="After the first weight sync the experts' weights were in a layout that the kernels misread.",
+    caught_by=SYNCHRONOUS,
+    expects=r"RefitMismatch: after the refit .*experts.* on rank \d",
+    model="qwen3-moe",
+    ranks=2,
+    overrides=("training.ep=2",),
+    at=1,
+)
+def experts_permuted(bug: Bug) -> None:
+    def change(engine, weights):
+        for name, weight in weights.items():
+            if "w13" in name:
+                weight.copy_(weight.roll(len(weight) // 2, 0))
+
+    afterwards(bug, change)
+
+
+@exhibit(
+    name="tensor parallel shards exchanged",
+    peer="vllm-project/vllm-gguf-plugin#103",
+    saw="The loader took rank 0 by default, so ranks held the shard of another rank.",
+    caught_by=SYNCHRONOUS,
+    expects=DIFFER,
+    ranks=2,
+    overrides=("rollout.tp=2", "training.tp=2"),
+)
+def shards_exchanged(bug: Bug) -> None:
+    def change(engine, weights):
+        import torch.distributed as dist
+
+        for name, weight in weights.items():
+            if "gate_up_proj" in name:
+                both = [weight.clone(), weight.clone()]
+                dist.all_gather(both, weight)
+                weight.copy_(both[1 - dist.get_rank()])
+
+    afterwards(bug, change)

@@ -1,0 +1,236 @@
+"""One rank of test_router_replay.py: replays the engine's routes in the trainer, in several layouts.
+
+    replay_worker.py CHECKPOINT DTYPE OUT_DIR LAYOUT [LAYOUT ...]
+
+LAYOUT is TPxPPxEP. Rank r writes its figures by layout to OUT_DIR/r.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from rl.runtime.ranks import discover
+from train_rl import prepare_environment
+
+RANKS = discover()
+prepare_environment(RANKS)
+
+from contextlib import contextmanager  # noqa: E402
+from dataclasses import replace  # noqa: E402
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from megatron_groups import new_grid  # noqa: E402
+
+from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
+from rl.engines.engines import build_policy  # noqa: E402
+from rl.models import read_hf_config  # noqa: E402
+from rl.rollout.engine import RolloutEngine  # noqa: E402
+from rl.rollout.exchange import exchange  # noqa: E402
+from rl.rollout.sampling import Sampling  # noqa: E402
+from rl.runtime.collectives import gather_objects  # noqa: E402
+from rl.runtime.session import session  # noqa: E402
+from rl.training.dp_split import plan_minibatch  # noqa: E402
+from rl.training.homes import KEY  # noqa: E402
+from rl.training.packing import lay_out  # noqa: E402
+
+SAMPLING = Sampling(
+    samples_per_prompt=3,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    max_tokens=9,
+    stop=(),
+    stop_token_ids=(),
+)
+IDS = np.arange(6, 102, dtype=np.int32).repeat(2)
+PROMPTS = [np.roll(IDS, 7 * i)[:length] for i, length in enumerate((150, 4, 20, 180, 11, 7))]
+"""The long ones fill a block of 128 tokens of the KV cache, which their samples share."""
+CHUNK = 70
+"""Tokens that the engine computes in a step, so that the long prompts come in several chunks."""
+
+
+def config_of(checkpoint: str, dtype: str, layout: str, replay: str, recompute: bool = False) -> Config:
+    tp, pp, ep = map(int, layout.split("x"))
+    grid = Training(tp=tp, pp=pp, ep=ep, micro_batch_tokens=230, router_replay=replay, recompute=recompute)
+    return resolve(
+        Config(model=Model(path=checkpoint, dtype=dtype), data=Data(max_prompt_tokens=200), training=grid)
+    )
+
+
+def grid_of(config: Config):
+    training = config.training
+    return new_grid(training.tp, training.pp, training.ep, training.expert_tp)
+
+
+def routers_of(trainer) -> list:
+    return [layer.mlp.router for layer in trainer.model.decoder.layers if hasattr(layer.mlp, "router")]
+
+
+@contextmanager
+def choices(trainer):
+    """Yield a list that receives (layer, map of tokens to experts, routes) at each call of a router."""
+    calls: list = []
+    hooks = [
+        router.register_forward_hook(
+            lambda module, _, out, k=k: calls.append((k, out[1], module.router_replay.routes))
+        )
+        for k, router in enumerate(routers_of(trainer))
+    ]
+    yield calls
+    for hook in hooks:
+        hook.remove()
+
+
+def share_of_others(calls: list) -> float:
+    """Return the share of (token, layer) in which a router used another expert than the engine."""
+    different = total = 0
+    for layer, used, routes in calls:
+        engines = torch.zeros_like(used).scatter(1, routes.experts[layer].long(), True)
+        given = routes.given.expand(len(used), 1)[:, 0]
+        different += int((used != engines).any(-1)[given].sum())
+        total += int(given.sum())
+    return different / max(total, 1)
+
+
+def loss(micro):
+    return -(micro.logprobs * micro.rollout_logprobs).sum(), {}
+
+
+def gradient(trainer, batch, plan) -> dict[str, torch.Tensor]:
+    trainer.wrapped.zero_grad_buffer()
+    trainer._run(batch, plan, loss, forward_only=False, progress=None)
+    return {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
+
+
+class FixedByHand:
+    """Gives a router the experts of one micro-batch after the other."""
+
+    def __init__(self, experts: list[torch.Tensor]):
+        self.experts = iter(experts)
+
+    def get_replay_topk(self, scores, topk, num_groups, group_topk, default):
+        own, given = default(scores, topk, num_groups, group_topk)[1], next(self.experts)
+        chosen = torch.where(given < 0, own, given)
+        return scores.gather(1, chosen), chosen
+
+
+def gradient_by_hand(trainer, batch, plan) -> dict[str, torch.Tensor]:
+    """The same without recomputation, by routers that know nothing of replay."""
+    grid, rows = trainer.grid, []
+    for samples in plan[grid.dp_rank] if routers_of(trainer) else []:
+        row = lay_out(batch, samples, multiple=grid.tp, device=torch.device("cpu"))
+        values = batch.held["routes"].of(samples)
+        experts = torch.full((row.tokens.numel(), *values.shape[1:]), -1)
+        for i, start in zip(samples, row.starts[0]):
+            own = batch.held["routes"].local[i].astype(np.int64)
+            experts[start : start + len(own)] = torch.from_numpy(own)
+        rows.append(experts.chunk(grid.tp)[grid.tp_rank])
+    replay, needs, trainer.replay, trainer.needs = trainer.replay, trainer.needs, None, {}
+    config, hooks = trainer.model.config, [router.router_replay for router in routers_of(trainer)]
+    recompute, config.recompute_granularity = config.recompute_granularity, None
+    for k, router in enumerate(routers_of(trainer)):
+        router.router_replay = FixedByHand([row[:, k] for row in rows])
+    found = gradient(trainer, batch, plan)
+    config.recompute_granularity = recompute
+    for hook, router in zip(hooks, routers_of(trainer)):
+        router.router_replay = hook
+    trainer.replay, trainer.needs = replay, needs
+    return found
+
+
+def worst(found: dict, expected: dict) -> float:
+    """Return the largest difference of a weight's gradient on this rank, relative to the whole gradient."""
+    norm = sum(gather_objects(sum(float(g.square().sum()) for g in expected.values()))) ** 0.5
+    return max(float((found[name] - g).norm() / norm) for name, g in expected.items())
+
+
+def expected_bytes(batch, plan, trainer) -> int:
+    """Bytes of routes that this rank should receive: its stage's layers of the samples it trains on."""
+    column, layers = batch.held["routes"], trainer.replay.need(trainer.grid.pp_rank)
+    if layers is None:
+        return 0
+    size = (layers.stop - layers.start) * column.shape[1]
+    mine = [i for micro in plan[trainer.grid.dp_rank] for i in micro]
+    total = batch.prompt_lengths + batch.lengths - 1
+    return sum(int(total[i]) * size + KEY.itemsize for i in mine if int(column.holders[i]) != RANKS.rank)
+
+
+def run_layout(checkpoint, dtype, layout, hf, batch, device) -> dict:
+    config = config_of(checkpoint, dtype, layout, "engine", recompute=layout[2] == "2")
+    trainer = build_policy(config, hf, grid_of(config), device)
+    everything = list(range(len(batch)))
+    plan = plan_minibatch(batch, everything, dp=trainer.grid.dp, max_tokens=230)
+    assert min(len(rank) for rank in plan) > 1
+    with choices(trainer) as calls:
+        trainer.forward(batch, [plan], ("logprobs",))
+    moved = trainer._moved
+    found = {"received": moved.received, "planned": moved.planned}
+    found["expected"] = expected_bytes(batch, plan, trainer)
+    found |= {"without": trainer.held_metrics()["training/router_mismatch"], "with": share_of_others(calls)}
+    if dtype == "float32":
+        # With other experts than any router would choose, a replay that does nothing is seen.
+        other = batch.select(everything)
+        column = other.held["routes"]
+        for i, row in column.rows.items():
+            column.rows[i] = row._replace(values=(row.values + 1) % trainer.model.config.num_moe_experts)
+        with choices(trainer) as calls:
+            replayed = gradient(trainer, other, plan)
+        found |= {"calls": len(calls), "with others": share_of_others(calls)}
+        trainer.shares_prompts = False
+        by_hand = gradient_by_hand(trainer, other, plan)
+        found |= {
+            "shared": worst(replayed, by_hand),
+            "gradient": worst(gradient(trainer, other, plan), by_hand),
+        }
+        trainer.shares_prompts = True
+        found["without replay"] = worst(replayed, gradient(trainer, batch, plan))
+        found["old_policy"] = run_old_policy(checkpoint, layout, hf, batch, plan, device)
+    return found
+
+
+def run_old_policy(checkpoint, layout, hf, batch, plan, device) -> dict:
+    """Replay the first pass after the weights have changed: by an update, which also recomputes layers."""
+    config = config_of(checkpoint, "float32", layout, "old_policy", recompute=layout[2] == "2")
+    trainer = build_policy(config, hf, grid_of(config), device)
+    bare = replace(batch, held={})
+    maps = []
+    for lr in (0.05, 0.0):
+        with choices(trainer) as calls:
+            trainer.update(bare, plan, loss, lr=lr)
+        maps.append([(layer, used) for layer, used, _ in calls])
+    with choices(trainer) as calls:
+        trainer.forward(replace(batch, held={}), [plan], ("logprobs",))
+    fresh = [(layer, used) for layer, used, _ in calls]
+    per_layer = lambda found: {  # noqa: E731
+        k: [used for layer, used in found if layer == k] for k in {layer for layer, _ in found}
+    }
+    first, second, third = map(per_layer, (*maps, fresh))
+    has = lambda layer, map: any(torch.equal(map, other) for other in first[layer])  # noqa: E731
+    same = all(has(layer, used) for layer, all_used in second.items() for used in all_used)
+    would_differ = sum(not has(layer, used) for layer, all_used in third.items() for used in all_used)
+    return {"replayed": same, "micro-batches that would differ": would_differ}
+
+
+def main(checkpoint: str, dtype: str, out_dir: str, *layouts: str) -> None:
+    results = {}
+    with session(RANKS) as device:
+        hf = read_hf_config(checkpoint)
+        rollout = Rollout(tp=2, max_concurrent_samples=4, cpu_kv_cache_mib=16)
+        options = dict(max_tokens=256, seed=1, device=device, frozen=True, routes=True)
+        engine = RolloutEngine(checkpoint, rollout, dtype=dtype, **options)
+        if engine._scheduler.scheduler_config.enable_chunked_prefill:  # not with DeepSeek's attention on CPU
+            engine._scheduler.max_num_scheduled_tokens = CHUNK
+        drawn = engine.generate(PROMPTS, SAMPLING, list(range(len(PROMPTS))))
+        mine = drawn if engine.leads else []
+        batch = exchange(PROMPTS, mine, SAMPLING.samples_per_prompt, device, held=engine.held_columns)
+        for layout in layouts:
+            fresh = batch.select(list(range(len(batch))))
+            results[layout] = run_layout(checkpoint, dtype, layout, hf, fresh, device)
+        gather_objects(None)
+    Path(out_dir, f"{RANKS.rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,79 @@
+"""The page of tools/report.py in a browser: no error, no request, and what clicks and filters show."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.stored_run import TOKENS, save_run
+from tools import report
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture
+def page(tmp_path):
+    """Return the page of two runs, opened; afterwards it must have had no console message and no request."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    pytest.importorskip("plotly", reason="needs plotly: pip install 'lockstep[report]'")
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"needs one of {', '.join(BROWSERS)}: apt-get install chromium")
+    runs = [save_run(tmp_path / "one"), save_run(tmp_path / "two", lr=0.3, agents=True)]
+    report.main([*map(str, runs), "--html", str(tmp_path / "page.html"), "--png", str(tmp_path / "plot.png")])
+    found = []
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = opened.new_page(viewport={"width": 400, "height": 800})
+        page.on("console", lambda message: found.append(message.text))
+        page.on("pageerror", lambda error: found.append(str(error)))
+        page.on("request", lambda request: found.append(request.url))
+        page.goto((tmp_path / "page.html").as_uri())
+        page.wait_for_function("document.body.dataset.ready")
+        yield page
+        opened.close()
+    assert [text for text in found if not text.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_clicks_filters_and_shades(page, tmp_path):
+    assert page.evaluate("document.documentElement.scrollWidth") == 400  # no sideways scrolling on a phone
+    assert page.locator("#curve-charts .chart[data-metric]").count() == 2
+    page.locator("#curve-charts .main-svg").first.wait_for()
+    events = page.locator("#events").inner_text()
+    assert "training.optimizer.lr: 0.1 -> 0.05" in events and "rank 1 failed in update" in events
+    differences = page.locator("#config-table tbody tr").all_inner_texts()
+    assert len(differences) == 2 and "training.optimizer.lr" in differences[1]
+
+    rows = page.locator("#groups tbody tr")
+    assert rows.count() == 9
+    page.fill("[name=step-low]", "2")
+    page.select_option("[name=source]", "sums")
+    page.click("#filters button >> text=Filter")
+    page.wait_for_function("document.querySelectorAll('#groups tbody tr').length == 4")
+    page.fill("[name=text]", "four, 1?")
+    page.click("#filters button >> text=Filter")
+    page.wait_for_function("document.querySelectorAll('#groups tbody tr').length == 2")
+    page.click("#filters button[type=reset]")
+    page.wait_for_function("document.querySelectorAll('#groups tbody tr').length == 9")
+
+    stored = json.loads((tmp_path / "one" / "tokens.json").read_text())
+    assert stored == TOKENS
+    rows.nth(4).click()
+    page.locator(".card").first.wait_for()
+    assert page.locator("#group-title").inner_text() == "Step 2, group 1, ground truth [6, 7]"
+    assert page.locator(".card").count() == 2
+    page.locator(".card i").first.click()
+    assert "sample 0, token 1 of" in page.locator("#token").inner_text()
+    for shading, word in (("advantage", "Strongest"), ("gap", "difference of 0.01"), ("none", "")):
+        page.select_option("#shading", shading)
+        assert word in page.locator("#legend").inner_text()
+        marked = page.locator(".card i.up, .card i.down").count()
+        assert (marked > 0) == (shading != "none")
+
+    page.select_option("[name=run]", "1")
+    page.wait_for_function("document.querySelector('#found').textContent.startsWith('18 samples in 9')")
+    rows.first.click()
+    page.locator(".given").first.wait_for()
+    assert "tool" in page.locator(".card").first.inner_text()
+    page.click("#theme")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"

@@ -1,0 +1,58 @@
+import json
+
+import pytest
+
+from launch import __main__ as launch
+from launch.watch import RunFiles
+from rl.config.limits import PhaseLimits
+from rl.faults.heartbeat import HeartbeatWriter
+from rl.faults.phase_tracker import PhaseTracker
+from rl.run_directory.status import Status
+
+
+@pytest.fixture
+def run(tmp_path):
+    Status(str(tmp_path), max_steps=8, leads=True).write(step=2)
+    write_metrics(tmp_path, (1, 0.25), (2, 0.5))
+    with (tmp_path / "stacks").open("w") as file:
+        for rank in (0, 1):
+            HeartbeatWriter(str(tmp_path), rank, PhaseTracker(PhaseLimits(), file)).write()
+    return tmp_path
+
+
+def write_metrics(directory, *steps, end="\n", mode="w"):
+    lines = [json.dumps({"training/global_step": n, "critic/score/mean": score}) for n, score in steps]
+    with (directory / "metrics.jsonl").open(mode) as file:
+        file.write("\n".join(lines) + end)
+
+
+def rewards(view):
+    return [(each["training/global_step"], each["critic/score/mean"]) for each in view.records]
+
+
+def test_watch_prints_step_curve_and_slowest_rank(run, capsys):
+    assert launch.main(["watch", str(run), "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "step 2/8" in text and "\u2581\u2588" in text and "slowest: rank" in text
+
+
+def test_watch_reads_what_was_added_and_starts_over(run):
+    files = RunFiles(run)
+    assert rewards(files.read()) == [(1, 0.25), (2, 0.5)]
+    write_metrics(run, (3, 0.75), mode="a")
+    write_metrics(run, (4, 1.0), end="", mode="a")  # half of a line
+    assert rewards(files.read()) == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    write_metrics(run, (1, 0.25))  # a resume from step 1
+    assert rewards(files.read()) == [(1, 0.25)]
+
+
+def test_watch_reports_the_end_and_its_reason(run, capsys):
+    Status(str(run), max_steps=8, leads=True).fail("rank 1 died")
+    assert launch.main(["watch", str(run), "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "failed" in text and "rank 1 died" in text
+
+
+def test_watch_refuses_a_directory_without_a_run(tmp_path, capsys):
+    assert launch.main(["watch", str(tmp_path)]) == 2
+    assert "has no status.json" in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""The checks of a batch: healthy batches pass, and each error is named with its sample or group."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rl.config.declarations import formulas
+from rl.config.schema import load_config
+from rl.data.batch import Batch
+from rl.data.prompts import Prompt
+from rl.objectives.advantages.grpo import grpo
+from rl.phases.batch_checks import (
+    CheckFailed,
+    check_advantages,
+    check_duplicates,
+    check_endings,
+    check_groups,
+    check_likelihoods,
+    check_loss_weights,
+)
+from rl.phases.objective_check import check_objective
+from rl.phases.policy_gradient import policy_loss
+
+END, VOCABULARY, LIMIT = 1, 16, 12
+
+
+def config_with(*overrides):
+    return load_config(None, ["model.path=toy", "data.train=toy.jsonl", *overrides])
+
+
+def sampled(seed: int, groups: int = 16, size: int = 8) -> tuple[Batch, torch.Tensor]:
+    """Return samples drawn from random distributions, and log-probs of their tokens by another model."""
+    rng = np.random.default_rng(seed)
+    prompts = [Prompt(g, np.array([5, g], np.int32), "", "toy", None, {}) for g in range(groups)]
+    ids, logprobs, others, truncated = [], [], [], []
+    for _ in range(groups * size):
+        tokens, own, other = [], [], []
+        while len(tokens) < LIMIT and END not in tokens:
+            p, q = rng.dirichlet(np.full(VOCABULARY, 0.5), size=2) + 1e-9
+            token = rng.choice(VOCABULARY, p=p / p.sum())
+            tokens.append(token)
+            own.append(math.log(p[token] / p.sum()))
+            other.append(math.log(q[token] / q.sum()))
+        ids.append(np.array(tokens, np.int32))
+        truncated.append(END not in tokens)
+        logprobs += own
+        others += other
+    number = torch.arange(groups * size) // size
+    batch = Batch(
+        [prompts[g].token_ids for g in number], ids, number, torch.tensor(truncated), prompts=prompts
+    )
+    batch.rollout_logprobs = torch.tensor(logprobs)
+    return batch, torch.tensor(others)
+
+
+def endings(batch: Batch) -> None:
+    check_endings(batch, max_tokens=LIMIT, stop_ids={END}, ends_at_text=False)
+
+
+def test_healthy_samples_pass_the_statistical_checks():
+    for seed in range(20):
+        batch, others = sampled(seed)
+        endings(batch)
+        check_duplicates(batch)
+        check_groups(batch, samples_per_prompt=8)
+        check_likelihoods(batch, batch.rollout_logprobs, name="policy")
+        check_likelihoods(batch, others, name="reference")
+
+
+def test_wrong_endings_are_found():
+    batch, _ = sampled(0)
+    with pytest.raises(CheckFailed, match=r"with 12 tokens is complete by its label"):
+        endings(replace(batch, truncated=torch.zeros_like(batch.truncated)))
+    ended = int((~batch.truncated).nonzero()[0])
+    for change, message in (
+        (lambda ids: ids[:-1], "is complete by its label"),
+        (lambda ids: np.append(ids, 3).astype(np.int32), "continues after a stop token|is complete"),
+    ):
+        ids = [change(x) if i == ended else x for i, x in enumerate(batch.response_ids)]
+        with pytest.raises(CheckFailed, match=f"sample {ended} .*({message})"):
+            endings(replace(batch, response_ids=ids, mask=None, rollout_logprobs=None))
+    with pytest.raises(CheckFailed, match="not at rollout.max_response_tokens=20"):
+        check_endings(batch, max_tokens=20, stop_ids={END}, ends_at_text=False)
+
+
+def test_equal_samples_beyond_chance_are_found():
+    batch, _ = sampled(1)
+    first = [i - i % 8 for i in range(len(batch))]
+    copied = batch.select(first)
+    copied.groups = batch.groups
+    with pytest.raises(CheckFailed, match=r"1\d\d of 128 samples equal an earlier sample of their prompt"):
+        check_duplicates(copied)
+
+
+def test_logprobs_of_other_tokens_are_found():
+    batch, _ = sampled(2)
+    for wrong in (batch.rollout_logprobs.flip(0), batch.rollout_logprobs.roll(1)):
+        with pytest.raises(CheckFailed, match="likelihood check: reference"):
+            check_likelihoods(batch, wrong, name="reference")
+    binary = replace(batch, rollout_logprobs=batch.rollout_logprobs / math.log(2))
+    with pytest.raises(CheckFailed, match="in another base"):
+        check_likelihoods(binary, batch.rollout_logprobs, name="policy")
+
+
+def test_samples_in_the_group_of_another_prompt_are_found():
+    batch, _ = sampled(3)
+    with pytest.raises(CheckFailed, match=r"sample 1 \(prompt 1\) is in group 1"):
+        check_groups(replace(batch, groups=torch.arange(128) % 16), samples_per_prompt=8)
+    with pytest.raises(CheckFailed, match="has 7 samples instead of rollout.samples_per_prompt=8"):
+        check_groups(batch.select(list(range(1, 128))), samples_per_prompt=8)
+
+
+def test_advantages_of_the_wrong_order_or_baseline_are_found():
+    batch, _ = sampled(4)
+    estimator = formulas("advantages")["grpo"]
+    batch.rewards = torch.rand(128, generator=torch.Generator().manual_seed(0))
+
+    def check(advantages, informative=True):
+        batch.advantages = advantages.repeat_interleave(batch.lengths)
+        check_advantages(batch, estimator, informative=informative)
+
+    right = grpo(batch.rewards, batch.groups, normalize_by_std=True)
+    check(right)
+    for wrong, message in (
+        (-right, "sign is wrong"),
+        (right * 0, "every advantage is 0"),
+        (batch.rewards - batch.rewards.mean(), "have the sum"),
+        (right.roll(1), "sign is wrong"),
+        (torch.where(batch.groups == 3, 0.0, right), "group 3 has no advantage"),
+    ):
+        with pytest.raises(CheckFailed, match=message):
+            check(wrong)
+
+
+def test_inverted_importance_weights_are_found():
+    batch, _ = sampled(5)
+    batch.old_logprobs = batch.rollout_logprobs + 0.01 * torch.randn(len(batch.mask))
+    weights = (batch.old_logprobs - batch.rollout_logprobs).exp()
+    batch.loss_weights = weights.clamp(max=1.005)
+    check_loss_weights(batch, of_samples=False)
+    batch.loss_weights = 1 / weights
+    with pytest.raises(CheckFailed, match="a token has the importance weight"):
+        check_loss_weights(batch, of_samples=False)
+
+
+@pytest.mark.parametrize("name", [name for name in formulas("losses")])
+def test_every_loss_passes_the_objective_check(name):
+    for aggregation in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
+        keys = [f"objective.loss={name}", f"objective.aggregation={aggregation}"]
+        policy_loss(config_with(*keys)).check()
+        policy_loss(config_with(*keys, "objective.kl_coef=0.1", "objective.entropy_coef=0.01")).check()
+
+
+def test_a_loss_of_the_wrong_sign_fails_the_objective_check():
+    config = config_with("objective.kl_coef=0.1")
+    loss = policy_loss(config)
+
+    def negated(micro, totals):
+        value, terms = loss(micro, totals)
+        return -value, terms
+
+    def doubled(micro, totals):
+        value, terms = loss(micro, totals)
+        return value + 0.1 * terms["actor/kl_loss"], terms
+
+    with pytest.raises(CheckFailed, match="does not raise the log-probs"):
+        check_objective(negated, config)
+    with pytest.raises(CheckFailed, match="changes the loss by 0.02131 instead of"):
+        check_objective(doubled, config)

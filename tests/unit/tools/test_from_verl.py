@@ -1,0 +1,154 @@
+"""Command lines in the form of verl's examples, the configs made of them, and their dry runs."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from rl.config.schema import load_config
+from rl.dry_run import command
+from tests.spawn import ROOT
+from tools import from_verl
+
+DATA = "data.train_files=$HOME/data/gsm8k/train.parquet data.val_files=$HOME/data/gsm8k/test.parquet"
+SCRIPTS = {
+    "ppo": f"""
+        set -x
+        python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae {DATA} \\
+            data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=512 \\
+            data.filter_overlong_prompts=True data.truncation='error' \\
+            actor_rollout_ref.model.path=deepseek-ai/deepseek-llm-7b-chat \\
+            actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+            actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \\
+            actor_rollout_ref.rollout.tensor_model_parallel_size=4 actor_rollout_ref.rollout.name=vllm \\
+            critic.optim.lr=1e-5 critic.model.path=deepseek-ai/deepseek-llm-7b-chat \\
+            critic.ppo_micro_batch_size_per_gpu=32 trainer.logger='["console","wandb"]' \\
+            trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.total_epochs=15 $@
+        """,
+    "grpo": f"""
+        python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {DATA} \\
+            data.train_batch_size=1024 data.max_response_length=1024 \\
+            actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.actor.use_kl_loss=True \\
+            actor_rollout_ref.actor.kl_loss_type=low_var_kl+ actor_rollout_ref.rollout.n=5 \\
+            actor_rollout_ref.ref.fsdp_config.param_offload=True trainer.total_epochs=15 $@
+        """,
+    "dapo": """
+        set -xeuo pipefail
+        length=$((1024 * 20)) NNODES=${NNODES:-16} MODEL=${MODEL:-"${HOME}/models/Qwen2.5-32B"}
+        offload=True
+        ray job submit --no-wait --working-dir "${PWD}" -- python3 -m recipe.dapo.main_dapo \\
+            data.train_files="${HOME}/dapo-math-17k.parquet" data.val_files="['a.parquet','b.parquet']" \\
+            data.truncation='left' data.max_prompt_length=2048 data.max_response_length=${length} \\
+            data.gen_batch_size=1536 data.train_batch_size=512 algorithm.adv_estimator=grpo \\
+            algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10 \\
+            algorithm.filter_groups.metric=acc actor_rollout_ref.model.path="${MODEL}" \\
+            actor_rollout_ref.actor.clip_ratio_high=0.28 actor_rollout_ref.actor.clip_ratio_c=10.0 \\
+            actor_rollout_ref.actor.use_dynamic_bsz=True \\
+            actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$((2048 + length)) \\
+            actor_rollout_ref.actor.fsdp_config.param_offload=${offload} \\
+            actor_rollout_ref.actor.ulysses_sequence_parallel_size=8 \\
+            actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.optim.lr_warmup_steps=10 \\
+            actor_rollout_ref.rollout.n=16 actor_rollout_ref.rollout.tensor_model_parallel_size=4 \\
+            actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.n=1 \\
+            actor_rollout_ref.rollout.val_kwargs.temperature=1.0 \\
+            actor_rollout_ref.rollout.val_kwargs.top_p=0.7 reward_model.reward_manager=dapo \\
+            +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True \\
+            +reward_model.reward_kwargs.overlong_buffer_cfg.len=4096 trainer.nnodes="${NNODES}" \\
+            +reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 trainer.resume_mode=auto "$@"
+        """,
+    "deepseek": f"""
+        PP=16 EP=16
+        python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megatron_trainer' \\
+            algorithm.adv_estimator=grpo {DATA} data.train_batch_size=512 data.max_prompt_length=2048 \\
+            data.max_response_length=4096 actor_rollout_ref.model.path=dsv3 \\
+            actor_rollout_ref.actor.ppo_mini_batch_size=128 \\
+            actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.rollout.n=4 \\
+            actor_rollout_ref.rollout.tensor_model_parallel_size=32 \\
+            actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \\
+            actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=$PP \\
+            actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=$PP \\
+            actor_rollout_ref.actor.megatron.expert_model_parallel_size=$EP \\
+            actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1 \\
+            +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full \\
+            actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2 \\
+            trainer.nnodes=32 trainer.total_epochs=100 $@
+        """,
+}
+RUNS = {
+    "ppo": ("llama-3.1-8b", 8, dict(algorithm="ppo", run__max_steps=105, rollout__tp=4)),
+    "grpo": ("qwen3-8b", 8, dict(objective__kl_estimator="k3+", rollout__samples_per_prompt=5)),
+    "dapo": (
+        "qwen2.5-32b",
+        128,
+        dict(
+            algorithm="dapo",
+            data__val=["a.parquet", "b.parquet"],
+            dynamic_sampling__prompts_per_round=1536,
+            objective__dual_clip=10.0,
+            reward__overlong_buffer_tokens=4096,
+            training__micro_batch_tokens=22528 * 8,
+        ),
+    ),
+    "deepseek": ("deepseek-v3", 256, dict(training__pp=16, training__ep=16, training__recompute=True)),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_verl_script_becomes_a_config_that_fits(tmp_path, capsys, name):
+    shape, world, expected = RUNS[name]
+    script, out = tmp_path / "run.sh", tmp_path / "ours.yaml"
+    script.write_text(textwrap.dedent(SCRIPTS[name]))
+    options = ["--train-rows", "7473", "--out", str(out)]
+    assert from_verl.main([str(script), *options, "actor_rollout_ref.actor.optim.lr=2e-6"]) == 0
+    config = load_config(str(out))
+    for key, value in expected.items():
+        section, _, field = key.rpartition("__")
+        assert getattr(getattr(config, section) if section else config, field) == value, key
+    assert config.training.optimizer.lr == 2e-6
+    shape_file = str(ROOT / "configs" / "models" / shape / "config.json")
+    options = ["--world-size", str(world), "--model-shape", shape_file]
+    assert command.main(["--config", str(out), "--dry-run", *options]) == 0, capsys.readouterr()
+
+
+def test_settings_without_a_counterpart_are_listed(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text(textwrap.dedent(SCRIPTS["dapo"]))
+    assert from_verl.main([str(script), "--out", str(tmp_path / "ours.yaml"), "trainer.x=1"]) == 0
+    text = capsys.readouterr().err
+    missing, needless = text.partition("no counterpart:")[2].split("not needed:")
+    assert [line.split("=")[0].strip() for line in missing.strip().splitlines()] == [
+        "actor_rollout_ref.rollout.val_kwargs.top_p",
+        "trainer.x",
+    ]
+    assert needless.split() and "actor_rollout_ref.actor.fsdp_config.param_offload" in needless.split()
+    assert "run.max_steps is not set" in text and "16 x 8 GPUs" in text
+
+
+def test_a_yaml_with_references_and_overrides_is_read(tmp_path, capsys):
+    given = tmp_path / "verl.yaml"
+    given.write_text(
+        "algorithm: {adv_estimator: rloo, kl_penalty: kl, use_kl_in_reward: true}\n"
+        "actor_rollout_ref: {actor: {optim: {lr: 1e-6}, rollout_n: '${x.y}'}, rollout: {n: 4}}\n"
+        "data: {train_files: [a.parquet], image_key: images}\n"
+    )
+    out = tmp_path / "ours.yaml"
+    assert from_verl.main([str(given), "--out", str(out), "++algorithm.kl_ctrl.kl_coef=0.01"]) == 0
+    config = load_config(str(out))
+    assert config.algorithm == "rloo" and config.objective.aggregation == "token-mean"
+    assert config.objective.reward_kl.coef == 0.01 and config.training.optimizer.lr == 1e-6
+    assert "data.image_key=images: vision models" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("echo hello", "did not start verl.trainer"),
+        ("set -u\npython -m verl.trainer.main_ppo data.train_files=$DATA", "DATA: unbound variable"),
+        ("python -m verl.trainer.main_ppo algorithm.adv_estimator=mine", "adv_estimator=mine has no"),
+    ],
+)
+def test_scripts_that_cannot_be_translated_say_why(tmp_path, capsys, text, reason):
+    script = Path(tmp_path, "run.sh")
+    script.write_text(text + "\n")
+    assert from_verl.main([str(script)]) == 2
+    assert reason in capsys.readouterr().err

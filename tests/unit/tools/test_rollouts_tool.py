@@ -1,0 +1,58 @@
+import json
+import re
+
+import pandas
+import pytest
+
+from rl.run_directory.rollouts import read, stored_steps
+from tests.stored_run import save_rollouts
+from tools import rollouts
+
+
+@pytest.fixture
+def run(tmp_path):
+    save_rollouts(tmp_path / "run", 3, agents=True)
+    return tmp_path / "run"
+
+
+def rows_of(run):
+    return [row for path in stored_steps(run).values() for row in read(path).to_pylist()]
+
+
+FILTERS = {
+    ("--step", "2:"): lambda row: row["step"] >= 2,
+    ("--score", "0.25:0.75", "--source", "sums"): lambda row: (
+        0.25 <= row["score"] <= 0.75 and row["data_source"] == "sums"
+    ),
+    ("--length", ":5", "--truncated"): lambda row: row["length"] <= 5 and row["truncated"],
+    ("--group", "1", "--text", "four, [12]"): lambda row: row["group"] == 1,
+    ("--text", "six six|two two"): lambda row: any(
+        re.search("six six|two two", message["content"]) for message in row["messages"]
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments", FILTERS)
+def test_filters_select_these_rows(run, tmp_path, arguments):
+    expected = [row for row in rows_of(run) if FILTERS[arguments](row)]
+    for kind in ("parquet", "jsonl", "csv"):
+        assert rollouts.main([str(run), *arguments, "--export", str(tmp_path / f"out.{kind}")]) == 0
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert found == expected and 0 < len(found) < 18
+    assert len(pandas.read_parquet(tmp_path / "out.parquet")) == len(pandas.read_csv(tmp_path / "out.csv"))
+
+
+def test_statistics_tables_and_texts(run, capsys):
+    rollouts.main([str(run)])
+    lines = capsys.readouterr().out.splitlines()
+    assert re.split("  +", lines[2])[:3] == ["2", "6", "3"] and lines[2].endswith("50.0%")
+    rollouts.main([str(run), "--table", "--step", "1"])
+    assert len(capsys.readouterr().out.splitlines()) == 7
+    rollouts.main([str(run), "--show", "1", "--step", "3"])
+    text = capsys.readouterr().out
+    assert text.count("step=3") == 1 and "--- tool\n" in text and "two and four, 0?" not in text
+
+
+def test_a_run_without_rollouts_names_the_key(tmp_path):
+    with pytest.raises(SystemExit, match="logging.rollouts=sample or all"):
+        rollouts.main([str(tmp_path)])

@@ -1,0 +1,182 @@
+"""Query the rollouts that a run has stored (logging.rollouts).
+
+    python tools/rollouts.py runs/grpo                                  statistics of each step
+    python tools/rollouts.py runs/grpo --step 10:20 --score :0 --show 3   texts of three wrong samples
+    python tools/rollouts.py runs/grpo --text 'boxed' --length 500: --table
+    python tools/rollouts.py runs/grpo --source openai/gsm8k --export gsm8k.jsonl
+
+A range is LOW:HIGH, both included, LOW:, :HIGH or one value. Filters are combined. --export writes parquet,
+JSONL or CSV by the name of the file; parquet and JSONL have every column, CSV those without tokens.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# Python searches only tools/ for modules when it runs this file as a script.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl.run_directory.rollouts import COLUMNS, read, stored_steps  # noqa: E402
+from tools.report import aligned  # noqa: E402
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+TEXTS = ("prompt", "response", "messages")
+"""Columns that --text searches."""
+SCALARS = [name for name, kind in COLUMNS.items() if not kind.endswith("s")]
+PLACE = ("step", "group", "sample", "row", "data_source", "score", "reward", "length", "truncated")
+CELL_CHARS = 60
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", type=Path, help="directory of a run")
+    for name in ("step", "group", "score", "reward", "length"):
+        add(f"--{name}", metavar="RANGE", type=bounds, help=f"{name} within this range")
+    add("--source", metavar="NAME", help="data_source of this name")
+    add("--text", metavar="REGEX", help="prompt, response or a message matches the regular expression (RE2)")
+    add("--truncated", action="store_true", help="responses that ended at the length limit")
+    add("--table", action="store_true", help="a line per sample")
+    add("--show", metavar="N", type=int, default=0, help="texts of the first N samples")
+    add("--export", metavar="FILE", type=Path, help="write the samples (.parquet, .jsonl or .csv)")
+    args = parser.parse_args(argv)
+    try:
+        files = stored_steps(args.run_dir)
+        if not files:
+            raise ValueError(f"{args.run_dir} holds no rollouts; run with logging.rollouts=sample or all.")
+        if args.export:
+            print(f"{export(select(files, args), args.export)} samples: {args.export}")
+        elif args.show:
+            show(select(files, args), args.show)
+        elif args.table:
+            print_table(select(files, args, [*PLACE, "ground_truth", "response"]))
+        else:
+            print_statistics(select(files, args, list(PLACE)))
+    except (OSError, ValueError) as error:
+        sys.exit(f"rollouts: {error}")
+    return 0
+
+
+def bounds(text: str) -> tuple[float, float]:
+    """Return the range that LOW:HIGH names. Raises ValueError if it is none."""
+    low, colon, high = text.partition(":")
+    first = float(low) if low else -math.inf
+    return first, (float(high) if high else math.inf) if colon else first
+
+
+def select(
+    files: dict[int, Path], args: argparse.Namespace, columns: list[str] | None = None
+) -> Iterator["pa.Table"]:
+    """Yield the matching rows of each step. columns: those that the caller reads; None for all."""
+    import pyarrow.compute as pc
+
+    ranges = {name: getattr(args, name) for name in ("group", "score", "reward", "length")}
+    ranges = {name: found for name, found in ranges.items() if found is not None}
+    needed = (
+        None if columns is None else list(dict.fromkeys([*columns, *ranges, *(TEXTS if args.text else ())]))
+    )
+    for step, path in files.items():
+        if args.step is not None and not args.step[0] <= step <= args.step[1]:
+            continue
+        table = read(path, needed)
+        for name, (low, high) in ranges.items():
+            values = table.column(name).cast("float64")
+            table = table.filter(pc.and_(pc.greater_equal(values, low), pc.less_equal(values, high)))
+        if args.source:
+            table = table.filter(pc.equal(table.column("data_source"), args.source))
+        if args.truncated:
+            table = table.filter(table.column("truncated"))
+        if args.text:
+            texts = [_all_text(row) for row in table.select(TEXTS).to_pylist()]
+            table = table.filter(pc.match_substring_regex(_strings(texts), args.text))
+        yield table
+
+
+def _all_text(row: dict[str, Any]) -> str:
+    messages = [message["content"] for message in row["messages"] or ()]
+    return "\n".join([row["prompt"], row["response"], *messages])
+
+
+def _strings(texts: list[str]) -> "pa.Array":
+    import pyarrow as pa
+
+    return pa.array(texts, pa.string())
+
+
+def print_statistics(tables: Iterator["pa.Table"]) -> None:
+    import pyarrow.compute as pc
+
+    rows = [("step", "samples", "groups", "score", "min", "max", "length", "max", "truncated")]
+    for table in tables:
+        if not table.num_rows:
+            continue
+        score, length = pc.min_max(table["score"]), pc.min_max(table["length"])
+        numbers = pc.mean(table["score"]), score["min"], score["max"], pc.mean(table["length"]), length["max"]
+        counts = table["step"][0], table.num_rows, pc.count_distinct(table["group"])
+        share = pc.mean(table["truncated"].cast("int32")).as_py()
+        found = [f"{value.as_py():.4g}" if value.is_valid else "-" for value in numbers]
+        rows.append((*map(str, counts), *found, f"{share:.1%}"))
+    print(aligned(rows))
+
+
+def print_table(tables: Iterator["pa.Table"]) -> None:
+    rows = [(*PLACE, "ground_truth", "response")]
+    rows += [tuple(_cell(row[name]) for name in rows[0]) for table in tables for row in table.to_pylist()]
+    print(aligned(rows))
+
+
+def _cell(value: Any) -> str:
+    text = (
+        f"{value:.4g}" if isinstance(value, float) else "-" if value is None else " ".join(str(value).split())
+    )
+    return text if len(text) <= CELL_CHARS else "..." + text[3 - CELL_CHARS :]
+
+
+def show(tables: Iterator["pa.Table"], number: int) -> None:
+    left = number
+    for table in tables:
+        for row in table.slice(0, left).to_pylist():
+            print("=" * 80)
+            print(
+                "  ".join(f"{name}={_cell(row[name])}" for name in (*PLACE, "ground_truth", "score_details"))
+            )
+            messages = [
+                {"role": "prompt", "content": row["prompt"]},
+                {"role": "response", "content": row["response"]},
+            ]
+            for message in row["messages"] or messages:
+                print(f"--- {message['role']}\n{message['content']}")
+        left -= min(left, table.num_rows)
+        if not left:
+            return
+
+
+def export(tables: Iterator["pa.Table"], path: Path) -> int:
+    """Write the rows to a file; return their number. Raises ValueError for another kind of file."""
+    import pyarrow as pa
+    import pyarrow.csv
+    import pyarrow.parquet as pq
+
+    if path.suffix not in (".parquet", ".jsonl", ".csv"):
+        raise ValueError(f"--export={path} must end with .parquet, .jsonl or .csv.")
+    table = pa.concat_tables(tables)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, compression="zstd")
+    elif path.suffix == ".csv":
+        pyarrow.csv.write_csv(table.select(SCALARS), path)
+    else:
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist())
+    return table.num_rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
