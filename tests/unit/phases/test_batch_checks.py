@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.config.declarations import formulas
+from rl.config.declarations import formulas, literal_dict
 from rl.config.schema import load_config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
@@ -154,6 +154,21 @@ def test_every_loss_passes_the_objective_check(name):
         keys = [f"objective.loss={name}", f"objective.aggregation={aggregation}"]
         policy_loss(config_with(*keys)).check()
         policy_loss(config_with(*keys, "objective.kl_coef=0.1", "objective.entropy_coef=0.01")).check()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *(["kl_coef=0.1", f"kl_estimator={name}"] for name in literal_dict("kl", "ESTIMATORS")),
+        ["top_entropy=0.2"],
+        ["off_policy_mask=0.05"],
+        ["dual_clip=3", "clip_low=0.1", "clip_high=0.4"],
+        ["adaptive_entropy.target=0.2"],
+    ],
+    ids=" ".join,
+)
+def test_every_option_passes_the_objective_check(keys):
+    policy_loss(config_with(*(f"objective.{key}" for key in keys))).check()
 
 
 def test_a_loss_of_the_wrong_sign_fails_the_objective_check():
