@@ -1,6 +1,7 @@
 """The checks of a batch: healthy batches pass, and each error is named with its sample or group."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from rl.phases.batch_checks import (
     check_groups,
     check_likelihoods,
     check_loss_weights,
+    warn_of_constant_scores,
 )
 from rl.phases.objective_check import check_objective
 from rl.phases.policy_gradient import policy_loss
@@ -170,3 +172,16 @@ def test_a_loss_of_the_wrong_sign_fails_the_objective_check():
         check_objective(negated, config)
     with pytest.raises(CheckFailed, match="changes the loss by 0.02131 instead of"):
         check_objective(doubled, config)
+
+
+def test_constant_scores_are_warned_of_unless_groups_often_agree():
+    batch, _ = sampled(6)
+    history = Counter()
+    batch.scores = torch.rand(128, generator=torch.Generator().manual_seed(0))
+    assert warn_of_constant_scores(batch, history) == ""
+    batch.scores = torch.zeros(128)
+    assert "all 128 samples have the score 0, as only 0 of 16 groups before" in warn_of_constant_scores(
+        batch, history
+    )
+    # A task whose groups mostly agree gives such a batch by chance.
+    assert warn_of_constant_scores(batch, Counter({0.0: 900, "differs": 100})) == ""
