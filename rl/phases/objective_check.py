@@ -41,7 +41,7 @@ def check_objective(loss: Loss, config: Config) -> None:
     problem = ""
     if on_policy.slope[~counted].any() or (on_policy.entropy_slope is not None and on_policy.leaks_entropy):
         problem = "masked tokens, such as tool output, have a gradient"
-    elif goal.kl_estimator in ("k2", "k3", "k1+", "k3+") or not goal.kl_coef:
+    elif goal.kl_estimator in ("k2", "k3", "k1+", "k3+", "k3-weighted") or not goal.kl_coef:
         if not (on_policy.slope * advantages < 0)[counted].all():
             problem = "at ratio 1 it does not raise the log-probs of tokens with positive advantage only"
         elif formula.function in UNIT_SLOPES:
@@ -134,7 +134,8 @@ def _problem_of_kl(loss: Loss, config: Config) -> str:
     none, distance = torch.zeros(sum(LENGTHS)), 0.5
     far, near = (_Point(loss, advantages=none, above_reference=d) for d in (distance, 0.0))
     goal = config.objective
-    expected = goal.kl_coef * DIVERGENCES[goal.kl_estimator.removesuffix("+")](distance) * _weight(config)
+    formula = goal.kl_estimator.removesuffix("+").removesuffix("-weighted")  # at ratio 1
+    expected = goal.kl_coef * DIVERGENCES[formula](distance) * _weight(config)
     if not math.isclose(far.value - near.value, expected, rel_tol=1e-3):
         return (
             f"a policy {distance} nats above its reference changes the loss by {far.value - near.value:.4g} "

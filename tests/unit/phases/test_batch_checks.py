@@ -12,6 +12,7 @@ from rl.config.schema import load_config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.objectives.advantages.grpo import grpo
+from rl.objectives.kl import ESTIMATORS
 from rl.phases.batch_checks import (
     CheckFailed,
     check_advantages,
@@ -152,6 +153,13 @@ def test_every_loss_passes_the_objective_check(name):
         keys = [f"objective.loss={name}", f"objective.aggregation={aggregation}"]
         policy_loss(config_with(*keys)).check()
         policy_loss(config_with(*keys, "objective.kl_coef=0.1", "objective.entropy_coef=0.01")).check()
+
+
+def test_masks_and_estimators_pass_the_objective_check():
+    for key in ("top_entropy=0.2", "off_policy_mask=0.001", "adaptive_entropy.target=0.2"):
+        policy_loss(config_with(f"objective.{key}")).check()
+    for name in ESTIMATORS:
+        policy_loss(config_with("objective.kl_coef=0.1", f"objective.kl_estimator={name}")).check()
 
 
 def test_a_loss_of_the_wrong_sign_fails_the_objective_check():
