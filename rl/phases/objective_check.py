@@ -143,11 +143,8 @@ def _problem_of_kl(loss: Loss, config: Config) -> str:
     none, distance = torch.zeros(sum(LENGTHS)), 0.5
     far, near = (_Point(loss, config, advantages=none, above_reference=d) for d in (distance, 0.0))
     goal = config.objective
-    expected = (
-        goal.kl_coef
-        * DIVERGENCES[goal.kl_estimator.rstrip("+").removesuffix("-weighted")](distance)
-        * _weight(config)
-    )
+    formula = goal.kl_estimator.removesuffix("+").removesuffix("-weighted")  # at ratio 1
+    expected = goal.kl_coef * DIVERGENCES[formula](distance) * _weight(config)
     if not math.isclose(far.value - near.value, expected, rel_tol=1e-3):
         return (
             f"a policy {distance} nats above its reference changes the loss by {far.value - near.value:.4g} "
