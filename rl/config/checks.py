@@ -215,11 +215,18 @@ def check_router_replay(config: Config) -> None:
             f"{name} replays the experts of the pass that computes the old log-probs, which "
             "rollout_correction.bypass=true leaves out; use engine."
         )
-    if mode == "engine" and (config.roles.is_on or config.rollout.carry_over):
-        what = "the section roles" if config.roles.is_on else "rollout.carry_over=true"
+    if mode == "old_policy":
+        return
+    without = {
+        f"roles.rollout={config.roles.rollout}": config.roles.is_on,
+        "rollout.carry_over=true": config.rollout.carry_over,
+        "the section agents": config.agents.is_on,
+        "run.mode=train_only": config.run.mode == "train_only",
+    }
+    for what in (what for what, is_set in without.items() if is_set):
         raise ConfigError(
-            f"{name} cannot be combined with {what}: the routes of a sample do not travel between the roles "
-            "or steps; use old_policy."
+            f"{name} cannot be combined with {what}, whose samples come without the experts of their tokens; "
+            "use old_policy."
         )
 
 

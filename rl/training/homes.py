@@ -5,6 +5,7 @@ use the same micro-batch plan, so a row travels once. A column declares which pa
 needs.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -81,20 +82,28 @@ def fetch(batch: Batch, plan: MicroBatchPlan, needs: dict[str, Need], grid: Grid
 
     Raises RuntimeError on a rank that receives the row of another sample.
     """
-    total, rank = BytesMoved(), dist.get_rank()
+    total, rank, world = BytesMoved(), dist.get_rank(), dist.get_world_size()
     for name, need in needs.items():
         column = batch.held[name]
         moves, homes = plan_moves(column, plan, need, tp=grid.tp, pp=grid.pp)
         column.moved |= homes
-        own = [move for move in moves if move.source == move.target == rank]
-        travelling = [move for move in moves if move.source != move.target]
-        incoming = _transport(column, travelling, device)
-        total.planned += sum(move.num_bytes + KEY.itemsize for move in travelling if move.target == rank)
-        total.received += sum(len(content) for content in incoming.values())
-        for source, content in [(rank, _message(column, own)), *incoming.items()]:
-            _unpack(
-                batch, name, [move for move in moves if (move.source, move.target) == (source, rank)], content
-            )
+        sizes = np.zeros((world, world), np.int64)  # from, to
+        outgoing, incoming = defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)
+        for move in moves:
+            sizes[move.source, move.target] += KEY.itemsize + move.num_bytes
+            if move.source == rank:
+                outgoing[move.target].append(move)
+            if move.target == rank:
+                incoming[move.source].append(move)
+        messages = {target: _message(column, own) for target, own in outgoing.items()}
+        found = {rank: messages.pop(rank, b"")}
+        np.fill_diagonal(sizes, 0)
+        if sizes.any():
+            found |= _transport(messages, sizes, device)
+        total.planned += int(sizes[:, rank].sum())
+        total.received += sum(len(content) for source, content in found.items() if source != rank)
+        for source, content in found.items():
+            _unpack(batch, name, incoming[source], content)
     return total
 
 
@@ -124,16 +133,13 @@ def _unpack(batch: Batch, name: str, moves: Sequence[Move], content: bytes) -> N
         first += KEY.itemsize + num_bytes
 
 
-def _transport(column: HeldColumn, moves: Sequence[Move], device: torch.device) -> dict[int, bytes]:
-    """Carry out the moves between ranks; return the message from each rank. Collective over the world."""
-    if not moves:
-        return {}
+def _transport(messages: dict[int, bytes], sizes: np.ndarray, device: torch.device) -> dict[int, bytes]:
+    """Return the message from each rank that sends one. Collective over the world.
+
+    messages: by the rank that receives them. sizes: bytes by sender and receiver, int64 [world, world].
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
-    sizes = np.zeros((world, world), np.int64)  # from, to
-    for move in moves:
-        sizes[move.source, move.target] += move.num_bytes + KEY.itemsize
-    mine = [[move for move in moves if (move.source, move.target) == (rank, to)] for to in range(world)]
-    outgoing = [_message(column, to) for to in mine]
+    outgoing = [messages.get(target, b"") for target in range(world)]
     assert [len(content) for content in outgoing] == sizes[rank].tolist(), "rows differ from their sizes"
     incoming = [bytearray() for _ in range(world)]
     chunk = max(1, BUFFER // world)

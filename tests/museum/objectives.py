@@ -119,7 +119,7 @@ def used_twice(bug: Bug) -> None:
 def plans(bug: Bug, change) -> None:
     from rl.phases.minibatches import MinibatchPlanner
 
-    @bug.replaces(MinibatchPlanner, "_plan")
+    @bug.replaces(MinibatchPlanner, "new_plans")
     def changed(plan, self, batch):
         return change(plan(self, batch))
 

@@ -93,3 +93,9 @@ def test_the_default_of_etp():
         2,
         4,
     ]
+
+
+def test_a_dense_model_has_no_experts_to_replay():
+    accept(4, "training.router_replay=engine")
+    message = refuse(4, "training.router_replay=engine", num_experts=None)
+    assert message.startswith("training.router_replay=engine") and message.endswith("leave it out.")

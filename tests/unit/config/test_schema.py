@@ -210,6 +210,19 @@ def test_what_carry_over_cannot_be_combined_with(overrides, words):
 @each(
     "overrides, words",
     [
+        (("algorithm=sft",), "algorithm=sft does not have; leave it out"),
+        (("training.router_replay=old_policy", "rollout_correction.bypass=true"), "use engine"),
+        (("rollout.carry_over=true", "rollout_correction.bypass=true"), "rollout.carry_over=true, whose"),
+        (("roles.train=1", "roles.rollout=1"), "roles.rollout=1, whose samples"),
+    ],
+)
+def test_what_router_replay_cannot_be_combined_with(overrides, words):
+    assert words in check_error("training.router_replay=engine", *overrides)
+
+
+@each(
+    "overrides, words",
+    [
         (("algorithm=sft",), "does not learn from samples; use fast"),
         (("training.ep=2",), "training.ep=2, because experts"),
         (("rollout.top_p=0.9",), "use rollout.top_p=1.0"),
