@@ -87,6 +87,8 @@ def write_shards(path: Path, shards: Sequence[Shard]) -> Written:
         crc = zlib.crc32(start)
         file.write(start)
         for shard in shards:
+            if not shard.tensor.nbytes:
+                continue  # zlib begins a new checksum if it is given a null pointer
             tensor = shard.tensor.detach().cpu().contiguous()
             # Not numpy(): afterwards torch refuses to resize the storage, which rl.training.offload does.
             part = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))

@@ -39,10 +39,10 @@ def check(config: Config) -> list[str]:
             raise ConfigError(f"{key} is {values[key]}, but must be {accepted.words}.")
     check_names(config)
     check_contradictions(config)
+    check_numerics(config)
     check_objective(config)
     check_roles(config)
     check_mode(config)
-    check_numerics(config)
     return warnings(config)
 
 

@@ -459,8 +459,8 @@ class Validation:
 @dataclass
 class Refit:
     check_every: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between comparisons of every weight in the engine with the trainer's. 0: only after the first
-    refit, which is always checked."""
+    """Steps between comparisons of every element in the engine with the trainer's. 0: only after the first
+    refit, which is always checked. Checksums of all weights are compared before every generation."""
     buffer_mib: Annotated[int, AT_LEAST_ONE] = 512
     """Memory for the messages of a refit, per rank; larger weights are sent in parts. It is released before
     generation."""

@@ -133,6 +133,11 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
             "rollout.carry_over_cache=keep is for CPU: on a GPU the engine's KV cache is released while the "
             "trainer works (vLLM's sleep mode discards it); use recompute."
         )
+    if device.is_cuda and config.model.numerics == "bitwise" and config.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"model.numerics=bitwise with rollout.temperature={config.rollout.temperature} is for CPU: on a "
+            "GPU vLLM's kernel divides by it with another rounding than torch; use 1.0."
+        )
     engines = Engines(build_policy(config, inputs.models["policy"].hf, grid, device))
 
     def build(name: str, **options) -> TrainingEngine:
@@ -144,6 +149,7 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
             dtype=config.model.dtype,
             grid=grid,
             device=device,
+            bitwise=config.model.numerics == "bitwise",
             **options,
         )
 

@@ -1,10 +1,9 @@
 """Sums, products and functions whose results do not depend on order, blocking, ranks or processor.
 
 A sum of floating-point numbers depends on the order of its terms, because each addition rounds. Here the
-terms are first rounded to multiples of a power of two, with so few bits that every product and every partial
-sum is an integer that float64 holds exactly. Any order of the additions, and any BLAS, then gives the same
-result, so float64 matrix products can be used as they are. Sums of several ranks may be added in any order
-too.
+terms are first rounded to multiples of a power of two, with so few bits that float64 holds every product and
+every partial sum exactly. Any order of the additions, and any BLAS, then gives the same result, so float64
+matrix products can be used as they are. The sums of several ranks may be added in any order too.
 
 The remaining operations are elementwise +, -, *, / and sqrt, which IEEE 754 rounds in one way. `exp` and
 `log` are composed of them, because vectorised and scalar versions of a library's functions differ in the last

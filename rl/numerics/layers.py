@@ -39,29 +39,36 @@ def _count(dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class SlicedWeight:
-    """A weight [N, K], or the rank's part [N, K/tp] of it, prepared for `multiply`."""
+    """A weight [N, K], or the rank's part [N, K/tp] of it, prepared for `multiply`.
+
+    Nothing depends on which output channels a rank holds, or which layers are fused.
+    """
 
     scale: Tensor
-    """float64 [1, K]: power of two above each input channel's weights; the input is multiplied by it."""
+    """float64 [1, N]: power of two above each output channel's weights."""
     parts: list[Tensor]
     """Transposed slices, float64 [K, N]."""
     bits: int
 
     @classmethod
-    def of(cls, weight: Tensor, terms: int) -> "SlicedWeight":
-        """Slice a weight. terms: number of products in a sum, those of other ranks included."""
+    def of(cls, weight: Tensor, group=None) -> "SlicedWeight":
+        """Slice a weight. group: ranks that hold the other input channels; collective over it."""
+        terms = weight.shape[1] * (1 if group is None else group.size())
+        return cls.scaled(weight, scale_above(weight, 1, group), terms)
+
+    @classmethod
+    def scaled(cls, weight: Tensor, scale: Tensor, terms: int) -> "SlicedWeight":
+        """Slice a weight by its scale [N, 1]. terms: number of products in a sum over all ranks."""
         bits = bits_for(terms)
-        scale = scale_above(weight, 0)
         parts = slices(weight.double() / scale, bits, _count(weight.dtype))
-        return cls(scale, [part.T for part in parts], bits)
+        return cls(scale.T, [part.T for part in parts], bits)
 
 
 def multiply(x: Tensor, weight: SlicedWeight, group=None) -> Tensor:
     """Return x @ weight.T, float64 [T, N]. x: [T, K], or the rank's part [T, K/tp]."""
-    scaled = x.double() * weight.scale
-    rows = scale_above(scaled, -1, group)
-    parts = product(slices(scaled / rows, weight.bits, len(weight.parts)), weight.parts)
-    return combine(sum_over(parts, group), weight.bits) * rows
+    rows = scale_above(x, -1, group)
+    parts = product(slices(x.double() / rows, weight.bits, len(weight.parts)), weight.parts)
+    return combine(sum_over(parts, group), weight.bits) * rows * weight.scale
 
 
 def linear(
@@ -69,7 +76,7 @@ def linear(
 ) -> Tensor:
     """Return x @ weight.T + bias [..., N] in x's dtype, or in `dtype`."""
     if isinstance(weight, Tensor):
-        weight = SlicedWeight.of(weight, weight.shape[1] * (1 if group is None else group.size()))
+        weight = SlicedWeight.of(weight, group)
     out = multiply(x.flatten(0, -2), weight, group)
     if bias is not None:
         out = out + bias.double()
@@ -139,7 +146,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
         grouped = (q / q_scale)[:, :, part].unflatten(1, (kv_heads, -1)).flatten(2, 3)
         scores = combine(product(slices(grouped, bits, count), k_parts), bits) * k_scale.mT
         scores = scores.unflatten(2, (heads // kv_heads, -1)).flatten(1, 2) * (q_scale[:, :, part] * scale)
-        seen = torch.arange(key.shape[1]) < visible[:, None, part, None]
+        seen = torch.arange(key.shape[1], device=key.device) < visible[:, None, part, None]
         scores.masked_fill_(~seen, float("-inf"))
         powers = exp(scores - scores.amax(-1, keepdim=True)).masked_fill_(~seen, 0.0)
         weighted = powers.unflatten(1, (kv_heads, -1)).flatten(2, 3) * v_scale.mT
@@ -173,10 +180,10 @@ def packed_attention(
         most = max(1, SCORES // (query.shape[1] * sizes[members[0]] * int(lengths[members[0]])))
         while order and len(members) < most and 2 * sizes[order[-1]] >= sizes[members[0]]:
             members.append(order.pop())
-        of = torch.tensor(members)
+        of = torch.tensor(members, device=slots.device)
         key, value = gather(slots[of, : sizes[members[0]]])
         counts = lengths[of, None]
-        step = torch.arange(int(counts.max()))
+        step = torch.arange(int(counts.max()), device=slots.device)
         at = (starts[of, None] + step).clamp(max=len(query) - 1)
         visible = (key_lengths[of, None] - counts + 1 + step).clamp(max=key.shape[1])
         found = attention(query[at], key, value, visible, scale)
@@ -246,24 +253,23 @@ def experts(
     downs: [H, F/tp]. The weight is applied before the projection down, so that the sum over experts, channels
     and ranks is one sum.
     """
-    tp = 1 if group is None else group.size()
+    terms = downs[0].shape[1] * (1 if group is None else group.size()) * ids.shape[1]
+    largest = torch.stack([down.abs().amax(1) for down in downs]).amax(0)
+    scale = scale_above(largest[:, None], 1, group)
     inputs: list[tuple[Tensor, Tensor, SlicedWeight]] = []
-    largest = torch.zeros(len(x), 1, dtype=torch.float64)
+    tallest = x.new_zeros(len(x), 1, dtype=torch.float64)
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        down = SlicedWeight.of(downs[expert], downs[expert].shape[1] * tp * ids.shape[1])
-        inner = gated(linear(x[token], ups[expert])).double()
-        inner = inner * weights[token, choice, None].double() * down.scale
-        largest[token] = torch.maximum(largest[token], inner.abs().amax(-1, keepdim=True))
-        inputs.append((token, inner, down))
-    rows = scale_above(largest, -1, group)
-    sums = [torch.zeros(x.shape, dtype=torch.float64) for _ in range(_count(x.dtype))]
+        inner = gated(linear(x[token], ups[expert])).double() * weights[token, choice, None].double()
+        tallest[token] = torch.maximum(tallest[token], inner.abs().amax(-1, keepdim=True))
+        inputs.append((token, inner, SlicedWeight.scaled(downs[expert], scale, terms)))
+    rows = scale_above(tallest, -1, group)
+    sums = [x.new_zeros(x.shape, dtype=torch.float64) for _ in range(_count(x.dtype))]
     for token, inner, down in inputs:
         found = product(slices(inner / rows[token], down.bits, len(sums)), down.parts)
         for part, more in zip(sums, found):
             part.index_add_(0, token, more)
-    bits = bits_for(downs[0].shape[1] * tp * ids.shape[1])
-    return (combine(sum_over(sums, group), bits) * rows).to(x.dtype)
+    return (combine(sum_over(sums, group), bits_for(terms)) * rows * scale.T).to(x.dtype)
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -277,14 +283,14 @@ def target_logprobs(logits: Tensor, targets: Tensor, group) -> tuple[Tensor, Ten
 
     logits: float32 [T, V/tp], V/tp may be 0. targets: int64 [T], index among the rank's logits, or -1.
     """
-    largest = torch.full((len(logits), 1), float("-inf"), dtype=torch.float64)
+    largest = logits.new_full((len(logits), 1), float("-inf"), dtype=torch.float64)
     if logits.shape[1]:
         largest = logits.amax(-1, keepdim=True).double()
     if group.size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     below = logits.double() - largest
     logprobs = below - log(total(exp(below), group))
-    at = torch.zeros(len(logits), dtype=torch.float64)
+    at = logits.new_zeros(len(logits), dtype=torch.float64)
     if logits.shape[1]:
         at = logprobs.gather(1, targets.clamp(min=0)[:, None])[:, 0].masked_fill(targets < 0, 0.0)
     return sum_over([at], group)[0].float(), logprobs

@@ -44,9 +44,10 @@ class Inference:
         updates_policy = self._step.number > config.critic.warmup_steps
         estimator, _ = config.objective.chosen
         needs_squares = estimator is not None and "sum_p_squared" in estimator.columns
+        needs_outputs = needs_squares or config.objective.adaptive_entropy.target > 0
         if config.rollout_correction.bypass:
             batch.old_logprobs = batch.rollout_logprobs.clone()
-        elif updates_policy and (not needs_early_logprobs(config) or self._is_bitwise and not needs_squares):
+        elif updates_policy and (not needs_early_logprobs(config) or self._is_bitwise and not needs_outputs):
             batch.deferred_at = policy.num_updates
             if self._is_bitwise:
                 batch.old_logprobs = batch.rollout_logprobs.clone()

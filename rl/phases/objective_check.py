@@ -24,6 +24,7 @@ from rl.training.packing import MicroBatch
 UNIT_SLOPES = ("ppo", "reinforce", "gspo", "cispo", "gpg", "dro")
 """Losses whose derivative at ratio 1 and advantage -1 is 1."""
 DIVERGENCES = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
+"""Estimators of the KL divergence at ratio 1, as a function of log pi - log pi_ref."""
 OPTIONAL = ("loss_weights", "trajectory_tokens")
 """Columns that change a loss if a batch has them."""
 LENGTHS = (3, 2, 4)
@@ -36,12 +37,12 @@ def check_objective(loss: Loss, config: Config) -> None:
     _, formula = goal.chosen
     assert formula is not None
     advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1])
-    on_policy = _Point(loss, advantages=advantages)
+    on_policy = _Point(loss, config, advantages=advantages)
     counted = on_policy.mask > 0
     problem = ""
     if on_policy.slope[~counted].any() or (on_policy.entropy_slope is not None and on_policy.leaks_entropy):
         problem = "masked tokens, such as tool output, have a gradient"
-    elif goal.kl_estimator in ("k2", "k3", "k1+", "k3+") or not goal.kl_coef:
+    elif goal.kl_estimator in ("k2", "k3", "k1+", "k3+", "k3-weighted") or not goal.kl_coef:
         if not (on_policy.slope * advantages < 0)[counted].all():
             problem = "at ratio 1 it does not raise the log-probs of tokens with positive advantage only"
         elif formula.function in UNIT_SLOPES:
@@ -51,7 +52,7 @@ def check_objective(loss: Loss, config: Config) -> None:
     if not problem and goal.kl_coef:
         problem = _problem_of_kl(loss, config)
     k1 = goal.kl_coef and goal.kl_estimator == "k1"  # its gradient is not 0 at the reference
-    if not problem and formula.function == "ppo" and not k1:
+    if not problem and formula.function == "ppo" and not k1 and not goal.off_policy_mask:
         problem = _problem_of_clip(loss, config)
     if not problem and goal.entropy_coef:
         assert on_policy.entropy_slope is not None
@@ -68,7 +69,13 @@ class _Point:
     """The loss and its gradient at three samples of one micro-batch, with ratios of 1 unless given."""
 
     def __init__(
-        self, loss: Loss, *, advantages: Tensor, ratios: Tensor | None = None, above_reference: float = 0.0
+        self,
+        loss: Loss,
+        config: Config,
+        *,
+        advantages: Tensor,
+        ratios: Tensor | None = None,
+        above_reference: float = 0.0,
     ):
         size = sum(LENGTHS)
         old = -torch.linspace(0.5, 3.0, size)
@@ -84,6 +91,8 @@ class _Point:
                 old_logprobs=old,
                 rollout_logprobs=old,
                 ref_logprobs=logprobs.detach() - above_reference,
+                # objective.top_entropy drops the others; other losses treat the selected ones differently.
+                selected_tokens=torch.full((size,), float(config.objective.top_entropy < 1)),
             )
         )
         micro.logprobs, micro.entropy, micro.sum_p_squared = logprobs, entropy, torch.full((size,), 0.3)
@@ -132,9 +141,10 @@ def _weight(config: Config) -> float:
 
 def _problem_of_kl(loss: Loss, config: Config) -> str:
     none, distance = torch.zeros(sum(LENGTHS)), 0.5
-    far, near = (_Point(loss, advantages=none, above_reference=d) for d in (distance, 0.0))
+    far, near = (_Point(loss, config, advantages=none, above_reference=d) for d in (distance, 0.0))
     goal = config.objective
-    expected = goal.kl_coef * DIVERGENCES[goal.kl_estimator.removesuffix("+")](distance) * _weight(config)
+    formula = goal.kl_estimator.removesuffix("+").removesuffix("-weighted")  # at ratio 1
+    expected = goal.kl_coef * DIVERGENCES[formula](distance) * _weight(config)
     if not math.isclose(far.value - near.value, expected, rel_tol=1e-3):
         return (
             f"a policy {distance} nats above its reference changes the loss by {far.value - near.value:.4g} "
@@ -152,7 +162,7 @@ def _problem_of_clip(loss: Loss, config: Config) -> str:
     for ratio in (edge + side * step for edge in edges for side in (-1, 1) if edge > step):
         ratios = torch.full((sum(LENGTHS),), ratio)
         for advantage in (1.0, -1.0):
-            point = _Point(loss, advantages=torch.full_like(ratios, advantage), ratios=ratios)
+            point = _Point(loss, config, advantages=torch.full_like(ratios, advantage), ratios=ratios)
             is_cut = (
                 ratio > edges[1]
                 if advantage > 0

@@ -9,6 +9,7 @@ names its inputs: positional parameters are columns of the batch, keyword-only o
 import importlib
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,9 @@ def policy_loss(config: Config) -> Loss:
     if goal.entropy_coef or goal.adaptive_entropy.target:
         inputs.add("entropy")
     policy.reads = tuple(name for name in OUTPUTS if name == "logprobs" or name in inputs)
-    policy.check = partial(check_objective, policy, config)
+    # Without the masks, which set the loss of single tokens to 0.
+    unmasked = replace(config, objective=replace(goal, top_entropy=1.0, off_policy_mask=0.0))
+    policy.check = partial(check_objective, partial(policy, config=unmasked), unmasked)
     return policy
 
 

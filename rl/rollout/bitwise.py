@@ -1,9 +1,10 @@
 """vLLM's CPU layers with the arithmetic of `rl.numerics`, for model.numerics=bitwise.
 
 The trainer calls the same functions (`rl.training.bitwise`). A token's log-prob depends only on the weights
-and on the tokens before it, not on chunks of the prompt, prefix caching, preemption or other requests of a
-batch.
+and on the tokens before it, not on chunks of the prompt, prefix caching, preemption or other requests.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,12 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE
 from vllm.model_executor.models.mixtral import MixtralMoE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from rl.models import architecture
 from rl.models.dense import scaled_frequencies
@@ -29,22 +30,41 @@ class ExactLinear(PackedLinear):
     """Computes a linear layer from slices of its weight, which the first call after a refit makes."""
 
     def sliced(self) -> layers.SlicedWeight:
+        """Return the slices. For a row-parallel layer collective over the tensor parallel group."""
         if self._handler is None:
-            weight = self._layer.weight
-            channels = weight.shape[1]
-            if isinstance(self._layer, RowParallelLinear):
-                channels = self._layer.input_size
-            self._handler = layers.SlicedWeight.of(weight, channels)
+            is_row = isinstance(self._layer, RowParallelLinear)
+            self._handler = layers.SlicedWeight.of(
+                self._layer.weight, get_tp_group().device_group if is_row else None
+            )
         return self._handler
 
     def __call__(self, x, weight, bias):
         return layers.linear(x, self.sliced(), bias)
 
 
+class ExactLinearMethod(UnquantizedLinearMethod):
+    """Computes a linear layer on CUDA."""
+
+    def apply(self, layer, x, bias=None):
+        return layers.linear(x, layer.weight, bias)
+
+
+class ExactEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """Computes a head on CUDA."""
+
+    apply = ExactLinearMethod.apply
+
+
+def _weight_of(layer) -> Tensor | layers.SlicedWeight:
+    """Return the layer's weight, on CPU in slices that are kept until the next refit."""
+    packed = layer.__dict__.get("cpu_linear")
+    return layer.weight if packed is None else packed.sliced()
+
+
 class ExactRow(RowParallelLinear):
     def forward(self, input_):
         assert self.input_is_parallel and self.bias is None
-        out = layers.linear(input_, self.cpu_linear.sliced(), group=get_tp_group().cpu_group)
+        out = layers.linear(input_, _weight_of(self), group=get_tp_group().device_group)
         return (out, None) if self.return_bias else out
 
 
@@ -75,6 +95,7 @@ class ExactRotary(nn.Module):
         self.width, self.adjacent = original.head_size, not original.is_neox_style
 
     def forward(self, positions, query, key):
+        self.table = self.table.to(positions.device)
         rotation = self.table[positions.flatten()][:, None]
 
         def rotate(x):
@@ -83,38 +104,34 @@ class ExactRotary(nn.Module):
         return rotate(query), rotate(key)
 
 
-class ExactAttention(CPUAttentionBackendImpl):
-    """Attention over the paged cache [blocks, kv_heads, block, 2 * d], whose entries are key, then value."""
+def store(layer, key, value, kv_cache, slot_mapping) -> None:
+    """Write keys and values into the cache [blocks, kv_heads, block, 2 * d]; replaces do_kv_cache_update."""
+    at = slot_mapping.long()
+    block, within = at // kv_cache.shape[2], at % kv_cache.shape[2]
+    kv_cache[block, :, within] = torch.cat([key, value], -1)[: len(at)]
 
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        at = slot_mapping.long()
-        block, within = at // kv_cache.shape[2], at % kv_cache.shape[2]
-        kv_cache[block, :, within] = torch.cat([key, value], -1)
 
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *_, **__):
-        if attn_metadata is None:  # vLLM measures its memory
-            return output
-        size = kv_cache.shape[2]
-
-        def gather(slots):
-            return kv_cache[slots // size, :, slots % size].chunk(2, -1)
-
-        lengths = attn_metadata.query_start_loc.long().diff()
-        count = int(lengths.sum())
-        output[:count] = layers.packed_attention(
-            query[:count],
-            lengths,
-            _slots(attn_metadata.block_table, size),
-            attn_metadata.seq_lens.long(),
-            gather,
-            self.scale,
-        ).view_as(output[:count])
+def attend(scale: float, layer, query, key, value, kv_cache, attn_metadata, output, *_, **__) -> Tensor:
+    """Compute attention over the cache; replaces an attention backend's forward."""
+    if attn_metadata is None:  # vLLM measures its memory
         return output
+    size = kv_cache.shape[2]
+
+    def gather(slots):
+        return kv_cache[slots // size, :, slots % size].chunk(2, -1)
+
+    lengths = attn_metadata.query_start_loc.long().diff()
+    count = int(lengths.sum())
+    slots, key_lengths = _slots(attn_metadata.block_table, size), attn_metadata.seq_lens.long()
+    found = layers.packed_attention(query[:count], lengths, slots, key_lengths, gather, scale)
+    output[:count] = found.view_as(output[:count])
+    return output
 
 
 def _slots(block_table: Tensor, size: int) -> Tensor:
     """Return the places in the cache of each sequence's keys, int64 [B, S]. block_table: [B, blocks]."""
-    return (block_table.long()[:, :, None] * size + torch.arange(size)).flatten(1)
+    within = torch.arange(size, device=block_table.device)
+    return (block_table.long()[:, :, None] * size + within).flatten(1)
 
 
 class ExactMLA(MLAAttention):
@@ -134,10 +151,11 @@ class ExactMLA(MLAAttention):
             key_lengths.append(metadata.decode.seq_lens.long())
         lengths = metadata.query_start_loc.long().diff()
         if metadata.prefill is not None:
-            assert metadata.prefill.chunked_context is None, "vLLM's CPU build computes whole prompts"
             tables += list(metadata.prefill.block_table)
             key_lengths.append(metadata.prefill.query_start_loc.long().diff())
-        weight = layers.SlicedWeight.of(self.kv_b_proj.weight, self.kv_lora_rank)
+            if metadata.prefill.chunked_context is not None:  # not on CPU, which computes whole prompts
+                key_lengths[-1] = key_lengths[-1] + metadata.prefill.chunked_context.context_lens
+        weight = _weight_of(self.kv_b_proj)
         size = cache.shape[1]
 
         def gather(slots):
@@ -166,7 +184,7 @@ class _ExactMoE:
         logits = layers.linear(hidden_states, self.gate.weight, dtype=torch.float32)
         weights, ids = layers.route(logits, self.routing, bias)
         routed = self.experts.routed_experts
-        group = get_tp_group().cpu_group
+        group = get_tp_group().device_group
         out = layers.experts(hidden_states, weights, ids, routed.w13_weight, routed.w2_weight, group)
         shared = getattr(self, "shared_experts", None)
         return out if shared is None else out + shared(hidden_states)
@@ -195,18 +213,36 @@ CLASSES = {
 }
 
 
+METHODS = {UnquantizedLinearMethod: ExactLinearMethod, UnquantizedEmbeddingMethod: ExactEmbeddingMethod}
+
+
 def make_bitwise(model: nn.Module, hf: dict, sampler) -> None:
-    """Give the modules of vLLM's model the classes above, and the sampler the same softmax."""
+    """Give the modules of vLLM's model the classes above, and the sampler the same softmax.
+
+    sampler: that of the CPU engine, else None.
+    """
     for module in list(model.modules()):
         if "cpu_linear" in module.__dict__:
             module.cpu_linear = ExactLinear(module)
+        elif type(method := getattr(module, "quant_method", None)) in METHODS:
+            method.__class__ = METHODS[type(method)]
         module.__class__ = CLASSES.get(type(module), type(module))
         if isinstance(module, _ExactMoE):
             module.routing = layers.Routing.of(architecture(hf).megatron_config(hf))
         impl = getattr(module, "impl", None)
-        if type(impl) is CPUAttentionBackendImpl:
-            impl.__class__ = ExactAttention
+        if impl is not None and not isinstance(module, MLAAttention):
+            impl.forward, impl.do_kv_cache_update = partial(attend, impl.scale), store
         for name, child in list(module.named_children()):
             if isinstance(child, RotaryEmbeddingBase):
                 setattr(module, name, ExactRotary(child, hf))
-    sampler.log_softmax = layers.log_softmax
+    if sampler is not None:
+        sampler.log_softmax = layers.log_softmax
+        return
+    from vllm.v1.worker.gpu.sample import logprob
+
+    logprob.compute_token_logprobs = token_logprobs
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Replace the function of vLLM's sampler for CUDA: log-probs of token_ids [B, n], float32."""
+    return layers.log_softmax(logits.float()).gather(1, token_ids.long())

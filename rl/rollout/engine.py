@@ -76,6 +76,7 @@ class RolloutEngine:
             seed=seed,
             device=device,
             frozen=frozen,
+            bitwise=bitwise,
             returns_kept=returns_kept,
             routes=routes,
         )
@@ -98,10 +99,11 @@ class RolloutEngine:
         if not device.is_cuda:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
-            if bitwise:
-                from rl.rollout.bitwise import make_bitwise
+        if bitwise:
+            from rl.rollout.bitwise import make_bitwise
 
-                make_bitwise(self.model, read_hf_config(path), self._runner.sampler)
+            sampler = None if device.is_cuda else self._runner.sampler
+            make_bitwise(self.model, read_hf_config(path), sampler)
         self.replica_group = _own_replica_group(world, self.tp, rank)
         self.held_columns: tuple[str, ...] = KEPT_SETS * returns_kept + ("routes",) * routes
         """Held columns (`rl.data.held`) of the engine's completions."""

@@ -24,6 +24,7 @@ def build_llm(
     seed: int,
     device: Device,
     frozen: bool,
+    bitwise: bool = False,
     returns_kept: bool = False,
     routes: bool = False,
 ):
@@ -54,6 +55,10 @@ def build_llm(
             moe_backend="auto" if frozen else "triton",
             gpu_memory_utilization=rollout.gpu_memory_utilization,
         )
+        if bitwise:  # `rl.rollout.bitwise` reads lengths on the host and knows the cache of this backend
+            options["enforce_eager"] = True
+            if "kv_lora_rank" not in hf:
+                options["attention_backend"] = "TRITON_ATTN"
         if "sleep_mode_offload_cudagraph" in EngineArgs.__dataclass_fields__:  # not in vLLM 0.25
             # CUDA graphs move to host memory during sleep, so that the trainer can use their memory.
             options["sleep_mode_offload_cudagraph"] = not frozen and not rollout.enforce_eager

@@ -74,7 +74,8 @@ class RolloutWriter:
         return [text[start:] for text in texts]
 
     def _decode(self, ids: Sequence[np.ndarray], special: bool) -> list[str]:
-        return self._tokenizer.batch_decode(list(ids), skip_special_tokens=not special)
+        # Of an empty list some tokenizers return one text.
+        return self._tokenizer.batch_decode(list(ids), skip_special_tokens=not special) if ids else []
 
 
 def columns_of(

@@ -113,7 +113,7 @@ class ExactAttention(CoreAttention):
         row = packed_seq_params.attention
         assert row is not None
         starts, bounds = row.cu_seqlens_kv[:-1, None].long(), row.cu_seqlens_q.long()
-        slots = starts + torch.arange(row.max_seqlen_kv)
+        slots = starts + torch.arange(row.max_seqlen_kv, device=starts.device)
         if row.kv_index is not None:
             slots = row.kv_index[slots.clamp(max=len(row.kv_index) - 1)]
         slots = slots.clamp(max=len(key) - 1)
@@ -199,6 +199,7 @@ class ExactRotary(RowRotary):
     table: Tensor
 
     def of(self, position_ids):
+        self.table = self.table.to(position_ids.device)
         return self.table[position_ids.flatten()][:, None]
 
 
@@ -219,11 +220,11 @@ def _logprobs(hidden, weight, targets, *, temperature, vocab_size, group, chunk,
     first = group.rank() * len(weight)
     rows = max(0, min(len(weight), vocab_size - first))
     local = torch.where((targets >= first) & (targets < first + rows), targets - first, -1)
-    sliced = layers.SlicedWeight.of(weight[:rows], weight.shape[1]) if rows else None
+    sliced = layers.SlicedWeight.of(weight[:rows]) if rows else None
     found = []
     for part, at in zip(hidden.split(chunk), local.split(chunk)):
         logits = part.new_empty(len(part), 0) if sliced is None else layers.linear(part, sliced)
-        logits = logits.float() / torch.tensor(temperature, dtype=torch.float32)
+        logits = logits.float() / torch.tensor(temperature, dtype=torch.float32, device=hidden.device)
         logprobs, log_p = layers.target_logprobs(logits, at, group)
         p = log_p.exp()
         more = layers.sum_over([-(p * log_p).sum(-1), p.square().sum(-1)], group)
@@ -256,8 +257,8 @@ def make_bitwise(model: Policy, hf: dict) -> None:
         if isinstance(module, ExactMoE):
             module.routing = layers.Routing.of(architecture(hf).megatron_config(hf))
     rotary = model.rotary
-    table = layers.rotary_table(rotary.frequencies, hf["max_position_embeddings"], rotary.scale)
-    rotary.table = table.double()
+    table = layers.rotary_table(rotary.frequencies.cpu(), hf["max_position_embeddings"], rotary.scale)
+    rotary.table = table.double()  # a float64 rotation makes `rl.training.rotary` call `rotate`
 
 
 def rotate(x: Tensor, rotation: Tensor, adjacent: bool) -> Tensor:

@@ -62,7 +62,7 @@ class TrainingEngine:
         temperature: temperature of the distribution whose log-probs a policy computes.
         keep_reference: keep a copy of the initial weights for `reference_weights`.
         router_replay: `training.router_replay`, for a policy.
-        bitwise: compute log-probs that are bitwise those of an engine in the same mode.
+        bitwise: compute a policy's log-probs bitwise as an engine in the same mode does.
     """
 
     def __init__(
@@ -93,12 +93,8 @@ class TrainingEngine:
         self.replay: Any = None
         """Chooses the experts of a policy's passes (`rl.training.router_replay`); None: the routers do."""
         hf = value_model(hf) if values else hf
-        model = build_model(hf, training, DTYPES[dtype], grid, values=values).to(device.torch)
-        if bitwise:
-            from rl.training.bitwise import make_bitwise
-
-            make_bitwise(model, hf)
-        self.model = model
+        model = build_model(hf, training, DTYPES[dtype], grid, values=values, bitwise=bitwise)
+        self.model = model = model.to(device.torch)
         self.shares_prompts = training.shared_prefix and can_share(device.torch, DTYPES[dtype])
         if router_replay != "none":
             from rl.training.router_replay import RouterReplay

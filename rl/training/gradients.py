@@ -12,7 +12,6 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from rl.config.schema import Training
 from rl.training.grid import Grid
-from rl.training.layer_spec import use_te
 from rl.training.optimizer import owned_part
 
 
@@ -42,7 +41,7 @@ def with_gradients(model, training: Training, grid: Grid) -> DistributedDataPara
     )
     if overlap:
         config.no_sync_func = wrapped.no_sync
-    if use_te(config.params_dtype):
+    if config.transformer_impl == "transformer_engine":
         _accumulate_in_products(model)
     return wrapped
 

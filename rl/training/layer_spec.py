@@ -45,7 +45,7 @@ def block_spec(config):
             "q_lora_rank=null (DeepSeek-V2-Lite) requires megatron-core 0.16: later versions would also "
             "normalise the query; pip install megatron-core==0.16.1."
         )
-    if use_te(config.params_dtype):
+    if config.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)

@@ -149,17 +149,20 @@ class ValueModel(Packed):
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
-def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> TransformerConfig:
-    """Return Megatron's config for a model and the training section."""
-    on_cuda = torch.cuda.is_available()
+def transformer_config(
+    hf: dict, training: Training, dtype: torch.dtype, *, bitwise: bool = False
+) -> TransformerConfig:
+    """Return Megatron's config for a model and the training section. bitwise: see `build_model`."""
+    on_cuda, te = torch.cuda.is_available(), use_te(dtype) and not bitwise
     of_model = architecture(hf).megatron_config(hf)
     kind = MLATransformerConfig if of_model.get("multi_latent_attention") else TransformerConfig
     layout = _pipeline_layout(of_model["num_layers"], training.pp) if training.pp > 1 else None
     return kind(
         **of_model,
+        transformer_impl="transformer_engine" if te else "local",
         expert_model_parallel_size=training.ep,
         expert_tensor_parallel_size=training.expert_tp,
-        moe_grouped_gemm="num_moe_experts" in of_model and use_te(dtype),
+        moe_grouped_gemm="num_moe_experts" in of_model and te,
         tensor_model_parallel_size=training.tp,
         pipeline_model_parallel_size=training.pp,
         pipeline_model_parallel_layout=layout,
@@ -187,18 +190,16 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype) -> Tran
         batch_p2p_sync=False,
         overlap_p2p_comm=False,
         deallocate_pipeline_outputs=on_cuda,
-        bias_activation_fusion=use_te(dtype),
-        bias_dropout_fusion=use_te(dtype),
+        bias_activation_fusion=te,
+        bias_dropout_fusion=te,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         # Megatron has no fused kernel for MLA without YaRN.
-        apply_rope_fusion=use_te(dtype) and of_model.get("rope_type") != "rope",
-        moe_permute_fusion="num_moe_experts" in of_model and use_te(dtype),
+        apply_rope_fusion=te and of_model.get("rope_type") != "rope",
+        moe_permute_fusion="num_moe_experts" in of_model and te,
         # The fused kernel does not ask for replayed experts.
-        moe_router_fusion="num_moe_experts" in of_model
-        and use_te(dtype)
-        and training.router_replay == "none",
+        moe_router_fusion="num_moe_experts" in of_model and te and training.router_replay == "none",
         recompute_granularity="full" if training.recompute else None,
         recompute_method="uniform" if training.recompute else None,
         recompute_num_layers=1 if training.recompute else None,
@@ -215,13 +216,16 @@ def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
-def build_model(hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *, values: bool) -> Packed:
+def build_model(
+    hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *, values: bool, bitwise: bool = False
+) -> Packed:
     """Build this rank's part of a policy or a value model, with uninitialised weights.
 
-    hf: for a value model, the result of `rl.models.value_model`. Collective over the world (Megatron's tied
+    hf: for a value model, the result of `rl.models.value_model`. bitwise: compute a policy's log-probs as
+    `rl.training.bitwise` does, without Transformer Engine. Collective over the world (Megatron's tied
     embeddings).
     """
-    config = transformer_config(hf, training, dtype)
+    config = transformer_config(hf, training, dtype, bitwise=bitwise)
     options = dict(
         vocab_size=padded_vocab(hf["vocab_size"], vocab_multiple(grid.tp)),
         max_sequence_length=hf["max_position_embeddings"],
@@ -246,4 +250,8 @@ def build_model(hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *,
         # Megatron's rope_scaling option has a fixed original context and fixed frequency factors.
         model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq)
     model.rotary = rotate_by_row(model, fused=config.apply_rope_fusion)
+    if bitwise and not values:
+        from rl.training.bitwise import make_bitwise
+
+        make_bitwise(model, hf)
     return model

@@ -269,7 +269,7 @@ def other_seeds(bug: Bug) -> None:
     name="tokens labelled with an older version",
     peer="huggingface/trl#5932",
     saw="The staleness filter believed a version that the engine did not have.",
-    caught_by="weight versions of the tokens",
+    caught_by="staleness",
     expects=r"StaleTokens: .* tokens have a staleness outside of 0 to 0",
 )
 def wrong_label(bug: Bug) -> None:

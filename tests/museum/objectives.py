@@ -119,7 +119,7 @@ def used_twice(bug: Bug) -> None:
 def plans(bug: Bug, change) -> None:
     from rl.phases.minibatches import MinibatchPlanner
 
-    @bug.replaces(MinibatchPlanner, "_plan")
+    @bug.replaces(MinibatchPlanner, "new_plans")
     def changed(plan, self, batch):
         return change(plan(self, batch))
 
@@ -244,12 +244,12 @@ def stale_old(bug: Bug) -> None:
     kept: dict = {}
     fill = Inference.fill_old_logprobs
 
-    def remembered(self, batch, logprobs, entropy):
+    def remembered(self, batch, logprobs, *rest, **options):
         weights = kept.setdefault("first", logprobs.clone())
         if bug.is_on:
             bug.acts()
             logprobs = weights[: len(logprobs)] if len(weights) >= len(logprobs) else logprobs * 0.5
-        fill(self, batch, logprobs, entropy)
+        fill(self, batch, logprobs, *rest, **options)
 
     Inference.fill_old_logprobs = remembered
 

@@ -19,11 +19,27 @@ def main() -> int:
         begin(step, number)
 
     Step.begin = begin_and_note  # type: ignore[method-assign]
+    if found.warns:
+        print_warnings()
     found.inject(bug)
     sys.argv = ["train_rl.py", *arguments]
     import train_rl
 
     return train_rl.main()
+
+
+def print_warnings() -> None:
+    """Print warnings of the run to stdout too, because stderr is kept only of runs that fail."""
+    from rl.run_directory.progress import Progress
+
+    write = Progress.line
+
+    def line(self: Progress, text: str) -> None:
+        if text.startswith("warning: "):
+            print(text)
+        write(self, text)
+
+    Progress.line = line  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -55,14 +55,27 @@ from tools.tiny_models import save_tiny
 
 save_tiny(sys.argv[1], sys.argv[2], seed=0, **json.loads(sys.argv[3]))
 """
+ENVIRONMENTS = (
+    f"agents.environment={ROOT / 'tests' / 'runs' / 'agent_game.py'}:Echo",
+    "agents.max_tokens_per_turn=6",
+    "agents.workers=1",
+    "agents.order=waves",
+    "rollout.max_response_tokens=40",
+)
+ROLES = ("roles.train=0-0", "roles.rollout=1-1", "roles.lag=1", "rollout_correction.truncate_tokens=2.0")
 CLEAN: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "grpo, dp 2": (2, "qwen2", ()),
-    "grpo, tp 2, several mini-batches": (2, "qwen2", ("training.tp=2", "rollout.tp=2", "training.epochs=2")),
+    "grpo, tp 2, two epochs": (2, "qwen2", ("training.tp=2", "rollout.tp=2", "training.epochs=2")),
     "ppo": (1, "qwen2", ("algorithm=ppo", "objective.reward_kl.coef=0.1")),
+    "dapo": (1, "qwen2", ("algorithm=dapo", "dynamic_sampling.prompts_per_round=4")),
     "dpo": (1, "qwen2", ("algorithm=dpo", "training.prompts_per_minibatch=0")),
     "bfloat16": (2, "qwen2", ("model.dtype=bfloat16", "objective.kl_coef=0.01")),
     "experts, ep 2": (2, "qwen3-moe", ("training.ep=2",)),
+    "latents, bfloat16": (1, "deepseek-v3", ("model.dtype=bfloat16",)),
+    "kept sets": (1, "llama", ("rollout.top_p=0.9", "rollout.top_k=20")),
+    "environments": (1, "qwen2", ENVIRONMENTS),
     "carry-over": (1, "qwen2", ("rollout.carry_over=true", "rollout_correction.truncate_tokens=2.0")),
+    "roles": (2, "qwen2", ROLES),
 }
 """Name -> number of ranks, model and overrides. Each run stops half-way and resumes."""
 ALL_CHECKS = ("agreement.weights_every=1", "refit.check_every=1")

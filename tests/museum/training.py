@@ -2,7 +2,7 @@
 
 from tests.museum.museum import Bug, exhibit
 
-COUNT = "count of the tokens of an update"
+COUNT = "counted tokens"
 REDUCTION = "probe of the reduced gradient"
 
 

@@ -191,6 +191,7 @@ def install() -> None:
     varlen.varlen_attn = _checked(varlen.varlen_attn, varlen_attn)
     _replace_kernels()
     _replace_sleep_mode()
+    _share_log_probs()
 
 
 def _replace_kernels() -> None:
@@ -271,6 +272,23 @@ def _replace_sleep_mode() -> None:
             return super().wake_up(tags=tags)
 
     vllm.LLM = Engine
+
+
+def _share_log_probs() -> None:
+    """Make the CPU build's sampler call that function of the CUDA build's sampler, once it is replaced."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm.v1.worker.gpu.sample import logprob
+
+    kernel, native = logprob.compute_token_logprobs, TopKTopPSampler.forward_cpu
+
+    def forward_cpu(self, logits, generators, k, p):
+        sampled, logprobs = native(self, logits.clone(), generators, k, p)
+        if logprob.compute_token_logprobs is not kernel:
+            every = torch.arange(logits.shape[1]).expand(len(logits), -1)
+            logprobs = logprob.compute_token_logprobs(logits, every)
+        return sampled, logprobs
+
+    TopKTopPSampler.forward_cpu = forward_cpu
 
 
 def _return_sampling_masks(engine) -> None:

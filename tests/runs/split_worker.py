@@ -16,7 +16,7 @@ def gap() -> None:
 
     original = Inference.fill_old_logprobs
 
-    def fill_old_logprobs(self, batch, logprobs, entropy):
+    def fill_old_logprobs(self, batch, logprobs, entropy, **options):
         versions = batch.weight_versions
         for first, end in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist()):
             own = versions[first:end]
@@ -24,7 +24,7 @@ def gap() -> None:
                 far = (logprobs[first:end] - batch.rollout_logprobs[first:end]).abs()
                 with Path(self._config.run.dir, "gap.txt").open("a") as file:
                     file.write(f"{float(far[own == own.max()].max())}\n")
-        original(self, batch, logprobs, entropy)
+        original(self, batch, logprobs, entropy, **options)
 
     Inference.fill_old_logprobs = fill_old_logprobs
 

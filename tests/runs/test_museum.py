@@ -4,10 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.museum.museum import load_exhibits
+from tests.museum.museum import PAGE, load_exhibits, with_table
 from tests.museum.tour import CLEAN, Museum
 
-ALWAYS = ()
+ALWAYS = (
+    "refit skipped",
+    "attention across packed samples",
+    "micro-batch dropped",
+    "gradients not reduced",
+    "optimizer state reset on resume",
+    "prompts skipped after a resume",
+    "order of the scores lost",
+)
 """Exhibits of the default suite, one of each kind."""
 EXHIBITS = load_exhibits()
 
@@ -15,6 +23,13 @@ EXHIBITS = load_exhibits()
 @pytest.fixture(scope="module")
 def museum(tmp_path_factory) -> Museum:
     return Museum(Path(tmp_path_factory.mktemp("museum")))
+
+
+def test_the_page_describes_every_check():
+    page = PAGE.read_text()
+    assert with_table(page) == page, "run python -m tests.museum --docs"
+    described = {line.split(" | ")[0][2:] for line in page.splitlines() if line.startswith("| ")}
+    assert {exhibit.caught_by for exhibit in EXHIBITS.values()} <= described
 
 
 @pytest.mark.parametrize(

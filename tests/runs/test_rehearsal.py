@@ -60,6 +60,13 @@ def rehearsed(toy, tmp_path_factory):
     run_ranks(1, REHEARSE, lines, "--config", config, *old, *carried, timeout=300)
     roles = (*old, f"run.dir={directory}/roles", "roles.train=0-0", "roles.rollout=1-1", "roles.lag=1")
     run_ranks(2, REHEARSE, lines, "--config", config, *roles, timeout=300)
+    whole = ("rollout.top_p=1", "rollout.top_k=0", "rollout.min_p=0")
+    exact = ("model.numerics=bitwise", *whole, "run.max_steps=1", f"run.dir={directory}/bitwise")
+    run_ranks(1, REHEARSE, lines, "--config", config, *exact, timeout=300)
+    assert records(directory / "bitwise")[0]["training/rollout_probs_diff_max"] == 0.0
+    with pytest.raises(RanksFailed, match="rollout.temperature=0.5 is for CPU"):
+        warm = (*exact, "rollout.temperature=0.5", f"run.dir={directory}/warm")
+        run_ranks(1, REHEARSE, lines, "--config", config, *warm, timeout=300)
     with pytest.raises(RanksFailed, match="carry_over_cache=keep is for CPU"):
         keep = (
             *old,

@@ -262,8 +262,9 @@ function drawGroup() {
   if (!open) return;
   const kind = $("shading").value, samples = open.group.samples;
   const largest = (name) => Math.max(1e-9, ...samples.map((s) => Array.isArray(s[name]) ? s[name].reduce((a, b) => Math.max(a, Math.abs(b)), 0) : Math.abs(s[name] ?? 0)));
+  const nothing = kind === "gap" && largest("gap") <= 1e-9 ? "Trainer and engine differ by less than 0.0001 in every token." : "";
   const scale = kind === "advantage" ? largest("advantage") : kind === "gap" ? largest("gap") : 1;
-  $("legend").textContent = { probability: "Darker or stronger: the trainer's policy found the token less probable.",
+  $("legend").textContent = nothing || { probability: "Darker or stronger: the trainer's policy found the token less probable.",
     advantage: `Strongest: ${format(scale)}. Solid underline: positive; dotted: negative.`,
     gap: `Strongest: a difference of ${format(scale)} between the log-probs of trainer and engine. Solid underline: the trainer's is higher; dotted: lower.`, none: "" }[kind];
   $("cards").replaceChildren(...samples.map((sample, number) => card(sample, number, kind, scale)));

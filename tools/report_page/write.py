@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from rl.rollout.turns import SOURCES
 from rl.run_directory.metric_log import STEP
-from rl.run_directory.rollouts import TOKENS_FILE, read, stored_steps
+from rl.run_directory.rollouts import GIVEN_BY, TOKENS_FILE, read, stored_steps
 
 HERE = Path(__file__).parent
 TOKEN_BYTES = 6
@@ -91,7 +90,7 @@ def write_page(
             limit = sample_mib * 2**20 / len(runs)
             run["samples"], run["tokens"] = _samples(parts, number, run_dir, files, limit)
         shown.append(run)
-    parts.add_json("main", {"sources": SOURCES, "runs": shown})
+    parts.add_json("main", {"sources": GIVEN_BY, "runs": shown})
     title = html.escape(" and ".join(names.values()) if len(names) < 4 else f"{len(names)} runs")
     scripts = "\n".join(
         f'<script type="text/plain" id="{name}">{text}</script>' for name, text in parts.packed.items()
@@ -156,7 +155,8 @@ def _events(run_dir: Path, configs: dict[int, dict[str, str]]) -> list[dict[str,
             continue
         facts, config = json.loads(path.read_text()), configs[step]
         changed = [key for key in {**before, **config} if before and before.get(key) != config.get(key)]
-        texts = [f"{facts.get('world_size')} ranks, {facts.get('host')}"]
+        world_size = facts.get("world_size")
+        texts = [f"{world_size} rank{'s' if world_size != 1 else ''}, {facts.get('host')}"]
         texts += [f"{key}: {before.get(key, '-')} -> {config.get(key, '-')}" for key in changed]
         found.append((path.stat().st_mtime, step, "resume" if step else "start", "; ".join(texts)))
         before = config

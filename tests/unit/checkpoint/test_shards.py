@@ -36,9 +36,11 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def test_any_safetensors_reader_opens_it(tensors, tmp_path):
+    tensors["state/empty"] = torch.zeros(0, 1, dtype=torch.int32)
     shards = in_file_order([Shard(name, ((0, len(t)), (0, t.shape[1])), t) for name, t in tensors.items()])
     written = write_shards(tmp_path / "a", shards)
     assert written.bytes == (tmp_path / "a").stat().st_size > num_bytes(shards)
+    check_file(tmp_path / "a", written, contents=True)
     read = load_file(tmp_path / "a")
     assert read.keys() == {shard.key for shard in shards}
     assert torch.equal(read["policy/weight/a[0:6,0:4]"], tensors["policy/weight/a"])

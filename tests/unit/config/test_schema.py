@@ -220,6 +220,21 @@ def test_what_router_replay_cannot_be_combined_with(overrides, words):
     assert words in check_error("training.router_replay=engine", *overrides)
 
 
+@each(
+    "overrides, words",
+    [
+        (("algorithm=sft",), "does not learn from samples; use fast"),
+        (("training.ep=2",), "training.ep=2, because experts"),
+        (("rollout.top_p=0.9",), "use rollout.top_p=1.0"),
+        (("rollout_correction.truncate_tokens=2",), "there is no difference to correct"),
+        (("roles.train=0-0", "roles.rollout=1-1"), "use roles.lag=0"),
+    ],
+)
+def test_what_bitwise_numerics_cannot_be_combined_with(overrides, words):
+    error = check_error("model.numerics=bitwise", *overrides)
+    assert error.startswith("model.numerics=bitwise") and words in error
+
+
 def test_a_negative_stop_token_is_an_error():
     assert (
         check_error("rollout.stop_token_ids=[5, -1]")

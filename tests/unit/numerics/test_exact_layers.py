@@ -30,16 +30,18 @@ def test_linear_ignores_order_batch_and_split(dtype):
     order = torch.randperm(96, generator=torch.Generator().manual_seed(2))
     assert torch.equal(layers.linear(x[:, order], weight[:, order], bias), found)
     assert torch.equal(layers.linear(x[5:6], weight, bias), found[5:6])
-    # Two ranks hold half of the channels each: common scales, then the parts are added.
-    weights = [layers.SlicedWeight.of(part, 96) for part in weight.chunk(2, 1)]
-    scaled = [part.double() * of.scale for part, of in zip(x.chunk(2, 1), weights)]
-    rows = torch.maximum(*(exact.scale_above(part, -1) for part in scaled))
+    # Output channels do not depend on which others a rank holds.
+    assert torch.equal(layers.linear(x, weight[20:33], bias[20:33]), found[:, 20:33])
+    # Two ranks hold half of the input channels each: common scales, then the parts are added.
+    scale = exact.scale_above(weight, 1)
+    weights = [layers.SlicedWeight.scaled(part, scale, 96) for part in weight.chunk(2, 1)]
+    halves, rows = x.double().chunk(2, 1), exact.scale_above(x, -1)
     parts = [
         exact.product(exact.slices(part / rows, of.bits, len(of.parts)), of.parts)
-        for part, of in zip(scaled, weights)
+        for part, of in zip(halves, weights)
     ]
     total = [sum(both) for both in zip(*parts)]
-    whole = exact.combine(total, weights[0].bits) * rows + bias.double()
+    whole = exact.combine(total, weights[0].bits) * rows * scale.T + bias.double()
     assert torch.equal(whole.to(dtype), found)
 
 

@@ -1,13 +1,14 @@
 """The checks of a batch: healthy batches pass, and each error is named with its sample or group."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from rl.config.declarations import formulas
+from rl.config.declarations import formulas, literal_dict
 from rl.config.schema import load_config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
@@ -20,6 +21,7 @@ from rl.phases.batch_checks import (
     check_groups,
     check_likelihoods,
     check_loss_weights,
+    warn_of_constant_scores,
 )
 from rl.phases.objective_check import check_objective
 from rl.phases.policy_gradient import policy_loss
@@ -154,6 +156,21 @@ def test_every_loss_passes_the_objective_check(name):
         policy_loss(config_with(*keys, "objective.kl_coef=0.1", "objective.entropy_coef=0.01")).check()
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *(["kl_coef=0.1", f"kl_estimator={name}"] for name in literal_dict("kl", "ESTIMATORS")),
+        ["top_entropy=0.2"],
+        ["off_policy_mask=0.05"],
+        ["dual_clip=3", "clip_low=0.1", "clip_high=0.4"],
+        ["adaptive_entropy.target=0.2"],
+    ],
+    ids=" ".join,
+)
+def test_every_option_passes_the_objective_check(keys):
+    policy_loss(config_with(*(f"objective.{key}" for key in keys))).check()
+
+
 def test_a_loss_of_the_wrong_sign_fails_the_objective_check():
     config = config_with("objective.kl_coef=0.1")
     loss = policy_loss(config)
@@ -170,3 +187,16 @@ def test_a_loss_of_the_wrong_sign_fails_the_objective_check():
         check_objective(negated, config)
     with pytest.raises(CheckFailed, match="changes the loss by 0.02131 instead of"):
         check_objective(doubled, config)
+
+
+def test_constant_scores_are_warned_of_unless_groups_often_agree():
+    batch, _ = sampled(6)
+    history = Counter()
+    batch.scores = torch.rand(128, generator=torch.Generator().manual_seed(0))
+    assert warn_of_constant_scores(batch, history) == ""
+    batch.scores = torch.zeros(128)
+    assert "all 128 samples have the score 0, as only 0 of 16 groups before" in warn_of_constant_scores(
+        batch, history
+    )
+    # A task whose groups mostly agree gives such a batch by chance.
+    assert warn_of_constant_scores(batch, Counter({0.0: 900, "differs": 100})) == ""

@@ -9,8 +9,9 @@ import torch
 
 from rl.config.options import ConfigError
 from rl.config.schema import Config, Run
+from rl.rollout.turns import SOURCES
 from rl.run.rollouts import StoredBatches
-from rl.run_directory.rollouts import COLUMNS, RolloutLog, read, remove_after, stored_steps
+from rl.run_directory.rollouts import COLUMNS, GIVEN_BY, RolloutLog, read, remove_after, stored_steps
 from tests.stored_run import TOKENS, batch, columns, save_rollouts
 
 
@@ -58,6 +59,10 @@ def test_a_stored_batch_returns_as_it_was_collected(tmp_path, agents):
         ConfigError, match="none of step 3 of run.max_steps=3; set run.max_steps to at most 2"
     ):
         StoredBatches(config)
+
+
+def test_readers_and_writers_name_the_same_sources():
+    assert GIVEN_BY == SOURCES
 
 
 def test_pandas_and_datasets_read_all_steps(tmp_path):

@@ -1,0 +1,74 @@
+"""Log-probs of engine and trainer may differ by rounding, and by no more."""
+
+import numpy as np
+import pytest
+import torch
+
+from rl.data.batch import Batch
+from rl.phases.logprob_checks import LogprobMismatch, check_engine, check_reference, rounding_limit
+
+QWEN_7B = {"hidden_size": 3584, "num_hidden_layers": 28}
+SAMPLES, LENGTH = 4, 10
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """Return a batch whose engine gave every token the log-prob -2, with version 3 of the weights."""
+    ids = [np.arange(LENGTH, dtype=np.int32)] * SAMPLES
+    tokens = torch.ones(SAMPLES * LENGTH)
+    return Batch(
+        prompt_ids=ids,
+        response_ids=ids,
+        groups=torch.zeros(SAMPLES, dtype=torch.int64),
+        truncated=torch.zeros(SAMPLES, dtype=torch.bool),
+        mask=tokens.clone(),
+        rollout_logprobs=-2 * tokens,
+        weight_versions=torch.full((len(tokens),), 3, dtype=torch.int32),
+    )
+
+
+def gap(batch: Batch, logprobs: torch.Tensor, **options) -> dict[str, float]:
+    given = dict(version=3, limit=1e-4, routes=False, ranks=[[0, 1], [2, 3]]) | options
+    return check_engine(batch, logprobs, **given)
+
+
+def test_the_limit_follows_from_dtype_and_size():
+    single, half = (rounding_limit(QWEN_7B, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert single == pytest.approx(4 * (169 * 3584) ** 0.5 * 2.0**-24)
+    assert half == pytest.approx(4 * 13 * 2.0**-8)
+
+
+def test_a_difference_beyond_rounding_names_rank_sample_and_token(batch):
+    logprobs = batch.rollout_logprobs.clone()
+    logprobs[25] -= 0.5
+    with pytest.raises(LogprobMismatch, match=r"rank 0 0, rank 1 0.025; largest at token 5 of sample 2"):
+        gap(batch, logprobs)
+    assert gap(batch, batch.rollout_logprobs + 1e-5)["training/logprob_gap"] == pytest.approx(1e-5, rel=0.1)
+
+
+def test_tokens_that_others_decided_are_left_out(batch):
+    logprobs = batch.rollout_logprobs.clone()
+    logprobs[:3] -= 9
+    batch.mask[0], batch.weight_versions[1:3] = 0, 2
+    assert gap(batch, logprobs)["training/logprob_gap"] == 0
+    batch.mask[:] = 0
+    assert gap(batch, logprobs) == {}
+
+
+def test_one_sample_of_experts_may_be_routed_otherwise(batch):
+    logprobs = batch.rollout_logprobs.clone()
+    logprobs[12:20] -= 1
+    assert gap(batch, logprobs, routes=True)["training/logprob_gap"] == 0
+    logprobs[30] -= 1
+    with pytest.raises(LogprobMismatch):
+        gap(batch, logprobs, routes=True)
+
+
+def test_the_reference_equals_a_policy_that_has_not_learned(batch):
+    batch.old_logprobs = batch.rollout_logprobs
+    check_reference(batch, limit=1e-4)
+    batch.ref_logprobs = batch.old_logprobs + 1e-5
+    check_reference(batch, limit=1e-4)
+    batch.ref_logprobs = batch.old_logprobs + 1e-2
+    with pytest.raises(LogprobMismatch, match="before the first update"):
+        check_reference(batch, limit=1e-4)

@@ -1,0 +1,38 @@
+"""A checksum of weights: every change counts, and it does not depend on the division into parts."""
+
+import pytest
+import torch
+
+from rl.runtime.checksum import placed_checksum
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_parts_add_up_to_the_whole(dtype):
+    whole = (torch.randn(7, 5) * 40).to(dtype)
+    parts = [(0, 0, whole[:3, :2]), (0, 2, whole[:3, 2:]), (3, 0, whole[3:4]), (4, 0, whole[4:])]
+    total = sum(int(placed_checksum(part, (row, column))) for row, column, part in parts)
+    assert (total - int(placed_checksum(whole))) % 2**64 == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.roll(1, 0),
+        lambda w: w.roll(2, 1),
+        lambda w: torch.cat((w[4:], w[:4])),
+        lambda w: w.bfloat16().float(),
+        lambda w: torch.where(torch.arange(8)[:, None] == 3, -w, w),
+        lambda w: torch.zeros_like(w),
+    ],
+)
+def test_wrong_weights_have_another_checksum(change):
+    weights = torch.randn(8, 6)
+    assert placed_checksum(change(weights)) != placed_checksum(weights)
+
+
+def test_vectors_and_stacks_of_matrices_count_by_place():
+    vector, stack = torch.randn(6), torch.randn(3, 4, 2)
+    parts = int(placed_checksum(vector[:2], (0,))) + int(placed_checksum(vector[2:], (2,)))
+    assert (parts - int(placed_checksum(vector))) % 2**64 == 0
+    assert placed_checksum(stack.flip(0)) != placed_checksum(stack)
+    assert placed_checksum(stack) == placed_checksum(stack.view(12, 2))
