@@ -268,7 +268,7 @@ def other_seeds(bug: Bug) -> None:
 @exhibit(
     name="tokens labelled with an older version",
     peer="huggingface/trl#5932",
-    saw="The staleness filter believed a version that the engine did not have.",
+    saw="The staleness filter trusted a version label that did not match the weights of the engine.",
     caught_by="staleness",
     expects=r"StaleTokens: .* tokens have a staleness outside of 0 to 0",
 )
