@@ -300,6 +300,12 @@ def check_correction(config: Config) -> None:
             f"rollout_correction.{weights[0]} and {weights[1]} both weigh a token by its ratio; set one of "
             "them."
         )
+    for name in ("truncate_tokens", "truncate_samples"):
+        if 0 < getattr(fix, name) < 1:
+            raise ConfigError(
+                f"rollout_correction.{name}={getattr(fix, name)} reduces the weight of tokens on which "
+                "engine and trainer agree, whose ratio is 1; use 1 or more, such as 2.0."
+            )
     if (fix.icepop_low or fix.icepop_high) and not fix.icepop_low <= 1 <= fix.icepop_high:
         raise ConfigError(
             f"rollout_correction.icepop_low={fix.icepop_low} and icepop_high={fix.icepop_high} drop tokens "
