@@ -150,8 +150,6 @@ class Updates:
             warmup_steps=self._config.critic.warmup_steps,
         )
         policy.version += 1
-        if policy.needs:
-            step.metrics |= policy.held_metrics()
         step.num_tokens += int(num_tokens.sum())
         step.metrics |= _prefixed("actor", means)
 

@@ -83,8 +83,7 @@ def exchange(
         batch.trajectories = torch.stack([prompt, number]).unique(dim=1, return_inverse=True)[1]
     _check_digests(batch, digests, context_digests, number, ranks)
     if held and len(batch):
-        holders = torch.arange(world).repeat_interleave(num_own.long())[order]
-        batch.held = _locate(batch, own, place_of, holders, held, device)
+        batch.held = _locate(batch, own, place_of, ranks, held, device)
     if num_outcomes.any():
         batch.score_details = _exchange_outcomes(own, place_of, len(batch), device)
     return batch

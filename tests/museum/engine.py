@@ -273,13 +273,11 @@ def other_seeds(bug: Bug) -> None:
     expects=r"StaleTokens: .* tokens have a staleness outside of 0 to 0",
 )
 def wrong_label(bug: Bug) -> None:
-    from rl.rollout import engine
+    from rl.rollout.engine import _Live
 
-    @bug.replaces(engine, "_completion")
-    def older(completion, *args):
-        found = completion(*args)
-        found.weight_versions[:] -= 1
-        return found
+    @bug.replaces(_Live, "versions")
+    def older(versions, self, num_tokens):
+        return versions(self, num_tokens) - 1
 
 
 @exhibit(
