@@ -59,7 +59,7 @@ class Routes:
 
 
 class LayerReplay:
-    """What a router asks for its choice (`TopKRouter.router_replay`), in place of Megatron's class."""
+    """Gives a router its choice of experts (`TopKRouter.router_replay`), in place of Megatron's class."""
 
     def __init__(self, layer: int):
         self.layer = layer
