@@ -119,8 +119,15 @@ class Inference:
             plans = [plan.micro_batches for plan in self._planner.plans(batch)]
             ranks = [[i for p in plans for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
             routes = policy.weight_map.placement.num_experts > 0
-            version, limit = policy.version, self._limit
-            found = check_engine(batch, logprobs, version=version, limit=limit, routes=routes, ranks=ranks)
+            found = check_engine(
+                batch,
+                logprobs,
+                version=policy.version,
+                limit=self._limit,
+                routes=routes,
+                keeps_cache="keep" in (rollout.carry_over_cache, self._config.roles.cache),
+                ranks=ranks,
+            )
             self._step.metrics |= found
         self._check_reference(batch)
 
