@@ -74,11 +74,10 @@ def test_the_reference_equals_a_policy_that_has_not_learned(batch):
         check_reference(batch, limit=1e-4)
 
 
-def test_a_kept_cache_leaves_out_samples_with_older_tokens():
-    mixed = batch()
-    mixed.weight_versions[0] = 2  # the first token of the first sample
-    logprobs = mixed.rollout_logprobs.clone()
+def test_a_kept_cache_leaves_out_samples_with_older_tokens(batch):
+    batch.weight_versions[0] = 2  # the first token of the first sample
+    logprobs = batch.rollout_logprobs.clone()
     logprobs[1:LENGTH] -= 0.5  # what a cache of the older weights does to later tokens
     with pytest.raises(LogprobMismatch):
-        gap(mixed, logprobs)
-    assert gap(mixed, logprobs, keeps_cache=True)["training/logprob_gap"] == 0.0
+        gap(batch, logprobs)
+    assert gap(batch, logprobs, keeps_cache=True)["training/logprob_gap"] == 0.0
