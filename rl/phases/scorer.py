@@ -27,6 +27,9 @@ from rl.runtime.device import Device
 from rl.training.dp_split import plan_minibatch
 from rl.training.engine import TrainingEngine
 
+DIGEST = "\0digest"
+"""Name of the column of `_digest`. A reward function cannot use it, because it is not printable."""
+
 
 class Scorer:
     """Scores batches.
@@ -71,12 +74,12 @@ class Scorer:
         check_answers(samples, scores)
         digests = [_digest(batch, mine[k]) for k in asked]
         columns = gather_columns(
-            [score.values | {"digest": key} for score, key in zip(scores, digests, strict=True)],
+            [score.values | {DIGEST: key} for score, key in zip(scores, digests, strict=True)],
             [mine[k] for k in asked],
             len(batch),
             self.device,
         )
-        check_places(batch, columns.pop("digest", torch.zeros(0)))
+        check_places(batch, columns.pop(DIGEST, torch.zeros(0)))
         found = dict(zip(asked, scores))
         answers = None
         if predictions:
@@ -167,15 +170,16 @@ def check_answers(samples: list[dict], scores: list[Score]) -> None:
             what = "of another sample" if score.sample >= 0 else "that no worker computed"
             raise CheckFailed(
                 f"score check: rank {dist.get_rank()} got the score {score.values['score']:.4g} for its "
-                f"sample {k} "
-                f"of {len(samples)}, {what}: the order of the answers was lost, or they are those of another "
-                "call."
+                f"sample {k} of {len(samples)}, {what}: the order of the answers was lost, or they are "
+                "those of another call."
             )
 
 
 def check_places(batch: Batch, digests: Tensor) -> None:
-    """Raise CheckFailed if the scores of all ranks were put together in another order. digests: float32 "
-    "[N]."""
+    """Raise CheckFailed if the scores of all ranks were put together in another order.
+
+    digests: float32 [N], NaN for samples without one.
+    """
     for sample, found in enumerate(digests.tolist()):
         if not math.isnan(found) and found != _digest(batch, sample):
             raise CheckFailed(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl.config.declarations import shipped
 from rl.config.schema import Config, Optimizer, algorithm_of
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
@@ -18,7 +19,7 @@ from rl.objectives.entropy_controller import AdaptiveEntropy
 from rl.objectives.preference import mismatch_kl
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
-from rl.phases.batch_checks import CheckFailed, check_advantages, check_groups
+from rl.phases.batch_checks import CheckFailed, check_advantages, check_informative
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
 from rl.phases.counting import CountingLoss, check_coverage, check_update
 from rl.phases.deferred import FirstUpdate
@@ -74,6 +75,8 @@ class Updates:
         """Weight of the entropy bonus, or None if it is `objective.entropy_coef`."""
         self._checked_losses: set[str] = set()
         """Losses whose gradient was checked in this process (`rl.phases.objective_check`)."""
+        self._updated_in = 0
+        """Number of the last step that updated the policy in this process; 0: none."""
         self.rates: dict[str, dict[str, Any]] = {}
         """Learning rate of each model's last update, with its step and schedule; kept in checkpoints."""
 
@@ -190,13 +193,16 @@ class Updates:
         self._step.metrics |= _prefixed("implicit_reward", means)
 
     def _check(self, batch: Batch, loss: Loss) -> None:
-        """Check groups and advantages of the batch, and once the loss. Raises CheckFailed on every rank."""
+        """Check groups and advantages of the batch, and once the loss. Raises CheckFailed on every rank.
+
+        Only of shipped algorithms: a user's file may select samples and shape advantages as it likes.
+        """
         config = self._config
-        check_groups(batch, samples_per_prompt=config.rollout.samples_per_prompt)
         estimator, _ = config.objective.chosen
-        if estimator is not None:
-            filters = "dynamic_sampling" in algorithm_of(config).needs
-            check_advantages(batch, estimator, informative=filters)
+        if estimator is not None and config.algorithm in shipped():
+            check_advantages(batch, estimator)
+            if "dynamic_sampling" in algorithm_of(config).needs:
+                check_informative(batch)
         check = getattr(loss, "check", None)  # the attribute of a loss of `policy_gradient.policy_loss`
         if check is not None and config.objective.loss not in self._checked_losses:
             self._checked_losses.add(config.objective.loss)
@@ -233,7 +239,10 @@ class Updates:
         self._check_schedule(model, optimizer, lr, warmup_steps)
         plans, sums = self._planner.plans(batch), {}
         check_coverage(batch, [plan.samples for plan in plans])
-        is_first = model is self._engines.policy and not self._config.rollout_correction.bypass
+        is_first = False  # whether the weights are still those of `old_logprobs`
+        if model is self._engines.policy:
+            is_first = self._updated_in != step.number and not self._config.rollout_correction.bypass
+            self._updated_in = step.number
         phase = step.phase("update", timing=timing, batch=batch.fingerprint)
         with phase, step.bar("train", len(batch) * epochs) as bar:
             for plan in plans * epochs:
@@ -244,7 +253,7 @@ class Updates:
                         batch, plan.micro_batches, counting, lr=lr, outputs=reads, progress=bar
                     )
                     counting.check(terms, batch, plan, model.grid)
-                    check_update(terms, lr=lr, dtype=self._config.model.dtype)
+                    check_update(terms, lr=lr, peak_lr=optimizer.lr, dtype=self._config.model.dtype)
                     is_first = False
                 for name, value in terms.items():
                     sums[name] = sums.get(name, 0.0) + value
