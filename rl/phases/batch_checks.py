@@ -50,16 +50,16 @@ def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
         own, ids = batch.prompt_ids[sample], batch.prompts[group].token_ids
         if own is not ids and not np.array_equal(own, ids):
             raise CheckFailed(
-                f"group check: {place(batch, sample)} is in group {group}, but its context are the tokens of "
-                "another prompt, so its reward would be compared with those of other tasks."
+                f"group check: {place(batch, sample)} is in group {group}, but its context consists of the "
+                "tokens of another prompt, so its reward would be compared with those of other tasks."
             )
     sizes = torch.bincount(batch.groups, minlength=len(batch.prompts))
     wrong = (sizes != samples_per_prompt).nonzero().squeeze(1).tolist()
     if wrong:
         raise CheckFailed(
             f"group check: group {wrong[0]} (prompt {batch.prompts[wrong[0]].index}) has "
-            f"{int(sizes[wrong[0]])} samples instead of rollout.samples_per_prompt={samples_per_prompt}, "
-            f"and so have {len(wrong) - 1} further groups."
+            f"{int(sizes[wrong[0]])} samples instead of rollout.samples_per_prompt={samples_per_prompt}, and "
+            f"so have {len(wrong) - 1} further groups."
         )
 
 
@@ -87,8 +87,8 @@ def check_endings(batch: Batch, *, max_tokens: int, stop_ids: Collection[int], e
         if found.any():
             sample = int(found.nonzero()[0])
             raise CheckFailed(
-                f"ending check: {place(batch, sample)} with {int(lengths[sample])} tokens {problem}, and "
-                f"so do {int(found.sum()) - 1} further samples of {len(batch)}. Stop tokens are "
+                f"ending check: {place(batch, sample)} with {int(lengths[sample])} tokens {problem}, and so "
+                f"do {int(found.sum()) - 1} further samples of {len(batch)}. Stop tokens are "
                 f"{sorted(stop_ids)}."
             )
 
@@ -186,9 +186,9 @@ def check_loss_weights(batch: Batch, *, of_samples: bool) -> None:
     if float(product.min() if len(product) else 0) < -1e-6:
         token = int(product.argmin())
         raise CheckFailed(
-            f"loss weight check: a token has the importance weight {float(weights[token]):.4g}, but "
-            f"log pi_old - log pi_rollout = {float(gap[token]):.4g}: the weight must be "
-            "pi_old / pi_rollout, truncated."
+            f"loss weight check: a token has the importance weight {float(weights[token]):.4g}, but log "
+            f"pi_old - log pi_rollout = {float(gap[token]):.4g}: the weight must be pi_old / pi_rollout, "
+            "truncated."
         )
 
 

@@ -170,8 +170,8 @@ def check_answers(samples: list[dict], scores: list[Score]) -> None:
             what = "of another sample" if score.sample >= 0 else "that no worker computed"
             raise CheckFailed(
                 f"score check: rank {dist.get_rank()} got the score {score.values['score']:.4g} for its "
-                f"sample {k} of {len(samples)}, {what}: the order of the answers was lost, or they are "
-                "those of another call."
+                f"sample {k} of {len(samples)}, {what}: the order of the answers was lost, or they are those "
+                "of another call."
             )
 
 

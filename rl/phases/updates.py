@@ -75,8 +75,6 @@ class Updates:
         """Weight of the entropy bonus, or None if it is `objective.entropy_coef`."""
         self._checked_losses: set[str] = set()
         """Losses whose gradient was checked in this process (`rl.phases.objective_check`)."""
-        self._updated_in = 0
-        """Number of the last step that updated the policy in this process; 0: none."""
         self.rates: dict[str, dict[str, Any]] = {}
         """Learning rate of each model's last update, with its step and schedule; kept in checkpoints."""
 
@@ -153,8 +151,6 @@ class Updates:
             warmup_steps=self._config.critic.warmup_steps,
         )
         policy.version += 1
-        if policy.needs:
-            step.metrics |= policy.held_metrics()
         step.num_tokens += int(num_tokens.sum())
         step.metrics |= _prefixed("actor", means)
 
@@ -239,10 +235,7 @@ class Updates:
         self._check_schedule(model, optimizer, lr, warmup_steps)
         plans, sums = self._planner.plans(batch), {}
         check_coverage(batch, [plan.samples for plan in plans])
-        is_first = False  # whether the weights are still those of `old_logprobs`
-        if model is self._engines.policy:
-            is_first = self._updated_in != step.number and not self._config.rollout_correction.bypass
-            self._updated_in = step.number
+        is_first = model is self._engines.policy and self._inference.has_old_logprobs(batch)
         phase = step.phase("update", timing=timing, batch=batch.fingerprint)
         with phase, step.bar("train", len(batch) * epochs) as bar:
             for plan in plans * epochs:

@@ -26,7 +26,7 @@ def skipped(bug: Bug) -> None:
 @exhibit(
     name="prompts repeated after a resume",
     peer="PrimeIntellect-ai/prime-rl#3332",
-    saw="Every resumed run began the data anew.",
+    saw="Every resumed run started the data from the beginning.",
     caught_by=DRAWN,
     expects=r"CheckFailed: draw check: .* behind 0 prompts, .* drawn 8: prompts are repeated",
     resumes=True,

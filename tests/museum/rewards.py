@@ -131,7 +131,7 @@ def of_the_batch(bug: Bug) -> None:
 @exhibit(
     name="baseline of the first sample",
     peer="ServiceNow/PipelineRL#54",
-    saw="Only the first rollout of a group entered the mean reward, and training still kind of worked.",
+    saw="The mean reward of a group counted only its first rollout; training seemed to work.",
     caught_by="advantages",
     expects=r"CheckFailed: advantage check: the advantages of group \d have the sum",
 )
