@@ -100,7 +100,7 @@ class Inference:
         metrics |= correct_rollout(batch, self._config.rollout_correction)
 
     def has_old_logprobs(self, batch: Batch) -> bool:
-        """Return whether `old_logprobs` are those of the present weights, or the first update fills them."""
+        """Return whether `old_logprobs` are of the present weights, or the first update fills them."""
         return self._engines.policy.num_updates in (batch.deferred_at, self._filled_at)
 
     def reference(self, batch: Batch) -> None:
