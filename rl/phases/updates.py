@@ -189,9 +189,9 @@ class Updates:
         self._step.metrics |= _prefixed("implicit_reward", means)
 
     def _check(self, batch: Batch, loss: Loss) -> None:
-        """Check groups and advantages of the batch, and once the loss. Raises CheckFailed on every rank.
+        """Check the advantages of a shipped algorithm, and once the loss. Raises CheckFailed on every rank.
 
-        Only of shipped algorithms: a user's file may select samples and shape advantages as it likes.
+        A user's algorithm may select samples and shape advantages as it likes.
         """
         config = self._config
         estimator, _ = config.objective.chosen
