@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from rl.data.reading import Row, describe, first_line, read_rows
 
@@ -216,9 +216,15 @@ def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, row: Row, *, 
 
 
 def end_token_ids(model: str) -> set[int]:
-    """Return the ids at which vLLM ends a response by the model's generation_config.json."""
+    """Return the ids at which vLLM ends a response, besides the tokenizer's eos.
+
+    They are those of generation_config.json, or of config.json if the model has no such file.
+    """
     path = Path(model, "generation_config.json")
-    value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    if path.exists():
+        value = json.loads(path.read_text()).get("eos_token_id")
+    else:
+        value = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model)).eos_token_id
     return set(value if isinstance(value, list) else [] if value is None else [value])
 
 

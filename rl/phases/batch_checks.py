@@ -25,6 +25,8 @@ SLACK = 1e-3
 """Evidence per token that `check_likelihoods` tolerates, in nats."""
 CENTRED = ("grpo", "rloo", "maxrl")
 """Advantages with the sum 0 in every group."""
+ORDERED = frozenset({"rewards", "groups", "baselines"})
+"""Columns of the estimators whose advantages follow the order of the rewards in a group."""
 
 
 class CheckFailed(RuntimeError):
@@ -120,7 +122,7 @@ def check_duplicates(batch: Batch) -> None:
         )
 
 
-def check_likelihoods(batch: Batch, logprobs: Tensor, *, name: str) -> None:
+def check_likelihoods(batch: Batch, logprobs: Tensor, *, name: str, version: int | None = None) -> None:
     """Check that log-probs [T] belong to the sampled tokens.
 
     The engine sampled token x_t from q_t and reported log q_t(x_t). For every distribution p_t that was fixed
@@ -129,10 +131,17 @@ def check_likelihoods(batch: Batch, logprobs: Tensor, *, name: str) -> None:
     1 / RISK only with the probability RISK. Log-probs of other tokens, in another base, or of a q_t that was
     not sampled from exceed it after some hundred tokens. SLACK is for rounding, and for algorithms that
     select groups by their results.
+
+    version: only tokens that these weights sampled are compared, None for all. Of tokens of older weights
+    that were selected by their results, the product has no such bound: the policy has become more likely to
+    give such results since.
     """
     if batch.rollout_logprobs is None or batch.mask is None:
         return
-    gaps = (logprobs - batch.rollout_logprobs)[batch.mask > 0].double()
+    counted = batch.mask > 0
+    if version is not None and batch.weight_versions is not None:
+        counted &= batch.weight_versions == version
+    gaps = (logprobs - batch.rollout_logprobs)[counted].double()
     evidence = float((torch.nn.functional.softplus(gaps) - math.log(2)).sum())
     if not evidence <= -math.log(RISK) + SLACK * len(gaps):
         raise CheckFailed(
@@ -183,15 +192,34 @@ def check_loss_weights(batch: Batch, *, of_samples: bool) -> None:
         )
 
 
-def check_advantages(batch: Batch, estimator: Formula, *, informative: bool) -> None:
+def check_informative(batch: Batch) -> None:
+    """Check that samples of each group have different scores, as dynamic sampling promises.
+
+    Rewards and advantages may be equal nevertheless: a length penalty may make up for a better score.
+    """
+    if batch.scores is None or not len(batch):
+        return
+    size = int(batch.groups.max()) + 1
+    least, most = (
+        torch.zeros(size).scatter_reduce(0, batch.groups, batch.scores, how, include_self=False)
+        for how in ("amin", "amax")
+    )
+    if (equal := batch.groups.bincount().bool() & (least == most)).any():
+        group = int(equal.nonzero()[0])
+        raise CheckFailed(
+            f"group check: all samples of group {group} have the score {float(least[group]):g}, but dynamic "
+            "sampling keeps only groups whose samples have different scores."
+        )
+
+
+def check_advantages(batch: Batch, estimator: Formula) -> None:
     """Check that advantages of a group follow the order of its rewards, and are not 0 for unequal rewards.
 
-    Only for estimators that give one advantage per sample from `rewards`. informative: whether each group
-    must have an advantage (dynamic sampling).
+    Only for estimators that give one advantage per sample from `rewards` and group statistics.
     """
-    if batch.advantages is None or batch.rewards is None or "lengths" in estimator.columns:
+    if batch.advantages is None or batch.rewards is None:
         return
-    if "rewards" not in estimator.columns:
+    if "rewards" not in estimator.columns or not estimator.columns <= ORDERED:
         return
     samples = batch.merge_rows()
     filled = samples.lengths > 0
@@ -210,8 +238,8 @@ def check_advantages(batch: Batch, estimator: Formula, *, informative: bool) -> 
             f"{float(a[k + 1]):.4g}, and the smaller reward {float(r[k]):.4g} has {float(a[k]):.4g}: the "
             "sign is wrong, or the advantages are those of other samples."
         )
-    size = int(groups.max()) + 1 if len(groups) else 0
     if estimator.function in CENTRED:
+        size = int(groups.max()) + 1 if len(groups) else 0
         if (same & rises).any() and not a.any():
             raise CheckFailed("advantage check: rewards differ within groups, but every advantage is 0.")
         sums = torch.zeros(size, dtype=torch.float64).index_add_(0, groups, advantages)
@@ -221,11 +249,4 @@ def check_advantages(batch: Batch, estimator: Formula, *, informative: bool) -> 
                 f"advantage check: the advantages of group {group} have the sum {float(sums[group]):.4g} "
                 f"instead of 0: objective.advantage={estimator.function} compares samples with their own "
                 "group only."
-            )
-    if informative:
-        spread = torch.zeros(size, dtype=torch.float64).index_add_(0, groups, advantages.abs())
-        if (spread == 0).any():
-            raise CheckFailed(
-                f"group check: group {int((spread == 0).nonzero()[0])} has no advantage, but dynamic "
-                "sampling keeps only groups whose samples have different scores."
             )

@@ -25,6 +25,11 @@ MOVED = "check/moved"
 """Name of the share of data parallel ranks whose weights changed, from `TrainingEngine.update`."""
 TOLERANCE = 1e-9
 """Largest distance of the sum of COUNTED from 1; its terms are float64."""
+SMALL_LR = 0.01
+"""Share of the peak learning rate from which an update must change weights. Far below it, at the ends of a
+schedule, float32 may round every change away."""
+SMALL_NORM = 1e-6
+"""Gradient norm from which an update must change weights. Below it Adam's epsilon may dominate."""
 NUM_CODES = 1021
 """Codes of positions are 1 to NUM_CODES. The product with a token id is below 2**28, so that float64 sums
 2**25 tokens exactly."""
@@ -100,7 +105,7 @@ def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
         )
 
 
-def check_update(terms: dict[str, float], *, lr: float, dtype: str) -> None:
+def check_update(terms: dict[str, float], *, lr: float, peak_lr: float, dtype: str) -> None:
     """Remove GAP and MOVED from the terms of an update, sums over all ranks, and check them.
 
     Raises CheckFailed if the first update of a step found other log-probs than `old_logprobs`, or if no
@@ -113,10 +118,10 @@ def check_update(terms: dict[str, float], *, lr: float, dtype: str) -> None:
             f"step, more than {bound:.2g} for model.dtype={dtype}: old_logprobs are of other weights or "
             "tokens."
         )
-    if not terms.pop(MOVED) and terms["grad_norm"] > 0 and lr > 0:
+    if not terms.pop(MOVED) and terms["grad_norm"] > SMALL_NORM and lr > SMALL_LR * peak_lr:
         raise CheckFailed(
-            f"movement check: the gradient norm is {terms['grad_norm']:.3g}, but the update changed no "
-            "weight."
+            f"movement check: the gradient norm is {terms['grad_norm']:.3g} and the learning rate {lr:.3g}, "
+            "but the update changed no weight."
         )
 
 

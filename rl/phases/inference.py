@@ -86,7 +86,9 @@ class Inference:
         metrics, mask = self._step.metrics, batch.mask
         batch.old_logprobs, batch.deferred_at = logprobs, None
         self._filled_at = self._engines.policy.num_updates
-        check_likelihoods(batch, logprobs, name="old policy")
+        if self._config.run.mode != "train_only":  # a replayed policy may have learned from these tokens
+            version = self._engines.policy.version if self._selects else None
+            check_likelihoods(batch, logprobs, name="old policy", version=version)
         if self._is_bitwise:
             plans = self._planner.plans(batch) if first is None else [first]
             check_equal(batch, logprobs, self._engines.policy.version, [plan.micro_batches for plan in plans])
@@ -106,15 +108,23 @@ class Inference:
         policy = self._engines.policy
         (batch.ref_logprobs,) = self._pass(policy, batch, ("logprobs",), "ref", "ref", of_reference=True)
         config = self._config
-        selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
-        if not selects and not config.roles.is_on:  # else the tokens that are missing may have smaller ratios
+        selects = self._selects or config.roles.is_on or config.rollout_correction.rejections
+        # Else the tokens that are missing may have smaller ratios.
+        if not selects and config.run.mode != "train_only":
             check_likelihoods(batch, batch.ref_logprobs, name="reference policy")
         self._check_reference(batch)
+
+    @property
+    def _selects(self) -> bool:
+        """Whether samples enter a batch by their results or lengths."""
+        config = self._config
+        return "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
 
     def _check_logprobs(self, batch: Batch, logprobs: Tensor) -> None:
         """Compare the policy's log-probs with the engine's and the reference's, where they must be equal."""
         policy, rollout = self._engines.policy, self._config.rollout
         is_biased = rollout.truncates and rollout.biased_truncation
+        is_biased |= self._config.agents.structured_tool_calls  # the engine samples from allowed tokens only
         if self._limit and not is_biased and self._config.run.mode != "train_only":
             plans = [plan.micro_batches for plan in self._planner.plans(batch)]
             ranks = [[i for p in plans for micro in p[r] for i in micro] for r in range(policy.grid.dp)]

@@ -3,8 +3,8 @@
 The gradient of a policy gradient's loss with respect to the log-probs is computed on a few tokens, once per
 start, before the first update:
 
-    ratio 1       it increases the log-probs of tokens with positive advantage, and decreases the others;
-                  masked tokens have none; all weights together have the sum of `objective.aggregation`
+    ratio 1       it increases the log-probs of tokens with positive advantage, and no others; masked tokens
+                  have none; all weights together have the sum of `objective.aggregation`
     KL term       the loss changes by kl_coef * KL with the formula of the estimator, and counts it once
     clip, ppo     it is 0 exactly outside of 1 - clip_low, 1 + clip_high and dual_clip
     entropy       the bonus increases the entropy of the counted tokens only
@@ -23,6 +23,8 @@ from rl.training.packing import MicroBatch
 
 UNIT_SLOPES = ("ppo", "reinforce", "gspo", "cispo", "gpg", "dro")
 """Losses whose derivative at ratio 1 and advantage -1 is 1."""
+LARGEST_EDGE = 1000.0
+"""Bounds of the ratio above this are not tested: they turn the clip off, and float32 is too coarse."""
 DIVERGENCES = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
 """Estimators of the KL divergence at ratio 1, as a function of log pi - log pi_ref."""
 OPTIONAL = ("loss_weights", "trajectory_tokens")
@@ -43,7 +45,8 @@ def check_objective(loss: Loss, config: Config) -> None:
     if on_policy.slope[~counted].any() or (on_policy.entropy_slope is not None and on_policy.leaks_entropy):
         problem = "masked tokens, such as tool output, have a gradient"
     elif goal.kl_estimator in ("k2", "k3", "k1+", "k3+", "k3-weighted") or not goal.kl_coef:
-        if not (on_policy.slope * advantages < 0)[counted].all():
+        raised = on_policy.slope < 0  # a loss may ignore negative advantages
+        if not (raised == (advantages > 0))[counted].all():
             problem = "at ratio 1 it does not raise the log-probs of tokens with positive advantage only"
         elif formula.function in UNIT_SLOPES:
             total, expected = float(on_policy.slope.abs().sum()), _weight(config)
@@ -158,7 +161,8 @@ def _problem_of_kl(loss: Loss, config: Config) -> str:
 def _problem_of_clip(loss: Loss, config: Config) -> str:
     goal, step = config.objective, 0.01
     edges = [1 - goal.clip_low, 1 + goal.clip_high, *([goal.dual_clip] if goal.dual_clip else [])]
-    for ratio in (edge + side * step for edge in edges for side in (-1, 1) if edge > step):
+    tested = [edge for edge in edges if step < edge <= LARGEST_EDGE]
+    for ratio in (edge + side * step for edge in tested for side in (-1, 1)):
         ratios = torch.full((sum(LENGTHS),), ratio)
         for advantage in (1.0, -1.0):
             point = _Point(loss, config, advantages=torch.full_like(ratios, advantage), ratios=ratios)

@@ -18,7 +18,7 @@ from rl.data.prompts import Prompt
 from rl.data.sampler import EpochSampler, MixedSampler
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
-from rl.phases.batch_checks import CheckFailed, check_duplicates, check_endings
+from rl.phases.batch_checks import CheckFailed, check_duplicates, check_endings, check_groups
 from rl.phases.batch_metrics import length_metrics, score_metrics
 from rl.phases.generation import Generation
 from rl.phases.inference import Inference
@@ -174,6 +174,8 @@ class Phases:
                     order=order,
                 )
         config = self.config
+        # Not before the update: an algorithm may learn from some samples of a group.
+        check_groups(batch, samples_per_prompt=config.rollout.samples_per_prompt)
         check_endings(
             batch,
             max_tokens=config.rollout.max_response_tokens,

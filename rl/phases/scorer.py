@@ -27,6 +27,9 @@ from rl.runtime.device import Device
 from rl.training.dp_split import plan_minibatch
 from rl.training.engine import TrainingEngine
 
+DIGEST = "\0digest"
+"""Name of the column of `_digest`. A reward function cannot use it, because it is not printable."""
+
 
 class Scorer:
     """Scores batches.
@@ -71,12 +74,12 @@ class Scorer:
         check_answers(samples, scores)
         digests = [_digest(batch, mine[k]) for k in asked]
         columns = gather_columns(
-            [score.values | {"digest": key} for score, key in zip(scores, digests, strict=True)],
+            [score.values | {DIGEST: key} for score, key in zip(scores, digests, strict=True)],
             [mine[k] for k in asked],
             len(batch),
             self.device,
         )
-        check_places(batch, columns.pop("digest", torch.zeros(0)))
+        check_places(batch, columns.pop(DIGEST, torch.zeros(0)))
         found = dict(zip(asked, scores))
         answers = None
         if predictions:
@@ -175,7 +178,7 @@ def check_answers(samples: list[dict], scores: list[Score]) -> None:
 def check_places(batch: Batch, digests: Tensor) -> None:
     """Raise CheckFailed if the scores of all ranks were put together in another order.
 
-    digests: float32 [N].
+    digests: float32 [N], NaN for samples without one.
     """
     for sample, found in enumerate(digests.tolist()):
         if not math.isnan(found) and found != _digest(batch, sample):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl.config.declarations import shipped
 from rl.config.schema import Config, Optimizer, algorithm_of
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
@@ -18,7 +19,7 @@ from rl.objectives.entropy_controller import AdaptiveEntropy
 from rl.objectives.preference import mismatch_kl
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
-from rl.phases.batch_checks import CheckFailed, check_advantages, check_groups
+from rl.phases.batch_checks import CheckFailed, check_advantages, check_informative
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
 from rl.phases.counting import CountingLoss, check_coverage, check_update
 from rl.phases.deferred import FirstUpdate
@@ -188,13 +189,16 @@ class Updates:
         self._step.metrics |= _prefixed("implicit_reward", means)
 
     def _check(self, batch: Batch, loss: Loss) -> None:
-        """Check groups and advantages of the batch, and once the loss. Raises CheckFailed on every rank."""
+        """Check the advantages of a shipped algorithm, and once the loss. Raises CheckFailed on every rank.
+
+        A user's algorithm may select samples and shape advantages as it likes.
+        """
         config = self._config
-        check_groups(batch, samples_per_prompt=config.rollout.samples_per_prompt)
         estimator, _ = config.objective.chosen
-        if estimator is not None:
-            filters = "dynamic_sampling" in algorithm_of(config).needs
-            check_advantages(batch, estimator, informative=filters)
+        if estimator is not None and config.algorithm in shipped():
+            check_advantages(batch, estimator)
+            if "dynamic_sampling" in algorithm_of(config).needs:
+                check_informative(batch)
         check = getattr(loss, "check", None)  # the attribute of a loss of `policy_gradient.policy_loss`
         if check is not None and config.objective.loss not in self._checked_losses:
             self._checked_losses.add(config.objective.loss)
@@ -242,7 +246,7 @@ class Updates:
                         batch, plan.micro_batches, counting, lr=lr, outputs=reads, progress=bar
                     )
                     counting.check(terms, batch, plan, model.grid)
-                    check_update(terms, lr=lr, dtype=self._config.model.dtype)
+                    check_update(terms, lr=lr, peak_lr=optimizer.lr, dtype=self._config.model.dtype)
                     is_first = False
                 for name, value in terms.items():
                     sums[name] = sums.get(name, 0.0) + value

@@ -306,7 +306,7 @@ def frozen(bug: Bug) -> None:
     peer="OpenRLHF/OpenRLHF#1272",
     saw="Groups of equal continuous rewards passed the filter of dynamic sampling and were trained on.",
     caught_by="groups",
-    expects=r"CheckFailed: group check: group \d has no advantage",
+    expects=r"CheckFailed: group check: all samples of group \d have the score 0\.5",
     overrides=("algorithm=dapo",),
 )
 def filtered(bug: Bug) -> None:

@@ -19,6 +19,7 @@ from rl.phases.batch_checks import (
     check_duplicates,
     check_endings,
     check_groups,
+    check_informative,
     check_likelihoods,
     check_loss_weights,
     warn_of_constant_scores,
@@ -120,9 +121,9 @@ def test_advantages_of_the_wrong_order_or_baseline_are_found():
     estimator = formulas("advantages")["grpo"]
     batch.rewards = torch.rand(128, generator=torch.Generator().manual_seed(0))
 
-    def check(advantages, informative=True):
+    def check(advantages):
         batch.advantages = advantages.repeat_interleave(batch.lengths)
-        check_advantages(batch, estimator, informative=informative)
+        check_advantages(batch, estimator)
 
     right = grpo(batch.rewards, batch.groups, normalize_by_std=True)
     check(right)
@@ -131,10 +132,36 @@ def test_advantages_of_the_wrong_order_or_baseline_are_found():
         (right * 0, "every advantage is 0"),
         (batch.rewards - batch.rewards.mean(), "have the sum"),
         (right.roll(1), "sign is wrong"),
-        (torch.where(batch.groups == 3, 0.0, right), "group 3 has no advantage"),
     ):
         with pytest.raises(CheckFailed, match=message):
             check(wrong)
+
+
+def test_groups_of_equal_scores_are_found():
+    batch, _ = sampled(4)
+    batch.scores = torch.rand(128, generator=torch.Generator().manual_seed(0))
+    check_informative(batch)
+    # A penalty that makes up for the score leaves a group without advantages, but the filter has kept it.
+    batch.rewards = torch.where(batch.groups == 3, 0.5, batch.scores)
+    check_informative(batch)
+    batch.scores = batch.rewards
+    with pytest.raises(CheckFailed, match="all samples of group 3 have the score 0.5"):
+        check_informative(batch)
+
+
+def test_advantages_of_other_columns_need_not_follow_the_reward():
+    batch, _ = sampled(4)
+    batch.rewards, batch.advantages = torch.rand(128), torch.rand(len(batch.mask))
+    check_advantages(batch, formulas("advantages")["opo"])
+
+
+def test_selected_tokens_of_older_weights_are_not_compared():
+    batch, _ = sampled(2)
+    batch.weight_versions = torch.full(batch.mask.shape, 4, dtype=torch.int32)
+    likelier = batch.rollout_logprobs + 0.2
+    check_likelihoods(batch, likelier, name="policy", version=5)
+    with pytest.raises(CheckFailed, match="likelihood check"):
+        check_likelihoods(batch, likelier, name="policy", version=4)
 
 
 def test_inverted_importance_weights_are_found():
