@@ -19,6 +19,17 @@ from rl.run_directory.view import WIDTH, Phase, RunView, draw, duration
 
 HEARTBEATS_S = 15.0
 """Time between two readings of all heartbeats, in seconds."""
+TIMINGS = {
+    "generate": "gen",
+    "wait_samples": "gen",
+    "score": "reward",
+    "log_probs": "old_log_prob",
+    "update": "update_actor",
+    "refit": "update_weights",
+    "wait_weights": "update_weights",
+    "save": "save_checkpoint",
+}
+"""Phase -> name of the metric timing_s/* that measures it in most cases."""
 
 
 def main(argv: list[str]) -> int:
@@ -98,7 +109,8 @@ class RunFiles:
         first = _read(directory / "rank_0.json")
         if first is None:
             return
-        self._view.phase = Phase(first["phase"], now - first["since"])
+        phase = first["phase"]
+        self._view.phase = Phase(phase, now - first["since"], timing=TIMINGS.get(phase, phase))
         if now - self._read_at >= HEARTBEATS_S:
             self._read_at = now
             self._heartbeats = [_read(path) for path in sorted(directory.glob("rank_*.json"))]
@@ -112,7 +124,7 @@ class RunFiles:
 
 
 def _read(path: Path) -> dict | None:
-    """Return the content of a heartbeat, None if it is not there or has another form."""
+    """Return the content of a heartbeat, None if the file is missing or has another form."""
     try:
         record = json.loads(path.read_text())
         return record if {"phase", "since", "waits", "rank", "host"} <= record.keys() else None

@@ -31,7 +31,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_tables import carry_over, checkpoint, control, generation, grpo, refit, training  # noqa: E402
+from tools.bench_tables import carry_over, checkpoint, control, generation, grpo, numerics, refit, training  # noqa: E402
 from tools.bench_tables.report import (  # noqa: E402
     Result,
     describe_machine,
@@ -99,6 +99,13 @@ TABLES = {
         "higher",
         carry_over.add_arguments,
         carry_over.measure,
+    ),
+    "numerics": Table(
+        "A GRPO step with model.numerics=bitwise against fast",
+        "bitwise / fast, seconds of a step",
+        "lower",
+        numerics.add_arguments,
+        numerics.measure,
     ),
     "control": Table(
         "Share of a step outside generation, forward, backward and refit, and its growth with the ranks",

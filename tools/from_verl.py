@@ -9,7 +9,8 @@ run leaves at verl's defaults are translated too. Then lists on stderr, with the
 no counterpart, and each one that needs none.
 
 A .sh file is executed by bash, so that its variables, arithmetic and $@ have their values. Its PATH has no
-programs but python, torchrun and ray, which only report their arguments. Names and defaults of settings are
+programs but python, torchrun and ray, which only report their arguments. Redirections and programs named by
+their whole path still work, so pass only scripts that you trust. Names and defaults of settings are
 those of verl at its commit b178a3cd (January 2026); tools/verl_keys.py has the tables.
 """
 
@@ -40,6 +41,7 @@ from tools.verl_keys import (  # noqa: E402
     OFF,
     REPLAY,
     SOURCES,
+    WEIGHTS,
     reason,
 )
 
@@ -84,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = Settings(read_settings(Path(args.file), args.overrides))
         ours, notes = translate(settings, args.train_rows)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     tree = yaml.dump(only_changes(ours), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
@@ -153,7 +155,11 @@ def arguments_of_script(path: Path, overrides: Sequence[str]) -> list[str]:
         start.write_text("command_not_found_handle() { return 0; }\n")
         environment = os.environ | {"PATH": str(programs), "BASH_ENV": str(start)}
         done = subprocess.run(
-            ["/bin/bash", path, *overrides], env=environment, cwd=directory, capture_output=True, text=True
+            ["/bin/bash", path.resolve(), *overrides],
+            env=environment,
+            cwd=directory,
+            capture_output=True,
+            text=True,
         )
         text = calls.read_text() if calls.exists() else ""
     for call in text.split("\n\0"):
@@ -273,9 +279,8 @@ def correction(settings: Settings) -> dict[str, Any]:
     """Translate the rollout correction."""
     get, part = settings.get, "algorithm.rollout_correction"
     ours: dict[str, Any] = {}
-    level = get(f"{part}.rollout_is")
-    if level:
-        key = {"token": "truncate_tokens", "sequence": "truncate_samples"}[level]
+    if get(f"{part}.rollout_is"):
+        key = pick(settings, f"{part}.rollout_is", "", WEIGHTS)
         ours[f"rollout_correction.{key}"] = float(get(f"{part}.rollout_is_threshold", 2.0))
     if get(f"{part}.bypass_mode", False):
         settings.used -= {f"{part}.rollout_is", f"{part}.rollout_is_threshold"}
@@ -283,6 +288,11 @@ def correction(settings: Settings) -> dict[str, Any]:
     criteria = str(get(f"{part}.rollout_rs", "")).split(",")
     if criteria != [""]:
         bounds = str(get(f"{part}.rollout_rs_threshold", "2.0")).split(",")
+        if len(bounds) != len(criteria):
+            raise ValueError(
+                f"{part}.rollout_rs has {len(criteria)} criteria and rollout_rs_threshold {len(bounds)} "
+                "bounds; give one for each, separated by commas."
+            )
         names, lows, highs = [], [], []
         for name, bound in zip(criteria, bounds, strict=True):
             kind, _, statistic = name.strip().rpartition("_")
@@ -417,8 +427,8 @@ def reward(settings: Settings, notes: list[str]) -> dict[str, Any]:
         ours["reward.function"] = f"{path}:{get('custom_reward_function.name', 'compute_score')}"
         notes.append(
             f"reward.function={ours['reward.function']} must accept (prompt, response, ground_truth, "
-            "**extra) instead of (data_source, solution_str, ground_truth, extra_info); extra has the other "
-            "two."
+            "**extra) instead of (data_source, solution_str, ground_truth, extra_info); extra holds "
+            "data_source and extra_info."
         )
     else:
         ours["reward.function"] = "rl.rewards.math:score"

@@ -167,7 +167,9 @@ def export(tables: Iterator["pa.Table"], path: Path) -> int:
 
     if path.suffix not in (".parquet", ".jsonl", ".csv"):
         raise ValueError(f"--export={path} must end with .parquet, .jsonl or .csv.")
-    table = pa.concat_tables(tables)
+    if not (found := list(tables)):
+        raise ValueError("no stored step is within --step; `--table` without it lists all of them.")
+    table = pa.concat_tables(found)
     if path.suffix == ".parquet":
         pq.write_table(table, path, compression="zstd")
     elif path.suffix == ".csv":

@@ -34,9 +34,13 @@ LOSSES = {
 """actor.policy_loss.loss_mode -> objective.loss."""
 
 AGGREGATIONS = {
-    name: name
-    for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    "token-mean": "token-mean",
+    "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-mean": "seq-mean-token-mean",
+    "seq-mean-token-sum-norm": "seq-mean-token-sum-norm",
 }
+"""actor.loss_agg_mode -> objective.aggregation."""
+
 KL_ESTIMATORS = {
     "kl": "k1",
     "k1": "k1",
@@ -46,8 +50,13 @@ KL_ESTIMATORS = {
     "low_var_kl": "k3",
     "k3": "k3",
 }
+"""actor.kl_loss_type without "+", or algorithm.kl_penalty -> estimator."""
+
 REPLAY = {"disabled": "none", "R2": "old_policy", "R3": "engine"}
 """actor.router_replay.mode -> training.router_replay."""
+
+WEIGHTS = {"token": "truncate_tokens", "sequence": "truncate_samples"}
+"""algorithm.rollout_correction.rollout_is -> key of rollout_correction."""
 
 SOURCES = {
     "openai/gsm8k": "rl.rewards.gsm8k:score",

@@ -477,7 +477,7 @@ def _check_loaded(path: Path, saved: Mapping[str, int], models: Mapping[str, Tra
     wrong = [
         name
         for name, value in saved.items()
-        if loaded.get(name) != value and (REFERENCE not in name.split("/")[1] or name.startswith(tuple(kept)))
+        if loaded.get(name) != value and (name.split("/")[1] != REFERENCE or name.startswith(tuple(kept)))
     ]
     if not wrong:
         return

@@ -92,8 +92,7 @@ def check_contradictions(config: Config) -> None:
     if config.watchdog.lost_s < 4 * config.watchdog.beat_s:
         raise ConfigError(
             f"watchdog.lost_s={config.watchdog.lost_s:g} leaves no room for a late heartbeat: use at least "
-            "four times "
-            f"watchdog.beat_s={config.watchdog.beat_s:g}."
+            f"four times watchdog.beat_s={config.watchdog.beat_s:g}."
         )
     buffer, limit = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer > limit:
@@ -240,8 +239,7 @@ def check_checkpoint(config: Config) -> None:
     if checkpoint.weights_only and checkpoint.resume in ("auto", "never"):
         raise ConfigError(
             f"checkpoint.weights_only=true needs a path in checkpoint.resume, not {checkpoint.resume}: that "
-            "of the run, or of its "
-            "checkpoint, whose weights are to be taken."
+            "of the run, or of its checkpoint, whose weights are to be taken."
         )
 
 
@@ -276,8 +274,7 @@ def warnings(config: Config) -> list[str]:
     ):
         found.append(
             f"checkpoint.every={checkpoint.every} is no multiple of validation.every={validation.every}: "
-            "checkpoints of steps "
-            f"without {checkpoint.best_metric} can not be among the best."
+            f"checkpoints of steps without {checkpoint.best_metric} can not be among the best."
         )
     if not learns_from_samples(config):
         return found

@@ -31,8 +31,7 @@ def check_layout(
     if not set(architectures) & set(supported):
         raise ConfigError(
             f"The model in {path or config.model.path} has the architecture "
-            f"{', '.join(architectures) or '(none)'}; "
-            f"supported: {listed(sorted(supported), 'and')}."
+            f"{', '.join(architectures) or '(none)'}; supported: {listed(sorted(supported), 'and')}."
         )
     if config.training.router_replay != "none" and path is None and not num_experts(hf):
         raise ConfigError(
@@ -82,8 +81,7 @@ def check_training_grid(config: Config, world_size: int, hf: dict[str, Any]) -> 
     if world_size % (tp * pp):
         raise ConfigError(
             f"training.tp={tp} times training.pp={pp} is {tp * pp}, which does not divide the world of "
-            f"{world_size} ranks; "
-            f"use a product of {listed(divisors(world_size), 'or')}."
+            f"{world_size} ranks; use a product of {listed(divisors(world_size), 'or')}."
         )
     sizes = split_sizes(hf) | {"{} key/value heads": num_kv_heads(hf)}
     fits = [n for n in divisors(world_size // pp) if all(size % n == 0 for size in sizes.values())]
@@ -122,9 +120,9 @@ def check_expert_grid(config: Config, world_size: int, hf: dict[str, Any]) -> No
     )
     if world_size % (etp * ep * pp):
         raise ConfigError(
-            f"The experts' grid of training.ep={ep} x etp={etp} x training.pp={pp} is {etp * ep * pp}, "
-            "which does not divide the "
-            f"world of {world_size} ranks; use a product of {listed(divisors(world_size), 'or')}."
+            f"The experts' grid of training.ep={ep} x etp={etp} x training.pp={pp} is {etp * ep * pp}, which "
+            f"does not divide the world of {world_size} ranks; use a product of "
+            f"{listed(divisors(world_size), 'or')}."
         )
     # megatron-core 0.16.1 then adds up the experts' gradients over data parallel ranks only, not over tensor
     # parallel ones.
@@ -183,8 +181,7 @@ def check_minibatch(config: Config, world_size: int) -> None:
         advice = f"raise data.prompts_per_step to at least {needed}"
     raise ConfigError(
         f"A mini-batch of {prompts} prompts x {samples} samples is too small for the data parallel size of "
-        f"{dp} "
-        f"({world_size} ranks / (tp={tp} x pp={pp})); {advice}."
+        f"{dp} ({world_size} ranks / (tp={tp} x pp={pp})); {advice}."
     )
 
 

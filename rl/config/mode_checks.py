@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rl.config.options import ConfigError
-from rl.config.schema import Config, algorithm_of, needs_kept_sets
+from rl.config.schema import Config, algorithm_of
 
 
 def check_mode(config: Config) -> None:
@@ -35,23 +35,8 @@ def check_mode(config: Config) -> None:
             f"{name} needs run.rollouts, the directory of another run than run.dir={run.dir}, because a run "
             "replaces the rollouts of its own directory; set both."
         )
-    if run.mode == "train_only":
-        _check_columns(config)
     if run.mode == "score_only":
         _check_scores(config)
-
-
-def _check_columns(config: Config) -> None:
-    truncation = "rollout.biased_truncation=false with rollout.top_p, top_k or min_p"
-    unstored = {
-        f"training.router_replay={config.training.router_replay}": config.training.router_replay == "engine",
-        truncation: needs_kept_sets(config),
-    }
-    for key in (key for key, is_set in unstored.items() if is_set):
-        raise ConfigError(
-            f"run.mode=train_only cannot be combined with {key}, because the rollouts do not hold what the "
-            "engine recorded for it; set training.router_replay=none and rollout.biased_truncation=true."
-        )
 
 
 def _check_scores(config: Config) -> None:

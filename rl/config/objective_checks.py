@@ -93,9 +93,8 @@ def check_advantage(config: Config) -> None:
         for key in ("advantage", "loss"):
             if getattr(config.objective, key) != "none" and not algorithm.endswith(".py"):
                 raise ConfigError(
-                    f"objective.{key}={getattr(config.objective, key)}, but algorithm={algorithm} has a "
-                    "loss of "
-                    "its own; leave it out."
+                    f"objective.{key}={getattr(config.objective, key)}, but algorithm={algorithm} has a loss "
+                    "of its own; leave it out."
                 )
         return
     for key in ("advantage", "loss"):
@@ -114,15 +113,13 @@ def check_advantage(config: Config) -> None:
     if wasted := (needs & COSTLY) - required:
         raise ConfigError(
             f"algorithm={algorithm} provides {in_words(wasted)}, which objective.advantage={name} does not "
-            "read; "
-            f"use objective.advantage={own}, or algorithm=grpo."
+            f"read; use objective.advantage={own}, or algorithm=grpo."
         )
     columns, weights = config.objective.reward_columns, config.objective.reward_weights
     if weights and len(weights) != len(columns):
         raise ConfigError(
             f"objective.reward_weights has {len(weights)} numbers for {len(columns)} "
-            "objective.reward_columns; "
-            "give one for each."
+            "objective.reward_columns; give one for each."
         )
     if not ADVANTAGES[name].columns & {"rewards", "token_rewards"}:
         check_reward_terms(config)
@@ -147,8 +144,8 @@ def check_reward_terms(config: Config) -> None:
         if value:
             raise ConfigError(
                 f"{key}={value} is a term of the reward, but "
-                f"objective.advantage={config.objective.advantage} "
-                "reads single numbers of the reward function; leave it out."
+                f"objective.advantage={config.objective.advantage} reads single numbers of the reward "
+                "function; leave it out."
             )
 
 
@@ -176,8 +173,7 @@ def check_unread(config: Config) -> None:
             if value:
                 raise ConfigError(
                     f"objective.{key}={value} has no effect with algorithm={config.algorithm}, which has a "
-                    "loss of "
-                    "its own; leave it out."
+                    "loss of its own; leave it out."
                 )
     preference = config.preference
     if preference.label_smoothing and preference.loss != "sigmoid":
@@ -225,8 +221,7 @@ def check_reward_kl(config: Config) -> None:
     if penalty.coef and penalty.controller == "adaptive" and penalty.horizon <= 0.2 * samples:
         raise ConfigError(
             f"objective.reward_kl.horizon={penalty.horizon} lets the weight fall to 0 or below in one step "
-            "of "
-            f"{samples} samples; use more than {math.ceil(0.2 * samples)}, such as 10000."
+            f"of {samples} samples; use more than {math.ceil(0.2 * samples)}, such as 10000."
         )
     if penalty.controller == "adaptive" and not penalty.coef:
         raise ConfigError(
@@ -266,8 +261,7 @@ def check_loss(config: Config) -> None:
     if bounds.min_accuracy > bounds.max_accuracy:
         raise ConfigError(
             f"implicit_reward.min_accuracy={bounds.min_accuracy} is above "
-            f"max_accuracy={bounds.max_accuracy}, so "
-            "that no prompt would be left; lower it."
+            f"max_accuracy={bounds.max_accuracy}, so that no prompt would be left; lower it."
         )
     estimator, loss = goal.chosen
     if loss is None:
@@ -280,8 +274,8 @@ def check_loss(config: Config) -> None:
     if loss.per_sample and goal.aggregation != "seq-mean-token-mean":
         raise ConfigError(
             f"objective.loss={goal.loss} is one number per sample, which "
-            f"objective.aggregation={goal.aggregation} "
-            "would weigh by the sample's length; use seq-mean-token-mean."
+            f"objective.aggregation={goal.aggregation} would weigh by the sample's length; use "
+            "seq-mean-token-mean."
         )
     if loss.per_sample and estimator is not None and estimator.per_token:
         raise ConfigError(
@@ -306,11 +300,16 @@ def check_correction(config: Config) -> None:
             f"rollout_correction.{weights[0]} and {weights[1]} both weigh a token by its ratio; set one of "
             "them."
         )
+    for name in ("truncate_tokens", "truncate_samples"):
+        if 0 < getattr(fix, name) < 1:
+            raise ConfigError(
+                f"rollout_correction.{name}={getattr(fix, name)} reduces the weight of tokens on which "
+                "engine and trainer agree, whose ratio is 1; use 1 or more, such as 2.0."
+            )
     if (fix.icepop_low or fix.icepop_high) and not fix.icepop_low <= 1 <= fix.icepop_high:
         raise ConfigError(
             f"rollout_correction.icepop_low={fix.icepop_low} and icepop_high={fix.icepop_high} drop tokens "
-            "on "
-            "which engine and trainer agree, whose ratio is 1; use bounds around it, such as 0.5 and 5."
+            "on which engine and trainer agree, whose ratio is 1; use bounds around it, such as 0.5 and 5."
         )
     if fix.icepop_level != "token" and not fix.icepop_high:
         raise ConfigError(
@@ -329,14 +328,13 @@ def check_correction(config: Config) -> None:
     if loss is not None and loss.per_sample and weights and not fix.weighs_samples:
         raise ConfigError(
             f"rollout_correction.{weights[0]} weighs single tokens, but "
-            f"objective.loss={config.objective.loss} has "
-            "one loss per sample; use truncate_samples, icepop_level=sample or reject."
+            f"objective.loss={config.objective.loss} has one loss per sample; use truncate_samples, "
+            "icepop_level=sample or reject."
         )
     if not rejections and (fix.reject_low or fix.reject_high):
         raise ConfigError(
             "rollout_correction.reject_low and reject_high are bounds for rollout_correction.reject, which "
-            "is none; "
-            "set it, or leave them out."
+            "is none; set it, or leave them out."
         )
     if fix.bypass and estimator is not None and "sum_p_squared" in estimator.columns:
         raise ConfigError(
@@ -347,8 +345,7 @@ def check_correction(config: Config) -> None:
         keys = [*weights, *(["reject"] if rejections else [])]
         raise ConfigError(
             "rollout_correction.bypass=true uses the engine's log-probs as those of the old policy, which "
-            "leaves "
-            f"{keys[0]} nothing to correct; set one of them."
+            f"leaves {keys[0]} nothing to correct; set one of them."
         )
     if (fix.bypass or weights or rejections) and loss is None:
         raise ConfigError(
@@ -379,23 +376,20 @@ def objective_warnings(config: Config) -> list[str]:
     needs = algorithm_of(config).needs if estimator is None else estimator.needs
     if "groups" in needs and config.rollout.samples_per_prompt == 1:
         found.append(
-            f"rollout.samples_per_prompt=1 leaves algorithm={config.algorithm} no group to compare with, "
-            "and every "
-            "advantage is 0; use 2 or more."
+            f"rollout.samples_per_prompt=1 leaves algorithm={config.algorithm} no group to compare with, and "
+            "every advantage is 0; use 2 or more."
         )
     minibatch = config.training.prompts_per_minibatch
     several = config.training.epochs > 1 or (minibatch and minibatch < config.data.prompts_per_step)
     if goal.kl_coef and goal.kl_estimator == "k1":
         found.append(
             "objective.kl_estimator=k1 in the loss has a mean gradient of 0, so it does not bound the "
-            "policy; use "
-            "k2, k3 or k1+."
+            "policy; use k2, k3 or k1+."
         )
     if loss is not None and not loss.uses_ratio and several:
         found.append(
             f"objective.loss={goal.loss} has no ratio to correct for the updates of the policy since the "
-            "samples "
-            "were drawn, but a step has several updates; set training.prompts_per_minibatch=0 and "
+            "samples were drawn, but a step has several updates; set training.prompts_per_minibatch=0 and "
             "training.epochs=1, or use objective.loss=ppo."
         )
     return found

@@ -94,7 +94,7 @@ class Watchdog:
         self._writer = HeartbeatWriter(run_dir, self.rank, self.tracker)
         self._board = FaultBoard(store)
         self.living: LivingReplicas | None = None
-        """Which replicas the run goes on without; None if all must live."""
+        """Replicas that are left out of the run; None if all must live."""
         self._left_out: set[int] = set()
         self._stop = threading.Event()
         self._failing = threading.Event()

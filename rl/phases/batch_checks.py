@@ -48,18 +48,16 @@ def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
         own, ids = batch.prompt_ids[sample], batch.prompts[group].token_ids
         if own is not ids and not np.array_equal(own, ids):
             raise CheckFailed(
-                f"group check: {place(batch, sample)} is in group {group}, but its context are the tokens of "
-                "another prompt, so its reward would be compared with those of other tasks."
+                f"group check: {place(batch, sample)} is in group {group}, but its context consists of the "
+                "tokens of another prompt, so its reward would be compared with those of other tasks."
             )
     sizes = torch.bincount(batch.groups, minlength=len(batch.prompts))
     wrong = (sizes != samples_per_prompt).nonzero().squeeze(1).tolist()
     if wrong:
         raise CheckFailed(
             f"group check: group {wrong[0]} (prompt {batch.prompts[wrong[0]].index}) has "
-            f"{int(sizes[wrong[0]])} "
-            f"samples instead of rollout.samples_per_prompt={samples_per_prompt}, and so have "
-            f"{len(wrong) - 1} "
-            "further groups."
+            f"{int(sizes[wrong[0]])} samples instead of rollout.samples_per_prompt={samples_per_prompt}, and "
+            f"so have {len(wrong) - 1} further groups."
         )
 
 
@@ -88,8 +86,8 @@ def check_endings(batch: Batch, *, max_tokens: int, stop_ids: Collection[int], e
             sample = int(found.nonzero()[0])
             raise CheckFailed(
                 f"ending check: {place(batch, sample)} with {int(lengths[sample])} tokens {problem}, and so "
-                f"do "
-                f"{int(found.sum()) - 1} further samples of {len(batch)}. Stop tokens are {sorted(stop_ids)}."
+                f"do {int(found.sum()) - 1} further samples of {len(batch)}. Stop tokens are "
+                f"{sorted(stop_ids)}."
             )
 
 
@@ -117,10 +115,8 @@ def check_duplicates(batch: Batch) -> None:
     if evidence > largest / 2 - math.log(RISK):
         raise CheckFailed(
             f"duplicates check: {len(pairs)} of {len(samples)} samples equal an earlier sample of their "
-            f"prompt, "
-            f"first {place(samples, pairs[0][0])} and sample {pairs[0][1]}; by chance the probability is "
-            f"below "
-            f"{RISK:g}. They share a seed, or the engine samples greedily."
+            f"prompt, first {place(samples, pairs[0][0])} and sample {pairs[0][1]}; by chance the "
+            f"probability is below {RISK:g}. They share a seed, or the engine samples greedily."
         )
 
 
@@ -182,8 +178,8 @@ def check_loss_weights(batch: Batch, *, of_samples: bool) -> None:
         token = int(product.argmin())
         raise CheckFailed(
             f"loss weight check: a token has the importance weight {float(weights[token]):.4g}, but log "
-            f"pi_old - "
-            f"log pi_rollout = {float(gap[token]):.4g}: the weight must be pi_old / pi_rollout, truncated."
+            f"pi_old - log pi_rollout = {float(gap[token]):.4g}: the weight must be pi_old / pi_rollout, "
+            "truncated."
         )
 
 
@@ -212,8 +208,7 @@ def check_advantages(batch: Batch, estimator: Formula, *, informative: bool) -> 
         raise CheckFailed(
             f"advantage check: in group {int(g[k])} the reward {float(r[k + 1]):.4g} has the advantage "
             f"{float(a[k + 1]):.4g}, and the smaller reward {float(r[k]):.4g} has {float(a[k]):.4g}: the "
-            f"sign is "
-            "wrong, or the advantages are those of other samples."
+            "sign is wrong, or the advantages are those of other samples."
         )
     size = int(groups.max()) + 1 if len(groups) else 0
     if estimator.function in CENTRED:
@@ -224,14 +219,13 @@ def check_advantages(batch: Batch, estimator: Formula, *, informative: bool) -> 
             group = int(sums.abs().argmax())
             raise CheckFailed(
                 f"advantage check: the advantages of group {group} have the sum {float(sums[group]):.4g} "
-                f"instead "
-                f"of 0: objective.advantage={estimator.function} compares samples with their own group only."
+                f"instead of 0: objective.advantage={estimator.function} compares samples with their own "
+                "group only."
             )
     if informative:
         spread = torch.zeros(size, dtype=torch.float64).index_add_(0, groups, advantages.abs())
         if (spread == 0).any():
             raise CheckFailed(
                 f"group check: group {int((spread == 0).nonzero()[0])} has no advantage, but dynamic "
-                f"sampling "
-                "keeps only groups whose samples have different scores."
+                "sampling keeps only groups whose samples have different scores."
             )

@@ -83,8 +83,8 @@ class CountingLoss:
             )
         raise WrongTokens(
             f"an update counted {share:.6g} times the {total:g} tokens of its mini-batch: "
-            f"{'; '.join(texts)}. "
-            "Each token counts once, with its own mask and token id, and all ranks divide by their number."
+            f"{'; '.join(texts)}. Each token counts once, with its own mask and token id, and all ranks "
+            "divide by their number."
         )
 
 
@@ -110,13 +110,13 @@ def check_update(terms: dict[str, float], *, lr: float, dtype: str) -> None:
     if not gap <= bound:
         raise CheckFailed(
             f"first update check: |log pi - log pi_old| is {gap:.3g} on average before any update of the "
-            f"step, "
-            f"more than {bound:.2g} for model.dtype={dtype}: old_logprobs are of other weights or tokens."
+            f"step, more than {bound:.2g} for model.dtype={dtype}: old_logprobs are of other weights or "
+            "tokens."
         )
     if not terms.pop(MOVED) and terms["grad_norm"] > 0 and lr > 0:
         raise CheckFailed(
             f"movement check: the gradient norm is {terms['grad_norm']:.3g}, but the update changed no "
-            f"weight."
+            "weight."
         )
 
 

@@ -27,9 +27,11 @@ class Inference:
         self._config, self._step, self._engines = config, step, engines
         self._memory, self._planner = memory, planner
         self._is_bitwise = config.model.numerics == "bitwise"
-        weights = engines.policy.weight_map
-        self._limit = config.agreement.logprob_slack * rounding_limit(weights.hf, weights.dtype)
+        slack, weights = config.agreement.logprob_slack, engines.policy.weight_map
+        self._limit = slack * rounding_limit(weights.hf, weights.dtype) if slack else 0.0
         """Largest mean difference of log-probs that rounding explains; 0: they are not compared."""
+        self._filled_at: int | None = None
+        """Number of the policy's updates when the last `old_logprobs` were computed."""
 
     def log_probs(self, batch: Batch) -> None:
         """Fill `old_logprobs` and, if the config has a reference policy, `ref_logprobs`.
@@ -83,6 +85,7 @@ class Inference:
         """
         metrics, mask = self._step.metrics, batch.mask
         batch.old_logprobs, batch.deferred_at = logprobs, None
+        self._filled_at = self._engines.policy.num_updates
         check_likelihoods(batch, logprobs, name="old policy")
         if self._is_bitwise:
             plans = self._planner.plans(batch) if first is None else [first]
@@ -93,6 +96,10 @@ class Inference:
         metrics |= engine_gap(batch, logprobs)
         self._check_logprobs(batch, logprobs)
         metrics |= correct_rollout(batch, self._config.rollout_correction)
+
+    def has_old_logprobs(self, batch: Batch) -> bool:
+        """Return whether `old_logprobs` are of the present weights, or the first update fills them."""
+        return self._engines.policy.num_updates in (batch.deferred_at, self._filled_at)
 
     def reference(self, batch: Batch) -> None:
         """Fill `ref_logprobs`: log-probs under the policy that the run started from."""
@@ -112,8 +119,15 @@ class Inference:
             plans = [plan.micro_batches for plan in self._planner.plans(batch)]
             ranks = [[i for p in plans for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
             routes = policy.weight_map.placement.num_experts > 0
-            version, limit = policy.version, self._limit
-            found = check_engine(batch, logprobs, version=version, limit=limit, routes=routes, ranks=ranks)
+            found = check_engine(
+                batch,
+                logprobs,
+                version=policy.version,
+                limit=self._limit,
+                routes=routes,
+                keeps_cache="keep" in (rollout.carry_over_cache, self._config.roles.cache),
+                ranks=ranks,
+            )
             self._step.metrics |= found
         self._check_reference(batch)
 

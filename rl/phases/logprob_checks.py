@@ -32,7 +32,14 @@ def rounding_limit(hf: dict, dtype: torch.dtype) -> float:
 
 
 def check_engine(
-    batch: Batch, logprobs: Tensor, *, version: int, limit: float, routes: bool, ranks: list[list[int]]
+    batch: Batch,
+    logprobs: Tensor,
+    *,
+    version: int,
+    limit: float,
+    routes: bool,
+    keeps_cache: bool,
+    ranks: list[list[int]],
 ) -> dict[str, float]:
     """Return the mean difference of the engine's log-probs from the trainer's, and its limit, as metrics.
 
@@ -45,13 +52,19 @@ def check_engine(
         limit: the largest mean difference (`rounding_limit`).
         routes: whether the model routes tokens to experts. The sample with the largest difference is then
             left out, because a rounding error may route one of its tokens elsewhere.
+        keeps_cache: whether keys and values stay in the engine's cache when its weights change. Samples with
+            an older token are then left out.
         ranks: samples of each data parallel rank of the trainer, for the message.
     """
     if batch.rollout_logprobs is None:
         return {}
     counted = batch.mask > 0
     if batch.weight_versions is not None:
-        counted &= batch.weight_versions == version
+        is_present = batch.weight_versions == version
+        if keeps_cache:
+            older = segment_sum((~is_present & counted).double(), batch.lengths)
+            is_present = (older == 0).repeat_interleave(batch.lengths)
+        counted &= is_present
     gaps = torch.where(counted, (logprobs - batch.rollout_logprobs).abs().double(), 0.0)
     by_sample, counts = segment_sum(gaps, batch.lengths), segment_sum(counted.double(), batch.lengths)
     kept = counts > 0

@@ -148,8 +148,7 @@ def _problem_of_kl(loss: Loss, config: Config) -> str:
     if not math.isclose(far.value - near.value, expected, rel_tol=1e-3):
         return (
             f"a policy {distance} nats above its reference changes the loss by {far.value - near.value:.4g} "
-            f"instead "
-            f"of kl_coef * KL = {expected:.4g}"
+            f"instead of kl_coef * KL = {expected:.4g}"
         )
     if not (far.slope > 0)[far.mask > 0].all():
         return "the KL term does not pull the policy towards the reference"

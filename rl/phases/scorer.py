@@ -167,15 +167,16 @@ def check_answers(samples: list[dict], scores: list[Score]) -> None:
             what = "of another sample" if score.sample >= 0 else "that no worker computed"
             raise CheckFailed(
                 f"score check: rank {dist.get_rank()} got the score {score.values['score']:.4g} for its "
-                f"sample {k} "
-                f"of {len(samples)}, {what}: the order of the answers was lost, or they are those of another "
-                "call."
+                f"sample {k} of {len(samples)}, {what}: the order of the answers was lost, or they are those "
+                "of another call."
             )
 
 
 def check_places(batch: Batch, digests: Tensor) -> None:
-    """Raise CheckFailed if the scores of all ranks were put together in another order. digests: float32 "
-    "[N]."""
+    """Raise CheckFailed if the scores of all ranks were put together in another order.
+
+    digests: float32 [N].
+    """
     for sample, found in enumerate(digests.tolist()):
         if not math.isnan(found) and found != _digest(batch, sample):
             raise CheckFailed(

@@ -150,8 +150,6 @@ class Updates:
             warmup_steps=self._config.critic.warmup_steps,
         )
         policy.version += 1
-        if policy.needs:
-            step.metrics |= policy.held_metrics()
         step.num_tokens += int(num_tokens.sum())
         step.metrics |= _prefixed("actor", means)
 
@@ -233,7 +231,7 @@ class Updates:
         self._check_schedule(model, optimizer, lr, warmup_steps)
         plans, sums = self._planner.plans(batch), {}
         check_coverage(batch, [plan.samples for plan in plans])
-        is_first = model is self._engines.policy and not self._config.rollout_correction.bypass
+        is_first = model is self._engines.policy and self._inference.has_old_logprobs(batch)
         phase = step.phase("update", timing=timing, batch=batch.fingerprint)
         with phase, step.bar("train", len(batch) * epochs) as bar:
             for plan in plans * epochs:

@@ -1,4 +1,4 @@
-"""Which replica generates which group, so that the groups of a replica that has died are generated again.
+"""The owner of each group among the replicas, so that groups of a dead replica are generated again.
 
 Like `SharedQueue`, a counter in the job's store gives an item to the replica that asks first. Each item also
 has a key with its owner. It is changed by compare-and-set only, so one replica takes over an item.

@@ -58,7 +58,7 @@ class Waiting:
     whose engine step is fixed. Repeated until it has come, and not stored."""
 
     text: str
-    """What is awaited, for the report of a hang."""
+    """Name of the awaited thing, for the report of a hang."""
 
 
 Event = Add | Abort | Weights | Done | Waiting

@@ -83,8 +83,7 @@ def exchange(
         batch.trajectories = torch.stack([prompt, number]).unique(dim=1, return_inverse=True)[1]
     _check_digests(batch, digests, context_digests, number, ranks)
     if held and len(batch):
-        holders = torch.arange(world).repeat_interleave(num_own.long())[order]
-        batch.held = _locate(batch, own, place_of, holders, held, device)
+        batch.held = _locate(batch, own, place_of, ranks, held, device)
     if num_outcomes.any():
         batch.score_details = _exchange_outcomes(own, place_of, len(batch), device)
     return batch
@@ -109,8 +108,7 @@ def _check_numbers(prompt, number, row, ranks, num_prompts: int, samples_per_pro
         if missing := (counts != samples_per_prompt).nonzero().squeeze(1).tolist():
             raise SamplesDiffer(
                 f"sample check: prompt {missing[0]} of the call has {int(counts[missing[0]])} samples "
-                f"instead of "
-                f"{samples_per_prompt}, and so have {len(missing) - 1} further prompts."
+                f"instead of {samples_per_prompt}, and so have {len(missing) - 1} further prompts."
             )
 
 
@@ -127,8 +125,7 @@ def _check_digests(batch: Batch, digests, context_digests, number, ranks) -> Non
         if what:
             raise SamplesDiffer(
                 f"sample check: sample {int(number[i])} of prompt {int(batch.groups[i])} of the call has "
-                f"{what} in "
-                f"the batch than rank {int(ranks[i])} generated."
+                f"{what} in the batch than rank {int(ranks[i])} generated."
             )
 
 

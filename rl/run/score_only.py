@@ -25,9 +25,9 @@ COLUMNS = (
     "score",
 )
 SHOWN = 5
-"""Changed samples of a step that are printed."""
+"""Largest number of changed samples that are printed for a step."""
 SHOWN_CHARS = 100
-"""Last characters of a response that are printed."""
+"""Number of characters printed of a response, its last ones."""
 
 
 def score_only(config: Config) -> int:

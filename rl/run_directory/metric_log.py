@@ -80,8 +80,7 @@ class MetricLog:
         if step <= self.last_step:
             raise ValueError(
                 f"metric log check: step {step} was logged before, and step {self.last_step} was the last "
-                f"one: "
-                "steps are repeated, or the records after the resumed step were not dropped."
+                "one: steps are repeated, or the records after the resumed step were not dropped."
             )
         self.last_step = step
         record = {STEP: step, "time": round(time.time(), 3)}

@@ -40,11 +40,13 @@ class Phase:
     total: int | None = None
     """Number of units so far, and in all; None if unknown."""
     unit: str = ""
+    timing: str = ""
+    """Its seconds are logged as timing_s/<timing>. Empty: the last word of the name."""
 
 
 @dataclass
 class RunView:
-    """What the view shows of a run."""
+    """The state of a run, as the view shows it."""
 
     name: str
     state: str = "running"
@@ -54,10 +56,10 @@ class RunView:
     """Metrics of the last steps, at most WIDTH, oldest first."""
     phase: Phase | None = None
     note: str = ""
-    """Why the run has ended, or on which rank the others wait, and since when."""
+    """Reason of the end; or the rank for which the others wait, and for how long."""
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Add the metrics of a step. Steps that come again after a resume replace those from there on."""
+        """Add the metrics of a step, in place of those of this step and later ones (after a resume)."""
         self.records = [each for each in self.records if each["training/global_step"] < step][1 - WIDTH :]
         self.records.append({**metrics, "training/global_step": step})
         self.step = step
@@ -74,9 +76,9 @@ def draw(view: RunView) -> Group:
     title = Text(view.name, style="bold")
     if view.state != "running":
         title.append(f"  {view.state}")
-    table.add_row(title, _bar(view.step, view.max_steps), _of_run(view))
+    table.add_row(title, _bar(view.step, view.max_steps), _run_text(view))
     if view.phase is not None:
-        table.add_row(*_of_phase(view, view.phase))
+        table.add_row(*_phase_row(view, view.phase))
     for name, metric in CURVES.items():
         if values := [each[metric] for each in view.records if metric in each]:
             table.add_row(name, sparkline(values), f"{values[-1]:.4g}")
@@ -96,7 +98,7 @@ def _bar(done: float, total: float) -> ProgressBar:
     return ProgressBar(total=total or 1, completed=min(done, total or 1), width=WIDTH)
 
 
-def _of_run(view: RunView) -> str:
+def _run_text(view: RunView) -> str:
     text = f"step {view.step}/{view.max_steps}"
     seconds = view.usual("timing_s/step")
     if seconds and view.state == "running" and view.step < view.max_steps:
@@ -104,9 +106,9 @@ def _of_run(view: RunView) -> str:
     return text
 
 
-def _of_phase(view: RunView, phase: Phase) -> tuple[str, ProgressBar, str]:
+def _phase_row(view: RunView, phase: Phase) -> tuple[str, ProgressBar, str]:
     """Return name, bar and text of a phase: by its counts if they are known, else by its usual duration."""
-    usual = view.usual(f"timing_s/{phase.name.split()[-1]}")
+    usual = view.usual(f"timing_s/{phase.timing or phase.name.split()[-1]}")
     if phase.done is not None and phase.total:
         text = f"{phase.done}/{phase.total} {phase.unit}"
         if phase.done and phase.seconds > 0:
@@ -114,7 +116,7 @@ def _of_phase(view: RunView, phase: Phase) -> tuple[str, ProgressBar, str]:
             text += f", {rate:.3g}/s, {duration((phase.total - phase.done) / rate)} left"
         return phase.name, _bar(phase.done, phase.total), text
     text = duration(phase.seconds) + (f" of usually {duration(usual)}" if usual else "")
-    return phase.name, _bar(phase.seconds, usual or 0.0), text
+    return phase.name, _bar(phase.seconds if usual else 0.0, usual or 1.0), text
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Which replicas of the generators a run goes on without (`rollout.min_replicas`).
+"""The replicas of the generators that have died and are left out of the run (`rollout.min_replicas`).
 
 The list is in the job's store. Rank 0 alone extends it, when its watchdog finds a lost rank; every other rank
 reads it. A replica that is left out stays out until the next start. Its ranks that live end themselves.
@@ -28,7 +28,9 @@ class LivingReplicas:
         self._store = dist.PrefixStore("living", store.clone())  # type: ignore[attr-defined]
         self.replicas, self.least = replicas, least
         self._lock = threading.Lock()
-        self._is_held = False
+        self._is_held = True
+        """Whether no replica can be left out, because ranks wait for all: in start-up, until `hold` is first
+        called, and while weights are sent."""
 
     def left_out(self) -> tuple[int, ...]:
         """Return the numbers of the replicas that are left out, in the order in which they died."""
@@ -54,8 +56,8 @@ class LivingReplicas:
     def leave_out(self, lost: Collection[int]) -> list[int]:
         """Leave out the replicas of these ranks and return their numbers.
 
-        Returns [] and changes nothing if a trainer is among the ranks, if too few replicas would live, or
-        while weights are sent: the communicator then waits for the lost rank.
+        Returns [] and changes nothing if a trainer is among the ranks, if too few replicas would live, in
+        start-up, or while weights are sent: communicators then wait for the lost rank.
         """
         numbers = {self.replica_of(rank) for rank in lost}
         with self._lock:

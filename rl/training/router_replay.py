@@ -38,11 +38,11 @@ class Routes:
     """bool [T, 1] or []: tokens whose experts are given. Others, such as padding, have the router's own."""
     chosen: set[int] = field(default_factory=set)
     """Layers whose choice is in `experts`."""
-    num_different: Tensor | None = None
-    """Number of given tokens and layers for which the present router selects other experts, float64 []. It
-    counts the first pass over each layer. None: not counted."""
+    counts: Tensor | None = None
+    """Sums to which the first pass over each layer adds, float64 [2]: the number of given tokens for which
+    the present router selects other experts, and that of all given tokens. None: not counted."""
     counted: set[int] = field(default_factory=set)
-    """Layers that `num_different` includes."""
+    """Layers that `counts` includes."""
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
         """Return the experts to use, int64 [T, k]. own: the present router's choice, int64 [T, k]."""
@@ -51,14 +51,15 @@ class Routes:
             self.experts[layer] = own.to(self.experts.dtype)
             return own
         chosen = torch.where(self.given, self.experts[layer].long(), own)
-        if self.num_different is not None and layer not in self.counted:
+        if self.counts is not None and layer not in self.counted:
             self.counted.add(layer)
-            self.num_different += (chosen.sort().values != own.sort().values).any(-1).sum()
+            different = (chosen.sort().values != own.sort().values).any(-1).sum()
+            self.counts += torch.stack([different, self.given.sum()])
         return chosen
 
 
 class LayerReplay:
-    """What a router asks for its choice (`TopKRouter.router_replay`), in place of Megatron's class."""
+    """Gives a router its choice of experts (`TopKRouter.router_replay`), in place of Megatron's class."""
 
     def __init__(self, layer: int):
         self.layer = layer
@@ -97,8 +98,8 @@ class RouterReplay:
         for number, layer in enumerate(layers):
             layer.mlp.router.router_replay = LayerReplay(number)
             layer.register_forward_pre_hook(_give_routes, with_kwargs=True)
-        self._is_counted: list[Routes] = []
-        """The engine's routes whose differences `metrics` has not returned yet."""
+        self._counts = torch.zeros(2, dtype=torch.float64, device=self._device)
+        """`Routes.counts` of the engine's routes since the last call of `metrics`."""
 
     def need(self, stage: int) -> slice | None:
         """Return the part of a token's routes that a pipeline stage needs: its layers."""
@@ -116,7 +117,7 @@ class RouterReplay:
             return None
         if row.routes is None:
             row.routes = self._recorder(row) if self.mode == "old_policy" else self._given(batch, row)
-        return replace(row.routes, num_different=None) if is_reference else row.routes
+        return replace(row.routes, counts=None) if is_reference else row.routes
 
     def _recorder(self, row: MicroBatch) -> Routes:
         """Return routes that the first pass fills."""
@@ -149,27 +150,20 @@ class RouterReplay:
                 )
             experts[index], given[index] = values, True
         part = slice(self._part * num_tokens // self._parts, (self._part + 1) * num_tokens // self._parts)
-        routes = Routes(
+        return Routes(
             torch.from_numpy(experts[part].transpose(1, 0, 2).copy()).to(device),
             torch.from_numpy(given[part]).to(device),
             chosen=set(range(self._num_layers)),
-            num_different=torch.zeros((), dtype=torch.float64, device=device),
+            counts=self._counts,
         )
-        self._is_counted.append(routes)
-        return routes
 
     def metrics(self) -> dict[str, float]:
         """Return the share of tokens and layers for which the old policy would have chosen other experts.
 
         It covers the engine's routes since the last call. Collective over the world.
         """
-        counted, self._is_counted = self._is_counted, []
-        sums = torch.zeros(2, dtype=torch.float64)
-        for routes in counted:
-            sums += torch.tensor(
-                [float(routes.num_different), float(routes.given.sum()) * len(routes.counted)]
-            )
-        different, given = sum_over_world(sums, self._device).tolist()
+        different, given = sum_over_world(self._counts.cpu(), self._device).tolist()
+        self._counts.zero_()
         return {"training/router_mismatch": different / max(given, 1.0)}
 
 

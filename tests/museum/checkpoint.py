@@ -80,7 +80,7 @@ def masters_stale(bug: Bug) -> None:
 @exhibit(
     name="optimizer shard of another rank",
     peer="huggingface/transformers#48569",
-    saw="With tensor parallelism the optimizer came back with the wrong state, without a word.",
+    saw="With tensor parallelism the optimizer came back with the wrong state, without a warning.",
     caught_by=LOADED,
     expects=r"WronglyLoaded: after loading .*policy/exp_avg.* on rank 0, 1",
     ranks=2,

@@ -26,7 +26,7 @@ def skipped(bug: Bug) -> None:
 @exhibit(
     name="prompts repeated after a resume",
     peer="PrimeIntellect-ai/prime-rl#3332",
-    saw="Every resumed run began the data anew.",
+    saw="Every resumed run started the data from the beginning.",
     caught_by=DRAWN,
     expects=r"CheckFailed: draw check: .* behind 0 prompts, .* drawn 8: prompts are repeated",
     resumes=True,
@@ -169,7 +169,7 @@ def two_bos(bug: Bug) -> None:
     name="validation prompts in the training data",
     peer="OpenRLHF/OpenRLHF#1089",
     saw="Without an evaluation set, its rows were taken from the training set and trained on.",
-    caught_by="data (a warning)",
+    caught_by="data",
     expects=r"warning: data check: 4 of 4 prompts of data\.val are in data\.train too",
     overrides=("data.val=[TOY/test.parquet]", "validation.every=9", "validation.max_prompts=4"),
     warns=True,

@@ -268,15 +268,29 @@ def other_seeds(bug: Bug) -> None:
 @exhibit(
     name="tokens labelled with an older version",
     peer="huggingface/trl#5932",
-    saw="The staleness filter believed a version that the engine did not have.",
+    saw="The staleness filter trusted a version label that did not match the weights of the engine.",
     caught_by="staleness",
     expects=r"StaleTokens: .* tokens have a staleness outside of 0 to 0",
 )
 def wrong_label(bug: Bug) -> None:
-    from rl.rollout import engine
+    from rl.rollout.engine import _Live
 
-    @bug.replaces(engine, "_completion")
-    def older(completion, *args):
-        found = completion(*args)
-        found.weight_versions[:] -= 1
-        return found
+    @bug.replaces(_Live, "versions")
+    def older(versions, self, num_tokens):
+        return versions(self, num_tokens) - 1
+
+
+@exhibit(
+    name="trainer ignores the truncation",
+    peer="huggingface/trl#6789",
+    saw="With top_p every importance ratio was multiplied by the probability of the tokens that were kept.",
+    caught_by=GAP,
+    expects=DIFFER,
+    overrides=("rollout.top_p=0.9",),
+)
+def ignored(bug: Bug) -> None:
+    from rl.training import kept_sets
+
+    @bug.replaces(kept_sets, "sets_of")
+    def whole(sets_of, batch, samples):
+        return None

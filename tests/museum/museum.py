@@ -2,8 +2,8 @@
 
     @exhibit(
         name="refit skipped",
-        peer="verl-project/verl#7904",
-        saw="the engine generated with the weights of the step before",
+        peer="huggingface/trl#5312",
+        saw="After sleep mode the engine generated with old weights.",
         caught_by="weights of engine and trainer",
         expects=r"rank 0 .*model.norm.weight",
         ranks=1,
@@ -43,9 +43,9 @@ class Exhibit:
 
     name: str
     peer: str
-    """Where it happened: repository#number of an issue or pull request, several separated by spaces."""
+    """Report of the bug: repository#number of an issue or pull request; several are separated by spaces."""
     saw: str
-    """What the user saw, in a sentence."""
+    """Effect that the user saw, in a sentence."""
     caught_by: str
     """Name of the check that must catch it, as docs/checks.md lists it."""
     expects: str

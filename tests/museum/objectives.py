@@ -178,7 +178,7 @@ def penalty_twice(bug: Bug) -> None:
 @exhibit(
     name="dual clip not passed on",
     peer="RLinf/RLinf#316",
-    saw="clip_ratio_c was swallowed by **kwargs and never reached the loss.",
+    saw="clip_ratio_c was accepted as one of **kwargs and never reached the loss.",
     caught_by=OBJECTIVE,
     expects=r"CheckFailed: objective check: .*at ratio 3\.01 and advantage -1 the gradient is not 0",
     at=0,
@@ -244,12 +244,12 @@ def stale_old(bug: Bug) -> None:
     kept: dict = {}
     fill = Inference.fill_old_logprobs
 
-    def remembered(self, batch, logprobs, entropy):
+    def remembered(self, batch, logprobs, *rest, **options):
         weights = kept.setdefault("first", logprobs.clone())
         if bug.is_on:
             bug.acts()
             logprobs = weights[: len(logprobs)] if len(weights) >= len(logprobs) else logprobs * 0.5
-        fill(self, batch, logprobs, entropy)
+        fill(self, batch, logprobs, *rest, **options)
 
     Inference.fill_old_logprobs = remembered
 

@@ -86,7 +86,7 @@ def failures_as_zero(bug: Bug) -> None:
     name="reward always 0",
     peer="PrimeIntellect-ai/verifiers#186",
     saw="With one option every reward was 0, also of responses that were not truncated.",
-    caught_by="constant scores (a warning)",
+    caught_by="constant scores",
     expects=r"warning: score check: all 64 samples have the score 0, as only 0 of 16 groups before",
     overrides=("data.prompts_per_step=16", "training.micro_batch_tokens=400"),
     warns=True,
@@ -131,7 +131,7 @@ def of_the_batch(bug: Bug) -> None:
 @exhibit(
     name="baseline of the first sample",
     peer="ServiceNow/PipelineRL#54",
-    saw="Only the first rollout of a group entered the mean reward, and training still kind of worked.",
+    saw="The mean reward of a group counted only its first rollout; training seemed to work.",
     caught_by="advantages",
     expects=r"CheckFailed: advantage check: the advantages of group \d have the sum",
 )

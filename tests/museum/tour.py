@@ -83,7 +83,7 @@ ALL_CHECKS = ("agreement.weights_every=1", "refit.check_every=1")
 
 @dataclass(frozen=True)
 class Visit:
-    """What became of a run with a bug."""
+    """Result of a run with a bug."""
 
     exhibit: Exhibit
     line: str

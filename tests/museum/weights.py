@@ -35,7 +35,7 @@ def afterwards(bug: Bug, change) -> None:
 @exhibit(
     name="refit skipped",
     peer="huggingface/trl#5312",
-    saw="After sleep mode the engine generated with old weights; rewards stopped to rise.",
+    saw="After sleep mode the engine generated with old weights; rewards stopped rising.",
     caught_by=SYNCHRONOUS,
     expects=DIFFER,
 )
@@ -180,7 +180,7 @@ def experts_permuted(bug: Bug) -> None:
 @exhibit(
     name="tensor parallel shards exchanged",
     peer="vllm-project/vllm-gguf-plugin#103",
-    saw="The loader took rank 0 by default, so ranks held the shard of another rank.",
+    saw="The loader took rank 0 by default, so ranks had the shard of another rank.",
     caught_by=SYNCHRONOUS,
     expects=DIFFER,
     ranks=2,

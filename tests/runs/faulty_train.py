@@ -73,7 +73,7 @@ def lose_the_lock(phases, *args):
 
 
 def read_other_data(phases, *args):
-    phases.sampler.draw(1)
+    phases.prompts = [*phases.prompts[1:], phases.prompts[0]]
 
 
 KINDS = {

@@ -13,6 +13,8 @@ ALWAYS = (
     "micro-batch dropped",
     "gradients not reduced",
     "optimizer state reset on resume",
+    "prompts skipped after a resume",
+    "order of the scores lost",
 )
 """Exhibits of the default suite, one of each kind."""
 EXHIBITS = load_exhibits()

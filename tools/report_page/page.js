@@ -166,7 +166,7 @@ function drawDistributions() {
   if (!run.samples) { $("distribution-note").textContent = "This run has stored no rollouts (logging.rollouts)."; return; }
   const { step, row, score, length } = run.arrays, rows = [];
   for (let i = 0; i < step.length; i++) if (!row[i]) rows.push(i);
-  $("distribution-note").textContent = `Share of the ${rows.length} stored samples (logging.rollouts=${run.samples.kind}) of a step; lighter is more.`;
+  $("distribution-note").textContent = `Share of each step's stored samples; lighter colours are larger shares. ${rows.length} samples are stored (logging.rollouts=${run.samples.kind}).`;
   for (const [title, values] of [["score", score], ["length in tokens", length]]) {
     const plot = element("div", undefined, { class: "chart" });
     let found;
@@ -264,9 +264,9 @@ function drawGroup() {
   const largest = (name) => Math.max(1e-9, ...samples.map((s) => Array.isArray(s[name]) ? s[name].reduce((a, b) => Math.max(a, Math.abs(b)), 0) : Math.abs(s[name] ?? 0)));
   const nothing = kind === "gap" && largest("gap") <= 1e-9 ? "Trainer and engine differ by less than 0.0001 in every token." : "";
   const scale = kind === "advantage" ? largest("advantage") : kind === "gap" ? largest("gap") : 1;
-  $("legend").textContent = nothing || { probability: "Darker or stronger: the trainer's policy found the token less probable.",
-    advantage: `Strongest: ${format(scale)}. Solid underline: positive; dotted: negative.`,
-    gap: `Strongest: a difference of ${format(scale)} between the log-probs of trainer and engine. Solid underline: the trainer's is higher; dotted: lower.`, none: "" }[kind];
+  $("legend").textContent = nothing || { probability: "The stronger the shade, the less probable the token was for the trainer's policy.",
+    advantage: `Strongest shade: ${format(scale)}. Solid underline: positive; dotted: negative.`,
+    gap: `Strongest shade: a difference of ${format(scale)} between the log-probs of trainer and engine. Solid underline: the trainer's is higher; dotted: lower.`, none: "" }[kind];
   $("cards").replaceChildren(...samples.map((sample, number) => card(sample, number, kind, scale)));
 }
 function card(sample, number, kind, scale) {

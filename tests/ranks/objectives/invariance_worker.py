@@ -34,6 +34,7 @@ from rl.engines.engines import Engines
 from rl.faults.agreement import PhaseAgreement
 from rl.faults.phase_tracker import PhaseTracker
 from rl.objectives.rollout_correction import sequence_weights, token_weights
+from rl.phases.counting import MOVED
 from rl.phases.minibatches import MinibatchPlan
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import policy_loss, token_selection
@@ -141,11 +142,12 @@ class ToyEngine:
                 sums,
                 sum_over_world(torch.tensor(list(sums.values()), dtype=torch.float64), CPU.torch).tolist(),
             )
-        )
+        ) | {MOVED: 1.0}
 
 
 def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
     config.agreement.weights_every = 0  # of weights that a toy has not
+    config.agreement.logprob_slack = 0.0  # no engine sampled the tokens
     engine, nowhere = ToyEngine(), open(os.devnull, "w")
     phases = kind(
         config,
@@ -159,7 +161,6 @@ def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
         prompts=[],
         sampler=None,
         scorer=None,
-        tokenizer=None,
     )
     phases.step.begin(1)
     return phases

@@ -78,6 +78,7 @@ def sampled(vocab_size: int, *, pairs: bool) -> Batch:
 
 def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
     keys = [f"model.path={sys.argv[1]}", "data.train=x.jsonl", f"data.prompts_per_step={GROUPS}"]
+    keys += ["agreement.logprob_slack=0"]  # no engine sampled the tokens
     keys += ["model.dtype=float32", f"training.pp={sys.argv[3]}", "training.micro_batch_tokens=60"]
     config = load_config(None, ["training.optimizer.lr=1e-2", *keys, *overrides])
     assert not needs_early_logprobs(config)

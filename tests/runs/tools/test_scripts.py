@@ -20,7 +20,7 @@ def test_make_toy(tmp_path):
     sizes = "--hidden 32 --layers 1 --heads 4 --kv-heads 4 --intermediate 32 --tie".split()
     done = run(tmp_path, "make_toy.py", "--out", "toy", *sizes)
     assert done.returncode == 0, done.stderr
-    files = ["model", "pairs.parquet", "test.parquet", "train.parquet"]
+    files = ["labels.parquet", "model", "pairs.parquet", "test.parquet", "train.parquet"]
     assert sorted(path.name for path in (tmp_path / "toy").iterdir()) == files
     assert json.loads((tmp_path / "toy/model/config.json").read_text())["hidden_size"] == 32
 

@@ -23,8 +23,6 @@ LEARN = "run.mode=train_only run.rollouts=runs/one run.dir=runs/two"
         ("run.mode=rollout_only", "logging.rollouts=sample does not store all samples"),
         ("run.mode=train_only run.dir=runs/two", "needs run.rollouts, the directory of another run"),
         ("run.mode=train_only run.rollouts=runs/../runs/one run.dir=runs/one", "set both"),
-        (f"{LEARN} training.router_replay=engine", "set training.router_replay=none"),
-        (f"{LEARN} rollout.top_p=0.9", "rollout.biased_truncation=true"),
         (f"{SCORE} reward.judge.path=models/judge", "reward.judge.path gives scores too"),
         (f"{SCORE} agents.environment=game.py:Game", "the section agents gives scores too"),
     ],

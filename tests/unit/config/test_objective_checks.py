@@ -155,6 +155,7 @@ def test_which_losses_go_with_grpo_and_ppo(loss):
             "both weigh a token",
         ),
         (["rollout_correction.icepop_high=5", "rollout_correction.icepop_low=2"], "agree, whose ratio is 1"),
+        (["rollout_correction.truncate_tokens=0.5"], "use 1 or more"),
         (["objective.top_entropy=0.2", "objective.loss=kl-cov"], "both select tokens"),
         (["algorithm=sppo", "objective.top_entropy=0.2"], "top_entropy=0.2 has no effect"),
         (["objective.adaptive_entropy.delta=0.1"], "delta has no effect without"),

@@ -212,6 +212,7 @@ def test_what_carry_over_cannot_be_combined_with(overrides, words):
     [
         (("algorithm=sft",), "algorithm=sft does not have; leave it out"),
         (("training.router_replay=old_policy", "rollout_correction.bypass=true"), "use engine"),
+        (("run.mode=train_only", "run.rollouts=other", "run.dir=own"), "run.mode=train_only, whose samples"),
         (("rollout.carry_over=true", "rollout_correction.bypass=true"), "rollout.carry_over=true, whose"),
         (("roles.train=1", "roles.rollout=1"), "roles.rollout=1, whose samples"),
     ],
@@ -470,8 +471,7 @@ def test_stages_without_a_layer_are_an_error():
 def test_a_minibatch_has_a_sample_for_every_dp_rank():
     assert layout_error(64, "training.tp=2", "data.prompts_per_step=4", "rollout.samples_per_prompt=4") == (
         "A mini-batch of 4 prompts x 4 samples is too small for the data parallel size of 32 (64 ranks / "
-        "(tp=2 x pp=1)); "
-        "raise data.prompts_per_step to at least 8."
+        "(tp=2 x pp=1)); raise data.prompts_per_step to at least 8."
     )
 
 
@@ -512,8 +512,7 @@ def test_a_run_without_an_engine_is_not_held_to_a_rollout_layout():
 def test_more_tokens_than_the_model_has_positions_are_an_error():
     assert layout_error(1, "data.max_prompt_tokens=1024", "rollout.max_response_tokens=4000") == (
         "data.max_prompt_tokens=1024 and rollout.max_response_tokens=4000 add up to 5024 tokens, but the "
-        "model has 4096 "
-        "positions (max_position_embeddings); lower them to 4096 together."
+        "model has 4096 positions (max_position_embeddings); lower them to 4096 together."
     )
 
 

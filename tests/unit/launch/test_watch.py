@@ -36,6 +36,15 @@ def test_watch_prints_step_curve_and_slowest_rank(run, capsys):
     assert "step 2/8" in text and "\u2581\u2588" in text and "slowest: rank" in text
 
 
+def test_watch_compares_a_phase_with_its_usual_time(run, capsys):
+    heartbeat = run / "heartbeat" / "rank_0.json"
+    heartbeat.write_text(json.dumps({**json.loads(heartbeat.read_text()), "phase": "generate"}))
+    records = [{"training/global_step": n, "timing_s/gen": 250.0} for n in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    assert launch.main(["watch", str(run), "--once"]) == 0
+    assert "of usually 4 min" in capsys.readouterr().out
+
+
 def test_watch_reads_what_was_added_and_starts_over(run):
     files = RunFiles(run)
     assert rewards(files.read()) == [(1, 0.25), (2, 0.5)]

@@ -28,7 +28,7 @@ def batch() -> Batch:
 
 
 def gap(batch: Batch, logprobs: torch.Tensor, **options) -> dict[str, float]:
-    given = dict(version=3, limit=1e-4, routes=False, ranks=[[0, 1], [2, 3]]) | options
+    given = dict(version=3, limit=1e-4, routes=False, keeps_cache=False, ranks=[[0, 1], [2, 3]]) | options
     return check_engine(batch, logprobs, **given)
 
 
@@ -72,3 +72,13 @@ def test_the_reference_equals_a_policy_that_has_not_learned(batch):
     batch.ref_logprobs = batch.old_logprobs + 1e-2
     with pytest.raises(LogprobMismatch, match="before the first update"):
         check_reference(batch, limit=1e-4)
+
+
+def test_a_kept_cache_leaves_out_samples_with_older_tokens():
+    mixed = batch()
+    mixed.weight_versions[0] = 2  # the first token of the first sample
+    logprobs = mixed.rollout_logprobs.clone()
+    logprobs[1:LENGTH] -= 0.5  # what a cache of the older weights does to later tokens
+    with pytest.raises(LogprobMismatch):
+        gap(mixed, logprobs)
+    assert gap(mixed, logprobs, keeps_cache=True)["training/logprob_gap"] == 0.0

@@ -110,6 +110,13 @@ def test_a_verl_script_becomes_a_config_that_fits(tmp_path, capsys, name):
     assert command.main(["--config", str(out), "--dry-run", *options]) == 0, capsys.readouterr()
 
 
+def test_a_relative_path_is_that_of_the_caller(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run.sh").write_text(textwrap.dedent(SCRIPTS["grpo"]))
+    monkeypatch.chdir(tmp_path)
+    assert from_verl.main(["run.sh"]) == 0
+    assert "samples_per_prompt: 5" in capsys.readouterr().out
+
+
 def test_settings_without_a_counterpart_are_listed(tmp_path, capsys):
     script = tmp_path / "run.sh"
     script.write_text(textwrap.dedent(SCRIPTS["dapo"]))
@@ -145,6 +152,11 @@ def test_a_yaml_with_references_and_overrides_is_read(tmp_path, capsys):
         ("echo hello", "did not start verl.trainer"),
         ("set -u\npython -m verl.trainer.main_ppo data.train_files=$DATA", "DATA: unbound variable"),
         ("python -m verl.trainer.main_ppo algorithm.adv_estimator=mine", "adv_estimator=mine has no"),
+        (
+            "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+            "algorithm.rollout_correction.rollout_is=group",
+            "rollout_is=group has no",
+        ),
     ],
 )
 def test_scripts_that_cannot_be_translated_say_why(tmp_path, capsys, text, reason):
