@@ -7,7 +7,7 @@ spans all ranks of the job, with communicators of its own. Ranks of the link are
     link.send_weights(version)   -- weights -----> link.receive_weights(version), between two engine steps
     log-prob pass, in which no weight changes
     link.wait_sent()   # before the update
-    link.receive_samples()       <- "samples n" -- link.send_samples(key, samples), called by a leader
+    link.receive_samples()       <- samples ----- link.send_samples(key, samples), called by a leader
 
 Weights travel by the plan of a refit (`rl.refit.plan`), from the trainer's parameters to the engine's. A
 thread sends while the trainer computes. Samples travel to the first training rank, which broadcasts them.
@@ -49,6 +49,9 @@ if TYPE_CHECKING:  # a run in which all replicas must live does not import it
 UNLIMITED = datetime.timedelta(days=30)
 """Time limit of a message. The other side may be in any phase of a step; the phases' limits and the
 heartbeats end a run whose other side is gone."""
+
+_SAMPLES = "samples"
+"""Key of the queue in the store that announces samples: their sender's rank, and their size in bytes."""
 
 
 class Delivery(NamedTuple):
@@ -99,7 +102,6 @@ class Link:
         self._sending: Future[BytesMoved | None] | None = None
         self._connect_and_move: Callable[[], BytesMoved]
         self._num_refits = 0
-        self._num_read = 0
         self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._sender: Future[None] | None = None
 
@@ -331,8 +333,8 @@ class Link:
     def _send_queued(self) -> None:
         while True:
             content = torch.frombuffer(bytearray(self._outgoing.get()), dtype=torch.uint8)
-            number = self._thread_store.add("num samples", 1) - 1
-            self._thread_store.set(f"samples {number}", json.dumps([self.rank, len(content)]))
+            # One operation of the store: a replica that dies leaves no number that the trainers wait for.
+            self._thread_store.queue_push(_SAMPLES, json.dumps([self.rank, len(content)]))
             self._control.send([content], self.train[0], 0).wait()
 
     def receive_samples(self, timeout_s: float = 0.0) -> list[Delivery]:
@@ -345,13 +347,9 @@ class Link:
         arrived: list[bytes] = []
         if self.living is not None and self.rank == self.train[0]:
             self.leaders = self.living.ranks(self.living.left_out())[:: self._tp]
-        while self.rank == self.train[0] and self._wait(
-            key := f"samples {self._num_read}", 0 if arrived else timeout_s
-        ):
-            source, num_bytes = json.loads(self._store.get(key))
+        while self.rank == self.train[0] and self._wait(_SAMPLES, 0 if arrived else timeout_s):
+            source, num_bytes = json.loads(self._store.queue_pop(_SAMPLES))
             content = torch.empty(num_bytes, dtype=torch.uint8)
-            self._store.delete_key(key)
-            self._num_read += 1
             try:
                 self._control.recv([content], source, 0).wait()
             except RuntimeError:  # the sender has died

@@ -115,7 +115,7 @@ def test_a_run_goes_on_without_a_dead_replica(config, toy, tmp_path, place, call
     fault = ("kill_this_rank", place, 2, call)
     with pytest.raises(RanksFailed) as failure:
         run_ranks(
-            3, FAULTY, *fault, "--config", config, *overrides, "watchdog.lost_s=20", timeout=150, grace=100
+            3, FAULTY, *fault, "--config", config, *overrides, "watchdog.lost_s=20", timeout=400, grace=200
         )
     assert failure.value.returncodes == [0, 0, -signal.SIGKILL], failure.value
     log = failure.value.stderr[0]
