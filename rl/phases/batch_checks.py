@@ -63,11 +63,14 @@ def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
         )
 
 
-def check_endings(batch: Batch, *, max_tokens: int, stop_ids: Collection[int], ends_at_text: bool) -> None:
+def check_endings(
+    batch: Batch, *, max_tokens: int | None, stop_ids: Collection[int], ends_at_text: bool
+) -> None:
     """Check that every response ends at its first stop token, or is truncated at the length limit.
 
-    stop_ids: ids at which the engine must stop. ends_at_text: whether it may also stop at stop strings.
-    Responses with environments are not checked, because their budgets differ.
+    max_tokens: length limit; None if it may differ. stop_ids: ids at which the engine must stop.
+    ends_at_text: whether it may also stop at stop strings. Responses with environments are not checked,
+    because their budgets differ.
     """
     if batch.turns is not None or not len(batch):
         return
@@ -80,7 +83,7 @@ def check_endings(batch: Batch, *, max_tokens: int, stop_ids: Collection[int], e
         "is complete by its label, but does not end with a stop token: it was truncated, or its end is "
         "missing": ~batch.truncated & ~ended & (not ends_at_text),
         f"is truncated by its label, but not at rollout.max_response_tokens={max_tokens}": batch.truncated
-        & (lengths != max_tokens),
+        & (lengths != (lengths if max_tokens is None else max_tokens)),
         "continues after a stop token": counts > ended.long(),
     }
     for problem, found in problems.items():

@@ -178,7 +178,10 @@ class Phases:
         check_groups(batch, samples_per_prompt=config.rollout.samples_per_prompt)
         check_endings(
             batch,
-            max_tokens=config.rollout.max_response_tokens,
+            # Groups in flight at a resume may have been generated with another limit.
+            max_tokens=None
+            if config.rollout.carry_over or self.split
+            else config.rollout.max_response_tokens,
             stop_ids=self._end_ids | set(config.rollout.stop_token_ids),
             ends_at_text=bool(config.rollout.stop),
         )
@@ -253,6 +256,7 @@ class Phases:
     def cursor(self) -> dict[str, Any]:
         """Return where the draw of prompts stands. Later phases do not change what it holds."""
         cursor: dict[str, Any] = {"sampler": self.sampler.state_dict(), "num_drawn": self.num_drawn}
+        cursor["num_prompts"] = len(self.prompts)
         if self.carry_over is not None:
             cursor["carry_over"] = self.carry_over.frontier
         if self.past_lengths is not None:

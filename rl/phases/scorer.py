@@ -16,6 +16,7 @@ from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
+from rl.faults.agreement import fail_together
 from rl.phases.batch_checks import CheckFailed, place
 from rl.rewards.pool.pool import ScoringPool, default_workers
 from rl.rewards.score import Score, digest
@@ -71,7 +72,8 @@ class Scorer:
         asked = [k for k, i in enumerate(mine) if given is None or given[i].isnan()]
         samples = [_sample(owners[k], texts[k]) for k in asked]
         scores = self.pool.score(samples)
-        check_answers(samples, scores)
+        with fail_together():
+            check_answers(samples, scores)
         digests = [_digest(batch, mine[k]) for k in asked]
         columns = gather_columns(
             [score.values | {DIGEST: key} for score, key in zip(scores, digests, strict=True)],

@@ -64,7 +64,8 @@ class RunCheckpoints:
             phases.sampler.load_state_dict(state["sampler"])
         except ValueError as error:
             raise ConfigError(f"{saved.path} was written with other data: {error}") from error
-        phases.num_drawn = state.get("num_drawn", phases.sampler.num_drawn or 0)  # absent in older ones
+        is_same = state.get("num_prompts") == len(phases.prompts)  # else the data has other prompts now
+        phases.num_drawn = state["num_drawn"] if is_same else phases.sampler.num_drawn or 0
         if phases.carry_over is not None and "carry_over" in state:
             phases.carry_over.load_state_dict(state["carry_over"], phases.prompts)
         elif state.get("carry_over", {}).get("prompts"):

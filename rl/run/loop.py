@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rl import algorithms
 from rl.checkpoint.hf import export_hf
 from rl.checkpoint.store import CheckpointStore
+from rl.config.declarations import shipped
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, learns_from_samples, needs_reward
 from rl.data.batch import Batch
@@ -243,6 +244,8 @@ class Training:
         self._cursor = phases.cursor()
         """Where the draw of prompts stood after the last batch that was learned from."""
         self._split = phases.split
+        # A user's algorithm may keep samples of older weights.
+        self._checks_staleness = config.algorithm in shipped() and config.run.mode != "train_only"
 
     def run(self, last_step: int, metrics: dict[str, float]) -> StopDecision | None:
         """Take the steps after `last_step`; `metrics` are those of `last_step`.
@@ -310,7 +313,7 @@ class Training:
         if len(batch):
             if asynchronous is not None:
                 asynchronous.check(batch)
-            elif batch.weight_versions is not None and self._config.run.mode != "train_only":
+            elif self._checks_staleness and batch.weight_versions is not None:
                 check_staleness(batch, phases.engines.policy.version, limit=0)
             if self._config.run.mode != "rollout_only":
                 self._algorithm.learn(phases, batch)
