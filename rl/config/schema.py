@@ -17,17 +17,9 @@ from rl.config.correction import RolloutCorrection
 from rl.config.declarations import Algorithm, Formula, describe, formulas, literal_dict
 from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
 from rl.config.options import build, read
-from rl.config.ranges import (
-    AT_LEAST_ONE,
-    BELOW_ONE,
-    FINITE,
-    FRACTION,
-    NOT_NEGATIVE,
-    ONE_TO_TWO,
-    POSITIVE,
-    PROBABILITY,
-)
+from rl.config.ranges import AT_LEAST_ONE, BELOW_ONE, FINITE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY
 from rl.config.roles import Roles
+from rl.config.rollout import Rollout
 from rl.config.terms import AdaptiveEntropy, Preference, RewardKl
 
 T = TypeVar("T")
@@ -227,73 +219,6 @@ class DynamicSampling:
     """Most rounds of generation in a step. After them the step continues with the groups that it has."""
     prompts_per_round: Annotated[int, NOT_NEGATIVE] = 0
     """Prompts drawn per round. 0: `data.prompts_per_step`."""
-
-
-@dataclass
-class Rollout:
-    tp: Annotated[int, AT_LEAST_ONE] = 1
-    """Tensor parallel size of one vLLM replica; there are world / tp replicas."""
-    samples_per_prompt: Annotated[int, AT_LEAST_ONE] = 8
-    """Responses sampled for each prompt: the size of a group."""
-    temperature: Annotated[float, POSITIVE] = 1.0
-    """Softmax temperature of sampling, and of the trainer's log-probs."""
-    top_p: Annotated[float, PROBABILITY] = 1.0
-    """Nucleus: keep the smallest set of tokens with this much probability. 1: all."""
-    top_k: Annotated[int, NOT_NEGATIVE] = 0
-    """Keep the k most probable tokens. 0: all."""
-    min_p: Annotated[float, FRACTION] = 0.0
-    """Keep tokens with at least this fraction of the most probable token's probability. 0: all."""
-    biased_truncation: bool = False
-    """With top_p < 1, top_k > 0 or min_p > 0: compute the trainer's log-probs over the whole vocabulary,
-    although tokens were sampled from a part of it. Ratios and KL are then biased. false: the engine returns
-    which tokens it kept, and the trainer's distributions are renormalised over them (docs/fidelity.md)."""
-    max_response_tokens: Annotated[int, AT_LEAST_ONE] = 1024
-    """Longest response in tokens, the end-of-sequence token included."""
-    stop: list[str] = field(default_factory=list)
-    """Strings that end a response; they stay in its tokens."""
-    stop_token_ids: list[int] = field(default_factory=list)
-    """Token ids that end a response besides the tokenizer's end-of-sequence token."""
-    deterministic: bool = False
-    """Assign prompts to replicas by a fixed rule instead of to the first idle replica. With the same seed,
-    world and layout a run is then bitwise repeatable on CPU."""
-    max_concurrent_samples: Annotated[int, AT_LEAST_ONE] = 512
-    """Most samples that one replica generates at a time (vLLM's max_num_seqs). The default is the largest
-    batch size for which vLLM captures a CUDA graph. Prompts that a replica has started stay there. If
-    `deterministic=false` should balance the replicas, set at most half of the samples that one replica
-    generates in a step."""
-    gpu_memory_utilization: Annotated[float, PROBABILITY] = 0.5
-    """Fraction of a GPU's memory that the engine may take while it is awake. No effect on CPU."""
-    cpu_kv_cache_mib: Annotated[int, AT_LEAST_ONE] = 64
-    """KV cache per rank on CPU, in MiB; released while the trainer works."""
-    enforce_eager: bool = False
-    """Disable CUDA graphs and torch.compile in the engine. Always true on CPU."""
-    longest_first: bool = False
-    """Start the prompts in the order of their expected response lengths, the longest first. The expected
-    length is the mean when the prompt was last sampled, so the first epoch keeps its order."""
-    carry_over: bool = False
-    """End a step when enough groups are complete. Unfinished samples continue in the next step with its
-    weights. A weight of rollout_correction, or rollout_correction.bypass, is required and corrects for their
-    older tokens (docs/asynchrony.md)."""
-    oversample: Annotated[float, ONE_TO_TWO] = 1.25
-    """carry_over: number of groups with which a step starts, carried ones included, per group on which it
-    trains."""
-    max_staleness: Annotated[int, AT_LEAST_ONE] = 1
-    """carry_over: largest number of policy versions between the one that sampled a token and the one that
-    learns from it."""
-    on_stale: Literal["finish", "drop"] = "finish"
-    """carry_over: treatment of groups whose tokens would exceed max_staleness in the next step. finish: the
-    step does not end before they are complete. drop: they are dropped and counted."""
-    carry_over_cache: Literal["recompute", "keep"] = "recompute"
-    """carry_over: KV cache of carried samples. recompute: it is computed again with the new weights. keep: it
-    stays in memory while the trainer works; only on CPU."""
-    min_replicas: Annotated[int, NOT_NEGATIVE] = 0
-    """roles: number of replicas that must live. If one dies, the others generate its groups, and the run goes
-    on without it until its next start. 0: all must live."""
-
-    @property
-    def truncates(self) -> bool:
-        """Whether tokens are sampled from a part of the vocabulary."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass

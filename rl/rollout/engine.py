@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl.config.schema import Rollout
+from rl.config.rollout import Rollout
 from rl.data.held import KEPT_SETS
 from rl.models import read_hf_config
 from rl.rollout import cpu_support

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rl.config.options import ConfigError
-from rl.config.schema import Rollout
+from rl.config.rollout import Rollout
 from rl.models import SUPPORTED, read_hf_config
 from rl.rollout import router
 from rl.runtime.device import Device
