@@ -104,8 +104,8 @@ def check_refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: i
 def check_weights(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512) -> None:
     """Compare this rank's engine weights with the trainer's by checksums. Collective over the world.
 
-    It costs about two passes over the weights, and does not trust the version that the engine is said to
-    hold. After a difference `check_refit` finds weights, ranks and elements, and raises RefitMismatch.
+    It reads every weight about twice. It is independent of `RolloutEngine.weights_version`, which may be
+    wrong. After a difference `check_refit` finds weights, ranks and elements, and raises RefitMismatch.
     """
     planned = _planned(trainer, engine, buffer_mib)
     ends = training_parameters(trainer.weight_map, planned), engine_parameters(engine, planned)

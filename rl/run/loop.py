@@ -96,29 +96,10 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
             return 0 if is_finished else generating.run()
     uses_agents = config.agents.is_on and stored is None
     agents = _start_environments(config, inputs) if uses_agents and not is_finished else None
-    agreement = PhaseAgreement(
-        config, json.dumps(code_hashes(config)), control_group(), replica_size=config.rollout.tp
+    phases = _build(
+        config, inputs, device, watchdog, progress, stop, pool, agents, link, generate=not is_finished
     )
-    layout = config.training
-    grid = build_grid(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.expert_tp, seed=config.run.seed)
-    warm_up(device)
-    start_up.mark("groups")
-    engines = build_engines(config, inputs, grid, device, generate=not is_finished)
-    if link is not None and not is_finished:
-        link.plan_weights(config, inputs.models["policy"].hf, trainer=engines.policy)
-    limit_collectives(config.watchdog.limits)
-    phases = Phases(
-        config,
-        step=Step(device=device, progress=progress, watchdog=watchdog, agreement=agreement),
-        engines=engines,
-        prompts=inputs.prompts,
-        sampler=inputs.sampler(),
-        scorer=None if pool is None else Scorer(config, inputs, device, engines, pool),
-        end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
-        stop=stop,
-        agents=agents,
-        link=link,
-    )
+    engines = phases.engines
     checkpoints = RunCheckpoints(config, store, phases, status)
     last_step, metrics = checkpoints.resume(newest, named)
     start_up.mark("checkpoint")
@@ -131,11 +112,8 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         resumed = f", resuming after step {last_step}" if last_step else ""
         start_up.mark("record")
         progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
-        if leads and (shared := num_shared(inputs.prompts, inputs.held_out)):
-            progress.line(
-                f"warning: data check: {shared} of {len(inputs.held_out)} prompts of data.val are in "
-                "data.train too, so validation does not measure what the policy generalises."
-            )
+        if leads:
+            _warn_of_shared_prompts(inputs, progress)
         training = Training(
             config,
             algorithm,
@@ -163,6 +141,57 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         return 0
     status.write(state="stopped", reason=asked.reason)
     return 0 if asked.by_hand else STOPPED_EXIT
+
+
+def _build(
+    config: Config,
+    inputs: Inputs,
+    device: Device,
+    watchdog: Watchdog,
+    progress: Progress,
+    stop: StopRequests,
+    pool,
+    agents,
+    link,
+    *,
+    generate: bool,
+) -> Phases:
+    """Build grid, engines and phases. Collective over the ranks that train.
+
+    pool, agents and link are None if the run does not use them. generate: whether to build a rollout engine.
+    """
+    agreement = PhaseAgreement(
+        config, json.dumps(code_hashes(config)), control_group(), replica_size=config.rollout.tp
+    )
+    layout = config.training
+    grid = build_grid(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.expert_tp, seed=config.run.seed)
+    warm_up(device)
+    start_up.mark("groups")
+    engines = build_engines(config, inputs, grid, device, generate=generate)
+    if link is not None and generate:
+        link.plan_weights(config, inputs.models["policy"].hf, trainer=engines.policy)
+    limit_collectives(config.watchdog.limits)
+    return Phases(
+        config,
+        step=Step(device=device, progress=progress, watchdog=watchdog, agreement=agreement),
+        engines=engines,
+        prompts=inputs.prompts,
+        sampler=inputs.sampler(),
+        scorer=None if pool is None else Scorer(config, inputs, device, engines, pool),
+        end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
+        stop=stop,
+        agents=agents,
+        link=link,
+    )
+
+
+def _warn_of_shared_prompts(inputs: Inputs, progress: Progress) -> None:
+    """Print a warning if training and validation data have prompts in common."""
+    if shared := num_shared(inputs.prompts, inputs.held_out):
+        progress.line(
+            f"warning: data check: {shared} of {len(inputs.held_out)} prompts of data.val are in "
+            "data.train too, so validation does not measure what the policy generalises."
+        )
 
 
 def _start_environments(config: Config, inputs: Inputs):

@@ -144,21 +144,18 @@ class Museum:
             seconds=seconds,
         )
 
-    def clean(self, name: str, steps: int) -> float:
-        """Run a config of CLEAN for so many steps, with all checks on; return the seconds of both runs.
+    def clean(self, name: str, steps: int) -> int:
+        """Run a config of CLEAN for so many steps, with all checks on, and resume it half-way.
 
-        Raises RanksFailed if a check raised.
+        Returns the number of logged steps. Raises RanksFailed if a check raised.
         """
         ranks, model, overrides = CLEAN[name]
         run = self.directory / f"clean_{re.sub(r'[^a-z0-9]+', '_', name)}"
         shutil.rmtree(run, ignore_errors=True)
-        start = time.monotonic()
         for last in sorted({max(1, steps // 2), steps}):
             arguments = self.arguments(model, run, *overrides, *ALL_CHECKS, f"run.max_steps={last}")
             run_ranks(ranks, TRAIN, *arguments, f"checkpoint.every={steps}", timeout=3600)
-        taken = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-        assert len(taken) == steps, f"{name}: {len(taken)} of {steps} steps"
-        return time.monotonic() - start
+        return len((run / "metrics.jsonl").read_text().splitlines())
 
     def arguments(self, model: str, run: Path, *overrides: str) -> list[str]:
         """Return the arguments of train_rl.py for a run of a model, with overrides."""
