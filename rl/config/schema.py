@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from rl.config import ranges
+from rl.config.adapter import Adapter
 from rl.config.agents import Agents
 from rl.config.correction import RolloutCorrection
 from rl.config.declarations import Algorithm, Formula, describe, formulas, literal_dict
@@ -441,6 +442,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
+    adapter: Adapter = field(default_factory=Adapter)
     rollout: Rollout = field(default_factory=Rollout)
     roles: Roles = field(default_factory=Roles)
     reward: Reward = field(default_factory=Reward)
