@@ -7,6 +7,7 @@ the remedy. `rl.config.layout_checks` checks a configuration against the number 
 import math
 import re
 
+from rl.config.adapter_checks import check_adapter
 from rl.config.durations import seconds_of
 from rl.config.functions import FORM
 from rl.config.layout_checks import divisors
@@ -40,6 +41,7 @@ def check(config: Config) -> list[str]:
     check_names(config)
     check_contradictions(config)
     check_numerics(config)
+    check_adapter(config)
     check_objective(config)
     check_roles(config)
     check_mode(config)
