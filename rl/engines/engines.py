@@ -109,6 +109,7 @@ def offload_of(config: Config, device: Device) -> str:
 
 def build_rollout(config: Config, device: Device) -> RolloutEngine:
     """Return the engine that generates with the policy. Collective over the world."""
+    adapter = config.adapter
     return RolloutEngine(
         config.model.path,
         config.rollout,
@@ -119,6 +120,7 @@ def build_rollout(config: Config, device: Device) -> RolloutEngine:
         returns_kept=needs_kept_sets(config),
         routes=config.training.router_replay == "engine",
         bitwise=config.model.numerics == "bitwise",
+        adapter=adapter if adapter.is_on and adapter.in_engine == "adapter" else None,
     )
 
 

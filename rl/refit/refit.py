@@ -90,7 +90,7 @@ def refit(
         if planned.fallback:
             itemsize = part.values.weight_map.dtype.itemsize
             done.fallback += sum(w.num_elements * w.bytes_per_element(itemsize) for w in planned.fallback)
-            engine.load_weights(gather.gathered(part.values, planned.fallback))
+            engine.load_weights(part.values.gathered(planned.fallback))
             fallback = True
     if slots is not None:
         slots.has_base = True
@@ -146,12 +146,7 @@ def check_weights(
 
 
 def _parts(
-    trainer: TrainingEngine,
-    engine: RolloutEngine,
-    buffer_mib: int,
-    adapter: int,
-    *,
-    with_base: bool = True,
+    trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int, adapter: int, *, with_base: bool = True
 ) -> Iterator[Part]:
     """Yield the parts of a refit. Collective over the world.
 

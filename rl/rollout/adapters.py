@@ -38,10 +38,10 @@ def keep_experts_kernels() -> None:
     from vllm.model_executor.layers.fused_moe import layer
 
     build = layer.FusedMoEConfig
-    layer.FusedMoEConfig = lambda **options: build(**options | {"is_lora_enabled": False})
+    layer.FusedMoEConfig = lambda **fields: build(**fields | {"is_lora_enabled": False})
 
 
-def vllm_options(pairs: Sequence[LowRank], num_adapters: int) -> dict:
+def options(pairs: Sequence[LowRank], num_adapters: int) -> dict:
     """Return vLLM's options for so many adapters of these layers."""
     rank = pairs[0].a.shapes[0][0]
     return dict(
@@ -62,7 +62,7 @@ class AdapterSlots:
     """The adapters of an engine, by index.
 
     Args:
-        runner: vLLM's model runner, built with `vllm_options`.
+        runner: vLLM's model runner, built with `options`.
     """
 
     def __init__(self, runner, pairs: Sequence[LowRank], num_adapters: int):

@@ -78,11 +78,11 @@ class RolloutEngine:
         cpu_support.install()
         options: dict = {}
         if adapter is not None:
-            from rl.rollout.adapters import AdapterSlots, adapted_layers, keep_experts_kernels, vllm_options
+            from rl.rollout import adapters as in_vllm
 
-            keep_experts_kernels()
-            layers = adapted_layers(read_hf_config(path), adapter)
-            options = vllm_options(layers, num_adapters)
+            in_vllm.keep_experts_kernels()
+            layers = in_vllm.adapted_layers(read_hf_config(path), adapter)
+            options = in_vllm.options(layers, num_adapters)
         self.llm = build_llm(
             path,
             rollout,
@@ -109,7 +109,7 @@ class RolloutEngine:
         self.adapters: AdapterSlots | None = None
         """Low-rank adapters beside the weights; None if there are none, or the weights contain them."""
         if adapter is not None:
-            self.adapters = AdapterSlots(self._runner, layers, num_adapters)
+            self.adapters = in_vllm.AdapterSlots(self._runner, layers, num_adapters)
         self._vocab_size = self.llm.llm_engine.model_config.get_vocab_size()
         self._returns_kept = returns_kept
         self._cpu_cache = None

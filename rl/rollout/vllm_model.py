@@ -31,8 +31,8 @@ def build_llm(
 ):
     """Return vLLM's LLM object for the checkpoint directory `path`. Collective over the world.
 
-    The arguments are those of `RolloutEngine`, and further options of vLLM. Random states, environment and thread count of the process are
-    unchanged afterwards.
+    The arguments are those of `RolloutEngine`, and further options of vLLM. Random states, environment and
+    thread count of the process are unchanged afterwards.
     """
     from vllm import LLM, ModelRegistry
     from vllm.engine.arg_utils import EngineArgs
