@@ -267,6 +267,7 @@ class RolloutEngine:
         progress=None,
         interrupt: Callable[[], bool] | None = None,
         order: list[int] | None = None,
+        adapters: list[int] | None = None,
     ) -> list[Sample] | None:
         """Return the samples of the prompts that this replica drew; None if the call was interrupted.
 
@@ -278,12 +279,14 @@ class RolloutEngine:
             progress: see `SingleTurns`.
             interrupt: see `run`.
             order: the prompts in the order in which they start; None: as given.
+            adapters: see `SingleTurns`.
         """
         queue = self.queue(len(prompts))
         if order is not None:
             queue = OrderedQueue(queue, order)
         capacity = self.capacity(len(prompts), sampling.samples_per_prompt)
-        turns = SingleTurns(prompts, sampling, seeds, queue=queue, capacity=capacity, progress=progress)
+        options: dict = dict(queue=queue, capacity=capacity, progress=progress, adapters=adapters)
+        turns = SingleTurns(prompts, sampling, seeds, **options)
         if not self.run(turns if self.leads else None, sampling, interrupt=interrupt):
             return None
         return turns.samples
