@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.nn import Parameter, ParameterDict
@@ -70,7 +71,19 @@ class Adapters:
             module.register_forward_hook(_grouped(sums) if hasattr(module, "num_gemms") else _single(sums[0]))
         weights = [weight for pair in self.pairs for weight in pair.weights]
         self.weight_map = base.over([*weights, *head], parameters)
+        self.sums_of_frozen: dict[str, int] = {}
+        """Checksums of the frozen weights at the first check (`rl.training.adapter_checks`)."""
         self._start(seed)
+
+    def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
+        """Return (tensor parallel group, parameters by name) of what all its ranks hold; experts second."""
+        whole: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        for weight, parameter in self.weight_map.local():
+            if not weight.cut.split:
+                name = self.weight_map.local_name(weight, self.weight_map.grid.pp_rank)
+                whole[weight.expert is not None][name] = parameter
+        groups = self.weight_map.grid.groups
+        return list(zip((groups.tp, groups.expt_tp), whole))
 
     def _held(self) -> dict[Weight, list[LowRank]]:
         """Return the adapters of each weight that this rank holds."""
