@@ -81,6 +81,8 @@ class RolloutEngine:
             from rl.rollout import adapters as in_vllm
 
             in_vllm.keep_experts_kernels()
+            if not device.is_cuda:
+                cpu_support.multiply_adapters_by_group()
             layers = in_vllm.adapted_layers(read_hf_config(path), adapter)
             options = in_vllm.options(layers, num_adapters)
         self.llm = build_llm(
