@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from rl.config.adapter_checks import adapters_of
 from rl.config.functions import load_function
 from rl.config.layout_checks import check_judge, check_layout
 from rl.config.options import ConfigError
@@ -100,8 +101,9 @@ class Inputs:
     ) -> ModelFiles:
         """Return the checkpoint that the config's `key` names, else the policy's, after checking it.
 
-        Checks its architecture, layout and tensors. head: whether the checkpoint of a value model may have a
-        value head ("optional") or must have one ("needed"); "" for a language model.
+        Checks its architecture, layout and tensors, and of the policy the adapters. head: whether the
+        checkpoint of a value model may have a value head ("optional") or must have one ("needed"); "" for a
+        language model.
         """
         path = own_path or self.config.model.path
         hf = read_hf_config(path, key=key if own_path else "model.path")
@@ -117,6 +119,8 @@ class Inputs:
             weights = value_weights(body, needs_head=head == "needed") if head else file.weights(body)
         except KeyError as missing:
             raise ValueError(f"{path}/config.json lacks the key {missing}.") from missing
+        if key == "model.path":
+            adapters_of(self.config, weights)
         refuse_extra(path, tensor_files(path, weights), weights, body)
         return ModelFiles(path, hf)
 

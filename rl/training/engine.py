@@ -43,7 +43,7 @@ from rl.training.optimizer import (
 )
 from rl.training.packing import MicroBatch, lay_out, with_columns
 from rl.training.pipeline import KnownShapes
-from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights
+from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights, share_weights
 
 MicroBatchLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """micro-batch -> (loss, metrics), both already divided by the mini-batch's global denominators."""
@@ -123,6 +123,8 @@ class TrainingEngine:
         mark_split_weights(self.weight_map)
         if base_of is None:
             load_hf(path, self.weight_map)
+        else:
+            share_weights(self.weight_map, base_of.weight_map)
         self.adapter = adapter
         self.adapters: Any = None
         """The adapters (`rl.training.adapter.Adapters`); None: all weights learn."""
@@ -131,10 +133,6 @@ class TrainingEngine:
 
             self.adapters = Adapters(adapter, self.weight_map, model, seed=seed)
             mark_split_weights(self.adapters.weight_map)
-        if base_of is not None:
-            frozen = self.weight_map.parameters.keys() - self.learned_map.parameters.keys()
-            for name in frozen:
-                self.weight_map.parameters[name].data = base_of.weight_map.parameters[name].data
         assert optimizer is not None or not keep_reference, (
             "keep_reference requires an optimizer: a frozen model is its own reference"
         )
