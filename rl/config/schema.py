@@ -21,6 +21,7 @@ from rl.config.ranges import AT_LEAST_ONE, BELOW_ONE, FINITE, FRACTION, NOT_NEGA
 from rl.config.roles import Roles
 from rl.config.rollout import Rollout
 from rl.config.terms import AdaptiveEntropy, Preference, RewardKl
+from rl.config.trace import Trace
 
 T = TypeVar("T")
 
@@ -455,6 +456,7 @@ class Config:
     refit: Refit = field(default_factory=Refit)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     logging: Logging = field(default_factory=Logging)
+    trace: Trace = field(default_factory=Trace)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     agreement: AgreementConfig = field(default_factory=AgreementConfig)
     memory: Memory = field(default_factory=Memory)

@@ -10,6 +10,7 @@ from rl.faults.agreement import PhaseAgreement
 from rl.faults.process import GIB, resident_bytes, return_free_memory
 from rl.faults.watchdog import Watchdog
 from rl.run_directory.progress import Progress
+from rl.runtime import tracing
 from rl.runtime.device import Device
 
 TRIM_EVERY = 10
@@ -47,6 +48,7 @@ class Step:
             self._first = number
         if number % TRIM_EVERY == 0:
             return_free_memory()
+        tracing.begin_step(number)
         self.watchdog.tracker.begin_step(number)
         self.agreement.begin_step()
 
@@ -67,14 +69,15 @@ class Step:
             self.metrics["perf/host_memory_gib"] = largest
             if is_cuda:
                 self.metrics["perf/device_memory_peak_gib"] = peak / GIB
-            with self.timed(timing):
+            with self.timed(timing), tracing.profile(name):
                 yield
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the seconds in the body to timing_s/<name>."""
         start = time.perf_counter()
-        yield
+        with tracing.span(name):
+            yield
         key = f"timing_s/{name}"
         self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
 

@@ -24,6 +24,7 @@ from rl.refit.gather import RefitMismatch
 from rl.refit.plan import RefitPlan, Routing, cut_into_batches, plan_of
 from rl.refit.transfer import BytesMoved, compare, transfer
 from rl.rollout.engine import RolloutEngine
+from rl.runtime import tracing
 from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
@@ -109,7 +110,9 @@ def check_weights(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib:
     """
     planned = _planned(trainer, engine, buffer_mib)
     ends = training_parameters(trainer.weight_map, planned), engine_parameters(engine, planned)
-    if any_rank(bool(compare(planned.plan, *ends, engine.device.torch, quick=True))):
+    with tracing.span("compare weights"):
+        differ = any_rank(bool(compare(planned.plan, *ends, engine.device.torch, quick=True)))
+    if differ:
         check_refit(trainer, engine, buffer_mib=buffer_mib)
         raise RefitMismatch("the weights of engine and trainer differed, and were equal when compared again")
 

@@ -34,7 +34,7 @@ from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes, record_run
 from rl.run_directory.rollouts import remove_after
 from rl.run_directory.status import Status
-from rl.runtime import start_up
+from rl.runtime import start_up, tracing
 from rl.runtime.device import Device
 from rl.runtime.group_warm_up import limit_collectives, warm_up
 from rl.runtime.session import control_group, job
@@ -71,6 +71,10 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
             status.write(state="finished", step=newest.step, checkpoint_step=newest.step)
             return 0
 
+    if config.trace.steps:
+        from rl.runtime.trace_recorder import Tracing
+
+        tracing.control = Tracing(config.trace, config.run.dir, device, has_roles=config.roles.is_on)
     trains = generates = True
     if config.roles.is_on:
         trains = dist.get_rank() in role_ranks(config, dist.get_world_size())[0]
@@ -386,3 +390,4 @@ class Training:
             step.progress.record(step.number, step.metrics)
             step.progress.line(step_line(step.number, self._config.run.max_steps, step.metrics))
         self._status.write(step=step.number)
+        tracing.end_step()

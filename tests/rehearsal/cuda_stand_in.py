@@ -61,6 +61,24 @@ class CudaRuntime:
 def _nothing(*args, **options) -> None: ...
 
 
+def _checked(real, behaviour):
+    """Return `behaviour` as a function that raises TypeError for arguments that `real` does not accept."""
+    signature = inspect.signature(real)
+
+    @functools.wraps(real)
+    def call(*args, **options):
+        signature.bind(*args, **options)
+        return behaviour(*args, **options)
+
+    return call
+
+
+def _checked_module(module):
+    """Return a stand-in whose functions do nothing and accept the arguments of those of `module`."""
+    functions = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+    return types.SimpleNamespace(**{name: _checked(real, _nothing) for name, real in functions.items()})
+
+
 BEHAVIOURS = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
@@ -84,7 +102,9 @@ BEHAVIOURS = {
     "stream": lambda stream: contextlib.nullcontext(),
     "device": lambda device: contextlib.nullcontext(),
     "OutOfMemoryError": torch.cuda.OutOfMemoryError,
-    "nvtx": torch.cuda.nvtx,
+    "nvtx": _checked_module(torch.cuda.nvtx),
+    "profiler": _checked_module(torch.cuda.profiler),
+    "memory": _checked_module(torch.cuda.memory),
 } | dict.fromkeys(
     ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect"), _nothing
 )
@@ -100,18 +120,6 @@ class _Cuda(types.ModuleType):
             )
         behaviour = BEHAVIOURS[name]
         return _checked(real, behaviour) if inspect.isfunction(real) else behaviour
-
-
-def _checked(real, behaviour):
-    """Return `behaviour` as a function that raises TypeError for arguments that `real` does not accept."""
-    signature = inspect.signature(real)
-
-    @functools.wraps(real)
-    def call(*args, **options):
-        signature.bind(*args, **options)
-        return behaviour(*args, **options)
-
-    return call
 
 
 def _is_cuda(value) -> bool:

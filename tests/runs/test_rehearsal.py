@@ -22,6 +22,10 @@ RUN = (
     "rollout.top_p=0.95",
     "checkpoint.every=1",
     "checkpoint.background=true",
+    "trace.steps=[1]",
+    "trace.torch_profiler=[refit]",
+    "trace.memory_snapshot=true",
+    "trace.nvtx=true",
 )
 
 
