@@ -30,6 +30,8 @@ LITERALS = {"cuda": "cpu", "nccl": "gloo", "cpu:gloo,cuda:nccl": "cpu:gloo"}
 RENAMED = {"_dump_nccl_trace_json": "_dump_fr_trace_json"}
 """Name that only CUDA builds have -> its counterpart in this build."""
 GIB = 1 << 30
+EVENT = torch.cuda.Event
+"""torch's class, before vLLM on CPU replaces it."""
 
 
 class Stream:
@@ -38,7 +40,7 @@ class Stream:
     def __init__(self, *args, **options): ...
 
     def __getattr__(self, name: str):
-        real = getattr(torch.cuda.Stream, name, None) or getattr(torch.cuda.Event, name)
+        real = getattr(torch.cuda.Stream, name, None) or getattr(EVENT, name)
         assert callable(real), name
         return lambda *args, **options: 0.0 if name == "elapsed_time" else self
 
