@@ -1,7 +1,7 @@
 """The current step: its number, its metrics, and what happens before and after each of its phases."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -33,6 +33,8 @@ class Step:
         """Seconds of this step in which a stop request could have aborted it."""
         self.events = 0
         """Digest of the engine's last event log, which the replica's ranks compare before the next phase."""
+        self.after_phase: Callable[[str], None] | None = None
+        """Called at the end of each phase with its timing's name."""
         self._first: int | None = None
 
     @property
@@ -71,6 +73,8 @@ class Step:
                 self.metrics["perf/device_memory_peak_gib"] = peak / GIB
             with self.timed(timing), tracing.profile(name):
                 yield
+            if self.after_phase is not None:
+                self.after_phase(timing)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -108,7 +108,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     last_step, metrics = checkpoints.resume(newest, named)
     start_up.mark("checkpoint")
     status.write(step=last_step, checkpoint_step=last_step)
-    log, rollouts, asked = None, None, None
+    log, rollouts, asked, code = None, None, None, 0
     if not is_finished:
         if leads:
             log = _open_log(config, last_step, metrics, resumes=newest is not None)
@@ -118,7 +118,10 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
         if leads:
             _warn_of_shared_prompts(inputs, progress)
-        training = Training(
+        kind = Training
+        if config.run.mode == "check":
+            from rl.run.first_step import FirstStep as kind
+        training = kind(
             config,
             algorithm,
             inputs,
@@ -131,6 +134,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
             stored=stored,
         )
         asked = training.run(last_step, metrics)
+        code = training.exit_code
         checkpoints.close()
         if phases.split is not None:
             phases.split.end(0 if asked is None or asked.by_hand else STOPPED_EXIT)
@@ -142,7 +146,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     engines.close()
     if asked is None:
         status.write(state="finished", step=max(last_step, config.run.max_steps))
-        return 0
+        return code
     status.write(state="stopped", reason=asked.reason)
     return 0 if asked.by_hand else STOPPED_EXIT
 
@@ -256,6 +260,9 @@ class Training:
     carry-over and roles, part of what it collects was generated earlier (docs/asynchrony.md).
     """
 
+    exit_code = 0
+    """Exit code of a run that was not stopped."""
+
     def __init__(
         self,
         config: Config,
@@ -271,7 +278,7 @@ class Training:
         stored: "StoredBatches | None" = None,
     ):
         self._config, self._algorithm, self._phases = config, algorithm, phases
-        self._held_out = inputs.held_out
+        self._inputs, self._held_out = inputs, inputs.held_out
         self._checkpoints, self._status, self._log, self._stop = checkpoints, status, log, stop
         self._rollouts, self._stored = rollouts, stored
         self._cursor = phases.cursor()
