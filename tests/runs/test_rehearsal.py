@@ -42,6 +42,7 @@ def rehearsed(toy, tmp_path_factory):
             "model.dtype=float32",
             "objective.kl_coef=0",
             "run.max_steps=1",
+            "run.mode=check",
             f"run.dir={directory}/float32",
         ),
     )
