@@ -20,6 +20,7 @@ from rl.config.ranges import ranges_of
 from rl.config.reward_sources import check_sources
 from rl.config.role_checks import check_roles
 from rl.config.schema import Config, algorithm_of, learns_from_samples, needs_kept_sets
+from rl.config.trace import check_trace
 
 OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
 
@@ -47,6 +48,7 @@ def check(config: Config) -> list[str]:
     check_objective(config)
     check_roles(config)
     check_mode(config)
+    check_trace(config.trace, config.run.max_steps)
     return warnings(config)
 
 

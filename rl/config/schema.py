@@ -22,6 +22,7 @@ from rl.config.ranges import AT_LEAST_ONE, BELOW_ONE, FINITE, FRACTION, NOT_NEGA
 from rl.config.roles import Roles
 from rl.config.rollout import Rollout
 from rl.config.terms import AdaptiveEntropy, Preference, RewardKl
+from rl.config.trace import Trace
 
 T = TypeVar("T")
 
@@ -32,10 +33,12 @@ class Run:
     """Name of the run; also the last part of the default `run.dir`."""
     dir: str = ""
     """Directory for metrics, checkpoints, the resolved config and the code. Empty: `runs/<run.name>`."""
-    mode: Literal["train", "rollout_only", "score_only", "train_only"] = "train"
-    """rollout_only: generate, score and store samples without learning. score_only: apply the reward function
-    to stored samples and print the differences, in one process without a model. train_only: learn from stored
-    samples without an engine; nothing is generated or validated. docs/report.md has examples."""
+    mode: Literal["train", "check", "rollout_only", "score_only", "train_only"] = "train"
+    """check: take one step in `<run.dir>-check`, print a verdict on each part of it, and end
+    (docs/first_step.md). rollout_only: generate, score and store samples without learning. score_only: apply
+    the reward function to stored samples and print the differences, in one process without a model.
+    train_only: learn from stored samples without an engine; nothing is generated or validated. docs/report.md
+    has examples."""
     rollouts: str = ""
     """Run directory with the stored samples that `mode` score_only (empty: `dir`) or train_only reads."""
     max_steps: Annotated[int, AT_LEAST_ONE] = 100
@@ -457,9 +460,14 @@ class Config:
     refit: Refit = field(default_factory=Refit)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     logging: Logging = field(default_factory=Logging)
+    trace: Trace = field(default_factory=Trace)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     agreement: AgreementConfig = field(default_factory=AgreementConfig)
     memory: Memory = field(default_factory=Memory)
+
+
+CHECK_SUFFIX = "-check"
+"""End of the name of the directory in which run.mode=check writes, beside that of the run."""
 
 
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
@@ -473,8 +481,18 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def resolve(config: Config) -> Config:
-    """Return a copy of the config with derived values filled in: `run.dir`."""
-    return replace(config, run=replace(config.run, dir=config.run.dir or f"runs/{config.run.name}"))
+    """Return a copy of the config with derived values filled in: `run.dir`, and what a check leaves out."""
+    run = replace(config.run, dir=config.run.dir or f"runs/{config.run.name}")
+    if run.mode != "check":
+        return replace(config, run=run)
+    resume = config.checkpoint.resume
+    named = resume if resume not in ("auto", "never") else "never"
+    return replace(
+        config,
+        run=replace(run, dir=run.dir.rstrip("/").removesuffix(CHECK_SUFFIX) + CHECK_SUFFIX),
+        data=replace(config.data, val=[]),
+        checkpoint=Checkpoint(resume=named, weights_only=config.checkpoint.weights_only and named == resume),
+    )
 
 
 def algorithm_of(config: Config) -> Algorithm:

@@ -22,6 +22,10 @@ RUN = (
     "rollout.top_p=0.95",
     "checkpoint.every=1",
     "checkpoint.background=true",
+    "trace.steps=[1]",
+    "trace.torch_profiler=[refit]",
+    "trace.memory_snapshot=true",
+    "trace.nvtx=true",
 )
 
 
@@ -38,6 +42,7 @@ def rehearsed(toy, tmp_path_factory):
             "model.dtype=float32",
             "objective.kl_coef=0",
             "run.max_steps=1",
+            "run.mode=check",
             f"run.dir={directory}/float32",
         ),
     )
