@@ -18,7 +18,16 @@ from rl.config.correction import RolloutCorrection
 from rl.config.declarations import Algorithm, Formula, describe, formulas, literal_dict
 from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
 from rl.config.options import build, read
-from rl.config.ranges import AT_LEAST_ONE, BELOW_ONE, FINITE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY
+from rl.config.ranges import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    FINITE,
+    FRACTION,
+    NOT_NEGATIVE,
+    PORT,
+    POSITIVE,
+    PROBABILITY,
+)
 from rl.config.roles import Roles
 from rl.config.rollout import Rollout
 from rl.config.terms import AdaptiveEntropy, Preference, RewardKl
@@ -430,6 +439,20 @@ class Checkpoint:
 class Logging:
     tensorboard: bool = True
     """Write TensorBoard event files to `<run.dir>/tensorboard`."""
+    wandb: Literal["none", "offline", "online"] = "none"
+    """Send metrics to Weights & Biases. offline: to files in `<run.dir>/wandb`, which `wandb sync` uploads
+    from a host with internet access."""
+    mlflow: str = ""
+    """Tracking URI of MLflow, such as file:runs/mlflow, sqlite:///runs/mlflow.db or http://host:5000.
+    Empty: none."""
+    trackio: bool = False
+    """Send metrics to trackio's local database (environment variable TRACKIO_DIR)."""
+    project: str = "lockstep"
+    """Project, or experiment, of the run in wandb, MLflow and trackio. The run is named run.name there."""
+    prometheus: str = ""
+    """Text file for the textfile collector of Prometheus's node_exporter, ending in .prom. Empty: none."""
+    prometheus_port: Annotated[int, PORT] = 0
+    """Port on which rank 0 answers GET /metrics for Prometheus. 0: none."""
     rollouts: Literal["none", "sample", "all"] = "sample"
     """Samples that each step writes to `<run.dir>/rollouts` as parquet, with token ids, log-probs, advantages
     and scores. sample: those of four groups; all: every sample, as replays of a run need; about 13 bytes per

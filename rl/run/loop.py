@@ -34,6 +34,7 @@ from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes, record_run
 from rl.run_directory.rollouts import remove_after
 from rl.run_directory.status import Status
+from rl.run_directory.trackers import followers
 from rl.runtime import start_up, tracing
 from rl.runtime.device import Device
 from rl.runtime.group_warm_up import limit_collectives, warm_up
@@ -266,7 +267,7 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
     metrics: metrics of `last_step`, from the checkpoint.
     """
     resume_step = last_step or None
-    log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=resume_step)
+    log = MetricLog(config.run.dir, resume_step=resume_step, followers=followers(config))
     if resumes and last_step > log.last_step:  # the run was killed after the checkpoint, before this line
         log.write(last_step, metrics)
     if config.rollout.carry_over or config.roles.is_on:
@@ -370,9 +371,8 @@ class Training:
         self._checkpoints.poll()
         with step.timed("step"):
             self._cursor = self._collect_and_learn()
-        step.metrics["perf/total_num_tokens"] = step.num_tokens
-        seconds = step.metrics["timing_s/step"]
-        step.metrics["perf/throughput"] = step.num_tokens / seconds / job().world_size
+        step.log_performance(num_ranks=job().world_size)
+        step.metrics["training/epoch"] = self._phases.sampler.epoch
         is_last = number == config.run.max_steps
         if self._held_out and (number % config.validation.every == 0 or is_last):
             validate(self._phases, self._held_out, config)
@@ -390,6 +390,7 @@ class Training:
         phases, asynchronous = self._phases, self._phases.carry_over or self._split  # never both
         phases.step.is_committed = True
         collected = copy.copy(batch)  # learn may change what the batch refers to
+        phases.step.batch_tokens = int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
         if len(batch):
             if asynchronous is not None:
                 asynchronous.check(batch)
