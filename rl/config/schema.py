@@ -94,6 +94,12 @@ class Data:
     response_key: str = ""
     """sft and spin: column with the target response. Empty: `reward_model.ground_truth`. kto: column with the
     response, whose default is completion."""
+    messages_key: str = ""
+    """sft: column with a conversation, a list of {role, content} messages, to train on in place of a prompt
+    and a response; column `tools` may have the schemas of its tools (docs/sft.md). Empty: none."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Tokens of a conversation that have a loss: every turn of the assistant with its end-of-turn token, only
+    the last one, or all tokens."""
     label_key: str = "label"
     """kto: column that says whether the response is desirable: true or false, or 1 or 0."""
     chosen_key: str = "chosen"
@@ -101,11 +107,11 @@ class Data:
     rejected_key: str = "rejected"
     """dpo, orpo and simpo: column with the rejected response."""
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 1024
-    """Longest prompt in tokens, after the chat template."""
-    overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
+    """Longest prompt in tokens, after the chat template; with `messages_key` the longest conversation."""
+    overlong_prompts: Literal["error", "drop", "truncate_left", "truncate_right"] = "error"
     """Treatment of a prompt of more than `max_prompt_tokens`: stop, leave it out, or keep its last tokens. In
     dpo, orpo, simpo and kto it also applies to a response of more than `rollout.max_response_tokens`, of
-    which the first tokens are kept."""
+    which the first tokens are kept. truncate_right keeps the first tokens of a conversation."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, with the seed (run.seed, epoch)."""
     prompts_per_step: Annotated[int, AT_LEAST_ONE] = 64
@@ -384,6 +390,9 @@ class Validation:
     """Steps between validations; one more at the end. 0: never."""
     before_training: bool = True
     """Validate also before the first step."""
+    loss: bool = False
+    """sft: loss and perplexity of the held-out responses, without an engine: val/loss, val/perplexity,
+    val-core/<data_source>/loss, ..."""
     greedy: bool = True
     """One greedy response per held-out prompt: val-core/<data_source>/acc/mean@1."""
     samples_per_prompt: Annotated[int, NOT_NEGATIVE] = 0
@@ -535,7 +544,8 @@ def needs_kept_sets(config: Config) -> bool:
 
 def needs_engine(config: Config) -> bool:
     """Return whether a generation engine is built, for training or for validation."""
-    return (learns_from_samples(config) and config.run.mode != "train_only") or validates(config)
+    learns = learns_from_samples(config) and config.run.mode != "train_only"
+    return learns or generates_held_out(config)
 
 
 def validates(config: Config) -> bool:
@@ -543,10 +553,15 @@ def validates(config: Config) -> bool:
     return bool(config.data.val and config.validation.every) and config.run.mode != "train_only"
 
 
+def generates_held_out(config: Config) -> bool:
+    """Return whether validation generates and scores responses."""
+    return validates(config) and (config.validation.greedy or config.validation.samples_per_prompt > 0)
+
+
 def needs_reward(config: Config) -> bool:
     """Return whether responses are scored, in training or in validation."""
     learns = "reward" in algorithm_of(config).needs and config.run.mode != "train_only"
-    return learns or validates(config)
+    return learns or generates_held_out(config)
 
 
 def needs_reference(config: Config) -> bool:
