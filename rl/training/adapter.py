@@ -130,13 +130,21 @@ class Adapters:
             self._sums[base.hf].take_out(parameter)
 
     @torch.no_grad()
-    def merged(self, weight: Weight, parameter: Tensor) -> Tensor:
-        """Return W + scale * B A on this rank, computed in float32; W itself if it has no adapter.
+    def merging(self) -> Callable[[Weight, Tensor], Tensor]:
+        """Return a function that maps a weight and its parameter on this rank to W + scale * B A.
 
-        With DoRA, collective over the tensor parallel group.
+        Computed in float32 and rounded once; W itself if it has no adapter. The function is not collective.
+        Collective over the tensor parallel groups (DoRA's lengths of rows), so that the weights can be read
+        in any order until A and B change.
         """
-        found = self._sums.get(weight.hf)
-        return parameter if found is None else found.merged(parameter)
+        factors = {name: added.factors() for name, added in self._sums.items()}
+
+        @torch.no_grad()
+        def merged(weight: Weight, parameter: Tensor) -> Tensor:
+            found = self._sums.get(weight.hf)
+            return parameter if found is None else found.merged(parameter, factors[weight.hf])
+
+        return merged
 
 
 class _Sum:
@@ -193,15 +201,14 @@ class _Sum:
         if self._exchange is not None:
             hidden = self._exchange(hidden, group=self._group)
         total = torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b.t(), alpha=self._scale)
-        if self._magnitudes:
-            factors = self._factors()
+        if (factors := self.factors()) is not None:
             total = (total * factors if bias is None else (total - bias) * factors + bias).to(out.dtype)
         return total.view(out.shape)
 
-    def merged(self, base: Tensor) -> Tensor:
-        """Return base + scale * B A, with DoRA times the factors, computed in float32 and rounded once."""
+    def merged(self, base: Tensor, factors: Tensor | None) -> Tensor:
+        """Return base + scale * B A, times the factors of the rows, computed in float32 and rounded once."""
         total = self._total(base)
-        return (total * self._factors()[:, None] if self._magnitudes else total).to(base.dtype)
+        return (total if factors is None else total * factors[:, None]).to(base.dtype)
 
     @torch.no_grad()
     def take_out(self, base: Tensor) -> None:
@@ -229,11 +236,13 @@ class _Sum:
             lengths = torch.empty_like(lengths).index_copy_(0, self._rows, lengths)
         return lengths.split(self._lengths)
 
-    def _factors(self) -> Tensor:
+    def factors(self) -> Tensor | None:
         """Return DoRA's factor of each row float32 [out]: magnitude / length, 1 without a magnitude.
 
-        As in the paper (section 4.3), the length counts as a constant in the gradient.
+        As in the paper (section 4.3), the length counts as a constant in the gradient. None without DoRA.
         """
+        if not self._magnitudes:
+            return None
         lengths = self._row_lengths()
         magnitudes = self._magnitudes[0]
         if self._rows is not None:

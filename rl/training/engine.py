@@ -174,13 +174,15 @@ class TrainingEngine:
     def merged(self) -> Iterator[tuple[Weight, Tensor]]:
         """Yield this rank's weights as the model computes with them: with adapters, W + scale * B A.
 
-        One at a time; a weight without an adapter is the parameter itself. Not collective.
+        One at a time; a weight without an adapter is the parameter itself. Collective over the tensor
+        parallel group.
         """
+        merged = self._merging()
         for weight, parameter in self.weight_map.local():
-            yield weight, self._merged(weight, parameter)
+            yield weight, merged(weight, parameter)
 
-    def _merged(self, weight: Weight, parameter: Tensor) -> Tensor:
-        return parameter if self.adapters is None else self.adapters.merged(weight, parameter)
+    def _merging(self) -> Callable[[Weight, Tensor], Tensor]:
+        return (lambda _, parameter: parameter) if self.adapters is None else self.adapters.merging()
 
     @torch.no_grad()
     def forward(
@@ -354,7 +356,7 @@ class TrainingEngine:
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of every weight, as in `merged`, on every rank."""
-        return full_weights(self.weight_map, self._merged)
+        return full_weights(self.weight_map, self._merging())
 
     def _run(self, batch, plan, consume, *, forward_only, progress, outputs=None):
         """Run this rank's micro-batches through Megatron's pipeline schedule.
