@@ -343,12 +343,14 @@ class TrainingEngine:
         """Return (group, weights by Megatron's name) of learned weights that the group's ranks replicate.
 
         The first entry is for the data parallel group, the second for routed experts and their expert data
-        parallel group. Optimizer states are not included, because they are sharded.
+        parallel group. Further ones are for the tensor parallel groups, which replicate parts of adapters.
+        Optimizer states are not included, because they are sharded.
         """
         groups: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         for name, weight in sorted(self.learned_map.parameters.items()):
             groups[".experts." in name][name] = weight
-        return [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
+        out = [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
+        return out if self.adapters is None else [*out, *self.adapters.replicas()]
 
     def stale_master_weights(self) -> list[str]:
         """Return the names of weights that are not their rounded master weights. Not collective."""

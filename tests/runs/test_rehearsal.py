@@ -62,7 +62,8 @@ def rehearsed(toy, tmp_path_factory):
         f"rollout.stop_token_ids={list(range(10, 22))}",  # some samples end early, others are carried
         "rollout.max_concurrent_samples=8",
     )
-    run_ranks(1, REHEARSE, lines, "--config", config, *old, *carried, timeout=300)
+    beside = ("adapter.kind=lora", "adapter.in_engine=adapter")  # the engine keeps the base while it sleeps
+    run_ranks(1, REHEARSE, lines, "--config", config, *old, *carried, *beside, timeout=300)
     roles = (*old, f"run.dir={directory}/roles", "roles.train=0-0", "roles.rollout=1-1", "roles.lag=1")
     run_ranks(2, REHEARSE, lines, "--config", config, *roles, timeout=300)
     whole = ("rollout.top_p=1", "rollout.top_k=0", "rollout.min_p=0")
