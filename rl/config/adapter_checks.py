@@ -1,4 +1,4 @@
-"""Checks of the section `adapter`: contradictions with the rest of the config, and with the model's layers."""
+"""Checks of the section `adapter`: contradictions with other keys, and with the layers of the model."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,27 @@ from rl.models.layout import Weight
 
 def check_adapter(config: Config) -> None:
     """Raise ConfigError for keys that contradict each other."""
-    adapter = config.adapter
+    adapter, critic = config.adapter, config.critic
+    if critic.share_base and not adapter.is_on:
+        raise ConfigError(
+            "critic.share_base=true shares the frozen weights of a policy with adapters, but "
+            "adapter.kind=none trains all weights; set adapter.kind=lora, or leave out critic.share_base."
+        )
+    if critic.share_base and critic.path:
+        raise ConfigError(
+            f"critic.share_base=true uses the weights of model.path, not those of critic.path={critic.path}; "
+            "leave out one of the two."
+        )
+    if critic.share_base and adapter.init == "pissa":
+        raise ConfigError(
+            "critic.share_base=true cannot be combined with adapter.init=pissa, which takes the principal "
+            "part of every weight out of the shared ones; use adapter.init=zero."
+        )
     if not adapter.is_on:
         if adapter.path:
             raise ConfigError(
-                f"adapter.path={adapter.path} has no effect with adapter.kind=none, which trains all weights; "
-                "set adapter.kind to that of the directory, or leave out adapter.path."
+                f"adapter.path={adapter.path} has no effect with adapter.kind=none, by which all weights "
+                "learn; set adapter.kind to that of the directory, or leave out adapter.path."
             )
         return
     if adapter.path and adapter.init != "zero":

@@ -182,6 +182,9 @@ class Critic:
     path: str = ""
     """Hugging Face checkpoint that the critic starts from: a causal language model, whose head is replaced by
     a value head that starts at 0, or a sequence classifier with one label. Empty: `model.path`."""
+    share_base: bool = False
+    """With the section `adapter`: the critic uses the policy's frozen weights, with adapters and a value head
+    of its own, in place of a second model whose weights all learn."""
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-5))
     """As for the policy, with a ten times higher learning rate, because a critic learns a regression."""
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from rl.config.schema import Config, needs_engine
 from rl.dry_run.hardware import Hardware
@@ -44,6 +45,8 @@ class Estimate:
     refit: Refit | None
     notes: list[str]
     hardware: Hardware
+    other_refit: Refit | None = None
+    """The refit with the other value of adapter.in_engine."""
 
     @property
     def problems(self) -> list[str]:
@@ -110,18 +113,31 @@ def _estimate(config, world_size, hardware, models, notes, lengths, plan) -> Est
         refit = plan_refit(config, layout, models["policy"], hardware)
         # The buffer limit bounds the plan's messages unless one row of a weight is larger.
         memory = replace(memory, refit_buffers=refit.largest_batch, connections=refit.connections)
+    other_refit = None
+    if refit is not None and config.adapter.is_on:
+        form = "merged" if config.adapter.in_engine == "adapter" else "adapter"
+        other_refit = plan_refit(with_form(config, form), layout, models["policy"], hardware)
     seconds = estimate_seconds(config, layout, models, memory.engine, lengths, hardware)
     if memory.away and "gen" in seconds:
         seconds["offload"] = 2 * memory.away / (hardware.pcie_gb_s * 1e9)
     if refit is not None:
         seconds["update_weights"] = refit.seconds
-    return Estimate(config, layout, models, memory, lengths, seconds, refit, notes, hardware)
+    return Estimate(config, layout, models, memory, lengths, seconds, refit, notes, hardware, other_refit)
+
+
+def with_form(config: Config, form: Literal["merged", "adapter"]) -> Config:
+    """Return the config with another value of adapter.in_engine."""
+    return replace(config, adapter=replace(config.adapter, in_engine=form))
 
 
 def plan_refit(config: Config, layout: Layout, model: Model, hardware: Hardware) -> Refit:
-    """Return the figures of the refit plan that the run would compute, over all ranks."""
+    """Return the figures of the refit plan that the run would compute, over all ranks.
+
+    With adapter.in_engine=adapter they are those of every refit after the first, which also moves the base.
+    """
+    moves_adapters = config.adapter.is_on and config.adapter.in_engine == "adapter"
     traffic = refit_traffic(
-        list(model.weights),
+        list(model.adapters if moves_adapters else model.weights),
         layout.placement(model),
         layout.rollout_placement(model),
         ranks_per_node=hardware.ranks_per_node,

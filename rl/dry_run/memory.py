@@ -216,10 +216,22 @@ def estimate_memory(
     layout, itemsize = layout_of(config, world_size), ITEMSIZE[config.model.dtype]
     on_grid = {name: model for name, model in models.items() if model.on_training_grid}
     counts = {name: count_stages(model.parts, layout.placement(model)) for name, model in on_grid.items()}
+    adapters = {
+        name: count_stages(model.adapter_parts, layout.placement(model))
+        for name, model in on_grid.items()
+        if model.adapters
+    }
     stages = []
     for stage in range(layout.pp):
         states = {
-            name: model_state(counts[name][stage], layout, itemsize, learns=on_grid[name].learns)
+            name: model_state(
+                counts[name][stage],
+                layout,
+                itemsize,
+                learns=on_grid[name].learns,
+                adapters=adapters[name][stage] if name in adapters else None,
+                shares_base=on_grid[name].shares_base,
+            )
             for name in counts
         }
         learning = [model for model in on_grid.values() if model.learns]
@@ -227,7 +239,9 @@ def estimate_memory(
         work = max(_activations(config, layout, model, stage, hardware) for model in learning)
         stages.append(StageMemory(states, *work))
     references = [
-        counts[name][0 if layout.pp == 1 else 1] for name, model in on_grid.items() if model.keeps_reference
+        adapters.get(name, counts[name])[0 if layout.pp == 1 else 1]
+        for name, model in on_grid.items()
+        if model.keeps_reference
     ]
     judge = models["judge"] if "judge" in models else None
     return Memory(
@@ -243,12 +257,27 @@ def estimate_memory(
     )
 
 
-def model_state(count: StageCount, layout: Layout, itemsize: int, *, learns: bool) -> State:
+def model_state(
+    count: StageCount,
+    layout: Layout,
+    itemsize: int,
+    *,
+    learns: bool,
+    adapters: StageCount | None = None,
+    shares_base: bool = False,
+) -> State:
     """Return the bytes of weights, gradients and optimizer state of one model on a rank.
 
     Gradient sums are float32. The optimizer state is Adam's two moments and a float32 copy of 16-bit weights;
     the data parallel ranks shard it.
+
+    adapters: the weights that learn, if the others are frozen. shares_base: the frozen ones are those of
+    another model.
     """
+    if adapters is not None:
+        own = model_state(adapters, layout, itemsize, learns=True)
+        base = 0 if shares_base else model_state(count, layout, itemsize, learns=False).weights
+        return State(base + own.weights, own.gradients, own.optimizer)
     if not learns:
         return State(itemsize * count.parameters + 4 * count.buffers)
     shared = buffer_elements(count.shared, layout.dp)
@@ -353,7 +382,8 @@ def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: i
     """Return the bytes of the head's computation on the last stage.
 
     These are the hidden states of all tokens, gathered and selected, and their gradient. Log-probs add a
-    chunk's logits and the gradient of the head's weights, which is summed over chunks in float32.
+    chunk's logits and the gradient of the head's weights, unless they are frozen, which is summed over chunks
+    in float32.
     """
     hidden = model.hf["hidden_size"]
     states = 3 * hidden * tokens * itemsize
@@ -361,7 +391,7 @@ def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: i
         return states
     rows = padded_vocab(model.hf["vocab_size"], vocab_multiple(layout.tp)) // layout.tp
     chunk = min(config.training.head_chunk(rows), tokens)
-    gradient = (4 + itemsize) * rows * hidden
+    gradient = 0 if model.adapters else (4 + itemsize) * rows * hidden
     return states + HEAD_COPIES * itemsize * chunk * rows + gradient
 
 
@@ -369,6 +399,8 @@ def engine_memory(config: Config, model: Model, hardware: Hardware) -> EngineMem
     """Return the memory of the policy's engine."""
     rollout, itemsize = config.rollout, ITEMSIZE[config.model.dtype]
     elements, float32 = count_engine(model.parts, rollout.tp)
+    if config.adapter.in_engine == "adapter":
+        elements += count_engine(model.adapter_parts, rollout.tp)[0]
     hidden, vocab = model.hf["hidden_size"], model.hf["vocab_size"]
     query, _ = model.heads_width
     width = 3 * hidden + max(3 * model.hf["intermediate_size"], 3 * query) / rollout.tp

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import ITEMSIZE, EngineMemory, Layout, num_micro_batches, sequences_per_prompt
+from rl.dry_run.parameters import count_parameters
 from rl.dry_run.shape import Model
 
 NEAR_LATENCY, FAR_LATENCY = 15e-6, 50e-6
@@ -53,8 +54,12 @@ def estimate_seconds(
     def passes(model: Model, per_parameter: int) -> float:
         return _training_pass(config, layout, model, sequences, lengths, per_parameter, hardware)
 
-    backward = 8 if config.training.recompute else 6
     epochs = config.training.epochs
+
+    def backward(model: Model) -> int:
+        """Return the operations per parameter and token of an update; frozen weights have no gradient."""
+        return 4 + 2 * config.training.recompute + 2 * (not model.adapters)
+
     seconds = {}
     if "samples" in needs:
         assert engine is not None
@@ -64,17 +69,19 @@ def estimate_seconds(
     if needs_reference(config):
         # One transfer: the reference weights go to the GPU, into the memory of the gradients.
         ranks = layout.tp * layout.pp * max(1, layout.ep)
-        transfer = ITEMSIZE[config.model.dtype] * policy.parameters / ranks
+        copied = count_parameters(policy.adapter_parts or policy.parts)
+        transfer = ITEMSIZE[config.model.dtype] * copied / ranks
         seconds["ref"] = passes(policy, 2) + transfer / (hardware.pcie_gb_s * 1e9)
     if "critic" in models:
         seconds["values"] = passes(models["critic"], 2)
-        seconds["update_critic"] = epochs * passes(models["critic"], backward)
+        seconds["update_critic"] = epochs * passes(models["critic"], backward(models["critic"]))
     if "implicit_reward" in models:
         seconds["implicit_reward"] = 2 * passes(models["implicit_reward"], 2)
-        seconds["update_implicit_reward"] = passes(models["implicit_reward"], backward)
+        reward = models["implicit_reward"]
+        seconds["update_implicit_reward"] = passes(reward, backward(reward))
     if "reward_model" in models:
         seconds["reward"] = passes(models["reward_model"], 2)
-    seconds["update_actor"] = epochs * passes(policy, backward)
+    seconds["update_actor"] = epochs * passes(policy, backward(policy))
     return seconds
 
 
