@@ -92,6 +92,8 @@ def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> Traini
         keep_reference=needs_reference(config),
         router_replay=config.training.router_replay,
         bitwise=config.model.numerics == "bitwise",
+        adapter=config.adapter,
+        seed=config.run.seed,
     )
     if needs_kept_sets(config):
         policy.needs |= dict.fromkeys(KEPT_SETS, lambda stage: slice(None) if stage == grid.pp - 1 else None)

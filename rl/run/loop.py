@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rl import algorithms
 from rl.checkpoint.hf import export_hf
-from rl.checkpoint.store import CheckpointStore
+from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config.declarations import shipped
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, learns_from_samples, needs_reward
@@ -63,9 +63,8 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
     store = CheckpointStore(config, fence=lambda: check_lock(watchdog.lock))
     newest, named = find_checkpoint(config, store)
-    resumes = newest is not None and config.checkpoint.resume != "never"
-    is_finished = resumes and newest.step >= config.run.max_steps
-    if is_finished:
+    is_finished = is_complete(config, newest)
+    if newest is not None and is_finished:
         progress.line(f"already at step {newest.step} of {config.run.max_steps}: nothing to train")
         if not config.checkpoint.export_hf:
             status.write(state="finished", step=newest.step, checkpoint_step=newest.step)
@@ -99,13 +98,43 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     phases = _build(
         config, inputs, device, watchdog, progress, stop, pool, agents, link, generate=not is_finished
     )
-    engines = phases.engines
+    found = newest, named
+    asked = take_steps(config, algorithm, inputs, phases, status, stop, store, found, stored=stored)
+    for resource in (pool, agents):
+        if resource is not None:
+            resource.close()
+    phases.engines.close()
+    return note_end(status, asked)
+
+
+def take_steps(
+    config: Config,
+    algorithm: ModuleType,
+    inputs: Inputs,
+    phases: Phases,
+    status: Status,
+    stop: StopRequests,
+    store: CheckpointStore,
+    found: tuple[Saved | None, Saved | None],
+    *,
+    stored: "StoredBatches | None" = None,
+) -> StopDecision | None:
+    """Continue from the checkpoint, take the steps up to run.max_steps, and export the policy.
+
+    Returns the request that stopped the run before run.max_steps, or None. Collective over the world.
+
+    found: result of `find_checkpoint`. stored: batches that replace the generated ones.
+    """
+    leads, progress = dist.get_rank() == 0, phases.step.progress
+    newest, named = found
+    is_finished = is_complete(config, newest)
     checkpoints = RunCheckpoints(config, store, phases, status)
     last_step, metrics = checkpoints.resume(newest, named)
     start_up.mark("checkpoint")
     status.write(step=last_step, checkpoint_step=last_step)
-    log, rollouts, asked = None, None, None
+    asked = None
     if not is_finished:
+        log, rollouts = None, None
         if leads:
             log = _open_log(config, last_step, metrics, resumes=newest is not None)
             rollouts = _open_rollouts(config, inputs)
@@ -130,14 +159,24 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         checkpoints.close()
         if phases.split is not None:
             phases.split.end(0 if asked is None or asked.by_hand else STOPPED_EXIT)
+        for file in (log, rollouts):
+            if file is not None:
+                file.close()
     if asked is None and config.checkpoint.export_hf:
         _export(config, phases, step=max(last_step, config.run.max_steps))
-    for resource in (log, rollouts, pool, agents):
-        if resource is not None:
-            resource.close()
-    engines.close()
+    return asked
+
+
+def is_complete(config: Config, newest: Saved | None) -> bool:
+    """Return whether the newest checkpoint is that of the last step."""
+    resumes = config.checkpoint.resume != "never"
+    return newest is not None and resumes and newest.step >= config.run.max_steps
+
+
+def note_end(status: Status, asked: StopDecision | None) -> int:
+    """Write the end of a run into its status; return the exit code. asked: see `take_steps`."""
     if asked is None:
-        status.write(state="finished", step=max(last_step, config.run.max_steps))
+        status.write(state="finished")
         return 0
     status.write(state="stopped", reason=asked.reason)
     return 0 if asked.by_hand else STOPPED_EXIT
