@@ -423,7 +423,8 @@ class Checkpoint:
     """Compare the checksum of every file before a checkpoint is loaded, distributed over the ranks. false:
     compare only sizes."""
     export_hf: bool = False
-    """At the end write the policy as a Hugging Face checkpoint to `<run.dir>/hf`."""
+    """At the end write the policy as a Hugging Face checkpoint to `<run.dir>/hf`. With the section `adapter`
+    its weights are the merged ones, and the adapters alone are in `<run.dir>/adapter`, in peft's format."""
 
 
 @dataclass

@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from rl.config.adapter_checks import adapters_of
 from rl.config.functions import load_function
 from rl.config.layout_checks import check_judge, check_layout
 from rl.config.options import ConfigError
@@ -16,6 +17,7 @@ from rl.data.prompts import Prompt, load_prompts, load_tokenizer
 from rl.data.sampler import MixedSampler, PromptSampler
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
 from rl.models.files import refuse_extra, tensor_files
+from rl.models.peft import check_peft
 from rl.rewards.mixture import Mixture
 
 
@@ -39,6 +41,8 @@ class Inputs:
         self.config = config
         needs = algorithm_of(config).needs
         self.models = {"policy": self._model("model.path", "", world_size)}
+        if config.adapter.is_on:
+            self._check_adapters()
         self.tokenizer = load_tokenizer(config.model.path)
         if "critic" in needs:
             self.models["critic"] = self._model(
@@ -119,6 +123,13 @@ class Inputs:
             raise ValueError(f"{path}/config.json lacks the key {missing}.") from missing
         refuse_extra(path, tensor_files(path, weights), weights, body)
         return ModelFiles(path, hf)
+
+    def _check_adapters(self) -> None:
+        """Raise ConfigError or ValueError for targets or a directory that do not fit the policy."""
+        adapter, hf = self.config.adapter, self.models["policy"].hf
+        pairs = adapters_of(self.config, architecture(hf).weights(hf))
+        if adapter.path:
+            check_peft(adapter.path, pairs, kind=adapter.kind, rank=adapter.rank, scale=adapter.scale)
 
     def _same_tokens(self, name: str) -> None:
         """Raise ConfigError if a model that reads the policy's token ids has another vocabulary."""

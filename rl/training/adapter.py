@@ -26,7 +26,7 @@ from rl.models.adapters import LowRank, adapters, splits_columns
 from rl.models.boxes import index
 from rl.models.layout import Weight
 from rl.models.placement import training_ranges
-from rl.training.weights import WeightMap
+from rl.training.weights import WeightMap, load_hf
 
 KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Names of the parameters of one adapter, as in peft."""
@@ -71,6 +71,8 @@ class Adapters:
         weights = [weight for pair in self.pairs for weight in pair.weights]
         self.weight_map = base.over([*weights, *head], parameters)
         self._start(seed)
+        if adapter.path:
+            load_hf(adapter.path, self.weight_map)
 
     def _held(self) -> dict[Weight, list[LowRank]]:
         """Return the adapters of each weight that this rank holds."""

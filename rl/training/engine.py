@@ -135,6 +135,9 @@ class TrainingEngine:
             frozen = self.weight_map.parameters.keys() - self.learned_map.parameters.keys()
             for name in frozen:
                 self.weight_map.parameters[name].data = base_of.weight_map.parameters[name].data
+            for weight, parameter in self.learned_map.local():
+                if ".lora_" not in weight.megatron:
+                    parameter.data.zero_()  # a value head, which the other model does not have
         assert optimizer is not None or not keep_reference, (
             "keep_reference requires an optimizer: a frozen model is its own reference"
         )
