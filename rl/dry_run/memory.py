@@ -210,9 +210,9 @@ def layout_of(config: Config, world_size: int) -> Layout:
 
 
 def estimate_memory(
-    config: Config, world_size: int, models: Mapping[str, Model], hardware: Hardware
+    config: Config, world_size: int, models: Mapping[str, Model], hardware: Hardware, *, points: int = 1
 ) -> Memory:
-    """Return the memory of a run with a valid layout."""
+    """Return the memory of a run with a valid layout. points: number of adapters on the same base."""
     layout, itemsize = layout_of(config, world_size), ITEMSIZE[config.model.dtype]
     on_grid = {name: model for name, model in models.items() if model.on_training_grid}
     counts = {name: count_stages(model.parts, layout.placement(model)) for name, model in on_grid.items()}
@@ -230,6 +230,7 @@ def estimate_memory(
                 itemsize,
                 learns=on_grid[name].learns,
                 adapters=adapters[name][stage] if name in adapters else None,
+                points=points,
                 shares_base=on_grid[name].shares_base,
             )
             for name in counts
@@ -246,12 +247,12 @@ def estimate_memory(
     judge = models["judge"] if "judge" in models else None
     return Memory(
         stages,
-        engine_memory(config, models["policy"], hardware) if needs_engine(config) else None,
+        engine_memory(config, models["policy"], hardware, points=points) if needs_engine(config) else None,
         judge=hardware.memory * config.reward.judge.gpu_memory_utilization if judge else 0.0,
         refit_buffers=config.refit.buffer_mib << 20,
         connections=0,
         offload="all" if config.training.offload == "auto" else config.training.offload,
-        reference=sum(itemsize * count.parameters for count in references),
+        reference=points * sum(itemsize * count.parameters for count in references),
         is_split=layout.is_split,
         hardware=hardware,
     )
@@ -264,6 +265,7 @@ def model_state(
     *,
     learns: bool,
     adapters: StageCount | None = None,
+    points: int = 1,
     shares_base: bool = False,
 ) -> State:
     """Return the bytes of weights, gradients and optimizer state of one model on a rank.
@@ -271,13 +273,13 @@ def model_state(
     Gradient sums are float32. The optimizer state is Adam's two moments and a float32 copy of 16-bit weights;
     the data parallel ranks shard it.
 
-    adapters: the weights that learn, if the others are frozen. shares_base: the frozen ones are those of
-    another model.
+    adapters: the weights that learn, if the others are frozen. points: number of such sets on the same base.
+    shares_base: the frozen ones are those of another model.
     """
     if adapters is not None:
         own = model_state(adapters, layout, itemsize, learns=True)
         base = 0 if shares_base else model_state(count, layout, itemsize, learns=False).weights
-        return State(base + own.weights, own.gradients, own.optimizer)
+        return State(base + points * own.weights, points * own.gradients, points * own.optimizer)
     if not learns:
         return State(itemsize * count.parameters + 4 * count.buffers)
     shared = buffer_elements(count.shared, layout.dp)
@@ -395,12 +397,12 @@ def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: i
     return states + HEAD_COPIES * itemsize * chunk * rows + gradient
 
 
-def engine_memory(config: Config, model: Model, hardware: Hardware) -> EngineMemory:
-    """Return the memory of the policy's engine."""
+def engine_memory(config: Config, model: Model, hardware: Hardware, *, points: int = 1) -> EngineMemory:
+    """Return the memory of the policy's engine, which holds `points` adapters if it holds them unmerged."""
     rollout, itemsize = config.rollout, ITEMSIZE[config.model.dtype]
     elements, float32 = count_engine(model.parts, rollout.tp)
     if config.adapter.in_engine == "adapter":
-        elements += count_engine(model.adapter_parts, rollout.tp)[0]
+        elements += points * count_engine(model.adapter_parts, rollout.tp)[0]
     hidden, vocab = model.hf["hidden_size"], model.hf["vocab_size"]
     query, _ = model.heads_width
     width = 3 * hidden + max(3 * model.hf["intermediate_size"], 3 * query) / rollout.tp

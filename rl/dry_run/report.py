@@ -89,6 +89,7 @@ def _head(estimate: Estimate) -> str:
         lines.append(
             f"{'adapter':<16}{adapter.kind} of rank {adapter.rank}: {learned / 1e6:,.1f} M parameters learn, "
             f"{100 * learned / policy.parameters:.2f} %"
+            + (f", in each of {estimate.points} points" if estimate.points > 1 else "")
         )
     lines.append(f"{'training':<16}{grid}")
     if estimate.memory.engine:

@@ -46,10 +46,15 @@ def estimate_seconds(
     engine: EngineMemory | None,
     lengths: Lengths,
     hardware: Hardware,
+    *,
+    points: int = 1,
 ) -> dict[str, float]:
-    """Return the seconds of each phase of a step except the refit, by its name in timing_s/*."""
+    """Return the seconds of each phase of a step except the refit, by its name in timing_s/*.
+
+    points: number of adapters on one base; each learns from samples of its own, generated together.
+    """
     needs, policy = algorithm_of(config).needs, models["policy"]
-    sequences = config.data.prompts_per_step * sequences_per_prompt(config)
+    sequences = points * config.data.prompts_per_step * sequences_per_prompt(config)
 
     def passes(model: Model, per_parameter: int) -> float:
         return _training_pass(config, layout, model, sequences, lengths, per_parameter, hardware)
@@ -63,7 +68,7 @@ def estimate_seconds(
     seconds = {}
     if "samples" in needs:
         assert engine is not None
-        seconds["gen"] = _generation(config, layout, policy, engine, lengths, hardware)
+        seconds["gen"] = _generation(config, layout, policy, engine, lengths, hardware, points)
         if not config.rollout_correction.bypass and (share := _share_of_old_logprobs(config)):
             seconds["old_log_prob"] = share * passes(policy, 2)
     if needs_reference(config):
@@ -127,13 +132,19 @@ def seconds_between_nodes(
 
 
 def _generation(
-    config: Config, layout: Layout, model: Model, engine: EngineMemory, lengths: Lengths, hardware: Hardware
+    config: Config,
+    layout: Layout,
+    model: Model,
+    engine: EngineMemory,
+    lengths: Lengths,
+    hardware: Hardware,
+    points: int = 1,
 ) -> float:
-    """Return the seconds to generate all samples of a step.
+    """Return the seconds to generate all samples of a step, of all points.
 
     Prefill is limited by arithmetic, decoding by the memory that it reads.
     """
-    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt / layout.replicas
+    samples = points * config.data.prompts_per_step * config.rollout.samples_per_prompt / layout.replicas
     at_once = max(1.0, min(slots(config, engine, lengths), samples))
     prompts = samples / config.rollout.samples_per_prompt
     prefill = prompts * lengths.prompt * prefill_seconds(layout, model, hardware)
