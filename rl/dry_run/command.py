@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(report(found), flush=True)
-    if not found.problems and learns_from_samples(config):
+    if not found.problems and learns_from_samples(config) and found.points == 1:
         print("\n" + report_forms(found, arguments), flush=True)
     print("\n" + verdict(found, cheapest_change(found) if found.problems else None))
     return 2 if found.problems else 0
