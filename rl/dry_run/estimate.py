@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rl.config.adapter_form_checks import check_form, check_layers
 from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_engine
 from rl.dry_run.hardware import Hardware
@@ -49,7 +50,7 @@ class Estimate:
     points: int = 1
     """Number of adapters that learn in one job on one base."""
     other_refit: Refit | None = None
-    """The refit with the other value of adapter.in_engine."""
+    """The refit with the other value of adapter.in_engine; None if the engine cannot hold that form."""
 
     @property
     def problems(self) -> list[str]:
@@ -125,8 +126,9 @@ def _estimate(config, world_size, hardware, models, notes, lengths, plan, points
         memory = replace(memory, refit_buffers=refit.largest_batch, connections=refit.connections)
     other_refit = None
     if refit is not None and config.adapter.is_on:
-        form = "merged" if config.adapter.in_engine == "adapter" else "adapter"
-        other_refit = plan_refit(with_form(config, form), layout, models["policy"], hardware)
+        other = with_form(config, "merged" if config.adapter.in_engine == "adapter" else "adapter")
+        if can_hold_adapters(other, models["policy"]):
+            other_refit = plan_refit(other, layout, models["policy"], hardware)
     seconds = estimate_seconds(config, layout, models, memory.engine, lengths, hardware, points=points)
     if memory.away and "gen" in seconds:
         seconds["offload"] = 2 * memory.away / (hardware.pcie_gb_s * 1e9)
@@ -135,6 +137,16 @@ def _estimate(config, world_size, hardware, models, notes, lengths, plan, points
     return Estimate(
         config, layout, models, memory, lengths, seconds, refit, notes, hardware, points, other_refit
     )
+
+
+def can_hold_adapters(config: Config, model: Model) -> bool:
+    """Return whether the engine can hold the policy in the form of adapter.in_engine."""
+    try:
+        check_form(config)
+        check_layers(config, model.hf)
+    except ConfigError:
+        return False
+    return True
 
 
 def with_form(config: Config, form: Literal["merged", "adapter"]) -> Config:

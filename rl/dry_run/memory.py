@@ -278,6 +278,8 @@ def model_state(
     """
     if adapters is not None:
         own = model_state(adapters, layout, itemsize, learns=True)
+        lengths = adapters.buffers  # DoRA's, which learn in float32
+        own = State(own.weights, own.gradients + 4 * lengths, own.optimizer + 8 * lengths // layout.dp)
         base = 0 if shares_base else model_state(count, layout, itemsize, learns=False).weights
         return State(base + points * own.weights, points * own.gradients, points * own.optimizer)
     if not learns:

@@ -13,7 +13,7 @@ from rl.config.reward_sources import RewardPlan, make_plan
 from rl.config.schema import Config, algorithm_of, needs_reward, validates
 from rl.data.curriculum import CurriculumSampler, load_order
 from rl.data.preferences import load_labelled, load_preferences
-from rl.data.prompts import Prompt, load_prompts, load_tokenizer
+from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
 from rl.data.sampler import MixedSampler, PromptSampler
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
 from rl.models.files import refuse_extra, tensor_files
@@ -41,8 +41,6 @@ class Inputs:
         self.config = config
         needs = algorithm_of(config).needs
         self.models = {"policy": self._model("model.path", "", world_size)}
-        if config.adapter.is_on:
-            self._check_adapters()
         self.tokenizer = load_tokenizer(config.model.path)
         if "critic" in needs:
             self.models["critic"] = self._model(
@@ -74,15 +72,15 @@ class Inputs:
             if "pairs" in needs
             else self._labelled()
             if "labels" in needs
-            else self._prompts(
-                config.data.train, response_key=config.data.response_key if "responses" in needs else None
-            )
+            else self._prompts(config.data.train, responses="responses" in needs)
         )
         self.order = load_order(config.data.curriculum) if config.data.curriculum else None
         self.sampler()  # refuses a curriculum that returns no order
         self.held_out: list[Prompt] = []
         if validates(config):
-            self.held_out = self._prompts(config.data.val, max_prompts=config.validation.max_prompts)
+            self.held_out = self._prompts(
+                config.data.val, responses=config.validation.loss, max_prompts=config.validation.max_prompts
+            )
         self.rewards: RewardPlan | None = None
         if needs_reward(config):
             self.rewards = make_plan(config.reward.function, config.reward.kwargs, config.reward.sources)
@@ -104,8 +102,9 @@ class Inputs:
     ) -> ModelFiles:
         """Return the checkpoint that the config's `key` names, else the policy's, after checking it.
 
-        Checks its architecture, layout and tensors. head: whether the checkpoint of a value model may have a
-        value head ("optional") or must have one ("needed"); "" for a language model.
+        Checks its architecture, layout and tensors, and of the policy the adapters. head: whether the
+        checkpoint of a value model may have a value head ("optional") or must have one ("needed"); "" for a
+        language model.
         """
         path = own_path or self.config.model.path
         hf = read_hf_config(path, key=key if own_path else "model.path")
@@ -121,15 +120,12 @@ class Inputs:
             weights = value_weights(body, needs_head=head == "needed") if head else file.weights(body)
         except KeyError as missing:
             raise ValueError(f"{path}/config.json lacks the key {missing}.") from missing
+        if key == "model.path":
+            pairs, adapter = adapters_of(self.config, weights), self.config.adapter
+            if adapter.path:
+                check_peft(adapter.path, pairs, kind=adapter.kind, rank=adapter.rank, scale=adapter.scale)
         refuse_extra(path, tensor_files(path, weights), weights, body)
         return ModelFiles(path, hf)
-
-    def _check_adapters(self) -> None:
-        """Raise ConfigError or ValueError for targets or a directory that do not fit the policy."""
-        adapter, hf = self.config.adapter, self.models["policy"].hf
-        pairs = adapters_of(self.config, architecture(hf).weights(hf))
-        if adapter.path:
-            check_peft(adapter.path, pairs, kind=adapter.kind, rank=adapter.rank, scale=adapter.scale)
 
     def _same_tokens(self, name: str) -> None:
         """Raise ConfigError if a model that reads the policy's token ids has another vocabulary."""
@@ -145,17 +141,29 @@ class Inputs:
                 "ids it reads; use a checkpoint with the same tokenizer."
             )
 
-    def _prompts(
-        self, files: list[str], *, response_key: str | None = None, max_prompts: int = 0
-    ) -> list[Prompt]:
+    def _prompts(self, files: list[str], *, responses: bool, max_prompts: int = 0) -> list[Prompt]:
+        """Return the prompts, or conversations, of the files. responses: with the data's own responses."""
         data = self.config.data
+        if data.messages_key:
+            from rl.data.chats import load_chats
+
+            return load_chats(
+                files,
+                self.tokenizer,
+                messages_key=data.messages_key,
+                train_on=data.train_on,
+                end_token_ids=end_token_ids(self.config.model.path),
+                max_tokens=data.max_prompt_tokens,
+                overlong=data.overlong_prompts,
+                max_chats=max_prompts,
+            )
         return load_prompts(
             files,
             self.tokenizer,
             prompt_key=data.prompt_key,
             max_prompt_tokens=data.max_prompt_tokens,
             overlong=data.overlong_prompts,
-            response_key=response_key,
+            response_key=data.response_key if responses else None,
             max_prompts=max_prompts,
         )
 
@@ -181,6 +189,7 @@ class Inputs:
             max_prompt_tokens=data.max_prompt_tokens,
             max_response_tokens=self.config.rollout.max_response_tokens,
             overlong=data.overlong_prompts,
+            end_token_ids=end_token_ids(self.config.model.path),
         )
 
 

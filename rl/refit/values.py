@@ -67,7 +67,8 @@ class _Computed(Mapping[int, Tensor]):
 def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values]:
     """Return the values that an engine holds: the weights, with the adapters in them.
 
-    in_parts: for an engine that holds adapters beside the weights, return both.
+    in_parts: for an engine that holds adapters beside the weights, return both. Collective over the trainer's
+    tensor parallel groups.
     """
     if not in_parts:
         adapters = trainer.adapters

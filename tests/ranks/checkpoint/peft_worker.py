@@ -61,6 +61,8 @@ def main(checkpoint: str, out: str, first: str, second: str, *overrides: str) ->
             config = resolve(load(Config, None, options))
             if name != "written":
                 adapter = replace(config.adapter, path=f"{out}/adapter", init="zero")
+                if config.adapter.init == "pissa":
+                    adapter.rank, adapter.alpha = 2 * adapter.rank, 2 * adapter.alpha
                 config = replace(config, adapter=adapter)
             trainer = build_policy(config, hf, new_grid(tp, pp, ep, config.training.expert_tp), device)
             if name == "written":
