@@ -29,15 +29,10 @@ def check_adapter(config: Config) -> None:
     if not adapter.is_on:
         if adapter.path:
             raise ConfigError(
-                f"adapter.path={adapter.path} has no effect with adapter.kind=none, which trains all weights: "
-                "set adapter.kind to that of the directory, or leave out adapter.path."
+                f"adapter.path={adapter.path} has no effect with adapter.kind=none, by which all weights "
+                "learn; set adapter.kind to that of the directory, or leave out adapter.path."
             )
         return
-    if adapter.dropout > 0:
-        raise ConfigError(
-            f"adapter.dropout={adapter.dropout} must be 0: with dropout the trainer's probabilities would "
-            "not be those that generated the samples."
-        )
     if config.model.numerics == "bitwise":
         raise ConfigError(
             f"model.numerics=bitwise does not support adapter.kind={adapter.kind}: its layers add up "
