@@ -162,7 +162,14 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
         )
 
     if "critic" in needs:
-        engines.critic = build("critic", values=True, optimizer=config.critic.optimizer)
+        options = dict(adapter=replace(config.adapter, path=""), base_of=engines.policy)
+        engines.critic = build(
+            "critic",
+            values=True,
+            optimizer=config.critic.optimizer,
+            seed=config.run.seed,
+            **(options if config.critic.share_base else {}),
+        )
     if "implicit_reward" in needs:
         engines.implicit_reward = build(
             "implicit_reward", optimizer=config.implicit_reward.optimizer, keep_reference=True

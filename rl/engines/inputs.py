@@ -17,6 +17,7 @@ from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
 from rl.data.sampler import MixedSampler, PromptSampler
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
 from rl.models.files import refuse_extra, tensor_files
+from rl.models.peft import check_peft
 from rl.rewards.mixture import Mixture
 
 
@@ -120,7 +121,9 @@ class Inputs:
         except KeyError as missing:
             raise ValueError(f"{path}/config.json lacks the key {missing}.") from missing
         if key == "model.path":
-            adapters_of(self.config, weights)
+            pairs, adapter = adapters_of(self.config, weights), self.config.adapter
+            if adapter.path:
+                check_peft(adapter.path, pairs, kind=adapter.kind, rank=adapter.rank, scale=adapter.scale)
         refuse_extra(path, tensor_files(path, weights), weights, body)
         return ModelFiles(path, hf)
 

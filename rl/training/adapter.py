@@ -26,7 +26,7 @@ from rl.config.adapter import Adapter
 from rl.models.adapters import LowRank, adapters, splits_columns
 from rl.models.boxes import index
 from rl.models.layout import Weight
-from rl.training.weights import WeightMap
+from rl.training.weights import WeightMap, load_hf
 
 KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Names of the parameters of one adapter, as in peft."""
@@ -79,6 +79,8 @@ class Adapters:
             self._start_principal()
             copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             self.initial_map = base.over(self.weight_map.weights, copies)
+        if adapter.path:
+            load_hf(adapter.path, self.weight_map)
 
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
         """Return (tensor parallel group, parameters by name) of what all its ranks hold; experts second."""
