@@ -17,7 +17,15 @@ from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
 from rl.config.reward_sources import check_sources
 from rl.config.role_checks import check_roles
-from rl.config.schema import Config, algorithm_of, learns_from_samples, needs_kept_sets
+from rl.config.schema import (
+    Config,
+    algorithm_of,
+    learns_from_data,
+    learns_from_samples,
+    needs_kept_sets,
+    uses_teacher,
+)
+from rl.config.teachers import Teacher
 
 OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
 
@@ -83,6 +91,10 @@ def check_contradictions(config: Config) -> None:
         from rl.config.agent_checks import check_agents
 
         check_agents(config)
+    if uses_teacher(config) or config.teacher != Teacher():
+        from rl.config.teacher_checks import check_teacher
+
+        check_teacher(config)
     if config.rollout.carry_over:
         check_carry_over(config)
     if needs_kept_sets(config):
@@ -152,7 +164,7 @@ def check_mask(config: Config) -> None:
         "rollout.carry_over=true carries samples over": rollout.carry_over,
         f"roles.rollout={config.roles.rollout} sends samples": config.roles.is_on,
         "run.mode=train_only reads samples": config.run.mode == "train_only",
-        f"algorithm={config.algorithm} also learns from the data's responses,": "responses" in needs,
+        f"algorithm={config.algorithm} also learns from the data's responses,": learns_from_data(config),
     }
     for reason in (reason for reason, is_set in reasons.items() if is_set):
         raise ConfigError(

@@ -182,6 +182,7 @@ def _build(
         stop=stop,
         agents=agents,
         link=link,
+        tokenizer=inputs.tokenizer,
     )
 
 
