@@ -94,4 +94,4 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config):
         norm=config.rollout.max_response_tokens,
     )
     mean = aggregate(micro.divergence.detach(), micro.mask, micro.lengths, "token-mean", **options)
-    return value, {"distill/loss": value, "distill/divergence": mean}
+    return value, {"distill/divergence": mean}
