@@ -66,7 +66,7 @@ def learn(phases: Phases, batch: Batch) -> None:
 
 
 def mixed(parts: list[Batch]) -> Batch:
-    """Return one batch whose mini-batches have all parts in their shares; only tokens and prompts are kept."""
+    """Return one batch whose mini-batches have the parts in their shares, with only tokens and prompts."""
     bare = [
         Batch(
             prompt_ids=part.prompt_ids,

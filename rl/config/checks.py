@@ -159,7 +159,7 @@ def check_data(config: Config) -> None:
 
 def check_mask(config: Config) -> None:
     """Raise ConfigError if the sets of tokens that the engine kept cannot reach the trainer."""
-    rollout, needs = config.rollout, algorithm_of(config).needs
+    rollout = config.rollout
     reasons = {
         "rollout.carry_over=true carries samples over": rollout.carry_over,
         f"roles.rollout={config.roles.rollout} sends samples": config.roles.is_on,

@@ -437,7 +437,8 @@ class Logging:
 class Config:
     algorithm: str = "grpo"
     """Name of a file of rl/algorithms (ppo, grpo, dapo, rloo, reinforce_pp, remax, prime, dpo, spin, sppo,
-    kto, orpo, simpo, sft, distill), or the path of your own file. It sets other defaults for some keys below."""
+    kto, orpo, simpo, sft, distill), or the path of your own file. It sets other defaults for some keys
+    below."""
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

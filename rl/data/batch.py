@@ -34,14 +34,7 @@ LOSS_COLUMNS = (
 )
 """Token columns that losses may read; micro-batches contain them."""
 
-TOKEN_COLUMNS = (
-    *LOSS_COLUMNS,
-    "teacher_logprobs",
-    "token_rewards",
-    "sum_p_squared",
-    "turns",
-    "turn_rewards",
-)
+TOKEN_COLUMNS = (*LOSS_COLUMNS, "teacher_logprobs", "token_rewards", "sum_p_squared", "turns", "turn_rewards")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Prompts of a teacher that is the policy itself: the prompt in a template, with what the policy cannot see."""
+"""Prompts of a teacher that is the policy itself: a template with what the policy cannot see."""
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase

@@ -8,14 +8,7 @@ from pathlib import Path
 
 from rl.config.layout_checks import check_judge, check_layout
 from rl.config.options import ConfigError, listed
-from rl.config.schema import (
-    Config,
-    algorithm_of,
-    keeps_reference,
-    needs_engine,
-    needs_reward,
-    uses_teacher,
-)
+from rl.config.schema import Config, algorithm_of, keeps_reference, needs_engine, needs_reward, uses_teacher
 from rl.dry_run.parameters import Part, count_parameters, group_parts
 from rl.models import SUPPORTED, architecture, read_hf_config, sizes, value_model, value_weights
 from rl.models.layout import VOCAB, Weight

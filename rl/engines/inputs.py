@@ -9,14 +9,7 @@ from rl.config.functions import load_function
 from rl.config.layout_checks import check_judge, check_layout, check_positions
 from rl.config.options import ConfigError
 from rl.config.reward_sources import RewardPlan, make_plan
-from rl.config.schema import (
-    Config,
-    algorithm_of,
-    learns_from_data,
-    needs_reward,
-    uses_teacher,
-    validates,
-)
+from rl.config.schema import Config, algorithm_of, learns_from_data, needs_reward, uses_teacher, validates
 from rl.data.curriculum import CurriculumSampler, load_order
 from rl.data.preferences import load_labelled, load_preferences
 from rl.data.prompts import Prompt, load_prompts, load_tokenizer

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -61,34 +62,33 @@ class Teaching:
         goal, policy = self._config.teacher, self._engines.policy
         teachers = [0] * len(batch)
         batch.teacher = targets = Targets(divergence_of(goal.divergence, goal.beta), teachers)
-        group, is_last = policy.grid.groups.tp, policy.grid.is_last_stage
         with self._step.phase("log_probs", timing="teacher", batch=batch.fingerprint):
             for number, model, read, plan, context in self._lessons(batch):
-
-                def keep(micro: MicroBatch) -> None:
-                    rows: tuple[torch.Tensor, ...] = (micro.hidden,)
-                    if goal.top_k:
-                        rows = top_k(
-                            micro.hidden,
-                            model.model.head_weight,
-                            goal.top_k,
-                            temperature=model.temperature,
-                            # A teacher may have more rows, of no token.
-                            vocab_size=policy.model.real_vocab_size,
-                            group=group,
-                            chunk=max(1, model.model.head_chunk_tokens // 4),
-                        )
-                    parts = zip(*(row.cpu().split(micro.lengths.tolist()) for row in rows))
-                    targets.rows.update(zip(micro.samples, parts))
-
                 with context:
-                    model.visit(read, plan, ("hidden",), keep)
-                    if is_last and not goal.top_k:
-                        wanted = len(policy.model.head_weight)
+                    model.visit(read, plan, ("hidden",), partial(self._keep, targets, model))
+                    if not goal.top_k and policy.grid.is_last_stage:
+                        wanted, group = len(policy.model.head_weight), policy.grid.groups.tp
                         targets.heads.append(head_rows(model.model.head_weight, wanted, group))
                 if not goal.top_k:
                     for sample in (i for rank in plan for micro in rank for i in micro):
                         teachers[sample] = number
+
+    def _keep(self, targets: Targets, model: TrainingEngine, micro: MicroBatch) -> None:
+        """Keep what a teacher found at the tokens of a micro-batch."""
+        k, policy = self._config.teacher.top_k, self._engines.policy
+        rows: tuple[torch.Tensor, ...] = (micro.hidden,)
+        if k:
+            rows = top_k(
+                micro.hidden,
+                model.model.head_weight,
+                k,
+                temperature=model.temperature,
+                vocab_size=policy.model.real_vocab_size,  # a teacher may have more rows, of no token
+                group=policy.grid.groups.tp,
+                chunk=max(1, model.model.head_chunk_tokens // 4),
+            )
+        parts = zip(*(row.cpu().split(micro.lengths.tolist()) for row in rows))
+        targets.rows.update(zip(micro.samples, parts))
 
     def responses(self, prompts: list[Prompt]) -> Batch:
         """Sample rollout.samples_per_prompt responses per prompt from the teacher."""

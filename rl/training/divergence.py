@@ -179,7 +179,7 @@ def top_k(
 
 
 def head_rows(weight: Tensor, wanted: int, group) -> Tensor:
-    """Return the rank's rows of a teacher's head, if each rank of the group has `wanted` rows of its own head.
+    """Return the rank's rows of a teacher's head, for a policy of which each rank has `wanted` rows.
 
     Teachers of other sizes may have more rows for the same tokens. Collective over `group`.
     """
@@ -191,7 +191,7 @@ def head_rows(weight: Tensor, wanted: int, group) -> Tensor:
 
 @dataclass
 class Targets:
-    """What the teachers found at the response tokens that this rank trains on; empty before the last stage."""
+    """What the teachers found at the response tokens that this rank trains on, if it is of the last stage."""
 
     divergence: Divergence
     teachers: list[int]

@@ -25,13 +25,15 @@ def error(*overrides) -> str:
 
 @pytest.mark.parametrize("name", shipped())
 def test_each_shipped_algorithm_passes_with_its_own_defaults(name):
-    assert check(config_with(f"algorithm={name}")) == []
+    teacher = ["teacher.path=t"] if name == "distill" else []
+    assert check(config_with(f"algorithm={name}", *teacher)) == []
     assert set(describe(name).needs) <= set(NEEDS)
 
 
 def test_the_shipped_algorithms_are_those_of_the_readme():
     assert shipped() == [
         "dapo",
+        "distill",
         "dpo",
         "grpo",
         "kto",

@@ -59,7 +59,7 @@ def chunked(hidden, weight, teacher_hidden, teacher_weight, upstream, *, name, k
 
 
 def assert_near(found, expected):
-    """Compare with a bound of float32: sums over H, V and T, of terms that are at most 10 times the result."""
+    """Compare with a bound of float32: sums over H, V and T of terms up to 10 times the result."""
     for one, other in zip(found, expected, strict=True):
         error = 10 * (bounds.of_sum(H + TEACHER_H + V) + bounds.of_sum(T))
         assert (one - other).abs().max() <= error * other.abs().max().clamp(min=1.0)
