@@ -19,7 +19,7 @@ def check_teacher(config: Config) -> None:
             f"teacher.{changed[0]} is set, but {name} does not distill and teacher.advantage_coef is 0; set "
             "one of them, or leave it out."
         )
-    if distils and teacher.advantage_coef:
+    if distils and teacher.advantage_coef and config.objective.chosen[1] is None:
         raise ConfigError(
             f"teacher.advantage_coef={teacher.advantage_coef} has no effect with {name}, which has no "
             "advantages; leave it out."
@@ -106,7 +106,7 @@ def _check_combinations(config: Config, distils: bool) -> None:
             f"teacher.advantage_coef={teacher.advantage_coef} is added to advantages, which "
             f"algorithm={config.algorithm} does not have; use algorithm=distill."
         )
-    if loss is not None and loss.per_sample:
+    if teacher.advantage_coef and loss is not None and loss.per_sample:
         raise ConfigError(
             f"teacher.advantage_coef={teacher.advantage_coef} gives one advantage per token, but "
             f"objective.loss={config.objective.loss} requires one per sample; use objective.loss=ppo."
