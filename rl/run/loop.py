@@ -232,6 +232,7 @@ def _build(
         stop=stop,
         agents=agents,
         link=link,
+        tokenizer=inputs.tokenizer,
     )
 
 

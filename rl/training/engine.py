@@ -211,6 +211,26 @@ class TrainingEngine:
         dist.all_reduce(out)
         return tuple(out.cpu())
 
+    @torch.no_grad()
+    def visit(
+        self,
+        batch: Batch,
+        plan: MicroBatchPlan,
+        names: tuple[str, ...],
+        consume: Callable[[MicroBatch], None],
+        progress=None,
+    ) -> None:
+        """Run forward passes; on the last stage, call `consume` with each micro-batch and its named outputs.
+
+        The tensor parallel ranks of the stage call it with the same micro-batches in the same order.
+        """
+
+        def step(micro: MicroBatch):
+            consume(micro)
+            return torch.zeros((), device=self.device.torch), {}
+
+        self._run(batch, plan, step, forward_only=True, progress=progress, outputs=names)
+
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
         """Use the reference weights inside the context, for forward passes.
@@ -397,6 +417,8 @@ class TrainingEngine:
                 from rl.training.kept_sets import sets_of
 
                 micro.kept = sets_of(batch, micro.samples)
+            if "divergence" in self.model.outputs and self.grid.is_last_stage:
+                micro.teacher = batch.teacher.of(micro.samples, device)
             if progress is not None:  # only the last stage computes the loss
                 progress.update(len(micro.samples) * self.grid.dp)
             output = self.model.run(micro, self.temperature)
