@@ -210,7 +210,10 @@ class Generation:
         seconds = torch.zeros(engine.num_replicas, dtype=torch.float64)
         if engine.rank_in_replica == 0:
             seconds[engine.replica] = busy
-        mean, most = idle_shares(sum_over_world(seconds, self._step.device.torch).tolist())
+        seconds = sum_over_world(seconds, self._step.device.torch)
+        mean, most = idle_shares(seconds.tolist())
+        late = (seconds - seconds.min()).numpy()
+        self._step.agreement.late_s += late.repeat(len(self._step.agreement.late_s) // len(late))
         lengths = torch.tensor([len(ids) for ids in batch.response_ids])
         loads = torch.zeros(num_groups, dtype=lengths.dtype)
         loads.index_add_(0, batch.groups, lengths)
