@@ -46,7 +46,10 @@ class FirstStep(Training):
     """Takes the step after the newest checkpoint that the config names, usually step 1, and reports on it."""
 
     def run(self, last_step: int, metrics: dict[str, float]) -> StopDecision | None:
-        """Take one step and report; return the stop request that ended it before. Collective over the world."""
+        """Take one step and report. Returns the stop request that ended it before, if there was one.
+
+        Collective over the world.
+        """
         phases, config = self._phases, self._config
         step, policy = phases.step, phases.engines.policy
         if self._split is not None:
