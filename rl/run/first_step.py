@@ -9,6 +9,7 @@ prints samples with their masks, a table of the phases and the verdicts, and wri
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -63,20 +64,20 @@ class FirstStep(Training):
             phases.end_ids | set(config.rollout.stop_token_ids),
             metrics={},
             dp=policy.grid.dp,
+            shares_prompts=policy.shares_prompts,
             step=last_step + 1,
         )
         version = policy.num_updates
         try:
             self._take_step(last_step + 1)
-            batch = self._batch
+            facts.metrics, step.after_phase, batch = dict(step.metrics), None, self._batch
             if batch is not None and batch.old_logprobs is not None and policy.num_updates > version:
                 facts.after = self._logprobs(batch)
         except StepAborted:
             return self._stop.agree()
         except ERRORS as error:
-            facts.error = f"{type(error).__name__}: {error}"
-        facts.batch, facts.metrics = self._batch, dict(step.metrics)
-        facts.phases = self._phase_table(step.metrics)
+            facts.error, facts.metrics = f"{type(error).__name__}: {error}", dict(step.metrics)
+        facts.batch, facts.phases = self._batch, self._phase_table(facts.metrics)
         found = verdicts(facts)
         self.exit_code = int(any(verdict.level == "wrong" for verdict in found))
         if dist.get_rank() == 0:
@@ -92,7 +93,7 @@ class FirstStep(Training):
         phases = self._phases
         phases.memory.to_training()
         plans = [plan.micro_batches for plan in phases.updates.plans(batch)]
-        with phases.step.phase("log_probs", timing="first_step_check", batch=batch.fingerprint):
+        with phases.step.phase("log_probs", timing="old_log_prob", batch=batch.fingerprint):
             return phases.engines.policy.forward(batch, plans, ("logprobs",))[0]
 
     def _note_memory(self, timing: str) -> None:
@@ -105,15 +106,13 @@ class FirstStep(Training):
         before = self._memory.get(timing, {})
         self._memory[timing] = {name: max(value, before.get(name, 0.0)) for name, value in found.items()}
 
-    def _phase_table(self, metrics: dict[str, float]) -> dict[str, dict[str, float]]:
+    def _phase_table(self, metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
         """Return seconds and memory by phase, the memory of the rank with the most. Collective."""
         table = {}
         for of_ranks in zip(*(found.items() for found in gather_objects(self._memory)), strict=True):
-            timing = of_ranks[0][0]
-            if timing != "first_step_check":
-                names = of_ranks[0][1]
-                most = {name: max(found[name] for _, found in of_ranks) for name in names}
-                table[timing] = {"s": metrics.get(f"timing_s/{timing}", 0.0), **most}
+            timing, names = of_ranks[0]
+            most = {name: max(found[name] for _, found in of_ranks) for name in names}
+            table[timing] = {"s": metrics.get(f"timing_s/{timing}", 0.0), **most}
         return table
 
     def _report(self, facts: Facts, found: list[Verdict]) -> None:
