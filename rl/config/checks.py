@@ -4,9 +4,12 @@
 the remedy. `rl.config.layout_checks` checks a configuration against the number of ranks and the model.
 """
 
+import importlib.util
 import math
 import re
 
+from rl.config.adapter_checks import check_adapter
+from rl.config.adapter_form_checks import check_form
 from rl.config.durations import seconds_of
 from rl.config.functions import FORM
 from rl.config.layout_checks import divisors
@@ -25,6 +28,7 @@ from rl.config.schema import (
     needs_kept_sets,
     validates,
 )
+from rl.config.trace import check_trace
 
 OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
 
@@ -47,9 +51,12 @@ def check(config: Config) -> list[str]:
     check_names(config)
     check_contradictions(config)
     check_numerics(config)
+    check_adapter(config)
+    check_form(config)
     check_objective(config)
     check_roles(config)
     check_mode(config)
+    check_trace(config.trace, config.run.max_steps)
     return warnings(config)
 
 
@@ -78,6 +85,29 @@ def check_names(config: Config) -> None:
         )
 
 
+def check_trackers(config: Config) -> None:
+    """Raise ConfigError for a tracker whose package is not installed, and for names that it rejects."""
+    logging = config.logging
+    for key, default in (("wandb", "none"), ("mlflow", ""), ("trackio", False)):
+        value = getattr(logging, key)
+        # A directory of that name, such as the one that wandb makes, is found too, but has no origin.
+        if value != default and getattr(importlib.util.find_spec(key), "origin", None) is None:
+            raise ConfigError(
+                f"logging.{key}={show(value)} requires the package {key}, which is not installed: run pip "
+                f"install {key}, or set logging.{key}={show(default)}."
+            )
+    if not re.fullmatch(r"[\w.-]+", logging.project):
+        raise ConfigError(
+            f"logging.project is {show(logging.project)}, but must consist of letters, digits, '_', '-' and "
+            "'.', as trackers require: use e.g. lockstep."
+        )
+    if logging.prometheus and not logging.prometheus.endswith(".prom"):
+        raise ConfigError(
+            f"logging.prometheus={logging.prometheus} must end in .prom, because the textfile collector "
+            "reads no other files."
+        )
+
+
 def check_contradictions(config: Config) -> None:
     values = flatten(config)
     for section in OPTIMIZERS:
@@ -86,6 +116,7 @@ def check_contradictions(config: Config) -> None:
             raise ConfigError(f"{section}.min_lr={min_lr} is above {section}.lr={lr}, from which it decays.")
     check_data(config)
     check_checkpoint(config)
+    check_trackers(config)
     if config.agents.is_on:
         from rl.config.agent_checks import check_agents
 

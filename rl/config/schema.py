@@ -12,15 +12,26 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from rl.config import ranges
+from rl.config.adapter import Adapter
 from rl.config.agents import Agents
 from rl.config.correction import RolloutCorrection
 from rl.config.declarations import Algorithm, Formula, describe, formulas, literal_dict
 from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
 from rl.config.options import build, read
-from rl.config.ranges import AT_LEAST_ONE, BELOW_ONE, FINITE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY
+from rl.config.ranges import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    FINITE,
+    FRACTION,
+    NOT_NEGATIVE,
+    PORT,
+    POSITIVE,
+    PROBABILITY,
+)
 from rl.config.roles import Roles
 from rl.config.rollout import Rollout
 from rl.config.terms import AdaptiveEntropy, Preference, RewardKl
+from rl.config.trace import Trace
 
 T = TypeVar("T")
 
@@ -31,10 +42,12 @@ class Run:
     """Name of the run; also the last part of the default `run.dir`."""
     dir: str = ""
     """Directory for metrics, checkpoints, the resolved config and the code. Empty: `runs/<run.name>`."""
-    mode: Literal["train", "rollout_only", "score_only", "train_only"] = "train"
-    """rollout_only: generate, score and store samples without learning. score_only: apply the reward function
-    to stored samples and print the differences, in one process without a model. train_only: learn from stored
-    samples without an engine; nothing is generated or validated. docs/report.md has examples."""
+    mode: Literal["train", "check", "rollout_only", "score_only", "train_only"] = "train"
+    """check: take one step in `<run.dir>-check`, print a verdict on each part of it, and end
+    (docs/first_step.md). rollout_only: generate, score and store samples without learning. score_only: apply
+    the reward function to stored samples and print the differences, in one process without a model.
+    train_only: learn from stored samples without an engine; nothing is generated or validated. docs/report.md
+    has examples."""
     rollouts: str = ""
     """Run directory with the stored samples that `mode` score_only (empty: `dir`) or train_only reads."""
     max_steps: Annotated[int, AT_LEAST_ONE] = 100
@@ -435,6 +448,20 @@ class Checkpoint:
 class Logging:
     tensorboard: bool = True
     """Write TensorBoard event files to `<run.dir>/tensorboard`."""
+    wandb: Literal["none", "offline", "online"] = "none"
+    """Send metrics to Weights & Biases. offline: to files in `<run.dir>/wandb`, which `wandb sync` uploads
+    from a host with internet access."""
+    mlflow: str = ""
+    """Tracking URI of MLflow, such as file:runs/mlflow, sqlite:///runs/mlflow.db or http://host:5000.
+    Empty: none."""
+    trackio: bool = False
+    """Send metrics to trackio's local database (environment variable TRACKIO_DIR)."""
+    project: str = "lockstep"
+    """Project, or experiment, of the run in wandb, MLflow and trackio. The run is named run.name there."""
+    prometheus: str = ""
+    """Text file for the textfile collector of Prometheus's node_exporter, ending in .prom. Empty: none."""
+    prometheus_port: Annotated[int, PORT] = 0
+    """Port on which rank 0 answers GET /metrics for Prometheus. 0: none."""
     rollouts: Literal["none", "sample", "all"] = "sample"
     """Samples that each step writes to `<run.dir>/rollouts` as parquet, with token ids, log-probs, advantages
     and scores. sample: those of four groups; all: every sample, as replays of a run need; about 13 bytes per
@@ -450,6 +477,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
+    adapter: Adapter = field(default_factory=Adapter)
     rollout: Rollout = field(default_factory=Rollout)
     roles: Roles = field(default_factory=Roles)
     reward: Reward = field(default_factory=Reward)
@@ -464,9 +492,14 @@ class Config:
     refit: Refit = field(default_factory=Refit)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     logging: Logging = field(default_factory=Logging)
+    trace: Trace = field(default_factory=Trace)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     agreement: AgreementConfig = field(default_factory=AgreementConfig)
     memory: Memory = field(default_factory=Memory)
+
+
+CHECK_SUFFIX = "-check"
+"""End of the name of the directory in which run.mode=check writes, beside that of the run."""
 
 
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
@@ -480,8 +513,18 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def resolve(config: Config) -> Config:
-    """Return a copy of the config with derived values filled in: `run.dir`."""
-    return replace(config, run=replace(config.run, dir=config.run.dir or f"runs/{config.run.name}"))
+    """Return a copy of the config with derived values filled in: `run.dir`, and what a check leaves out."""
+    run = replace(config.run, dir=config.run.dir or f"runs/{config.run.name}")
+    if run.mode != "check":
+        return replace(config, run=run)
+    resume = config.checkpoint.resume
+    named = resume if resume not in ("auto", "never") else "never"
+    return replace(
+        config,
+        run=replace(run, dir=run.dir.rstrip("/").removesuffix(CHECK_SUFFIX) + CHECK_SUFFIX),
+        data=replace(config.data, val=[]),
+        checkpoint=Checkpoint(resume=named, weights_only=config.checkpoint.weights_only and named == resume),
+    )
 
 
 def algorithm_of(config: Config) -> Algorithm:

@@ -193,6 +193,8 @@ class Inference:
         self._memory.to_training()
         plans = self._planner.plans(batch) if plans is None else plans
         micro_batches = [plan.micro_batches for plan in plans]
+        if self._step.peak_tflops:
+            self._step.operations[timing] += self._planner.operations(batch, plans, model)
         phase = self._step.phase("log_probs", timing=timing, batch=batch.fingerprint)
         with phase, self._step.bar(label, sum(len(plan.samples) for plan in plans)) as bar:
             if not of_reference:

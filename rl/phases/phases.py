@@ -80,7 +80,7 @@ class Phases:
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
         self.scoring = Scoring(config, step, engines, self.memory, scorer)
         self.kl_penalty = KlPenalty(config)
-        self._end_ids = end_ids
+        self.end_ids = end_ids
         """Ids of tokens that end a response, besides those of `rollout.stop_token_ids`."""
         self.num_drawn = 0
         """Prompts that the steps of the run have drawn, those before a resume included."""
@@ -183,7 +183,7 @@ class Phases:
             max_tokens=None
             if config.rollout.carry_over or self.split
             else config.rollout.max_response_tokens,
-            stop_ids=self._end_ids | set(config.rollout.stop_token_ids),
+            stop_ids=self.end_ids | set(config.rollout.stop_token_ids),
             ends_at_text=bool(config.rollout.stop),
         )
         if config.rollout.temperature:

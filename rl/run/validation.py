@@ -16,6 +16,7 @@ from rl.config.schema import Config
 from rl.data.batch import data_responses
 from rl.data.prompts import Prompt
 from rl.objectives.segments import segment_sum
+from rl.phases.batch_metrics import num_turns, spread
 from rl.phases.phases import Phases
 from rl.rollout.sampling import Sampling, greedy_sampling, train_sampling
 from rl.run.validation_metrics import validation_metrics
@@ -76,6 +77,8 @@ def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpo
         batch = batch.keep_groups((sizes == sampling.samples_per_prompt).nonzero().squeeze(1).tolist())
         if not len(batch):
             return
+        turns = spread("num_turns", num_turns(batch))
+        phases.step.metrics |= {f"val-aux/{name}": value for name, value in turns.items()}
     several = sampling.samples_per_prompt > 1
     predictions = phases.scoring.fill_scores(batch, timing="testing", predictions=several)
     variables = {"acc": batch.outcomes, "score": batch.scores}
