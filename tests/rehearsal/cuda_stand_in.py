@@ -87,7 +87,7 @@ BEHAVIOURS = {
     "device_count": lambda: 1,
     "current_device": lambda: 0,
     "get_device_capability": lambda *args: (9, 0),
-    "get_device_name": lambda *args: "rehearsal",
+    "get_device_name": lambda *args: "NVIDIA H100 (rehearsal)",
     "memory_allocated": lambda *args: GIB,
     "max_memory_allocated": lambda *args: GIB,
     "memory_reserved": lambda *args: GIB,
