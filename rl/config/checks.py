@@ -6,6 +6,7 @@ the remedy. `rl.config.layout_checks` checks a configuration against the number 
 
 import math
 import re
+from collections.abc import Sequence
 
 from rl.config.durations import seconds_of
 from rl.config.functions import FORM
@@ -18,6 +19,7 @@ from rl.config.ranges import ranges_of
 from rl.config.reward_sources import check_sources
 from rl.config.role_checks import check_roles
 from rl.config.schema import Config, algorithm_of, learns_from_samples, needs_kept_sets
+from rl.config.sweep_checks import check_sweep
 
 OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
 
@@ -28,8 +30,18 @@ REQUIRED = {
 }
 
 
-def check(config: Config) -> list[str]:
-    """Return warnings, one sentence each. Raises ConfigError for the first error."""
+def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
+    """Return warnings, one sentence each. Raises ConfigError for the first error.
+
+    points: result of `load_points`; with a sweep in one job each of them is checked too.
+    """
+    if points:
+        check_sweep(config, points)
+        for point in points:
+            try:
+                check(point)
+            except ConfigError as error:
+                raise ConfigError(f"point {point.run.name}: {error}") from error
     values = flatten(config)
     for key, what in REQUIRED.items():
         if not values[key]:

@@ -21,6 +21,7 @@ from rl.config.options import build, read
 from rl.config.ranges import AT_LEAST_ONE, BELOW_ONE, FINITE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY
 from rl.config.roles import Roles
 from rl.config.rollout import Rollout
+from rl.config.sweep import Sweep
 from rl.config.terms import AdaptiveEntropy, Preference, RewardKl
 
 T = TypeVar("T")
@@ -443,6 +444,7 @@ class Config:
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     adapter: Adapter = field(default_factory=Adapter)
+    sweep: Sweep = field(default_factory=Sweep)
     rollout: Rollout = field(default_factory=Rollout)
     roles: Roles = field(default_factory=Roles)
     reward: Reward = field(default_factory=Reward)

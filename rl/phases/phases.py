@@ -35,6 +35,7 @@ from rl.training.dp_split import Cost
 from rl.training.loss import Loss
 
 if TYPE_CHECKING:  # only for runs with roles
+    from rl.phases.joint_generation import PointGeneration
     from rl.refit.link import Link
 
 
@@ -44,7 +45,8 @@ class Phases:
     `config` is the run's configuration, `step` the current step, and `metrics` the metrics that the step
     logs.
 
-    link: the link to the ranks that generate, if these do not (`roles`).
+    link: the link to the ranks that generate, if these do not (`roles`). generation: that of a point of a
+    sweep, which shares the engine with others.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Phases:
         stop: StopRequests | None = None,
         agents=None,
         link: "Link | None" = None,
+        generation: "PointGeneration | None" = None,
     ):
         self.config, self.step, self.engines = config, step, engines
         self.prompts, self.sampler = prompts, sampler
@@ -68,7 +71,7 @@ class Phases:
         policy = engines.policy
         cost = Cost.of_model(policy.weight_map.hf, policy.weight_map.weights)
         planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=policy.shares_prompts)
-        self.generation = Generation(config, step, engines, self.memory, stop, agents)
+        self.generation = generation or Generation(config, step, engines, self.memory, stop, agents)
         self.split = None
         """`generation`, if other ranks generate (`roles`)."""
         if link is not None:
