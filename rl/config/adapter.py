@@ -23,8 +23,6 @@ class Adapter:
     q_proj or mlp.down_proj. Empty: every linear layer but routers and the head."""
     dropout: Annotated[float, ZERO] = 0.0
     """Only 0: with dropout the probabilities in training would not be those that generated the samples."""
-    experts: Literal["each", "shared"] = "each"
-    """Adapters of routed experts. each: every expert has its own. shared: those of a layer share one."""
     init: Literal["zero", "pissa"] = "zero"
     """zero: A is random (Kaiming) and B is 0. pissa (arXiv:2404.02948): B A is the principal part of W, which
     is taken out of W."""

@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Sequence
 
+from rl.config.adapter_checks import check_adapter
+from rl.config.adapter_form_checks import check_form
 from rl.config.durations import seconds_of
 from rl.config.functions import FORM
 from rl.config.layout_checks import divisors
@@ -52,6 +54,8 @@ def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
     check_names(config)
     check_contradictions(config)
     check_numerics(config)
+    check_adapter(config)
+    check_form(config)
     check_objective(config)
     check_roles(config)
     check_mode(config)

@@ -9,10 +9,12 @@ of what a rank holds is therefore its part of B A, without communication.
 Names in checkpoints are those of peft.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rl.models.layout import COLUMN, REPLICATED, ROW, Weight
+from rl.models.boxes import whole
+from rl.models.layout import COLUMN, REPLICATED, ROW, Cut, Piece, Weight
 
 PREFIX = "base_model.model."
 """Begins the name of every tensor in a checkpoint of peft."""
@@ -93,7 +95,7 @@ def _low_rank(base: Weight, part: int, rank: int, dora: bool) -> LowRank:
             expert=base.expert,
         )
 
-    rows_cut = COLUMN if base.cut.split and not by_columns else REPLICATED
+    rows_cut = _same_rows(base, part) if base.cut.split and not by_columns else REPLICATED
     return LowRank(
         base,
         part,
@@ -101,6 +103,21 @@ def _low_rank(base: Weight, part: int, rank: int, dora: bool) -> LowRank:
         weight("lora_B", rows_cut, rows, rank),
         weight("lora_magnitude_vector", rows_cut, rows, suffix="") if dora else None,
     )
+
+
+@functools.cache
+def _same_rows(base: Weight, part: int) -> Cut:
+    """Return the cut of a tensor whose rows are where those of a part of the base are.
+
+    In vLLM several ranks hold the rows of a key or value head, if there are more ranks than heads.
+    """
+
+    def vllm(names, shapes, tp, rank):
+        (rows,) = (p.hf_box[0] for p in base.vllm_pieces(tp, rank) if p.hf == base.hf[part])
+        columns = whole(shapes[0][1:])
+        return [Piece(names[0], (rows, *columns), ((0, rows[1] - rows[0]), *columns))]
+
+    return Cut(COLUMN.megatron, vllm)
 
 
 def splits_columns(weight: Weight) -> bool:

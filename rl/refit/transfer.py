@@ -5,7 +5,8 @@ for CUDA tensors. A plan's ranks are those of the given group, by default the wo
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,9 @@ class BytesMoved:
     """Bytes copied from this rank's training parameters to its engine's."""
     fallback: int = 0
     """Bytes of whole tensors that were gathered because the engine's parameter cannot be written in place."""
+
+    def __add__(self, other: "BytesMoved") -> "BytesMoved":
+        return BytesMoved(*map(add, astuple(self), astuple(other)))
 
 
 @torch.no_grad()

@@ -8,12 +8,13 @@ add and abort requests at the same engine steps, in the same order. `rl.rollout.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from rl.config.adapter import Adapter
 from rl.config.rollout import Rollout
 from rl.data.held import KEPT_SETS
 from rl.models import read_hf_config
@@ -25,6 +26,9 @@ from rl.rollout.single_turns import SingleTurns
 from rl.rollout.turns import Completion, Request, Sample, context_digest
 from rl.rollout.vllm_model import build_llm
 from rl.runtime.device import Device
+
+if TYPE_CHECKING:  # a run without adapters in the engine does not import them
+    from rl.rollout.adapters import AdapterSlots
 
 
 class RolloutEngine:
@@ -43,6 +47,8 @@ class RolloutEngine:
         returns_kept: whether completions have the kept sets of their tokens (`rl.rollout.kept_sets`).
         routes: return the experts that were chosen for each token, as the held column "routes".
         bitwise: compute log-probs that are bitwise those of a trainer in the same mode.
+        adapter: keep low-rank adapters beside the weights (`adapter.in_engine=adapter`).
+        num_adapters: number of adapters; a request names one by its index.
     """
 
     def __init__(
@@ -59,6 +65,8 @@ class RolloutEngine:
         returns_kept: bool = False,
         routes: bool = False,
         bitwise: bool = False,
+        adapter: Adapter | None = None,
+        num_adapters: int = 1,
     ):
         self.config, self.device, self.name, self.frozen = rollout, device, name, frozen
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -68,6 +76,13 @@ class RolloutEngine:
         self.leads = self.rank_in_replica == 0
         """Whether this rank decides what its replica generates (`rl.rollout.events`)."""
         cpu_support.install()
+        options: dict = {}
+        if adapter is not None:
+            from rl.rollout import adapters as in_vllm
+
+            in_vllm.keep_experts_kernels()
+            layers = in_vllm.adapted_layers(read_hf_config(path), adapter)
+            options = in_vllm.options(layers, num_adapters)
         self.llm = build_llm(
             path,
             rollout,
@@ -79,6 +94,7 @@ class RolloutEngine:
             bitwise=bitwise,
             returns_kept=returns_kept,
             routes=routes,
+            **options,
         )
         if not device.is_cuda:
             dist.barrier()
@@ -90,6 +106,10 @@ class RolloutEngine:
         self.model = self.llm.apply_model(lambda model: model)[0]
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.adapters: AdapterSlots | None = None
+        """Low-rank adapters beside the weights; None if there are none, or the weights contain them."""
+        if adapter is not None:
+            self.adapters = in_vllm.AdapterSlots(self._runner, layers, num_adapters)
         self._vocab_size = self.llm.llm_engine.model_config.get_vocab_size()
         self._returns_kept = returns_kept
         self._cpu_cache = None
@@ -140,7 +160,8 @@ class RolloutEngine:
     def sleep(self) -> None:
         """Release the engine's memory for the trainer.
 
-        On CUDA the weights are released too, because each refit writes all of them.
+        On CUDA the weights are released too, because each refit writes all of them. With adapters beside them
+        a refit does not, so vLLM copies the weights to the host.
         """
         self.awake = False
         if not self.keeps_cache:
@@ -150,7 +171,7 @@ class RolloutEngine:
                 self._cpu_cache.release()
             cpu_support.release_packed_weights(self.model)
         elif not self.frozen:
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=2 if self.adapters is None else 1)
 
     def wake_weights(self) -> None:
         """Make the parameters writable again, before a refit."""
@@ -173,7 +194,7 @@ class RolloutEngine:
         vLLM derives those two from kv_b_proj.weight, and `derive_weights` does so again.
         """
         return {
-            name: parameter
+            name.replace(".base_layer.", "."): parameter  # a layer within one with an adapter
             for name, parameter in self.model.named_parameters()
             if name.rpartition(".")[2] not in ("W_UV", "W_UK_T")
         }
@@ -342,8 +363,12 @@ class RolloutEngine:
             first = request.first_version
             prompt["cache_salt"] = f"v{self.weights_version if first is None else first}"
         engine = self.llm.llm_engine
-        internal = engine.add_request(request.name, prompt, self._params(sampling, request))
-        self._running[request.name] = _Live(internal, [(0, self.weights_version)])
+        options, version = {}, self.weights_version
+        if self.adapters is not None:
+            options["lora_request"] = self.adapters.request(request.adapter)
+            version = self.adapters.versions[request.adapter]
+        internal = engine.add_request(request.name, prompt, self._params(sampling, request), **options)
+        self._running[request.name] = _Live(internal, [(0, version)])
 
     def _abort(self, name: str) -> Completion:
         """Abort a request and return its tokens so far."""
