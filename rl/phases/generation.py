@@ -33,7 +33,7 @@ class AllTrajectoriesFailed(Exception):
 
 
 @dataclass(frozen=True)
-class _AllReplicas:
+class AllReplicas:
     """A progress bar over the samples of all replicas, which one replica's samples advance for all."""
 
     bar: Any
@@ -150,7 +150,7 @@ class Generation:
         with step.phase("generate", timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
             began = time.perf_counter()  # all ranks have arrived
             interrupt = self._stop.is_requested if abortable and self._stop is not None else None
-            own = generate(progress=_AllReplicas(bar, engine.num_replicas), interrupt=interrupt)
+            own = generate(progress=AllReplicas(bar, engine.num_replicas), interrupt=interrupt)
             busy = time.perf_counter() - began
             if abortable and any_rank(own is None):
                 raise StepAborted

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
+from rl.phases.generation import AllReplicas
 from rl.phases.step import Step
 from rl.refit.refit import check_refit, check_weights, refit, traffic_metrics
 from rl.rollout.engine import RolloutEngine
@@ -62,10 +63,10 @@ class JointGeneration:
     """Serves the requests of all points that wait. Methods are collective over the world.
 
     Args:
-        policies: of all points; the adapter of a point in the engine has the point's number.
+        policies: of all points. The index of a point's adapter in the engine is that of its policy here.
         step: the step object of the sweep, whose phases are those in which all points wait.
         stop: requests that may abort a generation for training; None if none may.
-        keeps_weights: whether the training models stay in device memory while the engine generates.
+        offload: what leaves the device's memory while the engine generates (`offload_of`).
     """
 
     def __init__(
@@ -80,10 +81,11 @@ class JointGeneration:
     ):
         self._config, self._engine, self._policies = config, engine, policies
         self._step, self._stop, self._offload = step, stop, offload
-        self._num_refits = 0
+        self._checked: set[int] = set()
+        """Points whose first refit has been checked."""
 
     def serve(self, asks: dict[int, Ask]) -> dict[int, Batch | None]:
-        """Return the batch of each point by its number; None for all if a stop request ended a call.
+        """Return the batch of each point by its index; None for all if a stop request ended a call.
 
         Points with the same sampling parameters share a call of the engine. A sample has the seed that it
         would have if its point ran alone.
@@ -104,6 +106,7 @@ class JointGeneration:
     def _wake(self, asks: dict[int, Ask]) -> None:
         """Wake the engine, and give it the present adapters of the points."""
         engine, refits = self._engine, self._config.refit
+        assert engine.adapters is not None
         slept = not engine.awake
         if self._offload != "none":
             for policy in self._policies:
@@ -113,14 +116,13 @@ class JointGeneration:
         for point, ask in asks.items():
             policy = self._policies[point]
             options = dict(buffer_mib=refits.buffer_mib, adapter=point)
-            if engine.adapter_versions[point] != policy.version or (engine.device.is_cuda and slept):
+            if engine.adapters.versions[point] != policy.version:
                 with ask.step.phase("refit", timing="update_weights"):
                     traffic = refit(policy, engine, **options)
                     ask.step.metrics |= traffic_metrics(traffic, engine.device)
-                    engine.adapter_versions[point] = policy.version
-                    if self._num_refits < len(self._policies):
+                    if point not in self._checked:
                         check_refit(policy, engine, **options)
-                    self._num_refits += 1
+                        self._checked.add(point)
             check_weights(policy, engine, **options)
         if self._offload == "all":
             for policy in self._policies:
@@ -144,7 +146,7 @@ class JointGeneration:
                 contexts,
                 sampling,
                 seeds,
-                progress=bar,
+                progress=AllReplicas(bar, engine.num_replicas),
                 interrupt=self._stop.is_requested if abortable and self._stop is not None else None,
                 adapters=adapters,
             )

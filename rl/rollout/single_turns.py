@@ -1,5 +1,7 @@
 """The source of responses of one turn: each sample is the completion of its prompt."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from rl.rollout.events import Add, Done, Event
@@ -18,6 +20,7 @@ class SingleTurns:
         queue: gives the indices of prompts.
         capacity: maximum number of concurrent requests.
         progress: its `update` is called with the number of samples that finished.
+        adapters: index of each prompt's low-rank adapter in an engine that has several; None: 0.
     """
 
     def __init__(
@@ -29,7 +32,9 @@ class SingleTurns:
         queue: Queue,
         capacity: int,
         progress=None,
+        adapters: Sequence[int] | None = None,
     ):
+        self._adapters = adapters
         self._prompts, self._sampling, self._seeds = prompts, sampling, seeds
         self._queue, self._capacity, self._progress = queue, capacity, progress
         self._is_drained = False
@@ -47,7 +52,9 @@ class SingleTurns:
             for number in range(n):
                 seed = seed_of(self._seeds[item], number)
                 name = f"{item}.{number}"
-                events.append(Add(Request(name, self._prompts[item], seed, self._sampling.max_tokens)))
+                adapter = 0 if self._adapters is None else self._adapters[item]
+                prompt, limit = self._prompts[item], self._sampling.max_tokens
+                events.append(Add(Request(name, prompt, seed, limit, adapter=adapter)))
         return events if events or num_live else [Done()]
 
     def receive(self, name: str, completion: Completion) -> None:

@@ -34,6 +34,7 @@ from rl.phases.joint_generation import Ask, JointGeneration, PointGeneration
 from rl.phases.phases import Phases
 from rl.phases.scorer import Scorer, start_pool
 from rl.phases.step import Step
+from rl.rollout.engine import RolloutEngine
 from rl.run.checkpoints import find_checkpoint
 from rl.run.early_stop import EarlyStop, PointStop
 from rl.run.loop import end_ids, is_complete, note_end, take_steps
@@ -63,8 +64,8 @@ class Turns:
     """Runs functions in threads, one at a time and in order; each may wait for an answer.
 
     Args:
-        functions: by number. Each is called with a function `wait(ask)`, which returns the answer.
-        answer: called in the main thread with the asks of all functions that have not ended, by number;
+        functions: each is called with a function `wait(ask)`, which returns the answer.
+        answer: called in the main thread with the asks of all functions that have not ended, by index;
             returns their answers.
         prepare: called in each thread before its function.
         follow: called with the thread whose turn it is.
@@ -72,57 +73,58 @@ class Turns:
 
     def __init__(
         self,
-        functions: dict[int, Callable[[Callable[[Any], Any]], Any]],
+        functions: Sequence[Callable[[Callable[[Any], Any]], Any]],
         answer: Callable[[dict[int, Any]], dict[int, Any]],
         *,
         prepare: Callable[[], None],
         follow: Callable[[threading.Thread], None],
     ):
-        self._answer, self._follow = answer, follow
+        self._answer, self._prepare, self._follow = answer, prepare, follow
         self._main = threading.Semaphore(0)
-        self._turn = {number: threading.Semaphore(0) for number in functions}
+        self._turn = [threading.Semaphore(0) for _ in functions]
         self._asks: dict[int, Any] = {}
         self._answers: dict[int, Any] = {}
         self._results: dict[int, Any] = {}
-        self._errors: dict[int, BaseException] = {}
-        self._threads = {
-            number: threading.Thread(target=self._run, args=(number, function, prepare), daemon=True)
-            for number, function in functions.items()
-        }
+        self._error: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._run, args=(index, function), daemon=True)
+            for index, function in enumerate(functions)
+        ]
 
-    def run(self) -> dict[int, Any]:
-        """Return the results of all functions by number. Raises the first error of a function."""
-        for thread in self._threads.values():
+    def run(self) -> list[Any]:
+        """Return the results of all functions, in order. Raises the first error of a function."""
+        for thread in self._threads:
             thread.start()
-        live = list(self._threads)
+        live = list(range(len(self._threads)))
         while live:
-            for number in live:
-                self._follow(self._threads[number])
-                self._turn[number].release()
+            for index in live:
+                self._follow(self._threads[index])
+                self._turn[index].release()
                 self._main.acquire()
-                if number in self._errors:
-                    raise self._errors[number]
+                if self._error is not None:
+                    raise self._error
             self._follow(threading.main_thread())
-            live = [number for number in live if number in self._asks]
+            live = [index for index in live if index in self._asks]
             if live:
-                self._answers, self._asks = self._answer(self._asks), {}
-        return self._results
+                asks, self._asks = self._asks, {}
+                self._answers = self._answer(asks)
+        return [self._results[index] for index in range(len(self._threads))]
 
-    def _run(self, number: int, function: Callable, prepare: Callable[[], None]) -> None:
-        self._turn[number].acquire()
+    def _run(self, index: int, function: Callable) -> None:
+        self._turn[index].acquire()
         try:
-            prepare()
-            self._results[number] = function(partial(self._wait, number))
+            self._prepare()
+            self._results[index] = function(partial(self._wait, index))
         except BaseException as error:
-            self._errors[number] = error
+            self._error = error
         self._main.release()
 
-    def _wait(self, number: int, ask: Any) -> Any:
+    def _wait(self, index: int, ask: Any) -> Any:
         """Give up the turn until the ask is answered; return the answer."""
-        self._asks[number] = ask
+        self._asks[index] = ask
         self._main.release()
-        self._turn[number].acquire()
-        return self._answers[number]
+        self._turn[index].acquire()
+        return self._answers.pop(index)
 
 
 @dataclass
@@ -130,6 +132,7 @@ class Point:
     """A point of the sweep on this rank, before its models are built."""
 
     number: int
+    """Index in `sweep.adapters`."""
     config: Config
     inputs: Inputs
     algorithm: ModuleType
@@ -163,7 +166,7 @@ def run_points(
         watchdog.status.write(state="finished")
         return 0
     try:
-        return _run(config, live, len(points), device, watchdog, progress, early)
+        return _run(config, live, device, watchdog, progress, early)
     finally:
         for point in live:
             if point.lock is not None:
@@ -213,7 +216,6 @@ def _read_before(config: Config) -> tuple[dict, list[dict]]:
 def _run(
     config: Config,
     points: list[Point],
-    num_points: int,
     device: Device,
     watchdog: Watchdog,
     progress: Progress,
@@ -222,85 +224,59 @@ def _run(
     """Build what the points share, and run them. Returns the exit code. Collective over the world."""
     generates = needs_engine(config)
     finish_imports(config, generate=generates)
-    inputs, pool = points[0].inputs, None
+    pool = None
     with fail_together():
         if needs_reward(config):
-            pool = start_pool(config, inputs)
+            pool = start_pool(config, points[0].inputs)
     start_up.mark("rewards")
-    layout = config.training
-    grid = build_grid(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.expert_tp, seed=config.run.seed)
-    warm_up(device)
-    start_up.mark("groups")
-    policies: dict[int, TrainingEngine] = {}
-    for point in points:
-        base = next(iter(policies.values()), None)
-        policies[point.number] = build_policy(
-            point.config, inputs.models["policy"].hf, grid, device, base_of=base
-        )
-    away = offload_of(config, device)
+    policies = _build_policies(config, points, device)
     start_up.mark("trainer")
-    steps = {
-        point.number: _step(point.config, device, watchdog, PointProgress(progress, point))
-        for point in points
-    }
     stop = StopRequests(config.run.dir, max_time=config.run.max_time)
-    joint, rollout = None, None
+    joint = None
     if generates:
-        if away != "none":
-            for policy in policies.values():
-                policy.offload(weights=away == "all")
-        rollout = build_rollout(config, device, num_adapters=num_points)
-        if away != "none":
-            rollout.sleep()
-            for policy in policies.values():
-                policy.reload()
-        redo = stop if config.run.on_stop_in_generation == "redo" else None
+        away = offload_of(config, device)
+        rollout = _build_rollout(config, points, policies, device, away)
         step = _step(config, device, watchdog, progress)
+        redo = stop if config.run.on_stop_in_generation == "redo" else None
         joint = JointGeneration(config, rollout, policies, step, redo, offload=away)
     start_up.mark("engine")
     limit_collectives(config.watchdog.limits)
 
-    def run_one(point: Point, wait: Callable[[Ask], Batch | None]) -> int:
-        name, step = point.config.run.name, steps[point.number]
-        engines = Engines(policies[point.number])
-        scorer = None if pool is None else Scorer(point.config, point.inputs, device, engines, pool)
-        own_stop = StopRequests(point.config.run.dir, max_time="")
-        requests = PointStop(own_stop, stop, early, point.number, step, point.config.run.max_steps)
+    def take_turns(index: int, wait: Callable[[Ask], Batch | None]) -> int:
+        """Run one point to its end; return the exit code."""
+        point = points[index]
+        own, inputs = point.config, point.inputs
+        step = _step(own, device, watchdog, PointProgress(progress, own.run.name))
+        engines = Engines(policies[index])
         phases = Phases(
-            point.config,
+            own,
             step=step,
             engines=engines,
             prompts=inputs.prompts,
-            sampler=point.inputs.sampler(),
-            scorer=scorer,
-            end_ids=end_ids(config, inputs),
-            generation=PointGeneration(point.config, step, partial(_wait_for, wait)),
+            sampler=inputs.sampler(),
+            scorer=None if pool is None else Scorer(own, inputs, device, engines, pool),
+            end_ids=end_ids(own, inputs),
+            generation=PointGeneration(own, step, partial(_wait_for, wait)),
         )
+        files = StopRequests(own.run.dir, max_time="")
+        requests = PointStop(files, stop, early, point.number, step, own.run.max_steps)
         try:
             asked = take_steps(
-                point.config,
-                point.algorithm,
-                point.inputs,
-                phases,
-                point.status,
-                requests,
-                point.store,
-                point.found,
+                own, point.algorithm, inputs, phases, point.status, requests, point.store, point.found
             )
-        except ConfigError as error:
-            point.status.fail(str(error))
-            raise ConfigError(f"point {name}: {error}") from error
         except Exception as error:
-            point.status.fail(f"{type(error).__name__}: {error}")
-            raise PointFailed(f"point {name}: {type(error).__name__}: {error}") from error
+            kind = ConfigError if isinstance(error, ConfigError) else PointFailed
+            text = str(error) if kind is ConfigError else f"{type(error).__name__}: {error}"
+            point.status.fail(text)
+            raise kind(f"point {own.run.name}: {text}") from error
         if asked is not None and asked.reason.startswith(ENDED_EARLY):
+            progress.line(f"{own.run.name}: ended, {asked.reason}")
             point.status.write(state="finished", reason=asked.reason)
             return 0
         return note_end(point.status, asked)
 
-    functions = {point.number: partial(run_one, point) for point in points}
     turns = Turns(
-        functions,
+        [partial(take_turns, index) for index in range(len(points))],
         answer=joint.serve if joint is not None else lambda asks: {},
         prepare=partial(torch.cuda.set_device, device.torch) if device.is_cuda else lambda: None,
         follow=watchdog.tracker.follow,
@@ -308,11 +284,42 @@ def _run(
     codes = turns.run()
     if pool is not None:
         pool.close()
-    if rollout is not None:
+    if joint is not None:
         rollout.close()
-    code = max(codes.values())
+    code = max(codes)
     watchdog.status.write(state="stopped" if code else "finished")
     return code
+
+
+def _build_policies(config: Config, points: list[Point], device: Device) -> list[TrainingEngine]:
+    """Build the policy of each point on the weights of the first. Collective over the world."""
+    layout = config.training
+    grid = build_grid(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.expert_tp, seed=config.run.seed)
+    warm_up(device)
+    start_up.mark("groups")
+    policies: list[TrainingEngine] = []
+    for point in points:
+        hf, base = point.inputs.models["policy"].hf, policies[0] if policies else None
+        policies.append(build_policy(point.config, hf, grid, device, base_of=base))
+    return policies
+
+
+def _build_rollout(
+    config: Config, points: list[Point], policies: list[TrainingEngine], device: Device, away: str
+) -> RolloutEngine:
+    """Build the engine with the adapters of all points. Collective over the world.
+
+    away: what leaves the device's memory while the engine generates (`offload_of`).
+    """
+    if away != "none":  # vLLM requires its memory fraction to be free while it initialises
+        for policy in policies:
+            policy.offload(weights=away == "all")
+    rollout = build_rollout(config, device, adapters=[point.config.adapter for point in points])
+    if away != "none":
+        rollout.sleep()
+        for policy in policies:
+            policy.reload()
+    return rollout
 
 
 def _wait_for(wait: Callable[[Ask], Batch | None], ask: Ask) -> Batch:
@@ -332,8 +339,8 @@ def _step(config: Config, device: Device, watchdog: Watchdog, progress) -> Step:
 class PointProgress(Progress):
     """The progress of one point: its lines begin with the point's name."""
 
-    def __init__(self, progress: Progress, point: Point):
-        self._progress, self._name = progress, point.config.run.name
+    def __init__(self, progress: Progress, name: str):
+        self._progress, self._name = progress, name
 
     def phase(self, description: str, total: int | None, unit: str):
         return self._progress.phase(f"{self._name}: {description}", total, unit)
