@@ -90,6 +90,7 @@ def check_sweep(config: Config, points: Sequence[Config]) -> None:
         "the section agents": config.agents.is_on,
         f"run.mode={config.run.mode}": config.run.mode != "train",
         "checkpoint.background=true": config.checkpoint.background,
+        "trace.steps": bool(config.trace.steps),
         "reward.model.path": bool(config.reward.model.path),
         "reward.judge.path": bool(config.reward.judge.path),
     }.items():

@@ -25,16 +25,14 @@ class Values:
     """The values of a model's weights, or of its adapters."""
 
     weight_map: WeightMap
-    of: Callable[[Weight, Tensor], Tensor] | None = None
-    """Computes a value from a weight and this rank's parameter; None: it is the parameter."""
+    of: Callable[[Weight, Tensor], Tensor] = lambda weight, parameter: parameter
+    """Computes the value of a weight from this rank's parameter, of the same shape and dtype."""
     is_adapter: bool = False
 
     def by_number(self, numbers: Mapping[tuple[str, ...], int]) -> Mapping[int, Tensor]:
         """Return this rank's values by number. numbers: by the weights' Hugging Face names."""
-        local = {numbers[w.hf]: (w, p.detach()) for w, p in self.weight_map.local() if w.hf in numbers}
-        if self.of is None:
-            return {number: parameter for number, (_, parameter) in local.items()}
-        return _Computed({number: functools.partial(self.of, *found) for number, found in local.items()})
+        local = ((w, p.detach()) for w, p in self.weight_map.local() if w.hf in numbers)
+        return _Computed({numbers[w.hf]: functools.partial(self.of, w, p) for w, p in local})
 
     def gathered(self, weights: Sequence[Weight]) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of the given weights, on every rank.
@@ -72,8 +70,8 @@ def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values
     in_parts: for an engine that holds adapters beside the weights, return both.
     """
     if not in_parts:
-        merged = None if trainer.adapters is None else trainer.adapters.merged
-        return [Values(trainer.weight_map, merged)]
+        adapters = trainer.adapters
+        return [Values(trainer.weight_map, *([] if adapters is None else [adapters.merged]))]
     assert trainer.adapter_map is not None, "the engine has adapters and the trainer has none"
     scaled = functools.partial(_scaled, trainer.adapter.scale)
     return [Values(trainer.weight_map), Values(trainer.adapter_map, scaled, is_adapter=True)]

@@ -1,7 +1,7 @@
 """Low-rank adapters in vLLM: the buffers that hold them, and the names under which requests ask for them.
 
-vLLM has buffers for A and B of `num_adapters` adapters in every linear layer with an adapter, and adds B A x
-of a token's adapter to W x. A refit writes this rank's parts of A and scale * B there in place, as it writes
+vLLM has buffers for A and B of several adapters in every linear layer with an adapter, and adds B A x of a
+token's adapter to W x. A refit writes this rank's parts of A and scale * B there in place, as it writes
 weights (`rl.refit.refit`). vLLM's own loading, which reads files and applies a scale of its own, is not used.
 
 A name denotes one version of one adapter. vLLM hashes it into the keys of its prefix cache, and refuses a

@@ -25,6 +25,7 @@ from rl.rollout.sampling import Sampling
 from rl.rollout.single_turns import SingleTurns
 from rl.rollout.turns import Completion, Request, Sample, context_digest
 from rl.rollout.vllm_model import build_llm
+from rl.runtime import tracing
 from rl.runtime.device import Device
 
 if TYPE_CHECKING:  # a run without adapters in the engine does not import them
@@ -285,7 +286,7 @@ class RolloutEngine:
         if order is not None:
             queue = OrderedQueue(queue, order)
         capacity = self.capacity(len(prompts), sampling.samples_per_prompt)
-        options = dict(queue=queue, capacity=capacity, progress=progress, adapters=adapters)
+        options: dict = dict(queue=queue, capacity=capacity, progress=progress, adapters=adapters)
         turns = SingleTurns(prompts, sampling, seeds, **options)
         if not self.run(turns if self.leads else None, sampling, interrupt=interrupt):
             return None
@@ -352,7 +353,9 @@ class RolloutEngine:
                             running.clear()
                             return not aborted
             if running and not waits:
-                for output in engine.step():
+                with tracing.span("engine step", requests=len(running)):
+                    outputs = engine.step()
+                for output in outputs:
                     if output.finished:
                         has_finished = True
                         live = running.pop(output.request_id)

@@ -1,7 +1,5 @@
 """The source of responses of one turn: each sample is the completion of its prompt."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from rl.rollout.events import Add, Done, Event
@@ -20,7 +18,7 @@ class SingleTurns:
         queue: gives the indices of prompts.
         capacity: maximum number of concurrent requests.
         progress: its `update` is called with the number of samples that finished.
-        adapters: index of each prompt's low-rank adapter in an engine that has several; None: 0.
+        adapters: index of the adapter that generates for each prompt; None: the first one for all.
     """
 
     def __init__(
@@ -32,9 +30,9 @@ class SingleTurns:
         queue: Queue,
         capacity: int,
         progress=None,
-        adapters: Sequence[int] | None = None,
+        adapters: list[int] | None = None,
     ):
-        self._adapters = adapters
+        self._adapters = adapters or [0] * len(prompts)
         self._prompts, self._sampling, self._seeds = prompts, sampling, seeds
         self._queue, self._capacity, self._progress = queue, capacity, progress
         self._is_drained = False
@@ -51,10 +49,8 @@ class SingleTurns:
                 break
             for number in range(n):
                 seed = seed_of(self._seeds[item], number)
-                name = f"{item}.{number}"
-                adapter = 0 if self._adapters is None else self._adapters[item]
-                prompt, limit = self._prompts[item], self._sampling.max_tokens
-                events.append(Add(Request(name, prompt, seed, limit, adapter=adapter)))
+                name, limit, adapter = f"{item}.{number}", self._sampling.max_tokens, self._adapters[item]
+                events.append(Add(Request(name, self._prompts[item], seed, limit, adapter=adapter)))
         return events if events or num_live else [Done()]
 
     def receive(self, name: str, completion: Completion) -> None:

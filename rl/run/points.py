@@ -261,7 +261,7 @@ def _run(
         files = StopRequests(own.run.dir, max_time="")
         requests = PointStop(files, stop, early, point.number, step, own.run.max_steps)
         try:
-            asked = take_steps(
+            asked, _ = take_steps(
                 own, point.algorithm, inputs, phases, point.status, requests, point.store, point.found
             )
         except Exception as error:

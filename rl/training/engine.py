@@ -24,6 +24,7 @@ from rl.data.held import KEPT_SETS
 from rl.models import architecture, value_model, value_weights
 from rl.models.adapters import LowRank
 from rl.models.layout import Weight
+from rl.runtime import tracing
 from rl.runtime.checksum import INTEGERS
 from rl.runtime.collectives import broadcast_object, gather_objects, sum_over_world
 from rl.runtime.device import Device, aligned, host_memory
@@ -276,14 +277,16 @@ class TrainingEngine:
             # wd_mult is 0 for norms and biases. Megatron's scheduler, which is not used here, would apply it.
             group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        with tracing.span("gradient norm"):
+            norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm is {norm}; the update was not applied. {_not_finite(sums)}"
             )
         probe = self._probe.sums(self.optimizer)
         before = weights_sum(self.optimizer, self.device.torch)
-        clip_and_step(self.optimizer, norm)
+        with tracing.span("optimizer"):
+            clip_and_step(self.optimizer, norm)
         moved = weights_sum(self.optimizer, self.device.torch) != before
         sums["check/moved"] = moved.double() / self.grid.dp
         self.num_updates += 1
@@ -366,6 +369,7 @@ class TrainingEngine:
             self._moved += fetch(batch, plan, self.needs, self.grid, self.device.torch)
         self.model.outputs = type(self.model).outputs if outputs is None else outputs
         config, groups, device = self.model.config, self.grid.groups, self.device.torch
+        config.timers = None if tracing.active is None else tracing.active.timers
         rows = [
             lay_out(
                 batch,
@@ -384,6 +388,9 @@ class TrainingEngine:
 
         def step(iterator, model):
             micro = with_columns(next(iterator), batch)
+            if tracing.active is not None:
+                counts = dict(samples=len(micro.samples), tokens=micro.tokens.numel())
+                tracing.active.timers.micro_batch = counts
             if KEPT_SETS[0] in self.needs and self.grid.is_last_stage:
                 from rl.training.kept_sets import sets_of
 
