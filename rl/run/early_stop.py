@@ -7,6 +7,9 @@ from rl.config.sweep import Sweep
 from rl.phases.step import Step
 from rl.stopping.requests import StopDecision, StopRequests
 
+ENDED_EARLY = "sweep.stop="
+"""Begins the reason for which a point ended early."""
+
 
 class EarlyStop:
     """Decides which points end early. The decision depends only on logged metrics, so all ranks agree.
@@ -73,7 +76,7 @@ class EarlyStop:
 
     def _end(self, point: int, step: int, why: str) -> None:
         self._live.discard(point)
-        self.reasons[point] = f"sweep.stop={self._config.stop} after step {step}: {why}"
+        self.reasons[point] = f"{ENDED_EARLY}{self._config.stop} after step {step}: {why}"
 
 
 class PointStop(StopRequests):
