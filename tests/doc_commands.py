@@ -10,7 +10,8 @@ A comment before a fenced block of bash says what becomes of it; for a whole pag
 
 Blocks of a page run in order, in one shell, in one copy of what git tracks. `<!-- file: NAME -->` before
 a fenced block of any language writes the block to a file first. A block of text after `<!-- output -->` shows
-lines of the output so far; they are compared without their numbers.
+lines of the output so far; they are compared without their numbers. A block after `<!-- config -->` is a
+configuration, which has to pass the checks.
 """
 
 import os
@@ -31,7 +32,7 @@ MODES = ("run", "slow", "slurm")
 
 class Block(NamedTuple):
     kind: str
-    """One of MODES, `not run`, `file` or `output`; empty for commands without a mark."""
+    """One of MODES, `not run`, `file`, `output` or `config`; empty for commands without a mark."""
     argument: str
     """The reason of `not run`, the name of a file."""
     text: str
@@ -52,7 +53,7 @@ def blocks(page: Path) -> Iterator[Block]:
         if name == "commands":
             kind, _, reason = argument.partition(", ")
             yield Block(kind, reason, content, place)
-        elif name in ("file", "output"):
+        elif name in ("file", "output", "config"):
             yield Block(name, argument, content, place)
         elif language == "bash":
             yield Block("", "", content, place)
