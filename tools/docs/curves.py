@@ -4,6 +4,7 @@ python tools/docs/curves.py runs/toy-ppo runs/toy-grpo      store their curves, 
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def draw(name: str, curve: dict[str, list[list[float]]]) -> str:
     drawing = Drawing(width, height, f"Learning curve of {name}")
     values = [value for points in curve.values() for _, value in points]
     steps = max(step for points in curve.values() for step, _ in points)
-    high = 1.0 if max(values) <= 1 else max(values)
+    high = math.ceil(max(values))
 
     def place(step: float, value: float) -> tuple[float, float]:
         across, up = (width - left - right) / steps, (height - top - bottom) / high

@@ -126,11 +126,11 @@ STEP = (
     ("generate", {"engine": "samples"}, "token ids, their log-probs"),
     ("score", {"workers": "reward function"}, "a score per sample"),
     ("log_probs", {"trainer": "forward passes"}, "log-probs of old, and reference policy"),
-    ("advantages", {"all ranks alike": "pure functions"}, "an advantage, per token"),
+    ("advantages", {"every rank": "pure functions"}, "an advantage, per token"),
     ("update", {"trainer": "forward, backward"}, "new weights, version + 1"),
 )
 """Phases of a step of GRPO: name, what each actor does, what the phase leaves."""
-ACTORS = ("engine", "workers", "trainer", "all ranks alike")
+ACTORS = ("engine", "workers", "trainer", "every rank")
 
 
 def step() -> str:
