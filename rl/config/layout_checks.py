@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+from rl.config.adapter_form_checks import check_layers
 from rl.config.options import ConfigError, listed
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, algorithm_of, needs_engine
@@ -43,6 +44,7 @@ def check_layout(
     check_minibatch(config, len(train))
     if needs_engine(config) and path is None:
         check_rollout_grid(config, len(rollout), hf)
+        check_layers(config, hf)
         check_positions(
             hf,
             ("data.max_prompt_tokens", config.data.max_prompt_tokens),

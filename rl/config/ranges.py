@@ -21,6 +21,7 @@ def is_finite(value: Any) -> bool:
 
 AT_LEAST_ONE = Range("at least 1", lambda v: v >= 1)
 NOT_NEGATIVE = Range("0 or more and finite", lambda v: 0 <= v < math.inf)
+ZERO = Range("0", lambda v: v == 0)
 POSITIVE = Range("greater than 0 and finite", lambda v: 0 < v < math.inf)
 PROBABILITY = Range("greater than 0 and at most 1", lambda v: 0 < v <= 1)
 FRACTION = Range("from 0 to 1", lambda v: 0 <= v <= 1)
@@ -34,6 +35,7 @@ FINITE_OR_LIST = Range(
 )
 ONE_TO_TWO = Range("from 1 to 2", lambda v: 1 <= v <= 2)
 ONE_OR_MORE = Range("1 or more and finite", lambda v: 1 <= v < math.inf)
+PORT = Range("from 0 (none) to 65535", lambda v: 0 <= v <= 65535)
 ZERO_OR_ABOVE_ONE = Range("0 (off) or greater than 1 and finite", lambda v: v == 0 or 1 < v < math.inf)
 
 

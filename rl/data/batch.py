@@ -257,14 +257,27 @@ def segment_counts(flags: Tensor, lengths: Tensor) -> Tensor:
     return ends[stops] - ends[stops - lengths]
 
 
-def given_responses(prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> Batch:
-    """Return a batch of responses from the data instead of the policy; each response is a separate group."""
+def given_responses(
+    prompt_ids: list[np.ndarray], response_ids: list[np.ndarray], masks: Sequence[np.ndarray] = ()
+) -> Batch:
+    """Return a batch of responses from the data instead of the policy; each response is a separate group.
+
+    masks: 1 for the tokens of each response that have a loss; none: all have.
+    """
     return Batch(
         prompt_ids=prompt_ids,
         response_ids=response_ids,
         groups=torch.arange(len(prompt_ids)),
         truncated=torch.zeros(len(prompt_ids), dtype=torch.bool),
+        mask=torch.from_numpy(np.concatenate(masks)) if masks else None,
     )
+
+
+def data_responses(prompts: Sequence[Prompt]) -> Batch:
+    """Return the data's own responses to prompts that have one."""
+    ids, responses = [p.token_ids for p in prompts], [p.response_ids for p in prompts]
+    masks = [prompt.response_mask for prompt in prompts if prompt.response_mask is not None]
+    return given_responses(ids, responses, masks)
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:

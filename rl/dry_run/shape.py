@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl.config.layout_checks import check_judge, check_layout
 from rl.config.options import ConfigError, listed
-from rl.config.schema import Config, algorithm_of, needs_engine, needs_reference, needs_reward
+from rl.config.schema import Config, algorithm_of, needs_reference, needs_reward, validates
 from rl.dry_run.parameters import Part, count_parameters, group_parts
 from rl.models import SUPPORTED, architecture, read_hf_config, sizes, value_model, value_weights
 from rl.models.layout import VOCAB, Weight
@@ -188,6 +188,6 @@ def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
 
 def _absent(config: Config) -> list[str]:
     """Return notes on data files that are not on this machine."""
-    files = [*config.data.train, *(config.data.val if needs_engine(config) else [])]
+    files = [*config.data.train, *(config.data.val if validates(config) else [])]
     missing = [path for path in files if not Path(path).exists()]
     return [f"not on this machine, and not read: {', '.join(missing)}"] if missing else []

@@ -92,6 +92,8 @@ def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> Traini
         keep_reference=needs_reference(config),
         router_replay=config.training.router_replay,
         bitwise=config.model.numerics == "bitwise",
+        adapter=config.adapter,
+        seed=config.run.seed,
     )
     if needs_kept_sets(config):
         policy.needs |= dict.fromkeys(KEPT_SETS, lambda stage: slice(None) if stage == grid.pp - 1 else None)
@@ -107,8 +109,12 @@ def offload_of(config: Config, device: Device) -> str:
     return config.training.offload
 
 
-def build_rollout(config: Config, device: Device) -> RolloutEngine:
-    """Return the engine that generates with the policy. Collective over the world."""
+def build_rollout(config: Config, device: Device, *, num_adapters: int = 1) -> RolloutEngine:
+    """Return the engine that generates with the policy. Collective over the world.
+
+    num_adapters: adapters that it holds, with `adapter.in_engine=adapter`.
+    """
+    adapter = config.adapter
     return RolloutEngine(
         config.model.path,
         config.rollout,
@@ -119,6 +125,8 @@ def build_rollout(config: Config, device: Device) -> RolloutEngine:
         returns_kept=needs_kept_sets(config),
         routes=config.training.router_replay == "engine",
         bitwise=config.model.numerics == "bitwise",
+        adapter=adapter if adapter.is_on and adapter.in_engine == "adapter" else None,
+        num_adapters=num_adapters,
     )
 
 

@@ -12,7 +12,7 @@ from rl.config.reward_sources import RewardPlan, make_plan
 from rl.config.schema import Config, algorithm_of, needs_reward, validates
 from rl.data.curriculum import CurriculumSampler, load_order
 from rl.data.preferences import load_labelled, load_preferences
-from rl.data.prompts import Prompt, load_prompts, load_tokenizer
+from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
 from rl.data.sampler import MixedSampler, PromptSampler
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
 from rl.models.files import refuse_extra, tensor_files
@@ -70,15 +70,15 @@ class Inputs:
             if "pairs" in needs
             else self._labelled()
             if "labels" in needs
-            else self._prompts(
-                config.data.train, response_key=config.data.response_key if "responses" in needs else None
-            )
+            else self._prompts(config.data.train, responses="responses" in needs)
         )
         self.order = load_order(config.data.curriculum) if config.data.curriculum else None
         self.sampler()  # refuses a curriculum that returns no order
         self.held_out: list[Prompt] = []
         if validates(config):
-            self.held_out = self._prompts(config.data.val, max_prompts=config.validation.max_prompts)
+            self.held_out = self._prompts(
+                config.data.val, responses=config.validation.loss, max_prompts=config.validation.max_prompts
+            )
         self.rewards: RewardPlan | None = None
         if needs_reward(config):
             self.rewards = make_plan(config.reward.function, config.reward.kwargs, config.reward.sources)
@@ -134,17 +134,29 @@ class Inputs:
                 "ids it reads; use a checkpoint with the same tokenizer."
             )
 
-    def _prompts(
-        self, files: list[str], *, response_key: str | None = None, max_prompts: int = 0
-    ) -> list[Prompt]:
+    def _prompts(self, files: list[str], *, responses: bool, max_prompts: int = 0) -> list[Prompt]:
+        """Return the prompts, or conversations, of the files. responses: with the data's own responses."""
         data = self.config.data
+        if data.messages_key:
+            from rl.data.chats import load_chats
+
+            return load_chats(
+                files,
+                self.tokenizer,
+                messages_key=data.messages_key,
+                train_on=data.train_on,
+                end_token_ids=end_token_ids(self.config.model.path),
+                max_tokens=data.max_prompt_tokens,
+                overlong=data.overlong_prompts,
+                max_chats=max_prompts,
+            )
         return load_prompts(
             files,
             self.tokenizer,
             prompt_key=data.prompt_key,
             max_prompt_tokens=data.max_prompt_tokens,
             overlong=data.overlong_prompts,
-            response_key=response_key,
+            response_key=data.response_key if responses else None,
             max_prompts=max_prompts,
         )
 
@@ -170,6 +182,7 @@ class Inputs:
             max_prompt_tokens=data.max_prompt_tokens,
             max_response_tokens=self.config.rollout.max_response_tokens,
             overlong=data.overlong_prompts,
+            end_token_ids=end_token_ids(self.config.model.path),
         )
 
 

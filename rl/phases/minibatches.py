@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from rl.data.batch import Batch
 from rl.objectives.segments import segment_sum
 from rl.training.dp_split import Cost, MicroBatches, Workload, plan_micro_batches
 from rl.training.loss import Totals
+
+if TYPE_CHECKING:
+    from rl.training.engine import TrainingEngine
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class MinibatchPlanner:
         self._batch: Callable[[], Batch | None] = lambda: None
         """Weak reference to the batch that was planned last; its columns are freed with the step."""
         self._plans: list[MinibatchPlan] = []
+        self._costs: dict[TrainingEngine, Cost] = {}
 
     def plans(self, batch: Batch) -> list[MinibatchPlan]:
         """Return one plan per mini-batch, in the order of the optimizer steps."""
@@ -76,6 +81,13 @@ class MinibatchPlanner:
         members = [(minibatch_of == k).nonzero().squeeze(1).tolist() for k in range(num_minibatches)]
         work = Workload.of_batch(batch, cost=self._cost, shared_prefix=self._shares_prompts)
         return [self._plan_samples(work, samples, batch.samples_per_unit) for samples in members]
+
+    def operations(self, batch: Batch, plans: list[MinibatchPlan], model: "TrainingEngine") -> int:
+        """Return the operations of a forward pass of a model over the plans, on all ranks."""
+        if model not in self._costs:
+            self._costs[model] = Cost.of_model(model.weight_map.hf, model.weight_map.weights)
+        work = Workload.of_batch(batch, cost=self._costs[model], shared_prefix=self._shares_prompts)
+        return sum(work.cost(micro) for p in plans for rank in p.micro_batches for micro in rank)
 
     def _plan_samples(self, work: Workload, samples: list[int], samples_per_unit: int) -> MinibatchPlan:
         plan = plan_micro_batches(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl.config.schema import Config
-from rl.data.batch import Batch, given_responses, mismatch, pair_up
+from rl.data.batch import Batch, data_responses, given_responses, mismatch, pair_up
 from rl.data.preferences import Labelled, Preference
 from rl.data.prompts import Prompt
 from rl.data.sampler import EpochSampler, MixedSampler
@@ -80,7 +80,7 @@ class Phases:
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
         self.scoring = Scoring(config, step, engines, self.memory, scorer)
         self.kl_penalty = KlPenalty(config)
-        self._end_ids = end_ids
+        self.end_ids = end_ids
         """Ids of tokens that end a response, besides those of `rollout.stop_token_ids`."""
         self.num_drawn = 0
         """Prompts that the steps of the run have drawn, those before a resume included."""
@@ -128,14 +128,16 @@ class Phases:
         """Return the next data.prompts_per_step pairs, a chosen and a rejected response each."""
         pairs: list[Preference] = self.draw_prompts()
         ids = [pair.prompt_ids for pair in pairs]
-        chosen = given_responses(ids, [pair.chosen_ids for pair in pairs])
-        rejected = given_responses(ids, [pair.rejected_ids for pair in pairs])
+        chosen, rejected = [p.chosen_ids for p in pairs], [p.rejected_ids for p in pairs]
+        chosen = given_responses(ids, chosen, [pair.chosen_mask for pair in pairs])
+        rejected = given_responses(ids, rejected, [pair.rejected_mask for pair in pairs])
         return self._with_lengths_logged(pair_up(chosen=chosen, rejected=rejected))
 
     def draw_labelled(self) -> Batch:
         """Return the next data.prompts_per_step responses of the data; `labels` are 1 for desirable ones."""
         rows: list[Labelled] = self.draw_prompts()
-        batch = given_responses([row.prompt_ids for row in rows], [row.response_ids for row in rows])
+        ids, masks = [row.prompt_ids for row in rows], [row.response_mask for row in rows]
+        batch = given_responses(ids, [row.response_ids for row in rows], masks)
         batch.labels = torch.tensor([float(row.label) for row in rows])
         return self._with_lengths_logged(batch)
 
@@ -145,8 +147,7 @@ class Phases:
 
     def targets(self, prompts: list[Prompt]) -> Batch:
         """Return the data's own responses in place of generated ones."""
-        ids, responses = [p.token_ids for p in prompts], [p.response_ids for p in prompts]
-        return self._with_lengths_logged(given_responses(ids, responses))
+        return self._with_lengths_logged(data_responses(prompts))
 
     def generate(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
         """Sample rollout.samples_per_prompt responses per prompt with the current weights.
@@ -182,7 +183,7 @@ class Phases:
             max_tokens=None
             if config.rollout.carry_over or self.split
             else config.rollout.max_response_tokens,
-            stop_ids=self._end_ids | set(config.rollout.stop_token_ids),
+            stop_ids=self.end_ids | set(config.rollout.stop_token_ids),
             ends_at_text=bool(config.rollout.stop),
         )
         if config.rollout.temperature:

@@ -23,6 +23,7 @@ from rl.rewards.score import Score, digest
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import Sampling, seed_of
+from rl.runtime import tracing
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
 from rl.training.dp_split import plan_minibatch
@@ -71,7 +72,9 @@ class Scorer:
         given = batch.score_details.get("score")
         asked = [k for k, i in enumerate(mine) if given is None or given[i].isnan()]
         samples = [_sample(owners[k], texts[k]) for k in asked]
-        scores = self.pool.score(samples)
+        self.pool.on_answer = None if tracing.active is None else tracing.active.add_reward
+        with tracing.span("reward function", samples=len(samples)):
+            scores = self.pool.score(samples)
         with fail_together():
             check_answers(samples, scores)
         digests = [_digest(batch, mine[k]) for k in asked]

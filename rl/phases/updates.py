@@ -153,6 +153,8 @@ class Updates:
         policy.version += 1
         step.num_tokens += int(num_tokens.sum())
         step.metrics |= _prefixed("actor", means)
+        if "actor/kl_loss" in step.metrics:
+            step.metrics["actor/kl_coef"] = self._config.objective.kl_coef
 
     def critic(self, batch: Batch) -> None:
         """Update the critic with the value loss; reads `returns` and `old_values`."""
@@ -171,7 +173,9 @@ class Updates:
                 num_tokens=totals.num_tokens,
                 num_samples=totals.num_samples,
             )
-            return value, {"vf_loss": value, "vf_clipfrac": stats["vf_clipfrac"] / totals.num_tokens}
+            return value, {"vf_loss": value} | {
+                name: stats[name] / totals.num_tokens for name in ("vf_clipfrac", "vpred_mean")
+            }
 
         adam, metrics = self._config.critic.optimizer, self._step.metrics
         means = self._learn(self._engines.critic, batch, loss, adam, timing="update_critic")
@@ -250,6 +254,8 @@ class Updates:
                     is_first = False
                 for name, value in terms.items():
                     sums[name] = sums.get(name, 0.0) + value
+        if step.peak_tflops:  # a backward pass takes twice the operations of a forward pass
+            step.operations[timing] += 3 * epochs * self._planner.operations(batch, plans, model)
         num_updates = len(plans) * epochs
         return {name: value / num_updates for name, value in sums.items()} | {"lr": lr}
 

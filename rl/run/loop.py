@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rl import algorithms
 from rl.checkpoint.hf import export_hf
-from rl.checkpoint.store import CheckpointStore
+from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config.declarations import shipped
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, learns_from_samples, needs_reward
@@ -34,7 +34,8 @@ from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes, record_run
 from rl.run_directory.rollouts import remove_after
 from rl.run_directory.status import Status
-from rl.runtime import start_up
+from rl.run_directory.trackers import followers
+from rl.runtime import start_up, tracing
 from rl.runtime.device import Device
 from rl.runtime.group_warm_up import limit_collectives, warm_up
 from rl.runtime.session import control_group, job
@@ -63,14 +64,17 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
     store = CheckpointStore(config, fence=lambda: check_lock(watchdog.lock))
     newest, named = find_checkpoint(config, store)
-    resumes = newest is not None and config.checkpoint.resume != "never"
-    is_finished = resumes and newest.step >= config.run.max_steps
-    if is_finished:
+    is_finished = is_complete(config, newest)
+    if newest is not None and is_finished:
         progress.line(f"already at step {newest.step} of {config.run.max_steps}: nothing to train")
         if not config.checkpoint.export_hf:
             status.write(state="finished", step=newest.step, checkpoint_step=newest.step)
             return 0
 
+    if config.trace.steps:
+        from rl.runtime.trace_recorder import Tracing
+
+        tracing.control = Tracing(config.trace, config.run.dir, device, has_roles=config.roles.is_on)
     trains = generates = True
     if config.roles.is_on:
         trains = dist.get_rank() in role_ranks(config, dist.get_world_size())[0]
@@ -99,13 +103,44 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     phases = _build(
         config, inputs, device, watchdog, progress, stop, pool, agents, link, generate=not is_finished
     )
-    engines = phases.engines
+    found = newest, named
+    asked, code = take_steps(config, algorithm, inputs, phases, status, stop, store, found, stored=stored)
+    for resource in (pool, agents):
+        if resource is not None:
+            resource.close()
+    phases.engines.close()
+    return note_end(status, asked, code)
+
+
+def take_steps(
+    config: Config,
+    algorithm: ModuleType,
+    inputs: Inputs,
+    phases: Phases,
+    status: Status,
+    stop: StopRequests,
+    store: CheckpointStore,
+    found: tuple[Saved | None, Saved | None],
+    *,
+    stored: "StoredBatches | None" = None,
+) -> tuple[StopDecision | None, int]:
+    """Continue from the checkpoint, take the steps up to run.max_steps, and export the policy.
+
+    Returns the request that stopped the run before run.max_steps, or None, and the exit code of a run that
+    was not stopped. Collective over the world.
+
+    found: result of `find_checkpoint`. stored: batches that replace the generated ones.
+    """
+    leads, progress = dist.get_rank() == 0, phases.step.progress
+    newest, named = found
+    is_finished = is_complete(config, newest)
     checkpoints = RunCheckpoints(config, store, phases, status)
     last_step, metrics = checkpoints.resume(newest, named)
     start_up.mark("checkpoint")
     status.write(step=last_step, checkpoint_step=last_step)
-    log, rollouts, asked = None, None, None
+    asked, code = None, 0
     if not is_finished:
+        log, rollouts = None, None
         if leads:
             log = _open_log(config, last_step, metrics, resumes=newest is not None)
             rollouts = _open_rollouts(config, inputs)
@@ -114,7 +149,10 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
         if leads:
             _warn_of_shared_prompts(inputs, progress)
-        training = Training(
+        kind = Training
+        if config.run.mode == "check":
+            from rl.run.first_step import FirstStep as kind
+        training = kind(
             config,
             algorithm,
             inputs,
@@ -127,18 +165,29 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
             stored=stored,
         )
         asked = training.run(last_step, metrics)
+        code = training.exit_code
         checkpoints.close()
         if phases.split is not None:
             phases.split.end(0 if asked is None or asked.by_hand else STOPPED_EXIT)
+        for file in (log, rollouts):
+            if file is not None:
+                file.close()
     if asked is None and config.checkpoint.export_hf:
         _export(config, phases, step=max(last_step, config.run.max_steps))
-    for resource in (log, rollouts, pool, agents):
-        if resource is not None:
-            resource.close()
-    engines.close()
+    return asked, code
+
+
+def is_complete(config: Config, newest: Saved | None) -> bool:
+    """Return whether the newest checkpoint is that of the last step."""
+    resumes = config.checkpoint.resume != "never"
+    return newest is not None and resumes and newest.step >= config.run.max_steps
+
+
+def note_end(status: Status, asked: StopDecision | None, code: int = 0) -> int:
+    """Write the end of a run into its status; return the exit code. asked, code: see `take_steps`."""
     if asked is None:
-        status.write(state="finished", step=max(last_step, config.run.max_steps))
-        return 0
+        status.write(state="finished")
+        return code
     status.write(state="stopped", reason=asked.reason)
     return 0 if asked.by_hand else STOPPED_EXIT
 
@@ -218,7 +267,7 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
     metrics: metrics of `last_step`, from the checkpoint.
     """
     resume_step = last_step or None
-    log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=resume_step)
+    log = MetricLog(config.run.dir, resume_step=resume_step, followers=followers(config))
     if resumes and last_step > log.last_step:  # the run was killed after the checkpoint, before this line
         log.write(last_step, metrics)
     if config.rollout.carry_over or config.roles.is_on:
@@ -252,6 +301,9 @@ class Training:
     carry-over and roles, part of what it collects was generated earlier (docs/asynchrony.md).
     """
 
+    exit_code = 0
+    """Exit code of a run that was not stopped."""
+
     def __init__(
         self,
         config: Config,
@@ -267,7 +319,7 @@ class Training:
         stored: "StoredBatches | None" = None,
     ):
         self._config, self._algorithm, self._phases = config, algorithm, phases
-        self._held_out = inputs.held_out
+        self._inputs, self._held_out = inputs, inputs.held_out
         self._checkpoints, self._status, self._log, self._stop = checkpoints, status, log, stop
         self._rollouts, self._stored = rollouts, stored
         self._cursor = phases.cursor()
@@ -319,9 +371,8 @@ class Training:
         self._checkpoints.poll()
         with step.timed("step"):
             self._cursor = self._collect_and_learn()
-        step.metrics["perf/total_num_tokens"] = step.num_tokens
-        seconds = step.metrics["timing_s/step"]
-        step.metrics["perf/throughput"] = step.num_tokens / seconds / job().world_size
+        step.log_performance(num_ranks=job().world_size)
+        step.metrics["training/epoch"] = self._phases.sampler.epoch
         is_last = number == config.run.max_steps
         if self._held_out and (number % config.validation.every == 0 or is_last):
             validate(self._phases, self._held_out, config)
@@ -339,6 +390,7 @@ class Training:
         phases, asynchronous = self._phases, self._phases.carry_over or self._split  # never both
         phases.step.is_committed = True
         collected = copy.copy(batch)  # learn may change what the batch refers to
+        phases.step.batch_tokens = int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
         if len(batch):
             if asynchronous is not None:
                 asynchronous.check(batch)
@@ -386,3 +438,4 @@ class Training:
             step.progress.record(step.number, step.metrics)
             step.progress.line(step_line(step.number, self._config.run.max_steps, step.metrics))
         self._status.write(step=step.number)
+        tracing.end_step()

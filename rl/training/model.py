@@ -3,8 +3,8 @@
 `Policy`, a language model, returns log-probs of given tokens instead of logits. `ValueModel`, a critic or a
 reward model, returns one value for each given token. Both run on packed micro-batches.
 
-`build_model` is the one place that creates layers, so that adapters such as LoRA belong here. The names of
-their weights for refit, checkpoints and export belong to `rl.training.weights.WeightMap`.
+`build_model` is the one place that creates layers; `rl.training.adapter` adds low-rank adapters to them. The
+names of their weights for refit, checkpoints and export belong to `rl.training.weights.WeightMap`.
 """
 
 from dataclasses import dataclass
@@ -217,15 +217,23 @@ def _leave(weight: Tensor) -> Tensor:
 
 
 def build_model(
-    hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *, values: bool, bitwise: bool = False
+    hf: dict,
+    training: Training,
+    dtype: torch.dtype,
+    grid: Grid,
+    *,
+    values: bool,
+    bitwise: bool = False,
+    is_adapted: bool = False,
 ) -> Packed:
     """Build this rank's part of a policy or a value model, with uninitialised weights.
 
     hf: for a value model, the result of `rl.models.value_model`. bitwise: compute a policy's log-probs as
-    `rl.training.bitwise` does, without Transformer Engine. Collective over the world (Megatron's tied
-    embeddings).
+    `rl.training.bitwise` does, without Transformer Engine. is_adapted: build layers to which adapters can be
+    added. Collective over the world (Megatron's tied embeddings).
     """
     config = transformer_config(hf, training, dtype, bitwise=bitwise)
+    layers = block_spec(config, fuses_norms=not is_adapted)
     options = dict(
         vocab_size=padded_vocab(hf["vocab_size"], vocab_multiple(grid.tp)),
         max_sequence_length=hf["max_position_embeddings"],
@@ -236,11 +244,11 @@ def build_model(
         pg_collection=grid.groups,
     )
     if values:
-        model = ValueModel(config, block_spec(config), **options)
+        model = ValueModel(config, layers, **options)
     else:
         model = Policy(
             config,
-            block_spec(config),
+            layers,
             share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
             real_vocab_size=hf["vocab_size"],
             head_chunk_tokens=training.head_chunk(options["vocab_size"] // grid.tp),

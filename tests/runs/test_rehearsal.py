@@ -22,6 +22,10 @@ RUN = (
     "rollout.top_p=0.95",
     "checkpoint.every=1",
     "checkpoint.background=true",
+    "trace.steps=[1]",
+    "trace.torch_profiler=[refit]",
+    "trace.memory_snapshot=true",
+    "trace.nvtx=true",
 )
 
 
@@ -38,6 +42,7 @@ def rehearsed(toy, tmp_path_factory):
             "model.dtype=float32",
             "objective.kl_coef=0",
             "run.max_steps=1",
+            "run.mode=check",
             f"run.dir={directory}/float32",
         ),
     )
@@ -109,6 +114,6 @@ def test_the_rehearsal_trains(rehearsed):
     found = records(rehearsed[1])
     assert [record["training/global_step"] for record in found] == [1, 2, 3]
     assert all(record["actor/grad_norm"] > 0 for record in found)
-    assert all(record["perf/device_memory_peak_gib"] == 1.0 for record in found)
+    assert all(record["perf/max_memory_allocated_gb"] == 1.0 for record in found)
     # With rollout.top_p the engine's log-probs are those of the tokens that it kept.
     assert all(record["training/rollout_probs_diff_mean"] < 0.01 for record in found)

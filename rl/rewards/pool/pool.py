@@ -19,7 +19,7 @@ import pickle
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl.config.reward_sources import RewardPlan
@@ -84,6 +84,8 @@ class ScoringPool:
         self._cwd = os.getcwd()
         self._initialization = pickle.dumps((plan, list(sys.path)))
         self._workers: Workers[ScoringWorker] = Workers()
+        self.on_answer: Callable[[int, float], None] | None = None
+        """Called after each answer with the worker's number, and time.monotonic() of the answer before."""
 
     def score(self, samples: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one Score per sample, in order, with `score`, `failed` and the function's other values.
@@ -184,6 +186,9 @@ class ScoringPool:
             worker.awaited.add(index)
         else:
             del worker.chunk[index]
+            if self.on_answer is not None:
+                self.on_answer(self._workers.all.index(worker), worker.since)
+            worker.since = time.monotonic()
             error = message.get("error")
             failed = isinstance(error, str)
             jobs.finish(

@@ -29,6 +29,8 @@ class ScoringWorker(WorkerProcess):
         self.awaited: set[int] = set()
         """Indices in `chunk` that are called and awaited."""
         self.is_async = False
+        self.since = 0.0
+        """time.monotonic() of the last answer, or of the start of the chunk."""
         # -P: the run directory may hold a random.py. The worker sets sys.path after its own imports.
         command = [sys.executable, "-P", "-m", "rl.rewards.pool.worker"]
         super().__init__(command, initialization, options, cwd=cwd, startup_s=startup_s)
@@ -38,7 +40,7 @@ class ScoringWorker(WorkerProcess):
         return self.is_ready and not self.chunk and not self.sweeping and not self.is_disconnected
 
     def assign(self, indices: list[int], samples: Sequence[Mapping[str, Any]], timeout_s: float) -> None:
-        self.chunk, self.awaited = dict.fromkeys(indices), set()
+        self.chunk, self.awaited, self.since = dict.fromkeys(indices), set(), time.monotonic()
         self.set_deadline(timeout_s)
         self.send(pickle.dumps([(i, dict(samples[i])) for i in indices]))
 
