@@ -92,7 +92,7 @@ def blocks(name: str) -> dict[str, str]:
     file = f"- Its file is `rl/algorithms/{name}.py`: `collect` and `learn`, in the phases of a step."
     made = {
         "title": f"# {name}\n\n**{title}**",
-        "method": f"{text.strip()}\n\n{facts}{file}",
+        "method": f"{text.strip(chr(10))}\n\n{facts}{file}",
         "keys": key_table(own_keys(name, algorithm), flatten(Config()) | algorithm.defaults),
     }
     if name in stored():
@@ -122,7 +122,9 @@ def own_keys(name: str, algorithm: declarations.Algorithm) -> list[str]:
         or (parent(key) == "objective" and last(key) in reads)
         or (key in common and "objective.loss" in algorithm.defaults)
         or (key == "rollout.samples_per_prompt" and "samples" in algorithm.needs)
-        or (key in ("data.response_key", "data.label_key") and {"responses", "labels"} & set(algorithm.needs))
+        or (key == "data.response_key" and {"responses", "labels"} & set(algorithm.needs))
+        or (key == "data.label_key" and "labels" in algorithm.needs)
+        or (key in ("data.messages_key", "data.train_on", "validation.loss") and name == "sft")
         or (key in ("data.chosen_key", "data.rejected_key") and "pairs" in algorithm.needs)
         or key in ("data.prompts_per_step", "training.prompts_per_minibatch", "training.epochs")
     ]
