@@ -81,5 +81,6 @@ def copy_tree(directory: Path) -> None:
 
 
 def patterns(output: str) -> list[str]:
-    """Return the lines without numbers and runs of spaces, so that a line of another run is equal."""
-    return [re.sub(r"\s+", " ", re.sub(r"-?\d[\d.,e+-]*", "#", line)).strip() for line in output.splitlines()]
+    """Return the lines without numbers, runs of spaces and the seconds of phases: equal in another run."""
+    lines = (re.sub(r" s: .*?(?=\||$)", " s: ", line) for line in output.splitlines())
+    return [re.sub(r"\s+", " ", re.sub(r"-?\d[\d.,e+-]*", "#", line)).strip() for line in lines]

@@ -8,12 +8,14 @@ from rl.config.checks import check
 from rl.config.declarations import shipped
 from rl.config.options import tree_keys
 from rl.config.schema import Config, load_config
+from rl.run_directory.metric_names import METRICS, find
 from tests.doc_commands import MODES, PAGES, ROOT, blocks
 from tools.docs.generate import files
 
 ALL = [(block.place, block) for page in PAGES for block in blocks(page)]
 KEY = re.compile(r"(?<!`)`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[:=` ])")
 """A key at the start of code in a text, also with its value."""
+METRIC = re.compile(r"(?<!`)`([a-z_-]+/[a-zA-Z0-9_@/*-]+)`")
 
 
 def test_generated_files_are_up_to_date():
@@ -37,6 +39,24 @@ def test_the_keys_that_pages_name_exist():
         for page in PAGES
         for key in KEY.findall(page.read_text())
         if key.split(".")[0] in sections and key not in keys and not key.startswith("reward.kwargs.")
+    ]
+    assert unknown == []
+
+
+def test_the_metrics_that_pages_name_exist():
+    starts = {each.name.split("{")[0].split("<")[0] for rows in METRICS.values() for each in rows}
+    groups = {start.split("/")[0] for start in starts}
+
+    def exists(name: str) -> bool:
+        start = name.partition("*")[0]
+        return any(known.startswith(start) for known in starts) if "*" in name else find(name) is not None
+
+    unknown = [
+        f"{page.name}: {name}"
+        for page in PAGES
+        if page.name not in ("verl.md", "metrics.md")  # verl.md names those of verl
+        for name in METRIC.findall(page.read_text())
+        if name.split("/")[0] in groups and not exists(name)
     ]
     assert unknown == []
 
