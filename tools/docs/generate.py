@@ -42,7 +42,7 @@ prints this list, and `--print-config` the values of a run. The error for an unk
 """
 CURVE = """![Learning curve of {name}](../pictures/curve-{name}.svg)
 
-Two-digit addition on two CPU ranks, one seed, from {start}.
+Two-digit addition on two CPU ranks (AMD EPYC, 2026-11-22), one seed, from {start}.
 On another processor the numbers differ a little ([table](../algorithms.md#learning-curves-on-the-toy-task)).
 The command, after `bash tools/quickstart.sh`, which makes data and model:
 
