@@ -10,19 +10,29 @@ from rl.models.layout import Weight
 
 def check_adapter(config: Config) -> None:
     """Raise ConfigError for keys that contradict each other."""
-    adapter = config.adapter
+    adapter, critic = config.adapter, config.critic
+    if critic.share_base and not adapter.is_on:
+        raise ConfigError(
+            "critic.share_base=true shares the frozen weights of a policy with adapters, but "
+            "adapter.kind=none trains all weights; set adapter.kind=lora, or leave out critic.share_base."
+        )
+    if critic.share_base and critic.path:
+        raise ConfigError(
+            f"critic.share_base=true uses the weights of model.path, not those of critic.path={critic.path}; "
+            "leave out one of the two."
+        )
+    if critic.share_base and adapter.init == "pissa":
+        raise ConfigError(
+            "critic.share_base=true cannot be combined with adapter.init=pissa, which takes the principal "
+            "part of every weight out of the shared ones; use adapter.init=zero."
+        )
     if not adapter.is_on:
         if adapter.path:
             raise ConfigError(
-                f"adapter.path={adapter.path} has no effect with adapter.kind=none, which trains all weights: "
-                "set adapter.kind to that of the directory, or leave out adapter.path."
+                f"adapter.path={adapter.path} has no effect with adapter.kind=none, by which all weights "
+                "learn; set adapter.kind to that of the directory, or leave out adapter.path."
             )
         return
-    if adapter.dropout > 0:
-        raise ConfigError(
-            f"adapter.dropout={adapter.dropout} must be 0: with dropout the trainer's probabilities would "
-            "not be those that generated the samples."
-        )
     if config.model.numerics == "bitwise":
         raise ConfigError(
             f"model.numerics=bitwise does not support adapter.kind={adapter.kind}: its layers add up "

@@ -72,7 +72,7 @@ def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values
     """
     if not in_parts:
         adapters = trainer.adapters
-        return [Values(trainer.weight_map, *([] if adapters is None else [adapters.merged]))]
+        return [Values(trainer.weight_map, *([] if adapters is None else [adapters.merging()]))]
     assert trainer.adapter_map is not None, "the engine has adapters and the trainer has none"
     scaled = functools.partial(_scaled, trainer.adapter.scale)
     return [Values(trainer.weight_map), Values(trainer.adapter_map, scaled, is_adapter=True)]

@@ -26,7 +26,7 @@ from rl.config.adapter import Adapter
 from rl.models.adapters import LowRank, adapters, splits_columns
 from rl.models.boxes import index
 from rl.models.layout import Weight
-from rl.training.weights import WeightMap
+from rl.training.weights import WeightMap, load_hf
 
 KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Names of the parameters of one adapter, as in peft."""
@@ -70,6 +70,8 @@ class Adapters:
         self.weight_map = base.over([*weights, *head], parameters)
         self.initial_map: WeightMap | None = None
         """With PiSSA the initial adapters: the original W is the present one and scale * B A of these."""
+        self.sums_of_frozen: dict[str, int] = {}
+        """Checksums of the frozen weights at the first check (`rl.training.adapter_checks`)."""
         for added in self._sums.values():
             added.start_magnitudes()
         self._start_random(seed)
@@ -77,6 +79,18 @@ class Adapters:
             self._start_principal()
             copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             self.initial_map = base.over(self.weight_map.weights, copies)
+        if adapter.path:
+            load_hf(adapter.path, self.weight_map)
+
+    def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
+        """Return (tensor parallel group, parameters by name) of what all its ranks hold; experts second."""
+        whole: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        for weight, parameter in self.weight_map.local():
+            if not weight.cut.split:
+                name = self.weight_map.local_name(weight, self.weight_map.grid.pp_rank)
+                whole[weight.expert is not None][name] = parameter
+        groups = self.weight_map.grid.groups
+        return list(zip((groups.tp, groups.expt_tp), whole))
 
     def _held(self) -> dict[Weight, list[LowRank]]:
         """Return the adapters of each weight that this rank holds."""

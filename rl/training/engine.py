@@ -211,6 +211,26 @@ class TrainingEngine:
         dist.all_reduce(out)
         return tuple(out.cpu())
 
+    @torch.no_grad()
+    def visit(
+        self,
+        batch: Batch,
+        plan: MicroBatchPlan,
+        names: tuple[str, ...],
+        consume: Callable[[MicroBatch], None],
+        progress=None,
+    ) -> None:
+        """Run forward passes; on the last stage, call `consume` with each micro-batch and its named outputs.
+
+        The tensor parallel ranks of the stage call it with the same micro-batches in the same order.
+        """
+
+        def step(micro: MicroBatch):
+            consume(micro)
+            return torch.zeros((), device=self.device.torch), {}
+
+        self._run(batch, plan, step, forward_only=True, progress=progress, outputs=names)
+
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
         """Use the reference weights inside the context, for forward passes.
@@ -343,12 +363,14 @@ class TrainingEngine:
         """Return (group, weights by Megatron's name) of learned weights that the group's ranks replicate.
 
         The first entry is for the data parallel group, the second for routed experts and their expert data
-        parallel group. Optimizer states are not included, because they are sharded.
+        parallel group. Further ones are for the tensor parallel groups, which replicate parts of adapters.
+        Optimizer states are not included, because they are sharded.
         """
         groups: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         for name, weight in sorted(self.learned_map.parameters.items()):
             groups[".experts." in name][name] = weight
-        return [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
+        out = [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
+        return out if self.adapters is None else [*out, *self.adapters.replicas()]
 
     def stale_master_weights(self) -> list[str]:
         """Return the names of weights that are not their rounded master weights. Not collective."""
@@ -395,6 +417,8 @@ class TrainingEngine:
                 from rl.training.kept_sets import sets_of
 
                 micro.kept = sets_of(batch, micro.samples)
+            if "divergence" in self.model.outputs and self.grid.is_last_stage:
+                micro.teacher = batch.teacher.of(micro.samples, device)
             if progress is not None:  # only the last stage computes the loss
                 progress.update(len(micro.samples) * self.grid.dp)
             output = self.model.run(micro, self.temperature)
