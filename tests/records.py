@@ -4,16 +4,21 @@ import json
 import re
 from pathlib import Path
 
+from rl.run_directory.metric_names import undocumented
 from rl.run_directory.rollouts import read, stored_steps
 
-MACHINE = re.compile(r"time$|timing_s/|perf/")
+MACHINE = re.compile(r"time$|timing_|perf/")
 """Metrics that depend on the clock, on the host or on interruptions: a resumed run refits once more."""
 
 
 def records(run: Path) -> list[dict]:
-    """Return one record per step, in order; [] before there are any."""
+    """Return one record per step, in order; [] before there are any. docs/metrics.md has their metrics."""
     path = Path(run, "metrics.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    assert not (new := undocumented({name for record in found for name in record})), (
+        f"{new} are logged, but not documented; add them to rl/run_directory/metric_names.py"
+    )
+    return found
 
 
 def comparable(run: Path) -> list[dict]:

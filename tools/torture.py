@@ -40,7 +40,7 @@ from rl.checkpoint.shards import check_file  # noqa: E402
 from rl.run_directory.consumed import FILE_NAME  # noqa: E402
 from tools.make_toy import make_toy  # noqa: E402
 
-MACHINE = re.compile(r"time$|timing_s/|perf/")
+MACHINE = re.compile(r"time$|timing_|perf/")
 """Metrics that depend on the clock, or on the state of the engine before the step."""
 SECONDS_TO_FOLLOW = 2.0
 """Seconds in which ranks must end by themselves after one has died; then they are killed."""

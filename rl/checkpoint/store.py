@@ -55,6 +55,7 @@ from rl.config.options import ConfigError, to_yaml
 from rl.config.schema import Config
 from rl.faults.agreement import fail_together
 from rl.run_directory.record import versions
+from rl.runtime import tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.training.engine import TrainingEngine
 
@@ -409,7 +410,8 @@ class _Save:
         The commit reports a failure to all ranks.
         """
         try:
-            self.written = write_shards(self.partial / on_disk.rank_file(dist.get_rank()), shards)
+            with tracing.span("write the checkpoint", step=self.step):
+                self.written = write_shards(self.partial / on_disk.rank_file(dist.get_rank()), shards)
         except OSError as error:
             self.problem = _in_words(error)
 

@@ -4,8 +4,10 @@
 the remedy. `rl.config.layout_checks` checks a configuration against the number of ranks and the model.
 """
 
+import importlib.util
 import math
 import re
+from collections.abc import Sequence
 
 from rl.config.adapter_checks import check_adapter
 from rl.config.adapter_form_checks import check_form
@@ -19,7 +21,19 @@ from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
 from rl.config.reward_sources import check_sources
 from rl.config.role_checks import check_roles
-from rl.config.schema import Config, algorithm_of, learns_from_samples, needs_kept_sets
+from rl.config.schema import (
+    Config,
+    algorithm_of,
+    generates_held_out,
+    learns_from_data,
+    learns_from_samples,
+    needs_kept_sets,
+    uses_teacher,
+    validates,
+)
+from rl.config.sweep_checks import check_sweep
+from rl.config.teachers import Teacher
+from rl.config.trace import check_trace
 
 OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
 
@@ -30,8 +44,18 @@ REQUIRED = {
 }
 
 
-def check(config: Config) -> list[str]:
-    """Return warnings, one sentence each. Raises ConfigError for the first error."""
+def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
+    """Return warnings, one sentence each. Raises ConfigError for the first error.
+
+    points: result of `load_points`; with a sweep in one job each of them is checked too.
+    """
+    if points:
+        check_sweep(config, points)
+        for point in points:
+            try:
+                check(point)
+            except ConfigError as error:
+                raise ConfigError(f"point {point.run.name}: {error}") from error
     values = flatten(config)
     for key, what in REQUIRED.items():
         if not values[key]:
@@ -47,6 +71,7 @@ def check(config: Config) -> list[str]:
     check_objective(config)
     check_roles(config)
     check_mode(config)
+    check_trace(config.trace, config.run.max_steps)
     return warnings(config)
 
 
@@ -75,6 +100,29 @@ def check_names(config: Config) -> None:
         )
 
 
+def check_trackers(config: Config) -> None:
+    """Raise ConfigError for a tracker whose package is not installed, and for names that it rejects."""
+    logging = config.logging
+    for key, default in (("wandb", "none"), ("mlflow", ""), ("trackio", False)):
+        value = getattr(logging, key)
+        # A directory of that name, such as the one that wandb makes, is found too, but has no origin.
+        if value != default and getattr(importlib.util.find_spec(key), "origin", None) is None:
+            raise ConfigError(
+                f"logging.{key}={show(value)} requires the package {key}, which is not installed: run pip "
+                f"install {key}, or set logging.{key}={show(default)}."
+            )
+    if not re.fullmatch(r"[\w.-]+", logging.project):
+        raise ConfigError(
+            f"logging.project is {show(logging.project)}, but must consist of letters, digits, '_', '-' and "
+            "'.', as trackers require: use e.g. lockstep."
+        )
+    if logging.prometheus and not logging.prometheus.endswith(".prom"):
+        raise ConfigError(
+            f"logging.prometheus={logging.prometheus} must end in .prom, because the textfile collector "
+            "reads no other files."
+        )
+
+
 def check_contradictions(config: Config) -> None:
     values = flatten(config)
     for section in OPTIMIZERS:
@@ -83,10 +131,15 @@ def check_contradictions(config: Config) -> None:
             raise ConfigError(f"{section}.min_lr={min_lr} is above {section}.lr={lr}, from which it decays.")
     check_data(config)
     check_checkpoint(config)
+    check_trackers(config)
     if config.agents.is_on:
         from rl.config.agent_checks import check_agents
 
         check_agents(config)
+    if uses_teacher(config) or config.teacher != Teacher():
+        from rl.config.teacher_checks import check_teacher
+
+        check_teacher(config)
     if config.rollout.carry_over:
         check_carry_over(config)
     if needs_kept_sets(config):
@@ -105,7 +158,8 @@ def check_contradictions(config: Config) -> None:
             "end of the buffer."
         )
     validation = config.validation
-    if config.data.val and validation.every and not validation.greedy and not validation.samples_per_prompt:
+    measures = validation.greedy or validation.samples_per_prompt or validation.loss
+    if config.data.val and validation.every and not measures:
         raise ConfigError(
             "validation.greedy=false and validation.samples_per_prompt=0 leave nothing to validate with; "
             "set one of them."
@@ -147,16 +201,50 @@ def check_data(config: Config) -> None:
             f"algorithm={config.algorithm} reads rated responses, which have neither data.curriculum nor "
             "data.train_weights."
         )
+    if validates(config) and config.validation.loss and "responses" not in needs:
+        raise ConfigError(
+            f"validation.loss=true needs responses in the data, which algorithm={config.algorithm} does not "
+            "read; leave it out."
+        )
+    check_conversations(config)
+
+
+def check_conversations(config: Config) -> None:
+    """Raise ConfigError for keys that do not suit conversations, or only suit them."""
+    data, needs = config.data, algorithm_of(config).needs
+    if not data.messages_key:
+        only = {f"data.train_on={data.train_on}": data.train_on != "assistant"}
+        only["data.overlong_prompts=truncate_right"] = data.overlong_prompts == "truncate_right"
+        for setting in (setting for setting, is_set in only.items() if is_set):
+            raise ConfigError(f"{setting} is for conversations; set data.messages_key, or leave it out.")
+        return
+    name = f"data.messages_key={data.messages_key}"
+    if "responses" not in needs or "samples" in needs:
+        raise ConfigError(
+            f"{name} reads conversations for algorithm=sft, not for {config.algorithm}; leave it out. "
+            "Prompts of several turns, and pairs of conversations, are read without it."
+        )
+    if data.overlong_prompts == "truncate_left":
+        raise ConfigError(
+            f"data.overlong_prompts=truncate_left would cut the beginning of the conversations of {name}; "
+            "use truncate_right, drop or error."
+        )
+    if generates_held_out(config):
+        raise ConfigError(
+            f"validation.greedy={show(config.validation.greedy)} and validation.samples_per_prompt="
+            f"{config.validation.samples_per_prompt} generate responses, but the conversations of {name} "
+            "have no answer to score; set them to false and 0, and validation.loss=true."
+        )
 
 
 def check_mask(config: Config) -> None:
     """Raise ConfigError if the sets of tokens that the engine kept cannot reach the trainer."""
-    rollout, needs = config.rollout, algorithm_of(config).needs
+    rollout = config.rollout
     reasons = {
         "rollout.carry_over=true carries samples over": rollout.carry_over,
         f"roles.rollout={config.roles.rollout} sends samples": config.roles.is_on,
         "run.mode=train_only reads samples": config.run.mode == "train_only",
-        f"algorithm={config.algorithm} also learns from the data's responses,": "responses" in needs,
+        f"algorithm={config.algorithm} also learns from the data's responses,": learns_from_data(config),
     }
     for reason in (reason for reason, is_set in reasons.items() if is_set):
         raise ConfigError(

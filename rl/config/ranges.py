@@ -35,6 +35,7 @@ FINITE_OR_LIST = Range(
 )
 ONE_TO_TWO = Range("from 1 to 2", lambda v: 1 <= v <= 2)
 ONE_OR_MORE = Range("1 or more and finite", lambda v: 1 <= v < math.inf)
+PORT = Range("from 0 (none) to 65535", lambda v: 0 <= v <= 65535)
 ZERO_OR_ABOVE_ONE = Range("0 (off) or greater than 1 and finite", lambda v: v == 0 or 1 < v < math.inf)
 
 

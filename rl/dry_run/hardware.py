@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 
 from rl.config.options import field_docs
+from rl.runtime.peaks import BF16_TFLOPS
 
 GIB = 1 << 30
 
@@ -19,7 +20,7 @@ class Hardware:
     """memory of a GPU in GiB"""
     ranks_per_node: int = 8
     """ranks (GPUs) of a node"""
-    tflops: float = 989.0
+    tflops: float = BF16_TFLOPS["H100"]
     """peak of dense bfloat16 matrix products, TFLOP/s"""
     hbm_gb_s: float = 3350.0
     """bandwidth of a GPU's memory, GB/s"""

@@ -7,6 +7,7 @@ the phase and its batch before each phase (`PhaseAgreement.check`), and their we
 
 import hashlib
 import platform
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,10 +79,12 @@ def agree_on_table(mine: Mapping[str, str], reason: str) -> None:
 
 FIELDS = ("phase", "step", "number of phases so far", "configuration", "code", "batch ids", "event log")
 """Fields that must match across ranks, in reporting order; the last one across the ranks of a replica."""
+MEASURES = 3
+"""Number of values that are sent with the fields and may differ: bytes on the host and on the device."""
 
 
 class PhaseAgreement:
-    """The comparison before each phase: one all-gather of nine 64-bit integers per rank, on the CPU.
+    """The comparison before each phase: one all-gather of eleven 64-bit integers per rank, on the CPU.
 
     The group is used for nothing else. Ranks that are about to enter different phases therefore call the same
     collective with the same size, and find that they differ. The watchdog handles a rank that does not arrive
@@ -100,27 +103,35 @@ class PhaseAgreement:
         self._leaders = (ranks - ranks % replica_size).numpy()
         self._code = _hash63(code)
         self._config_hash = 0
-        self._own = torch.zeros(len(FIELDS) + 2, dtype=torch.int64)
+        self._waited_us = 0
+        self.late_s = np.zeros(dist.get_world_size())
+        """Seconds by which each rank arrived after the first one, summed over this step's comparisons. A rank
+        sends the wait of a comparison, which needs no common clock, with the next one."""
+        self._own = torch.zeros(len(FIELDS) + MEASURES + 1, dtype=torch.int64)
         self._rows = torch.zeros(dist.get_world_size(), len(self._own), dtype=torch.int64)
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Hash the configuration for the comparisons of this step."""
+        """Hash the configuration for the comparisons of this step, and set `late_s` to 0."""
+        self.late_s[:] = 0.0
         self._config_hash = _hash63(repr(self._config))
 
-    def check(self, entry: PhaseEntry, batch: int, events: int, memory: tuple[int, int]) -> tuple[int, int]:
+    def check(self, entry: PhaseEntry, batch: int, events: int, memory: Sequence[int]) -> list[int]:
         """Compare phase and batch of all ranks; return the maxima of `memory`. Collective over the world.
 
         batch: fingerprint of the batch's token ids, 0 for a phase without a batch.
         events: digest of the replica's last event log (`rl.rollout.events`).
-        memory: bytes in use on the host, and peak bytes on the device; these may differ.
+        memory: bytes in use on the host, peak bytes allocated and reserved on the device; these may differ.
         Raises Disagreement on every rank; it names the field and the ranks.
         """
         phase = PHASES.index(entry.phase)
-        row = (phase, entry.step, entry.number, self._config_hash, self._code, batch, events, *memory)
-        self._own.copy_(torch.tensor(row, dtype=torch.int64))
+        row = (phase, entry.step, entry.number, self._config_hash, self._code, batch, events)
+        self._own.copy_(torch.tensor((*row, *memory, self._waited_us), dtype=torch.int64))
+        began = time.perf_counter()
         dist.all_gather_into_tensor(self._rows.view(-1), self._own, group=self._group)
+        self._waited_us = int(1e6 * (time.perf_counter() - began))
         rows = self._rows.numpy()
+        self.late_s += (rows[:, -1].max() - rows[:, -1]) / 1e6  # the first to arrive waited longest
         expected = np.repeat(rows[:1, : len(FIELDS)], len(rows), axis=0)
         expected[:, -1] = rows[self._leaders, len(FIELDS) - 1]
         differs = (rows[:, : len(FIELDS)] != expected).any(axis=0)
@@ -134,8 +145,7 @@ class PhaseAgreement:
                 )
             odd = self._name_odd_ranks(FIELDS[column], rows[:, column].tolist())
             raise Disagreement(f"ranks disagree on the {FIELDS[column]} before {entry.label}: {odd}")
-        host, device = rows[:, len(FIELDS) :].max(axis=0).tolist()
-        return host, device
+        return rows[:, len(FIELDS) : -1].max(axis=0).tolist()
 
     def _name_odd_ranks(self, field: str, values: list[int]) -> str:
         shown: list = [PHASES[value] for value in values] if field == "phase" else values

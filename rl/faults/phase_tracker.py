@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rl.config.limits import PhaseLimits
+from rl.runtime import tracing
 
 WAITS = ("wait_samples", "wait_weights")
 """Phases in which a role waits for the other one."""
@@ -95,6 +96,10 @@ class PhaseTracker:
         """Role and replica of this rank; numbers of phases are comparable among ranks with the same one."""
         self.enter("start_up", 0)
 
+    def follow(self, thread: threading.Thread) -> None:
+        """Report the stack of this thread, which does the work now, instead of the main thread's."""
+        self._main_thread = thread.ident
+
     def enter(self, phase: str, step: int) -> None:
         """Make this the current phase."""
         self._number += 1
@@ -105,6 +110,7 @@ class PhaseTracker:
         """Make this the current phase, of which `seconds` have passed."""
         # One assignment, so that the watchdog never reads a new phase with an old time.
         self.current = entry
+        tracing.mark_phase(entry.phase)
         delay = min(max(entry.limit_s - seconds, 0.0) + BACKSTOP_S, threading.TIMEOUT_MAX)
         faulthandler.dump_traceback_later(delay, exit=True, file=self._backstop)
 

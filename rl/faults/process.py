@@ -51,6 +51,13 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def host_bytes_used() -> int:
+    """Return the memory of this host that is not available to new programs, in bytes."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    kib = {name: int(value) for name, value, *_ in lines}
+    return (kib["MemTotal:"] - kib["MemAvailable:"]) << 10
+
+
 def return_free_memory() -> None:
     """Make glibc return freed memory to the system; does nothing with another C library.
 

@@ -52,6 +52,7 @@ def length_metrics(batch: Batch, *, max_prompt_tokens: int) -> dict[str, float]:
     metrics["prompt_length/clip_ratio"] = float((prompts >= max_prompt_tokens).float().mean())
     if batch.turns is not None:
         metrics |= spread("agents/given_length", (batch.lengths - lengths).float())
+        metrics |= spread("num_turns", num_turns(batch))
     finished = lengths > 0
     metrics["response/aborted_ratio"] = 1.0 - float(finished.float().mean())
     if finished.any():
@@ -59,6 +60,13 @@ def length_metrics(batch: Batch, *, max_prompt_tokens: int) -> dict[str, float]:
         clipped = batch.truncated[finished].float().mean()
         metrics["response_length_non_aborted/clip_ratio"] = float(clipped)
     return metrics
+
+
+def num_turns(batch: Batch) -> Tensor:
+    """Return how many turns of each sample the policy sampled, float32 [B]."""
+    assert batch.turns is not None
+    of_samples = batch.turns.split(batch.lengths.tolist())
+    return torch.tensor([float(own.max().clamp(min=0)) if len(own) else 0.0 for own in of_samples])
 
 
 def balance_metrics(num_tokens: list[int], ranks: list[list[int]]) -> dict[str, float]:
@@ -141,14 +149,25 @@ def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
 
 
 def engine_gap(batch: Batch, logprobs: Tensor) -> dict[str, float]:
-    """Return mean and maximum of |p_trainer - p_engine| over the sampled tokens.
+    """Return mean, maximum and standard deviation of |p_trainer - p_engine| over the sampled tokens.
+
+    Also the correlation of the two probabilities (Pearson), unless either is the same for all tokens.
 
     logprobs: the trainer's, float32 [T]. Returns no metrics if the engine gave no log-probs.
     """
     if batch.rollout_logprobs is None:
         return {}
-    gap = torch.where(batch.mask > 0, (logprobs.exp() - batch.rollout_logprobs.exp()).abs(), 0.0)
-    return {
-        "training/rollout_probs_diff_mean": token_mean(gap, batch.mask),
-        "training/rollout_probs_diff_max": float(gap.max()) if len(gap) else 0.0,
+    counted = batch.mask > 0
+    ours, engines = logprobs.exp()[counted].double(), batch.rollout_logprobs.exp()[counted].double()
+    gap = (ours - engines).abs()
+    if not len(gap):
+        return {"training/rollout_probs_diff_mean": 0.0, "training/rollout_probs_diff_max": 0.0}
+    metrics = {
+        "training/rollout_probs_diff_mean": float(gap.mean()),
+        "training/rollout_probs_diff_max": float(gap.max()),
+        "training/rollout_probs_diff_std": float(gap.std(correction=0)),
     }
+    if ours.var(correction=0) > 0 and engines.var(correction=0) > 0:
+        correlation = float(torch.corrcoef(torch.stack([ours, engines]))[0, 1])
+        metrics["training/rollout_actor_probs_pearson_corr"] = correlation
+    return metrics

@@ -21,6 +21,7 @@ from rl.rollout.exchange import exchange
 from rl.rollout.queue import greedy_idle, idle_shares
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.turns import Sample
+from rl.runtime import tracing
 from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
 from rl.stopping.requests import StepAborted, StopRequests
 
@@ -33,7 +34,7 @@ class AllTrajectoriesFailed(Exception):
 
 
 @dataclass(frozen=True)
-class _AllReplicas:
+class AllReplicas:
     """A progress bar over the samples of all replicas, which one replica's samples advance for all."""
 
     bar: Any
@@ -150,14 +151,16 @@ class Generation:
         with step.phase("generate", timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
             began = time.perf_counter()  # all ranks have arrived
             interrupt = self._stop.is_requested if abortable and self._stop is not None else None
-            own = generate(progress=_AllReplicas(bar, engine.num_replicas), interrupt=interrupt)
+            with tracing.span("engine", replica=engine.replica):
+                own = generate(progress=AllReplicas(bar, engine.num_replicas), interrupt=interrupt)
             busy = time.perf_counter() - began
-            if abortable and any_rank(own is None):
-                raise StepAborted
-            step.events = engine.events.digest
-            has_turns = self._agents is not None
-            columns = dict(turns=has_turns, held=engine.held_columns)
-            batch = exchange(ids, own or [], samples_per_prompt, self._step.device, **columns)
+            with tracing.span("exchange samples"):  # waits for the slowest replica
+                if abortable and any_rank(own is None):
+                    raise StepAborted
+                step.events = engine.events.digest
+                has_turns = self._agents is not None
+                columns = dict(turns=has_turns, held=engine.held_columns)
+                batch = exchange(ids, own or [], samples_per_prompt, self._step.device, **columns)
             step.metrics |= self._idle_metrics(timing, busy, batch, len(ids))
         if abortable:
             step.abortable_s += time.perf_counter() - started
@@ -207,7 +210,10 @@ class Generation:
         seconds = torch.zeros(engine.num_replicas, dtype=torch.float64)
         if engine.rank_in_replica == 0:
             seconds[engine.replica] = busy
-        mean, most = idle_shares(sum_over_world(seconds, self._step.device.torch).tolist())
+        seconds = sum_over_world(seconds, self._step.device.torch)
+        mean, most = idle_shares(seconds.tolist())
+        late = (seconds - seconds.min()).numpy()
+        self._step.agreement.late_s += late.repeat(len(self._step.agreement.late_s) // len(late))
         lengths = torch.tensor([len(ids) for ids in batch.response_ids])
         loads = torch.zeros(num_groups, dtype=lengths.dtype)
         loads.index_add_(0, batch.groups, lengths)

@@ -1,15 +1,18 @@
 """The current step: its number, its metrics, and what happens before and after each of its phases."""
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from rl.faults.agreement import PhaseAgreement
-from rl.faults.process import GIB, resident_bytes, return_free_memory
+from rl.faults.process import GIB, host_bytes_used, resident_bytes, return_free_memory
 from rl.faults.watchdog import Watchdog
+from rl.phases.performance import slowest_rank, time_per_token, utilisation
 from rl.run_directory.progress import Progress
+from rl.runtime import tracing
 from rl.runtime.device import Device
 
 TRIM_EVERY = 10
@@ -26,12 +29,20 @@ class Step:
         self.metrics: dict[str, float] = {}
         self.num_tokens = 0
         """Prompt and response tokens of this step's policy updates."""
+        self.batch_tokens = (0, 0)
+        """Prompt tokens and response tokens of the batch that this step learns from."""
+        self.operations: Counter[str] = Counter()
+        """Operations of this step's passes on all ranks, by the <timing> of their time timing_s/<timing>."""
+        self.peak_tflops = device.peak_tflops
+        """Peak of the device; None if it is unknown, and then no operations are counted."""
         self.is_committed = False
         """Once true, the step can no longer be aborted and retried: the algorithm has begun to learn."""
         self.abortable_s = 0.0
         """Seconds of this step in which a stop request could have aborted it."""
         self.events = 0
         """Digest of the engine's last event log, which the replica's ranks compare before the next phase."""
+        self.after_phase: Callable[[str], None] | None = None
+        """Called at the end of each phase with its timing's name."""
         self._first: int | None = None
 
     @property
@@ -43,10 +54,13 @@ class Step:
         """Begin step `number` with empty metrics. Step 0 is the validation before training."""
         self.number, self.metrics = number, {"training/global_step": number}
         self.num_tokens, self.is_committed, self.abortable_s = 0, False, 0.0
+        self.batch_tokens = (0, 0)
+        self.operations.clear()
         if self._first is None and number > 0:
             self._first = number
         if number % TRIM_EVERY == 0:
             return_free_memory()
+        tracing.begin_step(number)
         self.watchdog.tracker.begin_step(number)
         self.agreement.begin_step()
 
@@ -61,22 +75,42 @@ class Step:
         with self.watchdog.tracker.phase(name, self.number) as entry:
             with self.timed("agreement"):
                 is_cuda = self.device.is_cuda
-                peak = torch.cuda.max_memory_allocated(self.device.torch) if is_cuda else 0
-                host, peak = self.agreement.check(entry, batch, self.events, (resident_bytes(), peak))
+                peaks = (0, 0)
+                if is_cuda:
+                    own = self.device.torch
+                    peaks = torch.cuda.max_memory_allocated(own), torch.cuda.max_memory_reserved(own)
+                memory = (resident_bytes(), *peaks)
+                host, allocated, reserved = self.agreement.check(entry, batch, self.events, memory)
             largest = max(host / GIB, self.metrics.get("perf/host_memory_gib", 0.0))
             self.metrics["perf/host_memory_gib"] = largest
             if is_cuda:
-                self.metrics["perf/device_memory_peak_gib"] = peak / GIB
-            with self.timed(timing):
+                self.metrics["perf/max_memory_allocated_gb"] = allocated / GIB
+                self.metrics["perf/max_memory_reserved_gb"] = reserved / GIB
+            with self.timed(timing), tracing.profile(name):
                 yield
+            if self.after_phase is not None:
+                self.after_phase(timing)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the seconds in the body to timing_s/<name>."""
         start = time.perf_counter()
-        yield
+        with tracing.span(name):
+            yield
         key = f"timing_s/{name}"
         self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
+
+    def log_performance(self, *, num_ranks: int) -> None:
+        """Log speed and memory of the step, once it has learned. num_ranks: ranks of the job."""
+        metrics = self.metrics
+        metrics["perf/total_num_tokens"] = self.num_tokens
+        seconds = metrics["perf/time_per_step"] = metrics["timing_s/step"]
+        metrics["perf/throughput"] = self.num_tokens / seconds / num_ranks
+        metrics["perf/cpu_memory_used_gb"] = host_bytes_used() / GIB
+        metrics |= time_per_token(metrics, *self.batch_tokens)
+        if self.peak_tflops:
+            metrics |= utilisation(metrics, self.operations, self.peak_tflops * 1e12 * num_ranks)
+        metrics |= slowest_rank(self.agreement.late_s.tolist())
 
     def bar(self, name: str, total: int):
         """Return a progress bar over `total` samples, as a context manager."""

@@ -20,7 +20,7 @@ from rl.objectives.preference import mismatch_kl
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
 from rl.phases.batch_checks import CheckFailed, check_advantages, check_informative
-from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
+from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread, token_mean
 from rl.phases.counting import CountingLoss, check_coverage, check_update
 from rl.phases.deferred import FirstUpdate
 from rl.phases.inference import Inference
@@ -105,6 +105,8 @@ class Updates:
         """
         step, policy = self._step, self._engines.policy
         self._check(batch, loss)
+        if batch.teacher_logprobs is not None:
+            self._add_teacher(batch)
         if self.entropy_control is not None:
             weight = self.entropy_control.update(step.metrics["actor/entropy"])
             step.metrics["actor/entropy_coef"] = weight
@@ -153,6 +155,8 @@ class Updates:
         policy.version += 1
         step.num_tokens += int(num_tokens.sum())
         step.metrics |= _prefixed("actor", means)
+        if "actor/kl_loss" in step.metrics:
+            step.metrics["actor/kl_coef"] = self._config.objective.kl_coef
 
     def critic(self, batch: Batch) -> None:
         """Update the critic with the value loss; reads `returns` and `old_values`."""
@@ -171,7 +175,9 @@ class Updates:
                 num_tokens=totals.num_tokens,
                 num_samples=totals.num_samples,
             )
-            return value, {"vf_loss": value, "vf_clipfrac": stats["vf_clipfrac"] / totals.num_tokens}
+            return value, {"vf_loss": value} | {
+                name: stats[name] / totals.num_tokens for name in ("vf_clipfrac", "vpred_mean")
+            }
 
         adam, metrics = self._config.critic.optimizer, self._step.metrics
         means = self._learn(self._engines.critic, batch, loss, adam, timing="update_critic")
@@ -187,6 +193,20 @@ class Updates:
         assert model is not None, "this run has no implicit reward model"
         means = self._learn(model, batch, loss, adam, timing="update_implicit_reward")
         self._step.metrics |= _prefixed("implicit_reward", means)
+
+    def _add_teacher(self, batch: Batch) -> None:
+        """Add the teacher's part to the advantages, and log the sizes of both parts."""
+        from rl.objectives.distillation import log_ratio_advantages
+
+        assert batch.advantages is not None and batch.old_logprobs is not None
+        coef = self._config.teacher.advantage_coef
+        added = log_ratio_advantages(batch.teacher_logprobs, batch.old_logprobs, coef=coef)
+        added = torch.where(batch.mask > 0, added, 0.0)
+        parts = {"reward": batch.advantages, "teacher": added}
+        for name, part in parts.items():
+            self._step.metrics[f"teacher/advantage_of_{name}/mean"] = token_mean(part, batch.mask)
+            self._step.metrics[f"teacher/advantage_of_{name}/abs"] = token_mean(part.abs(), batch.mask)
+        batch.advantages = batch.advantages + added
 
     def _check(self, batch: Batch, loss: Loss) -> None:
         """Check the advantages of a shipped algorithm, and once the loss. Raises CheckFailed on every rank.
@@ -250,6 +270,11 @@ class Updates:
                     is_first = False
                 for name, value in terms.items():
                     sums[name] = sums.get(name, 0.0) + value
+        if step.peak_tflops:
+            # A backward pass takes as many operations as a forward pass for the input's gradients, and as
+            # many for the weights' gradients.
+            passes = 3 if model.adapters is None else 2
+            step.operations[timing] += passes * epochs * self._planner.operations(batch, plans, model)
         num_updates = len(plans) * epochs
         return {name: value / num_updates for name, value in sums.items()} | {"lr": lr}
 

@@ -30,6 +30,7 @@ from rl.refit.plan import RefitPlan, Routing, cut_into_batches, plan_of
 from rl.refit.transfer import BytesMoved, compare, transfer
 from rl.refit.values import Values, values_of
 from rl.rollout.engine import RolloutEngine
+from rl.runtime import tracing
 from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
@@ -139,8 +140,10 @@ def check_weights(
     """
     parts = _parts(trainer, engine, buffer_mib, adapter, with_base=adapter == 0)
     device = engine.device.torch
-    wrong = [compare(p.planned.plan, p.sources, p.destinations, device, quick=True) for p in parts]
-    if any_rank(any(wrong)):
+    with tracing.span("compare weights"):
+        wrong = [compare(p.planned.plan, p.sources, p.destinations, device, quick=True) for p in parts]
+        differ = any_rank(any(wrong))
+    if differ:
         check_refit(trainer, engine, buffer_mib=buffer_mib, adapter=adapter)
         raise RefitMismatch("the weights of engine and trainer differed, and were equal when compared again")
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rl import algorithms
 from rl.checkpoint.hf import export_hf
+from rl.checkpoint.peft import export_peft
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config.declarations import shipped
 from rl.config.role_checks import role_ranks
@@ -34,7 +35,8 @@ from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes, record_run
 from rl.run_directory.rollouts import remove_after
 from rl.run_directory.status import Status
-from rl.runtime import start_up
+from rl.run_directory.trackers import followers
+from rl.runtime import start_up, tracing
 from rl.runtime.device import Device
 from rl.runtime.group_warm_up import limit_collectives, warm_up
 from rl.runtime.session import control_group, job
@@ -70,6 +72,10 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
             status.write(state="finished", step=newest.step, checkpoint_step=newest.step)
             return 0
 
+    if config.trace.steps:
+        from rl.runtime.trace_recorder import Tracing
+
+        tracing.control = Tracing(config.trace, config.run.dir, device, has_roles=config.roles.is_on)
     trains = generates = True
     if config.roles.is_on:
         trains = dist.get_rank() in role_ranks(config, dist.get_world_size())[0]
@@ -99,12 +105,12 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         config, inputs, device, watchdog, progress, stop, pool, agents, link, generate=not is_finished
     )
     found = newest, named
-    asked = take_steps(config, algorithm, inputs, phases, status, stop, store, found, stored=stored)
+    asked, code = take_steps(config, algorithm, inputs, phases, status, stop, store, found, stored=stored)
     for resource in (pool, agents):
         if resource is not None:
             resource.close()
     phases.engines.close()
-    return note_end(status, asked)
+    return note_end(status, asked, code)
 
 
 def take_steps(
@@ -118,10 +124,11 @@ def take_steps(
     found: tuple[Saved | None, Saved | None],
     *,
     stored: "StoredBatches | None" = None,
-) -> StopDecision | None:
+) -> tuple[StopDecision | None, int]:
     """Continue from the checkpoint, take the steps up to run.max_steps, and export the policy.
 
-    Returns the request that stopped the run before run.max_steps, or None. Collective over the world.
+    Returns the request that stopped the run before run.max_steps, or None, and the exit code of a run that
+    was not stopped. Collective over the world.
 
     found: result of `find_checkpoint`. stored: batches that replace the generated ones.
     """
@@ -132,7 +139,7 @@ def take_steps(
     last_step, metrics = checkpoints.resume(newest, named)
     start_up.mark("checkpoint")
     status.write(step=last_step, checkpoint_step=last_step)
-    asked = None
+    asked, code = None, 0
     if not is_finished:
         log, rollouts = None, None
         if leads:
@@ -143,7 +150,10 @@ def take_steps(
         progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
         if leads:
             _warn_of_shared_prompts(inputs, progress)
-        training = Training(
+        kind = Training
+        if config.run.mode == "check":
+            from rl.run.first_step import FirstStep as kind
+        training = kind(
             config,
             algorithm,
             inputs,
@@ -156,6 +166,7 @@ def take_steps(
             stored=stored,
         )
         asked = training.run(last_step, metrics)
+        code = training.exit_code
         checkpoints.close()
         if phases.split is not None:
             phases.split.end(0 if asked is None or asked.by_hand else STOPPED_EXIT)
@@ -164,7 +175,7 @@ def take_steps(
                 file.close()
     if asked is None and config.checkpoint.export_hf:
         _export(config, phases, step=max(last_step, config.run.max_steps))
-    return asked
+    return asked, code
 
 
 def is_complete(config: Config, newest: Saved | None) -> bool:
@@ -173,11 +184,11 @@ def is_complete(config: Config, newest: Saved | None) -> bool:
     return newest is not None and resumes and newest.step >= config.run.max_steps
 
 
-def note_end(status: Status, asked: StopDecision | None) -> int:
-    """Write the end of a run into its status; return the exit code. asked: see `take_steps`."""
+def note_end(status: Status, asked: StopDecision | None, code: int = 0) -> int:
+    """Write the end of a run into its status; return the exit code. asked, code: see `take_steps`."""
     if asked is None:
         status.write(state="finished")
-        return 0
+        return code
     status.write(state="stopped", reason=asked.reason)
     return 0 if asked.by_hand else STOPPED_EXIT
 
@@ -217,11 +228,17 @@ def _build(
         prompts=inputs.prompts,
         sampler=inputs.sampler(),
         scorer=None if pool is None else Scorer(config, inputs, device, engines, pool),
-        end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
+        end_ids=end_ids(config, inputs),
         stop=stop,
         agents=agents,
         link=link,
+        tokenizer=inputs.tokenizer,
     )
+
+
+def end_ids(config: Config, inputs: Inputs) -> frozenset[int]:
+    """Return the ids of the model's tokens that end a response."""
+    return frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None}
 
 
 def _warn_of_shared_prompts(inputs: Inputs, progress: Progress) -> None:
@@ -244,11 +261,16 @@ def _start_environments(config: Config, inputs: Inputs):
 
 
 def _export(config: Config, phases: Phases, *, step: int) -> None:
-    """Write the policy as a Hugging Face checkpoint. Collective over the world."""
-    target = str(Path(config.run.dir, "hf"))
+    """Write the policy as a Hugging Face checkpoint, and its adapters. Collective over the world."""
+    policy, target = phases.engines.policy, str(Path(config.run.dir, "hf"))
     with phases.saving():
-        export_hf(phases.engines.policy, config.model.path, target)
+        export_hf(policy, config.model.path, target)
     phases.step.progress.line(f"wrote {target}, a Hugging Face checkpoint of step {step}")
+    if config.adapter.is_on:
+        target = str(Path(config.run.dir, "adapter"))
+        with phases.saving():
+            export_peft(policy, config.model.path, target)
+        phases.step.progress.line(f"wrote {target}, the adapters of step {step} in the format of peft")
 
 
 def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resumes: bool) -> MetricLog:
@@ -257,7 +279,7 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
     metrics: metrics of `last_step`, from the checkpoint.
     """
     resume_step = last_step or None
-    log = MetricLog(config.run.dir, tensorboard=config.logging.tensorboard, resume_step=resume_step)
+    log = MetricLog(config.run.dir, resume_step=resume_step, followers=followers(config))
     if resumes and last_step > log.last_step:  # the run was killed after the checkpoint, before this line
         log.write(last_step, metrics)
     if config.rollout.carry_over or config.roles.is_on:
@@ -291,6 +313,9 @@ class Training:
     carry-over and roles, part of what it collects was generated earlier (docs/asynchrony.md).
     """
 
+    exit_code = 0
+    """Exit code of a run that was not stopped."""
+
     def __init__(
         self,
         config: Config,
@@ -306,7 +331,7 @@ class Training:
         stored: "StoredBatches | None" = None,
     ):
         self._config, self._algorithm, self._phases = config, algorithm, phases
-        self._held_out = inputs.held_out
+        self._inputs, self._held_out = inputs, inputs.held_out
         self._checkpoints, self._status, self._log, self._stop = checkpoints, status, log, stop
         self._rollouts, self._stored = rollouts, stored
         self._cursor = phases.cursor()
@@ -358,9 +383,8 @@ class Training:
         self._checkpoints.poll()
         with step.timed("step"):
             self._cursor = self._collect_and_learn()
-        step.metrics["perf/total_num_tokens"] = step.num_tokens
-        seconds = step.metrics["timing_s/step"]
-        step.metrics["perf/throughput"] = step.num_tokens / seconds / job().world_size
+        step.log_performance(num_ranks=job().world_size)
+        step.metrics["training/epoch"] = self._phases.sampler.epoch
         is_last = number == config.run.max_steps
         if self._held_out and (number % config.validation.every == 0 or is_last):
             validate(self._phases, self._held_out, config)
@@ -378,6 +402,7 @@ class Training:
         phases, asynchronous = self._phases, self._phases.carry_over or self._split  # never both
         phases.step.is_committed = True
         collected = copy.copy(batch)  # learn may change what the batch refers to
+        phases.step.batch_tokens = int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
         if len(batch):
             if asynchronous is not None:
                 asynchronous.check(batch)
@@ -425,3 +450,4 @@ class Training:
             step.progress.record(step.number, step.metrics)
             step.progress.line(step_line(step.number, self._config.run.max_steps, step.metrics))
         self._status.write(step=step.number)
+        tracing.end_step()

@@ -1,9 +1,8 @@
-"""The metrics of a run: per step a JSON object in `metrics.jsonl`, TensorBoard events and a console line.
+"""The metrics of a run: per step a JSON object in `metrics.jsonl`, which trackers follow, and a console line.
 
-Metric names are verl's, so that its dashboards can be used: actor/*, critic/*, response_length/*, timing_s/*
-(seconds), perf/throughput (tokens per second and rank), val-core/<data_source>/acc/mean@1,
-training/global_step. Nothing here is collective: the metrics given to `write` are already those of the whole
-run, and only rank 0 has a `MetricLog`.
+Metric names are verl's, so that its dashboards can be used; `rl.run_directory.metric_names` has all of them.
+Nothing here is collective: the metrics given to `write` are already those of the whole run, and only rank 0
+has a `MetricLog`.
 """
 
 import json
@@ -12,7 +11,9 @@ import math
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 log = logging.getLogger(__name__)
 
@@ -43,17 +44,32 @@ RARE_COLUMNS = len(" | val 12.3 acc 0.123")
 """Columns reserved for RARE_TIMINGS in every line, so that all lines of a run show the same timings."""
 
 
+class Follower(Protocol):
+    """Sends the records of `metrics.jsonl` elsewhere (`rl.run_directory.trackers`)."""
+
+    def start(self, path: Path, resume_step: int | None) -> None:
+        """Begin with a file whose records after `resume_step` were dropped."""
+
+    def note(self, step: int) -> None:
+        """Take note that the file has the record of a step."""
+
+    def close(self) -> None:
+        """Send the rest and end."""
+
+
 class MetricLog:
     """Writes the metrics of a run into its directory. For rank 0 only; not collective.
 
     Args:
-        directory: the run directory, created if missing, for `metrics.jsonl` and `tensorboard/`.
-        tensorboard: whether to write TensorBoard event files too.
+        directory: the run directory, created if missing, for `metrics.jsonl`.
         resume_step: the step after which the run continues. Records of later steps are dropped, because those
             steps are repeated. None: a new run with an empty file.
+        followers: what reads the file as it grows.
     """
 
-    def __init__(self, directory: str | os.PathLike, *, tensorboard: bool, resume_step: int | None):
+    def __init__(
+        self, directory: str | os.PathLike, *, resume_step: int | None, followers: Sequence[Follower] = ()
+    ):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / FILE_NAME
@@ -62,14 +78,9 @@ class MetricLog:
         """Step of the last record."""
         self._file = open(path, "a", encoding="utf-8")
         self._not_finite: set[str] = set()
-        self._tensorboard = None
-        if tensorboard:
-            # Imported here, because it takes seconds and not every run uses it.
-            from torch.utils.tensorboard import SummaryWriter
-
-            # TensorBoard then hides the points of that step and later ones, in event files of earlier starts.
-            purge_step = 0 if resume_step is None else resume_step + 1
-            self._tensorboard = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step)
+        self._followers = followers
+        for follower in followers:
+            follower.start(path, resume_step)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append the record of a step and flush it.
@@ -88,15 +99,12 @@ class MetricLog:
             value = metrics[name] if type(metrics[name]) is int else float(metrics[name])
             if not math.isfinite(value):
                 self._warn_not_finite(name, value, step)
-                record[name] = None
-                continue  # TensorBoard would warn at every step
+                value = None
             record[name] = value
-            if self._tensorboard is not None:
-                self._tensorboard.add_scalar(name, value, step)
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
-        if self._tensorboard is not None:
-            self._tensorboard.flush()
+        for follower in self._followers:
+            follower.note(step)
 
     def _warn_not_finite(self, name: str, value: float, step: int) -> None:
         if name not in self._not_finite:
@@ -111,8 +119,8 @@ class MetricLog:
 
     def close(self) -> None:
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for follower in self._followers:
+            follower.close()
 
 
 def read_records(path: str | os.PathLike) -> list[dict]:
@@ -202,7 +210,7 @@ def step_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
         for name, value in metrics.items()
         if name.startswith("timing_s/")
     }
-    tail = _rare_field(seconds, accuracies(metrics))
+    tail = _rare_field(seconds, accuracies(metrics), metrics.get("val/loss"))
     room = MAX_COLUMNS - len(head) - max(len(tail), RARE_COLUMNS)
     return (head + _seconds_field(seconds, room) + tail)[:MAX_COLUMNS]
 
@@ -222,9 +230,11 @@ def _seconds_field(seconds: dict[str, float], room: int) -> str:
     return field.removesuffix(":")
 
 
-def _rare_field(seconds: dict[str, float], by_source: dict[str, float]) -> str:
-    """Return ' | val 12.3 acc 0.412'; it names the data sources if there are several."""
+def _rare_field(seconds: dict[str, float], by_source: dict[str, float], loss: float | None) -> str:
+    """Return ' | val 12.3 loss 1.23 acc 0.412'; it names the data sources if there are several."""
     parts = [f"{label} {_seconds(seconds[name])}" for name, label in RARE_TIMINGS.items() if name in seconds]
+    if loss is not None:
+        parts.append(f"loss {loss:.4g}")
     if by_source:
         values = (
             f"{value:.3f}" if len(by_source) == 1 else f"{source} {value:.3f}"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rl.runtime.peaks import peak_tflops
+
 PAGE = 4096
 ALIGNMENT = 512
 """Alignment of tensors in a block of host memory, in bytes. Suits every dtype; aligned copies are fastest."""
@@ -22,6 +24,11 @@ class Device:
     @property
     def is_cuda(self) -> bool:
         return self.torch.type == "cuda"
+
+    @property
+    def peak_tflops(self) -> float | None:
+        """Peak of dense bfloat16 matrix products in TFLOP/s; None on CPU and for an unknown device."""
+        return peak_tflops(torch.cuda.get_device_name(self.torch)) if self.is_cuda else None
 
     def synchronize(self) -> None:
         """Wait for the device's queue; does nothing on CPU."""

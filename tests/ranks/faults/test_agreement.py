@@ -118,10 +118,18 @@ CHECKS = """
     def check(odd_place=place, batch=5, code="a", odd_rank=2, events=0, replica_size=1):
         mine = rank == odd_rank
         agreement = PhaseAgreement(config, code if mine else "a", group, replica_size=replica_size)
-        memory = 100 + rank, 7 - rank
+        memory = 100 + rank, 7 - rank, 9
         return agreement.check(odd_place if mine else place, batch if mine else 5, events, memory)
 
+    def lateness():
+        agreement = PhaseAgreement(config, "a", group)
+        for waited_us in ((0, 0, 0), (3_000_000, 2_000_000, 1_000_000), (500_000, 0, 500_000)):
+            agreement._waited_us = waited_us[rank]
+            agreement.check(place, 5, 0, (0, 0, 0))
+        return agreement.late_s.tolist()
+
     outcome("identical", check)
+    outcome("late", lateness)
     outcome("batch", lambda: check(batch=6))
     outcome("code", lambda: check(code="b", odd_rank=0))
     outcome("phase", lambda: check(replace(place, phase="update", number=18)))
@@ -162,8 +170,12 @@ def found():
 
 
 def test_ranks_that_agree_learn_the_largest_memory(found):
-    assert [rank["identical"] for rank in found] == [[102, 7]] * 3
-    assert [rank["other replica"] for rank in found] == [[102, 7]] * 3
+    assert [rank["identical"] for rank in found] == [[102, 7, 9]] * 3
+    assert [rank["other replica"] for rank in found] == [[102, 7, 9]] * 3
+
+
+def test_the_rank_that_waits_least_is_the_latest(found):
+    assert [rank["late"] for rank in found] == [[0.0, 1.5, 2.0]] * 3
 
 
 @pytest.mark.parametrize(

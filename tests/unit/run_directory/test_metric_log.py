@@ -4,6 +4,7 @@ import logging
 import pytest
 
 from rl.run_directory.metric_log import MAX_COLUMNS, MetricLog, accuracies, read_records, step_line
+from rl.run_directory.trackers import TensorBoard, TrackerThread
 
 FULL = {
     "critic/score/mean": 0.53125,
@@ -28,7 +29,7 @@ def steps(directory):
 
 
 def test_each_step_is_one_strict_json_line_at_once(tmp_path):
-    metrics = MetricLog(tmp_path / "new" / "run", tensorboard=False, resume_step=None)
+    metrics = MetricLog(tmp_path / "new" / "run", resume_step=None)
     path = tmp_path / "new" / "run" / "metrics.jsonl"
     assert path.read_text() == ""
     metrics.write(1, {"b/x": 0.1, "a/y": 2, "training/global_step": 99})
@@ -40,7 +41,7 @@ def test_each_step_is_one_strict_json_line_at_once(tmp_path):
 
 
 def test_not_finite_is_null_and_logged_once_per_metric(tmp_path, caplog):
-    metrics = MetricLog(tmp_path, tensorboard=False, resume_step=None)
+    metrics = MetricLog(tmp_path, resume_step=None)
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             metrics.write(step, {"a": float("nan"), "b": -float("inf"), "c": 1.0})
@@ -56,14 +57,14 @@ def test_not_finite_is_null_and_logged_once_per_metric(tmp_path, caplog):
 
 
 def test_resume_drops_later_steps_and_incomplete_lines(tmp_path):
-    metrics = MetricLog(tmp_path, tensorboard=False, resume_step=None)
+    metrics = MetricLog(tmp_path, resume_step=None)
     for step in range(6):
         metrics.write(step, {"x": float(step)})
     metrics.close()
     before = (tmp_path / "metrics.jsonl").read_text().splitlines()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"training/global_step": 2, "x"')
-    metrics = MetricLog(tmp_path, tensorboard=False, resume_step=3)
+    metrics = MetricLog(tmp_path, resume_step=3)
     assert steps(tmp_path) == [0, 1, 2, 3]
     metrics.write(4, {"x": 40.0})
     after = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -75,27 +76,27 @@ def test_resume_logs_and_drops_a_broken_line(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_text(
         '{"training/global_step": 1}\n\0\0\0\n{"training/global_step": 2}\n'
     )
-    MetricLog(tmp_path, tensorboard=False, resume_step=5)
+    MetricLog(tmp_path, resume_step=5)
     assert steps(tmp_path) == [1, 2]
     assert "line 2" in caplog.text
 
 
 def test_a_new_run_starts_with_an_empty_file(tmp_path):
-    MetricLog(tmp_path, tensorboard=False, resume_step=3).write(4, {})
+    MetricLog(tmp_path, resume_step=3).write(4, {})
     assert steps(tmp_path) == [4]
-    MetricLog(tmp_path, tensorboard=False, resume_step=None).write(0, {})
+    MetricLog(tmp_path, resume_step=None).write(0, {})
     assert steps(tmp_path) == [0]
 
 
 def test_a_job_killed_during_the_rewrite_leaves_the_old_file(tmp_path, monkeypatch):
-    MetricLog(tmp_path, tensorboard=False, resume_step=None).write(7, {})
+    MetricLog(tmp_path, resume_step=None).write(7, {})
 
     def killed(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        MetricLog(tmp_path, tensorboard=False, resume_step=1)
+        MetricLog(tmp_path, resume_step=1)
     assert steps(tmp_path) == [7]
 
 
@@ -116,11 +117,11 @@ def test_reader_leaves_out_an_incomplete_line(tmp_path):
 def test_tensorboard_has_finite_values_of_current_steps(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    metrics = MetricLog(tmp_path, tensorboard=True, resume_step=None)
+    metrics = MetricLog(tmp_path, resume_step=None, followers=[TrackerThread(TensorBoard())])
     for step in (1, 2, 3):
         metrics.write(step, {"critic/score/mean": float(step), "nan": float("nan")})
     metrics.close()
-    metrics = MetricLog(tmp_path, tensorboard=True, resume_step=1)
+    metrics = MetricLog(tmp_path, resume_step=1, followers=[TrackerThread(TensorBoard())])
     metrics.write(2, {"critic/score/mean": 20.0})
     metrics.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

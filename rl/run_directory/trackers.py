@@ -1,0 +1,290 @@
+"""Trackers, which show the metrics of a run: TensorBoard, wandb, MLflow, trackio and Prometheus.
+
+metrics.jsonl is the truth. A thread per tracker reads the file as it grows and sends each record, so that
+writing never blocks a step: a slow tracker falls behind, which is logged, and misses nothing. A tracker that
+raises is logged once and left out until the next start of the run, which sends what it missed.
+
+`<run.dir>/trackers/<name>.json` has the tracker's own id of the run and the last step sent. After a resume
+from a checkpoint some steps are repeated. TensorBoard and Prometheus then show the new values. The others
+cannot remove a step; they keep the values that they have, and continue with the first step that they lack.
+"""
+
+import importlib
+import json
+import logging
+import os
+import re
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl.config.options import flatten
+from rl.config.schema import Config
+from rl.run_directory.metric_log import STEP
+
+log = logging.getLogger(__name__)
+
+DIRECTORY = "trackers"
+BEHIND = 8
+"""Number of steps by which a tracker may be behind before that is logged; again after each doubling."""
+CLOSE_S = 60.0
+"""Longest wait for a tracker at the end of a run, in seconds."""
+MAX_PARAMS = 100
+"""Largest number of parameters in one call of MLflow."""
+
+
+class Tracker(Protocol):
+    """What shows metrics. `open`, `write` and `close` are called in a thread of their own."""
+
+    name: str
+    package: str
+    """Module that is imported in the main thread, before the thread starts."""
+    cuts: bool
+    """Whether a step may be sent again after a resume, in place of its earlier values."""
+
+    def open(self, directory: Path, state: dict[str, Any]) -> None:
+        """Begin. state: `step`, the last step sent (-1: none), and what an earlier start has stored."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the finite metrics of a step."""
+
+    def close(self) -> None:
+        """Send the rest."""
+
+
+class TrackerThread:
+    """Sends metrics.jsonl to one tracker (`rl.run_directory.metric_log.Follower`)."""
+
+    def __init__(self, tracker: Tracker):
+        self._tracker = tracker
+        self._wake, self._closing = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name=f"tracker {tracker.name}", daemon=True)
+        self._noted, self._limit = -1, BEHIND
+
+    def start(self, path: Path, resume_step: int | None) -> None:
+        self._path, tracker = path, self._tracker
+        self._state_path = path.parent / DIRECTORY / f"{tracker.name}.json"
+        self._state: dict[str, Any] = {"step": -1}
+        if resume_step is not None and self._state_path.is_file():
+            self._state = json.loads(self._state_path.read_text())
+            if tracker.cuts:
+                self._state["step"] = min(self._state["step"], resume_step)
+        try:
+            # Here, because imports in two threads can wait for each other.
+            importlib.import_module(tracker.package)
+        except Exception as error:
+            self._warn(error)
+            return
+        self._thread.start()
+
+    def note(self, step: int) -> None:
+        self._noted = step
+        if self._thread.is_alive() and self._behind >= self._limit:
+            self._limit *= 2
+            log.warning("%s is %d steps behind metrics.jsonl", self._tracker.name, self._behind)
+        self._wake.set()
+
+    @property
+    def _behind(self) -> int:
+        return self._noted - self._state["step"]
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                log.warning(
+                    "%s has not taken the last %d steps within %g s; metrics.jsonl has them",
+                    self._tracker.name,
+                    self._behind,
+                    CLOSE_S,
+                )
+
+    def _run(self) -> None:
+        tracker, state = self._tracker, self._state
+        try:
+            self._state_path.parent.mkdir(exist_ok=True)
+            tracker.open(self._path.parent, state)
+            self._save_state()
+            for record in self._records():
+                step = record.pop(STEP)
+                if step > state["step"]:
+                    tracker.write(step, {name: value for name, value in record.items() if value is not None})
+                    state["step"] = step
+                    self._save_state()
+            tracker.close()
+        except Exception as error:
+            self._warn(error)
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of the file, and wait for further ones until `close`."""
+        with open(self._path, encoding="utf-8") as file:
+            while True:
+                ends = self._closing
+                start = file.tell()
+                line = file.readline()
+                if line.endswith("\n"):
+                    yield json.loads(line)
+                    continue
+                file.seek(start)  # the line is being written
+                if ends:
+                    return
+                self._wake.wait()
+                self._wake.clear()
+
+    def _save_state(self) -> None:
+        partial = self._state_path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._state) + "\n")
+        partial.replace(self._state_path)
+
+    def _warn(self, error: Exception) -> None:
+        log.warning(
+            "%s failed after step %d and is left out until the next start of the run: %s: %s",
+            self._tracker.name,
+            self._state["step"],
+            type(error).__name__,
+            error,
+        )
+
+
+class TensorBoard:
+    name, package, cuts = "tensorboard", "torch.utils.tensorboard", True
+
+    def open(self, directory: Path, state: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard hides the points of that step and later ones in event files of earlier starts.
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=state["step"] + 1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            if name != "time":
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    name, package, cuts = "wandb", "wandb", False
+
+    def __init__(self, config: Config):
+        self._config = config
+
+    def open(self, directory: Path, state: dict[str, Any]) -> None:
+        import wandb
+
+        state.setdefault("run", uuid.uuid4().hex[:8])
+        self._run = wandb.init(
+            project=self._config.logging.project,
+            name=self._config.run.name,
+            id=state["run"],
+            resume="allow",
+            mode=self._config.logging.wandb,
+            dir=str(directory),
+            config=flatten(self._config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step, commit=True)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    name, package, cuts = "mlflow", "mlflow.tracking", False
+
+    def __init__(self, config: Config):
+        self._config = config
+
+    def open(self, directory: Path, state: dict[str, Any]) -> None:
+        uri = self._config.logging.mlflow
+        if uri.startswith("file:"):  # which MLflow otherwise refuses in favour of a database
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self._client = client = MlflowClient(tracking_uri=uri)
+        if "run" in state:
+            found = client.get_run(state["run"])
+            state["step"] = max(state["step"], int(found.data.metrics.get(STEP, -1)))
+            client.update_run(state["run"], status="RUNNING")
+        else:
+            project = self._config.logging.project
+            experiment = client.get_experiment_by_name(project)
+            number = client.create_experiment(project) if experiment is None else experiment.experiment_id
+            state["run"] = client.create_run(number, run_name=self._config.run.name).info.run_id
+            params = [Param(name, str(value)[:500]) for name, value in flatten(self._config).items()]
+            for start in range(0, len(params), MAX_PARAMS):
+                client.log_batch(state["run"], params=params[start : start + MAX_PARAMS])
+        self._id = state["run"]
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        values, time_ms = dict(values), int(1e3 * values["time"])
+        del values["time"]
+        metrics = [Metric(STEP, step, time_ms, step)]  # first, because `open` reads the last step from it
+        metrics += [Metric(mlflow_name(name), value, time_ms, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def mlflow_name(name: str) -> str:
+    """Return a metric's name without the characters that MLflow rejects: mean@4 becomes mean_at_4."""
+    return re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_"))
+
+
+class Trackio:
+    name, package, cuts = "trackio", "trackio", False
+
+    def __init__(self, config: Config):
+        self._config = config
+
+    def open(self, directory: Path, state: dict[str, Any]) -> None:
+        import trackio
+
+        # trackio finds a run by its name.
+        state.setdefault("run", f"{self._config.run.name}-{uuid.uuid4().hex[:6]}")
+        self._run = trackio.init(
+            project=self._config.logging.project,
+            name=state["run"],
+            resume="allow",
+            config=flatten(self._config),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({name: value for name, value in values.items() if name != "time"}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def followers(config: Config) -> list[TrackerThread]:
+    """Return the trackers of a run, not yet started."""
+    chosen = config.logging
+    found: list[Tracker] = []
+    if chosen.tensorboard:
+        found.append(TensorBoard())
+    if chosen.wandb != "none":
+        found.append(Wandb(config))
+    if chosen.mlflow:
+        found.append(Mlflow(config))
+    if chosen.trackio:
+        found.append(Trackio(config))
+    if chosen.prometheus or chosen.prometheus_port:
+        from rl.run_directory.prometheus import Prometheus
+
+        found.append(Prometheus(config))
+    return [TrackerThread(tracker) for tracker in found]
