@@ -131,7 +131,7 @@ class TrainingEngine:
         self.adapters: Any = None
         """The adapters (`rl.training.adapter.Adapters`); None: all weights learn."""
         if adapter is not None and adapter.is_on:
-            assert base_of is None or adapter.init != "pissa", "PiSSA changes the weights, which are another's"
+            assert base_of is None or adapter.init != "pissa", "PiSSA changes the weights of another model"
             from rl.training.adapter import Adapters
 
             self.adapters = Adapters(adapter, self.weight_map, model, seed=seed)
