@@ -360,12 +360,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "",
         ),
         M(
-            "{val,val-core/<source>}/{loss,perplexity}",
+            "val/{loss,perplexity}",
             "nats",
             "sft: mean of -log p over the held-out tokens with a loss, and its exponential (no unit)",
             "Rises while `sft/loss` falls: overfitting; keep the best checkpoint "
             "(`checkpoint.best_metric=val/loss`).",
         ),
+        M("val-core/<source>/{loss,perplexity}", "nats", "the same of a data source", ""),
         M(f"val-aux/num_turns/{SPREAD}", "turns", "as `num_turns/*`, in validation", ""),
         M(
             "val-aux/{agents/<name>,timing_s/environments,timing_s/environments_waited}",
