@@ -359,6 +359,14 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "mean and standard deviation over the k samples; of other numbers of the reward function too",
             "",
         ),
+        M(
+            "val/{loss,perplexity}",
+            "nats",
+            "sft: mean of -log p over the held-out tokens with a loss, and its exponential (no unit)",
+            "Rises while `sft/loss` falls: overfitting; keep the best checkpoint "
+            "(`checkpoint.best_metric=val/loss`).",
+        ),
+        M("val-core/<source>/{loss,perplexity}", "nats", "the same of a data source", ""),
         M(f"val-aux/num_turns/{SPREAD}", "turns", "as `num_turns/*`, in validation", ""),
         M(
             "val-aux/{agents/<name>,timing_s/environments,timing_s/environments_waited}",
@@ -369,6 +377,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Algorithms": (
         M("sft/loss", "nats", "mean over tokens of -log p", "Rises: lower the learning rate."),
+        M(
+            "sft/trained_share",
+            "share",
+            "tokens with a loss / all tokens of the step",
+            "Near 0 or 1: the column, `data.train_on` or the chat template is not the intended one.",
+        ),
         M("preference/loss", "", "loss of a pair or of a labelled sample", ""),
         M(
             "preference/accuracy",
