@@ -54,7 +54,14 @@ extras = {
     # Tokens between two turns of families that it knows; needs httpx, which it does not require. aiohttp and
     # xgrammar, which agents also use, are requirements of vLLM.
     "agents": ["renderers==0.1.12", "httpx==0.28.1"],
-    "test": ["pytest==9.2.0", "ruff==0.17.6", "mypy==2.4.1", "types-pyyaml==6.0.12.20261113"],
+    "test": [
+        "pytest==9.2.0",
+        "ruff==0.17.6",
+        "mypy==2.4.1",
+        "types-pyyaml==6.0.12.20261113",
+        "peft==0.21.2",
+        "accelerate==1.15.0",  # which peft imports
+    ],
     "report": ["matplotlib==3.11.2", "plotly==7.1.0"],
     "search": ["bm25s==0.3.16"],  # rl.agents.shipped.search
     # Packages of environments (rl/agents/adaptors, docs/agents.md), each with the version of its test.

@@ -126,7 +126,7 @@ def watched_run(config, ranks, device) -> int:
     from rl.faults.watchdog import Watchdog
     from rl.run_directory.record import code_hashes
     from rl.run_directory.status import Status
-    from rl.runtime import start_up
+    from rl.runtime import start_up, tracing
     from rl.runtime.collectives import broadcast_object
     from rl.runtime.session import job
     from rl.stopping.requests import refuse_if_stopped_by_hand
@@ -160,6 +160,7 @@ def watched_run(config, ranks, device) -> int:
         from rl.run.loop import run  # imports Megatron and vLLM, so only now
 
         code = run(config, inputs, device, watchdog)
+        tracing.finish()
         if watchdog.living is not None:
             if not watchdog.living.meet(ranks.rank, ranks.world_size):
                 watchdog.close()

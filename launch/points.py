@@ -16,20 +16,17 @@ The points are all combinations of grid, zip, random and seeds that satisfy the 
 depends only on its own values, so that it keeps its run when other points are added.
 """
 
-import hashlib
 import itertools
 import math
 import random
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from launch.conditions import holds
 from rl.config.options import ConfigError, show
+from rl.config.point_names import name_of, override, short_names
 
-LONGEST_NAME = 120
-"""Largest length of a point's name, in characters."""
 SEED = "run.seed"
 
 
@@ -44,7 +41,7 @@ class Point:
     @property
     def overrides(self) -> list[str]:
         """Return the values as arguments of train_rl.py."""
-        return [f"{key}={_override(value)}" for key, value in self.values.items()]
+        return [f"{key}={override(value)}" for key, value in self.values.items()]
 
 
 def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Point]:
@@ -168,42 +165,6 @@ def _is_selected(sweep: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
         if any(holds(condition, values) == (section == "skip") for condition in conditions):
             return False
     return True
-
-
-# Names --------------------------------------------------------------------------------------------------
-
-
-def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return each key's shortest distinct suffix: lr, or training.optimizer.lr beside critic.optimizer.lr."""
-    out = {}
-    for key in keys:
-        parts = key.split(".")
-        ends = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
-        out[key] = next(
-            end for end in ends if sum(other == end or other.endswith("." + end) for other in keys) == 1
-        )
-    return out
-
-
-def name_of(values: Mapping[str, Any], short: Mapping[str, str]) -> str:
-    """Return the name of a point, valid for a directory: lr=1e-06_seed=2. A long name ends in a hash."""
-    name = "_".join(f"{short[key]}={_word(value)}" for key, value in values.items())
-    if len(name) <= LONGEST_NAME:
-        return name
-    digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
-    return f"{name[: LONGEST_NAME - 9]}_{digest}"
-
-
-def _word(value: Any) -> str:
-    return re.sub(r"[^\w.+-]+", "-", _override(value)).strip("-") or "empty"
-
-
-def _override(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
-    return show(value, width=10**6)
 
 
 def tasks_text(tasks: Iterable[int]) -> str:

@@ -14,17 +14,16 @@ three sources:
 If none of them keeps the earlier tokens, `Chat.extend` returns None.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.agents.environment import Messages, ToolCall
-from rl.agents.renderer import CALL, QUESTION, REPLY, TOOL, Renderer, find_renderer
-from rl.agents.tool_calls import as_message, family_of, parse_calls, read_arguments
+from rl.agents.renderer import Renderer, find_renderer
+from rl.agents.tool_calls import as_message, family_of, parse_calls
+from rl.data.chat_template import CALL, QUESTION, REPLY, ChatTemplate
 
 # Stand for the parts of a sampled turn in a rendering. A turn's own text could contain special tokens as
 # text, and malformed arguments make templates fail.
@@ -62,24 +61,21 @@ class Chat:
         template_kwargs: dict | None = None,
     ):
         self.tokenizer, self.on_rewrite = tokenizer, on_rewrite
-        self._kwargs = template_kwargs or {}
+        self._template = ChatTemplate(tokenizer, template_kwargs)
         ends = {*end_token_ids, tokenizer.eos_token_id} - {None}
         self._ends = {int(id): tokenizer.convert_ids_to_tokens(int(id)) for id in ends}
-        self._template = "" if tokenizer.chat_template is None else tokenizer.get_chat_template(tools=[TOOL])
-        self._family = family_of(self._template)
-        self._takes_reasoning = "reasoning_content" in self._template
-        self._call_form: tuple[str | None, bool] | None = None
+        self._family = family_of(self._template.text)
+        self._takes_reasoning = "reasoning_content" in self._template.text
         self._opens_thinking = self._thinks = False
         self._renderer: Renderer | None = None
-        if self._template:
-            self._call_form = self._find_call_form()
-            prompt = self._render([QUESTION], [])
+        if self._template.text:
+            prompt = self._template.render([QUESTION])
             self._opens_thinking = prompt.rstrip().endswith("<think>")
-            self._thinks = "</think>" in self._template and not prompt.rstrip().endswith("</think>")
+            self._thinks = "</think>" in self._template.text and not prompt.rstrip().endswith("</think>")
             self._renderer = find_renderer(
                 tokenizer,
-                lambda *conversation: self._encode(self._render(*conversation)),
-                self._kwargs,
+                lambda *conversation: self._encode(self._template.render(*conversation)),
+                self._template.kwargs,
                 parallel=self._family.parallel,
             )
         if self._renderer is not None:
@@ -88,7 +84,7 @@ class Chat:
     @property
     def description(self) -> str:
         """Source of the tokens between turns, for the log."""
-        if not self._template:
+        if not self._template.text:
             return "plain tokens"
         if self._renderer is not None:
             return f"{self._renderer.name} of renderers, else the difference of two renderings"
@@ -105,7 +101,7 @@ class Chat:
             text = "".join(message["content"] for message in messages)
             bare = not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
             return self._encode(text, add_special_tokens=bare)
-        return self._encode(self._render(messages, tools))
+        return self._encode(self._template.render(messages, tools))
 
     def parse(self, turn: np.ndarray, tools: Sequence[dict], number: int) -> AssistantTurn:
         """Return a sampled turn as a message. `number` is the number of the turn in its trajectory.
@@ -120,7 +116,7 @@ class Chat:
             thinking, is_open, content = self._split_thinking(self._decode(ids))
             if tools and not is_open:
                 content, calls = parse_calls(self._family, content, tools, number)
-            if calls and self._call_form is None:
+            if calls and self._template.call_form is None:
                 content = self._decode(ids)
         message = self._message(thinking or "", content, [as_message(call) for call in calls])
         return AssistantTurn(message, calls, self._decode(ids, skip_special_tokens=True))
@@ -161,7 +157,7 @@ class Chat:
         """
         from xgrammar import get_model_structural_tag
 
-        if not self._family.grammar or self._call_form is None:
+        if not self._family.grammar or self._template.call_form is None:
             raise ValueError(
                 "agents.structured_tool_calls=true: xgrammar has no grammar for tool calls as the template "
                 f"of {self.tokenizer.name_or_path} writes them; set agents.structured_tool_calls=false."
@@ -223,7 +219,7 @@ class Chat:
     # Tokens and text --------------------------------------------------------------------------------------
 
     def _is_plain(self, messages: Messages) -> bool:
-        return not self._template or messages[0]["role"] == "text"
+        return not self._template.text or messages[0]["role"] == "text"
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray:
         ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
@@ -245,60 +241,6 @@ class Chat:
 
     # Templates --------------------------------------------------------------------------------------------
 
-    def _render(self, messages: Messages, tools: Sequence[dict], kwargs: dict | None = None) -> str:
-        """Render messages and the generation prompt. No tools are None: templates treat [] as tools."""
-        try:
-            return self.tokenizer.apply_chat_template(
-                [self._adapt(message) for message in messages],
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=True,
-                **(self._kwargs if kwargs is None else kwargs),
-            )
-        except (jinja2.TemplateError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"the chat template of {self.tokenizer.name_or_path} rejects the messages: {error}"
-            ) from error
-
-    def _adapt(self, message: dict) -> dict:
-        """Return the message in the form that the template takes."""
-        message = dict(message)
-        calls = message.pop("tool_calls", None)
-        if not calls or self._call_form is None:
-            return message
-        empty, as_text = self._call_form
-
-        def convert(arguments: dict | str) -> dict | str:
-            if as_text:
-                return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            arguments = read_arguments(arguments) if isinstance(arguments, str) else arguments
-            return arguments if isinstance(arguments, dict) else {"arguments": arguments}
-
-        return {
-            **message,
-            "content": message.get("content") or empty,
-            "tool_calls": [
-                {**c, "function": {**c["function"], "arguments": convert(c["function"]["arguments"])}}
-                for c in calls
-            ],
-        }
-
-    def _find_call_form(self) -> tuple[str | None, bool] | None:
-        """Return how the template takes a message with calls: the empty content, and arguments as text.
-
-        None: it has no tool calls. Then the content of a turn holds them, as they were sampled.
-        """
-        turn = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-        for form in (("", False), (None, False), ("", True), (None, True)):
-            self._call_form = form
-            try:
-                text = self._render([QUESTION, turn], [])
-            except ValueError:
-                continue
-            if CALL["function"]["name"] in text:
-                return form
-        return None
-
     def _difference(
         self, turn: np.ndarray, messages: Messages, new_messages: Messages, tools: Sequence[dict]
     ) -> np.ndarray:
@@ -308,8 +250,8 @@ class Chat:
         """
         stand_ins = [_stand_in(m) if m["role"] == "assistant" else m for m in messages]
         try:
-            before = self._render(stand_ins[:-1], tools)
-            after = self._render([*stand_ins, *new_messages], tools)
+            before = self._template.render(stand_ins[:-1], tools)
+            after = self._template.render([*stand_ins, *new_messages], tools)
         except ValueError as error:
             raise CannotExtend(str(error)) from error
         if not after.startswith(before):
@@ -346,7 +288,7 @@ class Chat:
         stay in the context nevertheless.
         """
         content = stand_in["content"]
-        calls = stand_in.get("tool_calls", []) if self._call_form is not None else []
+        calls = stand_in.get("tool_calls", []) if self._template.call_form is not None else []
         parts = []
         if "reasoning_content" in stand_in or THINKING in content:
             parts.append(("thinking", THINKING))

@@ -8,23 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.agents.environment import Messages, ToolCall
-
-QUESTION = {"role": "user", "content": "question"}
-CALL = {"id": "call00000", "type": "function", "function": {"name": "lookup", "arguments": {"key": "a"}}}
-REPLY = {"role": "tool", "tool_call_id": "call00000", "name": "lookup", "content": "b"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Look a key up.",
-        "parameters": {
-            "type": "object",
-            "properties": {"key": {"type": "string", "description": "The key."}},
-            "required": ["key"],
-        },
-    },
-}
-"""Parts of conversations with which templates are tried."""
+from rl.data.chat_template import CALL, QUESTION, REPLY, TOOL
 
 
 class Renderer:

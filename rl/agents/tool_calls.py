@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.agents.environment import ToolCall
-
-MAX_LEVELS = 50
-"""Deepest nesting of a call's arguments."""
+from rl.data.chat_template import read_arguments, read_json
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def family_of(template: str) -> Family:
 
 def _from_json(text: str) -> ToolCall:
     """Read {"name": ..., "arguments" or "parameters": {...}}, with or without an id."""
-    value = _read_json(text)
+    value = read_json(text)
     if isinstance(value, dict) and isinstance(value.get("name"), str):
         return _from_object(value)
     name = re.search(r'"name"\s*:\s*"([^"\\]*)"', text)
@@ -77,32 +75,6 @@ def _from_object(value: dict) -> ToolCall:
         value["name"],
         arguments if isinstance(arguments, dict) else json.dumps(arguments),
     )
-
-
-def read_arguments(text: str) -> dict | str:
-    """Return the JSON object that the text holds, or the text if it holds none."""
-    value = _read_json(text)
-    return value if isinstance(value, dict) else text
-
-
-def _read_json(text: str, default: Any = None) -> Any:
-    """Return the JSON value that the text holds, or `default` if it holds none.
-
-    A value nested deeper than MAX_LEVELS is none: pickling or rendering it could exceed Python's limit of
-    recursion.
-    """
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return default
-    return value if _is_within(value, MAX_LEVELS) else default
-
-
-def _is_within(value: Any, levels: int) -> bool:
-    if not isinstance(value, (dict, list)):
-        return True
-    children = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_within(child, levels - 1) for child in children)
 
 
 def _blocks(text: str, begin: str, end: str) -> tuple[str, list[str]]:
@@ -135,7 +107,7 @@ def _from_glm(block: str, tools: Sequence[dict]) -> ToolCall:
         return ToolCall("", name, body)
     types = _types(name, tools)
     pairs = re.findall(pair, body, re.DOTALL)
-    return ToolCall("", name, {k: v if types.get(k) == "string" else _read_json(v, v) for k, v in pairs})
+    return ToolCall("", name, {k: v if types.get(k) == "string" else read_json(v, v) for k, v in pairs})
 
 
 def _types(name: str, tools: Sequence[dict]) -> dict[str, Any]:
@@ -155,7 +127,7 @@ def _parse_mistral(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall
             name, _, id = head.partition("[CALL_ID]")
             calls.append(ToolCall(id.strip(), name.strip(), read_arguments(body)))
             continue
-        for value in _read_json(piece, [None]):
+        for value in read_json(piece, [None]):
             is_call = isinstance(value, dict) and isinstance(value.get("name"), str)
             calls.append(_from_object(value) if is_call else _from_json(piece))
     return content, calls

@@ -1,10 +1,11 @@
-"""SFT: supervised fine-tuning on the responses in the data, for a warm-up before reinforcement learning.
+"""SFT: supervised fine-tuning on the responses in the data.
 
     loss = - sum_t log pi(y_t | x, y_<t) / number of response tokens in the mini-batch
 
-Only response tokens count, with the end-of-sequence token. Engine, packing, optimizer and checkpoints are
-those of the RL algorithms; no generation engine is built unless validation needs one. A step is one batch of
-data.prompts_per_step.
+Only response tokens count, with the end-of-sequence token; of a conversation (data.messages_key) those of
+the assistant's turns. Packing, optimizer and checkpoints are those of the RL algorithms. Validation measures
+the loss of held-out responses; no generation engine is built unless validation generates too. A step is one
+batch of data.prompts_per_step. docs/sft.md describes data and validation.
 """
 
 from rl.data.batch import Batch
@@ -14,11 +15,15 @@ from rl.training.loss import Totals
 from rl.training.packing import MicroBatch
 
 NEEDS = ("responses",)
-DEFAULTS = {}
+DEFAULTS = {"validation.loss": True, "validation.greedy": False}
 
 
 def collect(phases: Phases) -> Batch:
-    return phases.targets(phases.draw_prompts())
+    batch = phases.targets(phases.draw_prompts())
+    num_tokens = batch.prompt_lengths.sum() + batch.lengths.sum()
+    phases.metrics["sft/trained_share"] = float(batch.mask.sum() / num_tokens)
+    phases.metrics["training/epoch"] = phases.num_drawn / len(phases.prompts)
+    return batch
 
 
 def learn(phases: Phases, batch: Batch) -> None:

@@ -5,6 +5,7 @@ data parallel ranks write about equal numbers of bytes. Optimizer states are wri
 them, because the distributed optimizer shards them. Nothing is sent between ranks.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -18,27 +19,43 @@ from rl.models.layout import Weight
 from rl.runtime.checksum import placed_checksum
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import optimizer_parts
+from rl.training.weights import WeightMap
 
-WEIGHT, MASTER, REFERENCE = "weight", "master", "reference"
+WEIGHT, MASTER, REFERENCE, BASE = "weight", "master", "reference", "base"
 """Parts of a tensor's name in the file, besides the optimizer's exp_avg and exp_avg_sq.
 
-Master weights are written only if they differ from the weights in dtype. Of the reference weights a
-checkpoint has only the checksums.
+Master weights are written only if they differ from the weights in dtype. Of the reference weights, and of
+weights that do not learn because adapters do, a checkpoint has only the checksums.
 """
 
 
 def describe(engine: TrainingEngine) -> dict:
-    """Return the model's dtype, number of optimizer steps and tensor shapes; identical on all ranks."""
+    """Return the model's dtype, adapters, number of optimizer steps and the shapes of tensors that learn.
+
+    Identical on all ranks.
+    """
     return {
-        "dtype": str(engine.weight_map.dtype).removeprefix("torch."),
+        "dtype": dtype_of(engine),
+        "adapter": adapter_of(engine),
         "optimizer_step": _step(engine),
         "tensors": tensor_shapes(engine),
     }
 
 
+def dtype_of(engine: TrainingEngine) -> str:
+    """Return the name of the model's dtype."""
+    return str(engine.weight_map.dtype).removeprefix("torch.")
+
+
+def adapter_of(engine: TrainingEngine) -> dict[str, str | int | float]:
+    """Return what the function of A and B depends on: keys of the section `adapter`; {} without adapters."""
+    used = engine.adapter if engine.adapter is not None and engine.adapter.is_on else None
+    return {} if used is None else {key: getattr(used, key) for key in ("kind", "rank", "alpha", "init")}
+
+
 def tensor_shapes(engine: TrainingEngine) -> dict[str, list[int]]:
-    """Return the shape of every Hugging Face tensor of the model."""
-    weights = engine.weight_map.weights
+    """Return the shape of every tensor that learns, by its name in the checkpoints of its format."""
+    weights = engine.learned_map.weights
     return {name: list(shape) for weight in weights for name, shape in zip(weight.hf, weight.shapes)}
 
 
@@ -46,10 +63,10 @@ def checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
     """Return this rank's part of the checksum of each tensor that a checkpoint of the model describes.
 
     Summed over the ranks they do not depend on the layout (`rl.runtime.checksum`). They include the reference
-    weights, which are not written. Not collective.
+    weights and the base of adapters, which are not written. Not collective.
     """
     sums: dict[str, int] = {}
-    for shard in model_shards(name, engine, with_reference=True):
+    for shard in itertools.chain(model_shards(name, engine, with_reference=True), _base_shards(name, engine)):
         start = [first for first, _ in shard.box]
         sums[shard.name] = sums.get(shard.name, 0) + int(placed_checksum(shard.tensor, start))
     return sums
@@ -60,10 +77,35 @@ def model_shards(name: str, engine: TrainingEngine, *, with_reference: bool = Fa
 
     with_reference: also those of the reference weights.
     """
-    weight_map, optimizers = engine.weight_map, _optimizers(engine)
+    weight_map, optimizers = engine.learned_map, _optimizers(engine)
     references: dict[int, Tensor] = {}
     if with_reference and engine.reference is not None:
-        references = {id(own): kept for own, kept in zip(engine.model.parameters(), engine.reference)}
+        references = {id(own): kept for own, kept in zip(engine.learned, engine.reference)}
+    for weight, parameter, writes in _written_weights(engine, weight_map):
+        start, tensors = _optimizer_tensors(optimizers, parameter)
+        parts = [(part, tensor, start) for part, tensor in tensors.items()]
+        if writes:
+            parts.insert(0, (WEIGHT, parameter, 0))
+            if id(parameter) in references:
+                parts.append((REFERENCE, references[id(parameter)], 0))
+        for part, tensor, first in parts:
+            for region, view in _views(engine, weight, parameter, tensor, first):
+                yield Shard(f"{name}/{part}/{region.hf}", region.box, view)
+
+
+def _base_shards(name: str, engine: TrainingEngine) -> Iterator[Shard]:
+    """Yield this rank's shards of the weights that do not learn."""
+    for weight, parameter, writes in _written_weights(engine, engine.weight_map):
+        if writes and engine.adapter_map is not None and not parameter.requires_grad:
+            for region, view in _views(engine, weight, parameter, parameter, 0):
+                yield Shard(f"{name}/{BASE}/{region.hf}", region.box, view)
+
+
+def _written_weights(engine: TrainingEngine, weight_map: WeightMap) -> Iterator[tuple[Weight, Tensor, bool]]:
+    """Yield (weight, parameter, whether this rank writes it) of weights that this rank may write.
+
+    Data parallel ranks write about equal numbers of bytes.
+    """
     loads = {False: [0] * engine.grid.dp, True: [0] * dist.get_world_size(engine.grid.groups.expt_dp)}
     for weight, parameter in weight_map.local():
         if weight_map.place(weight).stages[0] != engine.grid.pp_rank:
@@ -75,20 +117,12 @@ def model_shards(name: str, engine: TrainingEngine, *, with_reference: bool = Fa
         replica = engine.grid.dp_rank if not of_expert else dist.get_rank(engine.grid.groups.expt_dp)
         writer = loads[of_expert].index(min(loads[of_expert]))
         loads[of_expert][writer] += parameter.nbytes
-        start, tensors = _optimizer_tensors(optimizers, parameter)
-        parts = [(part, tensor, start) for part, tensor in tensors.items()]
-        if writer == replica:
-            parts.insert(0, (WEIGHT, parameter, 0))
-            if id(parameter) in references:
-                parts.append((REFERENCE, references[id(parameter)], 0))
-        for part, tensor, first in parts:
-            for region, view in _views(engine, weight, parameter, tensor, first):
-                yield Shard(f"{name}/{part}/{region.hf}", region.box, view)
+        yield weight, parameter, writer == replica
 
 
 def load_weights(name: str, engine: TrainingEngine, reader: ShardReader) -> None:
     """Fill this rank's weights. Not collective. Raises ValueError if the checkpoint lacks any."""
-    for weight, parameter in engine.weight_map.local():
+    for weight, parameter in engine.learned_map.local():
         _fill(reader, f"{name}/{WEIGHT}", parameter, _views(engine, weight, parameter, parameter, 0))
 
 
@@ -106,7 +140,7 @@ def load_optimizer(name: str, engine: TrainingEngine, reader: ShardReader, step:
         for counter in _counters(optimizer):
             is_tensor = isinstance(counter["step"], Tensor)
             counter["step"] = torch.full_like(counter["step"], step) if is_tensor else step
-    for weight, parameter in engine.weight_map.local():
+    for weight, parameter in engine.learned_map.local():
         start, tensors = _optimizer_tensors(optimizers, parameter)
         for part, tensor in tensors.items():
             _fill(reader, f"{name}/{part}", tensor, _views(engine, weight, parameter, tensor, start))
@@ -134,7 +168,7 @@ def _fill(
 
 
 def _optimizers(engine: TrainingEngine) -> list[DistributedOptimizer]:
-    return optimizer_parts(engine.optimizer)
+    return [] if engine.optimizer is None else optimizer_parts(engine.optimizer)
 
 
 def _optimizer_tensors(

@@ -26,9 +26,12 @@ import torch.distributed as dist
 from rl.checkpoint import directory as on_disk
 from rl.checkpoint.arrays import array_shards, restore_arrays, without_arrays
 from rl.checkpoint.contents import (
+    BASE,
     REFERENCE,
+    adapter_of,
     checksums,
     describe,
+    dtype_of,
     load_optimizer,
     load_weights,
     model_shards,
@@ -52,6 +55,7 @@ from rl.config.options import ConfigError, to_yaml
 from rl.config.schema import Config
 from rl.faults.agreement import fail_together
 from rl.run_directory.record import versions
+from rl.runtime import tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.training.engine import TrainingEngine
 
@@ -366,7 +370,8 @@ class CheckpointStore:
     def load_weights(self, saved: Saved, models: Mapping[str, TrainingEngine]) -> None:
         """Load only the weights of the models, in the models' own dtype; no optimizer is needed.
 
-        Models other than the policy that the checkpoint lacks stay unchanged. Raises as `load` does.
+        Models other than the policy that the checkpoint lacks stay unchanged. Raises as `load` does; of what
+        was loaded, only the base of adapters is compared.
         """
         manifest = _read_on_rank_0(lambda: on_disk.read_manifest(saved.path))
         models = {name: model for name, model in models.items() if name in ("policy", *manifest["models"])}
@@ -375,6 +380,16 @@ class CheckpointStore:
         with fail_together():
             for name, model in models.items():
                 load_weights(name, model, reader)
+        same = {
+            name for name, model in models.items() if manifest["models"][name]["dtype"] == dtype_of(model)
+        }
+        bases = {
+            name: value
+            for name, value in manifest.get("checksums", {}).items()
+            if name.split("/")[0] in same and name.split("/")[1] == BASE
+        }
+        if bases:
+            _check_loaded(saved.path, bases, models)
 
 
 @dataclass(eq=False)
@@ -395,7 +410,8 @@ class _Save:
         The commit reports a failure to all ranks.
         """
         try:
-            self.written = write_shards(self.partial / on_disk.rank_file(dist.get_rank()), shards)
+            with tracing.span("write the checkpoint", step=self.step):
+                self.written = write_shards(self.partial / on_disk.rank_file(dist.get_rank()), shards)
         except OSError as error:
             self.problem = _in_words(error)
 
@@ -439,7 +455,13 @@ def _check_models(
             raise ConfigError(
                 f"{path} has no {name}, only {has}: another algorithm wrote it; use another run.dir."
             )
-        shapes, dtype = tensor_shapes(model), str(model.weight_map.dtype).removeprefix("torch.")
+        there, here = saved.get("adapter", {}), adapter_of(model)
+        if there != here:
+            raise ConfigError(
+                f"{path} was written with {_adapter_in_words(there)}, not {_adapter_in_words(here)}; use the "
+                "section adapter of that run, or another run.dir."
+            )
+        shapes, dtype = tensor_shapes(model), dtype_of(model)
         for hf in sorted(shapes.keys() | saved["tensors"].keys()):
             there, here = saved["tensors"].get(hf, "absent"), shapes.get(hf, "absent")
             if there != here:
@@ -453,6 +475,10 @@ def _check_models(
                 f"load only its weights with checkpoint.resume={path} checkpoint.weights_only=true and "
                 "another run.dir."
             )
+
+
+def _adapter_in_words(adapter: Mapping) -> str:
+    return " ".join(f"adapter.{key}={value}" for key, value in adapter.items()) or "adapter.kind=none"
 
 
 def _checksums(models: Mapping[str, TrainingEngine]) -> dict[str, int]:
@@ -485,7 +511,8 @@ def _check_loaded(path: Path, saved: Mapping[str, int], models: Mapping[str, Tra
     ranks = [str(rank) for rank, names in enumerate(holders) if names & set(wrong)]
     where = f"rank {', '.join(ranks)}" if ranks else "any rank, because none holds them"
     more = f" and {len(wrong) - 4} more tensors" if len(wrong) > 4 else ""
-    remedy = "" if f"/{REFERENCE}/" not in wrong[0] else "; use the model.path that the run started with"
+    part = wrong[0].split("/")[1]
+    remedy = "; use the model.path that the run started with" if part in (REFERENCE, BASE) else ""
     raise WronglyLoaded(
         f"after loading {path}, {', '.join(wrong[:4])}{more} are not what was saved, on {where}{remedy}."
     )

@@ -8,6 +8,8 @@ import importlib.util
 import math
 import re
 
+from rl.config.adapter_checks import check_adapter
+from rl.config.adapter_form_checks import check_form
 from rl.config.durations import seconds_of
 from rl.config.functions import FORM
 from rl.config.layout_checks import divisors
@@ -18,7 +20,18 @@ from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
 from rl.config.reward_sources import check_sources
 from rl.config.role_checks import check_roles
-from rl.config.schema import Config, algorithm_of, learns_from_samples, needs_kept_sets
+from rl.config.schema import (
+    Config,
+    algorithm_of,
+    generates_held_out,
+    learns_from_data,
+    learns_from_samples,
+    needs_kept_sets,
+    uses_teacher,
+    validates,
+)
+from rl.config.teachers import Teacher
+from rl.config.trace import check_trace
 
 OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
 
@@ -41,9 +54,12 @@ def check(config: Config) -> list[str]:
     check_names(config)
     check_contradictions(config)
     check_numerics(config)
+    check_adapter(config)
+    check_form(config)
     check_objective(config)
     check_roles(config)
     check_mode(config)
+    check_trace(config.trace, config.run.max_steps)
     return warnings(config)
 
 
@@ -108,6 +124,10 @@ def check_contradictions(config: Config) -> None:
         from rl.config.agent_checks import check_agents
 
         check_agents(config)
+    if uses_teacher(config) or config.teacher != Teacher():
+        from rl.config.teacher_checks import check_teacher
+
+        check_teacher(config)
     if config.rollout.carry_over:
         check_carry_over(config)
     if needs_kept_sets(config):
@@ -126,7 +146,8 @@ def check_contradictions(config: Config) -> None:
             "end of the buffer."
         )
     validation = config.validation
-    if config.data.val and validation.every and not validation.greedy and not validation.samples_per_prompt:
+    measures = validation.greedy or validation.samples_per_prompt or validation.loss
+    if config.data.val and validation.every and not measures:
         raise ConfigError(
             "validation.greedy=false and validation.samples_per_prompt=0 leave nothing to validate with; "
             "set one of them."
@@ -168,16 +189,50 @@ def check_data(config: Config) -> None:
             f"algorithm={config.algorithm} reads rated responses, which have neither data.curriculum nor "
             "data.train_weights."
         )
+    if validates(config) and config.validation.loss and "responses" not in needs:
+        raise ConfigError(
+            f"validation.loss=true needs responses in the data, which algorithm={config.algorithm} does not "
+            "read; leave it out."
+        )
+    check_conversations(config)
+
+
+def check_conversations(config: Config) -> None:
+    """Raise ConfigError for keys that do not suit conversations, or only suit them."""
+    data, needs = config.data, algorithm_of(config).needs
+    if not data.messages_key:
+        only = {f"data.train_on={data.train_on}": data.train_on != "assistant"}
+        only["data.overlong_prompts=truncate_right"] = data.overlong_prompts == "truncate_right"
+        for setting in (setting for setting, is_set in only.items() if is_set):
+            raise ConfigError(f"{setting} is for conversations; set data.messages_key, or leave it out.")
+        return
+    name = f"data.messages_key={data.messages_key}"
+    if "responses" not in needs or "samples" in needs:
+        raise ConfigError(
+            f"{name} reads conversations for algorithm=sft, not for {config.algorithm}; leave it out. "
+            "Prompts of several turns, and pairs of conversations, are read without it."
+        )
+    if data.overlong_prompts == "truncate_left":
+        raise ConfigError(
+            f"data.overlong_prompts=truncate_left would cut the beginning of the conversations of {name}; "
+            "use truncate_right, drop or error."
+        )
+    if generates_held_out(config):
+        raise ConfigError(
+            f"validation.greedy={show(config.validation.greedy)} and validation.samples_per_prompt="
+            f"{config.validation.samples_per_prompt} generate responses, but the conversations of {name} "
+            "have no answer to score; set them to false and 0, and validation.loss=true."
+        )
 
 
 def check_mask(config: Config) -> None:
     """Raise ConfigError if the sets of tokens that the engine kept cannot reach the trainer."""
-    rollout, needs = config.rollout, algorithm_of(config).needs
+    rollout = config.rollout
     reasons = {
         "rollout.carry_over=true carries samples over": rollout.carry_over,
         f"roles.rollout={config.roles.rollout} sends samples": config.roles.is_on,
         "run.mode=train_only reads samples": config.run.mode == "train_only",
-        f"algorithm={config.algorithm} also learns from the data's responses,": "responses" in needs,
+        f"algorithm={config.algorithm} also learns from the data's responses,": learns_from_data(config),
     }
     for reason in (reason for reason, is_set in reasons.items() if is_set):
         raise ConfigError(

@@ -3,21 +3,21 @@
 from pathlib import Path
 
 from rl.config.options import ConfigError
-from rl.config.schema import Config, algorithm_of
+from rl.config.schema import Config, algorithm_of, learns_from_data
 
 
 def check_mode(config: Config) -> None:
     """Raise ConfigError for a mode that contradicts the rest of the config."""
     run, needs = config.run, algorithm_of(config).needs
     name = f"run.mode={run.mode}"
-    if run.mode in ("train", "rollout_only") and run.rollouts:
+    if run.mode in ("train", "check", "rollout_only") and run.rollouts:
         raise ConfigError(
             f"run.rollouts={run.rollouts} is read with run.mode=score_only or train_only, not with {name}; "
             "leave it out."
         )
-    if run.mode == "train":
+    if run.mode in ("train", "check"):
         return
-    if "samples" not in needs or "responses" in needs:
+    if "samples" not in needs or learns_from_data(config):
         raise ConfigError(
             f"{name} replays responses of the policy, but algorithm={config.algorithm} learns from responses "
             "in the data; use another algorithm, or run.mode=train."

@@ -320,12 +320,15 @@ def nearest_keys(root: type, prefix: str, name: str, leaf: str) -> list[str]:
     """Return up to three valid keys that an unknown `name` in section `prefix` may stand for.
 
     `leaf` is the last part of the key as the user wrote it, which may lie elsewhere in the tree. A key of the
-    section that begins with `name` scores as high as an equal key elsewhere; the section's keys come first.
+    section that begins with `name`, or has it as its last words, scores as high as an equal key elsewhere;
+    the section's keys come first.
     """
     scores = {}
     for key in tree_keys(root):
         here, anywhere = similarity(name, last(key)), similarity(leaf, last(key))
-        if parent(key) == prefix and len(name) >= 3 and last(key).startswith(name.lower().replace("-", "_")):
+        part = name.lower().replace("-", "_")
+        is_part = last(key).startswith(part) or last(key).endswith(f"_{part}")
+        if parent(key) == prefix and len(name) >= 3 and is_part:
             here = 1.0
         if anywhere >= 0.8 or (here >= 0.6 and parent(key) == prefix):
             scores[key] = max(here, anywhere) if parent(key) == prefix else anywhere

@@ -21,6 +21,7 @@ def is_finite(value: Any) -> bool:
 
 AT_LEAST_ONE = Range("at least 1", lambda v: v >= 1)
 NOT_NEGATIVE = Range("0 or more and finite", lambda v: 0 <= v < math.inf)
+ZERO = Range("0", lambda v: v == 0)
 POSITIVE = Range("greater than 0 and finite", lambda v: 0 < v < math.inf)
 PROBABILITY = Range("greater than 0 and at most 1", lambda v: 0 < v <= 1)
 FRACTION = Range("from 0 to 1", lambda v: 0 <= v <= 1)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from rl.config import ranges
+from rl.config.adapter import Adapter
 from rl.config.agents import Agents
 from rl.config.correction import RolloutCorrection
 from rl.config.declarations import Algorithm, Formula, describe, formulas, literal_dict
@@ -29,7 +30,9 @@ from rl.config.ranges import (
 )
 from rl.config.roles import Roles
 from rl.config.rollout import Rollout
+from rl.config.teachers import Teacher
 from rl.config.terms import AdaptiveEntropy, Preference, RewardKl
+from rl.config.trace import Trace
 
 T = TypeVar("T")
 
@@ -40,10 +43,12 @@ class Run:
     """Name of the run; also the last part of the default `run.dir`."""
     dir: str = ""
     """Directory for metrics, checkpoints, the resolved config and the code. Empty: `runs/<run.name>`."""
-    mode: Literal["train", "rollout_only", "score_only", "train_only"] = "train"
-    """rollout_only: generate, score and store samples without learning. score_only: apply the reward function
-    to stored samples and print the differences, in one process without a model. train_only: learn from stored
-    samples without an engine; nothing is generated or validated. docs/report.md has examples."""
+    mode: Literal["train", "check", "rollout_only", "score_only", "train_only"] = "train"
+    """check: take one step in `<run.dir>-check`, print a verdict on each part of it, and end
+    (docs/first_step.md). rollout_only: generate, score and store samples without learning. score_only: apply
+    the reward function to stored samples and print the differences, in one process without a model.
+    train_only: learn from stored samples without an engine; nothing is generated or validated. docs/report.md
+    has examples."""
     rollouts: str = ""
     """Run directory with the stored samples that `mode` score_only (empty: `dir`) or train_only reads."""
     max_steps: Annotated[int, AT_LEAST_ONE] = 100
@@ -88,8 +93,14 @@ class Data:
     """Column with the prompt: a list of {role, content} messages (chat template applied) or a string (used
     without a template)."""
     response_key: str = ""
-    """sft and spin: column with the target response. Empty: `reward_model.ground_truth`. kto: column with the
-    response, whose default is completion."""
+    """sft, spin and distill with a share of the data: column with the target response. Empty:
+    `reward_model.ground_truth`. kto: column with the response, whose default is completion."""
+    messages_key: str = ""
+    """sft: column with a conversation, a list of {role, content} messages, to train on in place of a prompt
+    and a response; column `tools` may have the schemas of its tools (docs/sft.md). Empty: none."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Tokens of a conversation that have a loss: every turn of the assistant with its end-of-turn token, only
+    the last one, or all tokens."""
     label_key: str = "label"
     """kto: column that says whether the response is desirable: true or false, or 1 or 0."""
     chosen_key: str = "chosen"
@@ -97,11 +108,11 @@ class Data:
     rejected_key: str = "rejected"
     """dpo, orpo and simpo: column with the rejected response."""
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 1024
-    """Longest prompt in tokens, after the chat template."""
-    overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
+    """Longest prompt in tokens, after the chat template; with `messages_key` the longest conversation."""
+    overlong_prompts: Literal["error", "drop", "truncate_left", "truncate_right"] = "error"
     """Treatment of a prompt of more than `max_prompt_tokens`: stop, leave it out, or keep its last tokens. In
     dpo, orpo, simpo and kto it also applies to a response of more than `rollout.max_response_tokens`, of
-    which the first tokens are kept."""
+    which the first tokens are kept. truncate_right keeps the first tokens of a conversation."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, with the seed (run.seed, epoch)."""
     prompts_per_step: Annotated[int, AT_LEAST_ONE] = 64
@@ -190,6 +201,9 @@ class Critic:
     path: str = ""
     """Hugging Face checkpoint that the critic starts from: a causal language model, whose head is replaced by
     a value head that starts at 0, or a sequence classifier with one label. Empty: `model.path`."""
+    share_base: bool = False
+    """With the section `adapter`: the critic uses the policy's frozen weights, with adapters and a value head
+    of its own, in place of a second model whose weights all learn."""
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-5))
     """As for the policy, with a ten times higher learning rate, because a critic learns a regression."""
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
@@ -380,6 +394,9 @@ class Validation:
     """Steps between validations; one more at the end. 0: never."""
     before_training: bool = True
     """Validate also before the first step."""
+    loss: bool = False
+    """sft: loss and perplexity of the held-out responses, without an engine: val/loss, val/perplexity,
+    val-core/<data_source>/loss, ..."""
     greedy: bool = True
     """One greedy response per held-out prompt: val-core/<data_source>/acc/mean@1."""
     samples_per_prompt: Annotated[int, NOT_NEGATIVE] = 0
@@ -428,7 +445,8 @@ class Checkpoint:
     """Compare the checksum of every file before a checkpoint is loaded, distributed over the ranks. false:
     compare only sizes."""
     export_hf: bool = False
-    """At the end write the policy as a Hugging Face checkpoint to `<run.dir>/hf`."""
+    """At the end write the policy as a Hugging Face checkpoint to `<run.dir>/hf`. With the section `adapter`
+    its weights are the merged ones, and the adapters alone are in `<run.dir>/adapter`, in peft's format."""
 
 
 @dataclass
@@ -459,11 +477,13 @@ class Logging:
 class Config:
     algorithm: str = "grpo"
     """Name of a file of rl/algorithms (ppo, grpo, dapo, rloo, reinforce_pp, remax, prime, dpo, spin, sppo,
-    kto, orpo, simpo, sft), or the path of your own file. It sets other defaults for some keys below."""
+    kto, orpo, simpo, sft, distill), or the path of your own file. It sets other defaults for some keys
+    below."""
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
+    adapter: Adapter = field(default_factory=Adapter)
     rollout: Rollout = field(default_factory=Rollout)
     roles: Roles = field(default_factory=Roles)
     reward: Reward = field(default_factory=Reward)
@@ -473,14 +493,20 @@ class Config:
     critic: Critic = field(default_factory=Critic)
     implicit_reward: ImplicitReward = field(default_factory=ImplicitReward)
     preference: Preference = field(default_factory=Preference)
+    teacher: Teacher = field(default_factory=Teacher)
     dynamic_sampling: DynamicSampling = field(default_factory=DynamicSampling)
     validation: Validation = field(default_factory=Validation)
     refit: Refit = field(default_factory=Refit)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     logging: Logging = field(default_factory=Logging)
+    trace: Trace = field(default_factory=Trace)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     agreement: AgreementConfig = field(default_factory=AgreementConfig)
     memory: Memory = field(default_factory=Memory)
+
+
+CHECK_SUFFIX = "-check"
+"""End of the name of the directory in which run.mode=check writes, beside that of the run."""
 
 
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
@@ -494,8 +520,18 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def resolve(config: Config) -> Config:
-    """Return a copy of the config with derived values filled in: `run.dir`."""
-    return replace(config, run=replace(config.run, dir=config.run.dir or f"runs/{config.run.name}"))
+    """Return a copy of the config with derived values filled in: `run.dir`, and what a check leaves out."""
+    run = replace(config.run, dir=config.run.dir or f"runs/{config.run.name}")
+    if run.mode != "check":
+        return replace(config, run=run)
+    resume = config.checkpoint.resume
+    named = resume if resume not in ("auto", "never") else "never"
+    return replace(
+        config,
+        run=replace(run, dir=run.dir.rstrip("/").removesuffix(CHECK_SUFFIX) + CHECK_SUFFIX),
+        data=replace(config.data, val=[]),
+        checkpoint=Checkpoint(resume=named, weights_only=config.checkpoint.weights_only and named == resume),
+    )
 
 
 def algorithm_of(config: Config) -> Algorithm:
@@ -515,7 +551,8 @@ def needs_kept_sets(config: Config) -> bool:
 
 def needs_engine(config: Config) -> bool:
     """Return whether a generation engine is built, for training or for validation."""
-    return (learns_from_samples(config) and config.run.mode != "train_only") or validates(config)
+    learns = learns_from_samples(config) and config.run.mode != "train_only"
+    return learns or generates_held_out(config)
 
 
 def validates(config: Config) -> bool:
@@ -523,16 +560,47 @@ def validates(config: Config) -> bool:
     return bool(config.data.val and config.validation.every) and config.run.mode != "train_only"
 
 
+def generates_held_out(config: Config) -> bool:
+    """Return whether validation generates and scores responses."""
+    return validates(config) and (config.validation.greedy or config.validation.samples_per_prompt > 0)
+
+
 def needs_reward(config: Config) -> bool:
     """Return whether responses are scored, in training or in validation."""
-    learns = "reward" in algorithm_of(config).needs and config.run.mode != "train_only"
-    return learns or validates(config)
+    learns = "reward" in algorithm_of(config).needs or needs_feedback(config)
+    learns = learns and config.run.mode != "train_only"
+    return learns or generates_held_out(config)
 
 
 def needs_reference(config: Config) -> bool:
     """Return whether the policy that the run starts from is kept."""
     objective = config.objective
     return "reference" in algorithm_of(config).needs or objective.kl_coef > 0 or objective.reward_kl.coef > 0
+
+
+def keeps_reference(config: Config) -> bool:
+    """Return whether the policy that the run starts from is kept, as a reference or as a teacher."""
+    is_teacher = uses_teacher(config) and config.teacher.self_taught == "initial"
+    return needs_reference(config) or is_teacher
+
+
+def uses_teacher(config: Config) -> bool:
+    """Return whether the policy learns from the section `teacher`."""
+    return "teacher" in algorithm_of(config).needs or config.teacher.advantage_coef > 0
+
+
+def learns_from_data(config: Config) -> bool:
+    """Return whether the algorithm trains on the data's own responses."""
+    shares = config.teacher.student_share + config.teacher.teacher_share
+    return "responses" in algorithm_of(config).needs or (
+        "teacher" in algorithm_of(config).needs and shares < 1 - 1e-9
+    )
+
+
+def needs_feedback(config: Config) -> bool:
+    """Return whether the prompt of a self-taught policy has what the reward function says."""
+    teacher = config.teacher
+    return uses_teacher(config) and teacher.self_taught != "none" and "{feedback}" in teacher.template
 
 
 def needs_early_logprobs(config: Config) -> bool:
@@ -547,6 +615,7 @@ def needs_early_logprobs(config: Config) -> bool:
     return (
         "old_logprobs" in algorithm_of(config).needs
         or config.objective.reward_kl.coef > 0
+        or config.teacher.advantage_coef > 0
         or (estimator is not None and not estimator.columns.isdisjoint({"old_logprobs", "sum_p_squared"}))
         or (loss is not None and "selected_tokens" in loss.columns)
         or bool(config.rollout_correction.rejections)

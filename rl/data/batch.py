@@ -34,7 +34,7 @@ LOSS_COLUMNS = (
 )
 """Token columns that losses may read; micro-batches contain them."""
 
-TOKEN_COLUMNS = (*LOSS_COLUMNS, "token_rewards", "sum_p_squared", "turns", "turn_rewards")
+TOKEN_COLUMNS = (*LOSS_COLUMNS, "teacher_logprobs", "token_rewards", "sum_p_squared", "turns", "turn_rewards")
 
 
 @dataclass
@@ -68,6 +68,8 @@ class Batch:
     """Number of the policy's updates before the one that fills `old_logprobs`, if an update does."""
     ref_logprobs: Tensor | None = None
     """Log-prob by the reference policy."""
+    teacher_logprobs: Tensor | None = None
+    """Log-prob by the sample's teacher."""
     baselines: Tensor | None = None
     """float32 [N], only for remax: the reward of the greedy response to the sample's prompt."""
     advantages: Tensor | None = None
@@ -109,6 +111,10 @@ class Batch:
         if self.mask is None:
             self.mask = torch.ones(int(self.lengths.sum()))
         self._fingerprint: int | None = None
+        self.feedback: list[str | None] | None = None
+        """What the reward function says about each sample, if a teacher's prompt has it."""
+        self.teacher: Any = None
+        """The teachers' distributions at the response tokens (`rl.training.divergence.Targets`)."""
         self.layouts: dict[Any, Any] = {}
         """Cached layouts of micro-batches, for several passes; filled by `rl.training.packing`."""
 
@@ -257,14 +263,27 @@ def segment_counts(flags: Tensor, lengths: Tensor) -> Tensor:
     return ends[stops] - ends[stops - lengths]
 
 
-def given_responses(prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> Batch:
-    """Return a batch of responses from the data instead of the policy; each response is a separate group."""
+def given_responses(
+    prompt_ids: list[np.ndarray], response_ids: list[np.ndarray], masks: Sequence[np.ndarray] = ()
+) -> Batch:
+    """Return a batch of responses from the data instead of the policy; each response is a separate group.
+
+    masks: 1 for the tokens of each response that have a loss; none: all have.
+    """
     return Batch(
         prompt_ids=prompt_ids,
         response_ids=response_ids,
         groups=torch.arange(len(prompt_ids)),
         truncated=torch.zeros(len(prompt_ids), dtype=torch.bool),
+        mask=torch.from_numpy(np.concatenate(masks)) if masks else None,
     )
+
+
+def data_responses(prompts: Sequence[Prompt]) -> Batch:
+    """Return the data's own responses to prompts that have one."""
+    ids, responses = [p.token_ids for p in prompts], [p.response_ids for p in prompts]
+    masks = [prompt.response_mask for prompt in prompts if prompt.response_mask is not None]
+    return given_responses(ids, responses, masks)
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:

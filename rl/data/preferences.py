@@ -14,18 +14,24 @@ For kto a row has one response and its label, as in TRL's unpaired preference:
 Messages before the response repeat the prompt. They must be the same in both columns and agree with the
 prompt column. If the prompt is a string and the responses are conversations (UltraFeedback), the string must
 be the content of a user message; the conversation is then the prompt, so that the chat template is applied.
-With `prompt_key` "" there is no prompt column, and the repeated messages are the prompt (TRL's implicit
-prompt).
+With `prompt_key` "" there is no prompt column, and the messages with which both responses begin are the
+prompt (TRL's implicit prompt).
+
+A response of messages is rendered by the chat template. It may have several messages, such as calls of tools
+and their output; the loss counts the tokens of the assistant's turns (`rl.data.chats`). Column `tools` then
+has the schemas of the tools. A response that is a string, or follows a prompt that is one, is the text and
+the end-of-sequence token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rl.data.chats import AssistantTurns, chat_of, tokenize_chats, tools_of
 from rl.data.prompts import (
     Messages,
     data_source,
@@ -35,7 +41,6 @@ from rl.data.prompts import (
     tokenize,
     tokenize_targets,
     within_limit,
-    without_nulls,
 )
 from rl.data.reading import Row, describe, read_rows
 
@@ -50,8 +55,11 @@ class Preference:
     """np.int32 [P]: after the chat template with generation prompt, after truncation."""
     chosen_ids: np.ndarray
     """np.int32 [R]: the preferred response and the end-of-sequence token, after truncation."""
+    chosen_mask: np.ndarray
+    """np.float32 [R]: 0 for tokens that are given to the policy, such as the output of a tool, else 1."""
     rejected_ids: np.ndarray
     """np.int32 [R']: the rejected response in the same form."""
+    rejected_mask: np.ndarray
     text: str
     """The rendered prompt before truncation."""
     data_source: str
@@ -65,6 +73,7 @@ class Labelled:
     index: int
     prompt_ids: np.ndarray
     response_ids: np.ndarray
+    response_mask: np.ndarray
     label: bool
     """Whether the response is desirable."""
     text: str
@@ -81,6 +90,7 @@ def load_preferences(
     max_prompt_tokens: int,
     max_response_tokens: int,
     overlong: str,
+    end_token_ids: Collection[int] = (),
     max_pairs: int = 0,
 ) -> list[Preference]:
     """Read `files` in order and tokenize the pairs.
@@ -90,29 +100,31 @@ def load_preferences(
     overlong: what to do with a pair whose prompt or response exceeds its limit: "error", "drop", or
         "truncate_left", which keeps the last tokens of the prompt and the first tokens of a response. The
         response then lacks its end-of-sequence token, as a sample that reached the limit.
+    end_token_ids: ids at which generation stops, besides the tokenizer's eos.
     max_pairs: maximum number of rows to read, before any is dropped; 0 reads all.
 
     Raises ValueError for an invalid file, a missing column, a prompt or response that is not text,
-    conversations that disagree, a tokenizer that cannot render messages or has no eos_token, and overlong
-    pairs according to `overlong`.
+    conversations that disagree, a tokenizer that cannot render messages or has no eos_token, a template for
+    which `rl.data.chats` raises it, and overlong pairs according to `overlong`.
     """
     required = {chosen_key: "name the column with the preferred response in data.chosen_key"}
     required[rejected_key] = "name the column with the rejected response in data.rejected_key"
-    limits = dict(max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
+    options = dict(max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
+    options |= dict(overlong=overlong, end_token_ids=end_token_ids, max_rows=max_pairs)
     nouns = {chosen_key: "chosen responses", rejected_key: "rejected responses"}
-    rows, kept = _load(
-        files, tokenizer, nouns, required, prompt_key, overlong=overlong, max_rows=max_pairs, **limits
-    )
+    rows, kept = _load(files, tokenizer, nouns, required, prompt_key, **options)
     return [
         Preference(
             index=index,
             prompt_ids=prompt_ids,
-            chosen_ids=chosen_ids,
-            rejected_ids=rejected_ids,
+            chosen_ids=chosen.ids,
+            chosen_mask=chosen.mask,
+            rejected_ids=rejected.ids,
+            rejected_mask=rejected.mask,
             text=text,
             data_source=data_source(rows[index]),
         )
-        for index, text, prompt_ids, (chosen_ids, rejected_ids) in kept
+        for index, text, prompt_ids, (chosen, rejected) in kept
     ]
 
 
@@ -126,6 +138,7 @@ def load_labelled(
     max_prompt_tokens: int,
     max_response_tokens: int,
     overlong: str,
+    end_token_ids: Collection[int] = (),
 ) -> list[Labelled]:
     """Read `files` in order and tokenize prompts and responses; arguments and errors are those of pairs.
 
@@ -133,19 +146,21 @@ def load_labelled(
     """
     required = {response_key: "name the column with the response in data.response_key"}
     required[label_key] = "name the column with the label in data.label_key"
-    limits = dict(max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
+    options = dict(max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
+    options |= dict(overlong=overlong, end_token_ids=end_token_ids)
     nouns = {response_key: "responses"}
-    rows, kept = _load(files, tokenizer, nouns, required, prompt_key, overlong=overlong, **limits)
+    rows, kept = _load(files, tokenizer, nouns, required, prompt_key, **options)
     return [
         Labelled(
             index=index,
             prompt_ids=prompt_ids,
-            response_ids=response_ids,
+            response_ids=response.ids,
+            response_mask=response.mask,
             label=_label(rows[index], label_key),
             text=text,
             data_source=data_source(rows[index]),
         )
-        for index, text, prompt_ids, (response_ids,) in kept
+        for index, text, prompt_ids, (response,) in kept
     ]
 
 
@@ -158,6 +173,14 @@ def _label(row: Row, column: str) -> bool:
     return bool(value)
 
 
+class _Response(NamedTuple):
+    ids: np.ndarray
+    mask: np.ndarray
+
+    def cut(self, start: int, end: int) -> "_Response":
+        return _Response(self.ids[start:end], self.mask[start:end])
+
+
 def _load(
     files: Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
@@ -168,10 +191,11 @@ def _load(
     max_prompt_tokens: int,
     max_response_tokens: int,
     overlong: str,
+    end_token_ids: Collection[int],
     max_rows: int = 0,
-) -> tuple[list[Row], list[tuple[int, str, np.ndarray, list[np.ndarray]]]]:
-    """Return all rows, and of each row within the limits (its index, rendered prompt, prompt ids, and the ids
-    of its responses).
+) -> tuple[list[Row], list[tuple[int, str, np.ndarray, list[_Response]]]]:
+    """Return all rows, and of each row within the limits (its index, rendered prompt, prompt ids, and its
+    responses).
 
     nouns: column of a response -> name of such responses in messages.
     """
@@ -179,24 +203,32 @@ def _load(
         required = required | {
             prompt_key: 'name the prompt\'s column in data.prompt_key ("" if only the responses have it)'
         }
-    rows = read_rows(files, required=required, optional=["data_source"], max_rows=max_rows)
+    rows = read_rows(files, required=required, optional=["data_source", "tools"], max_rows=max_rows)
 
     column = prompt_key or next(iter(nouns))
-    texts, templated, responses = [], [], [[] for _ in nouns]
-    for row in rows:
-        before, answers = _split_responses(row, tuple(nouns))
-        prompt = _prompt(row, before, column=prompt_key)
-        templated.append(not isinstance(prompt, str))
-        texts.append(render(prompt, tokenizer, row, column=column) if templated[-1] else prompt)
-        for texts_of_column, answer in zip(responses, answers, strict=True):
-            texts_of_column.append(answer)
-
+    split = [_split(row, tuple(nouns), prompt_key) for row in rows]
+    templated = [not isinstance(prompt, str) for prompt, _ in split]
+    texts = [
+        render(prompt, tokenizer, row, column=column) if is_rendered else prompt
+        for row, (prompt, _), is_rendered in zip(rows, split, templated, strict=True)
+    ]
     prompt_ids = tokenize(texts, templated, tokenizer, rows, column=column)
-    response_ids = [tokenize_targets(answers, tokenizer) for answers in responses]
+    responses = []
+    for number in range(len(nouns)):
+        answers = [answers[number] for _, answers in split]
+        targets = tokenize_targets([text if isinstance(text, str) else "" for text in answers], tokenizer)
+        responses.append([_Response(ids, np.ones(len(ids), np.float32)) for ids in targets])
+    chats = [i for i, (_, answers) in enumerate(split) if not isinstance(answers[0], str)]
+    if chats:
+        turns = AssistantTurns(tokenizer, end_token_ids, "give the responses as texts")
+        for i, text, prompt, parts in _conversations(chats, rows, split, turns):
+            texts[i], prompt_ids[i] = text, prompt
+            for column_responses, part in zip(responses, parts, strict=True):
+                column_responses[i] = part
     kept = within_limit(np.array([*map(len, prompt_ids)]), limit=max_prompt_tokens, overlong=overlong)
-    for noun, ids in zip(nouns.values(), response_ids, strict=True):
+    for noun, found in zip(nouns.values(), responses, strict=True):
         kept &= within_limit(
-            np.array([*map(len, ids)]),
+            np.array([len(response.ids) for response in found]),
             limit=max_response_tokens,
             overlong=overlong,
             noun=noun,
@@ -214,63 +246,126 @@ def _load(
             index,
             texts[index],
             prompt_ids[index][-max_prompt_tokens:],
-            [ids[index][:max_response_tokens] for ids in response_ids],
+            [found[index].cut(0, max_response_tokens) for found in responses],
         )
         for index in np.flatnonzero(kept).tolist()
     ]
 
 
-def _split_responses(row: Row, columns: tuple[str, ...]) -> tuple[Messages | None, list[str]]:
-    """Return the messages that all responses begin with (None if there are none), and the responses."""
-    parts = [_split_response(row.values[column], row, column=column) for column in columns]
-    befores, responses = zip(*parts, strict=True)
+def _conversations(
+    indices: list[int], rows: list[Row], split: "list[Split]", turns: AssistantTurns
+) -> Iterator[tuple[int, str, np.ndarray, list[_Response]]]:
+    """Yield the index, the rendered prompt, its ids and the responses of rows whose responses are messages.
+
+    The prompt are the tokens with which all conversations of a row begin, up to the first one with a loss.
+    """
+    texts, columns = [], []
+    for number in range(len(split[indices[0]][1])):
+        found = [
+            turns.find(
+                [*split[i][0], *split[i][1][number]], tools_of(rows[i]), rows[i], first=len(split[i][0])
+            )
+            for i in indices
+        ]
+        turns.warn_of_open_turns(found)
+        texts = [text[: spans[0][0]] for text, spans in found]
+        columns.append(tokenize_chats(found, turns.tokenizer, [rows[i] for i in indices]))
+    for i, text, *sides in zip(indices, texts, *columns, strict=True):
+        start = min(int(mask.argmax()) for _, mask in sides)
+        differs = sides[0][0][:start] != sides[-1][0][:start]
+        start = int(differs.argmax()) if differs.any() else start
+        parts = [_Response(*side).cut(start, int(np.flatnonzero(side[1])[-1]) + 1) for side in sides]
+        yield i, text, sides[0][0][:start], parts
+
+
+# ---- prompts and responses of a row ----
+
+Split = tuple[Messages | str, list[Messages] | list[str]]
+"""The prompt and the responses of a row. Responses are texts, or messages after a prompt of messages."""
+
+
+def _split(row: Row, columns: tuple[str, ...], prompt_column: str) -> Split:
+    values = [_response(row, column) for column in columns]
+    prompt: Messages | str | None = None
+    if prompt_column:
+        messages = to_messages(row.values[prompt_column], row, column=prompt_column)
+        prompt = row.values[prompt_column] if messages is None else chat_of(messages, row)
+    sizes = [_num_repeated(value, values, prompt) for value in values]
+    befores = [value[:size] if size else [] for value, size in zip(values, sizes, strict=True)]
     if befores[0] != befores[-1]:
         raise ValueError(
             f"{row.place}: the messages before the last one differ between column {columns[0]!r} and column "
             f"{columns[1]!r}; both must answer the same prompt."
         )
-    return befores[0], list(responses)
+    prompt = _prompt(row, befores[0], prompt, column=prompt_column)
+    if not isinstance(prompt, str) and not any(isinstance(value, str) for value in values):
+        return prompt, [value[size:] for value, size in zip(values, sizes, strict=True)]
+    parts = zip(values, sizes, columns, strict=True)
+    return prompt, [_text(value, size, row, column=column) for value, size, column in parts]
 
 
-def _split_response(value: Any, row: Row, *, column: str) -> tuple[Messages | None, str]:
-    """Return the messages before the response (None if there are none), and the response."""
+def _response(row: Row, column: str) -> Messages | str:
+    """Return the response in a column, and the messages before it."""
+    value = row.values[column]
     if isinstance(value, str):
-        return None, value
+        return value
     if not is_chat(value):
         raise ValueError(
             f"{row.place}: column {column!r} must be a string or messages that end with the response, "
             f"not {describe(value)}."
         )
-    *before, last = without_nulls(value)
-    if last["role"] != "assistant" or not isinstance(last.get("content"), str):
-        raise ValueError(
-            f"{row.place}: column {column!r} must end with a text message of the assistant, not "
-            f"{describe(last)}."
-        )
-    return before or None, last["content"]
+    if value[-1]["role"] != "assistant":
+        raise _not_a_text(row, column, value[-1])
+    return chat_of(value, row)
 
 
-def _prompt(row: Row, before: Messages | None, *, column: str) -> Messages | str:
-    """Return the prompt of a row, given the messages that both responses begin with."""
-    if before is not None:
-        before = to_messages(before, row, column=f"{column or 'chosen'} (as the responses repeat it)")
-    if not column:
-        if before is None:
+def _num_repeated(value: Messages | str, values: list[Messages | str], prompt: Messages | str | None) -> int:
+    """Return the number of messages before the response in `value`, one of the row's `values`."""
+    if isinstance(value, str):
+        return 0
+    if prompt is None and len(values) > 1 and not any(isinstance(other, str) for other in values):
+        lengths = range(min(map(len, values)))
+        same = next((n for n in lengths if any(other[n] != value[n] for other in values)), len(lengths) - 1)
+        answers = (n for n in range(same, 0, -1) if all(other[n]["role"] == "assistant" for other in values))
+        return next(answers, len(value) - 1)
+    if isinstance(prompt, list) and value[: len(prompt)] == prompt:
+        return len(prompt)
+    return 0 if value[0]["role"] == "assistant" else len(value) - 1
+
+
+def _text(value: Messages | str, size: int, row: Row, *, column: str) -> str:
+    """Return a response as text, given the number of messages before it."""
+    if isinstance(value, str):
+        return value
+    message = value[size]
+    if len(value) > size + 1 or not isinstance(message.get("content"), str) or message.get("tool_calls"):
+        raise _not_a_text(row, column, value[-1])
+    return message["content"]
+
+
+def _not_a_text(row: Row, column: str, message: dict) -> ValueError:
+    return ValueError(
+        f"{row.place}: column {column!r} must end with a text message of the assistant, not "
+        f"{describe(message)}."
+    )
+
+
+def _prompt(row: Row, before: Messages, prompt: Messages | str | None, *, column: str) -> Messages | str:
+    """Return the prompt of a row, given the messages that its responses begin with and the prompt column."""
+    if not before:
+        if prompt is None:
             raise ValueError(
                 f"{row.place}: there is no prompt: data.prompt_key is empty, and the responses are not "
                 "conversations that begin with the prompt. Name the column with the prompt in "
                 "data.prompt_key."
             )
-        return before
-    prompt = row.values[column]
-    messages = to_messages(prompt, row, column=column)
-    if before is None:
-        return prompt if messages is None else messages
-    if messages is None:
+        return prompt
+    to_messages(before, row, column=f"{column or 'chosen'} (as the responses repeat it)")
+    if isinstance(prompt, str):
         asked = [str(message.get("content")).strip() for message in before if message["role"] == "user"]
         agree = prompt.strip() in asked
     else:
-        agree = messages == before
+        agree = prompt is None or prompt == before
     if not agree:
         raise ValueError(
             f"{row.place}: the messages before the response differ from the prompt in column {column!r}, "

@@ -44,7 +44,10 @@ class Prompt:
     extra_info: dict[str, Any]
     """Column `extra_info`, or {}, with those of AGENT_COLUMNS that the row has."""
     response_ids: np.ndarray | None = None
-    """np.int32 [R], only for sft: the target without special tokens, then the end-of-sequence token."""
+    """np.int32 [R], only for sft: the target without special tokens, then the end-of-sequence token; of a
+    conversation, the tokens from the first to the last one with a loss."""
+    response_mask: np.ndarray | None = None
+    """np.float32 [R], only for conversations: 1 for response tokens with a loss."""
     messages: Messages | None = None
     """The chat before the template, without keys that are None; None if the prompt is a string."""
     source: int = 0
@@ -146,9 +149,19 @@ def data_source(row: Row) -> str:
 
 
 def num_shared(prompts: Sequence[Any], others: Sequence[Prompt]) -> int:
-    """Return how many of `others` have the token ids of a prompt among `prompts`, which may hold pairs."""
-    known = {prompt.token_ids.tobytes() for prompt in prompts if isinstance(prompt, Prompt)}
-    return sum(other.token_ids.tobytes() in known for other in others)
+    """Return how many of `others` have the token ids of a prompt among `prompts`, which may hold pairs.
+
+    Conversations are compared as a whole.
+    """
+    known = {_content(prompt) for prompt in prompts if isinstance(prompt, Prompt)}
+    return sum(_content(other) in known for other in others)
+
+
+def _content(prompt: Prompt) -> bytes:
+    """Return the token ids of a prompt, or of a whole conversation, because many begin equally."""
+    if prompt.response_mask is None or prompt.response_ids is None:
+        return prompt.token_ids.tobytes()
+    return np.concatenate([prompt.token_ids, prompt.response_ids]).tobytes()
 
 
 # ---- messages and text ----
@@ -252,13 +265,18 @@ def tokenize(
         for i, ids in zip(indices, encoded, strict=True):
             if len(ids) == 0:
                 raise ValueError(f"{rows[i].place}: the prompt in column {column!r} is empty.")
-            if tokenizer.bos_token_id is not None and (ids[:2] == tokenizer.bos_token_id).sum() == 2:
-                raise ValueError(
-                    f"{rows[i].place}: the prompt in column {column!r} begins with two BOS tokens "
-                    f"({tokenizer.bos_token}); remove the one in the text, or that of the chat template."
-                )
+            refuse_two_bos(ids, tokenizer, f"{rows[i].place}: the prompt in column {column!r}")
             token_ids[i] = ids
     return token_ids
+
+
+def refuse_two_bos(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, owner: str) -> None:
+    """Raise ValueError if the ids begin with two BOS tokens. owner: the subject of its message."""
+    if tokenizer.bos_token_id is not None and (ids[:2] == tokenizer.bos_token_id).sum() == 2:
+        raise ValueError(
+            f"{owner} begins with two BOS tokens ({tokenizer.bos_token}); remove the one in the text, or "
+            "that of the chat template."
+        )
 
 
 def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
@@ -313,18 +331,19 @@ def within_limit(
     noun: str = "prompts",
     limit_key: str = "data.max_prompt_tokens",
     kept_part: str = "last",
+    truncation: str = "truncate_left",
 ) -> np.ndarray:
-    """Return which sequences to keep, bool [N], given `lengths` int [N]; all for truncate_left.
+    """Return which sequences to keep, bool [N], given `lengths` int [N]; all if they are truncated.
 
     noun, limit_key, kept_part: the kind of sequences, the config key of `limit`, and which of their tokens
-    the caller keeps; used in messages.
+    the caller keeps; used in messages. truncation: value of `overlong` with which they are truncated.
 
     Raises ValueError for a limit < 1, an unknown `overlong`, and if it is "error" or would drop everything.
     """
     if limit < 1:
         raise ValueError(f"{limit_key}={limit} must be at least 1.")
-    if overlong not in ("error", "drop", "truncate_left"):
-        raise ValueError(f"data.overlong_prompts={overlong!r}: choose error, drop or truncate_left.")
+    if overlong not in ("error", "drop", truncation):
+        raise ValueError(f"data.overlong_prompts={overlong!r}: choose error, drop or {truncation}.")
     fits = lengths <= limit
     if fits.all():
         return fits
@@ -334,12 +353,12 @@ def within_limit(
     )
     if overlong == "error":
         raise ValueError(
-            f"{summary}: raise the limit, or set data.overlong_prompts=drop or =truncate_left, which keeps "
+            f"{summary}: raise the limit, or set data.overlong_prompts=drop or ={truncation}, which keeps "
             f"their {kept_part} tokens."
         )
     if overlong == "drop" and not fits.any():
         raise ValueError(
-            f"{summary}: data.overlong_prompts=drop would drop all. Raise the limit or choose truncate_left."
+            f"{summary}: data.overlong_prompts=drop would drop all. Raise the limit or choose {truncation}."
         )
     log.info("%s; data.overlong_prompts=%s", summary, overlong)
     return fits if overlong == "drop" else np.ones_like(fits)

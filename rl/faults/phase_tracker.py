@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rl.config.limits import PhaseLimits
+from rl.runtime import tracing
 
 WAITS = ("wait_samples", "wait_weights")
 """Phases in which a role waits for the other one."""
@@ -105,6 +106,7 @@ class PhaseTracker:
         """Make this the current phase, of which `seconds` have passed."""
         # One assignment, so that the watchdog never reads a new phase with an old time.
         self.current = entry
+        tracing.mark_phase(entry.phase)
         delay = min(max(entry.limit_s - seconds, 0.0) + BACKSTOP_S, threading.TIMEOUT_MAX)
         faulthandler.dump_traceback_later(delay, exit=True, file=self._backstop)
 

@@ -21,6 +21,7 @@ from rl.rollout.exchange import exchange
 from rl.rollout.queue import greedy_idle, idle_shares
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.turns import Sample
+from rl.runtime import tracing
 from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
 from rl.stopping.requests import StepAborted, StopRequests
 
@@ -150,14 +151,16 @@ class Generation:
         with step.phase("generate", timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
             began = time.perf_counter()  # all ranks have arrived
             interrupt = self._stop.is_requested if abortable and self._stop is not None else None
-            own = generate(progress=_AllReplicas(bar, engine.num_replicas), interrupt=interrupt)
+            with tracing.span("engine", replica=engine.replica):
+                own = generate(progress=_AllReplicas(bar, engine.num_replicas), interrupt=interrupt)
             busy = time.perf_counter() - began
-            if abortable and any_rank(own is None):
-                raise StepAborted
-            step.events = engine.events.digest
-            has_turns = self._agents is not None
-            columns = dict(turns=has_turns, held=engine.held_columns)
-            batch = exchange(ids, own or [], samples_per_prompt, self._step.device, **columns)
+            with tracing.span("exchange samples"):  # waits for the slowest replica
+                if abortable and any_rank(own is None):
+                    raise StepAborted
+                step.events = engine.events.digest
+                has_turns = self._agents is not None
+                columns = dict(turns=has_turns, held=engine.held_columns)
+                batch = exchange(ids, own or [], samples_per_prompt, self._step.device, **columns)
             step.metrics |= self._idle_metrics(timing, busy, batch, len(ids))
         if abortable:
             step.abortable_s += time.perf_counter() - started

@@ -151,6 +151,14 @@ class Inference:
         assert self._engines.critic is not None, "this run has no critic"
         (batch.old_values,) = self._pass(self._engines.critic, batch, ("values",), "values", "values")
 
+    def held_out_logprobs(self, batch: Batch) -> Tensor:
+        """Return the policy's log-probs of a batch that is not learned from, float32 [T]."""
+        plans = self._planner.new_plans(batch)
+        (logprobs,) = self._pass(
+            self._engines.policy, batch, ("logprobs",), "testing", "validation", plans=plans
+        )
+        return logprobs
+
     def implicit_rewards(self, batch: Batch) -> Tensor:
         """Return the implicit reward of each token, float32 [T], and fill `implicit_ref_logprobs`.
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl.config.schema import Config
-from rl.data.batch import Batch, given_responses, mismatch, pair_up
+from rl.config.schema import Config, uses_teacher
+from rl.data.batch import Batch, data_responses, given_responses, mismatch, pair_up
 from rl.data.preferences import Labelled, Preference
 from rl.data.prompts import Prompt
 from rl.data.sampler import EpochSampler, MixedSampler
@@ -34,7 +34,9 @@ from rl.stopping.requests import StopRequests
 from rl.training.dp_split import Cost
 from rl.training.loss import Loss
 
-if TYPE_CHECKING:  # only for runs with roles
+if TYPE_CHECKING:  # only for runs with roles, and with a teacher
+    from transformers import PreTrainedTokenizerBase
+
     from rl.refit.link import Link
 
 
@@ -45,6 +47,7 @@ class Phases:
     logs.
 
     link: the link to the ranks that generate, if these do not (`roles`).
+    tokenizer: the policy's, for prompts of teachers.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Phases:
         stop: StopRequests | None = None,
         agents=None,
         link: "Link | None" = None,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
     ):
         self.config, self.step, self.engines = config, step, engines
         self.prompts, self.sampler = prompts, sampler
@@ -78,9 +82,16 @@ class Phases:
             self.generation = self.split = SplitGeneration(config, step, policy, self.memory, stop, link=link)
         self.inference = Inference(config, step, engines, self.memory, planner)
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
+        self.teaching = None
+        """Passes of the teachers; None if the run has none."""
+        if uses_teacher(config):
+            from rl.phases.teaching import Teaching
+
+            assert tokenizer is not None
+            self.teaching = Teaching(config, step, engines, self.memory, planner, tokenizer)
         self.scoring = Scoring(config, step, engines, self.memory, scorer)
         self.kl_penalty = KlPenalty(config)
-        self._end_ids = end_ids
+        self.end_ids = end_ids
         """Ids of tokens that end a response, besides those of `rollout.stop_token_ids`."""
         self.num_drawn = 0
         """Prompts that the steps of the run have drawn, those before a resume included."""
@@ -128,14 +139,16 @@ class Phases:
         """Return the next data.prompts_per_step pairs, a chosen and a rejected response each."""
         pairs: list[Preference] = self.draw_prompts()
         ids = [pair.prompt_ids for pair in pairs]
-        chosen = given_responses(ids, [pair.chosen_ids for pair in pairs])
-        rejected = given_responses(ids, [pair.rejected_ids for pair in pairs])
+        chosen, rejected = [p.chosen_ids for p in pairs], [p.rejected_ids for p in pairs]
+        chosen = given_responses(ids, chosen, [pair.chosen_mask for pair in pairs])
+        rejected = given_responses(ids, rejected, [pair.rejected_mask for pair in pairs])
         return self._with_lengths_logged(pair_up(chosen=chosen, rejected=rejected))
 
     def draw_labelled(self) -> Batch:
         """Return the next data.prompts_per_step responses of the data; `labels` are 1 for desirable ones."""
         rows: list[Labelled] = self.draw_prompts()
-        batch = given_responses([row.prompt_ids for row in rows], [row.response_ids for row in rows])
+        ids, masks = [row.prompt_ids for row in rows], [row.response_mask for row in rows]
+        batch = given_responses(ids, [row.response_ids for row in rows], masks)
         batch.labels = torch.tensor([float(row.label) for row in rows])
         return self._with_lengths_logged(batch)
 
@@ -145,8 +158,7 @@ class Phases:
 
     def targets(self, prompts: list[Prompt]) -> Batch:
         """Return the data's own responses in place of generated ones."""
-        ids, responses = [p.token_ids for p in prompts], [p.response_ids for p in prompts]
-        return self._with_lengths_logged(given_responses(ids, responses))
+        return self._with_lengths_logged(data_responses(prompts))
 
     def generate(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
         """Sample rollout.samples_per_prompt responses per prompt with the current weights.
@@ -182,7 +194,7 @@ class Phases:
             max_tokens=None
             if config.rollout.carry_over or self.split
             else config.rollout.max_response_tokens,
-            stop_ids=self._end_ids | set(config.rollout.stop_token_ids),
+            stop_ids=self.end_ids | set(config.rollout.stop_token_ids),
             ends_at_text=bool(config.rollout.stop),
         )
         if config.rollout.temperature:
@@ -195,6 +207,11 @@ class Phases:
     def score_samples(self, batch: Batch) -> None:
         """Fill `scores`, `rewards` and `score_details`. Rewards are scores minus the overlong penalty."""
         self.scoring.score_samples(batch)
+
+    def teacher_responses(self, prompts: list[Prompt]) -> Batch:
+        """Sample rollout.samples_per_prompt responses per prompt from the teacher."""
+        assert self.teaching is not None, "the algorithm must declare teacher in NEEDS"
+        return self._with_lengths_logged(self.teaching.responses(prompts))
 
     def greedy_rewards(self, prompts: list[Prompt]) -> Tensor:
         """Return the reward of the greedy response to each prompt, float32 [prompts]."""
@@ -209,12 +226,21 @@ class Phases:
     # Learn: log-probs, advantages, updates ----------------------------------------------------------------
 
     def log_probs(self, batch: Batch) -> None:
-        """Fill `old_logprobs` and, with a reference policy, `ref_logprobs`; apply `rollout_correction`.
+        """Fill `old_logprobs`, with a reference policy `ref_logprobs`, and with `teacher.advantage_coef`
+        `teacher_logprobs`; apply `rollout_correction`.
 
         `old_logprobs` may remain None until the first `update`. An algorithm that reads them earlier must
         declare "old_logprobs" in NEEDS.
         """
         self.inference.log_probs(batch)
+        if self.config.teacher.advantage_coef:
+            assert self.teaching is not None
+            self.teaching.log_probs(batch)
+
+    def distributions(self, batch: Batch) -> None:
+        """Fill `teacher`: the teachers' distributions, from which the output `divergence` is computed."""
+        assert self.teaching is not None, "the algorithm must declare teacher in NEEDS"
+        self.teaching.distributions(batch)
 
     def reference(self, batch: Batch) -> None:
         """Fill `ref_logprobs`: log-probs under the policy that the run started from."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rl.config.schema import Config
+from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
@@ -23,6 +23,7 @@ from rl.rewards.score import Score, digest
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import Sampling, seed_of
+from rl.runtime import tracing
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
 from rl.training.dp_split import plan_minibatch
@@ -41,6 +42,7 @@ class Scorer:
 
     def __init__(self, config: Config, inputs: Inputs, device: Device, engines: Engines, pool: ScoringPool):
         self.config, self.device, self.tokenizer, self.pool = config.reward, device, inputs.tokenizer, pool
+        self.keeps_feedback = needs_feedback(config)
         self.micro_batch_tokens, self.seed = config.training.micro_batch_tokens, config.run.seed
         self.model = (
             None
@@ -71,7 +73,9 @@ class Scorer:
         given = batch.score_details.get("score")
         asked = [k for k, i in enumerate(mine) if given is None or given[i].isnan()]
         samples = [_sample(owners[k], texts[k]) for k in asked]
-        scores = self.pool.score(samples)
+        self.pool.on_answer = None if tracing.active is None else tracing.active.add_reward
+        with tracing.span("reward function", samples=len(samples)):
+            scores = self.pool.score(samples)
         with fail_together():
             check_answers(samples, scores)
         digests = [_digest(batch, mine[k]) for k in asked]
@@ -82,6 +86,8 @@ class Scorer:
             self.device,
         )
         check_places(batch, columns.pop(DIGEST, torch.zeros(0)))
+        if self.keeps_feedback:
+            batch.feedback = gather_by_rank([score.feedback for score in scores])
         found = dict(zip(asked, scores))
         answers = None
         if predictions:

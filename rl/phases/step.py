@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from rl.faults.process import GIB, host_bytes_used, resident_bytes, return_free_
 from rl.faults.watchdog import Watchdog
 from rl.phases.performance import slowest_rank, time_per_token, utilisation
 from rl.run_directory.progress import Progress
+from rl.runtime import tracing
 from rl.runtime.device import Device
 
 TRIM_EVERY = 10
@@ -40,6 +41,8 @@ class Step:
         """Seconds of this step in which a stop request could have aborted it."""
         self.events = 0
         """Digest of the engine's last event log, which the replica's ranks compare before the next phase."""
+        self.after_phase: Callable[[str], None] | None = None
+        """Called at the end of each phase with its timing's name."""
         self._first: int | None = None
 
     @property
@@ -57,6 +60,7 @@ class Step:
             self._first = number
         if number % TRIM_EVERY == 0:
             return_free_memory()
+        tracing.begin_step(number)
         self.watchdog.tracker.begin_step(number)
         self.agreement.begin_step()
 
@@ -82,14 +86,17 @@ class Step:
             if is_cuda:
                 self.metrics["perf/max_memory_allocated_gb"] = allocated / GIB
                 self.metrics["perf/max_memory_reserved_gb"] = reserved / GIB
-            with self.timed(timing):
+            with self.timed(timing), tracing.profile(name):
                 yield
+            if self.after_phase is not None:
+                self.after_phase(timing)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the seconds in the body to timing_s/<name>."""
         start = time.perf_counter()
-        yield
+        with tracing.span(name):
+            yield
         key = f"timing_s/{name}"
         self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
 

@@ -4,8 +4,7 @@ This is correct for any pair of layouts, but moves the whole weights to every ra
 only for weights that the engine holds in its own format.
 """
 
-import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,24 +13,14 @@ from torch import Tensor
 from rl.models.boxes import index
 from rl.models.layout import Weight
 from rl.refit.transfer import bits
+from rl.refit.values import Values
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.collectives import gather_objects
 from rl.training.engine import TrainingEngine
-from rl.training.weights import full_weights
 
 
 class RefitMismatch(RuntimeError):
     """The engine's weights differ from the trainer's."""
-
-
-def gathered(trainer: TrainingEngine, weights: Sequence[Weight]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) of the given weights, on every rank.
-
-    Collective over the model parallel groups, as `full_weights`.
-    """
-    some = copy.copy(trainer.weight_map)
-    some.weights = list(weights)
-    return full_weights(some)
 
 
 def unknown(trainer: TrainingEngine, engine: RolloutEngine) -> list[str]:
@@ -45,20 +34,23 @@ def unknown(trainer: TrainingEngine, engine: RolloutEngine) -> list[str]:
 
 
 @torch.no_grad()
-def differences(trainer: TrainingEngine, engine: RolloutEngine, weights: Sequence[Weight]) -> list[str]:
+def differences(
+    values: Values, engine: RolloutEngine, held: Mapping[str, Tensor], weights: Sequence[Weight]
+) -> list[str]:
     """Return one message for each tensor of these weights that differs on this rank.
 
     The message contains the first differing element. Compares raw bits, or values if the engine has another
     dtype. Collective over the world.
+
+    held: the engine's tensors by vLLM's name.
     """
-    held = engine.weights()
     pieces = {
         piece.hf: (weight.vllm, piece)
         for weight in weights
         for piece in weight.vllm_pieces(engine.tp, engine.rank_in_replica)
     }
     texts = []
-    for name, full in gathered(trainer, weights):
+    for name, full in values.gathered(weights):
         if name not in pieces:
             continue
         vllm_name, piece = pieces[name]

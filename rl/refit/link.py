@@ -35,6 +35,7 @@ from rl.models.placement import RolloutPlacement, TrainingPlacement, count_exper
 from rl.refit.gather import RefitMismatch
 from rl.refit.refit import WeightPlan, clear_padding, engine_parameters, plan_weights, training_parameters
 from rl.refit.transfer import BytesMoved, compare, transfer
+from rl.refit.values import values_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.turns import Sample
 from rl.runtime.collectives import broadcast_object
@@ -144,6 +145,7 @@ class Link:
             dtype=getattr(torch, config.model.dtype),
             weight_map=None if trainer is None else trainer.weight_map,
             engine=engine,
+            held={} if engine is None else engine.weights(),
             buffer_mib=config.refit.buffer_mib,
             group=group,
         )
@@ -170,14 +172,14 @@ class Link:
         )
         number = self._num_refits
         self._num_refits += 1
-        weight_map = self._trainer.weight_map
+        (values,) = values_of(self._trainer)
         self.device.synchronize()  # the thread's stream does not wait for the update's
         if self.rank == self.train[0]:
             self._store.set(f"weights {number}", str(version))
 
         def move() -> BytesMoved:
             assert self._planned is not None
-            sources = training_parameters(weight_map, self._planned)
+            sources = training_parameters(values, self._planned)
             moved, _ = self._move(number, version, sources, {})
             if self.living is not None:
                 self.living.release()
@@ -229,7 +231,7 @@ class Link:
         if (left_out := self._agreed(self._store, number)) != self._left_out:
             self._connect(left_out)
         planned = self._planned
-        destinations = engine_parameters(engine, planned)
+        destinations = engine_parameters(engine.weights(), planned)
         done, wrong = self._move(number, version, {}, destinations)
         clear_padding(engine, planned.in_place, destinations)
         engine.weights_changed()

@@ -7,11 +7,16 @@ of (`rl.models.dense`), `rl.models.layout` which regions of them Megatron and vL
 Weights that the engine holds as plain tensors of the trainer's dtype are written in place. Their plan sends
 each rank only its own shard (`rl.refit.plan`). For other weights (quantised, packed), the engine's own loader
 reads its part of the whole tensors (`rl.refit.gather`).
+
+Low-rank adapters reach the engine in one of two forms (`adapter.in_engine`; `rl.refit.values`). Merged: the
+values that travel are those of W + scale * B A. Adapter: those of A and scale * B, and once those of W.
 """
 
 import socket
 import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +28,9 @@ from rl.refit import gather
 from rl.refit.gather import RefitMismatch
 from rl.refit.plan import RefitPlan, Routing, cut_into_batches, plan_of
 from rl.refit.transfer import BytesMoved, compare, transfer
+from rl.refit.values import Values, values_of
 from rl.rollout.engine import RolloutEngine
+from rl.runtime import tracing
 from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
@@ -50,68 +57,115 @@ _plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 """Engine -> weight map -> buffer in MiB -> WeightPlan. The plan depends only on these."""
 
 
-def refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512) -> BytesMoved:
+class Part(NamedTuple):
+    """Weights that are written and compared together, on this rank."""
+
+    planned: WeightPlan
+    values: Values
+    sources: Mapping[int, Tensor]
+    """What the trainer gives, by the plan's indices."""
+    held: Mapping[str, Tensor]
+    """The engine's tensors by vLLM's name."""
+    destinations: Mapping[int, Tensor]
+    """Those of the plan, by its indices."""
+
+
+def refit(
+    trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512, adapter: int = 0
+) -> BytesMoved:
     """Write the trainer's weights into the engine and clear the engine's caches. Collective over the world.
 
     Returns the bytes that this rank moved.
 
-    buffer_mib: limit of the messages of one batch on any rank, in MiB.
+    buffer_mib: limit of the messages of one batch on any rank, in MiB. adapter: index of the trainer's
+    adapter in an engine that has several.
     """
-    planned = _planned(trainer, engine, buffer_mib)
-    sources, destinations = (
-        training_parameters(trainer.weight_map, planned),
-        engine_parameters(engine, planned),
-    )
+    slots, done, fallback = engine.adapters, BytesMoved(), False
     engine.device.synchronize()  # the engine may still be reading
-    done = transfer(planned.plan, sources, destinations, engine.device.torch)
-    clear_padding(engine, planned.in_place, destinations)
-    if planned.fallback:
-        itemsize = trainer.weight_map.dtype.itemsize
-        done.fallback = sum(w.num_elements * w.bytes_per_element(itemsize) for w in planned.fallback)
-        engine.load_weights(gather.gathered(trainer, planned.fallback))
-    else:
+    if slots is not None:
+        slots.begin(adapter, trainer.version)
+    for part in _parts(trainer, engine, buffer_mib, adapter, with_base=slots is None or not slots.has_base):
+        planned = part.planned
+        done += transfer(planned.plan, part.sources, part.destinations, engine.device.torch)
+        clear_padding(engine, planned.in_place, part.destinations)
+        if planned.fallback:
+            itemsize = part.values.weight_map.dtype.itemsize
+            done.fallback += sum(w.num_elements * w.bytes_per_element(itemsize) for w in planned.fallback)
+            engine.load_weights(part.values.gathered(planned.fallback))
+            fallback = True
+    if slots is not None:
+        slots.has_base = True
+    if not fallback:
         engine.weights_changed()
     return done
 
 
-def check_refit(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512) -> None:
+def check_refit(
+    trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512, adapter: int = 0
+) -> None:
     """Compare every element of this rank's engine weights with the trainer's. Collective over the world.
 
     Messages are compared by checksums of both ends, copies within a rank bitwise. Weights that the engine's
     loader wrote are gathered and compared if the engine holds them in the layout's shape. Raises
     RefitMismatch on every rank, naming weights, ranks and the first differing element.
     """
-    planned = _planned(trainer, engine, buffer_mib)
-    sources, destinations = (
-        training_parameters(trainer.weight_map, planned),
-        engine_parameters(engine, planned),
-    )
-    wrong = compare(planned.plan, sources, destinations, engine.device.torch)
-    again = sorted({number for found in gather_objects(wrong) for number, _ in found})[:MAX_SHOWN]
-    weights = [planned.in_place[number] for number in again]
-    texts = gather.unknown(trainer, engine) + gather.differences(trainer, engine, weights)
-    looked_at = [(number, source) for number, source in wrong if number in again]
-    if looked_at and not texts:  # the message came from another replica than the gathered weights
-        number, source = looked_at[0]
-        texts = [
-            f"{planned.in_place[number].hf[0]} on rank {dist.get_rank()} differs from that of rank {source}, "
-            "but equals that of another training replica: the weights of the replicas differ"
-        ]
-    texts += gather.differences(trainer, engine, _comparable(engine, planned.fallback))
+    texts = gather.unknown(trainer, engine)
+    for part in _parts(trainer, engine, buffer_mib, adapter):
+        planned = part.planned
+        wrong = compare(planned.plan, part.sources, part.destinations, engine.device.torch)
+        again = sorted({number for found in gather_objects(wrong) for number, _ in found})[:MAX_SHOWN]
+        weights = [planned.in_place[number] for number in again]
+        found = gather.differences(part.values, engine, part.held, weights)
+        looked_at = [(number, source) for number, source in wrong if number in again]
+        if looked_at and not found:  # the message came from another replica than the gathered weights
+            number, source = looked_at[0]
+            found = [
+                f"{planned.in_place[number].hf[0]} on rank {dist.get_rank()} differs from that of rank "
+                f"{source}, but equals that of another training replica: the weights of the replicas differ"
+            ]
+        texts += found
+        comparable = _comparable(engine, part.held, planned.fallback)
+        texts += gather.differences(part.values, engine, part.held, comparable)
     gather.raise_mismatches(texts)
 
 
-def check_weights(trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512) -> None:
+def check_weights(
+    trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512, adapter: int = 0
+) -> None:
     """Compare this rank's engine weights with the trainer's by checksums. Collective over the world.
 
     It reads every weight about twice. It is independent of `RolloutEngine.weights_version`, which may be
     wrong. After a difference `check_refit` finds weights, ranks and elements, and raises RefitMismatch.
+    Several adapters share the base, which is compared with the first one only.
     """
-    planned = _planned(trainer, engine, buffer_mib)
-    ends = training_parameters(trainer.weight_map, planned), engine_parameters(engine, planned)
-    if any_rank(bool(compare(planned.plan, *ends, engine.device.torch, quick=True))):
-        check_refit(trainer, engine, buffer_mib=buffer_mib)
+    parts = _parts(trainer, engine, buffer_mib, adapter, with_base=adapter == 0)
+    device = engine.device.torch
+    with tracing.span("compare weights"):
+        wrong = [compare(p.planned.plan, p.sources, p.destinations, device, quick=True) for p in parts]
+        differ = any_rank(any(wrong))
+    if differ:
+        check_refit(trainer, engine, buffer_mib=buffer_mib, adapter=adapter)
         raise RefitMismatch("the weights of engine and trainer differed, and were equal when compared again")
+
+
+def _parts(
+    trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int, adapter: int, *, with_base: bool = True
+) -> Iterator[Part]:
+    """Yield the parts of a refit. Collective over the world.
+
+    They are the weights, or, if the engine has adapters, the base weights and the adapter.
+    """
+    for values in values_of(trainer, in_parts=engine.adapters is not None):
+        if values.is_adapter:
+            assert engine.adapters is not None
+            held: Mapping[str, Tensor] = engine.adapters.weights(adapter)
+        elif with_base:
+            held = engine.weights()
+        else:
+            continue
+        planned = _planned(values.weight_map, engine, held, buffer_mib)
+        destinations = engine_parameters(held, planned)
+        yield Part(planned, values, training_parameters(values, planned), held, destinations)
 
 
 def traffic_metrics(moved: BytesMoved, device: Device) -> dict[str, float]:
@@ -125,8 +179,9 @@ def traffic_metrics(moved: BytesMoved, device: Device) -> dict[str, float]:
     return {f"perf/refit_bytes_{name}": value for name, value in zip(names, sums.tolist())}
 
 
-def _planned(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) -> WeightPlan:
-    weight_map = trainer.weight_map
+def _planned(
+    weight_map: WeightMap, engine: RolloutEngine, held: Mapping[str, Tensor], buffer_mib: int
+) -> WeightPlan:
     of_engine = _plans.setdefault(engine, weakref.WeakKeyDictionary())
     by_buffer = of_engine.setdefault(weight_map, {})
     if buffer_mib not in by_buffer:
@@ -138,6 +193,7 @@ def _planned(trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int) ->
             dtype=weight_map.dtype,
             weight_map=weight_map,
             engine=engine,
+            held=held,
             buffer_mib=buffer_mib,
         )
         if engine.device.is_cuda:  # the first NCCL call in a group must include all its ranks
@@ -153,6 +209,7 @@ def plan_weights(
     dtype: torch.dtype,
     weight_map: WeightMap | None,
     engine: RolloutEngine | None,
+    held: Mapping[str, Tensor],
     buffer_mib: int,
     group: dist.ProcessGroup | None = None,
 ) -> WeightPlan:
@@ -160,9 +217,10 @@ def plan_weights(
 
     All ranks agree on the nodes and on the weights that are written in place.
 
-    weight_map, engine: None on a rank that does not train or does not generate.
+    weight_map, engine: None on a rank that does not train or does not generate. held: the engine's tensors by
+    vLLM's name.
     """
-    unwritable = _not_writable(weights, dtype, weight_map, engine)
+    unwritable = _not_writable(weights, dtype, weight_map, engine, held)
     everyone = gather_objects((socket.gethostname(), unwritable), group)
     nodes = [host for host, _ in everyone]
     left_out = set().union(*(numbers for _, numbers in everyone))
@@ -180,13 +238,13 @@ def _not_writable(
     model_dtype: torch.dtype,
     weight_map: WeightMap | None,
     engine: RolloutEngine | None,
+    held: Mapping[str, Tensor],
 ) -> set[int]:
     """Return the indices of the weights that cannot be written in place on this rank.
 
     The engine does not hold them in the described layout and the trainer's dtype. The other weights of their
     modules are included, because vLLM loads whole modules.
     """
-    held = {} if engine is None else engine.weights()
     extents = {} if engine is None else _extents(weights, engine)
     local = {} if weight_map is None else {weight.hf: parameter for weight, parameter in weight_map.local()}
     out = set()
@@ -208,12 +266,12 @@ def _module(weight: Weight) -> str:
     return weight.vllm.rpartition(".")[0]
 
 
-def _comparable(engine: RolloutEngine, weights: list[Weight]) -> list[Weight]:
+def _comparable(engine: RolloutEngine, held: Mapping[str, Tensor], weights: list[Weight]) -> list[Weight]:
     """Return the weights that every rank's engine holds in the layout's shape, in any dtype.
 
     Collective over the world.
     """
-    held, extents = engine.weights(), _extents(weights, engine)
+    extents = _extents(weights, engine)
     mine = [w.vllm in held and _fits(held[w.vllm], extents.get(w.vllm), w) for w in weights]
     return [weight for weight, *fits in zip(weights, *gather_objects(mine)) if all(fits)]
 
@@ -235,19 +293,18 @@ def _fits(parameter: Tensor, extent: tuple[int, ...] | None, weight: Weight) -> 
     return tuple(parameter.shape) == extent
 
 
-def training_parameters(weight_map: WeightMap, planned: WeightPlan) -> dict[int, Tensor]:
-    """Return this rank's training parameters by the plan's indices."""
+def training_parameters(values: Values, planned: WeightPlan) -> Mapping[int, Tensor]:
+    """Return what this rank's training parameters give, by the plan's indices."""
     numbers = {weight.hf: number for number, weight in enumerate(planned.in_place)}
-    return {numbers[w.hf]: parameter.detach() for w, parameter in weight_map.local() if w.hf in numbers}
+    return values.by_number({w.hf: numbers[w.hf] for w, _ in values.weight_map.local() if w.hf in numbers})
 
 
-def engine_parameters(engine: RolloutEngine, planned: WeightPlan) -> dict[int, Tensor]:
-    """Return this rank's engine parameters by the plan's indices."""
-    held = engine.weights()
+def engine_parameters(held: Mapping[str, Tensor], planned: WeightPlan) -> dict[int, Tensor]:
+    """Return this rank's engine parameters by the plan's indices. held: by vLLM's name."""
     return {number: held[weight.vllm].detach() for number, weight in enumerate(planned.in_place)}
 
 
-def clear_padding(engine: RolloutEngine, weights: list[Weight], destinations: dict[int, Tensor]) -> None:
+def clear_padding(engine: RolloutEngine, weights: list[Weight], destinations: Mapping[int, Tensor]) -> None:
     """Set padding rows of a vocabulary to 0, as vLLM's loader does."""
     for number, weight in enumerate(weights):
         if weight.cut is VOCAB:

@@ -5,7 +5,8 @@ for CUDA tensors. A plan's ranks are those of the given group, by default the wo
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from rl.models.boxes import index
 from rl.refit.plan import Copy, Message, RefitPlan, Region
+from rl.runtime import tracing
 from rl.runtime.checksum import placed_checksum
 
 OPS_PER_CALL = 32
@@ -33,6 +35,9 @@ class BytesMoved:
     fallback: int = 0
     """Bytes of whole tensors that were gathered because the engine's parameter cannot be written in place."""
 
+    def __add__(self, other: "BytesMoved") -> "BytesMoved":
+        return BytesMoved(*map(add, astuple(self), astuple(other)))
+
 
 @torch.no_grad()
 def transfer(
@@ -48,22 +53,24 @@ def transfer(
     the same dtype. Allocates only `plan.peak_bytes` for messages, each rounded up to a multiple of 8 bytes.
     """
     done = BytesMoved()
-    for copy in plan.copies:
-        source, destination = _ends(copy, sources, destinations)
-        destination.copy_(source)
-        done.local += source.nbytes
+    with tracing.span("refit within the rank", copies=len(plan.copies)):
+        for copy in plan.copies:
+            source, destination = _ends(copy, sources, destinations)
+            destination.copy_(source)
+            done.local += source.nbytes
     largest = max((_space(batch.sends + batch.receives) for batch in plan.batches), default=0)
     space = torch.empty(largest, dtype=torch.uint8, device=device)
     for batch in plan.batches:
         buffers = _buffers(batch.sends + batch.receives, space)
         outgoing, incoming = buffers[: len(batch.sends)], buffers[len(batch.sends) :]
-        for message, buffer in zip(batch.sends, outgoing):
-            for view, packed in _unpacked(message, buffer, sources):
-                packed.copy_(view)
-        exchange(_by_peer(batch.sends, outgoing), _by_peer(batch.receives, incoming), group)
-        for message, buffer in zip(batch.receives, incoming):
-            for view, packed in _unpacked(message, buffer, destinations):
-                view.copy_(packed)
+        with tracing.span("refit batch", sends=len(batch.sends), receives=len(batch.receives)):
+            for message, buffer in zip(batch.sends, outgoing):
+                for view, packed in _unpacked(message, buffer, sources):
+                    packed.copy_(view)
+            exchange(_by_peer(batch.sends, outgoing), _by_peer(batch.receives, incoming), group)
+            for message, buffer in zip(batch.receives, incoming):
+                for view, packed in _unpacked(message, buffer, destinations):
+                    view.copy_(packed)
     done.sent, done.received = plan.bytes_sent, plan.bytes_received
     return done
 

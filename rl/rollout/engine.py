@@ -8,12 +8,13 @@ add and abort requests at the same engine steps, in the same order. `rl.rollout.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from rl.config.adapter import Adapter
 from rl.config.rollout import Rollout
 from rl.data.held import KEPT_SETS
 from rl.models import read_hf_config
@@ -24,7 +25,11 @@ from rl.rollout.sampling import Sampling
 from rl.rollout.single_turns import SingleTurns
 from rl.rollout.turns import Completion, Request, Sample, context_digest
 from rl.rollout.vllm_model import build_llm
+from rl.runtime import tracing
 from rl.runtime.device import Device
+
+if TYPE_CHECKING:  # a run without adapters in the engine does not import them
+    from rl.rollout.adapters import AdapterSlots
 
 
 class RolloutEngine:
@@ -43,6 +48,8 @@ class RolloutEngine:
         returns_kept: whether completions have the kept sets of their tokens (`rl.rollout.kept_sets`).
         routes: return the experts that were chosen for each token, as the held column "routes".
         bitwise: compute log-probs that are bitwise those of a trainer in the same mode.
+        adapter: keep low-rank adapters beside the weights (`adapter.in_engine=adapter`).
+        num_adapters: number of adapters; a request names one by its index.
     """
 
     def __init__(
@@ -59,6 +66,8 @@ class RolloutEngine:
         returns_kept: bool = False,
         routes: bool = False,
         bitwise: bool = False,
+        adapter: Adapter | None = None,
+        num_adapters: int = 1,
     ):
         self.config, self.device, self.name, self.frozen = rollout, device, name, frozen
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -68,6 +77,13 @@ class RolloutEngine:
         self.leads = self.rank_in_replica == 0
         """Whether this rank decides what its replica generates (`rl.rollout.events`)."""
         cpu_support.install()
+        options: dict = {}
+        if adapter is not None:
+            from rl.rollout import adapters as in_vllm
+
+            in_vllm.keep_experts_kernels()
+            layers = in_vllm.adapted_layers(read_hf_config(path), adapter)
+            options = in_vllm.options(layers, num_adapters)
         self.llm = build_llm(
             path,
             rollout,
@@ -79,6 +95,7 @@ class RolloutEngine:
             bitwise=bitwise,
             returns_kept=returns_kept,
             routes=routes,
+            **options,
         )
         if not device.is_cuda:
             dist.barrier()
@@ -90,6 +107,10 @@ class RolloutEngine:
         self.model = self.llm.apply_model(lambda model: model)[0]
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.adapters: AdapterSlots | None = None
+        """Low-rank adapters beside the weights; None if there are none, or the weights contain them."""
+        if adapter is not None:
+            self.adapters = in_vllm.AdapterSlots(self._runner, layers, num_adapters)
         self._vocab_size = self.llm.llm_engine.model_config.get_vocab_size()
         self._returns_kept = returns_kept
         self._cpu_cache = None
@@ -140,7 +161,8 @@ class RolloutEngine:
     def sleep(self) -> None:
         """Release the engine's memory for the trainer.
 
-        On CUDA the weights are released too, because each refit writes all of them.
+        On CUDA the weights are released too, because each refit writes all of them. With adapters beside them
+        a refit does not, so vLLM copies the weights to the host.
         """
         self.awake = False
         if not self.keeps_cache:
@@ -150,7 +172,7 @@ class RolloutEngine:
                 self._cpu_cache.release()
             cpu_support.release_packed_weights(self.model)
         elif not self.frozen:
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=2 if self.adapters is None else 1)
 
     def wake_weights(self) -> None:
         """Make the parameters writable again, before a refit."""
@@ -173,7 +195,7 @@ class RolloutEngine:
         vLLM derives those two from kv_b_proj.weight, and `derive_weights` does so again.
         """
         return {
-            name: parameter
+            name.replace(".base_layer.", "."): parameter  # a layer within one with an adapter
             for name, parameter in self.model.named_parameters()
             if name.rpartition(".")[2] not in ("W_UV", "W_UK_T")
         }
@@ -246,6 +268,7 @@ class RolloutEngine:
         progress=None,
         interrupt: Callable[[], bool] | None = None,
         order: list[int] | None = None,
+        adapters: list[int] | None = None,
     ) -> list[Sample] | None:
         """Return the samples of the prompts that this replica drew; None if the call was interrupted.
 
@@ -257,12 +280,14 @@ class RolloutEngine:
             progress: see `SingleTurns`.
             interrupt: see `run`.
             order: the prompts in the order in which they start; None: as given.
+            adapters: see `SingleTurns`.
         """
         queue = self.queue(len(prompts))
         if order is not None:
             queue = OrderedQueue(queue, order)
         capacity = self.capacity(len(prompts), sampling.samples_per_prompt)
-        turns = SingleTurns(prompts, sampling, seeds, queue=queue, capacity=capacity, progress=progress)
+        options: dict = dict(queue=queue, capacity=capacity, progress=progress, adapters=adapters)
+        turns = SingleTurns(prompts, sampling, seeds, **options)
         if not self.run(turns if self.leads else None, sampling, interrupt=interrupt):
             return None
         return turns.samples
@@ -328,7 +353,9 @@ class RolloutEngine:
                             running.clear()
                             return not aborted
             if running and not waits:
-                for output in engine.step():
+                with tracing.span("engine step", requests=len(running)):
+                    outputs = engine.step()
+                for output in outputs:
                     if output.finished:
                         has_finished = True
                         live = running.pop(output.request_id)
@@ -342,8 +369,12 @@ class RolloutEngine:
             first = request.first_version
             prompt["cache_salt"] = f"v{self.weights_version if first is None else first}"
         engine = self.llm.llm_engine
-        internal = engine.add_request(request.name, prompt, self._params(sampling, request))
-        self._running[request.name] = _Live(internal, [(0, self.weights_version)])
+        options, version = {}, self.weights_version
+        if self.adapters is not None:
+            options["lora_request"] = self.adapters.request(request.adapter)
+            version = self.adapters.versions[request.adapter]
+        internal = engine.add_request(request.name, prompt, self._params(sampling, request), **options)
+        self._running[request.name] = _Live(internal, [(0, version)])
 
     def _abort(self, name: str) -> Completion:
         """Abort a request and return its tokens so far."""

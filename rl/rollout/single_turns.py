@@ -18,6 +18,7 @@ class SingleTurns:
         queue: gives the indices of prompts.
         capacity: maximum number of concurrent requests.
         progress: its `update` is called with the number of samples that finished.
+        adapters: index of the adapter that generates for each prompt; None: the first one for all.
     """
 
     def __init__(
@@ -29,7 +30,9 @@ class SingleTurns:
         queue: Queue,
         capacity: int,
         progress=None,
+        adapters: list[int] | None = None,
     ):
+        self._adapters = adapters or [0] * len(prompts)
         self._prompts, self._sampling, self._seeds = prompts, sampling, seeds
         self._queue, self._capacity, self._progress = queue, capacity, progress
         self._is_drained = False
@@ -46,8 +49,8 @@ class SingleTurns:
                 break
             for number in range(n):
                 seed = seed_of(self._seeds[item], number)
-                name = f"{item}.{number}"
-                events.append(Add(Request(name, self._prompts[item], seed, self._sampling.max_tokens)))
+                name, limit, adapter = f"{item}.{number}", self._sampling.max_tokens, self._adapters[item]
+                events.append(Add(Request(name, self._prompts[item], seed, limit, adapter=adapter)))
         return events if events or num_live else [Done()]
 
     def receive(self, name: str, completion: Completion) -> None:

@@ -29,6 +29,8 @@ class Request:
     """A structural tag (JSON of xgrammar) that the tokens must follow; None: any tokens."""
     first_version: int | None = None
     """Version of the weights at which a carried sample began; None: the engine's present one."""
+    adapter: int = 0
+    """Index of the low-rank adapter of an engine that has several."""
 
 
 @dataclass(frozen=True)

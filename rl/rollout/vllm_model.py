@@ -27,11 +27,12 @@ def build_llm(
     bitwise: bool = False,
     returns_kept: bool = False,
     routes: bool = False,
+    **more,
 ):
     """Return vLLM's LLM object for the checkpoint directory `path`. Collective over the world.
 
-    The arguments are those of `RolloutEngine`. Random states, environment and thread count of the process are
-    unchanged afterwards.
+    The arguments are those of `RolloutEngine`, and further options of vLLM. Random states, environment and
+    thread count of the process are unchanged afterwards.
     """
     from vllm import LLM, ModelRegistry
     from vllm.engine.arg_utils import EngineArgs
@@ -96,6 +97,7 @@ def build_llm(
             async_scheduling=False,
             enable_return_routed_experts=routes and device.is_cuda,  # on CPU `rl.rollout.routes.CpuRoutes`
             **options,
+            **more,
         )
 
 

@@ -17,7 +17,7 @@ from rl.rollout.asks import Asks, Begin, Generate
 from rl.rollout.group_stream import WAIT_S, GroupStream, batch_size
 from rl.rollout.queue import Queue
 from rl.rollout.sampling import train_sampling
-from rl.runtime import session
+from rl.runtime import session, tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
 from rl.runtime.group_warm_up import limit_collectives, warm_up
@@ -36,6 +36,8 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
     session.enter_role(name, ranks[name], device, timeout)
     replica = dist.get_rank() // config.rollout.tp
     watchdog.tracker.role = name if name == "train" else f"{name} {replica}"
+    if tracing.control is not None:
+        tracing.control.role = watchdog.tracker.role
     store, living = session.job().store, None
     if config.rollout.min_replicas:
         from rl.runtime.living import LivingReplicas
@@ -150,6 +152,7 @@ class Generators:
     def _take_weights(self, version: int) -> None:
         """Take weights that the engine does not have. The limit of `generate` begins again in any case."""
         self._step = version + 1
+        tracing.begin_step(self._step)
         if self._engine.weights_version != version:
             self._tracker.enter("refit", self._step)
             self._link.receive_weights(version)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from rl import algorithms
 from rl.checkpoint.hf import export_hf
-from rl.checkpoint.store import CheckpointStore
+from rl.checkpoint.peft import export_peft
+from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config.declarations import shipped
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, learns_from_samples, needs_reward
@@ -35,7 +36,7 @@ from rl.run_directory.record import code_hashes, record_run
 from rl.run_directory.rollouts import remove_after
 from rl.run_directory.status import Status
 from rl.run_directory.trackers import followers
-from rl.runtime import start_up
+from rl.runtime import start_up, tracing
 from rl.runtime.device import Device
 from rl.runtime.group_warm_up import limit_collectives, warm_up
 from rl.runtime.session import control_group, job
@@ -64,14 +65,17 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
     store = CheckpointStore(config, fence=lambda: check_lock(watchdog.lock))
     newest, named = find_checkpoint(config, store)
-    resumes = newest is not None and config.checkpoint.resume != "never"
-    is_finished = resumes and newest.step >= config.run.max_steps
-    if is_finished:
+    is_finished = is_complete(config, newest)
+    if newest is not None and is_finished:
         progress.line(f"already at step {newest.step} of {config.run.max_steps}: nothing to train")
         if not config.checkpoint.export_hf:
             status.write(state="finished", step=newest.step, checkpoint_step=newest.step)
             return 0
 
+    if config.trace.steps:
+        from rl.runtime.trace_recorder import Tracing
+
+        tracing.control = Tracing(config.trace, config.run.dir, device, has_roles=config.roles.is_on)
     trains = generates = True
     if config.roles.is_on:
         trains = dist.get_rank() in role_ranks(config, dist.get_world_size())[0]
@@ -100,13 +104,44 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     phases = _build(
         config, inputs, device, watchdog, progress, stop, pool, agents, link, generate=not is_finished
     )
-    engines = phases.engines
+    found = newest, named
+    asked, code = take_steps(config, algorithm, inputs, phases, status, stop, store, found, stored=stored)
+    for resource in (pool, agents):
+        if resource is not None:
+            resource.close()
+    phases.engines.close()
+    return note_end(status, asked, code)
+
+
+def take_steps(
+    config: Config,
+    algorithm: ModuleType,
+    inputs: Inputs,
+    phases: Phases,
+    status: Status,
+    stop: StopRequests,
+    store: CheckpointStore,
+    found: tuple[Saved | None, Saved | None],
+    *,
+    stored: "StoredBatches | None" = None,
+) -> tuple[StopDecision | None, int]:
+    """Continue from the checkpoint, take the steps up to run.max_steps, and export the policy.
+
+    Returns the request that stopped the run before run.max_steps, or None, and the exit code of a run that
+    was not stopped. Collective over the world.
+
+    found: result of `find_checkpoint`. stored: batches that replace the generated ones.
+    """
+    leads, progress = dist.get_rank() == 0, phases.step.progress
+    newest, named = found
+    is_finished = is_complete(config, newest)
     checkpoints = RunCheckpoints(config, store, phases, status)
     last_step, metrics = checkpoints.resume(newest, named)
     start_up.mark("checkpoint")
     status.write(step=last_step, checkpoint_step=last_step)
-    log, rollouts, asked = None, None, None
+    asked, code = None, 0
     if not is_finished:
+        log, rollouts = None, None
         if leads:
             log = _open_log(config, last_step, metrics, resumes=newest is not None)
             rollouts = _open_rollouts(config, inputs)
@@ -115,7 +150,10 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
         if leads:
             _warn_of_shared_prompts(inputs, progress)
-        training = Training(
+        kind = Training
+        if config.run.mode == "check":
+            from rl.run.first_step import FirstStep as kind
+        training = kind(
             config,
             algorithm,
             inputs,
@@ -128,18 +166,29 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
             stored=stored,
         )
         asked = training.run(last_step, metrics)
+        code = training.exit_code
         checkpoints.close()
         if phases.split is not None:
             phases.split.end(0 if asked is None or asked.by_hand else STOPPED_EXIT)
+        for file in (log, rollouts):
+            if file is not None:
+                file.close()
     if asked is None and config.checkpoint.export_hf:
         _export(config, phases, step=max(last_step, config.run.max_steps))
-    for resource in (log, rollouts, pool, agents):
-        if resource is not None:
-            resource.close()
-    engines.close()
+    return asked, code
+
+
+def is_complete(config: Config, newest: Saved | None) -> bool:
+    """Return whether the newest checkpoint is that of the last step."""
+    resumes = config.checkpoint.resume != "never"
+    return newest is not None and resumes and newest.step >= config.run.max_steps
+
+
+def note_end(status: Status, asked: StopDecision | None, code: int = 0) -> int:
+    """Write the end of a run into its status; return the exit code. asked, code: see `take_steps`."""
     if asked is None:
-        status.write(state="finished", step=max(last_step, config.run.max_steps))
-        return 0
+        status.write(state="finished")
+        return code
     status.write(state="stopped", reason=asked.reason)
     return 0 if asked.by_hand else STOPPED_EXIT
 
@@ -183,6 +232,7 @@ def _build(
         stop=stop,
         agents=agents,
         link=link,
+        tokenizer=inputs.tokenizer,
     )
 
 
@@ -206,11 +256,16 @@ def _start_environments(config: Config, inputs: Inputs):
 
 
 def _export(config: Config, phases: Phases, *, step: int) -> None:
-    """Write the policy as a Hugging Face checkpoint. Collective over the world."""
-    target = str(Path(config.run.dir, "hf"))
+    """Write the policy as a Hugging Face checkpoint, and its adapters. Collective over the world."""
+    policy, target = phases.engines.policy, str(Path(config.run.dir, "hf"))
     with phases.saving():
-        export_hf(phases.engines.policy, config.model.path, target)
+        export_hf(policy, config.model.path, target)
     phases.step.progress.line(f"wrote {target}, a Hugging Face checkpoint of step {step}")
+    if config.adapter.is_on:
+        target = str(Path(config.run.dir, "adapter"))
+        with phases.saving():
+            export_peft(policy, config.model.path, target)
+        phases.step.progress.line(f"wrote {target}, the adapters of step {step} in the format of peft")
 
 
 def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resumes: bool) -> MetricLog:
@@ -253,6 +308,9 @@ class Training:
     carry-over and roles, part of what it collects was generated earlier (docs/asynchrony.md).
     """
 
+    exit_code = 0
+    """Exit code of a run that was not stopped."""
+
     def __init__(
         self,
         config: Config,
@@ -268,7 +326,7 @@ class Training:
         stored: "StoredBatches | None" = None,
     ):
         self._config, self._algorithm, self._phases = config, algorithm, phases
-        self._held_out = inputs.held_out
+        self._inputs, self._held_out = inputs, inputs.held_out
         self._checkpoints, self._status, self._log, self._stop = checkpoints, status, log, stop
         self._rollouts, self._stored = rollouts, stored
         self._cursor = phases.cursor()
@@ -387,3 +445,4 @@ class Training:
             step.progress.record(step.number, step.metrics)
             step.progress.line(step_line(step.number, self._config.run.max_steps, step.metrics))
         self._status.write(step=step.number)
+        tracing.end_step()

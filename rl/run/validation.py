@@ -1,7 +1,9 @@
-"""Validation on held-out prompts, with a greedy response to each prompt, several sampled ones, or both.
+"""Validation on held-out prompts, with a greedy response to each prompt, several sampled ones, or both; and
+the loss of held-out responses.
 
 `val-core/<data_source>/acc/mean@1` is the greedy accuracy. With k samples, mean@k, best@k (pass@k) and maj@k
-are logged (`rl.run.validation_metrics`).
+are logged (`rl.run.validation_metrics`). `val/loss` is the mean of -log pi over the trained tokens of all
+held-out responses, `val-core/<data_source>/loss` that of one source, and perplexity is exp(loss).
 """
 
 from collections import defaultdict
@@ -11,7 +13,9 @@ import numpy as np
 import torch
 
 from rl.config.schema import Config
+from rl.data.batch import data_responses
 from rl.data.prompts import Prompt
+from rl.objectives.segments import segment_sum
 from rl.phases.batch_metrics import num_turns, spread
 from rl.phases.phases import Phases
 from rl.rollout.sampling import Sampling, greedy_sampling, train_sampling
@@ -19,15 +23,40 @@ from rl.run.validation_metrics import validation_metrics
 
 
 def validate(phases: Phases, prompts: list[Prompt], config: Config) -> None:
-    """Generate and score responses to every held-out prompt, and log the metrics of each data source.
+    """Measure the policy on every held-out prompt, as `validation` says, and log the metrics of each source.
 
     The accuracy of a sample is the reward function's `acc`; its score if the function returns no `acc`; and 0
     if the function failed.
     """
+    if config.validation.loss:
+        phases.step.metrics |= loss_metrics(phases, prompts, config.data.prompts_per_step)
     if config.validation.greedy:
         _measure(phases, prompts, greedy_sampling(config), purpose="validation")
     if config.validation.samples_per_prompt:
         _measure(phases, prompts, validation_sampling(config), purpose="validation.sampled")
+
+
+def loss_metrics(phases: Phases, prompts: list[Prompt], prompts_per_pass: int) -> dict[str, float]:
+    """Return loss and perplexity of the held-out responses. Collective over the world.
+
+    prompts_per_pass: number of prompts in memory at once.
+    """
+    sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))  # of the loss, and of the mask
+    for start in range(0, len(prompts), prompts_per_pass):
+        part = prompts[start : start + prompts_per_pass]
+        batch = data_responses(part)
+        losses = torch.where(batch.mask > 0, -phases.inference.held_out_logprobs(batch), 0.0)
+        columns = [segment_sum(column.double(), batch.lengths).numpy() for column in (losses, batch.mask)]
+        for prompt, own in zip(part, np.stack(columns, axis=1), strict=True):
+            sums[prompt.data_source] += own
+    losses = {f"val-core/{source}": total / count for source, (total, count) in sums.items()}
+    total, count = sum(sums.values())
+    losses["val"] = total / count
+    return {
+        f"{name}/{key}": float(value)
+        for name, loss in losses.items()
+        for key, value in (("loss", loss), ("perplexity", np.exp(loss)))
+    }
 
 
 def validation_sampling(config: Config) -> Sampling:

@@ -210,7 +210,7 @@ def step_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
         for name, value in metrics.items()
         if name.startswith("timing_s/")
     }
-    tail = _rare_field(seconds, accuracies(metrics))
+    tail = _rare_field(seconds, accuracies(metrics), metrics.get("val/loss"))
     room = MAX_COLUMNS - len(head) - max(len(tail), RARE_COLUMNS)
     return (head + _seconds_field(seconds, room) + tail)[:MAX_COLUMNS]
 
@@ -230,9 +230,11 @@ def _seconds_field(seconds: dict[str, float], room: int) -> str:
     return field.removesuffix(":")
 
 
-def _rare_field(seconds: dict[str, float], by_source: dict[str, float]) -> str:
-    """Return ' | val 12.3 acc 0.412'; it names the data sources if there are several."""
+def _rare_field(seconds: dict[str, float], by_source: dict[str, float], loss: float | None) -> str:
+    """Return ' | val 12.3 loss 1.23 acc 0.412'; it names the data sources if there are several."""
     parts = [f"{label} {_seconds(seconds[name])}" for name, label in RARE_TIMINGS.items() if name in seconds]
+    if loss is not None:
+        parts.append(f"loss {loss:.4g}")
     if by_source:
         values = (
             f"{value:.3f}" if len(by_source) == 1 else f"{source} {value:.3f}"

@@ -15,11 +15,16 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.nn import Parameter
 
+from rl.config.adapter import Adapter
 from rl.config.schema import Optimizer, Training
 from rl.data.batch import Batch
 from rl.data.held import KEPT_SETS
 from rl.models import architecture, value_model, value_weights
+from rl.models.adapters import LowRank
+from rl.models.layout import Weight
+from rl.runtime import tracing
 from rl.runtime.checksum import INTEGERS
 from rl.runtime.collectives import broadcast_object, gather_objects, sum_over_world
 from rl.runtime.device import Device, aligned, host_memory
@@ -39,7 +44,7 @@ from rl.training.optimizer import (
 )
 from rl.training.packing import MicroBatch, lay_out, with_columns
 from rl.training.pipeline import KnownShapes
-from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights
+from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights, share_weights
 
 MicroBatchLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """micro-batch -> (loss, metrics), both already divided by the mini-batch's global denominators."""
@@ -63,6 +68,9 @@ class TrainingEngine:
         keep_reference: keep a copy of the initial weights for `reference_weights`.
         router_replay: `training.router_replay`, for a policy.
         bitwise: compute a policy's log-probs bitwise as an engine in the same mode does.
+        adapter: low-rank adapters, which then learn instead of the weights; None or kind none for none.
+        seed: of the adapters' initial values.
+        base_of: a model with the same weights, whose memory the frozen weights then use.
     """
 
     def __init__(
@@ -80,6 +88,9 @@ class TrainingEngine:
         keep_reference: bool = False,
         router_replay: str = "none",
         bitwise: bool = False,
+        adapter: Adapter | None = None,
+        seed: int = 0,
+        base_of: "TrainingEngine | None" = None,
     ):
         self.config, self.grid, self.device, self.temperature = training, grid, device, temperature
         self.adam = optimizer
@@ -87,13 +98,17 @@ class TrainingEngine:
         """Number of batches that the model has learned from; a checkpoint restores it for the policy."""
         self.num_updates = 0
         """Number of optimizer updates since the process started."""
+        self._base_of = base_of
         self.needs: dict[str, Need] = {}
         """Held columns that the passes read, and which part of them."""
         self._moved = BytesMoved()
         self.replay: Any = None
         """Chooses the experts of a policy's passes (`rl.training.router_replay`); None: the routers do."""
         hf = value_model(hf) if values else hf
-        model = build_model(hf, training, DTYPES[dtype], grid, values=values, bitwise=bitwise)
+        is_adapted = adapter is not None and adapter.is_on
+        model = build_model(
+            hf, training, DTYPES[dtype], grid, values=values, bitwise=bitwise, is_adapted=is_adapted
+        )
         self.model = model = model.to(device.torch)
         self.shares_prompts = training.shared_prefix and can_share(device.torch, DTYPES[dtype])
         if router_replay != "none":
@@ -107,7 +122,18 @@ class TrainingEngine:
         weights = value_weights(hf, needs_head=False) if values else architecture(hf).weights(hf)
         self.weight_map = WeightMap(hf, weights, grid, model)
         mark_split_weights(self.weight_map)
-        load_hf(path, self.weight_map)
+        if base_of is None:
+            load_hf(path, self.weight_map)
+        else:
+            share_weights(self.weight_map, base_of.weight_map)
+        self.adapter = adapter
+        self.adapters: Any = None
+        """The adapters (`rl.training.adapter.Adapters`); None: all weights learn."""
+        if adapter is not None and adapter.is_on:
+            from rl.training.adapter import Adapters
+
+            self.adapters = Adapters(adapter, self.weight_map, model, seed=seed)
+            mark_split_weights(self.adapters.weight_map)
         assert optimizer is not None or not keep_reference, (
             "keep_reference requires an optimizer: a frozen model is its own reference"
         )
@@ -120,10 +146,43 @@ class TrainingEngine:
         if optimizer is not None:
             self.wrapped = with_gradients(model, training, grid)
             self.optimizer = build_optimizer(optimizer, DTYPES[dtype], self.wrapped)
-            self._probe = ReductionProbe(model, grid)
+            self._probe = ReductionProbe(self.learned_map)
         self.wrapped.train(self.optimizer is not None)
         self.forward_backward = get_forward_backward_func()
         self._weights_in_host, self._learning_state_in_host = HostMemory(), HostMemory()
+
+    @property
+    def adapter_map(self) -> WeightMap | None:
+        """The adapters, and the value head of a value model that has adapters; None without adapters."""
+        return None if self.adapters is None else self.adapters.weight_map
+
+    @property
+    def pairs(self) -> list[LowRank]:
+        """The adapters of all layers of the model."""
+        return [] if self.adapters is None else self.adapters.pairs
+
+    @property
+    def learned_map(self) -> WeightMap:
+        """The weights that learn."""
+        return self.adapter_map or self.weight_map
+
+    @property
+    def learned(self) -> list[Parameter]:
+        """This rank's parameters that learn, in the model's order."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def merged(self) -> Iterator[tuple[Weight, Tensor]]:
+        """Yield this rank's weights as the model computes with them: with adapters, W + scale * B A.
+
+        One at a time; a weight without an adapter is the parameter itself. Collective over the tensor
+        parallel group.
+        """
+        merged = self._merging()
+        for weight, parameter in self.weight_map.local():
+            yield weight, merged(weight, parameter)
+
+    def _merging(self) -> Callable[[Weight, Tensor], Tensor]:
+        return (lambda _, parameter: parameter) if self.adapters is None else self.adapters.merging()
 
     @torch.no_grad()
     def forward(
@@ -152,12 +211,32 @@ class TrainingEngine:
         dist.all_reduce(out)
         return tuple(out.cpu())
 
+    @torch.no_grad()
+    def visit(
+        self,
+        batch: Batch,
+        plan: MicroBatchPlan,
+        names: tuple[str, ...],
+        consume: Callable[[MicroBatch], None],
+        progress=None,
+    ) -> None:
+        """Run forward passes; on the last stage, call `consume` with each micro-batch and its named outputs.
+
+        The tensor parallel ranks of the stage call it with the same micro-batches in the same order.
+        """
+
+        def step(micro: MicroBatch):
+            consume(micro)
+            return torch.zeros((), device=self.device.torch), {}
+
+        self._run(batch, plan, step, forward_only=True, progress=progress, outputs=names)
+
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
         """Use the reference weights inside the context, for forward passes.
 
         They are copied into the gradient buffers, which `update` sets to 0 before it uses them. The trained
-        weights stay in their own memory.
+        weights stay in their own memory. With adapters these are the initial adapters.
         """
         assert self.reference is not None, "keep_reference was not set"
         assert not self._learning_state_in_host.occupied, (
@@ -168,7 +247,7 @@ class TrainingEngine:
                 f"the reference weights of rank {dist.get_rank()} have changed since the run started: "
                 "something trains them or writes into their memory."
             )
-        parameters = list(self.model.parameters())
+        parameters = self.learned
         own = [parameter.data for parameter in parameters]
         self._is_reference = True
         try:
@@ -218,14 +297,16 @@ class TrainingEngine:
             # wd_mult is 0 for norms and biases. Megatron's scheduler, which is not used here, would apply it.
             group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        with tracing.span("gradient norm"):
+            norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm is {norm}; the update was not applied. {_not_finite(sums)}"
             )
         probe = self._probe.sums(self.optimizer)
         before = weights_sum(self.optimizer, self.device.torch)
-        clip_and_step(self.optimizer, norm)
+        with tracing.span("optimizer"):
+            clip_and_step(self.optimizer, norm)
         moved = weights_sum(self.optimizer, self.device.torch) != before
         sums["check/moved"] = moved.double() / self.grid.dp
         self.num_updates += 1
@@ -255,7 +336,7 @@ class TrainingEngine:
 
         weights: also free that of the weights. The model cannot compute before `reload`.
         """
-        own = list(self.model.parameters())
+        own = list(self.model.parameters()) if self._base_of is None else self.learned
         if isinstance(self.wrapped, DistributedDataParallel):
             buffers = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
             gradients = [buffer.grad_data for buffer in buffers]
@@ -275,26 +356,29 @@ class TrainingEngine:
     @property
     def has_weights(self) -> bool:
         """Whether the weights are on the device."""
-        return not self._weights_in_host.occupied
+        own = not self._weights_in_host.occupied
+        return own and (self._base_of is None or self._base_of.has_weights)
 
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
-        """Return (group, weights by Megatron's name) of the weights that the group's ranks replicate.
+        """Return (group, weights by Megatron's name) of learned weights that the group's ranks replicate.
 
         The first entry is for the data parallel group, the second for routed experts and their expert data
-        parallel group. Optimizer states are not included, because they are sharded.
+        parallel group. Further ones are for the tensor parallel groups, which replicate parts of adapters.
+        Optimizer states are not included, because they are sharded.
         """
         groups: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        for name, weight in sorted(self.weight_map.parameters.items()):
+        for name, weight in sorted(self.learned_map.parameters.items()):
             groups[".experts." in name][name] = weight
-        return [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
+        out = [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
+        return out if self.adapters is None else [*out, *self.adapters.replicas()]
 
     def stale_master_weights(self) -> list[str]:
         """Return the names of weights that are not their rounded master weights. Not collective."""
-        return stale_master_weights(self.optimizer, self.weight_map.parameters)
+        return stale_master_weights(self.optimizer, self.learned_map.parameters)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor) of every weight on every rank."""
-        return full_weights(self.weight_map)
+        """Yield (Hugging Face name, whole tensor) of every weight, as in `merged`, on every rank."""
+        return full_weights(self.weight_map, self._merging())
 
     def _run(self, batch, plan, consume, *, forward_only, progress, outputs=None):
         """Run this rank's micro-batches through Megatron's pipeline schedule.
@@ -307,6 +391,7 @@ class TrainingEngine:
             self._moved += fetch(batch, plan, self.needs, self.grid, self.device.torch)
         self.model.outputs = type(self.model).outputs if outputs is None else outputs
         config, groups, device = self.model.config, self.grid.groups, self.device.torch
+        config.timers = None if tracing.active is None else tracing.active.timers
         rows = [
             lay_out(
                 batch,
@@ -325,10 +410,15 @@ class TrainingEngine:
 
         def step(iterator, model):
             micro = with_columns(next(iterator), batch)
+            if tracing.active is not None:
+                counts = dict(samples=len(micro.samples), tokens=micro.tokens.numel())
+                tracing.active.timers.micro_batch = counts
             if KEPT_SETS[0] in self.needs and self.grid.is_last_stage:
                 from rl.training.kept_sets import sets_of
 
                 micro.kept = sets_of(batch, micro.samples)
+            if "divergence" in self.model.outputs and self.grid.is_last_stage:
+                micro.teacher = batch.teacher.of(micro.samples, device)
             if progress is not None:  # only the last stage computes the loss
                 progress.update(len(micro.samples) * self.grid.dp)
             output = self.model.run(micro, self.temperature)
@@ -376,8 +466,8 @@ class TrainingEngine:
         self._reference_sum = _sampled(self.reference)
 
     def _copy_of_weights(self) -> list[Tensor]:
-        """Return a copy of the weights in one block of host memory, page-locked on CUDA."""
-        own = [parameter.detach() for parameter in self.model.parameters()]
+        """Return a copy of the weights that learn in one block of host memory, page-locked on CUDA."""
+        own = [parameter.detach() for parameter in self.learned]
         sizes = [aligned(weight.nbytes) for weight in own]
         parts = host_memory(sum(sizes)).split(sizes)
         return [

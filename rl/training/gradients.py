@@ -11,8 +11,10 @@ from megatron.core.distributed import (
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from rl.config.schema import Training
+from rl.models.layout import Weight
 from rl.training.grid import Grid
 from rl.training.optimizer import owned_part
+from rl.training.weights import WeightMap
 
 
 def with_gradients(model, training: Training, grid: Grid) -> DistributedDataParallel:
@@ -41,7 +43,7 @@ def with_gradients(model, training: Training, grid: Grid) -> DistributedDataPara
     )
     if overlap:
         config.no_sync_func = wrapped.no_sync
-    if config.transformer_impl == "transformer_engine":
+    if config.transformer_impl == "transformer_engine" and next(model.decoder.parameters()).requires_grad:
         _accumulate_in_products(model)
     return wrapped
 
@@ -67,6 +69,9 @@ def _finalize_without_division(model, num_tokens=None, **kwargs):
     finalize_model_grads(model, None, **kwargs)
 
 
+NORM = "decoder.final_layernorm.weight"
+
+
 class WrongReduction(RuntimeError):
     """Raised on every rank if gradients were not summed exactly once over the data parallel ranks."""
 
@@ -75,13 +80,20 @@ class ReductionProbe:
     """Compares the reduced gradient of one parameter with what the backward passes of all ranks gave for it.
 
     A reduction that is left out, repeated or divided leaves the replicas equal, so no comparison of weights
-    finds it. The parameter is the last norm's weight, whose gradient autograd adds up on every device.
+    finds it. The parameter is the last norm's weight, whose gradient autograd adds up on every device, or
+    with adapters the last layer's last B, whose gradient is not 0 at the start.
     """
 
-    def __init__(self, model: torch.nn.Module, grid: Grid):
-        self._weight = model.decoder.final_layernorm.weight if grid.is_last_stage else None
-        self._reports = grid.reports_results
-        self._is_added = grid.is_last_stage and (self._reports or model.config.sequence_parallel)
+    def __init__(self, learned: WeightMap):
+        grid = learned.grid
+        self._name = NORM if any(w.megatron == NORM for w in learned.weights) else "the last layer's lora_B"
+        self._weight = None
+        self._reports = self._is_added = False
+        if grid.is_last_stage:
+            weight, self._weight = _probed(learned)
+            _, part = learned.tensor_split(weight)
+            self._reports = weight.cut.split or part == 0
+            self._is_added = self._reports or getattr(self._weight, "sequence_parallel", False)
         self._found: list[torch.Tensor] = []
         if self._weight is not None:
             self._weight.register_hook(self._add)
@@ -108,13 +120,21 @@ class ReductionProbe:
                 sums[3] = self._weight.main_grad.view(-1)[part].sum(dtype=torch.float64).cpu()
         return sums
 
-    @staticmethod
-    def check(sums: list[float]) -> None:
+    def check(self, sums: list[float]) -> None:
         """Raise WrongReduction if the sums over the world differ by more than float32 sums of that length."""
         own, size, terms, reduced = sums
         if abs(own - reduced) > 4 * sqrt(terms) * torch.finfo(torch.float32).eps * size:
             raise WrongReduction(
-                f"the gradients of decoder.final_layernorm.weight on all ranks add up to {own:.6g}, but the "
+                f"the gradients of {self._name} on all ranks add up to {own:.6g}, but the "
                 f"reduced gradient to {reduced:.6g}: it was not summed exactly once over the data parallel "
                 "ranks."
             )
+
+
+def _probed(learned: WeightMap) -> tuple[Weight, torch.Tensor]:
+    """Return the weight of this rank, on the last stage, that a ReductionProbe watches."""
+    held = list(learned.local())
+    norms = [item for item in held if item[0].megatron == NORM]
+    of_adapters = [item for item in held if ".lora_B." in item[0].megatron]
+    # An expert that no token chose has no gradient.
+    return (norms or [item for item in of_adapters if item[0].expert is None] or of_adapters)[-1]

@@ -35,8 +35,11 @@ def use_te(dtype: torch.dtype) -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def block_spec(config):
+def block_spec(config, *, fuses_norms: bool = True):
     """Return the spec of this pipeline stage's transformer layers for a TransformerConfig.
+
+    fuses_norms: let TE compute a norm and the linear layer after it in one layer, whose normed input an
+    adapter could not read.
 
     Raises ValueError for DeepSeek-V2-Lite with Megatron 0.19.
     """
@@ -49,6 +52,9 @@ def block_spec(config):
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        if not fuses_norms:
+            for layer in spec.layer_specs:
+                _separate_norms(layer.submodules)
         return replace_classes(spec, {TEDotProductAttention: te_attention(TEDotProductAttention)})
     # Without TE, Megatron 0.16.1 uses both names without importing them: the float32 router raises NameError,
     # and MLA accepts no other class for its projections down to the latents.
@@ -59,6 +65,26 @@ def block_spec(config):
     return replace_classes(spec, LOCAL_CLASSES, latents=DuplicatedLinear)
 
 
+def _separate_norms(layer) -> None:
+    """Make norms that TE would fuse with the linear layers after them layers of their own."""
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TELayerNormColumnParallelLinear,
+        TENorm,
+    )
+
+    attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+    for owner, norm, part, linear in (
+        (layer, "input_layernorm", attention, "linear_qkv"),
+        (layer, "pre_mlp_layernorm", mlp, "linear_fc1"),
+        (attention, "q_layernorm", attention, "linear_q_up_proj"),
+        (attention, "kv_layernorm", attention, "linear_kv_up_proj"),
+    ):
+        if getattr(part, linear, None) is TELayerNormColumnParallelLinear:
+            setattr(part, linear, TEColumnParallelLinear)
+            setattr(owner, norm, TENorm)
+
+
 def te_name(name: str) -> str:
     """Return the name in TE's spec of the parameter `name` of the local spec.
 
@@ -66,7 +92,7 @@ def te_name(name: str) -> str:
     """
     for local, fused in _FUSED_NORMS.items():
         name = name.replace(local, fused)
-    return re.sub(r"\.local_experts\.(\d+)\.(linear_fc.)\.weight$", r".\2.weight\1", name)
+    return re.sub(r"\.local_experts\.(\d+)\.(linear_fc.)\.(weight|lora_\w+\.\w+)$", r".\2.\3\1", name)
 
 
 # Used only where the model has no parameter of the local name; the norm before experts, for example, is not

@@ -92,7 +92,8 @@ class _LinearLogprobs(torch.autograd.Function):
         one_chunk = len(hidden) <= chunk
         grad_hidden = torch.empty_like(hidden) if ctx.real_rows else torch.zeros_like(hidden)
         dtype = weight.dtype if one_chunk else torch.float32  # several chunks are summed in float32
-        grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        learns = ctx.needs_input_grad[1]  # not with adapters
+        grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if learns else None
         for start in range(0, len(hidden) if ctx.real_rows else 0, chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ rows.T if saved is None else saved
@@ -107,11 +108,14 @@ class _LinearLogprobs(torch.autograd.Function):
                 None if grad_entropy is None else (entropy[part], grad_entropy[part]),
             )
             torch.mm(grad, rows, out=grad_hidden[part])
+            if grad_weight is None:
+                continue
             if one_chunk:
                 torch.mm(grad.T, hidden, out=grad_weight[: ctx.real_rows])
             else:
                 _add_product(grad_weight[: ctx.real_rows], grad.T, hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 8
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, *[None] * 8
 
 
 def statistics(

@@ -4,7 +4,8 @@
 whole on every rank, one at a time. `mark_split_weights` tells Megatron which weights are split.
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,12 @@ class WeightMap:
         """This rank's parameters, and buffers that are weights (a router's bias), by Megatron's name."""
         self.dtype = next(tensor.dtype for tensor in parameters.values())
         """dtype of all weights that are not `float32`."""
+
+    def over(self, weights: list[Weight], parameters: dict[str, Tensor]) -> "WeightMap":
+        """Return the map of other weights of the same model, with this rank's parameters by name."""
+        other = copy.copy(self)
+        other.weights, other.parameters = weights, parameters
+        return other
 
     def place(self, weight: Weight) -> Place:
         """Return the pipeline stages that hold the weight, its owner first, and the expert parallel rank.
@@ -89,11 +96,16 @@ def mark_split_weights(weight_map: WeightMap) -> None:
     """Set Megatron's mark on weights that are split over tensor parallel ranks; clear it on all others.
 
     Megatron's gradient norm counts a marked weight on every rank and any other weight on the first rank only.
+    One marked `shared` it does not count.
     Call this before the optimizer is built. Transformer Engine 2.11 marks the weight of every linear layer,
     even of duplicated ones such as MLA's down-projections to the latents (`Linear.reset_parameters`).
     """
     for weight, parameter in weight_map.local():
         parameter.tensor_model_parallel = weight.cut.split
+        if weight.expert is not None and not weight.cut.split:
+            # Megatron's optimizer compares with the other layers' tensor parallel group.
+            parameter.tensor_model_parallel = True
+            parameter.shared = weight_map.grid.etp_rank > 0
 
 
 @torch.no_grad()
@@ -124,6 +136,18 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
             parameter[index(piece.local_box)] = values.to(parameter)
 
 
+def share_weights(weight_map: WeightMap, source: WeightMap) -> None:
+    """Make this rank's parameters use the memory of those of another model of the same layout.
+
+    A value head, which the other lacks, becomes 0.
+    """
+    for name, parameter in weight_map.parameters.items():
+        if name in source.parameters:
+            parameter.data = source.parameters[name].data
+        else:
+            parameter.data.zero_()
+
+
 def blocks_of(box: Box) -> Box:
     """Return the box of 128 x 128 blocks of the matrix that have elements in the box."""
     return tuple((start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in box)
@@ -142,8 +166,12 @@ def dequantised(values: Tensor, factors: Tensor, box: Box) -> Tensor:
 
 
 @torch.no_grad()
-def full_weights(weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
+def full_weights(
+    weight_map: WeightMap, value: Callable[[Weight, Tensor], Tensor] = lambda weight, parameter: parameter
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) of every weight, in the model's order, on every rank.
+
+    value: maps a weight and its parameter on this rank to what is gathered, of the same shape and dtype.
 
     Each weight needs an all-gather over the owner's tensor parallel group, for a routed expert a broadcast
     over the expert parallel group of its stage, and a broadcast over the pipeline group. Every rank must
@@ -157,7 +185,8 @@ def full_weights(weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
         group = grid.groups.tp if weight.expert is None else grid.groups.expt_tp
         shards_needed = tp if weight.cut.split else 1
         if grid.pp_rank == owner and weight_map.holds(weight):
-            mine = weight_map.parameters[weight_map.local_name(weight, owner)].detach().contiguous()
+            parameter = weight_map.parameters[weight_map.local_name(weight, owner)]
+            mine = value(weight, parameter).detach().contiguous()
             shards = mine.new_empty((shards_needed, *mine.shape))
             if shards_needed > 1:
                 dist.all_gather_into_tensor(shards.view(-1, *mine.shape[1:]), mine, group=group)

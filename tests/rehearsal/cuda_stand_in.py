@@ -30,6 +30,8 @@ LITERALS = {"cuda": "cpu", "nccl": "gloo", "cpu:gloo,cuda:nccl": "cpu:gloo"}
 RENAMED = {"_dump_nccl_trace_json": "_dump_fr_trace_json"}
 """Name that only CUDA builds have -> its counterpart in this build."""
 GIB = 1 << 30
+EVENT = torch.cuda.Event
+"""torch's class, before vLLM on CPU replaces it."""
 
 
 class Stream:
@@ -38,7 +40,7 @@ class Stream:
     def __init__(self, *args, **options): ...
 
     def __getattr__(self, name: str):
-        real = getattr(torch.cuda.Stream, name, None) or getattr(torch.cuda.Event, name)
+        real = getattr(torch.cuda.Stream, name, None) or getattr(EVENT, name)
         assert callable(real), name
         return lambda *args, **options: 0.0 if name == "elapsed_time" else self
 
@@ -59,6 +61,24 @@ class CudaRuntime:
 
 
 def _nothing(*args, **options) -> None: ...
+
+
+def _checked(real, behaviour):
+    """Return `behaviour` as a function that raises TypeError for arguments that `real` does not accept."""
+    signature = inspect.signature(real)
+
+    @functools.wraps(real)
+    def call(*args, **options):
+        signature.bind(*args, **options)
+        return behaviour(*args, **options)
+
+    return call
+
+
+def _checked_module(module):
+    """Return a stand-in whose functions do nothing and accept the arguments of those of `module`."""
+    functions = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+    return types.SimpleNamespace(**{name: _checked(real, _nothing) for name, real in functions.items()})
 
 
 BEHAVIOURS = {
@@ -84,7 +104,9 @@ BEHAVIOURS = {
     "stream": lambda stream: contextlib.nullcontext(),
     "device": lambda device: contextlib.nullcontext(),
     "OutOfMemoryError": torch.cuda.OutOfMemoryError,
-    "nvtx": torch.cuda.nvtx,
+    "nvtx": _checked_module(torch.cuda.nvtx),
+    "profiler": _checked_module(torch.cuda.profiler),
+    "memory": _checked_module(torch.cuda.memory),
 } | dict.fromkeys(
     ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect"), _nothing
 )
@@ -100,18 +122,6 @@ class _Cuda(types.ModuleType):
             )
         behaviour = BEHAVIOURS[name]
         return _checked(real, behaviour) if inspect.isfunction(real) else behaviour
-
-
-def _checked(real, behaviour):
-    """Return `behaviour` as a function that raises TypeError for arguments that `real` does not accept."""
-    signature = inspect.signature(real)
-
-    @functools.wraps(real)
-    def call(*args, **options):
-        signature.bind(*args, **options)
-        return behaviour(*args, **options)
-
-    return call
 
 
 def _is_cuda(value) -> bool:
@@ -257,9 +267,11 @@ def _replace_sleep_mode() -> None:
             self.asleep: set[str] = set()
 
         def sleep(self, level=1, **options):
-            assert self.can_sleep and level == 2 and not self.asleep
+            assert self.can_sleep and level in (1, 2) and not self.asleep
             super().sleep(level=level, **options)
             self.asleep = {"weights", "kv_cache"}
+            if level == 1:  # which copies the weights to the host
+                return
             with torch.no_grad():
                 for parameter in self.apply_model(lambda model: model)[0].parameters():
                     parameter.fill_(torch.nan)

@@ -19,7 +19,8 @@ import pickle
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rl.config.reward_sources import RewardPlan
@@ -84,6 +85,8 @@ class ScoringPool:
         self._cwd = os.getcwd()
         self._initialization = pickle.dumps((plan, list(sys.path)))
         self._workers: Workers[ScoringWorker] = Workers()
+        self.on_answer: Callable[[int, float], None] | None = None
+        """Called after each answer with the worker's number, and time.monotonic() of the answer before."""
 
     def score(self, samples: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one Score per sample, in order, with `score`, `failed` and the function's other values.
@@ -184,11 +187,13 @@ class ScoringPool:
             worker.awaited.add(index)
         else:
             del worker.chunk[index]
+            if self.on_answer is not None:
+                self.on_answer(self._workers.all.index(worker), worker.since)
+            worker.since = time.monotonic()
             error = message.get("error")
             failed = isinstance(error, str)
-            jobs.finish(
-                index, error if failed else Score(message["values"], message["prediction"], message["of"])
-            )
+            texts = message.get("prediction"), message.get("feedback")
+            jobs.finish(index, error if failed else Score(message["values"], *texts, message["of"]))
         worker.set_deadline(self._timeout_s)
         if message.get("last"):
             jobs.give_back(list(worker.chunk))
@@ -232,7 +237,7 @@ class ScoringPool:
         return [
             Score({"score": self._failure_score, "failed": 1.0})
             if isinstance(outcome, str)
-            else Score({**outcome.values, "failed": 0.0}, outcome.prediction, outcome.sample)
+            else replace(outcome, values={**outcome.values, "failed": 0.0})
             for outcome in jobs.outcomes
         ]
 

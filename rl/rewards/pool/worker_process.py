@@ -29,6 +29,8 @@ class ScoringWorker(WorkerProcess):
         self.awaited: set[int] = set()
         """Indices in `chunk` that are called and awaited."""
         self.is_async = False
+        self.since = 0.0
+        """time.monotonic() of the last answer, or of the start of the chunk."""
         # -P: the run directory may hold a random.py. The worker sets sys.path after its own imports.
         command = [sys.executable, "-P", "-m", "rl.rewards.pool.worker"]
         super().__init__(command, initialization, options, cwd=cwd, startup_s=startup_s)
@@ -38,7 +40,7 @@ class ScoringWorker(WorkerProcess):
         return self.is_ready and not self.chunk and not self.sweeping and not self.is_disconnected
 
     def assign(self, indices: list[int], samples: Sequence[Mapping[str, Any]], timeout_s: float) -> None:
-        self.chunk, self.awaited = dict.fromkeys(indices), set()
+        self.chunk, self.awaited, self.since = dict.fromkeys(indices), set(), time.monotonic()
         self.set_deadline(timeout_s)
         self.send(pickle.dumps([(i, dict(samples[i])) for i in indices]))
 
@@ -81,7 +83,7 @@ class ScoringWorker(WorkerProcess):
         values, prediction = message.get("values"), message.get("prediction")
         if not isinstance(values, dict) or "score" not in values or type(message.get("of")) is not int:
             return None
-        if not (prediction is None or isinstance(prediction, str)):
+        if not all(text is None or isinstance(text, str) for text in (prediction, message.get("feedback"))):
             return None
         finite = all(type(value) is float and math.isfinite(value) for value in values.values())
         return message if finite and all(map(str.isprintable, values)) else None

@@ -27,6 +27,7 @@ from rl.models import read_hf_config  # noqa: E402
 from rl.models.layout import VOCAB, index, padded_vocab, vocab_multiple  # noqa: E402
 from rl.refit import gather, transfer  # noqa: E402
 from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
+from rl.refit.values import values_of  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
@@ -41,6 +42,7 @@ class PlainEngine:
 
     def __init__(self, weights, tp, device, rank=RANKS.rank):
         self.tp, self.rank_in_replica, self.device, self.changes = tp, rank % tp, device, 0
+        self.adapters = None
         shapes = {}
         for weight in weights:
             if weight.cut is VOCAB:
@@ -222,7 +224,9 @@ def examine_fallback(trainer, engine) -> dict:
     with Counted() as counted:
         traffic = refit(trainer, engine, buffer_mib=BUFFER_MIB)
     out = dict(differing=differing(engine, expected), fallback=traffic.fallback, received=counted.received)
-    texts = gather.differences(trainer, engine, [w for w in trainer.weight_map.weights if w.vllm == name])
+    (values,) = values_of(trainer)
+    same = [weight for weight in trainer.weight_map.weights if weight.vllm == name]
+    texts = gather.differences(values, engine, engine.weights(), same)
     return out | dict(lower_bound=lower_bound(trainer, engine, without=name), bfloat16_says=len(texts))
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rl.agents.chat import Chat
-from rl.agents.renderer import TOOL
 from rl.agents.tool_calls import FAMILIES, parse_calls
+from rl.data.chat_template import TOOL
 from tests.chat_templates import TOKENS, end_ids, tokenizer_of
 
 SYSTEM = {"role": "system", "content": "rules"}

@@ -10,7 +10,7 @@ import pytest
 
 from rl.agents.chat import Chat
 from rl.agents.endpoint import Endpoint, EndpointReply, Refused, new_messages
-from rl.agents.renderer import TOOL
+from rl.data.chat_template import TOOL
 from tests.chat_templates import end_ids, tokenizer_of
 
 openai = pytest.importorskip("openai")

@@ -9,11 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl.agents.chat import TOOL, Chat
+from rl.agents.chat import Chat
 from rl.agents.endpoint import EndpointRequest, Refused
 from rl.agents.environment import Run, Score, Step, ToolCalls
 from rl.agents.source import ATTEMPTS, AgentSource
 from rl.config.agents import Agents
+from rl.data.chat_template import TOOL
 from rl.rollout.queue import StaticQueue
 from rl.rollout.sampling import Sampling, seed_of
 from tests.chat_templates import end_ids, tokenizer_of

@@ -503,8 +503,8 @@ def test_sft_counts_one_sample_per_prompt():
 def test_a_run_without_an_engine_is_not_held_to_a_rollout_layout():
     overrides = ["algorithm=sft", "rollout.tp=3", "rollout.max_response_tokens=9000"]
     check_layout(config_with(*overrides), 2, HF, SUPPORTED)
-    check_layout(config_with(*overrides, "data.val=val.jsonl", "validation.every=0"), 2, HF, SUPPORTED)
-    assert layout_error(2, *overrides, "data.val=val.jsonl").startswith(
+    check_layout(config_with(*overrides, "data.val=val.jsonl"), 2, HF, SUPPORTED)  # the loss needs none
+    assert layout_error(2, *overrides, "data.val=val.jsonl", "validation.greedy=true").startswith(
         "rollout.tp=3 does not divide the world of 2 ranks"
     )
 

@@ -6,8 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rl.data.chat_template import TOOL
 from rl.data.preferences import load_labelled, load_preferences
 from rl.data.prompts import load_tokenizer
+from tests.chat_templates import tokenizer_of
 from tools.make_toy import build_tokenizer
 
 USER = {"role": "user", "content": "1+1="}
@@ -113,6 +115,30 @@ def test_other_columns_files_and_max_pairs(load):
     rows = [{"q": str(i), "yes": "a", "no": "b"} for i in range(5)]
     pairs = load(*rows, prompt_key="q", chosen_key="yes", rejected_key="no", max_pairs=3)
     assert [(pair.index, pair.text) for pair in pairs] == [(0, "0"), (1, "1"), (2, "2")]
+
+
+def test_responses_of_several_messages_are_trained_in_the_assistants_turns(load):
+    """As TRL's and verl's tool data: calls, their output and an answer, rendered by the template."""
+    tokenizer = tokenizer_of("qwen2.5")
+    call = {"id": "call00000", "type": "function", "function": {"name": "lookup", "arguments": {"key": "a"}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    long = [calls, {"role": "tool", "content": "two"}, GOOD]
+    forms = [
+        {"prompt": [USER], "chosen": long, "rejected": [BAD]},
+        {"prompt": [USER], "chosen": [USER, *long], "rejected": [USER, BAD]},
+        {"prompt": "unused", "chosen": [USER, *long], "rejected": [USER, BAD]},
+    ]
+    options = dict(tokenizer=tokenizer, max_prompt_tokens=999, max_response_tokens=999)
+    pairs = [load({**form, "tools": [TOOL]}, **options)[0] for form in forms[:2]]
+    pairs += load({**forms[2], "tools": [TOOL]}, prompt_key="", **options)
+    for pair in pairs:
+        assert tokenizer.decode(pair.prompt_ids.tolist()) == pair.text
+        assert tokenizer.decode(pair.rejected_ids.tolist()) == "three<|im_end|>" and pair.rejected_mask.all()
+        trained = tokenizer.decode(pair.chosen_ids[pair.chosen_mask > 0].tolist())
+        arguments = '<tool_call>\n{"name": "lookup", "arguments": {"key": "a"}}\n</tool_call><|im_end|>'
+        assert trained == arguments + "2<|im_end|>"
+        given = tokenizer.decode(pair.chosen_ids[pair.chosen_mask == 0].tolist())
+        assert "two" in given and given.endswith("<|im_start|>assistant\n")
 
 
 OTHER = {**USER, "content": "2+2="}

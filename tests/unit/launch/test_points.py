@@ -2,8 +2,9 @@
 
 import pytest
 
-from launch.points import Point, make_points, name_of, short_names, tasks_text
+from launch.points import Point, make_points, tasks_text
 from rl.config.options import ConfigError
+from rl.config.point_names import name_of, short_names
 
 LR, SAMPLES, TP, PP, CLIP = (
     "training.optimizer.lr",

@@ -1,0 +1,42 @@
+"""The section of the configuration for low-rank adapters."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from rl.config.ranges import AT_LEAST_ONE, POSITIVE, ZERO
+
+
+@dataclass
+class Adapter:
+    """Low-rank adapters (LoRA, arXiv:2106.09685): a linear layer computes W x + scale * B A x, and only A and
+    B learn (docs/adapters.md). The reference policy is the one that the run starts from."""
+
+    kind: Literal["none", "lora", "rslora", "dora"] = "none"
+    """lora: scale = alpha / rank. rslora (arXiv:2312.03732): alpha / sqrt(rank). dora (arXiv:2402.09353): as
+    lora, and the length of every row of the sum is a parameter of its own. none: all weights learn."""
+    rank: Annotated[int, AT_LEAST_ONE] = 16
+    """Rows of A and columns of B."""
+    alpha: Annotated[float, POSITIVE] = 32.0
+    """Numerator of the scale."""
+    targets: list[str] = field(default_factory=list)
+    """Linear layers that get an adapter, by the last part or parts of their names in the checkpoint, such as
+    q_proj or mlp.down_proj. Empty: every linear layer but routers and the head."""
+    dropout: Annotated[float, ZERO] = 0.0
+    """Only 0: with dropout the probabilities in training would not be those that generated the samples."""
+    init: Literal["zero", "pissa"] = "zero"
+    """zero: A is random (Kaiming) and B is 0. pissa (arXiv:2404.02948): B A is the principal part of W, which
+    is taken out of W."""
+    path: str = ""
+    """Directory of an adapter in the format of peft from which A and B start. Empty: `init`."""
+    in_engine: Literal["merged", "adapter"] = "merged"
+    """Form in which the engine holds the policy. merged: W + scale * B A. adapter: W, and A and B beside it;
+    a refit then moves only A and B."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.kind != "none"
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of B A."""
+        return self.alpha / (self.rank**0.5 if self.kind == "rslora" else self.rank)

@@ -1,0 +1,139 @@
+"""The low-rank adapters of a model: which linear layers have one, and where its parts lie.
+
+Plain data, as `rl.models.layout`. A linear layer of the checkpoint, such as q_proj, has one adapter, although
+Megatron and vLLM hold it as a part of a fused parameter: A [r, in] and B [out, r], with B A of the shape of
+its weight. Of a layer that is split by rows (output features), every tensor parallel rank holds A and its
+rows of B. Of a layer that is split by columns (input features), it holds its columns of A, and B. The product
+of what a rank holds is therefore its part of B A, without communication.
+
+Names in checkpoints are those of peft.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rl.models.boxes import whole
+from rl.models.layout import COLUMN, REPLICATED, ROW, Cut, Piece, Weight
+from rl.models.placement import training_ranges
+
+PREFIX = "base_model.model."
+"""Begins the name of every tensor in a checkpoint of peft."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The adapter of one linear layer of the checkpoint."""
+
+    base: Weight
+    """The weight of which the layer is a part."""
+    part: int
+    """Index of the layer's tensor in `base.hf`."""
+    a: Weight
+    b: Weight
+    magnitude: Weight | None
+    """DoRA's lengths of the rows [out]."""
+
+    @property
+    def module(self) -> str:
+        """Return the layer's name in the checkpoint, such as model.layers.0.self_attn.q_proj."""
+        return self.base.hf[self.part].removesuffix(".weight")
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Return A, B and with DoRA the magnitude."""
+        return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
+
+
+def adapters(
+    weights: Sequence[Weight], *, rank: int, targets: Sequence[str] = (), dora: bool = False
+) -> list[LowRank]:
+    """Return the adapters of the model's linear layers that match a target, in the order of `weights`.
+
+    targets: last parts of the layers' names; none: all linear layers. Raises ValueError for a target that
+    matches no linear layer.
+    """
+    layers = list(_linear_layers(weights))
+    names = [weight.hf[part].removesuffix(".weight") for weight, part in layers]
+    for target in targets:
+        if not any(_matches(name, target) for name in names):
+            known = sorted({name.rpartition(".")[2] for name in names})
+            raise ValueError(
+                f"adapter.targets: {target} matches no linear layer of the model; its linear layers are "
+                f"{', '.join(known)}."
+            )
+    return [
+        _low_rank(weight, part, rank, dora)
+        for (weight, part), name in zip(layers, names)
+        if not targets or any(_matches(name, target) for target in targets)
+    ]
+
+
+def check_stages(pairs: Sequence[LowRank], num_layers: int, pp: int) -> None:
+    """Raise ValueError if a pipeline stage has no adapter, and so nothing to learn."""
+    layers = {pair.base.layer for pair in pairs}
+    for stage, (first, stop) in enumerate(training_ranges(num_layers, pp)):
+        if layers.isdisjoint(range(first, stop)):
+            raise ValueError(
+                f"adapter.targets gives no adapter to layers {first} to {stop - 1}, which are pipeline stage "
+                f"{stage} of training.pp={pp} and would have nothing to learn; choose targets in every stage "
+                "or a smaller training.pp."
+            )
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)
+
+
+def _linear_layers(weights: Sequence[Weight]) -> Iterator[tuple[Weight, int]]:
+    """Yield (weight, index of its tensor) of every linear layer but routers, embedding and head."""
+    for weight in weights:
+        is_matrix = weight.layer is not None and len(weight.shapes[0]) == 2
+        if is_matrix and ".router." not in weight.megatron:
+            yield from ((weight, part) for part in range(len(weight.hf)))
+
+
+def _low_rank(base: Weight, part: int, rank: int, dora: bool) -> LowRank:
+    (rows, columns), name = base.shapes[part], base.hf[part].removesuffix(".weight")
+    last, by_columns = name.rpartition(".")[2], splits_columns(base)
+
+    def weight(kind: str, cut, *shape: int, suffix: str = ".weight", float32: bool = False) -> Weight:
+        return Weight(
+            hf=(f"{PREFIX}{name}.{kind}{suffix}",),
+            shapes=(shape,),
+            megatron=f"{base.megatron.removesuffix('.weight')}.{kind}.{last}",
+            vllm=f"{name}.{kind}",
+            cut=cut,
+            layer=base.layer,
+            expert=base.expert,
+            float32=float32,
+        )
+
+    rows_cut = _same_rows(base, part) if base.cut.split and not by_columns else REPLICATED
+    return LowRank(
+        base,
+        part,
+        weight("lora_A", ROW if by_columns else REPLICATED, rank, columns),
+        weight("lora_B", rows_cut, rows, rank),
+        weight("lora_magnitude_vector", rows_cut, rows, suffix="", float32=True) if dora else None,
+    )
+
+
+@functools.cache
+def _same_rows(base: Weight, part: int) -> Cut:
+    """Return the cut of a tensor whose rows are where those of a part of the base are.
+
+    In vLLM several ranks hold the rows of a key or value head, if there are more ranks than heads.
+    """
+
+    def vllm(names, shapes, tp, rank):
+        (rows,) = (p.hf_box[0] for p in base.vllm_pieces(tp, rank) if p.hf == base.hf[part])
+        columns = whole(shapes[0][1:])
+        return [Piece(names[0], (rows, *columns), ((0, rows[1] - rows[0]), *columns))]
+
+    return Cut(COLUMN.megatron, vllm)
+
+
+def splits_columns(weight: Weight) -> bool:
+    """Return whether tensor parallel ranks hold parts of the weight's columns (input features)."""
+    return weight.cut.split and weight.megatron_pieces(2, 0)[0].hf_box[1] != (0, weight.shapes[0][1])

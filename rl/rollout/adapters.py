@@ -1,0 +1,116 @@
+"""Low-rank adapters in vLLM: the buffers that hold them, and the names under which requests ask for them.
+
+vLLM has buffers for A and B of `num_adapters` adapters in every linear layer with an adapter, and adds B A x
+of a token's adapter to W x. A refit writes this rank's parts of A and scale * B there in place, as it writes
+weights (`rl.refit.refit`). vLLM's own loading, which reads files and applies a scale of its own, is not used.
+
+A name denotes one version of one adapter. vLLM hashes it into the keys of its prefix cache, and refuses a
+request for a name that it does not hold. Cached keys and values, and requests, of an older version therefore
+cannot be served by a newer one (vLLM #42125).
+"""
+
+import functools
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from rl.config.adapter import Adapter
+from rl.config.options import ConfigError
+from rl.models import architecture
+from rl.models.adapters import LowRank, adapters
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts as `max_lora_rank`."""
+
+
+def adapted_layers(hf: dict, adapter: Adapter) -> list[LowRank]:
+    """Return the adapters of a model's layers. hf: the model's config.json."""
+    return adapters(architecture(hf).weights(hf), rank=adapter.rank, targets=adapter.targets)
+
+
+@functools.cache
+def keep_experts_kernels() -> None:
+    """Make vLLM compute routed experts, which have no adapters here, as in an engine without adapters.
+
+    Otherwise it ignores `moe_backend`. On CPU it then chooses Triton, which has no CPU kernels, and on recent
+    GPUs kernels that reorder the experts' weights (`rl.rollout.vllm_model`).
+    """
+    from vllm.model_executor.layers.fused_moe import layer
+
+    build = layer.FusedMoEConfig
+    layer.FusedMoEConfig = lambda **fields: build(**fields | {"is_lora_enabled": False})
+
+
+def options(pairs: Sequence[LowRank], num_adapters: int) -> dict:
+    """Return vLLM's options for so many adapters of these layers."""
+    rank = pairs[0].a.shapes[0][0]
+    return dict(
+        enable_lora=True,
+        max_loras=num_adapters,
+        max_lora_rank=next(size for size in RANKS if size >= rank),
+        # Last parts of names, because vLLM knows some layers by several whole names.
+        lora_target_modules=sorted({_module(pair).rpartition(".")[2] for pair in pairs}),
+    )
+
+
+def _module(pair: LowRank) -> str:
+    """Return vLLM's name of the layer that computes the adapter's part."""
+    return pair.base.vllm.removesuffix(".weight")
+
+
+class AdapterSlots:
+    """The adapters of an engine, by index.
+
+    Args:
+        runner: vLLM's model runner, built with `options`.
+    """
+
+    def __init__(self, runner, pairs: Sequence[LowRank], num_adapters: int):
+        self._manager = runner.lora_manager._adapter_manager
+        self.pairs = pairs
+        self.versions = [-1] * num_adapters
+        """Version of the policy whose adapter each index holds; -1: none yet."""
+        self.has_base = False
+        """Whether the base weights have been written."""
+        held = {
+            part: (module, number)
+            for name, module in self._manager.modules.items()
+            for number, part in enumerate(self._manager.packed_modules.get(name, [name]))
+        }
+        if absent := [pair.module for pair in pairs if pair.module not in held]:
+            raise ConfigError(
+                f"adapter.in_engine=adapter, but vLLM applies no adapter to {absent[0]} ({len(absent)} such "
+                "layers); use adapter.in_engine=merged."
+            )
+        self._layers = [held[pair.module] for pair in pairs]
+        for index in range(num_adapters):
+            self.begin(index, -1)
+
+    def begin(self, index: int, version: int) -> None:
+        """Fill the buffers of an adapter with 0, and give it the name of this version."""
+        from vllm.lora.lora_model import LoRAModel
+
+        manager = self._manager
+        manager.remove_adapter(self.request(index).lora_int_id)
+        self.versions[index] = version
+        model = LoRAModel(self.request(index).lora_int_id, 0, {})
+        manager._registered_adapters[model.id] = model
+        manager.activate_adapter(model.id)  # in the first free place, which is that of the removed one
+        assert manager.lora_index_to_id[index] == model.id
+
+    def request(self, index: int):
+        """Return the part of a request that names the present version of an adapter."""
+        from vllm.lora.request import LoRARequest
+
+        version = self.versions[index]
+        number = 1 + index + len(self.versions) * (version + 1)
+        return LoRARequest(f"adapter {index} version {version}", number, lora_path="memory")
+
+    def weights(self, index: int) -> dict[str, Tensor]:
+        """Return this rank's parts of A and B of an adapter, as views of vLLM's buffers."""
+        out: dict[str, Tensor] = {}
+        for pair, (module, number) in zip(self.pairs, self._layers):
+            rank = pair.a.shapes[0][0]
+            out[pair.a.vllm] = module.lora_a_stacked[number][index, 0, :rank]
+            out[pair.b.vllm] = module.lora_b_stacked[number][index, 0, :, :rank]
+        return out

@@ -1,0 +1,55 @@
+"""Spans of time for the timeline of a traced step (`trace`). In every other step they cost a comparison.
+
+    with tracing.span("refit batch", mib=12):
+        ...
+
+`rl.runtime.trace_recorder` is imported only by runs with `trace.steps`.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl.runtime.trace_recorder import Recorder, Tracing
+
+_NOTHING = nullcontext()
+
+control: "Tracing | None" = None
+"""Decides which steps are recorded; None in a run without `trace.steps`."""
+active: "Recorder | None" = None
+"""The recorder of the present step, None if it is not traced."""
+
+
+def begin_step(number: int) -> None:
+    """End the recording of the step before, and begin that of step `number` if it is traced."""
+    if control is not None:
+        control.begin(number)
+
+
+def end_step() -> None:
+    """End the recording of the present step; a thread writes its file."""
+    if control is not None:
+        control.end()
+
+
+def span(name: str, **args: Any) -> AbstractContextManager:
+    """Record the body as a span of the calling thread. args: numbers or texts that the viewer shows."""
+    return _NOTHING if active is None else active.span(name, args)
+
+
+def profile(phase: str) -> AbstractContextManager:
+    """Run torch.profiler in the body, if `trace.torch_profiler` names this phase."""
+    return _NOTHING if active is None else active.profile(phase)
+
+
+def mark_phase(name: str) -> None:
+    """Record that the main thread has entered a phase of `rl.faults.phase_tracker`."""
+    if active is not None:
+        active.mark_phase(name)
+
+
+def finish() -> None:
+    """End the recording of the present step, and wait until its file is written."""
+    if control is not None:
+        control.end()
+        control.close()

@@ -1,0 +1,56 @@
+"""Refits of low-rank adapters between real ranks, merged into the weights and beside them: after each one,
+engine and trainer compute the same log-probs. The ranks run adapter_refit_worker.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import bounds
+from tests.checkpoints import SIZES, save_tiny
+from tests.spawn import run_ranks
+
+WORKER = Path(__file__).parent / "adapter_refit_worker.py"
+DENSE = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+ATTENTION = "q_proj,k_proj,v_proj,o_proj"
+LATENTS = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,o_proj,shared_experts.gate_proj,shared_experts.down_proj"
+CASES = {
+    "qwen2": ("Qwen2ForCausalLM", DENSE, ["1x1x1", "2x1x1", "1x2x1"]),
+    "llama": ("LlamaForCausalLM", DENSE, ["1x1x1", "2x1x1", "1x2x1"]),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", ATTENTION, ["1x1x1", "2x1x1", "1x1x2"]),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", LATENTS, ["1x1x1", "2x1x1", "1x1x2"]),
+}
+"""Name -> architecture, layers with an adapter beside the weights, training layouts of two ranks."""
+ALWAYS = [("qwen2", 2), ("deepseek-v3", 1)]
+LIMIT = bounds.of_logits(3, SIZES["hidden_size"])
+
+
+@pytest.mark.parametrize(
+    "case, rollout_tp",
+    [
+        pytest.param(case, tp, marks=() if (case, tp) in ALWAYS else pytest.mark.slow)
+        for case in CASES
+        for tp in (1, 2)
+    ],
+)
+def test_engine_equals_trainer_in_both_forms(tmp_path, case, rollout_tp):
+    architecture, targets, layouts = CASES[case]
+    checkpoint = save_tiny(architecture, tmp_path / "model", seed=1)
+    out = tmp_path / "out.json"
+    run_ranks(2, WORKER, checkpoint, out, rollout_tp, targets, *layouts, timeout=600)
+    results = json.loads(out.read_text())
+    print(case, rollout_tp, json.dumps(results, indent=1))
+    assert results.keys() == {f"{form} {of}" for form in ("merged", "adapter") for of in layouts} | {"two"}
+    whole = results[f"merged {layouts[0]}"]["bytes"][0]
+    for name, found in results.items():
+        if name == "two":
+            assert found < LIMIT
+            continue
+        assert max(found["gaps"]) < LIMIT, name
+        assert "weights differ" in found["before"] and "o_proj" in found["changed"], name
+        assert ".lora_" in found["changed"] or name.startswith("merged"), name
+        first, later = found["bytes"]
+        if name.startswith("merged"):
+            assert first == later == whole
+        else:
+            assert later < 0.2 * whole

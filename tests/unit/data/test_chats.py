@@ -1,0 +1,270 @@
+"""Which tokens of a chat have a loss, over the templates of model families."""
+
+import copy
+import json
+import logging
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl.data.chat_template import TOOL
+from rl.data.chats import load_chats
+from tests.chat_templates import end_ids, template, tokenizer_of
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHATML_MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA_HEADER = "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}"
+LLAMA_BODY = "message['content'] | trim + '<|eot_id|>' }}"
+DEEPSEEK_END = " + '<\uff5cend\u2581of\u2581sentence\uff5c>'}}"
+MARKS = {
+    # family: pieces of its template, and what marks the assistant's turns there
+    "qwen2.5": [
+        (' or (message.role == "assistant" and not message.tool_calls)', ""),
+        (
+            "{{- '<|im_start|>' + message.role }}\n        {%- if message.content %}\n"
+            "            {{- '\\n' + message.content }}\n        {%- endif %}",
+            "{{- '<|im_start|>assistant\\n' }}{%- generation %}{{- message.content }}",
+        ),
+        (
+            '{{- \'\\n<tool_call>\\n{"name": "\' }}',
+            "{{- '\\n' if message.content or not loop.first else '' }}{{- '<tool_call>\\n{\"name\": \"' }}",
+        ),
+        (
+            "{%- endfor %}\n        {{- '<|im_end|>\\n' }}",
+            "{%- endfor %}{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}",
+        ),
+    ],
+    "llama3.1": [
+        (
+            "'<|end_header_id|>\\n\\n'+ " + LLAMA_BODY,
+            "'<|end_header_id|>\\n\\n' }}{%- if message.role == 'assistant' %}{%- generation %}{{- "
+            + LLAMA_BODY
+            + "{%- endgeneration %}{%- else %}{{- "
+            + LLAMA_BODY
+            + "{%- endif %}",
+        ),
+        (LLAMA_HEADER, ""),
+        (
+            "{%- set tool_call = message.tool_calls[0].function %}",
+            "{%- set tool_call = message.tool_calls[0].function %}" + LLAMA_HEADER + "{%- generation %}",
+        ),
+        (
+            '{{- "<|eot_id|>" }}\n        {%- endif %}\n    {%- elif',
+            '{{- "<|eot_id|>" }}{%- endif %}{%- endgeneration %}{%- elif',
+        ),
+    ],
+    "deepseek-v3.1": [
+        ("{{" + part + DEEPSEEK_END, "{% generation %}{{" + part + DEEPSEEK_END + "{% endgeneration %}")
+        for part in ("content", "message['content']")
+    ],
+    "deepseek-v3": [
+        (
+            "{{'<\uff5cAssistant\uff5c>' + content" + DEEPSEEK_END,
+            "{{'<\uff5cAssistant\uff5c>'}}{% generation %}{{content" + DEEPSEEK_END + "{% endgeneration %}",
+        )
+    ],
+}
+SYSTEM, USER = {"role": "system", "content": "rules"}, {"role": "user", "content": "question"}
+CALLING = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "call00000", "type": "function", "function": {"name": "lookup", "arguments": {"key": "a"}}}
+    ],
+}
+REPLY = {"role": "tool", "tool_call_id": "call00000", "name": "lookup", "content": "b"}
+ANSWER = {"role": "assistant", "content": "The answer: \u00e9t\u00e9 \U0001f600 42.\n"}
+THOUGHT = {**ANSWER, "reasoning_content": "reason"}
+PLAIN = [SYSTEM, USER, ANSWER, {**USER, "content": "\nagain"}, {**ANSWER, "content": "twice  answer"}]
+WITH_TOOLS = [SYSTEM, USER, CALLING, REPLY, ANSWER, USER, ANSWER]
+
+
+def with_template(family: str, text: str):
+    tokenizer = copy.deepcopy(tokenizer_of(family))
+    tokenizer.chat_template = text
+    return tokenizer
+
+
+def marked(family: str):
+    """Return the family's tokenizer with a template that marks the assistant's turns."""
+    text = template(family)
+    for old, new in MARKS[family]:
+        assert old in text, old
+        text = text.replace(old, new)
+    return with_template(family, text)
+
+
+def load(tmp_path, tokenizer, *rows, ends=(), write=None, **options):
+    file = tmp_path / ("chats.jsonl" if write is None else "chats.parquet")
+    if write is None:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        write(file, rows)
+    options = {"messages_key": "messages", "train_on": "assistant", "max_tokens": 4096, **options}
+    return load_chats([file], tokenizer, end_token_ids=ends, **{"overlong": "error", **options})
+
+
+def trained_text(tokenizer, sample) -> list[str]:
+    """Return the text of each run of tokens with a loss."""
+    mask = np.concatenate([[0], sample.response_mask, [0]])
+    starts, ends = np.flatnonzero(np.diff(mask) == 1), np.flatnonzero(np.diff(mask) == -1)
+    return [tokenizer.decode(sample.response_ids[a:b].tolist()) for a, b in zip(starts, ends)]
+
+
+CASES = {
+    "chatml": (with_template("qwen2.5", CHATML), with_template("qwen2.5", CHATML_MARKED), [PLAIN]),
+    "qwen2.5": (tokenizer_of("qwen2.5"), marked("qwen2.5"), [PLAIN, WITH_TOOLS]),
+    "llama3.1": (tokenizer_of("llama3.1"), marked("llama3.1"), [PLAIN, WITH_TOOLS]),
+    "deepseek-v3.1": (tokenizer_of("deepseek-v3.1"), marked("deepseek-v3.1"), [PLAIN]),
+}
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_the_mask_is_that_of_a_template_with_marks(tmp_path, family):
+    plain, with_marks, chats = CASES[family]
+    rows = [{"messages": chat, "tools": [TOOL] if chat is WITH_TOOLS else None} for chat in chats]
+    for tokenizer in (plain, with_marks):
+        for row, sample in zip(rows, load(tmp_path, tokenizer, *rows), strict=True):
+            expected = with_marks.apply_chat_template(
+                row["messages"], tools=row["tools"], return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids, mask = np.array(expected["input_ids"]), np.array(expected["assistant_masks"])
+            own = np.concatenate([np.zeros(len(sample.token_ids)), sample.response_mask])
+            assert np.array_equal(np.concatenate([sample.token_ids, sample.response_ids]), ids[: len(own)])
+            assert np.array_equal(own, mask[: len(own)]) and not mask[len(own) :].any()
+            num_turns = sum(message["role"] == "assistant" for message in row["messages"])
+            assert len(trained_text(tokenizer, sample)) == num_turns
+            last = load(tmp_path, tokenizer, row, train_on="last")[0]
+            assert trained_text(tokenizer, last) == trained_text(tokenizer, sample)[-1:]
+
+
+def test_reasoning_that_a_template_drops_is_refused(tmp_path):
+    row = {"messages": [USER, THOUGHT, USER, THOUGHT]}
+    with pytest.raises(ValueError, match="chats.jsonl, row 1: .* message 2 of 4 .*data.train_on=last"):
+        load(tmp_path, tokenizer_of("qwen3"), row)
+    (sample,) = load(tmp_path, tokenizer_of("qwen3"), row, train_on="last")
+    [turn] = trained_text(tokenizer_of("qwen3"), sample)
+    assert turn.startswith("<think>\nreason\n</think>\n\nThe answer") and turn.endswith("<|im_end|>")
+    chat = [USER, {**CALLING, "reasoning_content": "first"}, REPLY, THOUGHT]  # one query, so it drops nothing
+    (sample,) = load(tmp_path, tokenizer_of("qwen3"), {"messages": chat, "tools": json.dumps([TOOL])})
+    turns = trained_text(tokenizer_of("qwen3"), sample)
+    assert [turn[:20].split("\n")[1] for turn in turns] == ["first", "reason"]
+
+    thought = {"messages": [USER, {**ANSWER, "content": "<think>\nreason\n</think>\n\nanswer"}]}
+    with pytest.raises(ValueError, match="not as a continuation of its generation prompt.*<think>"):
+        load(tmp_path, tokenizer_of("deepseek-v3"), thought)
+    with pytest.raises(ValueError, match="leaves out the content of a turn.*<think>"):
+        load(tmp_path, marked("deepseek-v3"), thought)
+    (sample,) = load(tmp_path, marked("deepseek-v3"), {"messages": PLAIN})
+    assert len(trained_text(tokenizer_of("deepseek-v3"), sample)) == 2
+    with pytest.raises(ValueError, match="leaves out the reasoning_content"):
+        load(tmp_path, tokenizer_of("qwen2.5"), {"messages": [USER, THOUGHT]})
+
+
+def test_parts_without_a_place_in_the_template_are_refused(tmp_path):
+    chatml = with_template("qwen2.5", CHATML)
+    for row, message in (
+        ({"messages": [USER, CALLING]}, "leaves out the tool call 1"),
+        ({"messages": [USER, ANSWER], "tools": [TOOL]}, "leaves out the tool 'lookup'"),
+        ({"messages": [USER]}, "no message is the assistant's"),
+        ({"messages": [ANSWER]}, "begins with the assistant"),
+        ({"messages": "text"}, "must be a list of {role, content} messages"),
+        ({"messages": [USER, ANSWER], "tools": "lookup"}, "column 'tools' must be a list"),
+        (
+            {"messages": [USER, {**CALLING, "content": "say"}], "tools": [TOOL]},
+            "the content of a turn, str 'say'",
+        ),
+    ):
+        tokenizer = tokenizer_of("llama3.1") if "say" in message else chatml
+        with pytest.raises(ValueError, match=f"chats.jsonl, row 1: .*{re.escape(message)}"):
+            load(tmp_path, tokenizer, row)
+
+
+def test_the_next_header_ends_a_turn_without_end_token(tmp_path):
+    """GLM's turns end with the header of what follows; models are to generate it."""
+    tokenizer = tokenizer_of("glm4.5")
+    row = {"messages": WITH_TOOLS, "tools": [json.dumps(TOOL)]}
+    (sample,) = load(tmp_path, tokenizer, row, ends=end_ids("glm4.5"))
+    turns = trained_text(tokenizer, sample)
+    assert [re.findall(r"<\|\w+\|>$", turn) for turn in turns] == [
+        ["<|observation|>"],
+        ["<|user|>"],
+        ["<|user|>"],
+    ]
+    assert turns[1].startswith("\n<think></think>\nThe answer") and "<|assistant|>" not in "".join(turns)
+
+
+def test_turns_that_the_model_cannot_end_are_a_warning(tmp_path, caplog):
+    tokenizer = with_template("qwen2.5", CHATML)
+    with caplog.at_level(logging.INFO):
+        load(tmp_path, tokenizer, {"messages": PLAIN})
+    assert (
+        "warning" not in caplog.text
+        and "of which" in caplog.text
+        and "[[twice  answer<|im_end|>]]" in caplog.text
+    )
+    tokenizer.eos_token = "<|endoftext|>"  # as in base models
+    load(tmp_path, tokenizer, {"messages": PLAIN})
+    assert (
+        "2 of 2 trained turns do not end with a token at which generation stops (<|endoftext|>)"
+        in caplog.text
+    )
+    assert trained_text(tokenizer, load(tmp_path, tokenizer, {"messages": PLAIN})[0])[1].endswith(
+        "<|im_end|>"
+    )
+
+
+def test_arguments_of_calls_have_the_form_of_the_template(tmp_path):
+    """Texts are not encoded twice, and keys that parquet adds are not rendered."""
+    other = copy.deepcopy(CALLING)
+    other["tool_calls"][0]["function"]["arguments"] = {"limit": 3}
+    as_text = copy.deepcopy(CALLING)
+    as_text["tool_calls"][0]["function"]["arguments"] = '{"key": "a"}'
+    rows = [{"messages": [USER, calling, REPLY, ANSWER]} for calling in (CALLING, other, as_text)]
+    tokenizer = tokenizer_of("qwen2.5")
+    expected, limited, text = load(tmp_path, tokenizer, *rows)
+    assert '{"name": "lookup", "arguments": {"key": "a"}}' in trained_text(tokenizer, expected)[0]
+    assert np.array_equal(text.response_ids, expected.response_ids)
+    found = load(
+        tmp_path, tokenizer, *rows[:2], write=lambda f, r: pq.write_table(pa.Table.from_pylist(r), f)
+    )
+    for sample, same in zip(found, (expected, limited), strict=True):
+        assert np.array_equal(sample.response_ids, same.response_ids)
+
+
+def test_all_tokens_but_the_first_are_trained_on_request(tmp_path):
+    tokenizer = tokenizer_of("qwen2.5")
+    (sample,) = load(tmp_path, tokenizer, {"messages": PLAIN}, train_on="all")
+    whole = tokenizer.apply_chat_template(PLAIN, return_dict=True)["input_ids"]
+    assert [*sample.token_ids, *sample.response_ids] == whole and len(sample.token_ids) == 1
+    assert sample.response_mask.all()
+
+
+def test_overlong_chats_are_refused_dropped_or_keep_their_beginning(tmp_path, caplog):
+    tokenizer = tokenizer_of("qwen2.5")
+    short, long = {"messages": PLAIN[:3]}, {"messages": PLAIN}
+    sizes = [len(s.token_ids) + len(s.response_ids) for s in load(tmp_path, tokenizer, short, long)]
+    limit = dict(max_tokens=sizes[0] + 4)
+    with pytest.raises(ValueError, match=r"1 of 2 chats .* =truncate_right, which keeps their first tokens"):
+        load(tmp_path, tokenizer, short, long, **limit)
+    assert [s.index for s in load(tmp_path, tokenizer, short, long, overlong="drop", **limit)] == [0]
+    first, cut = load(tmp_path, tokenizer, short, long, overlong="truncate_right", **limit)
+    assert np.array_equal(cut.response_ids, first.response_ids)  # what follows has no loss
+    header = dict(max_tokens=len(first.token_ids))
+    with pytest.raises(ValueError, match="no chat has a token to train"):
+        load(tmp_path, tokenizer, short, overlong="truncate_right", **header)
+    with caplog.at_level(logging.INFO):
+        later = {"messages": [SYSTEM, {**USER, "content": "question " * 50}, ANSWER]}
+        assert len(load(tmp_path, tokenizer, short, later, overlong="truncate_right", **limit)) == 1
+    assert "1 chats have no token to train" in caplog.text

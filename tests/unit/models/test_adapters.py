@@ -1,0 +1,57 @@
+"""Which linear layers get an adapter, and how its parts are split over tensor parallel ranks."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rl.models import architecture
+from rl.models.adapters import adapters
+from rl.models.boxes import index
+from tools.tiny_models import tiny_config
+
+RANK = 4
+FAMILIES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+
+
+def weights_of(family):
+    return architecture(config := json.loads(tiny_config(family).to_json_string(use_diff=False))).weights(
+        config
+    )
+
+
+def local(weight, tensors, tp, rank):
+    """Return one rank's Megatron parameter of the weight, cut from the tensors of the checkpoint."""
+    out = np.zeros(weight.megatron_shape(tp))
+    for piece in weight.megatron_pieces(tp, rank):
+        out[index(piece.local_box)] = tensors[piece.hf][index(piece.hf_box)]
+    return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_hold_their_part_of_the_product(family):
+    for pair in adapters(weights_of(family), rank=RANK):
+        rows, columns = pair.base.shapes[pair.part]
+        rng = np.random.default_rng(0)
+        a, b = rng.normal(size=(RANK, columns)), rng.normal(size=(rows, RANK))
+        tensors = {pair.a.hf[0]: a, pair.b.hf[0]: b}
+        zeros = {name: np.zeros(shape) for name, shape in zip(pair.base.hf, pair.base.shapes)}
+        product = zeros | {pair.base.hf[pair.part]: b @ a}
+        marked = zeros | {pair.base.hf[pair.part]: np.ones((rows, columns))}
+        for rank in range(2):
+            mine = local(pair.base, product, 2, rank)[local(pair.base, marked, 2, rank) == 1]
+            parts = local(pair.b, tensors, 2, rank) @ local(pair.a, tensors, 2, rank)
+            np.testing.assert_allclose(np.sort(mine), np.sort(parts.ravel()), rtol=1e-12)
+
+
+def test_targets_are_last_parts_of_names():
+    weights = weights_of("Qwen3MoeForCausalLM")
+    everything = {pair.module.rpartition(".")[2] for pair in adapters(weights, rank=RANK)}
+    assert everything == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    some = adapters(weights, rank=RANK, targets=["q_proj", "experts.1.up_proj"])
+    assert {pair.module.partition(".self_attn.")[2] or pair.module[-17:] for pair in some} == {
+        "q_proj",
+        "experts.1.up_proj",
+    }
+    with pytest.raises(ValueError, match="adapter.targets: gate matches no linear layer"):
+        adapters(weights, rank=RANK, targets=["gate"])  # the router

@@ -1,0 +1,178 @@
+"""Merge the timelines of a run's ranks (trace.steps) into one trace per step, and print where the time went.
+
+    python tools/trace.py runs/grpo                   every traced step
+    python tools/trace.py runs/grpo --step 5 --ranks 0:7
+    python tools/trace.py runs/grpo --torch           also operators and kernels of torch.profiler
+    python tools/trace.py runs/grpo --cost            what tracing cost this run
+
+It writes <run>/trace/step_<step>.json.gz, which https://ui.perfetto.dev opens. A process is a rank; its
+tracks are phases, the main thread, the GPU, reward workers and other threads. Times are those of rank 0's
+clock. docs/traces.md says what to look for. The tool needs neither torch nor the machine of the run.
+"""
+
+import argparse
+import gzip
+import json
+import re
+import sys
+import timeit
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+# Python searches only tools/ for modules when it runs this file as a script.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl.run_directory.metric_log import FILE_NAME, STEP, read_records  # noqa: E402
+from rl.runtime import tracing  # noqa: E402
+from tools.report import aligned  # noqa: E402
+
+TRACKS = ("phase", "main", "GPU")
+"""The first tracks of a rank, in order."""
+PROFILER_TRACK = 1000
+"""Number of the first track of torch.profiler."""
+RANK_FILE = re.compile(r"step_(\d+)_rank_(\d+)\.json")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="directory of a run")
+    parser.add_argument("--step", type=int, help="only this step")
+    parser.add_argument(
+        "--ranks", metavar="FIRST:LAST", type=bounds, default=(0, 1 << 31), help="both included"
+    )
+    parser.add_argument("--torch", action="store_true", help="merge the traces of torch.profiler too")
+    parser.add_argument("--cost", action="store_true", help="compare traced steps with the others")
+    args = parser.parse_args(argv)
+    steps = find(args.run_dir / "trace", args.step, *args.ranks)
+    if not steps:
+        print(
+            f"error: {args.run_dir}/trace has no such timelines; run with trace.steps=[...].", file=sys.stderr
+        )
+        return 2
+    if args.cost:
+        print(cost(args.run_dir, steps))
+        return 0
+    for step, paths in sorted(steps.items()):
+        records = [json.loads(path.read_text()) for path in paths]
+        target = args.run_dir / "trace" / f"step_{step:06d}.json.gz"
+        events = [event for record in records for event in chrome_events(record)]
+        if args.torch:
+            for path, record in zip(paths, records, strict=True):
+                events += profiler_events(path, record)
+        with gzip.open(target, "wt", encoding="utf-8", compresslevel=4) as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about(records)}, file)
+        print(f"step {step}: {target}, {len(records)} ranks; {about(records)['clocks']}")
+        print(aligned(table(records)))
+    return 0
+
+
+def bounds(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    return int(first), int(last or first)
+
+
+def find(directory: Path, step: int | None, first: int, last: int) -> dict[int, list[Path]]:
+    """Return the files of the ranks by step, in the order of the ranks."""
+    found: dict[int, list[Path]] = defaultdict(list)
+    for path in sorted(directory.glob("step_*_rank_*.json")):
+        if match := RANK_FILE.fullmatch(path.name):
+            number, rank = map(int, match.groups())
+            if step in (None, number) and first <= rank <= last:
+                found[number].append(path)
+    return dict(found)
+
+
+def chrome_events(record: dict) -> Iterator[dict]:
+    """Yield the events of a rank in Chrome's format, with microseconds of rank 0's clock."""
+    rank, error = record["rank"], record["clock_error_ns"] / 1e3
+    name = f"rank {rank} ({', '.join(filter(None, (record['role'], record['host'])))})"
+    yield meta("process_name", rank, name=name)
+    yield meta("process_sort_index", rank, sort_index=rank)
+    yield meta("process_labels", rank, labels=f"clock +-{error:.0f} us")
+    others = sorted({event[0] for event in record["events"]} - set(TRACKS))
+    numbers = {track: number for number, track in enumerate((*TRACKS, *others))}
+    for track in {event[0] for event in record["events"]}:
+        yield meta("thread_name", rank, numbers[track], name=track)
+        yield meta("thread_sort_index", rank, numbers[track], sort_index=numbers[track])
+    for track, name, begin, end, args in record["events"]:
+        at = (begin + record["clock_offset_ns"]) / 1e3
+        place = {"pid": rank, "tid": numbers[track], "ts": at, "dur": (end - begin) / 1e3}
+        yield {"ph": "X", "name": name, "cat": track, **place, **({"args": args} if args else {})}
+
+
+def meta(kind: str, rank: int, track: int = 0, **args) -> dict:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": args}
+
+
+def profiler_events(path: Path, record: dict) -> Iterator[dict]:
+    """Yield the events of a rank's torch.profiler traces, on tracks of the same rank."""
+    shift_ns = record["clock_offset_ns"] - record["unix_minus_clock_ns"]
+    for trace in sorted(path.parent.glob(f"{path.stem}.*.pt.trace.json")):
+        made = json.loads(trace.read_text())
+        shift = (made["baseTimeNanoseconds"] + shift_ns) / 1e3
+        tracks: dict[tuple, int] = {}
+        for event in made["traceEvents"]:
+            if event["ph"] == "X":
+                key = event["pid"], event["tid"]
+                if key not in tracks:
+                    tracks[key] = PROFILER_TRACK + len(tracks)
+                    name = f"torch.profiler {' '.join(map(str, key))}"
+                    yield meta("thread_name", record["rank"], tracks[key], name=name)
+                yield event | {"pid": record["rank"], "tid": tracks[key], "ts": event["ts"] + shift}
+
+
+def about(records: list[dict]) -> dict[str, str]:
+    """Return what the trace says of itself."""
+    error = max(record["clock_error_ns"] for record in records) / 1e3
+    return {"clocks": f"times are of rank 0's clock, with an error of at most {error:.0f} us on any rank"}
+
+
+def table(records: list[dict]) -> list[tuple[str, ...]]:
+    """Return rows: seconds of each span of the main threads, over the ranks, and the slowest rank."""
+    seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    counts: dict[str, int] = defaultdict(int)
+    for record in records:
+        for track, name, begin, end, _ in record["events"]:
+            if track in ("main", "GPU"):
+                name = name if track == "main" else f"GPU: {name}"
+                seconds[name][record["rank"]] += (end - begin) / 1e9
+                counts[name] += 1
+    rows = [("span", "count", "min s", "median s", "max s", "longest on rank")]
+    for name, by_rank in sorted(seconds.items(), key=lambda item: -max(item[1].values())):
+        longest = max(by_rank, key=lambda rank: by_rank[rank])
+        values = by_rank.values()  # with roles, not every rank has every span
+        figures = [f"{value:.3f}" for value in (min(values), median(values), max(values))]
+        rows.append((name, str(counts[name]), *figures, str(longest)))
+    return rows
+
+
+def cost(run_dir: Path, steps: dict[int, list[Path]]) -> str:
+    """Return what tracing costs: traced steps against the others, and the comparisons of an untraced step."""
+    times = {record[STEP]: record["time"] for record in read_records(run_dir / FILE_NAME)}
+    # After the first step, which is slower; from line to line of the log, so that nothing is left out.
+    seconds = {step: times[step] - times[step - 1] for step in times if step > 2}
+    traced, others = (
+        [s for step, s in seconds.items() if (step in steps) is is_in] for is_in in (True, False)
+    )
+    if not traced or not others:
+        raise SystemExit("error: --cost needs steps after the second, some traced and some not.")
+    spans = median(len(json.loads(paths[0].read_text())["events"]) for paths in steps.values())
+    each = median(timeit.repeat(empty_span, number=10_000, repeat=9)) / 10_000
+    return (
+        f"traced: median {median(traced):.4f} s of {len(traced)} steps; others: {median(others):.4f} s of "
+        f"{len(others)}; ratio {median(traced) / median(others):.4f}\noff: {spans:.0f} spans x "
+        f"{each * 1e9:.0f} ns are {spans * each / median(others):.5%} of a step"
+    )
+
+
+def empty_span() -> None:
+    with tracing.span("name", number=1):
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())
