@@ -16,7 +16,9 @@ def check_learning(name: str, model: TrainingEngine) -> None:
     message. Raises WrongLearning on every rank.
     """
     learned, weights = model.learned_map.parameters, model.weight_map.parameters
-    sums = {key: int(placed_checksum(weight.detach())) for key, weight in weights.items() if key not in learned}
+    sums = {
+        key: int(placed_checksum(weight.detach())) for key, weight in weights.items() if key not in learned
+    }
     first = model.adapters.sums_of_frozen
     if not first:
         first.update(sums)
