@@ -29,17 +29,21 @@ class Metric:
     @property
     def pattern(self) -> str:
         """Regular expression of the name."""
-        text = ""
-        for part in re.split(r"(\{[^}]*\}|<[^>]*>)", self.name):
-            if part in ("<k>", "<n>"):
-                text += r"\d+"
-            elif part.startswith("<"):
-                text += ".+"
-            elif part.startswith("{"):
-                text += f"(?:{'|'.join(map(re.escape, part[1:-1].split(',')))})"
-            else:
-                text += re.escape(part)
-        return text
+        return _pattern(self.name)
+
+
+def _pattern(name: str) -> str:
+    text = ""
+    for part in re.split(r"(\{[^}]*\}|<[^>]*>)", name):
+        if part in ("<k>", "<n>"):
+            text += r"\d+"
+        elif part.startswith("<"):
+            text += ".+"
+        elif part.startswith("{"):
+            text += f"(?:{'|'.join(map(_pattern, part[1:-1].split(',')))})"
+        else:
+            text += re.escape(part)
+    return text
 
 
 SPREAD = "{mean,max,min}"
@@ -342,6 +346,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "KL term.",
         ),
         M(
+            "{val,val-core/<source>}/{loss,perplexity}",
+            "",
+            "mean over the trained tokens of held-out responses of -log p, and its exponential",
+            "Rises while `sft/loss` falls: the policy overfits; keep the best checkpoint.",
+        ),
+        M(
             "val-core/<source>/<variable>/{best,maj}@<k>/{mean,std}",
             "",
             "best and majority of all k samples",
@@ -376,12 +386,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "Algorithms": (
-        M("sft/loss", "nats", "mean over tokens of -log p", "Rises: lower the learning rate."),
+        M("sft/loss", "nats", "mean over trained tokens of -log p", "Rises: lower the learning rate."),
         M(
             "sft/trained_share",
             "share",
-            "tokens with a loss / all tokens of the step",
-            "Near 0 or 1: the column, `data.train_on` or the chat template is not the intended one.",
+            "tokens with a loss / prompt and response tokens",
+            "0 or 1 where it should not be: the chat template's mask is wrong ([sft.md](sft.md)).",
         ),
         M("preference/loss", "", "loss of a pair or of a labelled sample", ""),
         M(
@@ -584,7 +594,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Run": (
         M("training/global_step", "steps", "number of the step; 0: the validation before training", ""),
-        M("training/epoch", "epochs", "complete passes over the training data", ""),
+        M("training/epoch", "epochs", "prompts drawn so far / prompts of the training data", ""),
     ),
 }
 """Title -> metrics."""
