@@ -30,6 +30,7 @@ from rl.config.ranges import (
 )
 from rl.config.roles import Roles
 from rl.config.rollout import Rollout
+from rl.config.sweep import Sweep
 from rl.config.teachers import Teacher
 from rl.config.terms import AdaptiveEntropy, Preference, RewardKl
 from rl.config.trace import Trace
@@ -201,6 +202,9 @@ class Critic:
     path: str = ""
     """Hugging Face checkpoint that the critic starts from: a causal language model, whose head is replaced by
     a value head that starts at 0, or a sequence classifier with one label. Empty: `model.path`."""
+    share_base: bool = False
+    """With the section `adapter`: the critic uses the policy's frozen weights, with adapters and a value head
+    of its own, in place of a second model whose weights all learn."""
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-5))
     """As for the policy, with a ten times higher learning rate, because a critic learns a regression."""
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
@@ -442,7 +446,8 @@ class Checkpoint:
     """Compare the checksum of every file before a checkpoint is loaded, distributed over the ranks. false:
     compare only sizes."""
     export_hf: bool = False
-    """At the end write the policy as a Hugging Face checkpoint to `<run.dir>/hf`."""
+    """At the end write the policy as a Hugging Face checkpoint to `<run.dir>/hf`. With the section `adapter`
+    its weights are the merged ones, and the adapters alone are in `<run.dir>/adapter`, in peft's format."""
 
 
 @dataclass
@@ -480,6 +485,7 @@ class Config:
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     adapter: Adapter = field(default_factory=Adapter)
+    sweep: Sweep = field(default_factory=Sweep)
     rollout: Rollout = field(default_factory=Rollout)
     roles: Roles = field(default_factory=Roles)
     reward: Reward = field(default_factory=Reward)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl.config.adapter_checks import adapters_of
 from rl.config.layout_checks import check_judge, check_layout
 from rl.config.options import ConfigError, listed
 from rl.config.schema import Config, algorithm_of, keeps_reference, needs_reward, uses_teacher, validates
@@ -29,7 +30,13 @@ class Model:
     path: str | None = None
     """The model's own path in the config; None if it is model.path."""
     keeps_reference: bool = False
-    """Whether host memory holds a copy of its initial weights."""
+    """Whether host memory holds a copy of what its initial weights were, of its adapters if it has some."""
+    adapters: tuple[Weight, ...] = ()
+    """A, B and with DoRA the lengths of its adapters, and a critic's value head; all that learns. None: all
+    weights learn."""
+    adapter_parts: tuple[Part, ...] = ()
+    shares_base: bool = False
+    """Whether its other weights are those of the policy."""
 
     @property
     def learns(self) -> bool:
@@ -150,7 +157,25 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
         keeps = name == "implicit_reward" or (name == "policy" and keeps_reference(config))
         parts = tuple(group_parts(weights))
         own = None if name == "policy" else own_path or None
-        models[name] = Model(name, body, tuple(weights), parts, own, keeps_reference=keeps)
+        shares = name == "critic" and config.critic.share_base
+        learned = [
+            weight
+            for pair in (adapters_of(config, weights) if name == "policy" or shares else [])
+            for weight in pair.weights
+        ]
+        if shares:
+            learned += [weight for weight in weights if weight.hf == ("score.weight",)]
+        models[name] = Model(
+            name,
+            body,
+            tuple(weights),
+            parts,
+            own,
+            keeps_reference=keeps,
+            adapters=tuple(learned),
+            adapter_parts=tuple(group_parts(learned)),
+            shares_base=shares,
+        )
     return models, notes + _absent(config)
 
 

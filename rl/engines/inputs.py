@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from rl.config.adapter_checks import adapters_of
 from rl.config.functions import load_function
 from rl.config.layout_checks import check_judge, check_layout, check_positions
 from rl.config.options import ConfigError
@@ -16,6 +17,7 @@ from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
 from rl.data.sampler import MixedSampler, PromptSampler
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
 from rl.models.files import refuse_extra, tensor_files
+from rl.models.peft import check_peft
 from rl.rewards.mixture import Mixture
 
 
@@ -104,8 +106,9 @@ class Inputs:
     ) -> ModelFiles:
         """Return the checkpoint that the config's `key` names, else the policy's, after checking it.
 
-        Checks its architecture, layout and tensors. head: whether the checkpoint of a value model may have a
-        value head ("optional") or must have one ("needed"); "" for a language model.
+        Checks its architecture, layout and tensors, and of the policy the adapters. head: whether the
+        checkpoint of a value model may have a value head ("optional") or must have one ("needed"); "" for a
+        language model.
         """
         path = own_path or self.config.model.path
         hf = read_hf_config(path, key=key if own_path else "model.path")
@@ -121,6 +124,10 @@ class Inputs:
             weights = value_weights(body, needs_head=head == "needed") if head else file.weights(body)
         except KeyError as missing:
             raise ValueError(f"{path}/config.json lacks the key {missing}.") from missing
+        if key == "model.path":
+            pairs, adapter = adapters_of(self.config, weights), self.config.adapter
+            if adapter.path:
+                check_peft(adapter.path, pairs, kind=adapter.kind, rank=adapter.rank, scale=adapter.scale)
         refuse_extra(path, tensor_files(path, weights), weights, body)
         return ModelFiles(path, hf)
 

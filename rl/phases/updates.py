@@ -323,6 +323,10 @@ class Updates:
             with step.timed("agreement"):
                 check_replicas(name, model.replicas(), control_group())
                 check_master_weights(name, model.stale_master_weights(), control_group())
+                if model.adapters is not None:
+                    from rl.training.adapter_checks import check_learning
+
+                    check_learning(name, model)
 
     def _mismatch_kl(self, mismatched: Batch, plan: MinibatchPlan) -> float:
         """Return the estimate of the KL divergence for a mini-batch under the current weights."""
