@@ -422,7 +422,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         M(
             "distill/divergence",
             "nats",
-            "`teacher.divergence` of policy and teacher, mean over tokens, before the updates' steps",
+            "`teacher.divergence` of policy and teacher, mean over tokens and updates",
             "Rises: lower the learning rate. Flat from the start: the teacher is out of reach; compare its "
             "accuracy with the policy's.",
         ),
