@@ -73,10 +73,10 @@ def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values
     if not in_parts:
         adapters = trainer.adapters
         return [Values(trainer.weight_map, *([] if adapters is None else [adapters.merging()]))]
-    own, learned = trainer.adapter, trainer.adapter_map
+    own, learned = trainer.adapters, trainer.adapter_map
     assert own is not None and learned is not None, "the engine has adapters and the trainer has none"
-    scaled = functools.partial(_scaled, own.scale)
-    return [Values(trainer.weight_map), Values(learned, scaled, is_adapter=True)]
+    scaled = functools.partial(_scaled, trainer.adapter.scale)
+    return [Values(trainer.weight_map, own.base_value), Values(learned, scaled, is_adapter=True)]
 
 
 def _scaled(scale: float, weight: Weight, parameter: Tensor) -> Tensor:
