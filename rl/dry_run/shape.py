@@ -9,7 +9,7 @@ from pathlib import Path
 from rl.config.adapter_checks import adapters_of
 from rl.config.layout_checks import check_judge, check_layout
 from rl.config.options import ConfigError, listed
-from rl.config.schema import Config, algorithm_of, needs_reference, needs_reward, validates
+from rl.config.schema import Config, algorithm_of, keeps_reference, needs_reward, uses_teacher, validates
 from rl.dry_run.parameters import Part, count_parameters, group_parts
 from rl.models import SUPPORTED, architecture, read_hf_config, sizes, value_model, value_weights
 from rl.models.layout import VOCAB, Weight
@@ -23,7 +23,7 @@ class Model:
     """One model of the run."""
 
     name: str
-    """policy, critic, implicit_reward, reward_model or judge."""
+    """policy, critic, implicit_reward, reward_model, judge, or teacher and its number."""
     hf: dict
     weights: tuple[Weight, ...]
     parts: tuple[Part, ...]
@@ -40,7 +40,7 @@ class Model:
 
     @property
     def learns(self) -> bool:
-        return self.name not in ("reward_model", "judge")
+        return self.name not in ("reward_model", "judge") and not self.name.startswith("teacher")
 
     @property
     def on_training_grid(self) -> bool:
@@ -137,6 +137,9 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
         paths["reward_model"] = ("reward.model.path", config.reward.model.path)
     if config.reward.judge.path and needs_reward(config):
         paths["judge"] = ("reward.judge.path", config.reward.judge.path)
+    if uses_teacher(config):
+        for number, path in enumerate(config.teacher.paths, 1):
+            paths[f"teacher {number}"] = ("teacher.path", path)
     models = {}
     for name, (key, own_path) in paths.items():
         path = own_path or config.model.path
@@ -151,7 +154,7 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
             weights = value_weights(body, needs_head=False) if values else architecture(body).weights(body)
         except KeyError as missing:
             raise ConfigError(f"{path}/config.json lacks the key {missing}.") from missing
-        keeps = name == "implicit_reward" or (name == "policy" and needs_reference(config))
+        keeps = name == "implicit_reward" or (name == "policy" and keeps_reference(config))
         parts = tuple(group_parts(weights))
         own = None if name == "policy" else own_path or None
         shares = name == "critic" and config.critic.share_base

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference
+from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference, uses_teacher
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import ITEMSIZE, EngineMemory, Layout, num_micro_batches, sequences_per_prompt
 from rl.dry_run.parameters import count_parameters
@@ -86,6 +86,9 @@ def estimate_seconds(
         seconds["update_implicit_reward"] = passes(reward, backward(reward))
     if "reward_model" in models:
         seconds["reward"] = passes(models["reward_model"], 2)
+    if uses_teacher(config):
+        teachers = [model for name, model in models.items() if name.startswith("teacher")] or [policy]
+        seconds["teacher"] = sum(passes(model, 2) for model in teachers) / len(teachers)
     seconds["update_actor"] = epochs * passes(policy, backward(policy))
     return seconds
 

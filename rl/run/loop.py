@@ -228,11 +228,17 @@ def _build(
         prompts=inputs.prompts,
         sampler=inputs.sampler(),
         scorer=None if pool is None else Scorer(config, inputs, device, engines, pool),
-        end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
+        end_ids=end_ids(config, inputs),
         stop=stop,
         agents=agents,
         link=link,
+        tokenizer=inputs.tokenizer,
     )
+
+
+def end_ids(config: Config, inputs: Inputs) -> frozenset[int]:
+    """Return the ids of the model's tokens that end a response."""
+    return frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None}
 
 
 def _warn_of_shared_prompts(inputs: Inputs, progress: Progress) -> None:
@@ -378,7 +384,7 @@ class Training:
         with step.timed("step"):
             self._cursor = self._collect_and_learn()
         step.log_performance(num_ranks=job().world_size)
-        step.metrics["training/epoch"] = self._phases.sampler.epoch
+        step.metrics["training/epoch"] = self._phases.num_drawn / len(self._phases.prompts)
         is_last = number == config.run.max_steps
         if self._held_out and (number % config.validation.every == 0 or is_last):
             validate(self._phases, self._held_out, config)

@@ -74,6 +74,8 @@ class Adapters:
         self.weight_map = base.over([*weights, *head], parameters)
         self.initial_map: WeightMap | None = None
         """With PiSSA the initial adapters: the original W is the present one and scale * B A of these."""
+        self.sums_of_frozen: dict[str, int] = {}
+        """Checksums of the frozen weights at the first check (`rl.training.adapter_checks`)."""
         for added in self._sums.values():
             added.start_magnitudes()
         self._start_random(seed)
@@ -92,6 +94,16 @@ class Adapters:
     def base_value(self, weight: Weight, parameter: Tensor) -> Tensor:
         """Return the values of a base weight on this rank, from its parameter."""
         return parameter if self.fp8_base is None else self.fp8_base.value(parameter)
+
+    def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
+        """Return (tensor parallel group, parameters by name) of what all its ranks hold; experts second."""
+        whole: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        for weight, parameter in self.weight_map.local():
+            if not weight.cut.split:
+                name = self.weight_map.local_name(weight, self.weight_map.grid.pp_rank)
+                whole[weight.expert is not None][name] = parameter
+        groups = self.weight_map.grid.groups
+        return list(zip((groups.tp, groups.expt_tp), whole))
 
     def _held(self) -> dict[Weight, list[LowRank]]:
         """Return the adapters of each weight that this rank holds."""

@@ -70,7 +70,8 @@ class TrainingEngine:
         bitwise: compute a policy's log-probs bitwise as an engine in the same mode does.
         adapter: low-rank adapters, which then learn instead of the weights; None or kind none for none.
         seed: of the adapters' initial values.
-        base_of: a model with the same weights, whose memory the frozen weights then use.
+        base_of: a model with the same weights, whose memory the frozen weights then use. Until then they have
+            memory of their own.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class TrainingEngine:
         self.adapters: Any = None
         """The adapters (`rl.training.adapter.Adapters`); None: all weights learn."""
         if adapter is not None and adapter.is_on:
+            assert base_of is None or adapter.init != "pissa", "PiSSA changes the weights of another model"
             from rl.training.adapter import Adapters
 
             self.adapters = Adapters(adapter, self.weight_map, model, seed=seed)
@@ -210,6 +212,26 @@ class TrainingEngine:
             out[:, torch.cat(places).to(out.device)] = torch.cat(values, dim=1)
         dist.all_reduce(out)
         return tuple(out.cpu())
+
+    @torch.no_grad()
+    def visit(
+        self,
+        batch: Batch,
+        plan: MicroBatchPlan,
+        names: tuple[str, ...],
+        consume: Callable[[MicroBatch], None],
+        progress=None,
+    ) -> None:
+        """Run forward passes; on the last stage, call `consume` with each micro-batch and its named outputs.
+
+        The tensor parallel ranks of the stage call it with the same micro-batches in the same order.
+        """
+
+        def step(micro: MicroBatch):
+            consume(micro)
+            return torch.zeros((), device=self.device.torch), {}
+
+        self._run(batch, plan, step, forward_only=True, progress=progress, outputs=names)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -345,12 +367,14 @@ class TrainingEngine:
         """Return (group, weights by Megatron's name) of learned weights that the group's ranks replicate.
 
         The first entry is for the data parallel group, the second for routed experts and their expert data
-        parallel group. Optimizer states are not included, because they are sharded.
+        parallel group. Further ones are for the tensor parallel groups, which replicate parts of adapters.
+        Optimizer states are not included, because they are sharded.
         """
         groups: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         for name, weight in sorted(self.learned_map.parameters.items()):
             groups[".experts." in name][name] = weight
-        return [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
+        out = [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
+        return out if self.adapters is None else [*out, *self.adapters.replicas()]
 
     def stale_master_weights(self) -> list[str]:
         """Return the names of weights that are not their rounded master weights. Not collective."""
@@ -397,6 +421,8 @@ class TrainingEngine:
                 from rl.training.kept_sets import sets_of
 
                 micro.kept = sets_of(batch, micro.samples)
+            if "divergence" in self.model.outputs and self.grid.is_last_stage:
+                micro.teacher = batch.teacher.of(micro.samples, device)
             if progress is not None:  # only the last stage computes the loss
                 progress.update(len(micro.samples) * self.grid.dp)
             output = self.model.run(micro, self.temperature)

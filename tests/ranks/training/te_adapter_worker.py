@@ -1,4 +1,4 @@
-"""Adapters on layers of Transformer Engine, by the stand-ins of tests/rehearsal: `te_adapter_worker.py MODEL`.
+"""Adapters on layers of Transformer Engine, by the stand-ins of tests/rehearsal: te_adapter_worker.py MODEL.
 
 Prints the largest relative difference of a layer's output from W x + scale * B A x. The process must be a new
 interpreter.
@@ -18,6 +18,7 @@ RANKS = discover()
 prepare_environment(RANKS)
 
 import torch  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron_groups import new_grid  # noqa: E402
 
 from rl.config.adapter import Adapter  # noqa: E402
@@ -30,6 +31,9 @@ from rl.training.weights import full_weights  # noqa: E402
 
 SPLITS = (3, 0, 5, 1, 2, 0, 4, 1)
 """Tokens of each expert."""
+for name in ("permute", "unpermute", "sort_chunks_by_index"):  # Megatron requires them; no layer here does
+    for suffix in ("", "_with_probs"):
+        setattr(moe_utils, f"fused_{name}{suffix}", NotImplemented)
 
 
 def main(checkpoint: str) -> None:
