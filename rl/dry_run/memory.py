@@ -288,8 +288,8 @@ def model_state(
     the data parallel ranks shard it.
 
     adapters: the weights that learn, if the others are frozen. points: number of such sets on the same base.
-    shares_base: the frozen ones are those of another model. in_fp8: number of the frozen ones that are kept in
-    FP8, with a float32 factor per block.
+    shares_base: the frozen ones are those of another model. in_fp8: number of the frozen ones that are kept
+    in FP8, with a float32 factor per block.
     """
     if adapters is not None:
         own = model_state(adapters, layout, itemsize, learns=True)
