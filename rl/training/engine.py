@@ -338,7 +338,9 @@ class TrainingEngine:
 
         weights: also free that of the weights. The model cannot compute before `reload`.
         """
-        own = list(self.model.parameters()) if self._base_of is None else self.learned
+        own: list[Tensor] = list(self.model.parameters()) if self._base_of is None else list(self.learned)
+        if self.adapters is not None and self.adapters.fp8_base is not None:
+            own += self.adapters.fp8_base.tensors
         if isinstance(self.wrapped, DistributedDataParallel):
             buffers = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
             gradients = [buffer.grad_data for buffer in buffers]
