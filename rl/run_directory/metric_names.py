@@ -29,17 +29,21 @@ class Metric:
     @property
     def pattern(self) -> str:
         """Regular expression of the name."""
-        text = ""
-        for part in re.split(r"(\{[^}]*\}|<[^>]*>)", self.name):
-            if part in ("<k>", "<n>"):
-                text += r"\d+"
-            elif part.startswith("<"):
-                text += ".+"
-            elif part.startswith("{"):
-                text += f"(?:{'|'.join(map(re.escape, part[1:-1].split(',')))})"
-            else:
-                text += re.escape(part)
-        return text
+        return _pattern(self.name)
+
+
+def _pattern(name: str) -> str:
+    text = ""
+    for part in re.split(r"(\{[^}]*\}|<[^>]*>)", name):
+        if part in ("<k>", "<n>"):
+            text += r"\d+"
+        elif part.startswith("<"):
+            text += ".+"
+        elif part.startswith("{"):
+            text += f"(?:{'|'.join(map(_pattern, part[1:-1].split(',')))})"
+        else:
+            text += re.escape(part)
+    return text
 
 
 SPREAD = "{mean,max,min}"
@@ -342,6 +346,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "KL term.",
         ),
         M(
+            "{val,val-core/<source>}/{loss,perplexity}",
+            "",
+            "mean over the trained tokens of held-out responses of -log p, and its exponential",
+            "Rises while `sft/loss` falls: the policy overfits; keep the best checkpoint.",
+        ),
+        M(
             "val-core/<source>/<variable>/{best,maj}@<k>/{mean,std}",
             "",
             "best and majority of all k samples",
@@ -376,12 +386,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "Algorithms": (
-        M("sft/loss", "nats", "mean over tokens of -log p", "Rises: lower the learning rate."),
+        M("sft/loss", "nats", "mean over trained tokens of -log p", "Rises: lower the learning rate."),
         M(
             "sft/trained_share",
             "share",
-            "tokens with a loss / all tokens of the step",
-            "Near 0 or 1: the column, `data.train_on` or the chat template is not the intended one.",
+            "tokens with a loss / prompt and response tokens",
+            "0 or 1 where it should not be: the chat template's mask is wrong ([sft.md](sft.md)).",
         ),
         M("preference/loss", "", "loss of a pair or of a labelled sample", ""),
         M(
@@ -409,6 +419,21 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         M("implicit_reward/loss", "", "cross-entropy of the implicit reward model (PRIME)", ""),
         M("implicit_reward/accuracy", "share", "samples that it classifies correctly / all", "0.5: chance."),
         M("implicit_reward/reward/mean", "nats", "beta times its log-ratio, mean over tokens", ""),
+        M(
+            "distill/divergence",
+            "nats",
+            "`teacher.divergence` of policy and teacher, mean over tokens and updates",
+            "Rises: lower the learning rate. Flat from the start: the teacher is out of reach; compare its "
+            "accuracy with the policy's.",
+        ),
+        M("teacher/logprob/mean", "nats", "log-prob of the policy's tokens by their teachers", ""),
+        M(
+            "teacher/advantage_of_{reward,teacher}/{mean,abs}",
+            "",
+            "parts of the advantages, mean over tokens: by the reward, and `teacher.advantage_coef` times "
+            "the log-ratio of teacher and policy; abs: mean of absolute values",
+            "One abs far above the other: it alone decides; change `teacher.advantage_coef`.",
+        ),
         M("implicit_reward/{grad_norm,lr}", "", "as those of the policy", ""),
         M(
             "{dapo,prime}/kept_groups",
@@ -452,7 +477,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         M("timing_s/step", "s", "the step without validation and checkpoint", ""),
         M("timing_s/gen", "s", "generation, or the trainers' wait for samples (`roles`)", ""),
         M("timing_s/reward", "s", "scores", "A large share: more `reward.workers`, or a faster function."),
-        M("timing_s/{old_log_prob,ref,values,implicit_reward}", "s", "forward passes of the models", ""),
+        M(
+            "timing_s/{old_log_prob,ref,values,implicit_reward,teacher}",
+            "s",
+            "forward passes of the models",
+            "",
+        ),
+        M("timing_s/teacher_gen", "s", "responses of the teacher (`teacher.teacher_share`)", ""),
         M("timing_s/adv", "s", "advantages", ""),
         M("timing_s/{update_actor,update_critic,update_implicit_reward}", "s", "updates of the models", ""),
         M("timing_s/update_weights", "s", "weights to the engine", ""),
@@ -563,7 +594,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Run": (
         M("training/global_step", "steps", "number of the step; 0: the validation before training", ""),
-        M("training/epoch", "epochs", "complete passes over the training data", ""),
+        M("training/epoch", "epochs", "prompts drawn so far / prompts of the training data", ""),
     ),
 }
 """Title -> metrics."""

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.models.boxes import Box, index
-from rl.models.files import FP8_BLOCK, TensorReader, tensor_files
-from rl.models.layout import Weight, assemble
+from rl.models.files import TensorReader, tensor_files
+from rl.models.layout import FP8_BLOCK, Weight, assemble
 from rl.models.placement import Place, TrainingPlacement, count_experts, training_ranges
 from rl.training.grid import Grid
 from rl.training.layer_spec import te_name
@@ -134,6 +134,18 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
                     values, reader.read(scale, blocks_of(piece.hf_box)).float(), piece.hf_box
                 )
             parameter[index(piece.local_box)] = values.to(parameter)
+
+
+def share_weights(weight_map: WeightMap, source: WeightMap) -> None:
+    """Make this rank's parameters use the memory of those of another model of the same layout.
+
+    A value head, which the other lacks, becomes 0.
+    """
+    for name, parameter in weight_map.parameters.items():
+        if name in source.parameters:
+            parameter.data = source.parameters[name].data
+        else:
+            parameter.data.zero_()
 
 
 def blocks_of(box: Box) -> Box:
