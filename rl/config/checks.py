@@ -7,6 +7,7 @@ the remedy. `rl.config.layout_checks` checks a configuration against the number 
 import importlib.util
 import math
 import re
+from collections.abc import Sequence
 
 from rl.config.adapter_checks import check_adapter
 from rl.config.adapter_form_checks import check_form
@@ -30,6 +31,7 @@ from rl.config.schema import (
     uses_teacher,
     validates,
 )
+from rl.config.sweep_checks import check_sweep
 from rl.config.teachers import Teacher
 from rl.config.trace import check_trace
 
@@ -42,8 +44,18 @@ REQUIRED = {
 }
 
 
-def check(config: Config) -> list[str]:
-    """Return warnings, one sentence each. Raises ConfigError for the first error."""
+def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
+    """Return warnings, one sentence each. Raises ConfigError for the first error.
+
+    points: result of `load_points`; with a sweep in one job each of them is checked too.
+    """
+    if points:
+        check_sweep(config, points)
+        for point in points:
+            try:
+                check(point)
+            except ConfigError as error:
+                raise ConfigError(f"point {point.run.name}: {error}") from error
     values = flatten(config)
     for key, what in REQUIRED.items():
         if not values[key]:

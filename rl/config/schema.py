@@ -30,6 +30,7 @@ from rl.config.ranges import (
 )
 from rl.config.roles import Roles
 from rl.config.rollout import Rollout
+from rl.config.sweep import Sweep
 from rl.config.teachers import Teacher
 from rl.config.terms import AdaptiveEntropy, Preference, RewardKl
 from rl.config.trace import Trace
@@ -485,6 +486,7 @@ class Config:
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     adapter: Adapter = field(default_factory=Adapter)
+    sweep: Sweep = field(default_factory=Sweep)
     rollout: Rollout = field(default_factory=Rollout)
     roles: Roles = field(default_factory=Roles)
     reward: Reward = field(default_factory=Reward)

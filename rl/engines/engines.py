@@ -1,7 +1,9 @@
 """The models of a run on this rank: those of the training grid and those that generate."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from rl.config.adapter import Adapter
 from rl.config.options import ConfigError
 from rl.config.schema import (
     Config,
@@ -84,8 +86,10 @@ def finish_imports(config: Config, *, generate: bool) -> None:
     start_up.resume_collection()
 
 
-def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> TrainingEngine:
-    """Return the policy in training. Collective over the world."""
+def build_policy(
+    config: Config, hf: dict, grid: Grid, device: Device, *, base_of: TrainingEngine | None = None
+) -> TrainingEngine:
+    """Return the policy in training. Collective over the world. base_of: see `TrainingEngine`."""
     policy = TrainingEngine(
         config.model.path,
         hf,
@@ -100,6 +104,7 @@ def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> Traini
         bitwise=config.model.numerics == "bitwise",
         adapter=config.adapter,
         seed=config.run.seed,
+        base_of=base_of,
     )
     if needs_kept_sets(config):
         policy.needs |= dict.fromkeys(KEPT_SETS, lambda stage: slice(None) if stage == grid.pp - 1 else None)
@@ -115,10 +120,10 @@ def offload_of(config: Config, device: Device) -> str:
     return config.training.offload
 
 
-def build_rollout(config: Config, device: Device, *, num_adapters: int = 1) -> RolloutEngine:
+def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter] = ()) -> RolloutEngine:
     """Return the engine that generates with the policy. Collective over the world.
 
-    num_adapters: adapters that it holds, with `adapter.in_engine=adapter`.
+    adapters: those of a sweep's points; by default that of `config`, if the engine holds it.
     """
     adapter = config.adapter
     return RolloutEngine(
@@ -131,8 +136,7 @@ def build_rollout(config: Config, device: Device, *, num_adapters: int = 1) -> R
         returns_kept=needs_kept_sets(config),
         routes=config.training.router_replay == "engine",
         bitwise=config.model.numerics == "bitwise",
-        adapter=adapter if adapter.is_on and adapter.in_engine == "adapter" else None,
-        num_adapters=num_adapters,
+        adapters=adapters or ([adapter] if adapter.is_on and adapter.in_engine == "adapter" else []),
     )
 
 

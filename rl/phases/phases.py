@@ -34,9 +34,10 @@ from rl.stopping.requests import StopRequests
 from rl.training.dp_split import Cost
 from rl.training.loss import Loss
 
-if TYPE_CHECKING:  # only for runs with roles, and with a teacher
+if TYPE_CHECKING:  # only for runs with roles, with a teacher, and for points of a sweep
     from transformers import PreTrainedTokenizerBase
 
+    from rl.phases.joint_generation import PointGeneration
     from rl.refit.link import Link
 
 
@@ -46,7 +47,8 @@ class Phases:
     `config` is the run's configuration, `step` the current step, and `metrics` the metrics that the step
     logs.
 
-    link: the link to the ranks that generate, if these do not (`roles`).
+    link: the link to the ranks that generate, if these do not (`roles`). generation: that of a point of a
+    sweep, which shares the engine with others.
     tokenizer: the policy's, for prompts of teachers.
     """
 
@@ -64,6 +66,7 @@ class Phases:
         agents=None,
         link: "Link | None" = None,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
+        generation: "PointGeneration | None" = None,
     ):
         self.config, self.step, self.engines = config, step, engines
         self.prompts, self.sampler = prompts, sampler
@@ -72,7 +75,7 @@ class Phases:
         policy = engines.policy
         cost = Cost.of_model(policy.weight_map.hf, policy.weight_map.weights)
         planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=policy.shares_prompts)
-        self.generation = Generation(config, step, engines, self.memory, stop, agents)
+        self.generation = generation or Generation(config, step, engines, self.memory, stop, agents)
         self.split = None
         """`generation`, if other ranks generate (`roles`)."""
         if link is not None:

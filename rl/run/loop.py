@@ -228,12 +228,17 @@ def _build(
         prompts=inputs.prompts,
         sampler=inputs.sampler(),
         scorer=None if pool is None else Scorer(config, inputs, device, engines, pool),
-        end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
+        end_ids=end_ids(config, inputs),
         stop=stop,
         agents=agents,
         link=link,
         tokenizer=inputs.tokenizer,
     )
+
+
+def end_ids(config: Config, inputs: Inputs) -> frozenset[int]:
+    """Return the ids of the model's tokens that end a response."""
+    return frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None}
 
 
 def _warn_of_shared_prompts(inputs: Inputs, progress: Progress) -> None:

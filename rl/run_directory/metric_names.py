@@ -369,6 +369,14 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "mean and standard deviation over the k samples; of other numbers of the reward function too",
             "",
         ),
+        M(
+            "val/{loss,perplexity}",
+            "nats",
+            "sft: mean of -log p over the held-out tokens with a loss, and its exponential (no unit)",
+            "Rises while `sft/loss` falls: overfitting; keep the best checkpoint "
+            "(`checkpoint.best_metric=val/loss`).",
+        ),
+        M("val-core/<source>/{loss,perplexity}", "nats", "the same of a data source", ""),
         M(f"val-aux/num_turns/{SPREAD}", "turns", "as `num_turns/*`, in validation", ""),
         M(
             "val-aux/{agents/<name>,timing_s/environments,timing_s/environments_waited}",
@@ -414,7 +422,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         M(
             "distill/divergence",
             "nats",
-            "`teacher.divergence` of policy and teacher, mean over tokens, before the updates' steps",
+            "`teacher.divergence` of policy and teacher, mean over tokens and updates",
             "Rises: lower the learning rate. Flat from the start: the teacher is out of reach; compare its "
             "accuracy with the policy's.",
         ),

@@ -4,10 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from rl.agents.shipped.boxes import Boxes
 from rl.rewards.choice import score
 from tools.prepare_arc import arc_row
 
+from rl.agents.environment import load_environment
 from rl.algorithms import raft
+from rl.config.agent_plan import EnvironmentSpec
 from rl.config.checks import check
 from rl.config.options import ConfigError, help_text
 from rl.config.schema import Config, load_config
@@ -62,6 +65,20 @@ phases = SimpleNamespace(
     draw_prompts=lambda: [], generate=lambda prompts: batch, score_samples=lambda batch: None
 )
 assert raft.collect(phases).rewards.tolist() == [7.0, 4.0]
+
+# Environment
+boxes = [
+    "algorithm=grpo",
+    "agents.environment=rl.agents.shipped.boxes:Boxes",
+    "rollout.max_response_tokens=64",
+]
+assert check(config_with(*boxes)) == []
+loaded = load_environment(EnvironmentSpec("rl.agents.shipped.boxes:Boxes", {}))
+assert list(loaded.tools_for({})) == ["answer", "look"]
+game = Boxes()
+assert "boxes 1, 2 and 3" in game.reset({"seed": 3})[0]["content"] and not game.done
+game.answer(sum(int(game.look(box)) for box in (1, 2, 3)))
+assert game.done and game.score() == 1.0 and game.look(4) == "There is no such box."
 
 # Reward, dataset, model
 assert score("", "A or B? It is B.", "B") == {"score": 1.0, "acc": 1.0, "pred": "B"}

@@ -15,7 +15,7 @@ def test_the_worked_examples_apply_and_work(tmp_path):
     for room in ("rl", "tools"):
         shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
-    assert len(diffs) == 6
+    assert len(diffs) == 7
     for diff in diffs:
         subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, check=True)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}

@@ -1,0 +1,74 @@
+"""The pages of docs/: generated parts are up to date, commands have marks, keys exist, configs are valid."""
+
+import re
+
+import pytest
+
+from rl.config.checks import check
+from rl.config.declarations import shipped
+from rl.config.options import tree_keys
+from rl.config.schema import Config, load_config
+from rl.run_directory.metric_names import METRICS, find
+from tests.doc_commands import MODES, PAGES, ROOT, blocks
+from tools.docs.generate import files
+
+ALL = [(block.place, block) for page in PAGES for block in blocks(page)]
+KEY = re.compile(r"(?<!`)`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[:=` ])")
+"""A key at the start of code in a text, also with its value."""
+METRIC = re.compile(r"(?<!`)`([a-z_-]+/[a-zA-Z0-9_@/*-]+)`")
+
+
+def test_generated_files_are_up_to_date():
+    stale = [str(path.relative_to(ROOT)) for path, text in files().items() if path.read_text() != text]
+    assert stale == [], "run python tools/docs/generate.py"
+
+
+def test_each_block_of_commands_is_run_or_says_why_not():
+    unmarked = [place for place, block in ALL if block.kind == ""]
+    assert unmarked == [], "see tests/doc_commands.py for the marks"
+    known = (*MODES, "not run", "file", "output", "config")
+    assert [place for place, block in ALL if block.kind not in known] == []
+    assert [place for place, block in ALL if block.kind == "not run" and len(block.argument) < 8] == []
+
+
+def test_the_keys_that_pages_name_exist():
+    keys = tree_keys(Config)
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    unknown = [
+        f"{page.name}: {key}"
+        for page in PAGES
+        for key in KEY.findall(page.read_text())
+        if key.split(".")[0] in sections and key not in keys and not key.startswith("reward.kwargs.")
+    ]
+    assert unknown == []
+
+
+def test_the_metrics_that_pages_name_exist():
+    starts = {each.name.split("{")[0].split("<")[0] for rows in METRICS.values() for each in rows}
+    groups = {start.split("/")[0] for start in starts}
+
+    def exists(name: str) -> bool:
+        start = name.partition("*")[0]
+        return any(known.startswith(start) for known in starts) if "*" in name else find(name) is not None
+
+    unknown = [
+        f"{page.name}: {name}"
+        for page in PAGES
+        if page.name not in ("verl.md", "metrics.md")  # verl.md names those of verl
+        for name in METRIC.findall(page.read_text())
+        if name.split("/")[0] in groups and not exists(name)
+    ]
+    assert unknown == []
+
+
+@pytest.mark.parametrize("place", [place for place, block in ALL if block.kind == "config"])
+def test_a_configuration_of_a_page_passes_the_checks(place, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(dict(ALL)[place].text)
+    check(load_config(str(path)))
+
+
+def test_each_algorithm_has_a_page_with_its_details():
+    for name in shipped():
+        text = (ROOT / "docs" / "algorithms" / f"{name}.md").read_text()
+        assert "## When to use it" in text and "## Implementation details" in text, name
