@@ -44,6 +44,7 @@ def main() -> int:
     from rl.config.checks import check
     from rl.config.options import ConfigError, parse_command_line, to_yaml
     from rl.config.schema import Config, load_config
+    from rl.config.sweep_checks import load_points
     from rl.runtime.ranks import discover
     from rl.runtime.rendezvous import RendezvousError, join_ranks
     from rl.runtime.transformers_import import keep_scan
@@ -57,7 +58,8 @@ def main() -> int:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             command = parse_command_line(Config, sys.argv[1:], description=__doc__)
         config = load_config(command.config, command.overrides)
-        warnings = check(config)
+        points = load_points(command.config, command.overrides) if config.sweep.is_on else []
+        warnings = check(config, points)
     except ValueError as error:
         return refuse(error, ranks)
     if command.print_config:
@@ -87,7 +89,7 @@ def main() -> int:
     with session(ranks, time_limit) as device:
         start_up.mark("process group")
         try:
-            code = watched_run(config, ranks, device)
+            code = watched_run(config, points, ranks, device)
             if code:  # together, because a launcher ends the slower ranks when the first one exits
                 leave(code, together=leave_together(ranks))
         except ConfigError as error:
@@ -112,8 +114,10 @@ def score_stored(config, ranks) -> int:
         return refuse(error, ranks)
 
 
-def watched_run(config, ranks, device) -> int:
+def watched_run(config, points, ranks, device) -> int:
     """Lock the run directory, start the watchdog, run, and return the exit code. Collective over the world.
+
+    points: configs of the points of a sweep in one job; empty for a single run.
 
     Raises ConfigError on every rank. Any other error is reported, and then ends the process.
     """
@@ -157,10 +161,15 @@ def watched_run(config, ranks, device) -> int:
         with fail_together():
             inputs = Inputs(config, ranks.world_size)
         start_up.mark("inputs")
-        from rl.run.loop import run  # imports Megatron and vLLM, so only now
+        if points:
+            from rl.run.points import run_points  # imports Megatron and vLLM, so only now
 
-        code = run(config, inputs, device, watchdog)
-        tracing.finish()
+            code = run_points(config, points, inputs, device, watchdog)
+        else:
+            from rl.run.loop import run
+
+            code = run(config, inputs, device, watchdog)
+            tracing.finish()
         if watchdog.living is not None:
             if not watchdog.living.meet(ranks.rank, ranks.world_size):
                 watchdog.close()

@@ -1,4 +1,4 @@
-"""`python -m launch sweep SWEEP.yaml`: many runs as one job array, with a directory each.
+"""`python -m launch sweep SWEEP.yaml`: many runs as one job array, or in one job, with a directory each.
 
 Writes SWEEP_DIR/launch (the batch file, the overrides of each point, the submissions) and submits one array,
 of which at most `at_a_time` tasks run at once. A second call submits points that are new in the file; with
@@ -10,17 +10,18 @@ import argparse
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from launch import slurm
 from launch.arguments import as_typed, warn
-from launch.batch_file import Resources, render_sweep
+from launch.batch_file import Resources, render, render_sweep
 from launch.points import Point, make_points, tasks_text
 from launch.runs import DIRECTORY, SWEEP, UNFINISHED, note_job, noted_jobs, read_runs, read_sweep
 from launch.submit import print_estimate
 from rl.config.checks import check
 from rl.config.options import ConfigError, flatten, load
 from rl.config.schema import Config, load_config
+from rl.config.sweep_checks import load_points
 
 
 @dataclass
@@ -33,6 +34,9 @@ class SweepFile:
     """Directory of the sweep. Empty: `runs/<name>`."""
     config: str = ""
     """YAML file of the run that is varied. Required."""
+    mode: Literal["array", "adapters"] = "array"
+    """array: a task of a job array for each point. adapters: all points in one job, as adapters of one base
+    model (`sweep.adapters`)."""
     at_a_time: int = 0
     """Largest number of points that run at once (the % of sbatch --array). 0: no limit."""
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +71,8 @@ def main(argv: list[str]) -> int:
     sweep = read_file(arguments.file)
     directory = Path(sweep.dir or f"runs/{sweep.name}").absolute()
     found = make_points(vars(sweep), flatten(load_config(sweep.config, _overrides(sweep))))
-    first = check_points(sweep, directory, found)
+    in_one_job = sweep.mode == "adapters"
+    first = check_adapters(sweep, directory, found) if in_one_job else check_points(sweep, directory, found)
     points = write_points(sweep, directory, found)
     tasks = failed_tasks(directory, points) if arguments.only else new_tasks(directory, points)
     names = {point.name for point in found}
@@ -78,18 +83,21 @@ def main(argv: list[str]) -> int:
         )
         print(f"nothing to submit: none of the {len(found)} points is {which}")
         return 0
-    file = _write_batch_file(sweep, directory, tasks, command=as_typed("sweep", argv))
+    write = _write_joint_file if in_one_job else _write_batch_file
+    file = write(sweep, directory, tasks, found, command=as_typed("sweep", argv))
     print(f"# {file}\n{file.read_text()}")
     for task in tasks:
         print(f"{task:>4}  {points[task].name}")
     print_estimate(first, sweep.job)
-    print(f"GPU-hours of {len(tasks)} points, at most: {len(tasks) * sweep.job.gpu_hours:,.1f}")
+    jobs = 1 if in_one_job else len(tasks)
+    print(f"GPU-hours of {len(tasks)} points, at most: {jobs * sweep.job.gpu_hours:,.1f}")
     if arguments.dry_run:
         print(f"\nnot submitted (--dry-run); sbatch {file}")
         return 0
     job = slurm.submit(str(file))
-    note_job(directory / DIRECTORY, job, tasks=tasks, file=file.name)
-    print(f"\nsubmitted array {job} with {len(tasks)} tasks; python -m launch status {directory}")
+    note_job(directory / DIRECTORY, job, tasks=tasks, file=file.name, array=not in_one_job)
+    what = f"job {job} with {len(tasks)} points" if in_one_job else f"array {job} with {len(tasks)} tasks"
+    print(f"\nsubmitted {what}; python -m launch status {directory}")
     return 0
 
 
@@ -138,6 +146,25 @@ def check_points(sweep: SweepFile, directory: Path, points: list[Point]) -> Conf
     return configs[0]
 
 
+def check_adapters(sweep: SweepFile, directory: Path, points: list[Point]) -> Config:
+    """Check the config of a sweep in one job and those of its points; return the former.
+
+    Raises ConfigError, which names the point.
+    """
+    overrides = joint_overrides(sweep, directory, points)
+    config = load_config(sweep.config, overrides)
+    for text in check(config, load_points(sweep.config, overrides)):
+        warn(text)
+    return config
+
+
+def joint_overrides(sweep: SweepFile, directory: Path, points: list[Point]) -> list[str]:
+    """Return all overrides of the job that runs the points together."""
+    values = json.dumps([point.values for point in points])
+    place = [f"run.name={sweep.name}", f"run.dir={directory}"]
+    return [*_overrides(sweep), *place, f"sweep.adapters={values}"]
+
+
 def write_points(sweep: SweepFile, directory: Path, points: list[Point]) -> list[Point]:
     """Write the points; return them by task number. Points of an earlier call keep their numbers."""
     place = directory / DIRECTORY
@@ -171,7 +198,23 @@ def failed_tasks(directory: Path, points: list[Point]) -> list[int]:
     return [task for task, run in enumerate(states) if run.state in UNFINISHED and task not in new]
 
 
-def _write_batch_file(sweep: SweepFile, directory: Path, tasks: list[int], *, command: str) -> Path:
+def _write_joint_file(
+    sweep: SweepFile, directory: Path, tasks: list[int], points: list[Point], *, command: str
+) -> Path:
+    """Write the batch file of one job with all points. Those that have ended are left out when it starts."""
+    place = directory / DIRECTORY
+    overrides = joint_overrides(sweep, directory, points)
+    config = str(Path(sweep.config).absolute())
+    text = render(sweep.job, name=sweep.name, logs=place, config=config, overrides=overrides, command=command)
+    file = place / f"job-{len(noted_jobs(place)) + 1}.sbatch"
+    file.write_text(text)
+    return file
+
+
+def _write_batch_file(
+    sweep: SweepFile, directory: Path, tasks: list[int], points: list[Point], *, command: str
+) -> Path:
+    """Write the batch file of a job array with a task for each point."""
     place = directory / DIRECTORY
     limit = f"%{sweep.at_a_time}" if sweep.at_a_time else ""
     text = render_sweep(

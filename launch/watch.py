@@ -114,11 +114,12 @@ class RunFiles:
         if now - self._read_at >= HEARTBEATS_S:
             self._read_at = now
             self._heartbeats = [_read(path) for path in sorted(directory.glob("rank_*.json"))]
+        self._view.hosts = {each["rank"]: each["host"] for each in self._heartbeats if each is not None}
         working = [each for each in self._heartbeats if each is not None and not each["waits"]]
         if working:
             slow = min(working, key=lambda each: each["since"])
             self._view.note = (
-                f"slowest: rank {slow['rank']} on {slow['host']}, in {slow['phase']} "
+                f"slowest now: rank {slow['rank']} on {slow['host']}, in {slow['phase']} "
                 f"for {duration(now - slow['since'])}"
             )
 

@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 8 tools/export_hf.py runs/grpo --out models/grpo --tp 8
 
 Takes the newest checkpoint unless --step names one. The layout and number of ranks may differ from the run's,
-so a model that is too large for one process can be split over several. A run with `checkpoint.export_hf=true`
-writes the same files at its end.
+so a model that is too large for one process can be split over several. Of a run with adapters it writes the
+merged weights, or with --adapter the adapters alone. A run with `checkpoint.export_hf=true` writes the same
+files at its end.
 """
 
 import argparse
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--step", type=int, help="step of the checkpoint (default: the newest)")
     add("--tp", type=int, default=1, help="tensor parallel size")
     add("--pp", type=int, default=1, help="pipeline parallel size")
+    add("--adapter", action="store_true", help="write only the adapters of the run, in the format of peft")
     args = parser.parse_args(argv)
     ranks = discover()
     prepare_environment(ranks)
@@ -46,6 +48,7 @@ def export(ranks, args: argparse.Namespace) -> None:
     """Export a checkpoint. Raises ValueError for wrong arguments. Collective over the world."""
     from rl.checkpoint.directory import complete
     from rl.checkpoint.hf import export_hf
+    from rl.checkpoint.peft import export_peft
     from rl.checkpoint.store import CheckpointStore
     from rl.config.options import load
     from rl.config.schema import Config, Training
@@ -65,6 +68,8 @@ def export(ranks, args: argparse.Namespace) -> None:
             asked = "" if args.step is None else f" of step {args.step}"
             steps = ", ".join(f"step {step}" for step in sorted(found)) or "none"
             raise ValueError(f"{store.directory} has no complete checkpoint{asked}, only {steps}.")
+        if args.adapter and not config.adapter.is_on:
+            raise ValueError(f"--adapter: {args.run_dir} trained all weights; leave it out.")
         saved = store.named(str(args.run_dir if args.step is None else found[args.step].path))
         training = Training(tp=args.tp, pp=args.pp)
         grid = build_grid(tp=args.tp, pp=args.pp, seed=config.run.seed)
@@ -75,11 +80,17 @@ def export(ranks, args: argparse.Namespace) -> None:
             dtype=config.model.dtype,
             grid=grid,
             device=device,
+            adapter=replace(config.adapter, path=""),  # the checkpoint has its values
+            seed=config.run.seed,
         )
         store.load_weights(saved, {"policy": policy})
-        export_hf(policy, config.model.path, args.out)
+        if args.adapter:
+            export_peft(policy, config.model.path, args.out)
+        else:
+            export_hf(policy, config.model.path, args.out)
         if ranks.rank == 0:
-            print(f"wrote {args.out}, a Hugging Face checkpoint of step {saved.step}")
+            kind = "the adapters" if args.adapter else "a Hugging Face checkpoint"
+            print(f"wrote {args.out}, {kind} of step {saved.step}")
 
 
 if __name__ == "__main__":

@@ -474,7 +474,7 @@ def trainer(settings: Settings, notes: list[str]) -> dict[str, Any]:
     if others:
         notes.append(
             f"trainer.logger={', '.join(sorted(others))}: metrics are in <run.dir>/metrics.jsonl and in "
-            "TensorBoard's files."
+            "TensorBoard's files; logging.wandb, logging.mlflow and logging.trackio send them elsewhere."
         )
         ours["logging.tensorboard"] = True
     if get("trainer.resume_mode", "auto") == "disable":

@@ -168,7 +168,7 @@ def _fill(
 
 
 def _optimizers(engine: TrainingEngine) -> list[DistributedOptimizer]:
-    return optimizer_parts(engine.optimizer)
+    return [] if engine.optimizer is None else optimizer_parts(engine.optimizer)
 
 
 def _optimizer_tensors(

@@ -1,23 +1,43 @@
-"""Checks of the section `adapter`: contradictions with the rest of the config, and with the model's layers."""
+"""Checks of the section `adapter`: contradictions with the rest of the config and with the model's layers."""
 
 from collections.abc import Sequence
 
 from rl.config.options import ConfigError
 from rl.config.schema import Config
-from rl.models.adapters import LowRank, adapters
+from rl.models.adapters import LowRank, adapters, check_stages
 from rl.models.layout import Weight
 
 
 def check_adapter(config: Config) -> None:
     """Raise ConfigError for keys that contradict each other."""
-    adapter = config.adapter
+    adapter, critic = config.adapter, config.critic
+    if critic.share_base and not adapter.is_on:
+        raise ConfigError(
+            "critic.share_base=true shares the frozen weights of a policy with adapters, but "
+            "adapter.kind=none trains all weights; set adapter.kind=lora, or leave out critic.share_base."
+        )
+    if critic.share_base and critic.path:
+        raise ConfigError(
+            f"critic.share_base=true uses the weights of model.path, not those of critic.path={critic.path}; "
+            "leave out one of the two."
+        )
+    if critic.share_base and adapter.init == "pissa":
+        raise ConfigError(
+            "critic.share_base=true cannot be combined with adapter.init=pissa, which takes the principal "
+            "part of every weight out of the shared ones; use adapter.init=zero."
+        )
     if not adapter.is_on:
         if adapter.path:
             raise ConfigError(
-                f"adapter.path={adapter.path} has no effect with adapter.kind=none, which trains all weights; "
-                "set adapter.kind to that of the directory, or leave out adapter.path."
+                f"adapter.path={adapter.path} has no effect with adapter.kind=none, by which all weights "
+                "learn; set adapter.kind to that of the directory, or leave out adapter.path."
             )
         return
+    if config.model.numerics == "bitwise":
+        raise ConfigError(
+            f"model.numerics=bitwise does not support adapter.kind={adapter.kind}: its layers add up "
+            "products in the engine's order; use adapter.kind=none or leave out model.numerics."
+        )
     if adapter.path and adapter.init != "zero":
         raise ConfigError(
             f"adapter.init={adapter.init} chooses the first A and B, but adapter.path={adapter.path} holds "
@@ -28,12 +48,23 @@ def check_adapter(config: Config) -> None:
 def adapters_of(config: Config, weights: Sequence[Weight]) -> list[LowRank]:
     """Return the adapters of a model with these weights; none if the section is off.
 
-    Raises ConfigError for a target that matches no layer.
+    Raises ConfigError for a target that matches no layer, and for a pipeline stage without an adapter.
     """
     adapter = config.adapter
     if not adapter.is_on:
         return []
     try:
-        return adapters(weights, rank=adapter.rank, targets=adapter.targets, dora=adapter.kind == "dora")
+        pairs = adapters(weights, rank=adapter.rank, targets=adapter.targets, dora=adapter.kind == "dora")
+        num_layers = 1 + max(weight.layer for weight in weights if weight.layer is not None)
+        check_stages(pairs, num_layers, config.training.pp)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if adapter.init == "pissa":
+        for pair in pairs:
+            shape = pair.base.shapes[pair.part]
+            if adapter.rank > min(shape):
+                raise ConfigError(
+                    f"adapter.rank={adapter.rank} with adapter.init=pissa exceeds the rank of {pair.module}, "
+                    f"which is {shape[0]} x {shape[1]}; use at most {min(shape)}, or adapter.init=zero."
+                )
+    return pairs

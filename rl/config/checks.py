@@ -7,6 +7,7 @@ the remedy. `rl.config.layout_checks` checks a configuration against the number 
 import importlib.util
 import math
 import re
+from collections.abc import Sequence
 
 from rl.config.adapter_checks import check_adapter
 from rl.config.adapter_form_checks import check_form
@@ -24,10 +25,14 @@ from rl.config.schema import (
     Config,
     algorithm_of,
     generates_held_out,
+    learns_from_data,
     learns_from_samples,
     needs_kept_sets,
+    uses_teacher,
     validates,
 )
+from rl.config.sweep_checks import check_sweep
+from rl.config.teachers import Teacher
 from rl.config.trace import check_trace
 
 OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
@@ -39,8 +44,18 @@ REQUIRED = {
 }
 
 
-def check(config: Config) -> list[str]:
-    """Return warnings, one sentence each. Raises ConfigError for the first error."""
+def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
+    """Return warnings, one sentence each. Raises ConfigError for the first error.
+
+    points: result of `load_points`; with a sweep in one job each of them is checked too.
+    """
+    if points:
+        check_sweep(config, points)
+        for point in points:
+            try:
+                check(point)
+            except ConfigError as error:
+                raise ConfigError(f"point {point.run.name}: {error}") from error
     values = flatten(config)
     for key, what in REQUIRED.items():
         if not values[key]:
@@ -121,6 +136,10 @@ def check_contradictions(config: Config) -> None:
         from rl.config.agent_checks import check_agents
 
         check_agents(config)
+    if uses_teacher(config) or config.teacher != Teacher():
+        from rl.config.teacher_checks import check_teacher
+
+        check_teacher(config)
     if config.rollout.carry_over:
         check_carry_over(config)
     if needs_kept_sets(config):
@@ -220,12 +239,12 @@ def check_conversations(config: Config) -> None:
 
 def check_mask(config: Config) -> None:
     """Raise ConfigError if the sets of tokens that the engine kept cannot reach the trainer."""
-    rollout, needs = config.rollout, algorithm_of(config).needs
+    rollout = config.rollout
     reasons = {
         "rollout.carry_over=true carries samples over": rollout.carry_over,
         f"roles.rollout={config.roles.rollout} sends samples": config.roles.is_on,
         "run.mode=train_only reads samples": config.run.mode == "train_only",
-        f"algorithm={config.algorithm} also learns from the data's responses,": "responses" in needs,
+        f"algorithm={config.algorithm} also learns from the data's responses,": learns_from_data(config),
     }
     for reason in (reason for reason, is_set in reasons.items() if is_set):
         raise ConfigError(

@@ -27,6 +27,7 @@ NEEDS = {
     "critic": "a value model",
     "greedy_baseline": "the score of a greedy response to each prompt",
     "implicit_reward": "a reward model that learns during the run",
+    "teacher": "models from which the policy learns token by token (section teacher)",
     "dynamic_sampling": "further rounds of generation in a step",
     "old_logprobs": "log-probs of the old policy before the first update of a step",
 }

@@ -11,7 +11,7 @@ from typing import Any
 from rl.config.adapter_form_checks import check_layers
 from rl.config.options import ConfigError, listed
 from rl.config.role_checks import role_ranks
-from rl.config.schema import Config, algorithm_of, needs_engine
+from rl.config.schema import Config, algorithm_of, learns_from_data, needs_engine
 from rl.models.sizes import expert_width, num_experts, num_kv_heads
 
 
@@ -170,7 +170,8 @@ def check_minibatch(config: Config, world_size: int) -> None:
     tp, pp, step = config.training.tp, config.training.pp, config.data.prompts_per_step
     dp = world_size // (tp * pp)
     needs = algorithm_of(config).needs
-    samples = config.rollout.samples_per_prompt if "samples" in needs else 1
+    # A mini-batch may consist of prompts to which the data respond, once each.
+    samples = 1 if learns_from_data(config) or "samples" not in needs else config.rollout.samples_per_prompt
     prompts = config.training.prompts_per_minibatch or step
     if prompts * samples >= dp:
         return

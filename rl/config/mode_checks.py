@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rl.config.options import ConfigError
-from rl.config.schema import Config, algorithm_of
+from rl.config.schema import Config, algorithm_of, learns_from_data
 
 
 def check_mode(config: Config) -> None:
@@ -17,7 +17,7 @@ def check_mode(config: Config) -> None:
         )
     if run.mode in ("train", "check"):
         return
-    if "samples" not in needs or "responses" in needs:
+    if "samples" not in needs or learns_from_data(config):
         raise ConfigError(
             f"{name} replays responses of the policy, but algorithm={config.algorithm} learns from responses "
             "in the data; use another algorithm, or run.mode=train."

@@ -30,6 +30,8 @@ from rl.config.ranges import (
 )
 from rl.config.roles import Roles
 from rl.config.rollout import Rollout
+from rl.config.sweep import Sweep
+from rl.config.teachers import Teacher
 from rl.config.terms import AdaptiveEntropy, Preference, RewardKl
 from rl.config.trace import Trace
 
@@ -92,8 +94,8 @@ class Data:
     """Column with the prompt: a list of {role, content} messages (chat template applied) or a string (used
     without a template)."""
     response_key: str = ""
-    """sft and spin: column with the target response. Empty: `reward_model.ground_truth`. kto: column with the
-    response, whose default is completion."""
+    """sft, spin and distill with a share of the data: column with the target response. Empty:
+    `reward_model.ground_truth`. kto: column with the response, whose default is completion."""
     messages_key: str = ""
     """sft: column with a conversation, a list of {role, content} messages, to train on in place of a prompt
     and a response; column `tools` may have the schemas of its tools (docs/sft.md). Empty: none."""
@@ -200,6 +202,9 @@ class Critic:
     path: str = ""
     """Hugging Face checkpoint that the critic starts from: a causal language model, whose head is replaced by
     a value head that starts at 0, or a sequence classifier with one label. Empty: `model.path`."""
+    share_base: bool = False
+    """With the section `adapter`: the critic uses the policy's frozen weights, with adapters and a value head
+    of its own, in place of a second model whose weights all learn."""
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-5))
     """As for the policy, with a ten times higher learning rate, because a critic learns a regression."""
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
@@ -441,7 +446,8 @@ class Checkpoint:
     """Compare the checksum of every file before a checkpoint is loaded, distributed over the ranks. false:
     compare only sizes."""
     export_hf: bool = False
-    """At the end write the policy as a Hugging Face checkpoint to `<run.dir>/hf`."""
+    """At the end write the policy as a Hugging Face checkpoint to `<run.dir>/hf`. With the section `adapter`
+    its weights are the merged ones, and the adapters alone are in `<run.dir>/adapter`, in peft's format."""
 
 
 @dataclass
@@ -472,12 +478,14 @@ class Logging:
 class Config:
     algorithm: str = "grpo"
     """Name of a file of rl/algorithms (ppo, grpo, dapo, rloo, reinforce_pp, remax, prime, dpo, spin, sppo,
-    kto, orpo, simpo, sft), or the path of your own file. It sets other defaults for some keys below."""
+    kto, orpo, simpo, sft, distill), or the path of your own file. It sets other defaults for some keys
+    below."""
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     adapter: Adapter = field(default_factory=Adapter)
+    sweep: Sweep = field(default_factory=Sweep)
     rollout: Rollout = field(default_factory=Rollout)
     roles: Roles = field(default_factory=Roles)
     reward: Reward = field(default_factory=Reward)
@@ -487,6 +495,7 @@ class Config:
     critic: Critic = field(default_factory=Critic)
     implicit_reward: ImplicitReward = field(default_factory=ImplicitReward)
     preference: Preference = field(default_factory=Preference)
+    teacher: Teacher = field(default_factory=Teacher)
     dynamic_sampling: DynamicSampling = field(default_factory=DynamicSampling)
     validation: Validation = field(default_factory=Validation)
     refit: Refit = field(default_factory=Refit)
@@ -560,7 +569,8 @@ def generates_held_out(config: Config) -> bool:
 
 def needs_reward(config: Config) -> bool:
     """Return whether responses are scored, in training or in validation."""
-    learns = "reward" in algorithm_of(config).needs and config.run.mode != "train_only"
+    learns = "reward" in algorithm_of(config).needs or needs_feedback(config)
+    learns = learns and config.run.mode != "train_only"
     return learns or generates_held_out(config)
 
 
@@ -568,6 +578,31 @@ def needs_reference(config: Config) -> bool:
     """Return whether the policy that the run starts from is kept."""
     objective = config.objective
     return "reference" in algorithm_of(config).needs or objective.kl_coef > 0 or objective.reward_kl.coef > 0
+
+
+def keeps_reference(config: Config) -> bool:
+    """Return whether the policy that the run starts from is kept, as a reference or as a teacher."""
+    is_teacher = uses_teacher(config) and config.teacher.self_taught == "initial"
+    return needs_reference(config) or is_teacher
+
+
+def uses_teacher(config: Config) -> bool:
+    """Return whether the policy learns from the section `teacher`."""
+    return "teacher" in algorithm_of(config).needs or config.teacher.advantage_coef > 0
+
+
+def learns_from_data(config: Config) -> bool:
+    """Return whether the algorithm trains on the data's own responses."""
+    shares = config.teacher.student_share + config.teacher.teacher_share
+    return "responses" in algorithm_of(config).needs or (
+        "teacher" in algorithm_of(config).needs and shares < 1 - 1e-9
+    )
+
+
+def needs_feedback(config: Config) -> bool:
+    """Return whether the prompt of a self-taught policy has what the reward function says."""
+    teacher = config.teacher
+    return uses_teacher(config) and teacher.self_taught != "none" and "{feedback}" in teacher.template
 
 
 def needs_early_logprobs(config: Config) -> bool:
@@ -582,6 +617,7 @@ def needs_early_logprobs(config: Config) -> bool:
     return (
         "old_logprobs" in algorithm_of(config).needs
         or config.objective.reward_kl.coef > 0
+        or config.teacher.advantage_coef > 0
         or (estimator is not None and not estimator.columns.isdisjoint({"old_logprobs", "sum_p_squared"}))
         or (loss is not None and "selected_tokens" in loss.columns)
         or bool(config.rollout_correction.rejections)

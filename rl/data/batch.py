@@ -34,7 +34,7 @@ LOSS_COLUMNS = (
 )
 """Token columns that losses may read; micro-batches contain them."""
 
-TOKEN_COLUMNS = (*LOSS_COLUMNS, "token_rewards", "sum_p_squared", "turns", "turn_rewards")
+TOKEN_COLUMNS = (*LOSS_COLUMNS, "teacher_logprobs", "token_rewards", "sum_p_squared", "turns", "turn_rewards")
 
 
 @dataclass
@@ -68,6 +68,8 @@ class Batch:
     """Number of the policy's updates before the one that fills `old_logprobs`, if an update does."""
     ref_logprobs: Tensor | None = None
     """Log-prob by the reference policy."""
+    teacher_logprobs: Tensor | None = None
+    """Log-prob by the sample's teacher."""
     baselines: Tensor | None = None
     """float32 [N], only for remax: the reward of the greedy response to the sample's prompt."""
     advantages: Tensor | None = None
@@ -109,6 +111,10 @@ class Batch:
         if self.mask is None:
             self.mask = torch.ones(int(self.lengths.sum()))
         self._fingerprint: int | None = None
+        self.feedback: list[str | None] | None = None
+        """What the reward function says about each sample, if a teacher's prompt has it."""
+        self.teacher: Any = None
+        """The teachers' distributions at the response tokens (`rl.training.divergence.Targets`)."""
         self.layouts: dict[Any, Any] = {}
         """Cached layouts of micro-batches, for several passes; filled by `rl.training.packing`."""
 

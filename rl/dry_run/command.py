@@ -32,12 +32,13 @@ def main(argv: list[str]) -> int:
             shape=arguments.model_shape,
             prompt=arguments.mean_prompt_tokens,
             response=arguments.mean_response_tokens,
+            points=arguments.points,
         )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(report(found), flush=True)
-    if not found.problems and learns_from_samples(config):
+    if not found.problems and learns_from_samples(config) and found.points == 1:
         print("\n" + report_forms(found, arguments), flush=True)
     print("\n" + verdict(found, cheapest_change(found) if found.problems else None))
     return 2 if found.problems else 0
@@ -60,6 +61,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--world-size", metavar="N", type=int, default=ranks, help=ranks_help)
     shape_help = "config.json to use instead of model.path's (configs/models has some)"
     add("--model-shape", metavar="FILE", default="", help=shape_help)
+    points_help = "number of adapters that learn together on one base, as in a sweep in one job (1)"
+    add("--points", metavar="N", type=int, default=1, help=points_help)
     for side in ("prompt", "response"):
         mean_help = f"mean tokens of a {side} (half of the longest)"
         add(f"--mean-{side}-tokens", metavar="X", type=float, default=0.0, help=mean_help)
@@ -74,6 +77,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.world_size < 1:
         parser.error(f"--world-size is {arguments.world_size}, but must be at least 1")
+    if arguments.points < 1:
+        parser.error(f"--points is {arguments.points}, but must be at least 1")
     for override in arguments.overrides:
         if "=" not in override:
             parser.error(f"argument '{override}' is not of the form key=value")

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from rl.config.adapter_form_checks import check_form, check_layers
+from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_engine
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import ITEMSIZE, Layout, Memory, estimate_memory, layout_of, sequences_per_prompt
@@ -44,6 +47,10 @@ class Estimate:
     refit: Refit | None
     notes: list[str]
     hardware: Hardware
+    points: int = 1
+    """Number of adapters that learn in one job on one base."""
+    other_refit: Refit | None = None
+    """The refit with the other value of adapter.in_engine; None if the engine cannot hold that form."""
 
     @property
     def problems(self) -> list[str]:
@@ -57,8 +64,8 @@ class Estimate:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences of a step."""
-        return self.config.data.prompts_per_step * sequences_per_prompt(self.config)
+        """Number of sequences of a step, of all adapters."""
+        return self.points * self.config.data.prompts_per_step * sequences_per_prompt(self.config)
 
     @property
     def max_tokens(self) -> int:
@@ -81,16 +88,22 @@ def estimate(
     prompt: float = 0.0,
     response: float = 0.0,
     plan: bool = True,
+    points: int = 1,
 ) -> Estimate:
     """Return the estimate for a config that `rl.config.checks.check` accepts.
 
     shape: a config.json to use instead of model.path's. prompt, response: mean tokens; 0 means half of the
     maximum. plan: whether to plan the refit, which takes seconds for the largest models. Raises ConfigError
-    for an invalid layout.
+    for an invalid layout. points: number of adapters of a sweep in one job.
     """
+    if points > 1 and config.adapter.in_engine != "adapter":
+        raise ConfigError(
+            f"--points {points} trains several adapters on one base, but adapter.in_engine=merged holds one "
+            "policy in the engine; set adapter.kind=lora adapter.in_engine=adapter."
+        )
     models, notes = models_of(config, shape=shape)
     lengths = assumed_lengths(config, prompt, response)
-    return _estimate(config, world_size, hardware, models, notes, lengths, plan)
+    return _estimate(config, world_size, hardware, models, notes, lengths, plan, points)
 
 
 def changed(before: Estimate, config: Config, world_size: int) -> Estimate:
@@ -98,30 +111,57 @@ def changed(before: Estimate, config: Config, world_size: int) -> Estimate:
 
     Raises as `estimate`.
     """
-    return _estimate(config, world_size, before.hardware, before.models, [], before.lengths, False)
+    lengths, points = before.lengths, before.points
+    return _estimate(config, world_size, before.hardware, before.models, [], lengths, False, points)
 
 
-def _estimate(config, world_size, hardware, models, notes, lengths, plan) -> Estimate:
+def _estimate(config, world_size, hardware, models, notes, lengths, plan, points) -> Estimate:
     check_layouts(config, world_size, models)
     layout = layout_of(config, world_size)
-    memory = estimate_memory(config, world_size, models, hardware)
+    memory = estimate_memory(config, world_size, models, hardware, points=points)
     refit = None
     if plan and needs_engine(config):
         refit = plan_refit(config, layout, models["policy"], hardware)
         # The buffer limit bounds the plan's messages unless one row of a weight is larger.
         memory = replace(memory, refit_buffers=refit.largest_batch, connections=refit.connections)
-    seconds = estimate_seconds(config, layout, models, memory.engine, lengths, hardware)
+    other_refit = None
+    if refit is not None and config.adapter.is_on:
+        other = with_form(config, "merged" if config.adapter.in_engine == "adapter" else "adapter")
+        if can_hold_adapters(other, models["policy"]):
+            other_refit = plan_refit(other, layout, models["policy"], hardware)
+    seconds = estimate_seconds(config, layout, models, memory.engine, lengths, hardware, points=points)
     if memory.away and "gen" in seconds:
         seconds["offload"] = 2 * memory.away / (hardware.pcie_gb_s * 1e9)
     if refit is not None:
-        seconds["update_weights"] = refit.seconds
-    return Estimate(config, layout, models, memory, lengths, seconds, refit, notes, hardware)
+        seconds["update_weights"] = points * refit.seconds
+    return Estimate(
+        config, layout, models, memory, lengths, seconds, refit, notes, hardware, points, other_refit
+    )
+
+
+def can_hold_adapters(config: Config, model: Model) -> bool:
+    """Return whether the engine can hold the policy in the form of adapter.in_engine."""
+    try:
+        check_form(config)
+        check_layers(config, model.hf)
+    except ConfigError:
+        return False
+    return True
+
+
+def with_form(config: Config, form: Literal["merged", "adapter"]) -> Config:
+    """Return the config with another value of adapter.in_engine."""
+    return replace(config, adapter=replace(config.adapter, in_engine=form))
 
 
 def plan_refit(config: Config, layout: Layout, model: Model, hardware: Hardware) -> Refit:
-    """Return the figures of the refit plan that the run would compute, over all ranks."""
+    """Return the figures of the refit plan that the run would compute, over all ranks.
+
+    With adapter.in_engine=adapter they are those of every refit after the first, which also moves the base.
+    """
+    moves_adapters = config.adapter.is_on and config.adapter.in_engine == "adapter"
     traffic = refit_traffic(
-        list(model.weights),
+        list(model.adapters if moves_adapters else model.weights),
         layout.placement(model),
         layout.rollout_placement(model),
         ranks_per_node=hardware.ranks_per_node,

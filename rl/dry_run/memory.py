@@ -210,16 +210,29 @@ def layout_of(config: Config, world_size: int) -> Layout:
 
 
 def estimate_memory(
-    config: Config, world_size: int, models: Mapping[str, Model], hardware: Hardware
+    config: Config, world_size: int, models: Mapping[str, Model], hardware: Hardware, *, points: int = 1
 ) -> Memory:
-    """Return the memory of a run with a valid layout."""
+    """Return the memory of a run with a valid layout. points: number of adapters on the same base."""
     layout, itemsize = layout_of(config, world_size), ITEMSIZE[config.model.dtype]
     on_grid = {name: model for name, model in models.items() if model.on_training_grid}
     counts = {name: count_stages(model.parts, layout.placement(model)) for name, model in on_grid.items()}
+    adapters = {
+        name: count_stages(model.adapter_parts, layout.placement(model))
+        for name, model in on_grid.items()
+        if model.adapters
+    }
     stages = []
     for stage in range(layout.pp):
         states = {
-            name: model_state(counts[name][stage], layout, itemsize, learns=on_grid[name].learns)
+            name: model_state(
+                counts[name][stage],
+                layout,
+                itemsize,
+                learns=on_grid[name].learns,
+                adapters=adapters[name][stage] if name in adapters else None,
+                points=points,
+                shares_base=on_grid[name].shares_base,
+            )
             for name in counts
         }
         learning = [model for model in on_grid.values() if model.learns]
@@ -227,28 +240,48 @@ def estimate_memory(
         work = max(_activations(config, layout, model, stage, hardware) for model in learning)
         stages.append(StageMemory(states, *work))
     references = [
-        counts[name][0 if layout.pp == 1 else 1] for name, model in on_grid.items() if model.keeps_reference
+        adapters.get(name, counts[name])[0 if layout.pp == 1 else 1]
+        for name, model in on_grid.items()
+        if model.keeps_reference
     ]
     judge = models["judge"] if "judge" in models else None
     return Memory(
         stages,
-        engine_memory(config, models["policy"], hardware) if needs_engine(config) else None,
+        engine_memory(config, models["policy"], hardware, points=points) if needs_engine(config) else None,
         judge=hardware.memory * config.reward.judge.gpu_memory_utilization if judge else 0.0,
         refit_buffers=config.refit.buffer_mib << 20,
         connections=0,
         offload="all" if config.training.offload == "auto" else config.training.offload,
-        reference=sum(itemsize * count.parameters for count in references),
+        reference=points * sum(itemsize * count.parameters for count in references),
         is_split=layout.is_split,
         hardware=hardware,
     )
 
 
-def model_state(count: StageCount, layout: Layout, itemsize: int, *, learns: bool) -> State:
+def model_state(
+    count: StageCount,
+    layout: Layout,
+    itemsize: int,
+    *,
+    learns: bool,
+    adapters: StageCount | None = None,
+    points: int = 1,
+    shares_base: bool = False,
+) -> State:
     """Return the bytes of weights, gradients and optimizer state of one model on a rank.
 
     Gradient sums are float32. The optimizer state is Adam's two moments and a float32 copy of 16-bit weights;
     the data parallel ranks shard it.
+
+    adapters: the weights that learn, if the others are frozen. points: number of such sets on the same base.
+    shares_base: the frozen ones are those of another model.
     """
+    if adapters is not None:
+        own = model_state(adapters, layout, itemsize, learns=True)
+        lengths = adapters.buffers  # DoRA's, which learn in float32
+        own = State(own.weights, own.gradients + 4 * lengths, own.optimizer + 8 * lengths // layout.dp)
+        base = 0 if shares_base else model_state(count, layout, itemsize, learns=False).weights
+        return State(base + points * own.weights, points * own.gradients, points * own.optimizer)
     if not learns:
         return State(itemsize * count.parameters + 4 * count.buffers)
     shared = buffer_elements(count.shared, layout.dp)
@@ -353,7 +386,8 @@ def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: i
     """Return the bytes of the head's computation on the last stage.
 
     These are the hidden states of all tokens, gathered and selected, and their gradient. Log-probs add a
-    chunk's logits and the gradient of the head's weights, which is summed over chunks in float32.
+    chunk's logits and the gradient of the head's weights, unless they are frozen, which is summed over chunks
+    in float32.
     """
     hidden = model.hf["hidden_size"]
     states = 3 * hidden * tokens * itemsize
@@ -361,14 +395,16 @@ def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: i
         return states
     rows = padded_vocab(model.hf["vocab_size"], vocab_multiple(layout.tp)) // layout.tp
     chunk = min(config.training.head_chunk(rows), tokens)
-    gradient = (4 + itemsize) * rows * hidden
+    gradient = 0 if model.adapters else (4 + itemsize) * rows * hidden
     return states + HEAD_COPIES * itemsize * chunk * rows + gradient
 
 
-def engine_memory(config: Config, model: Model, hardware: Hardware) -> EngineMemory:
-    """Return the memory of the policy's engine."""
+def engine_memory(config: Config, model: Model, hardware: Hardware, *, points: int = 1) -> EngineMemory:
+    """Return the memory of the policy's engine, which holds `points` adapters if it holds them unmerged."""
     rollout, itemsize = config.rollout, ITEMSIZE[config.model.dtype]
     elements, float32 = count_engine(model.parts, rollout.tp)
+    if config.adapter.in_engine == "adapter":
+        elements += points * count_engine(model.adapter_parts, rollout.tp)[0]
     hidden, vocab = model.hf["hidden_size"], model.hf["vocab_size"]
     query, _ = model.heads_width
     width = 3 * hidden + max(3 * model.hf["intermediate_size"], 3 * query) / rollout.tp

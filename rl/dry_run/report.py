@@ -6,7 +6,7 @@ from rl.dry_run.asynchrony import best, forms
 from rl.dry_run.changes import Change
 from rl.dry_run.estimate import Estimate
 from rl.dry_run.hardware import GIB
-from rl.dry_run.parameters import count_stages
+from rl.dry_run.parameters import count_parameters, count_stages
 from rl.dry_run.timing import seconds_between_nodes
 
 LEAST_STEP_S = 1.0
@@ -83,6 +83,14 @@ def _head(estimate: Estimate) -> str:
         if model.num_experts:
             words += f", {model.multiplied / 1e9:.1f} B of them active per token"
         lines.append(f"{model.name:<16}{words}")
+    adapter, policy = config.adapter, estimate.models["policy"]
+    if policy.adapters:
+        learned = count_parameters(policy.adapter_parts)
+        lines.append(
+            f"{'adapter':<16}{adapter.kind} of rank {adapter.rank}: {learned / 1e6:,.1f} M parameters learn, "
+            f"{100 * learned / policy.parameters:.2f} %"
+            + (f", in each of {estimate.points} points" if estimate.points > 1 else "")
+        )
     lines.append(f"{'training':<16}{grid}")
     if estimate.memory.engine:
         lines.append(f"{'generation':<16}{_count(layout.replicas, 'replica')} of tp {layout.rollout_tp}")
@@ -185,6 +193,12 @@ def _work(estimate: Estimate) -> str:
             f"refit: {refit.all_ranks / GIB:.1f} GiB received by all ranks, at most "
             f"{refit.busiest / GIB:.2f} GiB by one, from at most {refit.senders} ranks, "
             f"{refit.largest_batch / GIB:.2f} GiB of buffers"
+        )
+    if other := estimate.other_refit:
+        form = "merged" if estimate.config.adapter.in_engine == "adapter" else "adapter"
+        lines.append(
+            f"refit with adapter.in_engine={form}: {other.all_ranks / GIB:.1f} GiB received by all ranks, at "
+            f"most {other.busiest / GIB:.2f} GiB by one, {other.seconds:.2f} s"
         )
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in estimate.seconds.items())
     lines += [

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl.config.adapter_checks import adapters_of
 from rl.config.layout_checks import check_judge, check_layout
 from rl.config.options import ConfigError, listed
-from rl.config.schema import Config, algorithm_of, needs_reference, needs_reward, validates
+from rl.config.schema import Config, algorithm_of, keeps_reference, needs_reward, uses_teacher, validates
 from rl.dry_run.parameters import Part, count_parameters, group_parts
 from rl.models import SUPPORTED, architecture, read_hf_config, sizes, value_model, value_weights
 from rl.models.layout import VOCAB, Weight
@@ -22,18 +23,24 @@ class Model:
     """One model of the run."""
 
     name: str
-    """policy, critic, implicit_reward, reward_model or judge."""
+    """policy, critic, implicit_reward, reward_model, judge, or teacher and its number."""
     hf: dict
     weights: tuple[Weight, ...]
     parts: tuple[Part, ...]
     path: str | None = None
     """The model's own path in the config; None if it is model.path."""
     keeps_reference: bool = False
-    """Whether host memory holds a copy of its initial weights."""
+    """Whether host memory holds a copy of what its initial weights were, of its adapters if it has some."""
+    adapters: tuple[Weight, ...] = ()
+    """A, B and with DoRA the lengths of its adapters, and a critic's value head; all that learns. None: all
+    weights learn."""
+    adapter_parts: tuple[Part, ...] = ()
+    shares_base: bool = False
+    """Whether its other weights are those of the policy."""
 
     @property
     def learns(self) -> bool:
-        return self.name not in ("reward_model", "judge")
+        return self.name not in ("reward_model", "judge") and not self.name.startswith("teacher")
 
     @property
     def on_training_grid(self) -> bool:
@@ -130,6 +137,9 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
         paths["reward_model"] = ("reward.model.path", config.reward.model.path)
     if config.reward.judge.path and needs_reward(config):
         paths["judge"] = ("reward.judge.path", config.reward.judge.path)
+    if uses_teacher(config):
+        for number, path in enumerate(config.teacher.paths, 1):
+            paths[f"teacher {number}"] = ("teacher.path", path)
     models = {}
     for name, (key, own_path) in paths.items():
         path = own_path or config.model.path
@@ -144,10 +154,28 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
             weights = value_weights(body, needs_head=False) if values else architecture(body).weights(body)
         except KeyError as missing:
             raise ConfigError(f"{path}/config.json lacks the key {missing}.") from missing
-        keeps = name == "implicit_reward" or (name == "policy" and needs_reference(config))
+        keeps = name == "implicit_reward" or (name == "policy" and keeps_reference(config))
         parts = tuple(group_parts(weights))
         own = None if name == "policy" else own_path or None
-        models[name] = Model(name, body, tuple(weights), parts, own, keeps_reference=keeps)
+        shares = name == "critic" and config.critic.share_base
+        learned = [
+            weight
+            for pair in (adapters_of(config, weights) if name == "policy" or shares else [])
+            for weight in pair.weights
+        ]
+        if shares:
+            learned += [weight for weight in weights if weight.hf == ("score.weight",)]
+        models[name] = Model(
+            name,
+            body,
+            tuple(weights),
+            parts,
+            own,
+            keeps_reference=keeps,
+            adapters=tuple(learned),
+            adapter_parts=tuple(group_parts(learned)),
+            shares_base=shares,
+        )
     return models, notes + _absent(config)
 
 

@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference
+from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference, uses_teacher
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import ITEMSIZE, EngineMemory, Layout, num_micro_batches, sequences_per_prompt
+from rl.dry_run.parameters import count_parameters
 from rl.dry_run.shape import Model
 
 NEAR_LATENCY, FAR_LATENCY = 15e-6, 50e-6
@@ -45,36 +46,50 @@ def estimate_seconds(
     engine: EngineMemory | None,
     lengths: Lengths,
     hardware: Hardware,
+    *,
+    points: int = 1,
 ) -> dict[str, float]:
-    """Return the seconds of each phase of a step except the refit, by its name in timing_s/*."""
+    """Return the seconds of each phase of a step except the refit, by its name in timing_s/*.
+
+    points: number of adapters on one base; each learns from samples of its own, generated together.
+    """
     needs, policy = algorithm_of(config).needs, models["policy"]
-    sequences = config.data.prompts_per_step * sequences_per_prompt(config)
+    sequences = points * config.data.prompts_per_step * sequences_per_prompt(config)
 
     def passes(model: Model, per_parameter: int) -> float:
         return _training_pass(config, layout, model, sequences, lengths, per_parameter, hardware)
 
-    backward = 8 if config.training.recompute else 6
     epochs = config.training.epochs
+
+    def backward(model: Model) -> int:
+        """Return the operations per parameter and token of an update; frozen weights have no gradient."""
+        return 4 + 2 * config.training.recompute + 2 * (not model.adapters)
+
     seconds = {}
     if "samples" in needs:
         assert engine is not None
-        seconds["gen"] = _generation(config, layout, policy, engine, lengths, hardware)
+        seconds["gen"] = _generation(config, layout, policy, engine, lengths, hardware, points)
         if not config.rollout_correction.bypass and (share := _share_of_old_logprobs(config)):
             seconds["old_log_prob"] = share * passes(policy, 2)
     if needs_reference(config):
         # One transfer: the reference weights go to the GPU, into the memory of the gradients.
         ranks = layout.tp * layout.pp * max(1, layout.ep)
-        transfer = ITEMSIZE[config.model.dtype] * policy.parameters / ranks
+        copied = count_parameters(policy.adapter_parts or policy.parts)
+        transfer = ITEMSIZE[config.model.dtype] * copied / ranks
         seconds["ref"] = passes(policy, 2) + transfer / (hardware.pcie_gb_s * 1e9)
     if "critic" in models:
         seconds["values"] = passes(models["critic"], 2)
-        seconds["update_critic"] = epochs * passes(models["critic"], backward)
+        seconds["update_critic"] = epochs * passes(models["critic"], backward(models["critic"]))
     if "implicit_reward" in models:
         seconds["implicit_reward"] = 2 * passes(models["implicit_reward"], 2)
-        seconds["update_implicit_reward"] = passes(models["implicit_reward"], backward)
+        reward = models["implicit_reward"]
+        seconds["update_implicit_reward"] = passes(reward, backward(reward))
     if "reward_model" in models:
         seconds["reward"] = passes(models["reward_model"], 2)
-    seconds["update_actor"] = epochs * passes(policy, backward)
+    if uses_teacher(config):
+        teachers = [model for name, model in models.items() if name.startswith("teacher")] or [policy]
+        seconds["teacher"] = sum(passes(model, 2) for model in teachers) / len(teachers)
+    seconds["update_actor"] = epochs * passes(policy, backward(policy))
     return seconds
 
 
@@ -120,13 +135,19 @@ def seconds_between_nodes(
 
 
 def _generation(
-    config: Config, layout: Layout, model: Model, engine: EngineMemory, lengths: Lengths, hardware: Hardware
+    config: Config,
+    layout: Layout,
+    model: Model,
+    engine: EngineMemory,
+    lengths: Lengths,
+    hardware: Hardware,
+    points: int = 1,
 ) -> float:
-    """Return the seconds to generate all samples of a step.
+    """Return the seconds to generate all samples of a step, of all points.
 
     Prefill is limited by arithmetic, decoding by the memory that it reads.
     """
-    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt / layout.replicas
+    samples = points * config.data.prompts_per_step * config.rollout.samples_per_prompt / layout.replicas
     at_once = max(1.0, min(slots(config, engine, lengths), samples))
     prompts = samples / config.rollout.samples_per_prompt
     prefill = prompts * lengths.prompt * prefill_seconds(layout, model, hardware)

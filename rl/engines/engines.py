@@ -1,16 +1,19 @@
 """The models of a run on this rank: those of the training grid and those that generate."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
+from rl.config.adapter import Adapter
 from rl.config.options import ConfigError
 from rl.config.schema import (
     Config,
     algorithm_of,
+    keeps_reference,
     learns_from_samples,
     needs_engine,
     needs_kept_sets,
-    needs_reference,
     needs_reward,
+    uses_teacher,
 )
 from rl.data.held import KEPT_SETS
 from rl.engines.inputs import Inputs
@@ -32,6 +35,10 @@ class Engines:
     reward_model: TrainingEngine | None = None
     rollout: RolloutEngine | None = None
     judge: RolloutEngine | None = None
+    teachers: dict[str, TrainingEngine] = field(default_factory=dict)
+    """Teachers by path. Their weights are on the device only while they compute (`MemorySharing.lent`)."""
+    teacher_engine: RolloutEngine | None = None
+    """Generates with the teacher (`teacher.teacher_share`)."""
 
     @property
     def learning(self) -> dict[str, TrainingEngine]:
@@ -59,9 +66,10 @@ class Engines:
 
     def close(self) -> None:
         """Destroy vLLM's groups. Collective over the world."""
-        generating = [engine for engine in (self.rollout, self.judge) if engine is not None]
+        engines = (self.rollout, self.judge, self.teacher_engine)
+        generating = [engine for engine in engines if engine is not None]
         if generating:
-            generating[0].close()  # both use the same groups
+            generating[0].close()  # all use the same groups
 
 
 def finish_imports(config: Config, *, generate: bool) -> None:
@@ -78,8 +86,10 @@ def finish_imports(config: Config, *, generate: bool) -> None:
     start_up.resume_collection()
 
 
-def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> TrainingEngine:
-    """Return the policy in training. Collective over the world."""
+def build_policy(
+    config: Config, hf: dict, grid: Grid, device: Device, *, base_of: TrainingEngine | None = None
+) -> TrainingEngine:
+    """Return the policy in training. Collective over the world. base_of: see `TrainingEngine`."""
     policy = TrainingEngine(
         config.model.path,
         hf,
@@ -89,11 +99,12 @@ def build_policy(config: Config, hf: dict, grid: Grid, device: Device) -> Traini
         device=device,
         optimizer=config.training.optimizer,
         temperature=config.rollout.temperature if learns_from_samples(config) else 1.0,
-        keep_reference=needs_reference(config),
+        keep_reference=keeps_reference(config),
         router_replay=config.training.router_replay,
         bitwise=config.model.numerics == "bitwise",
         adapter=config.adapter,
         seed=config.run.seed,
+        base_of=base_of,
     )
     if needs_kept_sets(config):
         policy.needs |= dict.fromkeys(KEPT_SETS, lambda stage: slice(None) if stage == grid.pp - 1 else None)
@@ -109,10 +120,10 @@ def offload_of(config: Config, device: Device) -> str:
     return config.training.offload
 
 
-def build_rollout(config: Config, device: Device, *, num_adapters: int = 1) -> RolloutEngine:
+def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter] = ()) -> RolloutEngine:
     """Return the engine that generates with the policy. Collective over the world.
 
-    num_adapters: adapters that it holds, with `adapter.in_engine=adapter`.
+    adapters: those of a sweep's points; by default that of `config`, if the engine holds it.
     """
     adapter = config.adapter
     return RolloutEngine(
@@ -125,8 +136,7 @@ def build_rollout(config: Config, device: Device, *, num_adapters: int = 1) -> R
         returns_kept=needs_kept_sets(config),
         routes=config.training.router_replay == "engine",
         bitwise=config.model.numerics == "bitwise",
-        adapter=adapter if adapter.is_on and adapter.in_engine == "adapter" else None,
-        num_adapters=num_adapters,
+        adapters=adapters or ([adapter] if adapter.is_on and adapter.in_engine == "adapter" else []),
     )
 
 
@@ -162,7 +172,14 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
         )
 
     if "critic" in needs:
-        engines.critic = build("critic", values=True, optimizer=config.critic.optimizer)
+        options = dict(adapter=replace(config.adapter, path=""), base_of=engines.policy)
+        engines.critic = build(
+            "critic",
+            values=True,
+            optimizer=config.critic.optimizer,
+            seed=config.run.seed,
+            **(options if config.critic.share_base else {}),
+        )
     if "implicit_reward" in needs:
         engines.implicit_reward = build(
             "implicit_reward", optimizer=config.implicit_reward.optimizer, keep_reference=True
@@ -170,6 +187,11 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
     if generate and config.reward.model.path and needs_reward(config):
         engines.reward_model = build("reward_model", values=True)
     away = offload_of(config, device)
+    if generate and uses_teacher(config):
+        for path in config.teacher.paths:
+            engines.teachers[path] = build(f"teacher {path}", temperature=config.rollout.temperature)
+            if away == "all":
+                engines.teachers[path].offload(weights=True)
     if away != "none" and generate:
         # vLLM requires its memory fraction to be free while it initialises.
         engines.offload(weights=away == "all")
@@ -177,20 +199,32 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
     if generate and needs_engine(config) and not config.roles.is_on:
         engines.rollout = build_rollout(config, device)
     judge = config.reward.judge
-    if generate and judge.path and needs_reward(config):
-        if engines.rollout is not None:
+
+    def build_frozen(name: str, path: str, share: float, max_tokens: int) -> RolloutEngine:
+        """Return an engine whose weights stay; it sleeps."""
+        if engines.rollout is not None and engines.rollout.awake:
             engines.rollout.sleep()
-        engines.judge = RolloutEngine(
-            judge.path,
-            replace(config.rollout, gpu_memory_utilization=judge.gpu_memory_utilization),
+        engine = RolloutEngine(
+            path,
+            replace(config.rollout, gpu_memory_utilization=share),
             dtype=config.model.dtype,
-            max_tokens=judge.max_prompt_tokens + judge.max_response_tokens,
+            max_tokens=max_tokens,
             seed=config.run.seed,
             device=device,
-            name="judge",
+            name=name,
             frozen=True,
         )
-        engines.judge.sleep()
+        engine.sleep()
+        return engine
+
+    if generate and judge.path and needs_reward(config):
+        longest = judge.max_prompt_tokens + judge.max_response_tokens
+        engines.judge = build_frozen("judge", judge.path, judge.gpu_memory_utilization, longest)
+    teacher = config.teacher
+    if generate and teacher.teacher_share:
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        [path] = teacher.paths
+        engines.teacher_engine = build_frozen("teacher", path, teacher.gpu_memory_utilization, longest)
     if away != "none" and engines.rollout is not None and engines.rollout.awake:
         engines.rollout.sleep()
     engines.reload()

@@ -5,17 +5,19 @@ from typing import Literal
 
 import numpy as np
 
+from rl.config.adapter_checks import adapters_of
 from rl.config.functions import load_function
-from rl.config.layout_checks import check_judge, check_layout
+from rl.config.layout_checks import check_judge, check_layout, check_positions
 from rl.config.options import ConfigError
 from rl.config.reward_sources import RewardPlan, make_plan
-from rl.config.schema import Config, algorithm_of, needs_reward, validates
+from rl.config.schema import Config, algorithm_of, learns_from_data, needs_reward, uses_teacher, validates
 from rl.data.curriculum import CurriculumSampler, load_order
 from rl.data.preferences import load_labelled, load_preferences
 from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
 from rl.data.sampler import MixedSampler, PromptSampler
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
 from rl.models.files import refuse_extra, tensor_files
+from rl.models.peft import check_peft
 from rl.rewards.mixture import Mixture
 
 
@@ -50,7 +52,9 @@ class Inputs:
             )
         for name in ("critic", "implicit_reward"):
             if name in self.models:
-                self._same_tokens(name)
+                self._same_tokens(name, f"{name}.path")
+        if uses_teacher(config):
+            self._add_teachers(world_size)
         if config.reward.model.path and needs_reward(config):
             self.models["reward_model"] = self._model(
                 "reward.model.path", config.reward.model.path, world_size, head="needed"
@@ -70,8 +74,10 @@ class Inputs:
             if "pairs" in needs
             else self._labelled()
             if "labels" in needs
-            else self._prompts(config.data.train, responses="responses" in needs)
+            else self._prompts(config.data.train, responses=learns_from_data(config))
         )
+        if uses_teacher(config):
+            check_sources(config, self.prompts)
         self.order = load_order(config.data.curriculum) if config.data.curriculum else None
         self.sampler()  # refuses a curriculum that returns no order
         self.held_out: list[Prompt] = []
@@ -100,8 +106,9 @@ class Inputs:
     ) -> ModelFiles:
         """Return the checkpoint that the config's `key` names, else the policy's, after checking it.
 
-        Checks its architecture, layout and tensors. head: whether the checkpoint of a value model may have a
-        value head ("optional") or must have one ("needed"); "" for a language model.
+        Checks its architecture, layout and tensors, and of the policy the adapters. head: whether the
+        checkpoint of a value model may have a value head ("optional") or must have one ("needed"); "" for a
+        language model.
         """
         path = own_path or self.config.model.path
         hf = read_hf_config(path, key=key if own_path else "model.path")
@@ -117,22 +124,50 @@ class Inputs:
             weights = value_weights(body, needs_head=head == "needed") if head else file.weights(body)
         except KeyError as missing:
             raise ValueError(f"{path}/config.json lacks the key {missing}.") from missing
+        if key == "model.path":
+            pairs, adapter = adapters_of(self.config, weights), self.config.adapter
+            if adapter.path:
+                check_peft(adapter.path, pairs, kind=adapter.kind, rank=adapter.rank, scale=adapter.scale)
         refuse_extra(path, tensor_files(path, weights), weights, body)
         return ModelFiles(path, hf)
 
-    def _same_tokens(self, name: str) -> None:
+    def _add_teachers(self, world_size: int) -> None:
+        """Read and check the teachers, and the length of the prompts of a self-taught policy."""
+        teacher, limit = self.config.teacher, self.config.rollout.max_response_tokens
+        for path in teacher.paths:
+            keys = [f"teacher.sources.{source}" for source, own in teacher.sources.items() if own == path]
+            key = "teacher.path" if path == teacher.path else keys[0]
+            self.models[f"teacher {path}"] = self._model(key, path, world_size)
+            self._same_tokens(f"teacher {path}", key)
+        if teacher.self_taught != "none":
+            prompt = "teacher.max_prompt_tokens", teacher.max_prompt_tokens
+            check_positions(self.models["policy"].hf, prompt, ("rollout.max_response_tokens", limit))
+        size = self.models["policy"].hf["vocab_size"]
+        if teacher.top_k >= size:
+            raise ConfigError(
+                f"teacher.top_k={teacher.top_k} is no part of the vocabulary of {size} tokens; use 0 for the "
+                "whole vocabulary."
+            )
+
+    def _same_tokens(self, name: str, key: str) -> None:
         """Raise ConfigError if a model that reads the policy's token ids has another vocabulary."""
         model, policy = self.models[name], self.models["policy"]
         if model.path == policy.path:
             return
-        if (
-            load_tokenizer(model.path).get_vocab() != self.tokenizer.get_vocab()
-            or model.hf["vocab_size"] < policy.hf["vocab_size"]
-        ):
-            raise ConfigError(
-                f"{name}.path={model.path} has another vocabulary than model.path={policy.path}, whose token "
-                "ids it reads; use a checkpoint with the same tokenizer."
-            )
+        theirs, own = load_tokenizer(model.path).get_vocab(), self.tokenizer.get_vocab()
+        sizes = model.hf["vocab_size"], policy.hf["vocab_size"]
+        differing = sorted(theirs.items() ^ own.items(), key=lambda pair: (pair[1], pair[0]))
+        if differing:
+            token = differing[0][0]
+            reason = f"the id of token {token!r} is {theirs.get(token)} there and {own.get(token)} here"
+        elif sizes[0] < sizes[1]:
+            reason = f"vocab_size is {sizes[0]} there and {sizes[1]} here"
+        else:
+            return
+        raise ConfigError(
+            f"{key}={model.path} has another vocabulary than model.path={policy.path}, whose token ids it "
+            f"reads: {reason}; use a checkpoint with the same tokenizer."
+        )
 
     def _prompts(self, files: list[str], *, responses: bool, max_prompts: int = 0) -> list[Prompt]:
         """Return the prompts, or conversations, of the files. responses: with the data's own responses."""
@@ -183,6 +218,19 @@ class Inputs:
             max_response_tokens=self.config.rollout.max_response_tokens,
             overlong=data.overlong_prompts,
             end_token_ids=end_token_ids(self.config.model.path),
+        )
+
+
+def check_sources(config: Config, prompts: list) -> None:
+    """Raise ConfigError if prompts have a data_source without a teacher."""
+    teacher = config.teacher
+    if not teacher.sources or teacher.path:
+        return
+    found = {prompt.data_source for prompt in prompts} - set(teacher.sources)
+    if found:
+        raise ConfigError(
+            f"data_source={sorted(found)[0]} of data.train has no teacher; add it to teacher.sources, or set "
+            "teacher.path, the teacher of all other sources."
         )
 
 

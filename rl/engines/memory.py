@@ -1,12 +1,13 @@
 """Sharing of a rank's memory between the training models and the generation engine, one at a time."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from rl.config.schema import Config
 from rl.engines.engines import Engines, offload_of
 from rl.refit.refit import check_refit, check_weights, refit, traffic_metrics
 from rl.runtime.device import Device
+from rl.training.engine import TrainingEngine
 
 
 class MemorySharing:
@@ -56,6 +57,16 @@ class MemorySharing:
         if self.engines.rollout is not None and self.engines.rollout.awake:
             self.engines.rollout.sleep()
         self.engines.reload()
+
+    @contextmanager
+    def lent(self, model: TrainingEngine) -> Iterator[None]:
+        """Have the weights of a teacher on the device inside the context. Not collective."""
+        model.reload()
+        try:
+            yield
+        finally:
+            if self.offload == "all":
+                model.offload(weights=True)
 
     def _offload(self, *, weights: bool) -> None:
         """Offload gradients and optimizer state of the training models, with `weights` also their weights."""

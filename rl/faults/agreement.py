@@ -215,7 +215,7 @@ def check_replicas(
     more = f" and {len(names) - 4} more weights" if len(names) > 4 else ""
     raise Disagreement(
         f"{', '.join(names[:4])}{more} of the {model} on rank {', '.join(map(str, ranks))} differ "
-        "from the other data parallel replicas (the first, where there are two)"
+        "from the other replicas (the first, where there are two)"
     )
 
 

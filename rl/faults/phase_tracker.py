@@ -96,6 +96,10 @@ class PhaseTracker:
         """Role and replica of this rank; numbers of phases are comparable among ranks with the same one."""
         self.enter("start_up", 0)
 
+    def follow(self, thread: threading.Thread) -> None:
+        """Report the stack of this thread, which does the work now, instead of the main thread's."""
+        self._main_thread = thread.ident
+
     def enter(self, phase: str, step: int) -> None:
         """Make this the current phase."""
         self._number += 1

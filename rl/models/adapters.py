@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from rl.models.boxes import whole
 from rl.models.layout import COLUMN, REPLICATED, ROW, Cut, Piece, Weight
+from rl.models.placement import training_ranges
 
 PREFIX = "base_model.model."
 """Begins the name of every tensor in a checkpoint of peft."""
@@ -68,6 +69,18 @@ def adapters(
     ]
 
 
+def check_stages(pairs: Sequence[LowRank], num_layers: int, pp: int) -> None:
+    """Raise ValueError if a pipeline stage has no adapter, and so nothing to learn."""
+    layers = {pair.base.layer for pair in pairs}
+    for stage, (first, stop) in enumerate(training_ranges(num_layers, pp)):
+        if layers.isdisjoint(range(first, stop)):
+            raise ValueError(
+                f"adapter.targets gives no adapter to layers {first} to {stop - 1}, which are pipeline stage "
+                f"{stage} of training.pp={pp} and would have nothing to learn; choose targets in every stage "
+                "or a smaller training.pp."
+            )
+
+
 def _matches(name: str, target: str) -> bool:
     return name == target or name.endswith("." + target)
 
@@ -84,7 +97,7 @@ def _low_rank(base: Weight, part: int, rank: int, dora: bool) -> LowRank:
     (rows, columns), name = base.shapes[part], base.hf[part].removesuffix(".weight")
     last, by_columns = name.rpartition(".")[2], splits_columns(base)
 
-    def weight(kind: str, cut, *shape: int, suffix: str = ".weight") -> Weight:
+    def weight(kind: str, cut, *shape: int, suffix: str = ".weight", float32: bool = False) -> Weight:
         return Weight(
             hf=(f"{PREFIX}{name}.{kind}{suffix}",),
             shapes=(shape,),
@@ -93,6 +106,7 @@ def _low_rank(base: Weight, part: int, rank: int, dora: bool) -> LowRank:
             cut=cut,
             layer=base.layer,
             expert=base.expert,
+            float32=float32,
         )
 
     rows_cut = _same_rows(base, part) if base.cut.split and not by_columns else REPLICATED
@@ -101,7 +115,7 @@ def _low_rank(base: Weight, part: int, rank: int, dora: bool) -> LowRank:
         part,
         weight("lora_A", ROW if by_columns else REPLICATED, rank, columns),
         weight("lora_B", rows_cut, rows, rank),
-        weight("lora_magnitude_vector", rows_cut, rows, suffix="") if dora else None,
+        weight("lora_magnitude_vector", rows_cut, rows, suffix="", float32=True) if dora else None,
     )
 
 

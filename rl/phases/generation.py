@@ -34,7 +34,7 @@ class AllTrajectoriesFailed(Exception):
 
 
 @dataclass(frozen=True)
-class _AllReplicas:
+class AllReplicas:
     """A progress bar over the samples of all replicas, which one replica's samples advance for all."""
 
     bar: Any
@@ -152,7 +152,7 @@ class Generation:
             began = time.perf_counter()  # all ranks have arrived
             interrupt = self._stop.is_requested if abortable and self._stop is not None else None
             with tracing.span("engine", replica=engine.replica):
-                own = generate(progress=_AllReplicas(bar, engine.num_replicas), interrupt=interrupt)
+                own = generate(progress=AllReplicas(bar, engine.num_replicas), interrupt=interrupt)
             busy = time.perf_counter() - began
             with tracing.span("exchange samples"):  # waits for the slowest replica
                 if abortable and any_rank(own is None):

@@ -1,7 +1,7 @@
 """Mini-batches of a step: which samples each optimizer step reads, and how they lie in micro-batches."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ import torch
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.segments import segment_sum
-from rl.training.dp_split import Cost, MicroBatches, Workload, plan_micro_batches
+from rl.training.dp_split import Cost, MicroBatches, MicroBatchPlan, Workload, plan_micro_batches
 from rl.training.loss import Totals
 
 if TYPE_CHECKING:
@@ -81,6 +81,23 @@ class MinibatchPlanner:
         members = [(minibatch_of == k).nonzero().squeeze(1).tolist() for k in range(num_minibatches)]
         work = Workload.of_batch(batch, cost=self._cost, shared_prefix=self._shares_prompts)
         return [self._plan_samples(work, samples, batch.samples_per_unit) for samples in members]
+
+    def plan_in_place(self, batch: Batch, read: Batch, samples: Iterable[int]) -> MicroBatchPlan:
+        """Return a plan of one pass over these samples, each on the rank that trains on it.
+
+        read: the samples of `batch` with other prompts, or `batch` itself.
+        """
+        work = Workload.of_batch(read, cost=self._cost, shared_prefix=self._shares_prompts)
+        own = set(samples)
+        ranks = []
+        for rank in range(self._dp):
+            micros = [micro for plan in self.plans(batch) for micro in plan.micro_batches[rank]]
+            indices = [i for micro in micros for i in micro if i in own]
+            limit = self._training.micro_batch_tokens
+            plan = plan_micro_batches(work, indices=indices, dp=1, max_tokens=limit) if indices else [[]]
+            ranks += plan
+        count = max(map(len, ranks))
+        return [rank + [[]] * (count - len(rank)) for rank in ranks]
 
     def operations(self, batch: Batch, plans: list[MinibatchPlan], model: "TrainingEngine") -> int:
         """Return the operations of a forward pass of a model over the plans, on all ranks."""

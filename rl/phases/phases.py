@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl.config.schema import Config
+from rl.config.schema import Config, uses_teacher
 from rl.data.batch import Batch, data_responses, given_responses, mismatch, pair_up
 from rl.data.preferences import Labelled, Preference
 from rl.data.prompts import Prompt
@@ -34,7 +34,10 @@ from rl.stopping.requests import StopRequests
 from rl.training.dp_split import Cost
 from rl.training.loss import Loss
 
-if TYPE_CHECKING:  # only for runs with roles
+if TYPE_CHECKING:  # only for runs with roles, with a teacher, and for points of a sweep
+    from transformers import PreTrainedTokenizerBase
+
+    from rl.phases.joint_generation import PointGeneration
     from rl.refit.link import Link
 
 
@@ -44,7 +47,9 @@ class Phases:
     `config` is the run's configuration, `step` the current step, and `metrics` the metrics that the step
     logs.
 
-    link: the link to the ranks that generate, if these do not (`roles`).
+    link: the link to the ranks that generate, if these do not (`roles`). generation: that of a point of a
+    sweep, which shares the engine with others.
+    tokenizer: the policy's, for prompts of teachers.
     """
 
     def __init__(
@@ -60,6 +65,8 @@ class Phases:
         stop: StopRequests | None = None,
         agents=None,
         link: "Link | None" = None,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        generation: "PointGeneration | None" = None,
     ):
         self.config, self.step, self.engines = config, step, engines
         self.prompts, self.sampler = prompts, sampler
@@ -68,7 +75,7 @@ class Phases:
         policy = engines.policy
         cost = Cost.of_model(policy.weight_map.hf, policy.weight_map.weights)
         planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=policy.shares_prompts)
-        self.generation = Generation(config, step, engines, self.memory, stop, agents)
+        self.generation = generation or Generation(config, step, engines, self.memory, stop, agents)
         self.split = None
         """`generation`, if other ranks generate (`roles`)."""
         if link is not None:
@@ -78,6 +85,13 @@ class Phases:
             self.generation = self.split = SplitGeneration(config, step, policy, self.memory, stop, link=link)
         self.inference = Inference(config, step, engines, self.memory, planner)
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
+        self.teaching = None
+        """Passes of the teachers; None if the run has none."""
+        if uses_teacher(config):
+            from rl.phases.teaching import Teaching
+
+            assert tokenizer is not None
+            self.teaching = Teaching(config, step, engines, self.memory, planner, tokenizer)
         self.scoring = Scoring(config, step, engines, self.memory, scorer)
         self.kl_penalty = KlPenalty(config)
         self.end_ids = end_ids
@@ -197,6 +211,11 @@ class Phases:
         """Fill `scores`, `rewards` and `score_details`. Rewards are scores minus the overlong penalty."""
         self.scoring.score_samples(batch)
 
+    def teacher_responses(self, prompts: list[Prompt]) -> Batch:
+        """Sample rollout.samples_per_prompt responses per prompt from the teacher."""
+        assert self.teaching is not None, "the algorithm must declare teacher in NEEDS"
+        return self._with_lengths_logged(self.teaching.responses(prompts))
+
     def greedy_rewards(self, prompts: list[Prompt]) -> Tensor:
         """Return the reward of the greedy response to each prompt, float32 [prompts]."""
         sampling = greedy_sampling(self.config)
@@ -210,12 +229,21 @@ class Phases:
     # Learn: log-probs, advantages, updates ----------------------------------------------------------------
 
     def log_probs(self, batch: Batch) -> None:
-        """Fill `old_logprobs` and, with a reference policy, `ref_logprobs`; apply `rollout_correction`.
+        """Fill `old_logprobs`, with a reference policy `ref_logprobs`, and with `teacher.advantage_coef`
+        `teacher_logprobs`; apply `rollout_correction`.
 
         `old_logprobs` may remain None until the first `update`. An algorithm that reads them earlier must
         declare "old_logprobs" in NEEDS.
         """
         self.inference.log_probs(batch)
+        if self.config.teacher.advantage_coef:
+            assert self.teaching is not None
+            self.teaching.log_probs(batch)
+
+    def distributions(self, batch: Batch) -> None:
+        """Fill `teacher`: the teachers' distributions, from which the output `divergence` is computed."""
+        assert self.teaching is not None, "the algorithm must declare teacher in NEEDS"
+        self.teaching.distributions(batch)
 
     def reference(self, batch: Batch) -> None:
         """Fill `ref_logprobs`: log-probs under the policy that the run started from."""

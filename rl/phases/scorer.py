@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rl.config.schema import Config
+from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
@@ -42,6 +42,7 @@ class Scorer:
 
     def __init__(self, config: Config, inputs: Inputs, device: Device, engines: Engines, pool: ScoringPool):
         self.config, self.device, self.tokenizer, self.pool = config.reward, device, inputs.tokenizer, pool
+        self.keeps_feedback = needs_feedback(config)
         self.micro_batch_tokens, self.seed = config.training.micro_batch_tokens, config.run.seed
         self.model = (
             None
@@ -85,6 +86,8 @@ class Scorer:
             self.device,
         )
         check_places(batch, columns.pop(DIGEST, torch.zeros(0)))
+        if self.keeps_feedback:
+            batch.feedback = gather_by_rank([score.feedback for score in scores])
         found = dict(zip(asked, scores))
         answers = None
         if predictions:

@@ -20,7 +20,7 @@ from rl.objectives.preference import mismatch_kl
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
 from rl.phases.batch_checks import CheckFailed, check_advantages, check_informative
-from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
+from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread, token_mean
 from rl.phases.counting import CountingLoss, check_coverage, check_update
 from rl.phases.deferred import FirstUpdate
 from rl.phases.inference import Inference
@@ -105,6 +105,8 @@ class Updates:
         """
         step, policy = self._step, self._engines.policy
         self._check(batch, loss)
+        if batch.teacher_logprobs is not None:
+            self._add_teacher(batch)
         if self.entropy_control is not None:
             weight = self.entropy_control.update(step.metrics["actor/entropy"])
             step.metrics["actor/entropy_coef"] = weight
@@ -191,6 +193,20 @@ class Updates:
         assert model is not None, "this run has no implicit reward model"
         means = self._learn(model, batch, loss, adam, timing="update_implicit_reward")
         self._step.metrics |= _prefixed("implicit_reward", means)
+
+    def _add_teacher(self, batch: Batch) -> None:
+        """Add the teacher's part to the advantages, and log the sizes of both parts."""
+        from rl.objectives.distillation import log_ratio_advantages
+
+        assert batch.advantages is not None and batch.old_logprobs is not None
+        coef = self._config.teacher.advantage_coef
+        added = log_ratio_advantages(batch.teacher_logprobs, batch.old_logprobs, coef=coef)
+        added = torch.where(batch.mask > 0, added, 0.0)
+        parts = {"reward": batch.advantages, "teacher": added}
+        for name, part in parts.items():
+            self._step.metrics[f"teacher/advantage_of_{name}/mean"] = token_mean(part, batch.mask)
+            self._step.metrics[f"teacher/advantage_of_{name}/abs"] = token_mean(part.abs(), batch.mask)
+        batch.advantages = batch.advantages + added
 
     def _check(self, batch: Batch, loss: Loss) -> None:
         """Check the advantages of a shipped algorithm, and once the loss. Raises CheckFailed on every rank.
@@ -307,6 +323,10 @@ class Updates:
             with step.timed("agreement"):
                 check_replicas(name, model.replicas(), control_group())
                 check_master_weights(name, model.stale_master_weights(), control_group())
+                if model.adapters is not None:
+                    from rl.training.adapter_checks import check_learning
+
+                    check_learning(name, model)
 
     def _mismatch_kl(self, mismatched: Batch, plan: MinibatchPlan) -> float:
         """Return the estimate of the KL divergence for a mini-batch under the current weights."""

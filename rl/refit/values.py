@@ -67,11 +67,12 @@ class _Computed(Mapping[int, Tensor]):
 def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values]:
     """Return the values that an engine holds: the weights, with the adapters in them.
 
-    in_parts: for an engine that holds adapters beside the weights, return both.
+    in_parts: for an engine that holds adapters beside the weights, return both. Collective over the trainer's
+    tensor parallel groups.
     """
     if not in_parts:
         adapters = trainer.adapters
-        return [Values(trainer.weight_map, *([] if adapters is None else [adapters.merged]))]
+        return [Values(trainer.weight_map, *([] if adapters is None else [adapters.merging()]))]
     assert trainer.adapter_map is not None, "the engine has adapters and the trainer has none"
     scaled = functools.partial(_scaled, trainer.adapter.scale)
     return [Values(trainer.weight_map), Values(trainer.adapter_map, scaled, is_adapter=True)]

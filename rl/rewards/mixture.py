@@ -92,11 +92,13 @@ def _combine(scorers: Sequence[_Scorer], scores: Sequence[Score]) -> Score:
     if not math.isfinite(total):
         raise RejectedResult(f"the weighted sum of the scores is {total}")
     if len(scores) == 1:
-        return Score({**scores[0].values, "score": total}, scores[0].prediction)
+        return Score({**scores[0].values, "score": total}, scores[0].prediction, scores[0].feedback)
     values = {"score": total}
     for score in scores:
         if "acc" in score.values:
             values.setdefault("acc", score.values["acc"])
     for scorer, score in zip(scorers, scores):
         values |= {f"{scorer.name}/{name}": value for name, value in score.values.items()}
-    return Score(values, next((score.prediction for score in scores if score.prediction is not None), None))
+    prediction = next((score.prediction for score in scores if score.prediction is not None), None)
+    feedback = "\n".join(score.feedback for score in scores if score.feedback is not None)
+    return Score(values, prediction, feedback or None)

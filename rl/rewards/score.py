@@ -14,6 +14,8 @@ from typing import Any
 
 from rl.workers.messages import encodable
 
+FEEDBACK_CHARS = 4000
+"""Characters of a feedback that are kept."""
 PREDICTION_CHARS = 1000
 """Characters of a prediction that are kept; it is a short extracted answer for majority voting."""
 
@@ -26,6 +28,8 @@ class Score:
     """Finite numbers: `score`, the function's others (`acc`, ...), and `failed` (0 or 1), set by the pool."""
     prediction: str | None = None
     """The extracted answer (`pred`), for majority voting."""
+    feedback: str | None = None
+    """Text about the response (`feedback`), for a teacher's prompt (`teacher.template`)."""
     sample: int = field(default=-1, compare=False)
     """Digest of the sample that the worker scored (`digest`), set by the pool; -1 if no worker did."""
 
@@ -43,8 +47,8 @@ class RejectedResult(ValueError):
 def to_score(result: Any) -> Score:
     """Convert the result of a reward function, a number or a dict with the key `score`, to a Score.
 
-    A dict's other finite numbers under printable names (they become metric names) and the string under `pred`
-    are kept; the rest is dropped. Raises RejectedResult if there is no finite score.
+    A dict's other finite numbers under printable names (they become metric names) and the strings under
+    `pred` and `feedback` are kept; the rest is dropped. Raises RejectedResult if there is no finite score.
     """
     if not isinstance(result, Mapping):
         result = {"score": result}
@@ -61,8 +65,12 @@ def to_score(result: Any) -> Score:
         number = to_finite(value)
         if number is not None and isinstance(name, str) and name.isprintable():
             values[name] = number
-    prediction = result.get("pred")
-    return Score(values, encodable(prediction[:PREDICTION_CHARS]) if isinstance(prediction, str) else None)
+    return Score(values, _text(result, "pred", PREDICTION_CHARS), _text(result, "feedback", FEEDBACK_CHARS))
+
+
+def _text(result: Mapping, name: str, limit: int) -> str | None:
+    text = result.get(name)
+    return encodable(text[:limit]) if isinstance(text, str) else None
 
 
 def to_finite(value: Any) -> float | None:

@@ -1,7 +1,7 @@
 """Low-rank adapters in vLLM: the buffers that hold them, and the names under which requests ask for them.
 
-vLLM has buffers for A and B of `num_adapters` adapters in every linear layer with an adapter, and adds B A x
-of a token's adapter to W x. A refit writes this rank's parts of A and scale * B there in place, as it writes
+vLLM has buffers for A and B of several adapters in every linear layer with an adapter, and adds B A x of a
+token's adapter to W x. A refit writes this rank's parts of A and scale * B there in place, as it writes
 weights (`rl.refit.refit`). vLLM's own loading, which reads files and applies a scale of its own, is not used.
 
 A name denotes one version of one adapter. vLLM hashes it into the keys of its prefix cache, and refuses a
@@ -41,13 +41,12 @@ def keep_experts_kernels() -> None:
     layer.FusedMoEConfig = lambda **fields: build(**fields | {"is_lora_enabled": False})
 
 
-def options(pairs: Sequence[LowRank], num_adapters: int) -> dict:
-    """Return vLLM's options for so many adapters of these layers."""
-    rank = pairs[0].a.shapes[0][0]
+def options(pairs: Sequence[LowRank], ranks: Sequence[int]) -> dict:
+    """Return vLLM's options for adapters of these ranks in these layers."""
     return dict(
         enable_lora=True,
-        max_loras=num_adapters,
-        max_lora_rank=next(size for size in RANKS if size >= rank),
+        max_loras=len(ranks),
+        max_lora_rank=next(size for size in RANKS if size >= max(ranks)),
         # Last parts of names, because vLLM knows some layers by several whole names.
         lora_target_modules=sorted({_module(pair).rpartition(".")[2] for pair in pairs}),
     )
@@ -63,12 +62,13 @@ class AdapterSlots:
 
     Args:
         runner: vLLM's model runner, built with `options`.
+        ranks: rank of each adapter. The rest of its buffers stays 0.
     """
 
-    def __init__(self, runner, pairs: Sequence[LowRank], num_adapters: int):
+    def __init__(self, runner, pairs: Sequence[LowRank], ranks: Sequence[int]):
         self._manager = runner.lora_manager._adapter_manager
-        self.pairs = pairs
-        self.versions = [-1] * num_adapters
+        self.pairs, self._ranks = pairs, ranks
+        self.versions = [-1] * len(ranks)
         """Version of the policy whose adapter each index holds; -1: none yet."""
         self.has_base = False
         """Whether the base weights have been written."""
@@ -83,7 +83,7 @@ class AdapterSlots:
                 "layers); use adapter.in_engine=merged."
             )
         self._layers = [held[pair.module] for pair in pairs]
-        for index in range(num_adapters):
+        for index in range(len(ranks)):
             self.begin(index, -1)
 
     def begin(self, index: int, version: int) -> None:
@@ -109,8 +109,8 @@ class AdapterSlots:
     def weights(self, index: int) -> dict[str, Tensor]:
         """Return this rank's parts of A and B of an adapter, as views of vLLM's buffers."""
         out: dict[str, Tensor] = {}
+        rank = self._ranks[index]
         for pair, (module, number) in zip(self.pairs, self._layers):
-            rank = pair.a.shapes[0][0]
             out[pair.a.vllm] = module.lora_a_stacked[number][index, 0, :rank]
             out[pair.b.vllm] = module.lora_b_stacked[number][index, 0, :, :rank]
         return out

@@ -6,7 +6,7 @@ the engine's generators, ranks would sample different tokens and hang later. Sec
 add and abort requests at the same engine steps, in the same order. `rl.rollout.events` describes how.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +48,8 @@ class RolloutEngine:
         returns_kept: whether completions have the kept sets of their tokens (`rl.rollout.kept_sets`).
         routes: return the experts that were chosen for each token, as the held column "routes".
         bitwise: compute log-probs that are bitwise those of a trainer in the same mode.
-        adapter: keep low-rank adapters beside the weights (`adapter.in_engine=adapter`).
-        num_adapters: number of adapters; a request names one by its index.
+        adapters: the low-rank adapters that it keeps beside the weights (`adapter.in_engine=adapter`), of the
+            same layers; a request names one by its index.
     """
 
     def __init__(
@@ -66,8 +66,7 @@ class RolloutEngine:
         returns_kept: bool = False,
         routes: bool = False,
         bitwise: bool = False,
-        adapter: Adapter | None = None,
-        num_adapters: int = 1,
+        adapters: Sequence[Adapter] = (),
     ):
         self.config, self.device, self.name, self.frozen = rollout, device, name, frozen
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -78,12 +77,12 @@ class RolloutEngine:
         """Whether this rank decides what its replica generates (`rl.rollout.events`)."""
         cpu_support.install()
         options: dict = {}
-        if adapter is not None:
+        if adapters:
             from rl.rollout import adapters as in_vllm
 
             in_vllm.keep_experts_kernels()
-            layers = in_vllm.adapted_layers(read_hf_config(path), adapter)
-            options = in_vllm.options(layers, num_adapters)
+            layers = in_vllm.adapted_layers(read_hf_config(path), adapters[0])
+            options = in_vllm.options(layers, [adapter.rank for adapter in adapters])
         self.llm = build_llm(
             path,
             rollout,
@@ -109,8 +108,9 @@ class RolloutEngine:
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.adapters: AdapterSlots | None = None
         """Low-rank adapters beside the weights; None if there are none, or the weights contain them."""
-        if adapter is not None:
-            self.adapters = in_vllm.AdapterSlots(self._runner, layers, num_adapters)
+        if adapters:
+            ranks = [adapter.rank for adapter in adapters]
+            self.adapters = in_vllm.AdapterSlots(self._runner, layers, ranks)
         self._vocab_size = self.llm.llm_engine.model_config.get_vocab_size()
         self._returns_kept = returns_kept
         self._cpu_cache = None

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rl import algorithms
 from rl.checkpoint.hf import export_hf
+from rl.checkpoint.peft import export_peft
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config.declarations import shipped
 from rl.config.role_checks import role_ranks
@@ -227,11 +228,17 @@ def _build(
         prompts=inputs.prompts,
         sampler=inputs.sampler(),
         scorer=None if pool is None else Scorer(config, inputs, device, engines, pool),
-        end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
+        end_ids=end_ids(config, inputs),
         stop=stop,
         agents=agents,
         link=link,
+        tokenizer=inputs.tokenizer,
     )
+
+
+def end_ids(config: Config, inputs: Inputs) -> frozenset[int]:
+    """Return the ids of the model's tokens that end a response."""
+    return frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None}
 
 
 def _warn_of_shared_prompts(inputs: Inputs, progress: Progress) -> None:
@@ -254,11 +261,16 @@ def _start_environments(config: Config, inputs: Inputs):
 
 
 def _export(config: Config, phases: Phases, *, step: int) -> None:
-    """Write the policy as a Hugging Face checkpoint. Collective over the world."""
-    target = str(Path(config.run.dir, "hf"))
+    """Write the policy as a Hugging Face checkpoint, and its adapters. Collective over the world."""
+    policy, target = phases.engines.policy, str(Path(config.run.dir, "hf"))
     with phases.saving():
-        export_hf(phases.engines.policy, config.model.path, target)
+        export_hf(policy, config.model.path, target)
     phases.step.progress.line(f"wrote {target}, a Hugging Face checkpoint of step {step}")
+    if config.adapter.is_on:
+        target = str(Path(config.run.dir, "adapter"))
+        with phases.saving():
+            export_peft(policy, config.model.path, target)
+        phases.step.progress.line(f"wrote {target}, the adapters of step {step} in the format of peft")
 
 
 def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resumes: bool) -> MetricLog:

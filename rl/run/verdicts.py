@@ -62,6 +62,8 @@ class Facts:
     error: str = ""
     """The error that ended the step."""
     dp: int = 1
+    shares_prompts: bool = False
+    """Whether a micro-batch computes a prompt once for all of its samples."""
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
     """Seconds, host GiB and device GiB by phase; memory is that of the rank with the most."""
     step: int = 1
@@ -393,7 +395,9 @@ def micro_batches(facts: Facts) -> Verdict | None:
     if batch is None or not number or not len(batch):
         return None
     limit = facts.config.training.micro_batch_tokens
-    tokens = int(batch.prompt_lengths.sum() + batch.lengths.sum())
+    prompts = {(group, ids.tobytes()) for group, ids in zip(batch.groups.tolist(), batch.prompt_ids)}
+    once = sum(len(ids) for _, ids in prompts) // batch.prompt_ids[0].itemsize
+    tokens = int(batch.lengths.sum()) + (once if facts.shares_prompts else int(batch.prompt_lengths.sum()))
     fill, imbalance = tokens / (number * facts.dp * limit), facts.metrics["training/imbalance"]
     text = (
         f"{number:.0f} per rank of up to {limit} tokens, {fill:.0%} full (packed, without padding); the "

@@ -395,6 +395,21 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         M("implicit_reward/loss", "", "cross-entropy of the implicit reward model (PRIME)", ""),
         M("implicit_reward/accuracy", "share", "samples that it classifies correctly / all", "0.5: chance."),
         M("implicit_reward/reward/mean", "nats", "beta times its log-ratio, mean over tokens", ""),
+        M(
+            "distill/divergence",
+            "nats",
+            "`teacher.divergence` of policy and teacher, mean over tokens, before the updates' steps",
+            "Rises: lower the learning rate. Flat from the start: the teacher is out of reach; compare its "
+            "accuracy with the policy's.",
+        ),
+        M("teacher/logprob/mean", "nats", "log-prob of the policy's tokens by their teachers", ""),
+        M(
+            "teacher/advantage_of_{reward,teacher}/{mean,abs}",
+            "",
+            "parts of the advantages, mean over tokens: by the reward, and `teacher.advantage_coef` times "
+            "the log-ratio of teacher and policy; abs: mean of absolute values",
+            "One abs far above the other: it alone decides; change `teacher.advantage_coef`.",
+        ),
         M("implicit_reward/{grad_norm,lr}", "", "as those of the policy", ""),
         M(
             "{dapo,prime}/kept_groups",
@@ -438,7 +453,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         M("timing_s/step", "s", "the step without validation and checkpoint", ""),
         M("timing_s/gen", "s", "generation, or the trainers' wait for samples (`roles`)", ""),
         M("timing_s/reward", "s", "scores", "A large share: more `reward.workers`, or a faster function."),
-        M("timing_s/{old_log_prob,ref,values,implicit_reward}", "s", "forward passes of the models", ""),
+        M(
+            "timing_s/{old_log_prob,ref,values,implicit_reward,teacher}",
+            "s",
+            "forward passes of the models",
+            "",
+        ),
+        M("timing_s/teacher_gen", "s", "responses of the teacher (`teacher.teacher_share`)", ""),
         M("timing_s/adv", "s", "advantages", ""),
         M("timing_s/{update_actor,update_critic,update_implicit_reward}", "s", "updates of the models", ""),
         M("timing_s/update_weights", "s", "weights to the engine", ""),

@@ -38,9 +38,14 @@ class Prometheus:
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
         if self._port:
-            self._server = ThreadingHTTPServer(("", self._port), _page_of(self))
-            self._server.daemon_threads = True
-            threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
+            self.serve(self._port)
+
+    def serve(self, port: int) -> int:
+        """Answer requests on the port, 0 for any free one; return its number."""
+        self._server = ThreadingHTTPServer(("", port), _page_of(self))
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
+        return self._server.server_port
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._values |= values

@@ -57,6 +57,8 @@ class RunView:
     phase: Phase | None = None
     note: str = ""
     """Reason of the end; or the rank for which the others wait, and for how long."""
+    hosts: dict[int, str] = field(default_factory=dict)
+    """Host of each rank, as far as known."""
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Add the metrics of a step, in place of those of this step and later ones (after a resume)."""
@@ -84,7 +86,16 @@ def draw(view: RunView) -> Group:
             table.add_row(name, sparkline(values), f"{values[-1]:.4g}")
     last = view.records[-1] if view.records else {}
     numbers = "  ".join(f"{name} {last[key]:.4g}" for name, key in LAST.items() if key in last)
-    return Group(table, *(Text(line, style="dim") for line in (numbers, view.note) if line))
+    lines = numbers, _slowest_text(view, last), view.note
+    return Group(table, *(Text(line, style="dim") for line in lines if line))
+
+
+def _slowest_text(view: RunView, last: dict[str, float]) -> str:
+    if "perf/slowest_rank" not in last:
+        return ""
+    rank, late = int(last["perf/slowest_rank"]), duration(last["perf/slowest_rank_late_s"])
+    host = f" on {view.hosts[rank]}" if rank in view.hosts else ""
+    return f"slowest in step {last['training/global_step']:g}: rank {rank}{host}, {late} after the first"
 
 
 def sparkline(values: Sequence[float]) -> str:

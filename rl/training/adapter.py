@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.nn import Parameter, ParameterDict
@@ -25,8 +26,7 @@ from rl.config.adapter import Adapter
 from rl.models.adapters import LowRank, adapters, splits_columns
 from rl.models.boxes import index
 from rl.models.layout import Weight
-from rl.models.placement import training_ranges
-from rl.training.weights import WeightMap
+from rl.training.weights import WeightMap, load_hf
 
 KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Names of the parameters of one adapter, as in peft."""
@@ -36,16 +36,14 @@ class Adapters:
     """The adapters of one model: their parameters on this rank, and what they add."""
 
     def __init__(self, adapter: Adapter, base: WeightMap, model: torch.nn.Module, *, seed: int):
-        """Freeze the model and add adapters, whose A depend on `seed` and not on the layout. Not collective.
+        """Freeze the model and add adapters. Collective over the world.
 
-        A value head still learns. Raises ValueError, on every rank, for a target that matches nothing and
-        for a pipeline stage without an adapter.
+        Their values depend on `seed` and not on the layout. A value head still learns.
         """
         self.pairs = adapters(
             base.weights, rank=adapter.rank, targets=adapter.targets, dora=adapter.kind == "dora"
         )
-        self._base = base
-        check_stages(self.pairs, base)
+        self._base, self._rank, self._scale = base, adapter.rank, adapter.scale
         head = [weight for weight in base.weights if weight.megatron == "value_head.weight"]
         learned = {base.local_name(weight, base.grid.pp_rank) for weight in head if base.holds(weight)}
         parameters = {name: base.parameters[name] for name in learned}
@@ -70,7 +68,29 @@ class Adapters:
             module.register_forward_hook(_grouped(sums) if hasattr(module, "num_gemms") else _single(sums[0]))
         weights = [weight for pair in self.pairs for weight in pair.weights]
         self.weight_map = base.over([*weights, *head], parameters)
-        self._start(seed)
+        self.initial_map: WeightMap | None = None
+        """With PiSSA the initial adapters: the original W is the present one and scale * B A of these."""
+        self.sums_of_frozen: dict[str, int] = {}
+        """Checksums of the frozen weights at the first check (`rl.training.adapter_checks`)."""
+        for added in self._sums.values():
+            added.start_magnitudes()
+        self._start_random(seed)
+        if adapter.init == "pissa":
+            self._start_principal()
+            copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+            self.initial_map = base.over(self.weight_map.weights, copies)
+        if adapter.path:
+            load_hf(adapter.path, self.weight_map)
+
+    def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
+        """Return (tensor parallel group, parameters by name) of what all its ranks hold; experts second."""
+        whole: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        for weight, parameter in self.weight_map.local():
+            if not weight.cut.split:
+                name = self.weight_map.local_name(weight, self.weight_map.grid.pp_rank)
+                whole[weight.expert is not None][name] = parameter
+        groups = self.weight_map.grid.groups
+        return list(zip((groups.tp, groups.expt_tp), whole))
 
     def _held(self) -> dict[Weight, list[LowRank]]:
         """Return the adapters of each weight that this rank holds."""
@@ -81,22 +101,64 @@ class Adapters:
         return held
 
     @torch.no_grad()
-    def _start(self, seed: int) -> None:
+    def _start_random(self, seed: int) -> None:
         """Set A to Kaiming's random values, and B to 0."""
         for weight, parameter in self.weight_map.local():
-            if ".lora_" not in weight.megatron:
-                continue
-            parameter.zero_()
             if ".lora_A." in weight.megatron:
-                values = _kaiming(weight, seed)
-                for piece in weight.megatron_pieces(*self.weight_map.tensor_split(weight)):
-                    parameter[index(piece.local_box)] = values[index(piece.hf_box)].to(parameter)
+                self._set(weight, _kaiming(weight, seed))
+            elif ".lora_B." in weight.megatron:
+                parameter.zero_()
+
+    def _set(self, weight: Weight, values: Tensor) -> None:
+        """Set this rank's part of A or B to that of the whole tensor."""
+        parameter = self.weight_map.parameters[self.weight_map.local_name(weight, self._base.grid.pp_rank)]
+        for piece in weight.megatron_pieces(*self.weight_map.tensor_split(weight)):
+            parameter[index(piece.local_box)] = values[index(piece.hf_box)].to(parameter)
 
     @torch.no_grad()
-    def merged(self, weight: Weight, parameter: Tensor) -> Tensor:
-        """Return W + scale * B A on this rank, computed in float32; W itself if it has no adapter."""
-        found = self._sums.get(weight.hf)
-        return parameter if found is None else found.merged(parameter)
+    def _start_principal(self) -> None:
+        """Set B A to the principal part of each W, and take it out of W (PiSSA).
+
+        Every rank that holds a part of W decomposes the whole, and takes the result of the first.
+        """
+        grid, groups = self._base.grid, self._base.grid.groups
+        for base, pairs in self._held().items():
+            of_expert = base.expert is not None
+            replicas = groups.expt_dp if of_expert else groups.dp_cp
+            split = (groups.expt_tp if of_expert else groups.tp) if base.cut.split else None
+            parameter = self._base.parameters[self._base.local_name(base, grid.pp_rank)]
+            for pair in pairs:
+                whole = torch.zeros(base.shapes[pair.part], device=parameter.device)
+                for piece in base.megatron_pieces(*self._base.tensor_split(base)):
+                    if piece.hf == base.hf[pair.part]:
+                        whole[index(piece.hf_box)] = parameter[index(piece.local_box)].float()
+                if split is not None:
+                    dist.all_reduce(whole, group=split)
+                left, sizes, right = torch.linalg.svd(whole, full_matrices=False)
+                roots = (sizes[: self._rank] / self._scale).sqrt()
+                a, b = roots[:, None] * right[: self._rank], left[:, : self._rank] * roots
+                for part, values in ((pair.a, a.contiguous()), (pair.b, b.contiguous())):
+                    for group in (replicas, groups.expt_tp if of_expert else groups.tp):
+                        dist.broadcast(values, group=group, group_src=0)
+                    self._set(part, values)
+            self._sums[base.hf].take_out(parameter)
+
+    @torch.no_grad()
+    def merging(self) -> Callable[[Weight, Tensor], Tensor]:
+        """Return a function that maps a weight and its parameter on this rank to W + scale * B A.
+
+        Computed in float32 and rounded once; W itself if it has no adapter. The function is not collective.
+        Collective over the tensor parallel groups (DoRA's lengths of rows), so that the weights can be read
+        in any order until A and B change.
+        """
+        factors = {name: added.factors() for name, added in self._sums.items()}
+
+        @torch.no_grad()
+        def merged(weight: Weight, parameter: Tensor) -> Tensor:
+            found = self._sums.get(weight.hf)
+            return parameter if found is None else found.merged(parameter, factors[weight.hf])
+
+        return merged
 
 
 class _Sum:
@@ -113,61 +175,112 @@ class _Sum:
         scale: float,
         sequence_parallel: bool,
     ):
-        parts = {pair.part: f"{pair.module.rpartition('.')[2]}{number}" for pair in pairs}
-        self._a = [module.lora_A[key] for key in parts.values()]
-        self._b = [module.lora_B[parts[part]] if part in parts else None for part in range(len(weight.hf))]
-        self._scale = scale
+        keys = {pair.part: f"{pair.module.rpartition('.')[2]}{number}" for pair in pairs}
+        self._a = [module.lora_A[key] for key in keys.values()]
+        self._b, self._magnitudes = (
+            [getattr(module, kind)[keys[part]] if part in keys else None for part in range(len(weight.hf))]
+            if hasattr(module, kind)
+            else []
+            for kind in KINDS[1:]
+        )
+        self._module, self._name, self._scale = module, f"weight{number}", scale
         size, rank = base.tensor_split(weight)
-        device = self._a[0].device
-        self._rows, self._lengths = _order(weight, size, rank)
-        self._rows = None if self._rows is None else self._rows.to(device)
-        grid = base.grid
-        self._group = grid.groups.tp if weight.expert is None else grid.groups.expt_tp
+        self._rows, self._lengths = _order(weight, size, rank, self._a[0].device)
+        self._group = base.grid.groups.tp if weight.expert is None else base.grid.groups.expt_tp
+        self._splits_columns = size > 1 and splits_columns(weight)
+        self._splits_rows = size > 1 and weight.cut.split and not self._splits_columns
         self._sums_gradients = weight.expert is not None and size > 1
-        by_columns = splits_columns(weight)
-        self._is_copied = {"a": not by_columns, "b": by_columns or not weight.cut.split}
         self._exchange: Callable[..., Tensor] | None = None
-        if size > 1 and weight.cut.split and weight.expert is None:
-            self._exchange = _exchange(by_columns, sequence_parallel=sequence_parallel)
+        if weight.expert is None and (self._splits_columns or self._splits_rows):
+            self._exchange = _exchange(self._splits_columns, sequence_parallel=sequence_parallel)
 
     def product(self) -> tuple[Tensor, Tensor]:
         """Return A [n r, in] and B [out, n r] of all parts, with B A of the parameter's shape."""
-        if len(self._b) == 1:
+        if self._rows is None:
             return self._a[0], self._b[0]
         blocks = [
             self._a[0].new_zeros(length, 0) if b is None else b for b, length in zip(self._b, self._lengths)
         ]
         return torch.cat(self._a), torch.block_diag(*blocks)[self._rows]
 
-    def add(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return out + scale * B A x."""
+    def add(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        """Return out + scale * B A x; with DoRA, times the factors of the rows.
+
+        bias: included in `out`.
+        """
         a, b = self.product()
-        if self._sums_gradients:
-            copy = tensor_parallel.copy_to_tensor_model_parallel_region
-            a = copy(a, group=self._group) if self._is_copied["a"] else a
-            b = copy(b, group=self._group) if self._is_copied["b"] else b
+        if self._sums_gradients:  # what is not split
+            a, b = (a, self._copied(b)) if self._splits_columns else (self._copied(a), b)
         hidden = torch.nn.functional.linear(x, a)
         if self._exchange is not None:
             hidden = self._exchange(hidden, group=self._group)
         total = torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b.t(), alpha=self._scale)
+        if (factors := self.factors()) is not None:
+            total = (total * factors if bias is None else (total - bias) * factors + bias).to(out.dtype)
         return total.view(out.shape)
 
-    def merged(self, base: Tensor) -> Tensor:
-        """Return base + scale * B A, computed in float32 and rounded once."""
+    def merged(self, base: Tensor, factors: Tensor | None) -> Tensor:
+        """Return base + scale * B A, times the factors of the rows, computed in float32 and rounded once."""
+        total = self._total(base)
+        return (total if factors is None else total * factors[:, None]).to(base.dtype)
+
+    @torch.no_grad()
+    def take_out(self, base: Tensor) -> None:
+        """Subtract scale * B A from the weight."""
         a, b = self.product()
-        return torch.addmm(base.float(), b.float(), a.float(), alpha=self._scale).to(base.dtype)
+        base.copy_(torch.addmm(base.float(), b.float(), a.float(), alpha=-self._scale))
 
+    @torch.no_grad()
+    def start_magnitudes(self) -> None:
+        """Set DoRA's magnitudes to the lengths of W's rows. In every layout they are the same numbers."""
+        if not self._magnitudes:
+            return
+        base = getattr(self._module, self._name).float()
+        if self._splits_columns:
+            parts = [torch.empty_like(base) for _ in range(self._group.size())]
+            dist.all_gather(parts, base, group=self._group)
+            base = torch.cat(parts, 1)
+        for magnitude, part in zip(self._magnitudes, self._in_parts(base.square().sum(1).sqrt())):
+            if magnitude is not None:
+                magnitude.copy_(part)
 
-def check_stages(pairs: Sequence[LowRank], base: WeightMap) -> None:
-    """Raise ValueError if a pipeline stage has no adapter, and so nothing to learn."""
-    placement = base.placement
-    for stage, (first, stop) in enumerate(training_ranges(placement.num_layers, placement.pp)):
-        if not any(first <= pair.base.layer < stop for pair in pairs):
-            raise ValueError(
-                f"adapter.targets gives no adapter to layers {first} to {stop - 1}, which are pipeline stage "
-                f"{stage} of training.pp={placement.pp}: it would have nothing to learn; choose targets in "
-                "every stage, or a smaller training.pp."
-            )
+    def _in_parts(self, lengths: Tensor) -> tuple[Tensor, ...]:
+        """Return the elements [out] of each layer of the checkpoint."""
+        if self._rows is not None:
+            lengths = torch.empty_like(lengths).index_copy_(0, self._rows, lengths)
+        return lengths.split(self._lengths)
+
+    def factors(self) -> Tensor | None:
+        """Return DoRA's factor of each row float32 [out]: magnitude / length, 1 without a magnitude.
+
+        As in the paper (section 4.3), the length counts as a constant in the gradient. None without DoRA.
+        """
+        if not self._magnitudes:
+            return None
+        lengths = self._row_lengths()
+        magnitudes = self._magnitudes[0]
+        if self._rows is not None:
+            own = zip(self._magnitudes, self._in_parts(lengths))
+            magnitudes = torch.cat([length if part is None else part for part, length in own])[self._rows]
+        if self._sums_gradients and self._splits_columns:
+            magnitudes = self._copied(magnitudes)
+        return magnitudes / lengths
+
+    @torch.no_grad()
+    def _row_lengths(self) -> Tensor:
+        """Return the length of each row of W + scale * B A, float32 [out]."""
+        squares = self._total(getattr(self._module, self._name)).square().sum(1)
+        if self._splits_columns:
+            dist.all_reduce(squares, group=self._group)
+        return squares.sqrt()
+
+    def _total(self, base: Tensor) -> Tensor:
+        a, b = self.product()
+        return torch.addmm(base.float(), b.float(), a.float(), alpha=self._scale)
+
+    def _copied(self, part: Tensor) -> Tensor:
+        """Return a part that all ranks of an expert have; its gradient is summed over them."""
+        return tensor_parallel.copy_to_tensor_model_parallel_region(part, group=self._group)
 
 
 def _add_parameters(
@@ -184,7 +297,8 @@ def _add_parameters(
         for kind, part in zip(KINDS, pair.weights):
             if not hasattr(module, kind):
                 setattr(module, kind, ParameterDict())
-            parameter = Parameter(weight.new_empty(part.megatron_shape(size)))
+            dtype = torch.float32 if part.float32 else weight.dtype
+            parameter = Parameter(weight.new_empty(part.megatron_shape(size), dtype=dtype))
             # Megatron reads both: which data parallel group reduces the gradient, and whether its parts are
             # of parts of the tokens.
             parameter.allreduce = getattr(weight, "allreduce", True)
@@ -197,16 +311,16 @@ def _add_parameters(
     return added
 
 
-def _order(weight: Weight, size: int, rank: int) -> tuple[Tensor | None, list[int]]:
+def _order(weight: Weight, size: int, rank: int, device: torch.device) -> tuple[Tensor | None, list[int]]:
     """Return which row of the concatenated parts is in each row of a parameter, and the rows of each part.
 
     The first is None for a parameter of one part.
     """
     pieces = weight.megatron_pieces(size, rank)
-    if len(weight.hf) == 1:
-        return None, []
     of_part = [[piece for piece in pieces if piece.hf == name] for name in weight.hf]
     lengths = [sum(stop - start for (start, stop), *_ in (p.hf_box for p in part)) for part in of_part]
+    if len(lengths) == 1:
+        return None, lengths
     rows, first = torch.empty(sum(lengths), dtype=torch.int64), 0
     for part, length in zip(of_part, lengths):
         offset = first - min(piece.hf_box[0][0] for piece in part)
@@ -214,7 +328,7 @@ def _order(weight: Weight, size: int, rank: int) -> tuple[Tensor | None, list[in
             (start, stop), *_ = piece.hf_box
             rows[slice(*piece.local_box[0])] = torch.arange(start + offset, stop + offset)
         first += length
-    return rows, lengths
+    return rows.to(device), lengths
 
 
 def _exchange(by_columns: bool, *, sequence_parallel: bool) -> Callable[..., Tensor]:
@@ -233,7 +347,8 @@ def _single(added: _Sum):
 
     def hook(module, args, output):
         out, bias = output
-        return added.add(args[0], out), bias
+        own = module.bias if bias is None and getattr(module, "bias", None) is not None else None
+        return added.add(args[0], out, own if own is not None and own.numel() else None), bias
 
     return hook
 
@@ -245,7 +360,7 @@ def _grouped(added: Sequence[_Sum]):
         x, splits = args
         out, bias = output
         parts = zip(added, x.split(splits), out.split(splits), strict=True)
-        return torch.cat([expert.add(tokens, own) for expert, tokens, own in parts]), bias
+        return torch.cat([expert.add(tokens, own, None) for expert, tokens, own in parts]), bias
 
     return hook
 

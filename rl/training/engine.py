@@ -44,7 +44,7 @@ from rl.training.optimizer import (
 )
 from rl.training.packing import MicroBatch, lay_out, with_columns
 from rl.training.pipeline import KnownShapes
-from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights
+from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights, share_weights
 
 MicroBatchLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """micro-batch -> (loss, metrics), both already divided by the mini-batch's global denominators."""
@@ -124,6 +124,8 @@ class TrainingEngine:
         mark_split_weights(self.weight_map)
         if base_of is None:
             load_hf(path, self.weight_map)
+        else:
+            share_weights(self.weight_map, base_of.weight_map)
         self.adapter = adapter
         self.adapters: Any = None
         """The adapters (`rl.training.adapter.Adapters`); None: all weights learn."""
@@ -132,10 +134,6 @@ class TrainingEngine:
 
             self.adapters = Adapters(adapter, self.weight_map, model, seed=seed)
             mark_split_weights(self.adapters.weight_map)
-        if base_of is not None:
-            frozen = self.weight_map.parameters.keys() - self.learned_map.parameters.keys()
-            for name in frozen:
-                self.weight_map.parameters[name].data = base_of.weight_map.parameters[name].data
         assert optimizer is not None or not keep_reference, (
             "keep_reference requires an optimizer: a frozen model is its own reference"
         )
@@ -176,13 +174,15 @@ class TrainingEngine:
     def merged(self) -> Iterator[tuple[Weight, Tensor]]:
         """Yield this rank's weights as the model computes with them: with adapters, W + scale * B A.
 
-        One at a time; a weight without an adapter is the parameter itself. Not collective.
+        One at a time; a weight without an adapter is the parameter itself. Collective over the tensor
+        parallel group.
         """
+        merged = self._merging()
         for weight, parameter in self.weight_map.local():
-            yield weight, self._merged(weight, parameter)
+            yield weight, merged(weight, parameter)
 
-    def _merged(self, weight: Weight, parameter: Tensor) -> Tensor:
-        return parameter if self.adapters is None else self.adapters.merged(weight, parameter)
+    def _merging(self) -> Callable[[Weight, Tensor], Tensor]:
+        return (lambda _, parameter: parameter) if self.adapters is None else self.adapters.merging()
 
     @torch.no_grad()
     def forward(
@@ -210,6 +210,26 @@ class TrainingEngine:
             out[:, torch.cat(places).to(out.device)] = torch.cat(values, dim=1)
         dist.all_reduce(out)
         return tuple(out.cpu())
+
+    @torch.no_grad()
+    def visit(
+        self,
+        batch: Batch,
+        plan: MicroBatchPlan,
+        names: tuple[str, ...],
+        consume: Callable[[MicroBatch], None],
+        progress=None,
+    ) -> None:
+        """Run forward passes; on the last stage, call `consume` with each micro-batch and its named outputs.
+
+        The tensor parallel ranks of the stage call it with the same micro-batches in the same order.
+        """
+
+        def step(micro: MicroBatch):
+            consume(micro)
+            return torch.zeros((), device=self.device.torch), {}
+
+        self._run(batch, plan, step, forward_only=True, progress=progress, outputs=names)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -343,12 +363,14 @@ class TrainingEngine:
         """Return (group, weights by Megatron's name) of learned weights that the group's ranks replicate.
 
         The first entry is for the data parallel group, the second for routed experts and their expert data
-        parallel group. Optimizer states are not included, because they are sharded.
+        parallel group. Further ones are for the tensor parallel groups, which replicate parts of adapters.
+        Optimizer states are not included, because they are sharded.
         """
         groups: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         for name, weight in sorted(self.learned_map.parameters.items()):
             groups[".experts." in name][name] = weight
-        return [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
+        out = [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
+        return out if self.adapters is None else [*out, *self.adapters.replicas()]
 
     def stale_master_weights(self) -> list[str]:
         """Return the names of weights that are not their rounded master weights. Not collective."""
@@ -356,7 +378,7 @@ class TrainingEngine:
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of every weight, as in `merged`, on every rank."""
-        return full_weights(self.weight_map, self._merged)
+        return full_weights(self.weight_map, self._merging())
 
     def _run(self, batch, plan, consume, *, forward_only, progress, outputs=None):
         """Run this rank's micro-batches through Megatron's pipeline schedule.
@@ -395,6 +417,8 @@ class TrainingEngine:
                 from rl.training.kept_sets import sets_of
 
                 micro.kept = sets_of(batch, micro.samples)
+            if "divergence" in self.model.outputs and self.grid.is_last_stage:
+                micro.teacher = batch.teacher.of(micro.samples, device)
             if progress is not None:  # only the last stage computes the loss
                 progress.update(len(micro.samples) * self.grid.dp)
             output = self.model.run(micro, self.temperature)

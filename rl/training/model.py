@@ -29,6 +29,7 @@ from rl.training.packing import MicroBatch
 from rl.training.rotary import RowRotary, rotate_by_row
 
 if TYPE_CHECKING:
+    from rl.training.divergence import MicroTargets
     from rl.training.kept_sets import KeptSets
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -40,12 +41,14 @@ class HeadRequest:
 
     predict_at: int64 [R], positions in the packed row. targets: int64 [R], the token after each position.
     kept: the sets of tokens from which the targets were sampled; None: the whole vocabulary.
+    teacher: the teachers' distributions at the positions (`rl.training.divergence`), for a divergence.
     """
 
     predict_at: Tensor
     targets: Tensor
     temperature: float
     kept: "KeptSets | None"
+    teacher: "MicroTargets | None" = None
 
 
 class Packed(GPTModel):
@@ -70,14 +73,15 @@ class Packed(GPTModel):
             rotation=self.rotary.of(micro.position_ids),
             routes=micro.routes,
         )
-        request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.kept)
+        request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.kept, micro.teacher)
         return self(micro.tokens, micro.position_ids, None, labels=request, packed_seq_params=packed)
 
 
 class Policy(Packed):
     """A language model that returns statistics of its predictions at response tokens instead of logits.
 
-    They are the target's log-prob, the entropy and the sum of squared probabilities.
+    They are the target's log-prob, the entropy and the sum of squared probabilities; on request also the
+    `divergence` from a teacher, and instead of all `hidden`, the last hidden states, of a teacher.
     """
 
     outputs = OUTPUTS
@@ -100,18 +104,34 @@ class Policy(Packed):
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
             hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        hidden = hidden_states[:, 0].index_select(0, labels.predict_at)
+        if self.outputs == ("hidden",):
+            return (hidden,)
+        options = dict(temperature=labels.temperature, vocab_size=self.real_vocab_size, group=group)
+        names = tuple(name for name in self.outputs if name != "divergence")
+        found = ()
+        if names:
+            found = self.head(
+                hidden,
+                self.head_weight,
+                labels.targets,
+                **options,
+                chunk=self.head_chunk_tokens,
+                outputs=names,
+                kept=labels.kept,
+            )
+        if names == self.outputs:
+            return found
+        assert labels.teacher is not None and self.outputs == (*names, "divergence")
+        # The float32 arrays of a chunk are several times those of the log-probs.
+        chunk = max(1, self.head_chunk_tokens // 4)
+        return *found, labels.teacher(hidden, self.head_weight, **options, chunk=chunk)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The rank's rows of the head, [Vpad/tp, H], on the last stage."""
         tied = self.share_embeddings_and_output_weights
-        return self.head(
-            hidden_states[:, 0].index_select(0, labels.predict_at),
-            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
-            labels.targets,
-            temperature=labels.temperature,
-            vocab_size=self.real_vocab_size,
-            group=group,
-            chunk=self.head_chunk_tokens,
-            outputs=self.outputs,
-            kept=labels.kept,
-        )
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
 class ValueModel(Packed):

@@ -11,6 +11,7 @@ from rl.data.batch import Batch
 from rl.training.rows import Group, RowAttention, positions, ranges, row_attention, segments
 
 if TYPE_CHECKING:
+    from rl.training.divergence import MicroTargets
     from rl.training.kept_sets import KeptSets
 
 
@@ -48,10 +49,16 @@ class MicroBatch:
     """Output of a policy, float32 [R], as are entropy and sum_p_squared."""
     entropy: Tensor | None = None
     sum_p_squared: Tensor | None = None
+    divergence: Tensor | None = None
+    """From the teacher, float32 [R]; only with a teacher."""
+    hidden: Tensor | None = None
+    """Last hidden states of a teacher, [R, H]."""
     values: Tensor | None = None
     """Output of a value model, float32 [R]."""
     kept: "KeptSets | None" = None
     """Sets of tokens from which the response tokens were sampled; None: from the whole vocabulary."""
+    teacher: "MicroTargets | None" = None
+    """The teachers' distributions at the response tokens; only for a divergence."""
     routes: Any = None
     """Experts of the row's tokens (`rl.training.router_replay.Routes`); None: the routers choose."""
     starts: np.ndarray | None = None

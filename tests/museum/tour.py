@@ -63,6 +63,7 @@ ENVIRONMENTS = (
     "rollout.max_response_tokens=40",
 )
 ROLES = ("roles.train=0-0", "roles.rollout=1-1", "roles.lag=1", "rollout_correction.truncate_tokens=2.0")
+BESIDE = ("adapter.kind=rslora", "adapter.in_engine=adapter", "adapter.rank=4")
 CLEAN: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "grpo, dp 2": (2, "qwen2", ()),
     "grpo, tp 2, two epochs": (2, "qwen2", ("training.tp=2", "rollout.tp=2", "training.epochs=2")),
@@ -76,6 +77,8 @@ CLEAN: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "environments": (1, "qwen2", ENVIRONMENTS),
     "carry-over": (1, "qwen2", ("rollout.carry_over=true", "rollout_correction.truncate_tokens=2.0")),
     "roles": (2, "qwen2", ROLES),
+    "adapters": (2, "qwen2", ("adapter.kind=lora", "training.tp=2", "objective.kl_coef=0.01")),
+    "adapters beside the weights": (2, "qwen2", (*BESIDE, "rollout.tp=2", "model.dtype=bfloat16")),
 }
 """Name -> number of ranks, model and overrides. Each run stops half-way and resumes."""
 ALL_CHECKS = ("agreement.weights_every=1", "refit.check_every=1")

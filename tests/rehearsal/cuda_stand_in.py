@@ -87,7 +87,7 @@ BEHAVIOURS = {
     "device_count": lambda: 1,
     "current_device": lambda: 0,
     "get_device_capability": lambda *args: (9, 0),
-    "get_device_name": lambda *args: "rehearsal",
+    "get_device_name": lambda *args: "NVIDIA H100 (rehearsal)",
     "memory_allocated": lambda *args: GIB,
     "max_memory_allocated": lambda *args: GIB,
     "memory_reserved": lambda *args: GIB,
@@ -267,9 +267,11 @@ def _replace_sleep_mode() -> None:
             self.asleep: set[str] = set()
 
         def sleep(self, level=1, **options):
-            assert self.can_sleep and level == 2 and not self.asleep
+            assert self.can_sleep and level in (1, 2) and not self.asleep
             super().sleep(level=level, **options)
             self.asleep = {"weights", "kv_cache"}
+            if level == 1:  # which copies the weights to the host
+                return
             with torch.no_grad():
                 for parameter in self.apply_model(lambda model: model)[0].parameters():
                     parameter.fill_(torch.nan)

@@ -62,7 +62,8 @@ def rehearsed(toy, tmp_path_factory):
         f"rollout.stop_token_ids={list(range(10, 22))}",  # some samples end early, others are carried
         "rollout.max_concurrent_samples=8",
     )
-    run_ranks(1, REHEARSE, lines, "--config", config, *old, *carried, timeout=300)
+    beside = ("adapter.kind=lora", "adapter.in_engine=adapter")  # the engine keeps the base while it sleeps
+    run_ranks(1, REHEARSE, lines, "--config", config, *old, *carried, *beside, timeout=300)
     roles = (*old, f"run.dir={directory}/roles", "roles.train=0-0", "roles.rollout=1-1", "roles.lag=1")
     run_ranks(2, REHEARSE, lines, "--config", config, *roles, timeout=300)
     whole = ("rollout.top_p=1", "rollout.top_k=0", "rollout.min_p=0")
@@ -109,11 +110,28 @@ def test_layers_of_transformer_engine_train_and_refit(toy, tmp_path):
     assert all(record["training/rollout_probs_diff_mean"] < 0.01 for record in found)
 
 
+@pytest.mark.slow
+def test_adapters_learn_on_transformer_engine_as_without_it(toy, tmp_path):
+    adapter = "adapter={kind: lora, rank: 4}"
+    config = write_config(tmp_path, toy, *RUN, *SFT, adapter, "objective.kl_coef=0", "run.max_steps=3")
+    losses = []
+    for name, options in (("with", ["--te"]), ("without", [])):
+        run_dir = f"run.dir={tmp_path}/{name}"
+        run_ranks(
+            1, REHEARSE, *options, tmp_path / "lines", "--config", config, run_dir, fresh=True, timeout=300
+        )
+        losses.append([record["sft/loss"] for record in records(tmp_path / name)])
+    assert len(losses[0]) == 3 and losses[0][0] > losses[0][-1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)  # bfloat16
+
+
 def test_the_rehearsal_trains(rehearsed):
     # Weights are NaN after a sleep, so finite log-probs were refitted; the engine's equal the trainer's.
     found = records(rehearsed[1])
     assert [record["training/global_step"] for record in found] == [1, 2, 3]
     assert all(record["actor/grad_norm"] > 0 for record in found)
-    assert all(record["perf/max_memory_allocated_gb"] == 1.0 for record in found)
+    names = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
+    assert all(record[name] == 1.0 for record in found for name in names)
+    assert all(record["perf/mfu/actor"] > 0 for record in found)
     # With rollout.top_p the engine's log-probs are those of the tokens that it kept.
     assert all(record["training/rollout_probs_diff_mean"] < 0.01 for record in found)

@@ -85,3 +85,15 @@ def test_exact_numerics_are_imported_by_their_users_only():
         and re.search("rl.numerics|bitwise", ast.unparse(node))
     }
     assert importing == {"rl/rollout/bitwise.py", "rl/training/bitwise.py"}
+
+
+def test_runs_without_traces_and_checks_import_none_of_them():
+    """Other modules import these two inside of functions."""
+    importing = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "rl").rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        and re.search("trace_recorder|run.first_step", ast.unparse(node))
+    }
+    assert importing == {"rl/run/first_step.py"}  # its report

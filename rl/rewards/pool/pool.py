@@ -20,6 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rl.config.reward_sources import RewardPlan
@@ -191,9 +192,8 @@ class ScoringPool:
             worker.since = time.monotonic()
             error = message.get("error")
             failed = isinstance(error, str)
-            jobs.finish(
-                index, error if failed else Score(message["values"], message["prediction"], message["of"])
-            )
+            texts = message.get("prediction"), message.get("feedback")
+            jobs.finish(index, error if failed else Score(message["values"], *texts, message["of"]))
         worker.set_deadline(self._timeout_s)
         if message.get("last"):
             jobs.give_back(list(worker.chunk))
@@ -237,7 +237,7 @@ class ScoringPool:
         return [
             Score({"score": self._failure_score, "failed": 1.0})
             if isinstance(outcome, str)
-            else Score({**outcome.values, "failed": 0.0}, outcome.prediction, outcome.sample)
+            else replace(outcome, values={**outcome.values, "failed": 0.0})
             for outcome in jobs.outcomes
         ]
 

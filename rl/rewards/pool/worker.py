@@ -3,7 +3,8 @@
 The pool sends pickles, first (plan, sys.path), then chunks [(index, sample), ...]. It receives JSON lines:
 
     {"ready": is_async} or {"unloadable": sentence, "traceback": text}       once, after the import
-    {"i": index, "of": digest, "values": {name: number}, "prediction": text or null}    a score
+    {"i": index, "of": digest, "values": {name: number}, "prediction": text or null}    a score, which may
+                                                                             also have "feedback": text
     {"i": index, "error": text, "last": bool}                                a failure; last: the host exits
     {"i": index, "waiting": true}                                            called, and now awaited
 """
@@ -99,6 +100,8 @@ class Scorer:
 
     def _answer(self, index: int, key: int, score: Score) -> None:
         message = {"i": index, "of": key, "values": score.values, "prediction": score.prediction}
+        if score.feedback is not None:
+            message["feedback"] = score.feedback
         if sum(map(len, score.values)) > MAX_LINE_BYTES // 32:  # a character may take 12 bytes
             error = RejectedResult(f"{len(score.values)} values are too many for one sample")
             return self._fail(index, error)

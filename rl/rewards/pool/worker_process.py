@@ -83,7 +83,7 @@ class ScoringWorker(WorkerProcess):
         values, prediction = message.get("values"), message.get("prediction")
         if not isinstance(values, dict) or "score" not in values or type(message.get("of")) is not int:
             return None
-        if not (prediction is None or isinstance(prediction, str)):
+        if not all(text is None or isinstance(text, str) for text in (prediction, message.get("feedback"))):
             return None
         finite = all(type(value) is float and math.isfinite(value) for value in values.values())
         return message if finite and all(map(str.isprintable, values)) else None

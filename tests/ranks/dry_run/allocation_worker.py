@@ -1,6 +1,6 @@
 """One rank of test_allocation.py: what a model really allocates in several layouts.
 
-    allocation_worker.py CHECKPOINT DTYPE LAYOUT [LAYOUT ...]       LAYOUT is TPxPPxEP
+    allocation_worker.py CHECKPOINT DTYPE LAYOUT [LAYOUT ...]       LAYOUT is TPxPPxEP[+lora]
 
 Prints a JSON list with the bytes of this rank for each layout, after an optimizer step.
 """
@@ -10,6 +10,7 @@ import sys
 
 import torch
 
+from rl.config.adapter import Adapter
 from rl.config.schema import Optimizer, Training
 from rl.models import read_hf_config
 from rl.runtime.ranks import discover
@@ -19,7 +20,9 @@ from rl.training.optimizer import optimizer_parts
 from tests.ranks.training.megatron_groups import new_grid
 
 
-def allocated(checkpoint: str, dtype: str, tp: int, pp: int, ep: int, device) -> dict:
+def allocated(checkpoint: str, dtype: str, layout: str, device) -> dict:
+    sizes, _, adapters = layout.partition("+")
+    tp, pp, ep = map(int, sizes.split("x"))
     training = Training(tp=tp, pp=pp, ep=ep)
     grid = new_grid(tp, pp, ep, training.expert_tp)
     engine = TrainingEngine(
@@ -30,6 +33,7 @@ def allocated(checkpoint: str, dtype: str, tp: int, pp: int, ep: int, device) ->
         grid=grid,
         device=device,
         optimizer=Optimizer(lr=1e-3),
+        adapter=Adapter(kind=adapters or "none", rank=4),
     )
     engine.wrapped.zero_grad_buffer()
     engine.optimizer.step()  # Adam's moments are made in the first step
@@ -61,7 +65,7 @@ def main() -> None:
     checkpoint, dtype, *layouts = sys.argv[1:]
     ranks = discover()
     with session(ranks) as device:
-        out = [allocated(checkpoint, dtype, *map(int, layout.split("x")), device) for layout in layouts]
+        out = [allocated(checkpoint, dtype, layout, device) for layout in layouts]
         print(json.dumps(out))
 
 

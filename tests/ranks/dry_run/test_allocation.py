@@ -9,6 +9,7 @@ from rl.dry_run.memory import Layout, model_state
 from rl.dry_run.parameters import count_stages, group_parts
 from rl.dry_run.shape import Model
 from rl.models import architecture, read_hf_config
+from rl.models.adapters import adapters as adapters_of
 from tests.checkpoints import save_tiny
 from tests.spawn import run_ranks
 
@@ -28,7 +29,7 @@ CASES = {
     "experts": (
         lambda at: save_tiny("Qwen3MoeForCausalLM", at, seed=0),
         "bfloat16",
-        ["1x2x2", "2x1x2", "2x2x1"],
+        ["1x2x2", "2x1x2", "2x2x1", "2x1x2+lora"],
     ),
     "latent attention": (
         lambda at: save_tiny("DeepseekV3ForCausalLM", at, seed=0),
@@ -56,24 +57,33 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
     ]
     itemsize, per_parameter = (2, 12) if dtype == "bfloat16" else (4, 8)
     for number, text in enumerate(layouts):
-        tp, pp, ep = map(int, text.split("x"))
+        sizes, _, adapters = text.partition("+")
+        tp, pp, ep = map(int, sizes.split("x"))
         layout = Layout(WORLD, WORLD, WORLD, tp, pp, ep, 1 if ep > 1 else tp, 1, sequence_parallel=True)
         counts = count_stages(model.parts, layout.placement(model))
-        states = [model_state(count, layout, itemsize, learns=True) for count in counts]
+        learned = counts
+        if adapters:
+            pairs = [weight for pair in adapters_of(weights, rank=4) for weight in pair.weights]
+            learned = count_stages(group_parts(pairs), layout.placement(model))
+        states = [
+            model_state(count, layout, itemsize, learns=True, adapters=own if adapters else None)
+            for count, own in zip(counts, learned)
+        ]
         found = [rank[number] for rank in by_rank]
         for rank, real in enumerate(found):
             stage = rank // (WORLD // pp)
             state = states[stage]
             assert real["stage"] == stage
-            assert real["parameters"] == counts[stage].parameters, (text, rank)
+            more = learned[stage].parameters if adapters else 0
+            assert real["parameters"] == counts[stage].parameters + more, (text, rank)
             assert real["weights"] == state.weights - 4 * counts[stage].buffers, (text, rank)
             assert real["gradients"] == state.gradients, (text, rank)
             assert real["optimizer"] <= state.optimizer, (text, rank)
         # A rank's share of the optimizer ends within parameters; together the shares are all of them, and no
         # padding.
         for stage in range(pp):
-            shared = sum(counts[stage].shared) + counts[stage].tied
-            held = shared * layout.tp + sum(counts[stage].experts) * layout.etp * layout.ep
+            shared = sum(learned[stage].shared) + learned[stage].tied
+            held = shared * layout.tp + sum(learned[stage].experts) * layout.etp * layout.ep
             assert (
                 sum(real["optimizer"] for real in found if real["stage"] == stage) == per_parameter * held
             ), text

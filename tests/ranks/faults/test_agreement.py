@@ -213,7 +213,7 @@ def test_a_program_file_that_differs_or_is_lacking_is_named(found, case):
 
 @pytest.mark.parametrize("name", ["linear.weight", "norm.weight"])
 def test_one_flipped_bit_names_the_weight_and_the_rank(found, name):
-    others = "the other data parallel replicas (the first, where there are two)"
+    others = "the other replicas (the first, where there are two)"
     expected = f"{name} of the policy on rank 1 differ from {others}"
     assert [rank[name] for rank in found] == [expected] * 3
 

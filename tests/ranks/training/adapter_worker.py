@@ -1,9 +1,11 @@
 """One rank of test_adapter.py: outputs, merged weights and gradients of adapters in several layouts.
 
-    adapter_worker.py CHECKPOINT OUT_DIR NAME=LAYOUT[,KEY=VALUE ...] [...]
+    adapter_worker.py CHECKPOINT OUT_DIR 'NAME=LAYOUT[;KEY=VALUE ...]' [...]
+    adapter_worker.py CHECKPOINT OUT_DIR resume OTHER_CHECKPOINT
 
 LAYOUT is TPxPPxEP[xETP]; KEY=VALUE overrides the configuration. Rank 0 saves what `results` returns for each
-to OUT_DIR/NAME.pt. The gradients are read off an optimizer step that is gradient descent.
+to OUT_DIR/NAME.pt. The gradients are read off an optimizer step that is gradient descent. `resume` continues
+from checkpoints and saves what `resume` returns.
 """
 
 import sys
@@ -17,8 +19,9 @@ prepare_environment(RANKS)
 import torch  # noqa: E402
 from megatron_groups import new_grid  # noqa: E402
 
-from rl.config.options import load  # noqa: E402
-from rl.config.schema import Config, resolve  # noqa: E402
+from rl.checkpoint.store import CheckpointStore, WronglyLoaded  # noqa: E402
+from rl.config.options import ConfigError, load  # noqa: E402
+from rl.config.schema import Config, Run, resolve  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.models.boxes import index  # noqa: E402
@@ -38,18 +41,20 @@ OPTIONS = (
     f"training.optimizer={{lr: {EPS}, eps: {EPS}, clip_grad: 0.0}}",
     "adapter={kind: lora, rank: 4, alpha: 6.0}",
 )
+KIND = ("adapter={kind: dora, init: pissa, rank: 4, alpha: 6.0}",)
+"""Of a resume: what has most to restore."""
 
 
 @torch.no_grad()
 def fill(trainer) -> None:
-    """Set every B to random values that do not depend on the layout, as after some updates."""
+    """Add random values, the same in every layout, to every B and magnitude, as after some updates."""
     learned = trainer.adapter_map
     for weight, parameter in learned.local():
-        if ".lora_B." in weight.megatron:
+        if ".lora_A." not in weight.megatron:
             generator = torch.Generator().manual_seed(sum(weight.hf[0].encode()))
             values = 0.2 * torch.randn(weight.shapes[0], generator=generator)
             for piece in weight.megatron_pieces(*learned.tensor_split(weight)):
-                parameter[index(piece.local_box)] = values[index(piece.hf_box)]
+                parameter[index(piece.local_box)] += values[index(piece.hf_box)]
     trainer.optimizer.reload_model_params()
 
 
@@ -97,11 +102,67 @@ def results(config: Config, layout: list[int], device) -> dict:
     }
 
 
+def resume(overrides: list[str], out_dir: str, other: str, device) -> dict:
+    """Return the largest differences after a resume from a checkpoint that TP 2 wrote, by dtype and layout:
+    of the adapters, the merged weights, and the adapters after the next step; and the errors of a resume
+    with another scale and with other base weights.
+    """
+    found: dict = {}
+
+    def trainer_of(layout: str, *options: str):
+        keys = zip(("tp", "pp"), map(int, layout.split("x")))
+        sizes = [f"training.{key}={n}" for key, n in keys]
+        config = resolve(load(Config, None, [*OPTIONS, *overrides, *KIND, *sizes, *options]))
+        grid = new_grid(config.training.tp, config.training.pp)
+        return build_policy(config, read_hf_config(config.model.path), grid, device)
+
+    def step(trainer) -> None:
+        plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
+        trainer.update(batch, plan, lambda micro: (-micro.logprobs.sum() / 100, {}), lr=1e-3)
+
+    def state(trainer) -> tuple[dict, dict]:
+        return whole(full_weights(trainer.adapter_map)), whole(trainer.full_weights())
+
+    for dtype in ("bfloat16", "float32"):
+        options = (f"model.dtype={dtype}", "training.optimizer={lr: 1e-3, eps: 1e-2, clip_grad: 1.0}")
+        store = CheckpointStore(Config(run=Run(dir=f"{out_dir}/{dtype}")))
+        trainer = trainer_of("2x1", *options)
+        batch = random_batch(trainer.weight_map.hf["vocab_size"])
+        step(trainer)
+        store.save(1, {"policy": trainer}, {})
+        saved = state(trainer)
+        step(trainer)
+        expected = (*saved, state(trainer)[0])
+        for layout in ("2x1", "1x2", "1x1"):
+            trainer = trainer_of(layout, *options)
+            store.load(store.newest(), {"policy": trainer}, seed=0)
+            loaded = state(trainer)
+            step(trainer)
+            pairs = zip((*loaded, state(trainer)[0]), expected, strict=True)
+            found[f"{dtype} {layout}"] = [furthest(a, b) for a, b in pairs]
+    for name, changed in (("scale", "adapter.alpha=3"), ("base", f"model.path={other}")):
+        try:
+            store.load(store.newest(), {"policy": trainer_of("2x1", *options, changed)}, seed=0)
+        except (ConfigError, WronglyLoaded) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def furthest(a: dict, b: dict) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
 def main(checkpoint: str, out_dir: str, *cases: str) -> None:
     with session(RANKS) as device:
+        if cases[0] == "resume":
+            found = resume([f"model.path={checkpoint}"], out_dir, cases[1], device)
+            if RANKS.rank == 0:
+                torch.save(found, f"{out_dir}/resume.pt")
+            return
         for case in cases:
             name, _, how = case.partition("=")
-            sizes, *options = how.split(",")
+            sizes, *options = how.split(";")
             layout = [int(size) for size in sizes.split("x")]
             keys = zip(("tp", "pp", "ep", "etp"), layout)
             overrides = [f"model.path={checkpoint}", *(f"training.{key}={n}" for key, n in keys)]

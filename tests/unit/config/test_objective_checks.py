@@ -25,13 +25,15 @@ def error(*overrides) -> str:
 
 @pytest.mark.parametrize("name", shipped())
 def test_each_shipped_algorithm_passes_with_its_own_defaults(name):
-    assert check(config_with(f"algorithm={name}")) == []
+    teacher = ["teacher.path=t"] if name == "distill" else []
+    assert check(config_with(f"algorithm={name}", *teacher)) == []
     assert set(describe(name).needs) <= set(NEEDS)
 
 
 def test_the_shipped_algorithms_are_those_of_the_readme():
     assert shipped() == [
         "dapo",
+        "distill",
         "dpo",
         "grpo",
         "kto",
@@ -57,7 +59,7 @@ def test_file_and_overrides_win_over_an_algorithm(tmp_path):
 
 
 def test_an_unknown_algorithm_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="algorithm is 'grop', but must be dapo, dpo, grpo"):
+    with pytest.raises(ConfigError, match="algorithm is 'grop', but must be dapo, distill, dpo, grpo"):
         config_with("algorithm=grop")
 
 

@@ -23,6 +23,7 @@ PRODUCTION = {
     "qwen3-30b-a3b_math_grpo_4x8": ("qwen3-30b-a3b", 32),
     "ppo_deepseek671b": ("deepseek-v3", 512),
     "deepseek-v3_math_grpo_64x8": ("deepseek-v3", 512),
+    "deepseek-v3_math_grpo_lora_8x8": ("deepseek-v3", 64),
 }
 """File -> the published shape it is for, and the number of ranks."""
 

@@ -38,6 +38,7 @@ PRODUCTION = {CONFIGS / "ppo_deepseek671b.yaml": 512} | {
 }
 """Config -> number of ranks, the last part of most names."""
 GRPO = "qwen2.5-7b_gsm8k_grpo_8gpu"
+LORA = ("adapter.kind=lora", "adapter.rank=16", "training.tp=1", "rollout.tp=2")
 
 
 def parts_of(model):
@@ -99,6 +100,24 @@ class TestMemory:
         assert ppo.states["critic"].weights == pytest.approx(
             grpo.states["policy"].weights - 2 * head, rel=1e-5
         )
+
+    def test_adapters_leave_the_base_without_gradients(self):
+        full, lora = (found(GRPO, 8, *keys).memory.stages[0].states["policy"] for keys in (LORA[2:], LORA))
+        # 28 layers; rows + columns of q, k, v, o, gate, up and down; rank 16
+        learned = 28 * 16 * (2 * 2 * 3584 + 2 * (3584 + 512) + 3 * (3584 + 18944))
+        assert lora.weights == pytest.approx(full.weights + 2 * learned, rel=1e-6)
+        assert lora.gradients == pytest.approx(4 * learned, rel=1e-4)
+        assert lora.optimizer == pytest.approx(12 * learned / 8, rel=1e-4)  # over dp 8
+        critic = found(GRPO, 8, "algorithm=ppo", "critic.share_base=true", *LORA).memory.stages[0]
+        assert critic.states["critic"].weights == pytest.approx(2 * learned, rel=1e-4)
+
+    def test_adapters_alone_travel_in_their_form(self):
+        merged = found(GRPO, 8, *LORA, plan=True)
+        adapter = found(GRPO, 8, *LORA, "adapter.in_engine=adapter", plan=True)
+        few = found(GRPO, 8, *LORA, "training.tp=4", plan=True)
+        assert merged.refit == adapter.other_refit and adapter.refit == merged.other_refit
+        assert merged.refit.all_ranks == 0  # every rank holds what its engine needs
+        assert 0 < few.other_refit.all_ranks < 0.01 * few.refit.all_ranks
 
     def test_recompute_keeps_only_the_inputs_of_layers(self):
         kept = found(GRPO, 8).memory.stages[0].activations

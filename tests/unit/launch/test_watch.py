@@ -30,10 +30,19 @@ def rewards(view):
     return [(each["training/global_step"], each["critic/score/mean"]) for each in view.records]
 
 
-def test_watch_prints_step_curve_and_slowest_rank(run, capsys):
+def test_watch_prints_step_curve_and_slow_rank(run, capsys):
     assert launch.main(["watch", str(run), "--once"]) == 0
     text = capsys.readouterr().out
-    assert "step 2/8" in text and "\u2581\u2588" in text and "slowest: rank" in text
+    assert "step 2/8" in text and "\u2581\u2588" in text and "slowest now: rank" in text
+
+
+def test_watch_names_the_slowest_rank_of_the_last_step(run, capsys):
+    slowest = {"perf/slowest_rank": 1, "perf/slowest_rank_late_s": 2.5}
+    (run / "metrics.jsonl").write_text(json.dumps({"training/global_step": 2, **slowest}) + "\n")
+    assert launch.main(["watch", str(run), "--once"]) == 0
+    host = json.loads((run / "heartbeat" / "rank_1.json").read_text())["host"]
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"slowest in step 2: rank 1 on {host}, 2.5 s after the first" in text
 
 
 def test_watch_compares_a_phase_with_its_usual_time(run, capsys):

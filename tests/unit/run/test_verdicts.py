@@ -1,5 +1,6 @@
 """Verdicts on the first step: each illness gets its own, and a healthy step none."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from rl.config.schema import load_config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.run import verdicts as of
+from rl.run.first_step_report import sample_text
 from rl.run.verdicts import Facts, verdicts
 from tools.make_toy import build_tokenizer
 
@@ -217,3 +219,20 @@ def test_a_check_leaves_the_run_directory_and_checkpoints_alone(tmp_path):
     assert (named.checkpoint.resume, named.checkpoint.weights_only) == ("runs/first", True)
     again = load_config(None, [*KEYS, "run.mode=check", f"run.dir={config.run.dir}"])
     assert again.run.dir == config.run.dir
+
+
+def test_a_sample_is_shown_with_its_parts_and_special_tokens(tokenizer):
+    batch = healthy(tokenizer).batch
+    batch.turns = torch.ones(len(batch.mask), dtype=torch.int32)
+    batch.turns[2:4], batch.mask[2:5] = 0, 0  # two tokens of a tool, then one that was rejected
+    shown = sample_text(batch, 0, tokenizer)
+    parts = re.findall(r"\[(.*?), (\d+) tokens\]", shown.plain)
+    assert parts == [
+        ("prompt", "3"),
+        ("response", "2"),
+        ("given, not learned from", "2"),
+        ("response, not learned from", "1"),
+        ("response", "1"),
+    ]
+    (reverse,) = (span for span in shown.spans if "reverse" in str(span.style))
+    assert shown.plain[reverse.start : reverse.end] == "<turn>"

@@ -63,7 +63,8 @@ def test_terminal_shows_counts_and_curves(monkeypatch, clock):
     stream = Terminal()
     progress = Progress(True, stream, name="toy", max_steps=10)
     for step, reward in enumerate((0.1, 0.4, 0.8), 1):
-        progress.record(step, {"critic/score/mean": reward, "timing_s/step": 60.0})
+        slowest = {"perf/slowest_rank": 3, "perf/slowest_rank_late_s": 1.5}
+        progress.record(step, {"critic/score/mean": reward, "timing_s/step": 60.0} | slowest)
     with progress.phase("step 4 gen", 4, "samples") as counter:
         clock.now += 2.0
         counter.update(1)
@@ -73,6 +74,7 @@ def test_terminal_shows_counts_and_curves(monkeypatch, clock):
         and "step 3/10, 60 s each, 7 min left" in text
         and "1/4 samples, 0.5/s, 6 s left" in text
     )
+    assert "slowest in step 3: rank 3, 1.5 s after the first" in text
     assert "\u2581\u2584\u2588" in text  # the lowest, the middle and the highest of eight levels
 
 

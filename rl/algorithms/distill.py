@@ -1,0 +1,97 @@
+"""On-policy distillation: GKD (Agarwal et al., arXiv:2306.13649), and a policy that teaches itself.
+
+The policy p learns the distribution q of a teacher at every token of a response y. With GKD the responses are
+the policy's own, so that it learns where it will be, instead of where the teacher or the data are:
+
+    L = E_{y ~ lambda p + ...} [ mean_t D(p(. | x, y_<t), q(. | x, y_<t)) ]
+
+The gradient is that of D at the given tokens; it does not pass through the sampling of y, as in the paper.
+`teacher.student_share` is lambda; the teacher (`teacher.teacher_share`) and the data respond to the other
+prompts of a step. The paper draws one of the sources for each step. Here every step and mini-batch has them
+in these shares, which has the same expectation.
+
+`teacher.divergence` is D: the reverse or the forward KL divergence or Jensen-Shannon's, over the whole
+vocabulary or over the teacher's `teacher.top_k` tokens and the rest as one. Both distributions are at
+`rollout.temperature`. Each `data_source` may have a teacher of its own (`teacher.sources`; MOPD,
+arXiv:2601.02780). No reward is needed.
+
+With `teacher.self_taught` the teacher is the policy itself, whose prompt contains the reference answer (SDFT,
+arXiv:2601.19897) or what the reward function says about the response (SDPO, arXiv:2601.20802).
+
+One sample per prompt is enough, because there is no baseline.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from rl.config.schema import Config, needs_feedback
+from rl.data.batch import Batch, concatenate
+from rl.objectives.aggregate import aggregate
+from rl.phases.phases import Phases
+from rl.training.loss import Totals
+from rl.training.packing import MicroBatch
+
+NEEDS = ("samples", "teacher")
+DEFAULTS = {"rollout.samples_per_prompt": 1}
+
+
+def collect(phases: Phases) -> Batch:
+    teacher, prompts = phases.config.teacher, phases.draw_prompts()
+    count, before = len(prompts), (phases.step.number - 1) * len(prompts)
+    ends = [
+        int((before + count) * share + 1e-6) - int(before * share + 1e-6)
+        for share in (teacher.student_share, teacher.student_share + teacher.teacher_share)
+    ]
+    own, taught, given = prompts[: ends[0]], prompts[ends[0] : ends[1]], prompts[ends[1] :]
+    parts = []
+    if given:
+        parts.append(replace(phases.targets(given), prompts=given))
+    if taught:
+        parts.append(phases.teacher_responses(taught))
+    if own:
+        parts.append(phases.generate(own))
+    batch = parts[0] if len(parts) == 1 else mixed(parts)
+    if needs_feedback(phases.config):
+        phases.score_samples(batch)
+    return batch
+
+
+def learn(phases: Phases, batch: Batch) -> None:
+    if batch.rollout_logprobs is not None:
+        phases.log_probs(batch)  # compares engine and trainer
+    phases.distributions(batch)
+    divergence_loss = partial(loss, config=phases.config)
+    divergence_loss.reads = ("divergence",)
+    phases.update(batch, divergence_loss)
+
+
+def mixed(parts: list[Batch]) -> Batch:
+    """Return one batch whose mini-batches have the parts in their shares, with only tokens and prompts."""
+    bare = [
+        Batch(
+            prompt_ids=part.prompt_ids,
+            response_ids=part.response_ids,
+            groups=part.groups,
+            truncated=part.truncated,
+            prompts=part.prompts,
+        )
+        for part in parts
+    ]
+    places = [(k + 0.5) / len(part.prompts) for part in bare for k in range(len(part.prompts))]
+    return concatenate(bare).keep_groups(sorted(range(len(places)), key=places.__getitem__))
+
+
+def loss(micro: MicroBatch, totals: Totals, *, config: Config):
+    """Return this micro-batch's part of the mean divergence, and its metrics."""
+    assert micro.divergence is not None
+    options = dict(num_tokens=totals.num_tokens, num_samples=totals.num_samples)
+    value = aggregate(
+        micro.divergence,
+        micro.mask,
+        micro.lengths,
+        config.objective.aggregation,
+        **options,
+        norm=config.rollout.max_response_tokens,
+    )
+    mean = aggregate(micro.divergence.detach(), micro.mask, micro.lengths, "token-mean", **options)
+    return value, {"distill/divergence": mean}

@@ -1,0 +1,51 @@
+"""Write the policy's adapters as a directory that the package peft loads."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from rl.models.peft import CONFIG, TENSORS, peft_config
+from rl.training.engine import TrainingEngine
+from rl.training.weights import full_weights
+
+
+def export_peft(trainer: TrainingEngine, source: str, target: str) -> None:
+    """Write the trainer's adapters, relative to the checkpoint `source`, to the directory `target`.
+
+    With PiSSA the model's W is the original one less scale * B0 A0. The adapters that are written have twice
+    the rank, [B, -B0] [A; A0], so that they belong to the original W.
+
+    Collective over the world; rank 0 writes, and needs memory for all adapters. The directory gets its name
+    when it is complete.
+    """
+    assert trainer.adapter is not None and trainer.adapter_map is not None, "the model has no adapters"
+    final, partial = Path(target), Path(target + ".partial")
+    writes, initial = dist.get_rank() == 0, trainer.adapters.initial_map
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in full_weights(trainer.adapter_map):
+        if writes:
+            tensors[name] = tensor.cpu().contiguous()
+    for name, tensor in full_weights(initial) if initial is not None else ():
+        if writes and ".lora_A." in name:
+            tensors[name] = torch.cat((tensors[name], tensor.cpu()))
+        elif writes and ".lora_B." in name:
+            tensors[name] = torch.cat((tensors[name], -tensor.cpu()), dim=1)
+    if writes:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_file(tensors, partial / TENSORS, metadata={"format": "pt"})
+        config = peft_config(
+            trainer.pairs,
+            trainer.weight_map.weights,
+            rank=trainer.adapter.rank * (1 if initial is None else 2),
+            scale=trainer.adapter.scale,
+            source=source,
+        )
+        (partial / CONFIG).write_text(json.dumps(config, indent=2))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+    dist.barrier()

@@ -1,0 +1,113 @@
+"""The points of a sweep in one job (`sweep.adapters`): their configs, and what may differ between them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rl.config.options import ConfigError, flatten, show
+from rl.config.point_names import name_of, override, short_names
+from rl.config.schema import Config, algorithm_of, load_config, needs_engine, uses_teacher
+from rl.config.sweep import Sweep
+
+VARYING = (
+    "algorithm",
+    "run.seed",
+    "run.max_steps",
+    "data.curriculum",
+    "data.shuffle",
+    "adapter.kind",
+    "adapter.rank",
+    "adapter.alpha",
+    "adapter.init",
+    "adapter.path",
+    "training.optimizer.",
+    "training.epochs",
+    "training.prompts_per_minibatch",
+    "objective.",
+    "rollout_correction.",
+    "preference.",
+    "dynamic_sampling.",
+)
+"""Keys, and sections with a dot at their end, in which points may differ.
+
+All others shape the base model, the engine or the data, which the points share.
+"""
+
+OWN_MODELS = {"critic", "implicit_reward"}
+"""Needs of algorithms that train a second model."""
+
+
+def load_points(path: str | None, overrides: Sequence[str]) -> list[Config]:
+    """Return the config of each point of `sweep.adapters`, in order; [] without a sweep.
+
+    The directory of a point is that of its name in run.dir. Raises ConfigError, which names the point, for a
+    key that points must share.
+    """
+    config = load_config(path, overrides)
+    points = config.sweep.adapters
+    short = short_names(list(dict.fromkeys(key for point in points for key in point)))
+    known = flatten(config)
+    found: list[Config] = []
+    for values in points:
+        name = name_of(values, short) or "base"
+        for key in values:
+            if key not in known:
+                raise ConfigError(
+                    f"sweep.adapters varies {key}, which is not a config key; train_rl.py --help lists them."
+                )
+            if not any(key == shared or (shared[-1] == "." and key.startswith(shared)) for shared in VARYING):
+                raise ConfigError(
+                    f"sweep.adapters varies {key}, but all points share it; only {', '.join(VARYING)} may "
+                    "differ. Set it for all points, or sweep over it with a job array (docs/launch.md)."
+                )
+        if name in (point.run.name for point in found):
+            raise ConfigError(f"two points of sweep.adapters are both called {name}; is a value given twice?")
+        own = [f"{key}={override(value)}" for key, value in values.items()]
+        place = [f"run.name={name}", f"run.dir={Path(config.run.dir, name)}"]
+        try:
+            point = load_config(path, [*overrides, *own, *place, "sweep.adapters=[]"])
+        except ConfigError as error:
+            raise ConfigError(f"point {name} of sweep.adapters: {error}") from error
+        found.append(replace(point, sweep=Sweep()))
+    return found
+
+
+def check_sweep(config: Config, points: Sequence[Config]) -> None:
+    """Raise ConfigError for a sweep that cannot run in one job."""
+    if not config.adapter.is_on:
+        raise ConfigError(
+            "sweep.adapters trains adapters, but adapter.kind=none; set adapter.kind=lora, or sweep with a "
+            "job array (python -m launch sweep)."
+        )
+    if needs_engine(config) and config.adapter.in_engine != "adapter":
+        raise ConfigError(
+            f"sweep.adapters needs the adapters of all points in one engine, but adapter.in_engine="
+            f"{config.adapter.in_engine}; set adapter.in_engine=adapter."
+        )
+    for key, is_set in {
+        "the section roles": config.roles.is_on,
+        "rollout.carry_over=true": config.rollout.carry_over,
+        "the section agents": config.agents.is_on,
+        f"run.mode={config.run.mode}": config.run.mode != "train",
+        "checkpoint.background=true": config.checkpoint.background,
+        "trace.steps": bool(config.trace.steps),
+        "a teacher": any(map(uses_teacher, points)),
+        "reward.model.path": bool(config.reward.model.path),
+        "reward.judge.path": bool(config.reward.judge.path),
+    }.items():
+        if is_set:
+            raise ConfigError(f"sweep.adapters cannot be combined with {key}; leave it out.")
+    kinds = {}
+    for point in points:
+        needs = set(algorithm_of(point).needs)
+        if own := needs & OWN_MODELS:
+            raise ConfigError(
+                f"point {point.run.name} of sweep.adapters: algorithm={point.algorithm} trains a second "
+                f"model ({', '.join(own)}); sweep over it with a job array."
+            )
+        kinds[frozenset(needs & {"samples", "responses", "pairs", "labels"})] = point
+    if len(kinds) > 1:
+        names = " and ".join(show(point.algorithm) for point in kinds.values())
+        raise ConfigError(
+            f"the points of sweep.adapters must learn from the same kind of data, but there are {names}."
+        )

@@ -1,0 +1,25 @@
+"""Prompts of a teacher that is the policy itself: a template with what the policy cannot see."""
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rl.data.prompts import Prompt
+
+
+def in_context(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, *, feedback: str | None, limit: int
+) -> np.ndarray:
+    """Return the token ids of a prompt in the template, int32 [P]: the last `limit` ones.
+
+    In a chat the template contains, and replaces, the content of the last message. Special tokens are those
+    of `rl.data.prompts.load_prompts`.
+    """
+    question = prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"])
+    text = template.format(prompt=question, ground_truth=prompt.ground_truth, feedback=feedback or "")
+    is_bare = prompt.messages is None
+    if prompt.messages is not None:
+        messages = [*prompt.messages[:-1], {**prompt.messages[-1], "content": text}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    elif tokenizer.bos_token and text.startswith(tokenizer.bos_token):
+        is_bare = False
+    return np.array(tokenizer(text, add_special_tokens=is_bare)["input_ids"], np.int32)[-limit:]

@@ -1,0 +1,154 @@
+"""Passes of the teachers: log-probs, distributions and responses of models from which the policy learns."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl.config.schema import Config, needs_feedback
+from rl.data.batch import Batch
+from rl.data.contexts import in_context
+from rl.data.prompts import Prompt
+from rl.engines.engines import Engines
+from rl.engines.memory import MemorySharing
+from rl.objectives.distillation import divergence_of
+from rl.phases.batch_metrics import token_mean
+from rl.phases.minibatches import MinibatchPlanner
+from rl.phases.step import Step
+from rl.rollout.exchange import exchange
+from rl.rollout.sampling import seed_of, train_sampling
+from rl.training.divergence import Targets, head_rows, top_k
+from rl.training.dp_split import MicroBatchPlan
+from rl.training.engine import TrainingEngine
+from rl.training.packing import MicroBatch
+
+
+class Teaching:
+    """What the teachers say about a batch. Methods are collective over the world.
+
+    Args:
+        tokenizer: the policy's, with which a self-taught policy reads its template.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        step: Step,
+        engines: Engines,
+        memory: MemorySharing,
+        planner: MinibatchPlanner,
+        tokenizer: PreTrainedTokenizerBase,
+    ):
+        self._config, self._step, self._engines = config, step, engines
+        self._memory, self._planner, self._tokenizer = memory, planner, tokenizer
+
+    def log_probs(self, batch: Batch) -> None:
+        """Fill `teacher_logprobs`: log-prob of each token by the teacher of the sample's source."""
+        self._memory.to_training()
+        total = torch.zeros(int(batch.lengths.sum()))
+        with self._step.phase("log_probs", timing="teacher", batch=batch.fingerprint):
+            for _, model, read, plan, context in self._lessons(batch):
+                with context:
+                    (found,) = model.forward(read, [plan], ("logprobs",))
+                total += found
+        batch.teacher_logprobs = total
+        self._step.metrics["teacher/logprob/mean"] = token_mean(total, batch.mask)
+
+    def distributions(self, batch: Batch) -> None:
+        """Fill `teacher`: the distribution of each response token by the teacher of the sample's source."""
+        self._memory.to_training()
+        goal, policy = self._config.teacher, self._engines.policy
+        teachers = [0] * len(batch)
+        batch.teacher = targets = Targets(divergence_of(goal.divergence, goal.beta), teachers)
+        with self._step.phase("log_probs", timing="teacher", batch=batch.fingerprint):
+            for number, model, read, plan, context in self._lessons(batch):
+                with context:
+                    model.visit(read, plan, ("hidden",), partial(self._keep, targets, model))
+                    if not goal.top_k and policy.grid.is_last_stage:
+                        wanted, group = len(policy.model.head_weight), policy.grid.groups.tp
+                        targets.heads.append(head_rows(model.model.head_weight, wanted, group))
+                if not goal.top_k:
+                    for sample in (i for rank in plan for micro in rank for i in micro):
+                        teachers[sample] = number
+
+    def _keep(self, targets: Targets, model: TrainingEngine, micro: MicroBatch) -> None:
+        """Keep what a teacher found at the tokens of a micro-batch."""
+        k, policy = self._config.teacher.top_k, self._engines.policy
+        rows: tuple[torch.Tensor, ...] = (micro.hidden,)
+        if k:
+            rows = top_k(
+                micro.hidden,
+                model.model.head_weight,
+                k,
+                temperature=model.temperature,
+                vocab_size=policy.model.real_vocab_size,  # a teacher may have more rows, of no token
+                group=policy.grid.groups.tp,
+                chunk=max(1, model.model.head_chunk_tokens // 4),
+            )
+        parts = zip(*(row.cpu().split(micro.lengths.tolist()) for row in rows))
+        targets.rows.update(zip(micro.samples, parts))
+
+    def responses(self, prompts: list[Prompt]) -> Batch:
+        """Sample rollout.samples_per_prompt responses per prompt from the teacher."""
+        engine, sampling = self._engines.teacher_engine, train_sampling(self._config)
+        assert engine is not None, "this run has no teacher that generates"
+        ids = [prompt.token_ids for prompt in prompts]
+        seeds = [
+            seed_of(self._config.run.seed, f"teacher.{self._step.number}", place)
+            for place in range(len(prompts))
+        ]
+        self._memory.to_training()  # the policy's engine sleeps
+        with self._step.phase("score", timing="teacher_gen"):
+            engine.wake_weights()
+            engine.wake_cache()
+            samples = engine.generate(ids, sampling, seeds)
+            engine.sleep()
+            batch = exchange(ids, samples, sampling.samples_per_prompt, self._step.device)
+        batch.prompts = prompts
+        return batch
+
+    def _lessons(
+        self, batch: Batch
+    ) -> Iterator[tuple[int, TrainingEngine, Batch, MicroBatchPlan, AbstractContextManager[None]]]:
+        """Yield for each teacher with samples in the batch: number, model, batch that it reads, plan of its
+        pass, and the context in which the model has the teacher's weights."""
+        goal, engines = self._config.teacher, self._engines
+        if goal.self_taught != "none":
+            read, policy = self._with_contexts(batch), engines.policy
+            is_initial = goal.self_taught == "initial"
+            context = policy.reference_weights() if is_initial else nullcontext()
+            plan = self._planner.plan_in_place(batch, read, range(len(batch)))
+            yield 0, policy, read, plan, context
+            return
+        sources = [batch.prompts[group].data_source for group in batch.groups.tolist()]
+        paths = [goal.sources.get(source, goal.path) for source in sources]
+        number = 0
+        for path, model in engines.teachers.items():
+            own = [i for i in range(len(batch)) if paths[i] == path]
+            if own:
+                plan = self._planner.plan_in_place(batch, batch, own)
+                yield number, model, batch, plan, self._memory.lent(model)
+                number += 1
+
+    def _with_contexts(self, batch: Batch) -> Batch:
+        """Return the responses with the prompts of the template."""
+        goal = self._config.teacher
+        assert batch.feedback is not None or not needs_feedback(self._config), "the batch was not scored"
+        feedback = batch.feedback or [None] * len(batch)
+        known: dict[tuple[int, str | None], torch.Tensor] = {}
+        prompts = []
+        for group, text in zip(batch.groups.tolist(), feedback):
+            if (group, text) not in known:
+                known[group, text] = in_context(
+                    batch.prompts[group],
+                    self._tokenizer,
+                    goal.template,
+                    feedback=text,
+                    limit=goal.max_prompt_tokens,
+                )
+            prompts.append(known[group, text])
+        return Batch(
+            prompts, batch.response_ids, groups=batch.groups, truncated=batch.truncated, mask=batch.mask
+        )

@@ -1,0 +1,110 @@
+"""Early end of the points of a sweep, by the median rule or by successive halving."""
+
+from collections.abc import Mapping
+from statistics import mean, median
+
+from rl.config.sweep import Sweep
+from rl.phases.step import Step
+from rl.stopping.requests import StopDecision, StopRequests
+
+ENDED_EARLY = "sweep.stop="
+"""Begins the reason for which a point ended early."""
+
+
+class EarlyStop:
+    """Decides which points end early. The decision depends only on logged metrics, so all ranks agree.
+
+    A step is judged once all points that go on have taken it. A point that is ahead may therefore take one
+    more step than its rule allows.
+    """
+
+    def __init__(self, config: Sweep, names: list[str]):
+        self._config, self._names = config, names
+        self._values: list[dict[int, float]] = [{} for _ in names]
+        """The metric of each point by step."""
+        self._last = [0] * len(names)
+        """The last step of each point."""
+        self._live = set(range(len(names)))
+        self._judged = 0
+        self.reasons: dict[int, str] = {}
+        """Why a point ends, by its number."""
+
+    def remember(self, point: int, records: list[Mapping[str, float]], *, is_over: bool) -> None:
+        """Take the steps of an earlier start. is_over: whether the point has ended."""
+        for record in records:
+            self._note(point, int(record["training/global_step"]), record)
+        if is_over:
+            self._live.discard(point)
+        self._judged = max(self._judged, min((self._last[p] for p in self._live), default=0))
+
+    def record(self, point: int, step: int, metrics: Mapping[str, float], *, is_last: bool = False) -> None:
+        """Note the metrics of a point's step, and judge the steps that all points have taken."""
+        self._note(point, step, metrics)
+        if self._config.stop == "none":
+            return
+        common = min((self._last[p] for p in self._live), default=0)
+        while self._judged < common:
+            self._judged += 1
+            self._judge(self._judged)
+        if is_last:
+            self._live.discard(point)
+
+    def _note(self, point: int, step: int, metrics: Mapping[str, float]) -> None:
+        self._last[point] = max(self._last[point], step)
+        if self._config.metric in metrics and step:
+            self._values[point][step] = metrics[self._config.metric]
+
+    def _judge(self, step: int) -> None:
+        """End points after `step`, which all live points have taken."""
+        first = self._config.first
+        seen = [[value for at, value in values.items() if at <= step] for values in self._values]
+        known = [point for point in sorted(self._live) if seen[point]]
+        if step < first or len(known) < 2:
+            return
+        if self._config.stop == "median":
+            for point in known:
+                others = [mean(values) for other, values in enumerate(seen) if values and other != point]
+                best, bound = max(seen[point]), median(others)
+                if best < bound:
+                    self._end(point, step, f"best {self._config.metric} {best:.4g} < median {bound:.4g}")
+        elif step % first == 0 and (step // first).bit_count() == 1:
+            latest = {point: seen[point][-1] for point in known}
+            order = sorted(known, key=lambda point: (-latest[point], point))
+            for place, point in enumerate(order[(len(order) + 1) // 2 :], (len(order) + 1) // 2 + 1):
+                found = f"{self._config.metric} {latest[point]:.4g}"
+                self._end(point, step, f"place {place} of {len(order)} with {found}")
+
+    def _end(self, point: int, step: int, why: str) -> None:
+        self._live.discard(point)
+        self.reasons[point] = f"{ENDED_EARLY}{self._config.stop} after step {step}: {why}"
+
+
+class PointStop(StopRequests):
+    """The stop requests of one point: those of the job, and the end by `EarlyStop`.
+
+    Args:
+        own: requests in the point's directory, such as the file `save`.
+        job: requests of the whole sweep.
+    """
+
+    def __init__(
+        self, own: StopRequests, job: StopRequests, early: EarlyStop, point: int, step: Step, last: int
+    ):
+        self._own, self._of_job, self._early, self._point = own, job, early, point
+        self._step, self._last_step = step, last
+
+    def agree(self) -> StopDecision:
+        """Return the pending requests of all ranks. Collective over the world; call it between two steps."""
+        step = self._step
+        self._early.record(self._point, step.number, step.metrics, is_last=step.number >= self._last_step)
+        job, own = self._of_job.agree(), self._own.agree()
+        reason = job.reason or own.reason or self._early.reasons.get(self._point, "")
+        return StopDecision(reason, save=own.save or job.save)
+
+    def is_requested(self) -> bool:
+        """Return whether a stop of the job is in the store. Not collective."""
+        return self._of_job.is_requested()
+
+    def record_step(self, step: float, save: float, *, unstoppable: float) -> str:
+        """Record the seconds of a step, as `StopRequests.record_step`."""
+        return self._of_job.record_step(step, save, unstoppable=unstoppable)

@@ -1,0 +1,281 @@
+"""A sweep in one job: the runs of several points, which share one base model and one engine.
+
+Each point is an ordinary run (`rl.run.loop`) with a directory, checkpoints and metrics of its own. The loop
+of a point runs in a thread, but only one thread runs at a time: the points take turns in a fixed order, the
+same on every rank, so collectives stay in order. A point that needs samples hands in its prompts and gives up
+its turn; when all points wait, the engine generates for all of them in one call
+(`rl.phases.joint_generation`).
+"""
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from rl import algorithms
+from rl.checkpoint.store import CheckpointStore, Saved
+from rl.config.options import ConfigError
+from rl.config.schema import Config, needs_engine, needs_reward
+from rl.data.batch import Batch
+from rl.engines.engines import Engines, build_policy, build_rollout, finish_imports, offload_of
+from rl.engines.inputs import Inputs
+from rl.faults.agreement import PhaseAgreement, fail_together
+from rl.faults.lock import RunLock, check_lock, is_of_another, make_run_directory
+from rl.faults.watchdog import Watchdog
+from rl.phases.joint_generation import Ask, JointGeneration, PointGeneration
+from rl.phases.phases import Phases
+from rl.phases.scorer import Scorer, start_pool
+from rl.phases.step import Step
+from rl.rollout.engine import RolloutEngine
+from rl.run.checkpoints import find_checkpoint
+from rl.run.early_stop import ENDED_EARLY, EarlyStop, PointStop
+from rl.run.loop import end_ids, is_complete, note_end, take_steps
+from rl.run.turns import Turns
+from rl.run_directory.metric_log import read_records
+from rl.run_directory.progress import Progress
+from rl.run_directory.record import code_hashes
+from rl.run_directory.status import FILE_NAME as STATUS
+from rl.run_directory.status import Status
+from rl.runtime import start_up
+from rl.runtime.collectives import broadcast_object
+from rl.runtime.device import Device
+from rl.runtime.group_warm_up import limit_collectives, warm_up
+from rl.runtime.session import control_group
+from rl.stopping.requests import StepAborted, StopRequests
+from rl.training.engine import TrainingEngine
+from rl.training.grid import build_grid
+
+
+class PointFailed(RuntimeError):
+    """The run of a point raised an error."""
+
+
+@dataclass
+class Point:
+    """A point of the sweep on this rank, before its models are built."""
+
+    number: int
+    """Index in `sweep.adapters`."""
+    config: Config
+    inputs: Inputs
+    algorithm: ModuleType
+    status: Status
+    lock: RunLock | None
+    store: CheckpointStore
+    found: tuple[Saved | None, Saved | None]
+    """Result of `find_checkpoint`."""
+
+
+def run_points(
+    config: Config, points: Sequence[Config], inputs: Inputs, device: Device, watchdog: Watchdog
+) -> int:
+    """Run all points of the sweep until the end or a stop. Collective over the world.
+
+    Returns the exit code of the process: 0, or STOPPED_EXIT if a point is to be continued.
+
+    points: result of `load_points`.
+    """
+    start_up.mark("Megatron")
+    leads = dist.get_rank() == 0
+    progress = Progress(leads, name=config.run.name, max_steps=config.run.max_steps)
+    early = EarlyStop(config.sweep, [point.run.name for point in points])
+    live = [
+        opened
+        for number, point in enumerate(points)
+        if (opened := _open(number, point, inputs, early)) is not None
+    ]
+    progress.line(f"{config.run.name}: sweep of {len(points)} points, of which {len(live)} go on")
+    if not live:
+        watchdog.status.write(state="finished")
+        return 0
+    try:
+        return _run(config, live, device, watchdog, progress, early)
+    finally:
+        for point in live:
+            if point.lock is not None:
+                point.lock.release()
+
+
+def _open(number: int, config: Config, inputs: Inputs, early: EarlyStop) -> Point | None:
+    """Open the directory of a point; return None if it has ended. Collective over the world."""
+    leads, lock, before = dist.get_rank() == 0, None, ({}, [])
+    with fail_together():
+        algorithm = algorithms.load(config.algorithm)
+        if leads:
+            lock = make_run_directory(config)
+            before = _read_before(config)
+    token = broadcast_object("" if lock is None else lock.token)
+    state, records = broadcast_object(before)
+    store = CheckpointStore(config, fence=lambda: check_lock(lock))
+    found = find_checkpoint(config, store)
+    ended_early = state.get("reason", "").startswith(ENDED_EARLY)
+    step = found[0].step if found[0] is not None else 0
+    is_over = ended_early or is_complete(config, found[0])
+    kept = [record for record in records if ended_early or record["training/global_step"] <= step]
+    early.remember(number, kept, is_over=is_over)
+    if is_over:
+        if lock is not None:
+            lock.release()
+        return None
+    status = Status(
+        config.run.dir,
+        max_steps=config.run.max_steps,
+        leads=leads,
+        start=token,
+        is_taken_over=lambda: is_of_another(config.run.dir, token),
+    )
+    own = copy.copy(inputs)
+    own.config = config
+    return Point(number, config, own, algorithm, status, lock, store, found)
+
+
+def _read_before(config: Config) -> tuple[dict, list[dict]]:
+    """Return the status and the metrics of the point's earlier starts."""
+    status, metrics = Path(config.run.dir, STATUS), Path(config.run.dir, "metrics.jsonl")
+    state = json.loads(status.read_text()) if status.is_file() else {}
+    return state, read_records(metrics) if metrics.is_file() else []
+
+
+def _run(
+    config: Config,
+    points: list[Point],
+    device: Device,
+    watchdog: Watchdog,
+    progress: Progress,
+    early: EarlyStop,
+) -> int:
+    """Build what the points share, and run them. Returns the exit code. Collective over the world."""
+    generates = needs_engine(config)
+    finish_imports(config, generate=generates)
+    pool = None
+    with fail_together():
+        if needs_reward(config):
+            pool = start_pool(config, points[0].inputs)
+    start_up.mark("rewards")
+    policies = _build_policies(config, points, device)
+    start_up.mark("trainer")
+    stop = StopRequests(config.run.dir, max_time=config.run.max_time)
+    joint = None
+    if generates:
+        away = offload_of(config, device)
+        rollout = _build_rollout(config, points, policies, device, away)
+        step = _step(config, device, watchdog, progress)
+        redo = stop if config.run.on_stop_in_generation == "redo" else None
+        joint = JointGeneration(config, rollout, policies, step, redo, offload=away)
+    start_up.mark("engine")
+    limit_collectives(config.watchdog.limits)
+
+    def take_turns(index: int, wait: Callable[[Ask], Batch | None]) -> int:
+        """Run one point to its end; return the exit code."""
+        point = points[index]
+        own, inputs = point.config, point.inputs
+        step = _step(own, device, watchdog, PointProgress(progress, own.run.name))
+        engines = Engines(policies[index])
+        phases = Phases(
+            own,
+            step=step,
+            engines=engines,
+            prompts=inputs.prompts,
+            sampler=inputs.sampler(),
+            scorer=None if pool is None else Scorer(own, inputs, device, engines, pool),
+            end_ids=end_ids(own, inputs),
+            generation=PointGeneration(own, step, partial(_wait_for, wait)),
+        )
+        files = StopRequests(own.run.dir, max_time="")
+        requests = PointStop(files, stop, early, point.number, step, own.run.max_steps)
+        try:
+            asked, _ = take_steps(
+                own, point.algorithm, inputs, phases, point.status, requests, point.store, point.found
+            )
+        except Exception as error:
+            kind = ConfigError if isinstance(error, ConfigError) else PointFailed
+            text = str(error) if kind is ConfigError else f"{type(error).__name__}: {error}"
+            point.status.fail(text)
+            raise kind(f"point {own.run.name}: {text}") from error
+        if asked is not None and asked.reason.startswith(ENDED_EARLY):
+            progress.line(f"{own.run.name}: ended, {asked.reason}")
+            point.status.write(state="finished", reason=asked.reason)
+            return 0
+        return note_end(point.status, asked)
+
+    turns = Turns(
+        [partial(take_turns, index) for index in range(len(points))],
+        answer=joint.serve if joint is not None else lambda asks: {},
+        prepare=partial(torch.cuda.set_device, device.torch) if device.is_cuda else lambda: None,
+        follow=watchdog.tracker.follow,
+    )
+    codes = turns.run()
+    if pool is not None:
+        pool.close()
+    if joint is not None:
+        rollout.close()
+    code = max(codes)
+    watchdog.status.write(state="stopped" if code else "finished")
+    return code
+
+
+def _build_policies(config: Config, points: list[Point], device: Device) -> list[TrainingEngine]:
+    """Build the policy of each point on the weights of the first. Collective over the world."""
+    layout = config.training
+    grid = build_grid(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.expert_tp, seed=config.run.seed)
+    warm_up(device)
+    start_up.mark("groups")
+    policies: list[TrainingEngine] = []
+    for point in points:
+        hf, base = point.inputs.models["policy"].hf, policies[0] if policies else None
+        policies.append(build_policy(point.config, hf, grid, device, base_of=base))
+    return policies
+
+
+def _build_rollout(
+    config: Config, points: list[Point], policies: list[TrainingEngine], device: Device, away: str
+) -> RolloutEngine:
+    """Build the engine with the adapters of all points. Collective over the world.
+
+    away: what leaves the device's memory while the engine generates (`offload_of`).
+    """
+    if away != "none":  # vLLM requires its memory fraction to be free while it initialises
+        for policy in policies:
+            policy.offload(weights=away == "all")
+    rollout = build_rollout(config, device, adapters=[point.config.adapter for point in points])
+    if away != "none":
+        rollout.sleep()
+        for policy in policies:
+            policy.reload()
+    return rollout
+
+
+def _wait_for(wait: Callable[[Ask], Batch | None], ask: Ask) -> Batch:
+    batch = wait(ask)
+    if batch is None:
+        raise StepAborted
+    return batch
+
+
+def _step(config: Config, device: Device, watchdog: Watchdog, progress) -> Step:
+    agreement = PhaseAgreement(
+        config, json.dumps(code_hashes(config)), control_group(), replica_size=config.rollout.tp
+    )
+    return Step(device=device, progress=progress, watchdog=watchdog, agreement=agreement)
+
+
+class PointProgress(Progress):
+    """The progress of one point: its lines begin with the point's name."""
+
+    def __init__(self, progress: Progress, name: str):
+        self._progress, self._name = progress, name
+
+    def phase(self, description: str, total: int | None, unit: str):
+        return self._progress.phase(f"{self._name}: {description}", total, unit)
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        """Do nothing: the live view is that of the sweep."""
+
+    def line(self, text: str) -> None:
+        self._progress.line(f"{self._name}: {text}")

@@ -1,0 +1,272 @@
+"""Divergence of a policy from its teacher, from the hidden states of both, in chunks of tokens.
+
+T tokens, H hidden, V vocabulary, k `teacher.top_k`. As in `rl.training.logprobs`, logits [chunk, V/tp] exist
+for `chunk` tokens at a time, and the backward pass computes them again.
+
+Teacher and policy share the training grid, and each sample is computed by the same data parallel rank in
+both. The last stage keeps what the teacher's pass finds at each token in host memory, until the update of the
+policy reads it there. Nothing travels between ranks:
+
+- whole vocabulary: the teacher's last hidden state, H numbers instead of V. The update multiplies it with the
+  teacher's rows of the head on this rank, which are those of the policy's rows.
+- top_k: ids and log-probs of k tokens, and the log-prob of all others together, 12 k bytes at most.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl.objectives.distillation import Divergence
+from rl.training.logprobs import _add_product
+
+FLOOR = -1e20
+"""Logit of no token: a padded row of the head, or the row of another rank. Its probability is 0."""
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    divergence: Divergence,
+    temperature: float,
+    vocab_size: int,
+    group,
+    chunk: int,
+) -> Tensor:
+    """Return the divergence of p and q at each token over the whole vocabulary, float32 [T].
+
+    p = softmax(hidden @ weight.T / temperature), q = softmax(teacher_hidden @ teacher_weight.T / temperature)
+
+    hidden: [T, H], whole on every rank of the tensor parallel group. Its gradient is this rank's part; the
+        caller sums it over the group. teacher_hidden: [T, H of the teacher], without gradient.
+    weight: [Vpad/tp, H], the rank's rows of the padded head. teacher_weight: the teacher's for the same rows.
+
+    Rows from vocab_size on have probability 0. Both passes compute the logits of both models. The forward
+    pass is collective over `group`; the backward pass is not.
+    """
+    options = divergence, temperature, vocab_size, group, chunk
+    return _Whole.apply(hidden, weight, teacher_hidden, teacher_weight, *options)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, divergence, *options):
+        temperature, vocab_size, group, chunk = options
+        real_rows = _real_rows(weight, vocab_size, group)[1]
+        found = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
+        totals = torch.zeros_like(found)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            x = _logits(hidden[part], weight, real_rows, temperature)
+            y = _logits(teacher_hidden[part], teacher_weight, real_rows, temperature)
+            local = torch.stack([x.logsumexp(-1), y.logsumexp(-1)])
+            totals[:, part] = _gathered(local, group).logsumexp(0)
+            log_p, log_q = x.sub_(totals[0, part, None]), y.sub_(totals[1, part, None])
+            terms, slopes = divergence(log_p, log_q)
+            found[:, part] = torch.stack([terms.sum(-1), slopes.sum(-1)])
+        if len(hidden):  # as on all ranks of the group
+            dist.all_reduce(found, group=group)
+        ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, totals, found[1])
+        ctx.options = divergence, temperature, real_rows, chunk
+        return found[0].clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        hidden, weight, teacher_hidden, teacher_weight, totals, slope_sums = ctx.saved_tensors
+        divergence, temperature, real_rows, chunk = ctx.options
+
+        def gradient(part: slice) -> Tensor:
+            log_p = _logits(hidden[part], weight, real_rows, temperature).sub_(totals[0, part, None])
+            log_q = _logits(teacher_hidden[part], teacher_weight, real_rows, temperature)
+            slopes = divergence(log_p, log_q.sub_(totals[1, part, None]))[1]
+            return slopes - log_p.exp() * slope_sums[part, None]
+
+        return *_through_head(gradient, hidden, weight, upstream / temperature, chunk), *[None] * 7
+
+
+def top_k_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    log_q: Tensor,
+    *,
+    divergence: Divergence,
+    temperature: float,
+    vocab_size: int,
+    group,
+    chunk: int,
+) -> Tensor:
+    """Return the divergence of p and q at each token over k tokens and all others together, float32 [T].
+
+    The others are one more outcome, with the sum of their probabilities. A divergence of such coarser
+    distributions is at most that of the whole ones (data processing inequality), 0 only if p and q agree on
+    the k tokens, and unlike that of the k terms alone never negative. Its gradient lowers or raises the
+    probability of all others in proportion.
+
+    ids: int64 [T, k]. log_q: float32 [T, k + 1], log-probs of these tokens and of all others (`top_k`).
+    Other arguments and collectives as for `linear_divergence`.
+    """
+    return _TopK.apply(hidden, weight, ids, log_q, divergence, temperature, vocab_size, group, chunk)
+
+
+class _TopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, log_q, divergence, temperature, vocab_size, group, chunk):
+        first, real_rows = _real_rows(weight, vocab_size, group)
+        rows = ids - first
+        # Tokens of other ranks have the place after the last row.
+        places = torch.where((rows >= 0) & (rows < real_rows), rows, len(weight))
+        local = torch.empty_like(log_q)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            x = F.pad(_logits(hidden[part], weight, real_rows, temperature), (0, 1), value=FLOOR)
+            local[part, :-1] = x.gather(1, places[part])
+            local[part, -1] = x.scatter_(1, places[part], FLOOR).logsumexp(-1)
+        scores = _gathered(local, group).logsumexp(0)
+        total = scores.logsumexp(-1, keepdim=True)
+        log_p = scores - total
+        terms, slopes = divergence(log_p, log_q)
+        ctx.save_for_backward(hidden, weight, places, slopes, log_p, total)
+        ctx.options = temperature, real_rows, chunk
+        return terms.sum(-1)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        hidden, weight, places, slopes, log_p, total = ctx.saved_tensors
+        temperature, real_rows, chunk = ctx.options
+        slope_sums = slopes.sum(-1, keepdim=True)
+        chosen = (slopes - log_p.exp() * slope_sums)[:, :-1]
+        # An other token has its share of their slope: p_i / (sum of p of all others).
+        of_others = (slopes[:, -1] - log_p[:, -1].exp() * slope_sums[:, 0])[:, None]
+
+        def gradient(part: slice) -> Tensor:
+            x = F.pad(_logits(hidden[part], weight, real_rows, temperature), (0, 1), value=FLOOR)
+            share = x.sub_(total[part] + log_p[part, -1:]).clamp_(max=0.0).exp_()
+            return share.mul_(of_others[part]).scatter_(1, places[part], chosen[part])[:, :-1]
+
+        return *_through_head(gradient, hidden, weight, upstream / temperature, chunk), *[None] * 7
+
+
+def top_k(
+    hidden: Tensor, weight: Tensor, k: int, *, temperature: float, vocab_size: int, group, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Return ids int64 [T, k] and log-probs float32 [T, k + 1] of the k most probable tokens and all others.
+
+    k must be below vocab_size. Arguments and collectives as for `linear_divergence`.
+    """
+    first, real_rows = _real_rows(weight, vocab_size, group)
+    width = min(k, len(weight))
+    ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    local = torch.full((len(hidden), k + 1), FLOOR, device=hidden.device)
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, start + chunk)
+        x = _logits(hidden[part], weight, real_rows, temperature)
+        local[part, :width], found = x.topk(width)
+        ids[part, :width] = found + first
+        local[part, -1] = x.scatter_(1, found, FLOOR).logsumexp(-1)
+    candidates = _gathered(local, group)
+    scores, chosen = candidates[..., :-1].transpose(0, 1).flatten(1).topk(k)
+    ids = _gathered(ids, group).transpose(0, 1).flatten(1).gather(1, chosen)
+    left = candidates[..., :-1].transpose(0, 1).flatten(1).scatter(1, chosen, FLOOR)
+    others = torch.cat([left, candidates[..., -1].T], dim=1).logsumexp(-1, keepdim=True)
+    return ids, torch.cat([scores, others], dim=1).log_softmax(-1)
+
+
+def head_rows(weight: Tensor, wanted: int, group) -> Tensor:
+    """Return the rank's rows of a teacher's head, for a policy of which each rank has `wanted` rows.
+
+    Teachers of other sizes may have more rows for the same tokens. Collective over `group`.
+    """
+    if len(weight) == wanted:
+        return weight.detach().clone()
+    whole = _gathered(weight.detach(), group).flatten(0, 1)
+    return whole[group.rank() * wanted :][:wanted].clone()
+
+
+@dataclass
+class Targets:
+    """What the teachers found at the response tokens that this rank trains on, if it is of the last stage."""
+
+    divergence: Divergence
+    teachers: list[int]
+    """Number of the head of each sample's teacher, [N]; 0 with top_k."""
+    heads: list[Tensor] = field(default_factory=list)
+    """Whole vocabulary: the rank's rows of each teacher's head, on the device."""
+    rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    """By sample, on the host: hidden states [R_i, H]; with top_k, ids [R_i, k] and log-probs [R_i, k + 1]."""
+
+    def of(self, samples: list[int], device: torch.device) -> "MicroTargets":
+        """Return the part of a micro-batch with these samples, in their order."""
+        lengths = torch.tensor([len(self.rows[i][0]) for i in samples], dtype=torch.int64)
+        teachers = torch.tensor([self.teachers[i] for i in samples], dtype=torch.int64)
+        parts = []
+        for number in sorted(set(teachers.tolist())):
+            places = (teachers == number).repeat_interleave(lengths).nonzero().squeeze(1)
+            own = [self.rows[i] for i in samples if self.teachers[i] == number]
+            columns = [torch.cat(column).to(device) for column in zip(*own)]
+            parts.append((places.to(device), (*columns, *self.heads[number : number + 1])))
+        return MicroTargets(self.divergence, linear_divergence if self.heads else top_k_divergence, parts)
+
+
+@dataclass
+class MicroTargets:
+    """The targets of a micro-batch of R response tokens, on the device."""
+
+    divergence: Divergence
+    function: Callable[..., Tensor]
+    """linear_divergence or top_k_divergence."""
+    parts: list[tuple[Tensor, tuple[Tensor, ...]]]
+    """For each teacher: its tokens int64 [n], and the function's arguments of the teacher."""
+
+    def __call__(self, hidden: Tensor, weight: Tensor, **options) -> Tensor:
+        """Return the divergence at each token, float32 [R]. Arguments as for `linear_divergence`."""
+        out = hidden.new_zeros(len(hidden), dtype=torch.float32)
+        for places, given in self.parts:
+            own = hidden.index_select(0, places)
+            found = self.function(own, weight, *given, divergence=self.divergence, **options)
+            out = out.index_copy(0, places, found)
+        return out
+
+
+def _real_rows(weight: Tensor, vocab_size: int, group) -> tuple[int, int]:
+    """Return the first row of this rank, and how many of its rows are no padding."""
+    first = group.rank() * len(weight)
+    return first, max(0, min(len(weight), vocab_size - first))
+
+
+def _logits(hidden: Tensor, weight: Tensor, real_rows: int, temperature: float) -> Tensor:
+    """Return the scaled logits float32 [c, rows], FLOOR from real_rows on."""
+    x = (hidden @ weight.T).float()
+    x = x / temperature if temperature != 1.0 else x
+    x[:, real_rows:] = FLOOR
+    return x
+
+
+def _gathered(local: Tensor, group) -> Tensor:
+    """Return the tensors of all ranks of the group, [tp, *shape]. Collective over `group`."""
+    parts = local.new_empty(group.size(), *local.shape)
+    if group.size() == 1:
+        parts[0] = local
+    elif local.numel():  # as on all ranks of the group
+        dist.all_gather_into_tensor(parts.flatten(0, 1), local.contiguous(), group=group)
+    return parts
+
+
+def _through_head(
+    gradient: Callable[[slice], Tensor], hidden: Tensor, weight: Tensor, upstream: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of hidden [T, H] and weight, from those of the scaled logits of each chunk."""
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, start + chunk)
+        grad = (gradient(part) * upstream[part, None]).to(hidden.dtype)
+        torch.mm(grad, weight, out=grad_hidden[part])
+        _add_product(grad_weight, grad.T, hidden[part])
+    return grad_hidden, grad_weight.to(weight.dtype)

@@ -1,0 +1,163 @@
+"""One rank of test_distillation.py: divergence and gradient of a step of distill, in several layouts.
+
+    distill_worker.py MODELS OUT_DIR NAME=TPxPP:KIND [...]       or NAME=hf:KIND
+
+MODELS holds the checkpoints policy, teacher and larger, a teacher with more rows in its head. KINDS are
+settings of the section teacher. The gradient is read off an optimizer step as in gradient_worker.py. Rank 0
+saves gradient, norms of the weights and divergence to OUT_DIR/NAME.pt.
+"""
+
+import sys
+
+from rl.runtime.ranks import discover
+from train_rl import prepare_environment
+
+RANKS = discover()
+prepare_environment(RANKS)
+
+import os  # noqa: E402
+from dataclasses import replace  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from gradient_worker import config_of, fixed_batch  # noqa: E402
+from megatron_groups import new_grid  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from rl.algorithms import distill  # noqa: E402
+from rl.config.schema import Config, Objective  # noqa: E402
+from rl.config.teachers import Teacher  # noqa: E402
+from rl.data.batch import Batch  # noqa: E402
+from rl.data.prompts import Prompt  # noqa: E402
+from rl.engines.engines import Engines, build_policy  # noqa: E402
+from rl.faults.agreement import PhaseAgreement  # noqa: E402
+from rl.faults.phase_tracker import PhaseTracker  # noqa: E402
+from rl.models import read_hf_config  # noqa: E402
+from rl.phases.phases import Phases  # noqa: E402
+from rl.phases.step import Step  # noqa: E402
+from rl.run_directory.progress import Progress  # noqa: E402
+from rl.runtime.session import control_group, session  # noqa: E402
+from rl.training.engine import TrainingEngine  # noqa: E402
+from tools.make_toy import build_tokenizer  # noqa: E402
+
+ANSWERS = ("abc", "de", "fghi", "j")
+"""Ground truth of each prompt."""
+KINDS = {
+    "whole": dict(path="teacher", divergence="jensen_shannon", beta=0.3),
+    "top_k": dict(path="teacher", divergence="reverse_kl", top_k=5),
+    "two": dict(path="teacher", sources={"odd": "larger"}, divergence="forward_kl"),
+    "self": dict(self_taught="present", template="{ground_truth}{prompt}", divergence="forward_kl"),
+}
+
+
+def config_for(models: str, kind: str, tp: int, pp: int) -> Config:
+    keys = dict(KINDS[kind])
+    if "path" in keys:
+        keys["path"] = f"{models}/{keys['path']}"
+        keys["sources"] = {name: f"{models}/{path}" for name, path in keys.get("sources", {}).items()}
+    config = config_of(f"{models}/policy", tp, pp, 70)
+    return replace(config, algorithm="distill", teacher=Teacher(**keys), objective=Objective())
+
+
+def batch_of(vocab_size: int) -> Batch:
+    """The samples of gradient_worker.py, whose prompts have sources and answers."""
+    batch = fixed_batch(vocab_size)
+    firsts = [batch.prompt_ids[2 * group] for group in range(4)]
+    batch.prompt_ids = [firsts[int(group)] for group in batch.groups]
+    sources = ("even", "odd", "even", "odd")
+    batch.prompts = [
+        Prompt(k, ids, "q" * (k + 1), source, answer, {})
+        for k, (ids, source, answer) in enumerate(zip(firsts, sources, ANSWERS))
+    ]
+    return batch
+
+
+def megatron(config: Config, device, tp: int, pp: int) -> dict:
+    grid, hf = new_grid(tp, pp), read_hf_config(config.model.path)
+    engines = Engines(build_policy(config, hf, grid, device))
+    for path in config.teacher.paths:
+        options = dict(training=config.training, dtype="float32", grid=grid, device=device)
+        temperature = config.rollout.temperature
+        model = TrainingEngine(path, read_hf_config(path), **options, temperature=temperature)
+        engines.teachers[path] = model
+    tracker = PhaseTracker(config.watchdog.limits, open(os.devnull, "w"))
+    step = Step(
+        device=device,
+        progress=Progress(enabled=False),
+        watchdog=SimpleNamespace(tracker=tracker),
+        agreement=PhaseAgreement(config, "", control_group()),
+    )
+    phases = Phases(
+        config, step=step, engines=engines, prompts=[], sampler=None, scorer=None, tokenizer=build_tokenizer()
+    )
+    step.begin(1)
+    before = {name: tensor.clone() for name, tensor in engines.policy.full_weights()}
+    weights = {name: tensor.double().norm() for name, tensor in before.items()}
+    distill.learn(phases, batch_of(hf["vocab_size"]))
+    gradient = {name: before[name] - tensor for name, tensor in engines.policy.full_weights()}
+    return {"gradient": gradient, "weights": weights, "divergence": step.metrics["distill/divergence"]}
+
+
+def hugging_face(config: Config) -> dict:
+    """The same from transformers' models, one sequence after the other, in float64."""
+    models = {
+        path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        for path in (config.model.path, *config.teacher.paths)
+    }
+    policy, teacher = models[config.model.path], config.teacher
+    vocab_size = policy.config.vocab_size
+    batch = batch_of(vocab_size)
+
+    def log_probs(model, prompt, response):
+        ids = torch.tensor([*prompt.tolist(), *response.tolist()])
+        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1, :vocab_size]
+        return (logits / config.rollout.temperature).log_softmax(-1)
+
+    found = []
+    for prompt, response, group in zip(batch.prompt_ids, batch.response_ids, batch.groups):
+        owner, model, read = batch.prompts[int(group)], policy, prompt
+        if teacher.self_taught != "none":
+            text = teacher.template.format(prompt=owner.text, ground_truth=owner.ground_truth)
+            read = np.array(build_tokenizer()(text)["input_ids"])
+        else:
+            model = models[teacher.sources.get(owner.data_source, teacher.path)]
+        with torch.no_grad():
+            q = log_probs(model, read, response).exp()
+        p = log_probs(policy, prompt, response).exp()
+        if teacher.top_k:
+            ids = q.topk(teacher.top_k).indices
+            chosen = (x.gather(1, ids) for x in (p, q))
+            p, q = (torch.cat([x, 1 - x.sum(1, keepdim=True)], 1) for x in chosen)
+
+        def kl(a, b):
+            return (a * (a / b).log()).sum(-1)
+
+        m = teacher.beta * q + (1 - teacher.beta) * p
+        mixed = teacher.beta * kl(q, m) + (1 - teacher.beta) * kl(p, m)
+        found.append(
+            {"reverse_kl": kl(p, q), "forward_kl": kl(q, p), "jensen_shannon": mixed}[teacher.divergence]
+        )
+    # config_of has seq-mean-token-mean for GRPO; distill's default is the mean over tokens.
+    loss = (torch.cat(found) * batch.mask).sum() / batch.mask.sum()
+    loss.backward()
+    gradient = {name: parameter.grad for name, parameter in policy.named_parameters()}
+    return {"gradient": gradient, "divergence": float(loss.detach())}
+
+
+def main(models: str, out_dir: str, *cases: str) -> None:
+    with session(RANKS) as device:
+        for case in cases:
+            name, _, how = case.partition("=")
+            layout, _, kind = how.partition(":")
+            if layout == "hf":
+                result = hugging_face(config_for(models, kind, 1, 1)) if RANKS.rank == 0 else {}
+            else:
+                tp, pp = map(int, layout.split("x"))
+                result = megatron(config_for(models, kind, tp, pp), device, tp, pp)
+            if RANKS.rank == 0:
+                torch.save(result, f"{out_dir}/{name}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

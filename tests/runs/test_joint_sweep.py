@@ -1,0 +1,72 @@
+"""A sweep in one job: its points are the runs that they would be alone, also after a resume."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.checkpoints import assert_same_checkpoint
+from tests.records import comparable
+from tests.spawn import RanksFailed
+from tests.toy import train
+
+ADAPTER = ("adapter.kind=lora", "adapter.rank=4", "adapter.alpha=8", "adapter.in_engine=adapter")
+STEPS = ("run.max_steps=4", "checkpoint.every=2", "checkpoint.keep_last=0")
+POINTS = {
+    "lr=0.003_seed=2": {"training.optimizer.lr": 3e-3, "run.seed": 2},
+    "rank=8_kind=rslora_advantage=rloo": {
+        "adapter.rank": 8,
+        "adapter.kind": "rslora",
+        "objective.advantage": "rloo",
+    },
+    "algorithm=dapo": {"algorithm": "dapo"},
+}
+
+
+def adapters(points):
+    return "sweep.adapters=" + json.dumps(points)
+
+
+def overrides(values):
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def alone(config, world_size, values, directory):
+    train(world_size, config, *ADAPTER, *STEPS, *overrides(values), run=directory)
+    return comparable(directory)
+
+
+def test_points_are_the_runs_that_they_are_alone(config, tmp_path):
+    sweep = tmp_path / "run"
+    together = (*ADAPTER, *STEPS, adapters(list(POINTS.values())))
+    train(2, config, *together)
+    for name, values in list(POINTS.items())[1:]:
+        assert alone(config, 2, values, tmp_path / name) == comparable(sweep / name)
+        assert_same_checkpoint(
+            *(run / "checkpoints" / "step_000004" for run in (sweep / name, tmp_path / name))
+        )
+    # Two points lose their last checkpoint; the third is not taken up again.
+    before = {name: comparable(sweep / name) for name in POINTS}
+    lost, _, over = POINTS
+    for name in POINTS:
+        if name != over:
+            shutil.rmtree(sweep / name / "checkpoints" / "step_000004")
+    train(2, config, *together)
+    assert {name: comparable(sweep / name) for name in POINTS} == before
+    assert json.loads((sweep / lost / "status.json").read_text())["state"] == "finished"
+
+
+def test_a_point_that_diverges_is_named(config):
+    points = [{"training.optimizer.lr": 1e-3}, {"training.optimizer.lr": 1e30}]
+    with pytest.raises(RanksFailed, match=r"PointFailed: point lr=1e\+30: FloatingPointError"):
+        train(1, config, *ADAPTER, adapters(points))
+
+
+def test_halving_leaves_the_best_points(config, tmp_path):
+    points = [{"training.optimizer.lr": lr} for lr in (1e-3, 3e-3, 1e-2, 0.0)]
+    rule = ("sweep.stop=halving", "sweep.first=1", "run.max_steps=4", "checkpoint.every=1")
+    train(1, config, *ADAPTER, *rule, adapters(points))
+    states = [json.loads(path.read_text()) for path in sorted((tmp_path / "run").glob("*/status.json"))]
+    early = [state for state in states if state["reason"].startswith("sweep.stop=halving")]
+    assert len(states) == 4 and len(early) == 3
+    assert all(state["state"] == "finished" and state["step"] < 4 for state in early)

@@ -1,0 +1,49 @@
+"""Adapters that cannot be trained are refused before a model is built, with the remedy."""
+
+import json
+
+import pytest
+
+from rl.config.adapter_checks import adapters_of, check_adapter
+from rl.config.options import ConfigError, load
+from rl.config.schema import Config
+from rl.models import architecture
+from tools.tiny_models import tiny_config
+
+
+def config_of(*overrides: str) -> Config:
+    return load(Config, None, ["adapter={kind: lora, rank: 4}", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("adapter.dropout=0.1", "adapter.dropout=0.1 must be 0"),
+        ("model.numerics=bitwise", "model.numerics=bitwise does not support adapter.kind=lora"),
+    ],
+)
+def test_contradictions_with_adapters(override, message):
+    with pytest.raises(ConfigError, match=message):
+        check_adapter(config_of(override))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["adapter.targets=[qkv_proj]"], "adapter.targets: qkv_proj matches no linear layer"),
+        (
+            ["adapter.targets=[layers.0.mlp.down_proj]", "training.pp=2"],
+            "gives no adapter to layers 1 to 1, which are pipeline stage 1 of training.pp=2",
+        ),
+        (
+            ["adapter.init=pissa", "adapter.rank=65"],
+            "adapter.rank=65 with adapter.init=pissa exceeds the rank",
+        ),
+    ],
+)
+def test_adapters_that_the_model_cannot_have(overrides, message):
+    hf = json.loads(tiny_config("Qwen2ForCausalLM").to_json_string(use_diff=False))
+    weights = architecture(hf).weights(hf)
+    assert len(adapters_of(config_of(), weights)) == 14  # seven layers of two blocks
+    with pytest.raises(ConfigError, match=message):
+        adapters_of(config_of(*overrides), weights)

@@ -1,0 +1,89 @@
+"""The section teacher: what it accepts, and what is refused with the reason."""
+
+import pytest
+
+from rl.config.checks import check
+from rl.config.options import ConfigError
+from rl.config.schema import (
+    keeps_reference,
+    learns_from_data,
+    load_config,
+    needs_early_logprobs,
+    needs_reward,
+)
+
+BASE = ("model.path=m", "data.train=[d]")
+
+
+def config_with(*overrides):
+    return load_config(None, [*BASE, *overrides])
+
+
+def refusal(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        check(config_with(*overrides))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm=distill", "teacher.path=t", "teacher.top_k=64", "teacher.divergence=forward_kl"),
+        ("algorithm=distill", "teacher.sources={a: t, b: u}", "teacher.student_share=0.5"),
+        ("algorithm=distill", "teacher.path=t", "teacher.student_share=0.5", "teacher.teacher_share=0.5"),
+        ("algorithm=distill", "teacher.self_taught=initial", 'teacher.template="{prompt}: {ground_truth}"'),
+        ("algorithm=grpo", "teacher.path=t", "teacher.advantage_coef=0.1"),
+    ],
+)
+def test_teachers_are_accepted(overrides):
+    assert check(config_with(*overrides)) == []
+
+
+def test_what_a_teacher_needs():
+    distill = config_with("algorithm=distill", "teacher.path=t")
+    assert not needs_reward(distill) and not learns_from_data(distill) and not keeps_reference(distill)
+    assert learns_from_data(config_with("algorithm=distill", "teacher.path=t", "teacher.student_share=0.9"))
+    own = ("algorithm=distill", "teacher.self_taught=initial", 'teacher.template="{prompt}{feedback}"')
+    assert needs_reward(config_with(*own)) and keeps_reference(config_with(*own))
+    assert needs_early_logprobs(config_with("teacher.path=t", "teacher.advantage_coef=0.1"))
+
+
+DISTILL = ("algorithm=distill", "teacher.path=t")
+COEF = "teacher.advantage_coef=0.1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("teacher.path=t",), "teacher.path is set, but algorithm=grpo does not distill"),
+        (("algorithm=sft", "teacher.path=t", COEF), "algorithm=sft does not have"),
+        ((*DISTILL, COEF), "teacher.advantage_coef=0.1 has no effect"),
+        (("teacher.path=t", COEF, "teacher.top_k=4"), "teacher.top_k=4 has no effect without algorithm=dist"),
+        ((*DISTILL, "teacher.beta=0.1"), "no effect without teacher.divergence=jensen_shannon"),
+        ((*DISTILL, 'teacher.template="{prompt}?"'), "no effect without teacher.self_taught"),
+        ((*DISTILL, "teacher.divergence=jensen_shannon", "teacher.beta=1.0"), "teacher.beta=1.0 makes"),
+        (("algorithm=distill",), "teacher.path is empty"),
+        ((*DISTILL, "teacher.self_taught=present"), "leave out one of them"),
+        ((*DISTILL, "teacher.sources={a: 3}"), "teacher.sources.a=3 must be the path"),
+        ((*DISTILL, "teacher.student_share=0.7", "teacher.teacher_share=0.7"), "more than 1 together"),
+        ((*DISTILL, "teacher.sources={a: u}", "teacher.teacher_share=0.1"), "more than 1 together"),
+        ((*DISTILL, "rollout.top_p=0.9"), "the teacher's is that of the whole vocabulary"),
+        ((*DISTILL, "model.numerics=bitwise"), "model.numerics=bitwise cannot be combined with"),
+        ((*DISTILL, "roles.train=0-0", "roles.rollout=1-1"), "the section roles cannot be combined with"),
+        (("teacher.path=t", COEF, "rollout.carry_over=true"), "rollout.carry_over=true cannot be combined"),
+        (("teacher.path=t", COEF, "run.mode=train_only"), "run.mode=train_only cannot be combined"),
+        (("teacher.path=t", COEF, "objective.loss=gmpo"), "gives one advantage per token"),
+        (("algorithm=distill", "teacher.self_taught=present", 'teacher.template="x"'), "lacks {prompt}"),
+        (
+            ("algorithm=distill", "teacher.self_taught=present", 'teacher.template="{y}"'),
+            "cannot be formatted",
+        ),
+        (
+            ("algorithm=dapo", COEF, "teacher.self_taught=present", 'teacher.template="{prompt}{feedback}"'),
+            "algorithm=dapo",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides, words):
+    found = refusal(*overrides)
+    assert words in found and "\n" not in found

@@ -1,0 +1,85 @@
+"""The median rule and successive halving, and functions that take turns."""
+
+import pytest
+
+from rl.config.sweep import Sweep
+from rl.run.early_stop import EarlyStop
+from rl.run.turns import Turns
+
+SCORES = {0: 0.9, 1: 0.5, 2: 0.2, 3: 0.6}
+
+
+def play(early, steps, scores=SCORES):
+    """Take steps of all points in turn; return {point: step after which it ended}."""
+    ended = {}
+    for step in range(1, steps + 1):
+        for point in scores:
+            if point not in ended:
+                early.record(point, step, {"critic/score/mean": scores[point] * step})
+                if point in early.reasons:
+                    ended[point] = step
+    return ended
+
+
+def test_median_ends_what_never_reached_the_others_mean():
+    early = EarlyStop(Sweep(stop="median", first=3), list("abcd"))
+    assert play(early, 2) == {}
+    ended = play(early, 8)
+    assert 2 in ended and 0 not in ended
+    assert early.reasons[2].startswith("sweep.stop=median after step 3: best critic/score/mean 0.6 < median")
+
+
+def test_halving_keeps_the_best_half_at_each_rung():
+    early = EarlyStop(Sweep(stop="halving", first=2), list("abcd"))
+    ended = play(early, 8)
+    assert {2, 1} <= ended.keys() and ended[2] <= 3 and ended[1] <= 3
+    assert 3 in ended and 4 <= ended[3] <= 5 and 0 not in ended
+    assert early.reasons[3] == "sweep.stop=halving after step 4: place 2 of 2 with critic/score/mean 2.4"
+
+
+def test_a_decision_is_the_same_after_a_resume():
+    records = {
+        p: [{"training/global_step": s, "critic/score/mean": v * s} for s in (1, 2)]
+        for p, v in SCORES.items()
+    }
+    early = EarlyStop(Sweep(stop="halving", first=4), list("abcd"))
+    for point, steps in records.items():
+        early.remember(point, steps, is_over=False)
+    for step in (3, 4):
+        for point, value in SCORES.items():
+            early.record(point, step, {"critic/score/mean": value * step})
+    assert early.reasons.keys() == {1, 2}
+
+
+def turns(*functions, log):
+    def answer(asks):
+        log.append(dict(asks))
+        return {index: 10 * ask for index, ask in asks.items()}
+
+    return Turns(functions, answer, prepare=lambda: None, follow=lambda thread: None)
+
+
+def test_turns_are_taken_in_order_and_answered_together():
+    log = []
+
+    def twice(wait):
+        log.append("first a")
+        total = wait(1)
+        log.append("second a")
+        return total + wait(2)
+
+    def once(wait):
+        log.append("first b")
+        return wait(3)
+
+    assert turns(twice, once, log=log).run() == [30, 30]
+    assert log == ["first a", "first b", {0: 1, 1: 3}, "second a", {0: 2}]
+
+
+def test_an_error_of_one_turn_ends_all():
+    def fails(wait):
+        wait(1)
+        raise ArithmeticError("lost")
+
+    with pytest.raises(ArithmeticError, match="lost"):
+        turns(fails, lambda wait: wait(2) and wait(3), log=[]).run()

@@ -1,0 +1,185 @@
+"""Trackers follow metrics.jsonl: they miss nothing, repeat nothing, and cannot stop a run."""
+
+import json
+import logging
+import threading
+import urllib.request
+
+import pytest
+
+from rl.config.checks import check_trackers
+from rl.config.options import ConfigError
+from rl.config.schema import Config
+from rl.run_directory import trackers
+from rl.run_directory.metric_log import MetricLog
+from rl.run_directory.prometheus import Prometheus
+from rl.run_directory.trackers import TrackerThread, followers, mlflow_name
+
+
+class Recording:
+    """A tracker that keeps what it gets, waits for `may_go`, and raises at the step `fails_at`."""
+
+    name, package = "recording", "json"
+
+    def __init__(self, *, cuts=False, fails_at=None):
+        self.cuts, self.fails_at = cuts, fails_at
+        self.got, self.may_go, self.is_closed = [], threading.Event(), False
+        self.may_go.set()
+
+    def open(self, directory, state):
+        state.setdefault("run", directory.name)
+
+    def write(self, step, values):
+        assert self.may_go.wait(60)
+        if step == self.fails_at:
+            raise OSError("no route to host")
+        self.got.append((step, values["x"]))
+
+    def close(self):
+        self.is_closed = True
+
+
+def log_steps(directory, steps, tracker, *, resume_step=None, scale=1.0):
+    metrics = MetricLog(directory, resume_step=resume_step, followers=[TrackerThread(tracker)])
+    for step in steps:
+        metrics.write(step, {"x": scale * step, "nan": float("nan")})
+    metrics.close()
+
+
+def test_a_tracker_gets_every_step_once(tmp_path):
+    tracker = Recording()
+    log_steps(tmp_path, range(50), tracker)
+    assert tracker.got == [(step, float(step)) for step in range(50)] and tracker.is_closed
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+def test_a_resume_repeats_only_what_can_be_replaced(tmp_path, cuts):
+    log_steps(tmp_path, range(5), Recording(cuts=cuts))
+    tracker = Recording(cuts=cuts)
+    log_steps(tmp_path, range(3, 7), tracker, resume_step=2, scale=10.0)
+    steps = range(3, 7) if cuts else range(5, 7)
+    assert tracker.got == [(step, 10.0 * step) for step in steps]
+
+
+def test_a_failure_is_logged_once_and_made_up_for(tmp_path, caplog):
+    failing, later = Recording(fails_at=2), Recording()
+    with caplog.at_level(logging.WARNING):
+        log_steps(tmp_path, range(5), failing)
+    assert failing.got == [(0, 0.0), (1, 1.0)]
+    warnings = [message for message in caplog.messages if message.startswith("recording")]
+    assert len(warnings) == 1 and "failed after step 1" in warnings[0] and "no route to host" in warnings[0]
+    log_steps(tmp_path, [5], later, resume_step=4)
+    assert later.got == [(step, float(step)) for step in range(2, 6)]
+
+
+def test_a_slow_tracker_falls_behind_and_is_named(tmp_path, caplog):
+    tracker = Recording()
+    tracker.may_go.clear()
+    metrics = MetricLog(tmp_path, resume_step=None, followers=[TrackerThread(tracker)])
+    with caplog.at_level(logging.WARNING):
+        for step in range(2 * trackers.BEHIND + 1):  # returns although the tracker waits
+            metrics.write(step, {"x": 0.0})
+    assert sum("steps behind metrics.jsonl" in message for message in caplog.messages) >= 1
+    tracker.may_go.set()
+    metrics.close()
+    assert len(tracker.got) == 2 * trackers.BEHIND + 1
+
+
+def test_prometheus_has_the_last_value_of_every_metric(tmp_path):
+    config = Config()
+    config.run.name, config.logging.prometheus = 'a "b"', str(tmp_path / "textfile" / "run.prom")
+    tracker = Prometheus(config)
+    metrics = MetricLog(tmp_path, resume_step=None, followers=[TrackerThread(tracker)])
+    metrics.write(1, {"val-core/x/acc/mean@1": 0.25})
+    metrics.write(2, {"critic/score/mean": 0.5})
+    metrics.close()
+    lines = (tmp_path / "textfile" / "run.prom").read_text().splitlines()
+    run = 'run="a \\"b\\""'
+    assert f"lockstep_step{{{run}}} 2" in lines
+    assert f'lockstep_metric{{{run},name="critic/score/mean"}} 0.5' in lines
+    assert f'lockstep_metric{{{run},name="val-core/x/acc/mean@1"}} 0.25' in lines
+    # Another parser than this project's accepts it.
+    parser = pytest.importorskip("prometheus_client.parser")
+    families = {each.name: each for each in parser.text_string_to_metric_families("\n".join(lines) + "\n")}
+    assert len(families["lockstep_metric"].samples) == 2
+
+
+def test_prometheus_answers_on_its_port():
+    tracker = Prometheus(Config())
+    address = f"http://127.0.0.1:{tracker.serve(0)}"
+    tracker.write(3, {"time": 5.0, "critic/score/mean": 0.5})
+    with urllib.request.urlopen(f"{address}/metrics", timeout=60) as reply:
+        assert 'name="critic/score/mean"} 0.5' in reply.read().decode()
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"{address}/other", timeout=60)
+    tracker.close()
+
+
+def test_a_missing_package_is_refused(monkeypatch):
+    config = Config()
+    config.logging.wandb = "offline"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="requires the package wandb.* pip install wandb"):
+        check_trackers(config)
+
+
+def real_run(tmp_path, config):
+    """Log five steps, then continue after step 2 until step 7."""
+    config.run.name, config.logging.tensorboard = "toy", False
+    for steps, resume_step, scale in ((range(5), None, 1.0), (range(3, 8), 2, 10.0)):
+        metrics = MetricLog(tmp_path / "run", resume_step=resume_step, followers=followers(config))
+        for step in steps:
+            metrics.write(step, {"val-core/a b/acc/mean@4": scale * step})
+        metrics.close()
+
+
+EXPECTED = [(step, float(step)) for step in range(5)] + [(step, 10.0 * step) for step in range(5, 8)]
+
+
+def test_wandb_offline_has_each_step_once(tmp_path):
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    config = Config()
+    config.logging.wandb = "offline"
+    real_run(tmp_path, config)
+    found, names = [], set()
+    for path in sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")):
+        names.add(path.stem)
+        store = DataStore()
+        store.open_for_scan(str(path))
+        while (data := store.scan_data()) is not None:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.HasField("history"):
+                row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+                found.append((row["_step"], row["val-core/a b/acc/mean@4"]))
+    assert sorted(found) == EXPECTED and len(names) == 1
+
+
+def test_mlflow_has_each_step_once(tmp_path):
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    config = Config()
+    config.logging.mlflow = f"file:{tmp_path}/mlruns"
+    real_run(tmp_path, config)
+    state = json.loads((tmp_path / "run" / "trackers" / "mlflow.json").read_text())
+    client = MlflowClient(tracking_uri=config.logging.mlflow)
+    history = client.get_metric_history(state["run"], mlflow_name("val-core/a b/acc/mean@4"))
+    assert [(each.step, each.value) for each in history] == EXPECTED
+    assert client.get_run(state["run"]).data.params["run.name"] == "toy"
+
+
+def test_trackio_has_each_step_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    config = Config()
+    config.logging.trackio = True
+    real_run(tmp_path, config)
+    state = json.loads((tmp_path / "run" / "trackers" / "trackio.json").read_text())
+    rows = SQLiteStorage.get_logs(config.logging.project, state["run"])
+    assert [(row["step"], row["val-core/a b/acc/mean@4"]) for row in rows] == EXPECTED
