@@ -369,6 +369,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Algorithms": (
         M("sft/loss", "nats", "mean over tokens of -log p", "Rises: lower the learning rate."),
+        M("sft/trained_share", "share", "tokens with a loss / tokens of the step", ""),
         M("preference/loss", "", "loss of a pair or of a labelled sample", ""),
         M(
             "preference/accuracy",
