@@ -112,7 +112,7 @@ class Endpoint:
         with self._lock:
             self._sessions = {key: name for key, name in self._sessions.items() if name != session}
             pending = self._pending.pop(session, set())
-        for reply in pending:
+        for reply in list(pending):  # the server's thread removes those that it has answered
             with contextlib.suppress(InvalidStateError):  # it has its reply, or the client has gone
                 reply.set_exception(Refused("the trajectory has ended"))
 

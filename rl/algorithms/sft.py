@@ -22,7 +22,6 @@ def collect(phases: Phases) -> Batch:
     batch = phases.targets(phases.draw_prompts())
     num_tokens = batch.prompt_lengths.sum() + batch.lengths.sum()
     phases.metrics["sft/trained_share"] = float(batch.mask.sum() / num_tokens)
-    phases.metrics["training/epoch"] = phases.num_drawn / len(phases.prompts)
     return batch
 
 

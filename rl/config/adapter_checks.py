@@ -38,11 +38,24 @@ def check_adapter(config: Config) -> None:
             f"model.numerics=bitwise does not support adapter.kind={adapter.kind}: its layers add up "
             "products in the engine's order; use adapter.kind=none or leave out model.numerics."
         )
+    if adapter.base == "fp8":
+        _check_fp8(config)
     if adapter.path and adapter.init != "zero":
         raise ConfigError(
             f"adapter.init={adapter.init} chooses the first A and B, but adapter.path={adapter.path} holds "
             "them; leave out one of the two."
         )
+
+
+def _check_fp8(config: Config) -> None:
+    """Raise ConfigError for what reads or changes the base outside of its layers' passes."""
+    reasons = {
+        "adapter.kind=dora, which reads the rows of every weight": config.adapter.kind == "dora",
+        "adapter.init=pissa, which changes every weight": config.adapter.init == "pissa",
+        "critic.share_base=true, whose layers would not dequantise the policy's": config.critic.share_base,
+    }
+    for reason in (reason for reason, is_set in reasons.items() if is_set):
+        raise ConfigError(f"adapter.base=fp8 cannot be combined with {reason}; use adapter.base=model.")
 
 
 def adapters_of(config: Config, weights: Sequence[Weight]) -> list[LowRank]:

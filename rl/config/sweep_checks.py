@@ -92,6 +92,7 @@ def check_sweep(config: Config, points: Sequence[Config]) -> None:
         "checkpoint.background=true": config.checkpoint.background,
         "trace.steps": bool(config.trace.steps),
         "a teacher": any(map(uses_teacher, points)),
+        "adapter.init=pissa": any(point.adapter.init == "pissa" for point in points),  # changes the base
         "reward.model.path": bool(config.reward.model.path),
         "reward.judge.path": bool(config.reward.judge.path),
     }.items():

@@ -270,8 +270,11 @@ class Updates:
                     is_first = False
                 for name, value in terms.items():
                     sums[name] = sums.get(name, 0.0) + value
-        if step.peak_tflops:  # a backward pass takes twice the operations of a forward pass
-            step.operations[timing] += 3 * epochs * self._planner.operations(batch, plans, model)
+        if step.peak_tflops:
+            # A backward pass takes as many operations as a forward pass for the input's gradients, and as
+            # many for the weights' gradients.
+            passes = 3 if model.adapters is None else 2
+            step.operations[timing] += passes * epochs * self._planner.operations(batch, plans, model)
         num_updates = len(plans) * epochs
         return {name: value / num_updates for name, value in sums.items()} | {"lr": lr}
 

@@ -75,7 +75,10 @@ def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values
         return [Values(trainer.weight_map, *([] if adapters is None else [adapters.merging()]))]
     assert trainer.adapter_map is not None, "the engine has adapters and the trainer has none"
     scaled = functools.partial(_scaled, trainer.adapter.scale)
-    return [Values(trainer.weight_map), Values(trainer.adapter_map, scaled, is_adapter=True)]
+    return [
+        Values(trainer.weight_map, trainer.adapters.base_value),
+        Values(trainer.adapter_map, scaled, is_adapter=True),
+    ]
 
 
 def _scaled(scale: float, weight: Weight, parameter: Tensor) -> Tensor:

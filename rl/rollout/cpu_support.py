@@ -109,6 +109,42 @@ def _live_experts(
     output.copy_(total)
 
 
+@functools.cache
+def multiply_adapters_by_group() -> None:
+    """Make vLLM's CPU build add adapters with one product per adapter and layer.
+
+    It copies A and B of its adapter for every token, which takes several times as long as the model itself.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    assert {"add_lora_linear"} <= vars(PunicaWrapperCPU).keys()
+    update_metadata = PunicaWrapperCPU.update_metadata
+
+    def update_and_group(self, *args, **options):
+        update_metadata(self, *args, **options)
+        slots = self.token_lora_indices
+        self.adapter_groups = [
+            (slot, (slots == slot).nonzero().squeeze(1)) for slot in slots.unique().tolist() if slot >= 0
+        ]
+
+    def add_lora_linear(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **_):
+        """Add scale * B A x to y for each part of the output. y: [T, out]. x: [T, in]. A, B: [N, 1, ...]."""
+        for slot, rows in self.adapter_groups:
+            is_whole = len(rows) == len(y)  # all tokens use one adapter
+            inputs, first = x if is_whole else x[rows], 0
+            for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices):
+                out = y[:, first : first + width]
+                hidden = torch.nn.functional.linear(inputs, a[slot, 0])
+                if is_whole:
+                    out.addmm_(hidden, b[slot, 0].t(), alpha=scale)
+                else:
+                    out.index_add_(0, rows, torch.nn.functional.linear(hidden, b[slot, 0]), alpha=scale)
+                first += width
+
+    PunicaWrapperCPU.update_metadata = update_and_group
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear
+
+
 def _shared_memory_names_of_this_job() -> None:
     """Add host, Slurm job and port to the tensor parallel communicator's names in /dev/shm.
 

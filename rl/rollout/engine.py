@@ -81,6 +81,8 @@ class RolloutEngine:
             from rl.rollout import adapters as in_vllm
 
             in_vllm.keep_experts_kernels()
+            if not device.is_cuda:
+                cpu_support.multiply_adapters_by_group()
             layers = in_vllm.adapted_layers(read_hf_config(path), adapters[0])
             options = in_vllm.options(layers, [adapter.rank for adapter in adapters])
         self.llm = build_llm(

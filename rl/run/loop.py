@@ -384,7 +384,7 @@ class Training:
         with step.timed("step"):
             self._cursor = self._collect_and_learn()
         step.log_performance(num_ranks=job().world_size)
-        step.metrics["training/epoch"] = self._phases.sampler.epoch
+        step.metrics["training/epoch"] = self._phases.num_drawn / len(self._phases.prompts)
         is_last = number == config.run.max_steps
         if self._held_out and (number % config.validation.every == 0 or is_last):
             validate(self._phases, self._held_out, config)

@@ -29,17 +29,21 @@ class Metric:
     @property
     def pattern(self) -> str:
         """Regular expression of the name."""
-        text = ""
-        for part in re.split(r"(\{[^}]*\}|<[^>]*>)", self.name):
-            if part in ("<k>", "<n>"):
-                text += r"\d+"
-            elif part.startswith("<"):
-                text += ".+"
-            elif part.startswith("{"):
-                text += f"(?:{'|'.join(map(re.escape, part[1:-1].split(',')))})"
-            else:
-                text += re.escape(part)
-        return text
+        return _pattern(self.name)
+
+
+def _pattern(name: str) -> str:
+    text = ""
+    for part in re.split(r"(\{[^}]*\}|<[^>]*>)", name):
+        if part in ("<k>", "<n>"):
+            text += r"\d+"
+        elif part.startswith("<"):
+            text += ".+"
+        elif part.startswith("{"):
+            text += f"(?:{'|'.join(map(_pattern, part[1:-1].split(',')))})"
+        else:
+            text += re.escape(part)
+    return text
 
 
 SPREAD = "{mean,max,min}"
@@ -342,6 +346,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "KL term.",
         ),
         M(
+            "{val,val-core/<source>}/{loss,perplexity}",
+            "",
+            "mean over the trained tokens of held-out responses of -log p, and its exponential",
+            "Rises while `sft/loss` falls: the policy overfits; keep the best checkpoint.",
+        ),
+        M(
             "val-core/<source>/<variable>/{best,maj}@<k>/{mean,std}",
             "",
             "best and majority of all k samples",
@@ -359,6 +369,14 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "mean and standard deviation over the k samples; of other numbers of the reward function too",
             "",
         ),
+        M(
+            "val/{loss,perplexity}",
+            "nats",
+            "sft: mean of -log p over the held-out tokens with a loss, and its exponential (no unit)",
+            "Rises while `sft/loss` falls: overfitting; keep the best checkpoint "
+            "(`checkpoint.best_metric=val/loss`).",
+        ),
+        M("val-core/<source>/{loss,perplexity}", "nats", "the same of a data source", ""),
         M(f"val-aux/num_turns/{SPREAD}", "turns", "as `num_turns/*`, in validation", ""),
         M(
             "val-aux/{agents/<name>,timing_s/environments,timing_s/environments_waited}",
@@ -368,8 +386,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "Algorithms": (
-        M("sft/loss", "nats", "mean over tokens of -log p", "Rises: lower the learning rate."),
-        M("sft/trained_share", "share", "tokens with a loss / tokens of the step", ""),
+        M("sft/loss", "nats", "mean over trained tokens of -log p", "Rises: lower the learning rate."),
+        M(
+            "sft/trained_share",
+            "share",
+            "tokens with a loss / prompt and response tokens",
+            "0 or 1 where it should not be: the chat template's mask is wrong ([sft.md](sft.md)).",
+        ),
         M("preference/loss", "", "loss of a pair or of a labelled sample", ""),
         M(
             "preference/accuracy",
@@ -399,7 +422,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         M(
             "distill/divergence",
             "nats",
-            "`teacher.divergence` of policy and teacher, mean over tokens, before the updates' steps",
+            "`teacher.divergence` of policy and teacher, mean over tokens and updates",
             "Rises: lower the learning rate. Flat from the start: the teacher is out of reach; compare its "
             "accuracy with the policy's.",
         ),
@@ -571,7 +594,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Run": (
         M("training/global_step", "steps", "number of the step; 0: the validation before training", ""),
-        M("training/epoch", "epochs", "complete passes over the training data", ""),
+        M("training/epoch", "epochs", "prompts drawn so far / prompts of the training data", ""),
     ),
 }
 """Title -> metrics."""

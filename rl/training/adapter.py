@@ -15,6 +15,7 @@ tensor parallel group, which sums their outputs later; there the gradient itself
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ from rl.models.adapters import LowRank, adapters, splits_columns
 from rl.models.boxes import index
 from rl.models.layout import Weight
 from rl.training.weights import WeightMap, load_hf
+
+if TYPE_CHECKING:
+    from rl.training.fp8_base import Fp8Base
 
 KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Names of the parameters of one adapter, as in peft."""
@@ -81,6 +85,15 @@ class Adapters:
             self.initial_map = base.over(self.weight_map.weights, copies)
         if adapter.path:
             load_hf(adapter.path, self.weight_map)
+        self.fp8_base: Fp8Base | None = None
+        if adapter.base == "fp8":
+            from rl.training import fp8_base
+
+            self.fp8_base = fp8_base.Fp8Base(base, model)
+
+    def base_value(self, weight: Weight, parameter: Tensor) -> Tensor:
+        """Return the values of a base weight on this rank, from its parameter."""
+        return parameter if self.fp8_base is None else self.fp8_base.value(parameter)
 
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
         """Return (tensor parallel group, parameters by name) of what all its ranks hold; experts second."""
@@ -155,8 +168,8 @@ class Adapters:
 
         @torch.no_grad()
         def merged(weight: Weight, parameter: Tensor) -> Tensor:
-            found = self._sums.get(weight.hf)
-            return parameter if found is None else found.merged(parameter, factors[weight.hf])
+            found, value = self._sums.get(weight.hf), self.base_value(weight, parameter)
+            return value if found is None else found.merged(value, factors[weight.hf])
 
         return merged
 

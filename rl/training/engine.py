@@ -70,7 +70,8 @@ class TrainingEngine:
         bitwise: compute a policy's log-probs bitwise as an engine in the same mode does.
         adapter: low-rank adapters, which then learn instead of the weights; None or kind none for none.
         seed: of the adapters' initial values.
-        base_of: a model with the same weights, whose memory the frozen weights then use.
+        base_of: a model with the same weights, whose memory the frozen weights then use. Until then they have
+            memory of their own.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class TrainingEngine:
         self.adapters: Any = None
         """The adapters (`rl.training.adapter.Adapters`); None: all weights learn."""
         if adapter is not None and adapter.is_on:
+            assert base_of is None or adapter.init != "pissa", "PiSSA changes the weights of another model"
             from rl.training.adapter import Adapters
 
             self.adapters = Adapters(adapter, self.weight_map, model, seed=seed)
@@ -336,7 +338,9 @@ class TrainingEngine:
 
         weights: also free that of the weights. The model cannot compute before `reload`.
         """
-        own = list(self.model.parameters()) if self._base_of is None else self.learned
+        own: list[Tensor] = list(self.model.parameters()) if self._base_of is None else list(self.learned)
+        if self.adapters is not None and self.adapters.fp8_base is not None:
+            own += self.adapters.fp8_base.tensors
         if isinstance(self.wrapped, DistributedDataParallel):
             buffers = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
             gradients = [buffer.grad_data for buffer in buffers]

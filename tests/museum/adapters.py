@@ -1,5 +1,7 @@
 """Exhibits: low-rank adapters that do not reach the engine as the trainer has them, or do not learn alone."""
 
+import functools
+
 from tests.museum.museum import Bug, exhibit
 
 MERGED = ("adapter.kind=lora", "adapter.rank=4", "adapter.alpha=8.0")
@@ -13,9 +15,9 @@ def merge_as(bug: Bug, wrong) -> None:
     """Give the engine `wrong(merged, weight, parameter)` in place of merged weights."""
     from rl.training.adapter import Adapters
 
-    @bug.replaces(Adapters, "merged")
-    def other(merged, self, weight, parameter):
-        return wrong(lambda weight, parameter: merged(self, weight, parameter), weight, parameter)
+    @bug.replaces(Adapters, "merging")
+    def other(merging, self):
+        return functools.partial(wrong, merging(self))
 
 
 def after_refits(bug: Bug, change) -> None:
@@ -77,16 +79,21 @@ def merged_with_scale(bug: Bug) -> None:
 def merged_once(bug: Bug) -> None:
     from rl.training.adapter import Adapters
 
-    merged, kept = Adapters.merged, {}
+    merging, kept = Adapters.merging, {}
 
-    def first(self, weight, parameter):
-        if bug.is_on:
-            bug.acts()
+    def first(self):
+        merged = merging(self)
+
+        def of_first_steps(weight, parameter):
+            if bug.is_on:
+                bug.acts()
+            else:
+                kept[weight.hf] = merged(weight, parameter)
             return kept[weight.hf]
-        kept[weight.hf] = merged(self, weight, parameter)
-        return kept[weight.hf]
 
-    Adapters.merged = first
+        return of_first_steps
+
+    Adapters.merging = first
 
 
 @exhibit(

@@ -1,8 +1,9 @@
 """One rank of test_adapter_refit.py: refits of adapters in both forms, and what the engine then computes.
 
-    adapter_refit_worker.py CHECKPOINT OUT ROLLOUT_TP TARGETS LAYOUT [LAYOUT ...]
+    adapter_refit_worker.py CHECKPOINT OUT ROLLOUT_TP KIND TARGETS LAYOUT [LAYOUT ...]
 
-TARGETS are those of the form `adapter`, separated by commas; the merged form has an adapter on every layer.
+The merged form has adapters of that KIND on every layer, the form `adapter` of kind lora on the TARGETS,
+which are separated by commas.
 LAYOUT is TPxPPxEP. For each form and layout: two refits of different adapters, bytes moved, and the largest
 difference between the log-probs of engine and trainer. Rank 0 writes JSON to OUT.
 """
@@ -124,12 +125,12 @@ def two_adapters(config: Config, hf: dict, engine, device) -> float:
     return largest_gap([first, second], engine, random_batch(hf["vocab_size"]), device)
 
 
-def main(checkpoint: str, out: str, rollout_tp: str, targets: str, *layouts: str) -> None:
+def main(checkpoint: str, out: str, rollout_tp: str, kind: str, targets: str, *layouts: str) -> None:
     results: dict = {}
     with session(RANKS) as device:
         hf = read_hf_config(checkpoint)
         for form in ("merged", "adapter"):
-            of_form = ["adapter.in_engine=merged"]
+            of_form = ["adapter.in_engine=merged", f"adapter.kind={kind}"]
             if form == "adapter":
                 of_form = ["adapter.in_engine=adapter", f"adapter.targets=[{targets}]"]
             overrides = (*OPTIONS, f"model.path={checkpoint}", f"rollout.tp={rollout_tp}", *of_form)

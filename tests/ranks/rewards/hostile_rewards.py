@@ -19,7 +19,7 @@ def is_good(response):
 
 
 def plain(response, **extra):
-    return {"score": float(response), "acc": 1.0, "pred": f"<{response}>"}
+    return {"score": float(response), "acc": 1.0, "pred": f"<{response}>", "feedback": f"{response}!"}
 
 
 def spin():

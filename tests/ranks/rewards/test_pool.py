@@ -80,6 +80,7 @@ def test_scores_details_and_predictions_come_back_in_order(caplog):
             expected = [{"score": float(i), "acc": 1.0, "failed": 0.0} for i in range(num_samples)]
             assert [s.values for s in scores] == expected
             assert [s.prediction for s in scores] == [f"<{i}>" for i in range(num_samples)]
+            assert [s.feedback for s in scores] == [f"{i}!" for i in range(num_samples)]
     assert caplog.records == []
 
 
@@ -120,7 +121,7 @@ def test_each_data_source_has_its_functions():
         mixed, default = pool.score(samples)
     details = {"hostile_rewards/score": 7.0, "hostile_rewards/acc": 1.0, "hostile_rewards_2/score": 1.0}
     assert mixed.values == {"score": 15.0, "acc": 1.0, **details, "failed": 0.0}
-    assert mixed.prediction == "<7>"
+    assert (mixed.prediction, mixed.feedback, default.feedback) == ("<7>", "7!", None)
     assert default.values == {"score": 1.0, "acc": 1.0, "failed": 0.0}
 
 

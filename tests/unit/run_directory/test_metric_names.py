@@ -131,6 +131,14 @@ def test_the_page_is_up_to_date():
     assert with_table(page) == page, "run python -m rl.run_directory.metric_names"
 
 
+def test_names_of_runs_are_found():
+    """Those that are in few tests' runs: placeholders, within alternatives too."""
+    names = ("val-core/a/b/acc/mean@4", "val-core/a/loss", "val/loss", "val-aux/agents/failures/step", "time")
+    assert undocumented(names) == []
+    wrong = ("val-core/a/acc/mean@x", "actor/loss", "xactor/lr", "actor/lr/x", "perf/mfu/<name>")
+    assert undocumented(wrong) == sorted(wrong)
+
+
 def test_metrics_of_the_source_are_documented():
     names = examples()
     missing = set()

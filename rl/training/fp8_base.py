@@ -1,0 +1,85 @@
+"""Frozen weights of linear layers in FP8, with one factor per block of 128 x 128 elements.
+
+The format is that of DeepSeek-V3's checkpoints (`rl.training.weights.dequantised`), with blocks of the rank's
+own parameter. Between two passes through its module a parameter has no memory; each pass, forward or
+backward, fills it with the dequantised values and frees it again. The values are the same in every pass, and
+those that leave the trainer: refit, export and checksums read them through `value`.
+"""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from rl.models.adapters import adapters
+from rl.models.boxes import whole
+from rl.models.files import FP8_BLOCK
+from rl.training.weights import WeightMap, dequantised
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+class Fp8Base:
+    """The frozen weights of a model's linear layers on this rank. Not collective."""
+
+    def __init__(self, base: WeightMap, model: torch.nn.Module):
+        """Quantise the weights and free their memory. Call it after all other hooks are registered."""
+        self._stored: dict[int, tuple[Tensor, Tensor]] = {}
+        """Address of the parameter's storage object -> (values, factors)."""
+        layers = {pair.base.hf for pair in adapters(base.weights, rank=1)}
+        of_module: dict[str, list[Parameter]] = defaultdict(list)
+        for weight, parameter in base.local():
+            if weight.hf in layers:
+                self._stored[_key(parameter)] = quantised(parameter)
+                of_module[base.local_name(weight, base.grid.pp_rank).rpartition(".")[0]].append(parameter)
+        for name, parameters in of_module.items():
+            self._free(parameters)
+            module = model.get_submodule(name)
+            # Autograd saves the parameter for the backward pass, so it must be filled there again.
+            module.register_forward_pre_hook(lambda *_, own=parameters: self._fill(own))
+            module.register_forward_hook(lambda *_, own=parameters: self._free(own))
+            module.register_full_backward_pre_hook(lambda *_, own=parameters: self._fill(own))
+            module.register_full_backward_hook(lambda *_, own=parameters: self._free(own))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything that is stored."""
+        return [tensor for pair in self._stored.values() for tensor in pair]
+
+    @torch.no_grad()
+    def value(self, parameter: Tensor) -> Tensor:
+        """Return the dequantised values of a parameter; one that is not quantised itself."""
+        if (stored := self._stored.get(_key(parameter))) is None:
+            return parameter
+        values, factors = stored
+        return dequantised(values, factors, whole(values.shape)).to(parameter.dtype)
+
+    def _fill(self, parameters: list[Parameter]) -> None:
+        for parameter in parameters:
+            parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+            parameter.data.copy_(self.value(parameter))
+
+    def _free(self, parameters: list[Parameter]) -> None:
+        for parameter in parameters:
+            parameter.untyped_storage().resize_(0)
+
+
+def _key(parameter: Tensor) -> int:
+    return parameter.untyped_storage()._cdata
+
+
+@torch.no_grad()
+def quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (values float8 [r, c], factors float32 of each block) of a matrix [r, c].
+
+    The largest element of a block becomes the largest of float8. A matrix that was dequantised from blocks
+    with such factors becomes what it was.
+    """
+    rows, columns = matrix.shape
+    padded = torch.nn.functional.pad(matrix.float(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
+    blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))  # [i, 128, j, 128]
+    factors = blocks.abs().amax((1, 3)) / LARGEST
+    divisors = factors.masked_fill(factors == 0, 1.0)[:, None, :, None]
+    values = (blocks / divisors).to(torch.float8_e4m3fn).flatten(2, 3).flatten(0, 1)
+    return values[:rows, :columns].contiguous(), factors

@@ -1,0 +1,73 @@
+"""One rank of test_fp8_base.py: a base in FP8, and the same values in the model's dtype.
+
+    fp8_base_worker.py CHECKPOINT OUT_DIR TPxPPxEP [KEY=VALUE ...]
+
+Rank 0 saves to OUT_DIR/found.pt for both: log-probs, adapters after an update, bytes of the linear layers.
+"""
+
+import sys
+
+from rl.runtime.ranks import discover
+from train_rl import prepare_environment
+
+RANKS = discover()
+prepare_environment(RANKS)
+
+import torch  # noqa: E402
+from adapter_worker import fill, whole  # noqa: E402
+from megatron_groups import new_grid  # noqa: E402
+
+from rl.checkpoint.contents import checksums  # noqa: E402
+from rl.checkpoint.hf import export_hf  # noqa: E402
+from rl.config.options import load  # noqa: E402
+from rl.config.schema import Config, resolve  # noqa: E402
+from rl.engines.engines import build_policy  # noqa: E402
+from rl.models import read_hf_config  # noqa: E402
+from rl.runtime.session import session  # noqa: E402
+from rl.training.dp_split import plan_minibatch  # noqa: E402
+from rl.training.weights import full_weights  # noqa: E402
+from tools.hf_reference import random_batch  # noqa: E402
+
+
+def results(trainer) -> dict:
+    fill(trainer)
+    trainer.offload(weights=True)
+    trainer.reload()
+    batch = random_batch(trainer.weight_map.hf["vocab_size"])
+    plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
+    (logprobs,) = trainer.forward(batch, [plan], ("logprobs",))
+
+    def minus_logprobs(micro):
+        loss = -micro.logprobs.sum()
+        return loss, {"loss": loss}
+
+    norm = trainer.update(batch, plan, minus_logprobs, lr=1e-2)["grad_norm"]
+    linear = [p for w, p in trainer.weight_map.local() if w.layer is not None and p.dim() == 2]
+    stored = [] if trainer.adapters.fp8_base is None else trainer.adapters.fp8_base.tensors
+    return {
+        "logprobs": logprobs,
+        "norm": norm,
+        "adapters": whole(full_weights(trainer.adapter_map)),
+        "checksums": {name: sum_ for name, sum_ in checksums("policy", trainer).items() if "/base/" in name},
+        "bytes": sum(p.untyped_storage().nbytes() for p in linear) + sum(t.nbytes for t in stored),
+    }
+
+
+def main(checkpoint: str, out: str, layout: str, *overrides: str) -> None:
+    tp, pp, ep = map(int, layout.split("x"))
+    sizes = [f"training.{key}={size}" for key, size in (("tp", tp), ("pp", pp), ("ep", ep))]
+    with session(RANKS) as device:
+        hf, found = read_hf_config(checkpoint), {}
+        for base, path in (("fp8", checkpoint), ("model", f"{out}/hf")):
+            keys = [f"model.path={path}", "adapter.kind=lora", f"adapter.base={base}", *sizes, *overrides]
+            config = resolve(load(Config, None, keys))
+            trainer = build_policy(config, hf, new_grid(tp, pp, ep, config.training.expert_tp), device)
+            if base == "fp8":
+                export_hf(trainer, checkpoint, f"{out}/hf")  # B is 0
+            found[base] = results(trainer)
+        if RANKS.rank == 0:
+            torch.save(found, f"{out}/found.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,44 @@
+"""A base in FP8 computes and learns bitwise what its dequantised values do, in half of the memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl.models.boxes import whole
+from rl.training.fp8_base import quantised
+from rl.training.weights import dequantised
+from tests.checkpoints import save_tiny
+from tests.spawn import run_ranks
+
+WORKER = Path(__file__).parent / "fp8_base_worker.py"
+
+
+def test_blocks_are_quantised_once():
+    matrix = torch.randn(200, 300, generator=torch.Generator().manual_seed(0))
+    matrix[:128, :128] = 0
+    values, factors = quantised(matrix)
+    assert values.dtype is torch.float8_e4m3fn and factors.shape == (2, 3)
+    once = dequantised(values, factors, whole(values.shape))
+    assert ((once - matrix).abs() <= matrix.abs() / 16 + factors.max() / 512).all()  # 3 bits of mantissa
+    again = dequantised(*quantised(once), whole(values.shape))
+    torch.testing.assert_close(again, once, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "family, layout, options",
+    [
+        ("DeepseekV3ForCausalLM", "2x1x2", ["training.recompute=true"]),
+        pytest.param("Qwen2ForCausalLM", "1x2x1", ["training.recompute=false"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_base_in_fp8_is_its_dequantised_values(tmp_path, family, layout, options):
+    checkpoint = save_tiny(family, tmp_path / "model", seed=1)
+    run_ranks(2, WORKER, checkpoint, tmp_path, layout, *options, timeout=300)
+    found = torch.load(tmp_path / "found.pt")
+    fp8, model = found["fp8"], found["model"]
+    assert torch.equal(fp8["logprobs"], model["logprobs"]) and fp8["norm"] == model["norm"]
+    assert all(torch.equal(tensor, model["adapters"][name]) for name, tensor in fp8["adapters"].items())
+    assert fp8["checksums"] == model["checksums"] != {}
+    print("bytes of the linear layers", fp8["bytes"], model["bytes"])
+    assert fp8["bytes"] < 0.6 * model["bytes"]
