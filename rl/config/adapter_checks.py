@@ -53,6 +53,7 @@ def _check_fp8(config: Config) -> None:
         "adapter.kind=dora, which reads the rows of every weight": config.adapter.kind == "dora",
         "adapter.init=pissa, which changes every weight": config.adapter.init == "pissa",
         "critic.share_base=true, whose layers would not dequantise the policy's": config.critic.share_base,
+        "sweep.adapters, whose points share one base in model.dtype": config.sweep.is_on,
     }
     for reason in (reason for reason, is_set in reasons.items() if is_set):
         raise ConfigError(f"adapter.base=fp8 cannot be combined with {reason}; use adapter.base=model.")
