@@ -61,8 +61,9 @@ extras = {
         "types-pyyaml==6.0.12.20261113",
         "peft==0.21.2",
         "accelerate==1.15.0",  # which peft imports
+        "mkdocs==1.6.1",  # the site of docs/: tools/docs/mkdocs.yml
+        "mkdocs-material==9.8.1",
     ],
-    "docs": ["mkdocs==1.6.1", "mkdocs-material==9.8.1"],  # the site of docs/: tools/docs/mkdocs.yml
     "report": ["matplotlib==3.11.2", "plotly==7.1.0"],
     "search": ["bm25s==0.3.16"],  # rl.agents.shipped.search
     # Of logging.wandb, mlflow and trackio. mlflow-skinny has no databases: install mlflow for sqlite:.
