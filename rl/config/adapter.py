@@ -29,9 +29,9 @@ class Adapter:
     path: str = ""
     """Directory of an adapter in the format of peft from which A and B start. Empty: `init`."""
     base: Literal["model", "fp8"] = "model"
-    """Type of the frozen weights in the trainer. model: model.dtype. fp8: linear layers are kept in FP8 with a
-    factor per block of 128 x 128, about half of the memory of bfloat16, and dequantised layer by layer in
-    each pass. The engine gets the dequantised values."""
+    """Type of the frozen weights in the trainer. model: model.dtype. fp8: linear layers in FP8 with a factor
+    per block of 128 x 128, about half of the memory of bfloat16, dequantised layer by layer in each pass. The
+    engine gets the dequantised values."""
     in_engine: Literal["merged", "adapter"] = "merged"
     """Form in which the engine holds the policy. merged: W + scale * B A. adapter: W, and A and B beside it;
     a refit then moves only A and B."""

@@ -61,7 +61,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--world-size", metavar="N", type=int, default=ranks, help=ranks_help)
     shape_help = "config.json to use instead of model.path's (configs/models has some)"
     add("--model-shape", metavar="FILE", default="", help=shape_help)
-    points_help = "number of adapters that learn together on one base, as in a sweep in one job (1)"
+    points_help = (
+        "number of adapters that learn together on one base, as in a sweep in one job (sweep.adapters)"
+    )
     add("--points", metavar="N", type=int, default=1, help=points_help)
     for side in ("prompt", "response"):
         mean_help = f"mean tokens of a {side} (half of the longest)"

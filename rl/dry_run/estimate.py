@@ -94,8 +94,9 @@ def estimate(
 
     shape: a config.json to use instead of model.path's. prompt, response: mean tokens; 0 means half of the
     maximum. plan: whether to plan the refit, which takes seconds for the largest models. Raises ConfigError
-    for an invalid layout. points: number of adapters of a sweep in one job.
+    for an invalid layout. points: number of adapters of a sweep in one job; at least those of sweep.adapters.
     """
+    points = max(points, len(config.sweep.adapters))
     if points > 1 and config.adapter.in_engine != "adapter":
         raise ConfigError(
             f"--points {points} trains several adapters on one base, but adapter.in_engine=merged holds one "

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, algorithm_of, needs_engine
 from rl.dry_run.hardware import Hardware
-from rl.dry_run.parameters import StageCount, buffer_elements, count_engine, count_stages
+from rl.dry_run.parameters import Part, StageCount, buffer_elements, count_engine, count_stages
 from rl.dry_run.shape import Model
-from rl.models.layout import padded_vocab, vocab_multiple
+from rl.models.adapters import adapters as adapters_of
+from rl.models.layout import FP8_BLOCK, padded_vocab, vocab_multiple
 from rl.models.placement import RolloutPlacement, TrainingPlacement, training_ranges
 from rl.models.sizes import num_kv_heads
 
@@ -221,6 +222,11 @@ def estimate_memory(
         for name, model in on_grid.items()
         if model.adapters
     }
+    in_fp8 = {
+        name: count_stages(linear_parts(model), layout.placement(model))
+        for name, model in on_grid.items()
+        if model.adapters and config.adapter.base == "fp8"
+    }
     stages = []
     for stage in range(layout.pp):
         states = {
@@ -232,6 +238,7 @@ def estimate_memory(
                 adapters=adapters[name][stage] if name in adapters else None,
                 points=points,
                 shares_base=on_grid[name].shares_base,
+                in_fp8=in_fp8[name][stage].parameters if name in in_fp8 else 0,
             )
             for name in counts
         }
@@ -258,6 +265,12 @@ def estimate_memory(
     )
 
 
+def linear_parts(model: Model) -> list[Part]:
+    """Return the weights of linear layers, without routers, embedding and head."""
+    layers = {pair.base.hf for pair in adapters_of(model.weights, rank=1)}
+    return [part for part in model.parts if part.weight.hf in layers]
+
+
 def model_state(
     count: StageCount,
     layout: Layout,
@@ -267,6 +280,7 @@ def model_state(
     adapters: StageCount | None = None,
     points: int = 1,
     shares_base: bool = False,
+    in_fp8: int = 0,
 ) -> State:
     """Return the bytes of weights, gradients and optimizer state of one model on a rank.
 
@@ -274,13 +288,15 @@ def model_state(
     the data parallel ranks shard it.
 
     adapters: the weights that learn, if the others are frozen. points: number of such sets on the same base.
-    shares_base: the frozen ones are those of another model.
+    shares_base: the frozen ones are those of another model. in_fp8: number of the frozen ones that are kept
+    in FP8, with a float32 factor per block.
     """
     if adapters is not None:
         own = model_state(adapters, layout, itemsize, learns=True)
         lengths = adapters.buffers  # DoRA's, which learn in float32
         own = State(own.weights, own.gradients + 4 * lengths, own.optimizer + 8 * lengths // layout.dp)
         base = 0 if shares_base else model_state(count, layout, itemsize, learns=False).weights
+        base -= in_fp8 * (itemsize - 1) - 4 * in_fp8 // FP8_BLOCK**2
         return State(base + points * own.weights, points * own.gradients, points * own.optimizer)
     if not learns:
         return State(itemsize * count.parameters + 4 * count.buffers)

@@ -10,10 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rl.models.boxes import Box, index
-from rl.models.layout import Weight
+from rl.models.layout import FP8_BLOCK, Weight
 
-FP8_BLOCK = 128
-"""Rows and columns of a block of an FP8 checkpoint; each block has one scale."""
 MAPPED_BYTES = 256 << 20
 """Bytes read from a file before it is opened again, which releases the pages read so far from memory."""
 

@@ -20,6 +20,9 @@ from rl.models.boxes import Box, index, whole
 if TYPE_CHECKING:  # importing this needs no torch, which a login node may lack
     from torch import Tensor
 
+FP8_BLOCK = 128
+"""Rows and columns of a block of an FP8 weight; each block has one factor."""
+
 
 @dataclass(frozen=True)
 class Piece:

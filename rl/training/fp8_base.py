@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from rl.models.adapters import adapters
 from rl.models.boxes import whole
-from rl.models.files import FP8_BLOCK
+from rl.models.layout import FP8_BLOCK
 from rl.training.weights import WeightMap, dequantised
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.models.boxes import Box, index
-from rl.models.files import FP8_BLOCK, TensorReader, tensor_files
-from rl.models.layout import Weight, assemble
+from rl.models.files import TensorReader, tensor_files
+from rl.models.layout import FP8_BLOCK, Weight, assemble
 from rl.models.placement import Place, TrainingPlacement, count_experts, training_ranges
 from rl.training.grid import Grid
 from rl.training.layer_spec import te_name

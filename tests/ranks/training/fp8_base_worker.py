@@ -2,7 +2,8 @@
 
     fp8_base_worker.py CHECKPOINT OUT_DIR TPxPPxEP [KEY=VALUE ...]
 
-Rank 0 saves to OUT_DIR/found.pt for both: log-probs, adapters after an update, bytes of the linear layers.
+Rank 0 saves to OUT_DIR/found.pt for both: log-probs, gradient of the adapters, checksums of the base, bytes of
+the linear layers. The gradient is read off an optimizer step that is gradient descent.
 """
 
 import sys
@@ -14,7 +15,7 @@ RANKS = discover()
 prepare_environment(RANKS)
 
 import torch  # noqa: E402
-from adapter_worker import fill, whole  # noqa: E402
+from adapter_worker import EPS, OPTIONS, fill, whole  # noqa: E402
 from megatron_groups import new_grid  # noqa: E402
 
 from rl.checkpoint.contents import checksums  # noqa: E402
@@ -41,13 +42,14 @@ def results(trainer) -> dict:
         loss = -micro.logprobs.sum()
         return loss, {"loss": loss}
 
-    norm = trainer.update(batch, plan, minus_logprobs, lr=1e-2)["grad_norm"]
+    before = whole(full_weights(trainer.adapter_map))
+    trainer.update(batch, plan, minus_logprobs, lr=EPS)
+    after = whole(full_weights(trainer.adapter_map))
     linear = [p for w, p in trainer.weight_map.local() if w.layer is not None and p.dim() == 2]
     stored = [] if trainer.adapters.fp8_base is None else trainer.adapters.fp8_base.tensors
     return {
         "logprobs": logprobs,
-        "norm": norm,
-        "adapters": whole(full_weights(trainer.adapter_map)),
+        "gradient": {name: before[name] - tensor for name, tensor in after.items()},
         "checksums": {name: sum_ for name, sum_ in checksums("policy", trainer).items() if "/base/" in name},
         "bytes": sum(p.untyped_storage().nbytes() for p in linear) + sum(t.nbytes for t in stored),
     }
@@ -59,7 +61,7 @@ def main(checkpoint: str, out: str, layout: str, *overrides: str) -> None:
     with session(RANKS) as device:
         hf, found = read_hf_config(checkpoint), {}
         for base, path in (("fp8", checkpoint), ("model", f"{out}/hf")):
-            keys = [f"model.path={path}", "adapter.kind=lora", f"adapter.base={base}", *sizes, *overrides]
+            keys = [*OPTIONS, f"model.path={path}", f"adapter.base={base}", *sizes, *overrides]
             config = resolve(load(Config, None, keys))
             trainer = build_policy(config, hf, new_grid(tp, pp, ep, config.training.expert_tp), device)
             if base == "fp8":

@@ -1,4 +1,4 @@
-"""A base in FP8 computes and learns bitwise what its dequantised values do, in half of the memory."""
+"""A base in FP8 computes and learns what its dequantised values do, in a quarter of the memory of float32."""
 
 from pathlib import Path
 
@@ -8,7 +8,8 @@ import torch
 from rl.models.boxes import whole
 from rl.training.fp8_base import quantised
 from rl.training.weights import dequantised
-from tests.checkpoints import save_tiny
+from tests import bounds
+from tests.checkpoints import SIZES, save_tiny
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "fp8_base_worker.py"
@@ -37,8 +38,10 @@ def test_a_base_in_fp8_is_its_dequantised_values(tmp_path, family, layout, optio
     run_ranks(2, WORKER, checkpoint, tmp_path, layout, *options, timeout=300)
     found = torch.load(tmp_path / "found.pt")
     fp8, model = found["fp8"], found["model"]
-    assert torch.equal(fp8["logprobs"], model["logprobs"]) and fp8["norm"] == model["norm"]
-    assert all(torch.equal(tensor, model["adapters"][name]) for name, tensor in fp8["adapters"].items())
+    assert torch.equal(fp8["logprobs"], model["logprobs"])
+    for name, expected in model["gradient"].items():  # the hooks change the order of sums of gradients
+        difference = (fp8["gradient"][name] - expected).norm() / (expected.norm() + 1e-3)
+        assert difference <= bounds.of_gradient(3, SIZES["hidden_size"]), name
     assert fp8["checksums"] == model["checksums"] != {}
     print("bytes of the linear layers", fp8["bytes"], model["bytes"])
-    assert fp8["bytes"] < 0.6 * model["bytes"]
+    assert fp8["bytes"] < 0.3 * model["bytes"]  # of float32

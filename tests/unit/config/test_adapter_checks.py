@@ -19,6 +19,8 @@ PPO = str(ROOT / "configs" / "toy" / "ppo.yaml")
         (["critic.share_base=true"], "set adapter.kind=lora"),
         (["critic.share_base=true", "adapter.kind=lora", "critic.path=x"], "not those of critic.path=x"),
         (["critic.share_base=true", "adapter.kind=lora", "adapter.init=pissa"], "use adapter.init=zero"),
+        (["adapter.kind=dora", "adapter.base=fp8"], "use adapter.base=model"),
+        (["critic.share_base=true", "adapter.kind=lora", "adapter.base=fp8"], "use adapter.base=model"),
     ],
 )
 def test_contradictions_are_refused(overrides, message):

@@ -81,6 +81,11 @@ def test_every_production_config_fits_80_gib(path):
     assert estimate(load_config(str(path)), PRODUCTION[path], Hardware(), plan=False).problems == []
 
 
+def estimate_of_points(points):
+    config = load_config(str(CONFIGS / f"{GRPO}.yaml"), (*LORA, "adapter.in_engine=adapter"))
+    return estimate(config, 8, Hardware(), plan=False, points=points)
+
+
 class TestMemory:
     def test_offloaded_state_is_absent_in_generation(self):
         some = found(GRPO, 8, "training.offload=all").memory
@@ -110,6 +115,24 @@ class TestMemory:
         assert lora.optimizer == pytest.approx(12 * learned / 8, rel=1e-4)  # over dp 8
         critic = found(GRPO, 8, "algorithm=ppo", "critic.share_base=true", *LORA).memory.stages[0]
         assert critic.states["critic"].weights == pytest.approx(2 * learned, rel=1e-4)
+
+    def test_a_base_in_fp8_takes_one_byte_and_its_factors(self):
+        model, fp8 = (found(GRPO, 8, *LORA, *keys).memory.stages[0] for keys in ((), ("adapter.base=fp8",)))
+        linear = 28 * (3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944)
+        saved = model.states["policy"].weights - fp8.states["policy"].weights
+        assert saved == pytest.approx(linear * (1 - 4 / 128**2), rel=1e-6)
+
+    def test_points_share_the_base(self):
+        one, nine = (estimate_of_points(points) for points in (1, 9))
+        learned = one.models["policy"].adapter_parts
+        more = 8 * 2 * sum(part.elements for part in learned)
+        states = [some.memory.stages[0].states["policy"] for some in (one, nine)]
+        assert states[1].weights - states[0].weights == pytest.approx(more, rel=1e-6)
+        assert states[1].optimizer == 9 * states[0].optimizer
+        assert (
+            nine.sequences == 9 * one.sequences
+            and nine.seconds["update_actor"] > 8 * one.seconds["update_actor"]
+        )
 
     def test_adapters_alone_travel_in_their_form(self):
         merged = found(GRPO, 8, *LORA, plan=True)
