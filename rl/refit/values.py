@@ -76,7 +76,7 @@ def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values
     assert trainer.adapter_map is not None, "the engine has adapters and the trainer has none"
     scaled = functools.partial(_scaled, trainer.adapter.scale)
     return [
-        Values(trainer.weight_map, trainer.adapters.base_value),
+        Values(trainer.weight_map, lambda _, parameter: trainer.adapters.base_value(parameter)),
         Values(trainer.adapter_map, scaled, is_adapter=True),
     ]
 

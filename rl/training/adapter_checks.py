@@ -17,7 +17,9 @@ def check_learning(name: str, model: TrainingEngine) -> None:
     """
     learned, weights = model.learned_map.parameters, model.weight_map.parameters
     sums = {
-        key: int(placed_checksum(weight.detach())) for key, weight in weights.items() if key not in learned
+        key: int(placed_checksum(model.adapters.base_value(weight.detach())))
+        for key, weight in weights.items()
+        if key not in learned
     }
     first = model.adapters.sums_of_frozen
     if not first:
