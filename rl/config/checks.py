@@ -115,11 +115,6 @@ def check_trackers(config: Config) -> None:
             f"logging.project is {show(logging.project)}, but must consist of letters, digits, '_', '-' and "
             "'.', as trackers require: use e.g. lockstep."
         )
-    if logging.prometheus and not logging.prometheus.endswith(".prom"):
-        raise ConfigError(
-            f"logging.prometheus={logging.prometheus} must end in .prom, because the textfile collector "
-            "reads no other files."
-        )
 
 
 def check_contradictions(config: Config) -> None:
