@@ -66,6 +66,8 @@ extras = {
     ],
     "report": ["matplotlib==3.11.2", "plotly==7.1.0"],
     "search": ["bm25s==0.3.16"],  # rl.agents.shipped.search
+    # Of logging.wandb, mlflow and trackio. mlflow-skinny has no databases: install mlflow for sqlite:.
+    "trackers": ["wandb==0.31.0", "mlflow-skinny==3.17.2", "trackio==0.43.0"],
     # Packages of environments (rl/agents/adaptors, docs/agents.md), each with the version of its test.
     "reasoning-gym": ["reasoning-gym==0.1.25"],  # one of its requirements is compiled: needs a C compiler
     # Pins versions of msgspec and reasoning-gym that others do not accept, and needs neither for its games:

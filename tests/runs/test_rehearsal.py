@@ -111,8 +111,9 @@ def test_layers_of_transformer_engine_train_and_refit(toy, tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters_learn_on_transformer_engine_as_without_it(toy, tmp_path):
-    adapter = "adapter={kind: lora, rank: 4}"
+@pytest.mark.parametrize("base", ["model", "fp8"])
+def test_adapters_learn_on_transformer_engine_as_without_it(toy, tmp_path, base):
+    adapter = f"adapter={{kind: lora, rank: 4, base: {base}}}"
     config = write_config(tmp_path, toy, *RUN, *SFT, adapter, "objective.kl_coef=0", "run.max_steps=3")
     losses = []
     for name, options in (("with", ["--te"]), ("without", [])):
