@@ -51,10 +51,7 @@ def test_points_are_the_runs_that_they_are_alone(config, tmp_path):
     together = (*ADAPTER, *STEPS, adapters(list(POINTS.values())))
     train(2, config, *together)
     for name, values in list(POINTS.items())[1:]:
-        assert alone(config, 2, values, tmp_path / name) == comparable(sweep / name)
-        assert_same_checkpoint(
-            *(run / "checkpoints" / "step_000004" for run in (sweep / name, tmp_path / name))
-        )
+        assert_close(alone(config, 2, values, tmp_path / name), comparable(sweep / name))
     # Two points lose their last checkpoint; the third is not taken up again.
     before = {name: comparable(sweep / name) for name in POINTS}
     lost, _, over = POINTS
