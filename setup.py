@@ -61,10 +61,13 @@ extras = {
         "types-pyyaml==6.0.12.20261113",
         "peft==0.21.2",
         "accelerate==1.15.0",  # which peft imports
+        "mkdocs==1.6.1",  # the site of docs/: tools/docs/mkdocs.yml
+        "mkdocs-material==9.8.1",
     ],
-    "docs": ["mkdocs==1.6.1", "mkdocs-material==9.8.1"],  # the site of docs/: tools/docs/mkdocs.yml
     "report": ["matplotlib==3.11.2", "plotly==7.1.0"],
     "search": ["bm25s==0.3.16"],  # rl.agents.shipped.search
+    # Of logging.wandb, mlflow and trackio. mlflow-skinny has no databases: install mlflow for sqlite:.
+    "trackers": ["wandb==0.31.0", "mlflow-skinny==3.17.2", "trackio==0.43.0"],
     # Packages of environments (rl/agents/adaptors, docs/agents.md), each with the version of its test.
     "reasoning-gym": ["reasoning-gym==0.1.25"],  # one of its requirements is compiled: needs a C compiler
     # Pins versions of msgspec and reasoning-gym that others do not accept, and needs neither for its games:

@@ -31,7 +31,17 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_tables import carry_over, checkpoint, control, generation, grpo, numerics, refit, training  # noqa: E402
+from tools.bench_tables import (  # noqa: E402
+    carry_over,
+    checkpoint,
+    control,
+    generation,
+    grpo,
+    numerics,
+    refit,
+    sweep,
+    training,
+)
 from tools.bench_tables.report import (  # noqa: E402
     Result,
     describe_machine,
@@ -106,6 +116,13 @@ TABLES = {
         "lower",
         numerics.add_arguments,
         numerics.measure,
+    ),
+    "sweep": Table(
+        "A sweep of adapters in one job against the same points alone",
+        "one job / alone, core-seconds",
+        "lower",
+        sweep.add_arguments,
+        sweep.measure,
     ),
     "control": Table(
         "Share of a step outside generation, forward, backward and refit, and its growth with the ranks",

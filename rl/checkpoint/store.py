@@ -459,7 +459,8 @@ def _check_models(
         if there != here:
             raise ConfigError(
                 f"{path} was written with {_adapter_in_words(there)}, not {_adapter_in_words(here)}; use the "
-                "section adapter of that run, or another run.dir."
+                "section adapter of that run, or another run.dir and its export as model.path "
+                "(tools/export_hf.py)."
             )
         shapes, dtype = tensor_shapes(model), dtype_of(model)
         for hf in sorted(shapes.keys() | saved["tensors"].keys()):

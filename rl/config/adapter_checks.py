@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rl.config.options import ConfigError
 from rl.config.schema import Config
-from rl.models.adapters import LowRank, adapters, check_stages
+from rl.models.adapters import LowRank, adapters, check_ranks
 from rl.models.layout import Weight
 
 
@@ -62,7 +62,7 @@ def _check_fp8(config: Config) -> None:
 def adapters_of(config: Config, weights: Sequence[Weight]) -> list[LowRank]:
     """Return the adapters of a model with these weights; none if the section is off.
 
-    Raises ConfigError for a target that matches no layer, and for a pipeline stage without an adapter.
+    Raises ConfigError for a target that matches no layer, and for a rank without an adapter.
     """
     adapter = config.adapter
     if not adapter.is_on:
@@ -70,7 +70,8 @@ def adapters_of(config: Config, weights: Sequence[Weight]) -> list[LowRank]:
     try:
         pairs = adapters(weights, rank=adapter.rank, targets=adapter.targets, dora=adapter.kind == "dora")
         num_layers = 1 + max(weight.layer for weight in weights if weight.layer is not None)
-        check_stages(pairs, num_layers, config.training.pp)
+        layout = config.training
+        check_ranks(pairs, weights, num_layers=num_layers, pp=layout.pp, ep=layout.ep)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if adapter.init == "pissa":

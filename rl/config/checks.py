@@ -40,7 +40,6 @@ OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimiz
 REQUIRED = {
     "model.path": "a Hugging Face checkpoint directory",
     "data.train": "a list of parquet, JSONL or Arrow files",
-    "data.prompt_key": "the column with the prompt",
 }
 
 
@@ -116,11 +115,6 @@ def check_trackers(config: Config) -> None:
             f"logging.project is {show(logging.project)}, but must consist of letters, digits, '_', '-' and "
             "'.', as trackers require: use e.g. lockstep."
         )
-    if logging.prometheus and not logging.prometheus.endswith(".prom"):
-        raise ConfigError(
-            f"logging.prometheus={logging.prometheus} must end in .prom, because the textfile collector "
-            "reads no other files."
-        )
 
 
 def check_contradictions(config: Config) -> None:
@@ -181,6 +175,10 @@ def check_contradictions(config: Config) -> None:
 
 def check_data(config: Config) -> None:
     data, needs = config.data, algorithm_of(config).needs
+    if not data.prompt_key and {"pairs", "labels"}.isdisjoint(needs) and not data.messages_key:
+        raise ConfigError(
+            "data.prompt_key is empty, but a run needs it: set it to the column with the prompt."
+        )
     if data.train_weights and len(data.train_weights) != len(data.train):
         raise ConfigError(
             f"data.train_weights has {len(data.train_weights)} numbers for {len(data.train)} files of "

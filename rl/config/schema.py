@@ -465,7 +465,8 @@ class Logging:
     project: str = "lockstep"
     """Project, or experiment, of the run in wandb, MLflow and trackio. The run is named run.name there."""
     prometheus: str = ""
-    """Text file for the textfile collector of Prometheus's node_exporter, ending in .prom. Empty: none."""
+    """Directory of the textfile collector of Prometheus's node_exporter, in which rank 0 writes
+    lockstep_<run.name>.prom. Empty: none."""
     prometheus_port: Annotated[int, PORT] = 0
     """Port on which rank 0 answers GET /metrics for Prometheus. 0: none."""
     rollouts: Literal["none", "sample", "all"] = "sample"

@@ -115,7 +115,7 @@ def _check_combinations(config: Config, distils: bool) -> None:
         "the section roles": config.roles.is_on,
         "rollout.carry_over=true": config.rollout.carry_over,
         "the section agents": config.agents.is_on,
-        f"run.mode={config.run.mode}": config.run.mode != "train",
+        f"run.mode={config.run.mode}": config.run.mode not in ("train", "check"),
         f"model.numerics={config.model.numerics}": config.model.numerics != "fast",
         f"training.router_replay={config.training.router_replay}": config.training.router_replay != "none",
     }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rl.models.boxes import whole
 from rl.models.layout import COLUMN, REPLICATED, ROW, Cut, Piece, Weight
-from rl.models.placement import training_ranges
+from rl.models.placement import count_experts, training_ranges
 
 PREFIX = "base_model.model."
 """Begins the name of every tensor in a checkpoint of peft."""
@@ -69,15 +69,19 @@ def adapters(
     ]
 
 
-def check_stages(pairs: Sequence[LowRank], num_layers: int, pp: int) -> None:
-    """Raise ValueError if a pipeline stage has no adapter, and so nothing to learn."""
-    layers = {pair.base.layer for pair in pairs}
+def check_ranks(
+    pairs: Sequence[LowRank], weights: Sequence[Weight], *, num_layers: int, pp: int, ep: int
+) -> None:
+    """Raise ValueError if a rank has no adapter, and so nothing to learn. weights: all of the model."""
+    experts_per_rank = count_experts(weights) // ep
     for stage, (first, stop) in enumerate(training_ranges(num_layers, pp)):
-        if layers.isdisjoint(range(first, stop)):
+        experts = [pair.base.expert for pair in pairs if first <= (pair.base.layer or 0) < stop]
+        ranks = {expert // experts_per_rank for expert in experts if expert is not None}
+        if None not in experts and len(ranks) < ep:
             raise ValueError(
-                f"adapter.targets gives no adapter to layers {first} to {stop - 1}, which are pipeline stage "
-                f"{stage} of training.pp={pp} and would have nothing to learn; choose targets in every stage "
-                "or a smaller training.pp."
+                f"adapter.targets gives no adapter to ranks of pipeline stage {stage} (layers {first} to "
+                f"{stop - 1}) with training.pp={pp} and training.ep={ep}: they would have nothing to learn; "
+                "choose targets in every stage, and not only some experts."
             )
 
 

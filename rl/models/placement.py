@@ -8,6 +8,7 @@ expert.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -149,7 +150,7 @@ def vllm_ranges(num_layers: int, pp: int) -> Ranges:
     return _ranges(sizes)
 
 
-def count_experts(weights: list[Weight]) -> int:
+def count_experts(weights: Sequence[Weight]) -> int:
     """Return the number of routed experts of a layer; 0 for a dense model."""
     return max((weight.expert + 1 for weight in weights if weight.expert is not None), default=0)
 

@@ -123,7 +123,7 @@ class JointGeneration:
                     if point not in self._checked:
                         check_refit(policy, engine, **options)
                         self._checked.add(point)
-            check_weights(policy, engine, **options)
+            check_weights(policy, engine, **options, with_base=point == min(asks))
         if self._offload == "all":
             for policy in self._policies:
                 policy.offload(weights=True)

@@ -20,7 +20,7 @@ import json
 import pickle
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -294,7 +294,7 @@ class Link:
         self._left_out = left_out
 
     def _move(
-        self, number: int, version: int, sources: dict[int, Tensor], destinations: dict[int, Tensor]
+        self, number: int, version: int, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]
     ) -> tuple[BytesMoved, list[tuple[int, int]]]:
         """Carry out the plan; return the bytes and the result of the check, if this version is checked.
 

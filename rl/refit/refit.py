@@ -130,15 +130,21 @@ def check_refit(
 
 
 def check_weights(
-    trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512, adapter: int = 0
+    trainer: TrainingEngine,
+    engine: RolloutEngine,
+    *,
+    buffer_mib: int = 512,
+    adapter: int = 0,
+    with_base: bool = True,
 ) -> None:
     """Compare this rank's engine weights with the trainer's by checksums. Collective over the world.
 
     It reads every weight about twice. It is independent of `RolloutEngine.weights_version`, which may be
     wrong. After a difference `check_refit` finds weights, ranks and elements, and raises RefitMismatch.
-    Several adapters share the base, which is compared with the first one only.
+
+    with_base: compare also the base, which several adapters share.
     """
-    parts = _parts(trainer, engine, buffer_mib, adapter, with_base=adapter == 0)
+    parts = _parts(trainer, engine, buffer_mib, adapter, with_base=with_base)
     device = engine.device.torch
     with tracing.span("compare weights"):
         wrong = [compare(p.planned.plan, p.sources, p.destinations, device, quick=True) for p in parts]

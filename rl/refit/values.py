@@ -73,11 +73,12 @@ def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values
     if not in_parts:
         adapters = trainer.adapters
         return [Values(trainer.weight_map, *([] if adapters is None else [adapters.merging()]))]
-    assert trainer.adapter_map is not None, "the engine has adapters and the trainer has none"
-    scaled = functools.partial(_scaled, trainer.adapter.scale)
+    adapter_map, adapter = trainer.adapter_map, trainer.adapter
+    assert adapter_map is not None and adapter is not None, "the engine has adapters, but not the trainer"
+    scaled = functools.partial(_scaled, adapter.scale)
     return [
-        Values(trainer.weight_map, lambda _, parameter: trainer.adapters.base_value(parameter)),
-        Values(trainer.adapter_map, scaled, is_adapter=True),
+        Values(trainer.weight_map, trainer.adapters.base_value),
+        Values(adapter_map, scaled, is_adapter=True),
     ]
 
 

@@ -371,7 +371,7 @@ SLOW = {
 
 def slowest_phase(facts: Facts) -> Verdict | None:
     total = facts.metrics.get("timing_s/step")
-    if not total or not facts.phases:
+    if not total or not facts.phases or facts.sampled is None:  # else the update is all of the step
         return None
     name, values = max(facts.phases.items(), key=lambda item: item[1]["s"])
     share = values["s"] / total

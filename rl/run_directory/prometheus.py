@@ -28,7 +28,8 @@ class Prometheus:
 
     def __init__(self, config: Config):
         self._run, self._port = config.run.name, config.logging.prometheus_port
-        self._file = Path(config.logging.prometheus) if config.logging.prometheus else None
+        place = config.logging.prometheus
+        self._file = Path(place, f"lockstep_{config.run.name}.prom") if place else None
         self._values: dict[str, float] = {}
         self._server: ThreadingHTTPServer | None = None
         self.text = ""

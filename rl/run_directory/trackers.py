@@ -67,11 +67,11 @@ class TrackerThread:
         self._path, tracker = path, self._tracker
         self._state_path = path.parent / DIRECTORY / f"{tracker.name}.json"
         self._state: dict[str, Any] = {"step": -1}
-        if resume_step is not None and self._state_path.is_file():
-            self._state = json.loads(self._state_path.read_text())
-            if tracker.cuts:
-                self._state["step"] = min(self._state["step"], resume_step)
         try:
+            if resume_step is not None and self._state_path.is_file():
+                self._state |= json.loads(self._state_path.read_text())
+                if tracker.cuts:
+                    self._state["step"] = min(self._state["step"], resume_step)
             # Here, because imports in two threads can wait for each other.
             importlib.import_module(tracker.package)
         except Exception as error:
@@ -184,6 +184,7 @@ class Wandb:
             name=self._config.run.name,
             id=state["run"],
             resume="allow",
+            reinit="create_new",  # a process may have several runs at the same time (sweeps)
             mode=self._config.logging.wandb,
             dir=str(directory),
             config=flatten(self._config),

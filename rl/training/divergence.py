@@ -87,7 +87,8 @@ class _Whole(torch.autograd.Function):
             slopes = divergence(log_p, log_q.sub_(totals[1, part, None]))[1]
             return slopes - log_p.exp() * slope_sums[part, None]
 
-        return *_through_head(gradient, hidden, weight, upstream / temperature, chunk), *[None] * 7
+        learns = ctx.needs_input_grad[1]
+        return *_through_head(gradient, hidden, weight, upstream / temperature, chunk, learns), *[None] * 7
 
 
 def top_k_divergence(
@@ -150,7 +151,8 @@ class _TopK(torch.autograd.Function):
             share = x.sub_(total[part] + log_p[part, -1:]).clamp_(max=0.0).exp_()
             return share.mul_(of_others[part]).scatter_(1, places[part], chosen[part])[:, :-1]
 
-        return *_through_head(gradient, hidden, weight, upstream / temperature, chunk), *[None] * 7
+        learns = ctx.needs_input_grad[1]
+        return *_through_head(gradient, hidden, weight, upstream / temperature, chunk, learns), *[None] * 7
 
 
 def top_k(
@@ -259,14 +261,24 @@ def _gathered(local: Tensor, group) -> Tensor:
 
 
 def _through_head(
-    gradient: Callable[[slice], Tensor], hidden: Tensor, weight: Tensor, upstream: Tensor, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden [T, H] and weight, from those of the scaled logits of each chunk."""
+    gradient: Callable[[slice], Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    upstream: Tensor,
+    chunk: int,
+    learns: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of hidden [T, H] and weight, from those of the scaled logits of each chunk.
+
+    learns: whether the weight has a gradient; adapters leave it frozen.
+    """
     grad_hidden = torch.empty_like(hidden)
-    grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    shape = weight.shape if learns else (0,)
+    grad_weight = torch.zeros(shape, dtype=torch.float32, device=weight.device)
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
         grad = (gradient(part) * upstream[part, None]).to(hidden.dtype)
         torch.mm(grad, weight, out=grad_hidden[part])
-        _add_product(grad_weight, grad.T, hidden[part])
-    return grad_hidden, grad_weight.to(weight.dtype)
+        if learns:
+            _add_product(grad_weight, grad.T, hidden[part])
+    return grad_hidden, grad_weight.to(weight.dtype) if learns else None

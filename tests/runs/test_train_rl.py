@@ -42,6 +42,7 @@ def test_two_steps_of_grpo_in_each_layout(config, layout):
         assert step["actor/ppo_kl"] == 0 and step["actor/pg_clipfrac"] == 0
         # The engine's log-probs are those of the trainer, whose weights the last step changed.
         assert step["training/rollout_probs_diff_max"] < bounds.TOY_LOGPROB
+        assert step["perf/slowest_rank"] in (0, 1) and step["perf/slowest_rank_late_s"] > 0
     # The policy is its own reference until the first update.
     assert steps[0]["actor/kl_loss"] == 0 and steps[1]["actor/kl_loss"] > 0
     assert "val-core/addition/acc/mean@1" in steps[-1] and "timing_s/update_weights" in steps[-1]
@@ -56,9 +57,10 @@ def test_metrics_have_the_names_that_verl_users_know(config, tmp_path):
         *(f"response_length/{n}" for n in ("mean", "max", "min", "clip_ratio")),
         *(f"prompt_length/{n}" for n in ("mean", "max", "min")),
         *(f"timing_s/{n}" for n in ("gen", "reward", "old_log_prob", "adv", "update_actor", "step")),
-        *("timing_s/update_weights",),
-        *("perf/throughput", "perf/total_num_tokens", "training/global_step"),
-        *(f"training/rollout_probs_diff_{n}" for n in ("mean", "max")),
+        *("timing_s/update_weights", "timing_per_token_ms/gen", "timing_per_token_ms/update_actor"),
+        *("perf/throughput", "perf/total_num_tokens", "training/global_step", "training/epoch"),
+        *("perf/time_per_step", "perf/cpu_memory_used_gb", "perf/host_memory_gib"),
+        *(f"training/rollout_probs_diff_{n}" for n in ("mean", "max", "std")),
     ):
         assert isinstance(record[name], (int, float)), name
     for part in ("config.yaml", "code/rl/run/loop.py", "tensorboard"):

@@ -43,13 +43,22 @@ def test_the_keys_that_pages_name_exist():
     assert unknown == []
 
 
+def alternatives(name: str) -> list[str]:
+    """Return the names that `a/{b,c}` stands for."""
+    match = re.search(r"\{([^}]*)\}", name)
+    if match is None:
+        return [name]
+    parts = match[1].split(",")
+    return [one for part in parts for one in alternatives(name[: match.start()] + part + name[match.end() :])]
+
+
 def test_the_metrics_that_pages_name_exist():
-    starts = {each.name.split("{")[0].split("<")[0] for rows in METRICS.values() for each in rows}
-    groups = {start.split("/")[0] for start in starts}
+    known = [name for rows in METRICS.values() for each in rows for name in alternatives(each.name)]
+    groups = {name.split("/")[0] for name in known}
 
     def exists(name: str) -> bool:
         start = name.partition("*")[0]
-        return any(known.startswith(start) for known in starts) if "*" in name else find(name) is not None
+        return any(each.startswith(start) for each in known) if "*" in name else find(name) is not None
 
     unknown = [
         f"{page.name}: {name}"

@@ -105,7 +105,7 @@ def blocks(name: str) -> dict[str, str]:
 def own_keys(name: str, algorithm: declarations.Algorithm) -> list[str]:
     """Return the keys that the algorithm reads: those of its sections, its estimator and its loss."""
     defaults = flatten(Config())
-    sections = set(SECTION_OF_NEED) & set(algorithm.needs)
+    sections = {*SECTION_OF_NEED, "teacher"} & set(algorithm.needs)
     named = algorithm.defaults.get
     chosen = (ADVANTAGES.get(named("objective.advantage", "")), LOSSES.get(named("objective.loss", "")))
     reads = {key for formula in chosen if formula for key in formula.reads}

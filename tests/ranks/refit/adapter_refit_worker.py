@@ -135,7 +135,7 @@ def main(checkpoint: str, out: str, rollout_tp: str, kind: str, targets: str, *l
                 of_form = ["adapter.in_engine=adapter", f"adapter.targets=[{targets}]"]
             overrides = (*OPTIONS, f"model.path={checkpoint}", f"rollout.tp={rollout_tp}", *of_form)
             config = resolve(load(Config, None, overrides))
-            engine = build_rollout(config, device, adapters=[config.adapter] * 2)
+            engine = build_rollout(config, device, adapters=[config.adapter] * 2 * (form == "adapter"))
             engine.name = form  # of its queues in the store
             for layout in layouts:
                 sizes = [int(size) for size in layout.split("x")]

@@ -1,5 +1,7 @@
 """The real tree in rl/config/schema.py, its docs and its checks."""
 
+import re
+
 import pytest
 
 from rl.config.checks import check
@@ -97,6 +99,31 @@ def test_the_defaults_with_model_and_data_pass_without_a_warning():
 @each("key, empty", [("model.path", ""), ("data.train", "[]"), ("data.prompt_key", "")])
 def test_a_required_key_that_is_missing_is_named(key, empty):
     assert check_error(f"{key}={empty}").startswith(f"{key} is empty, but a run needs it: set it to ")
+
+
+CHATS = ("algorithm=sft", "data.messages_key=messages", "data.val=val.jsonl")
+
+
+@each(
+    "overrides, words",
+    [
+        (("data.messages_key=messages",), "for algorithm=sft, not for grpo"),
+        (("algorithm=dpo", "data.messages_key=messages"), "for algorithm=sft, not for dpo"),
+        (("algorithm=sft", "data.train_on=last"), "data.train_on=last is for conversations"),
+        (("data.overlong_prompts=truncate_right",), "truncate_right is for conversations"),
+        ((*CHATS, "data.overlong_prompts=truncate_left"), "use truncate_right, drop or error"),
+        ((*CHATS, "validation.greedy=true"), "validation.greedy=true and .* have no answer to score"),
+        (("data.val=val.jsonl", "validation.loss=true"), "algorithm=grpo does not read"),
+        ((*CHATS, "validation.loss=false"), "leave nothing to validate with"),
+    ],
+)
+def test_keys_of_conversations_and_of_a_held_out_loss(overrides, words):
+    assert re.search(words, check_error(*overrides))
+
+
+@each("overrides", [CHATS, ("algorithm=dpo",), ("algorithm=kto",)])
+def test_conversations_need_no_prompt_column(overrides):
+    assert check(config_with(*overrides, "data.prompt_key=")) == []
 
 
 def test_every_numeric_key_has_a_range():

@@ -87,13 +87,13 @@ def test_a_slow_tracker_falls_behind_and_is_named(tmp_path, caplog):
 
 def test_prometheus_has_the_last_value_of_every_metric(tmp_path):
     config = Config()
-    config.run.name, config.logging.prometheus = 'a "b"', str(tmp_path / "textfile" / "run.prom")
+    config.run.name, config.logging.prometheus = 'a "b"', str(tmp_path / "textfile")
     tracker = Prometheus(config)
     metrics = MetricLog(tmp_path, resume_step=None, followers=[TrackerThread(tracker)])
     metrics.write(1, {"val-core/x/acc/mean@1": 0.25})
     metrics.write(2, {"critic/score/mean": 0.5})
     metrics.close()
-    lines = (tmp_path / "textfile" / "run.prom").read_text().splitlines()
+    lines = (tmp_path / "textfile" / 'lockstep_a "b".prom').read_text().splitlines()
     run = 'run="a \\"b\\""'
     assert f"lockstep_step{{{run}}} 2" in lines
     assert f'lockstep_metric{{{run},name="critic/score/mean"}} 0.5' in lines

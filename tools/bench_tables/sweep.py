@@ -1,0 +1,99 @@
+"""A sweep in one job against the same points alone: core-seconds, and whether the metrics are equal."""
+
+import itertools
+import json
+import re
+import resource
+import subprocess
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from rl.config.point_names import name_of, short_names
+from tools.bench_tables.report import Row
+from tools.bench_tables.sides import ROOT, BenchFailed, torchrun
+from tools.bench_tables.tasks import SIZES, save_task
+
+TIMES = re.compile(r"time$|timing_|perf/")
+"""Metrics that depend on the machine."""
+LR, SEED, RANK, ALGORITHM = "training.optimizer.lr", "run.seed", "adapter.rank", "algorithm"
+
+
+def add_arguments(add) -> None:
+    add("--size", choices=SIZES, default="0.7M", help="model (0.7M)")
+    add("--points", type=int, default=16, help="points of the sweep, at most 16 (16)")
+    add("--ranks", type=int, default=2, help="ranks of each job (2)")
+    add("--steps", type=int, default=20, help="steps of each point (20)")
+    add("--prompts", type=int, default=16, help="prompts of a step (16)")
+
+
+def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
+    """Return one row: user and system seconds of all processes on both sides."""
+    task = save_task(runs / "task", args.size, mean_length=4, max_length=8)
+    config = write_config(runs, task, args)
+    values = itertools.product((5e-4, 2e-3), (1, 2), (4, 8), ("grpo", "rloo"))
+    points = [dict(zip((LR, SEED, RANK, ALGORITHM), some)) for some in values][: args.points]
+    joint = run_seconds(args.ranks, config, runs / "joint", [f"sweep.adapters={json.dumps(points)}"])
+    alone, equal, largest = 0.0, 0, 0.0
+    for number, point in enumerate(points):
+        directory = runs / f"alone-{number}"
+        alone += run_seconds(
+            args.ranks, config, directory, [f"{key}={value}" for key, value in point.items()]
+        )
+        own = runs / "joint" / name_of(point, short_names(list(point)))
+        differences = [
+            abs(one[name] - other[name])
+            for one, other in zip(records(directory), records(own), strict=True)
+            for name in one
+        ]
+        equal += not any(differences)
+        largest = max(largest, *differences)
+    columns: dict[str, float | int | str] = {
+        "one job, core-seconds": joint,
+        "alone, core-seconds": alone,
+        "points with equal metrics": f"{equal} of {len(points)}",
+        "largest difference": largest,
+    }
+    return [Row(f"{len(points)} points, {args.ranks} ranks, {args.steps} steps", columns, joint / alone)], {}
+
+
+def run_seconds(ranks: int, config: Path, directory: Path, overrides: Sequence[str]) -> float:
+    """Run train_rl.py; return the user and system seconds of its processes. Raises BenchFailed."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [*torchrun(ranks), "train_rl.py", "--config", str(config), f"run.dir={directory}", *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise BenchFailed(f"{' '.join(overrides)} failed: {done.stderr[-2000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def records(directory: Path) -> list[dict[str, float]]:
+    """Return the metrics of each step that do not depend on the machine."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if not TIMES.match(name)} for line in lines
+    ]
+
+
+def write_config(directory: Path, task: Path, args: Namespace) -> Path:
+    """Write the config of all points; return the file."""
+    config = {
+        "run": {"name": "bench", "max_steps": args.steps},
+        "model": {"path": f"{task}/model", "dtype": "float32"},
+        "adapter": {"kind": "lora", "in_engine": "adapter"},
+        "data": {
+            "train": [f"{task}/train.parquet"],
+            "max_prompt_tokens": 16,
+            "prompts_per_step": args.prompts,
+        },
+        "reward": {"function": f"{task}/reward.py:score"},
+        "rollout": {"samples_per_prompt": 4, "max_response_tokens": 8, "deterministic": True},
+        "validation": {"every": 0},
+        "logging": {"tensorboard": False, "rollouts": "none"},
+    }
+    path = directory / "config.yaml"
+    path.write_text(yaml.dump(config))
+    return path
