@@ -34,7 +34,10 @@ def main(argv: list[str]) -> int:
         run.directory: read_run(run.directory) for run in runs if (run.directory / "metrics.jsonl").is_file()
     }
     if not records:
-        raise ConfigError("no run has written a metric yet.")
+        raise ConfigError(
+            f"no metrics.jsonl in {', '.join(map(str, values))}: no step has ended yet, or the runs lie in "
+            "directories below; name those (python -m launch status lists them)."
+        )
     metric, curves = curves_of(records, arguments.metric)
     out = arguments.out or arguments.directories[0]
     draw_curves({path.name: points for path, points in curves.items()}, out / "report.png", label=metric)

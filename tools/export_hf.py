@@ -47,17 +47,18 @@ def main(argv: list[str] | None = None) -> int:
 def export(ranks, args: argparse.Namespace) -> None:
     """Export a checkpoint. Raises ValueError for wrong arguments. Collective over the world."""
     from rl.checkpoint.directory import complete
-    from rl.checkpoint.hf import export_hf
-    from rl.checkpoint.peft import export_peft
-    from rl.checkpoint.store import CheckpointStore
     from rl.config.options import load
     from rl.config.schema import Config, Training
     from rl.models import read_hf_config
     from rl.runtime.session import session
-    from rl.training.engine import TrainingEngine
-    from rl.training.grid import build_grid
 
-    with session(ranks) as device:
+    with session(ranks) as device:  # silences the warnings of the imports below
+        from rl.checkpoint.hf import export_hf
+        from rl.checkpoint.peft import export_peft
+        from rl.checkpoint.store import CheckpointStore
+        from rl.training.engine import TrainingEngine
+        from rl.training.grid import build_grid
+
         if Path(args.out).exists():
             raise ValueError(f"--out {args.out} exists already: name another directory.")
         config = load(Config, Path(args.run_dir, "config.yaml"))

@@ -141,6 +141,7 @@ def _cell(value: Any) -> str:
 
 
 def show(tables: Iterator["pa.Table"], number: int) -> None:
+    """Print the texts of the first rows. Raises ValueError if there is none."""
     left = number
     for table in tables:
         for row in table.slice(0, left).to_pylist():
@@ -157,6 +158,8 @@ def show(tables: Iterator["pa.Table"], number: int) -> None:
         left -= min(left, table.num_rows)
         if not left:
             return
+    if left == number:
+        raise ValueError("no stored sample is selected; without filters all stored steps are listed.")
 
 
 def export(tables: Iterator["pa.Table"], path: Path) -> int:

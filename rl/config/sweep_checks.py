@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rl.config.options import ConfigError, flatten, show
+from rl.config.options import ConfigError, flatten, last, listed, nearest_keys, parent, show
 from rl.config.point_names import name_of, override, short_names
 from rl.config.schema import Config, algorithm_of, load_config, needs_engine, uses_teacher
 from rl.config.sweep import Sweep
@@ -52,13 +52,15 @@ def load_points(path: str | None, overrides: Sequence[str]) -> list[Config]:
         name = name_of(values, short) or "base"
         for key in values:
             if key not in known:
-                raise ConfigError(
-                    f"sweep.adapters varies {key}, which is not a config key; train_rl.py --help lists them."
-                )
+                near = nearest_keys(Config, parent(key), last(key), last(key))
+                advice = f"did you mean {listed(near, 'or')}?" if near else "train_rl.py --help lists them."
+                raise ConfigError(f"sweep.adapters varies {key}, which is not a config key; {advice}")
             if not any(key == shared or (shared[-1] == "." and key.startswith(shared)) for shared in VARYING):
+                varying = [f"{name}*" if name[-1] == "." else name for name in VARYING]
                 raise ConfigError(
-                    f"sweep.adapters varies {key}, but all points share it; only {', '.join(VARYING)} may "
-                    "differ. Set it for all points, or sweep over it with a job array (docs/launch.md)."
+                    f"sweep.adapters varies {key}, but all points share it. Set it for all points, or "
+                    "sweep over it with a job array (docs/launch.md). Points may differ in "
+                    f"{listed(varying, 'and')}."
                 )
         if name in (point.run.name for point in found):
             raise ConfigError(f"two points of sweep.adapters are both called {name}; is a value given twice?")

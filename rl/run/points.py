@@ -90,7 +90,8 @@ def run_points(
         for number, point in enumerate(points)
         if (opened := _open(number, point, inputs, early)) is not None
     ]
-    progress.line(f"{config.run.name}: sweep of {len(points)} points, of which {len(live)} go on")
+    ended = f", of which {len(points) - len(live)} have ended" if len(live) < len(points) else ""
+    progress.line(f"{config.run.name}: sweep of {len(points)} points{ended}")
     if not live:
         watchdog.status.write(state="finished")
         return 0
