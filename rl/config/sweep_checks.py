@@ -91,6 +91,7 @@ def check_sweep(config: Config, points: Sequence[Config]) -> None:
         f"run.mode={config.run.mode}": config.run.mode != "train",
         "checkpoint.background=true": config.checkpoint.background,
         "trace.steps": bool(config.trace.steps),
+        "logging.prometheus_port": bool(config.logging.prometheus_port),  # each point would need its own
         "a teacher": any(map(uses_teacher, points)),
         "adapter.init=pissa": any(point.adapter.init == "pissa" for point in points),  # changes the base
         "reward.model.path": bool(config.reward.model.path),

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rl.config.durations import seconds_of
-from rl.config.schema import Config, algorithm_of
+from rl.config.schema import Config, algorithm_of, uses_teacher
 from rl.data.batch import Batch, segment_counts
 from rl.run_directory.view import duration
 from rl.training.schedule import learning_rate
@@ -49,7 +49,7 @@ class Verdict:
 
 @dataclass
 class Facts:
-    """What the first step left, identical on every rank except for `seconds` and `memory`."""
+    """What the first step left, identical on every rank except for times."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
@@ -235,11 +235,13 @@ def reward_spread(facts: Facts) -> Verdict | None:
     if "critic/score/max" not in metrics:
         return None
     least, most, mean = (metrics[f"critic/score/{name}"] for name in ("min", "max", "mean"))
+    is_taught = uses_teacher(facts.config)
     if least == most:
         return Verdict(
             "reward",
-            "wrong",
-            f"every sample has the score {mean:g}, so nothing can be learned",
+            "look" if is_taught else "wrong",
+            f"every sample has the score {mean:g}, so nothing can be learned"
+            + (" but from the teacher" if is_taught else ""),
             "try the function on stored samples (run.mode=score_only); if it is right, the prompts are too "
             "hard or too easy for this model",
         )
@@ -256,7 +258,7 @@ def reward_spread(facts: Facts) -> Verdict | None:
     )
     if "groups" not in algorithm_of(facts.config).needs:
         return Verdict("reward", "ok", text)
-    return graded("reward", flat, (FLAT_GROUPS, 1.0), text, remedy)
+    return graded("reward", flat, (FLAT_GROUPS, math.inf if is_taught else 1.0), text, remedy)
 
 
 # Probabilities and the update -----------------------------------------------------------------------------
@@ -310,8 +312,10 @@ def ratio(facts: Facts) -> Verdict | None:
     metrics = facts.metrics
     if "actor/pg_clipfrac" not in metrics:
         return None
+    # With bypass the ratio is that of trainer and engine, which is not exactly 1.
+    first = "" if facts.config.rollout_correction.bypass else "the first update began at ratio 1; "
     text = (
-        f"the first update began at ratio 1; over all updates KL {metrics.get('actor/ppo_kl', 0.0):.2g}, "
+        f"{first}over all updates KL {metrics.get('actor/ppo_kl', 0.0):.2g}, "
         f"{metrics['actor/pg_clipfrac']:.1%} of the tokens clipped"
     )
     remedy = "lower training.optimizer.lr, training.epochs or the number of mini-batches"

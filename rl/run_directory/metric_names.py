@@ -346,12 +346,6 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "KL term.",
         ),
         M(
-            "{val,val-core/<source>}/{loss,perplexity}",
-            "",
-            "mean over the trained tokens of held-out responses of -log p, and its exponential",
-            "Rises while `sft/loss` falls: the policy overfits; keep the best checkpoint.",
-        ),
-        M(
             "val-core/<source>/<variable>/{best,maj}@<k>/{mean,std}",
             "",
             "best and majority of all k samples",
@@ -521,9 +515,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         M(
             "perf/mfu/{actor,critic,actor_infer}",
             "share",
-            "operations of update_actor, update_critic or old_log_prob / (their time x ranks x peak of dense "
-            "bfloat16); operations as `rl/training/dp_split.py` counts them, without recomputation; only "
-            "on GPUs of `rl/runtime/peaks.py`",
+            "operations of update_actor, update_critic or old_log_prob / (their time x ranks that train x "
+            "peak of dense bfloat16); operations as `rl/training/dp_split.py` counts them, without "
+            "recomputation; only on GPUs of `rl/runtime/peaks.py`",
             "Below about 0.2: micro-batches are too small (`training.micro_batch_tokens`), or the "
             "pipeline idles.",
         ),

@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 DIRECTORY = "trackers"
 BEHIND = 8
 """Number of steps by which a tracker may be behind before that is logged; again after each doubling."""
-CLOSE_S = 60.0
-"""Longest wait for a tracker at the end of a run, in seconds."""
 MAX_PARAMS = 100
 """Largest number of parameters in one call of MLflow."""
 
@@ -90,17 +88,18 @@ class TrackerThread:
     def _behind(self) -> int:
         return self._noted - self._state["step"]
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self._closing = True
         self._wake.set()
+
+    def wait(self, seconds: float) -> None:
         if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+            self._thread.join(seconds)
             if self._thread.is_alive():
                 log.warning(
-                    "%s has not taken the last %d steps within %g s; metrics.jsonl has them",
+                    "%s has not ended in time and lacks the last %d steps; metrics.jsonl has them",
                     self._tracker.name,
                     self._behind,
-                    CLOSE_S,
                 )
 
     def _run(self) -> None:

@@ -200,6 +200,13 @@ def test_an_illness_gets_its_verdict_and_no_other(illness, tokenizer):
     assert all(verdict.remedy for verdict in verdicts(facts) if verdict.level != "ok")
 
 
+def test_with_a_teacher_a_constant_reward_is_not_wrong(tokenizer):
+    facts = healthy(tokenizer, "teacher.path=teacher", "teacher.advantage_coef=0.1")
+    constant(facts)
+    facts.metrics["actor/grad_norm"] = 0.5
+    assert bad(facts) == {"reward": "look"}
+
+
 def test_a_warm_up_hides_no_learning_rate_that_is_too_high(tokenizer):
     facts = healthy(tokenizer, "training.optimizer.warmup_steps=100", "run.max_steps=1000")
     assert bad(facts) == {"size of the step": "wrong"}  # 0.01 nats at a hundredth of the rate
