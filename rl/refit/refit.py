@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl.config.options import ConfigError
 from rl.models.layout import VOCAB, Weight
 from rl.models.placement import RolloutPlacement, TrainingPlacement
 from rl.refit import gather
@@ -86,6 +87,12 @@ def refit(
         slots.begin(adapter, trainer.version)
     for part in _parts(trainer, engine, buffer_mib, adapter, with_base=slots is None or not slots.has_base):
         planned = part.planned
+        if slots is not None and planned.fallback:
+            raise ConfigError(
+                f"adapter.in_engine=adapter, but vLLM holds {len(planned.fallback)} weights, such as "
+                f"{planned.fallback[0].vllm}, in another dtype or layout than the trainer; only its own "
+                "loader can write; use adapter.in_engine=merged."
+            )
         done += transfer(planned.plan, part.sources, part.destinations, engine.device.torch)
         clear_padding(engine, planned.in_place, part.destinations)
         if planned.fallback:

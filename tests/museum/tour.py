@@ -77,8 +77,8 @@ CLEAN: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "environments": (1, "qwen2", ENVIRONMENTS),
     "carry-over": (1, "qwen2", ("rollout.carry_over=true", "rollout_correction.truncate_tokens=2.0")),
     "roles": (2, "qwen2", ROLES),
-    "adapters": (2, "qwen2", ("adapter.kind=lora", "training.tp=2", "objective.kl_coef=0.01")),
-    "adapters beside the weights": (2, "qwen2", (*BESIDE, "rollout.tp=2", "model.dtype=bfloat16")),
+    "adapters": (2, "qwen2", ("adapter.kind=lora", "training.tp=2", "model.dtype=bfloat16")),
+    "adapters beside the weights": (2, "qwen2", (*BESIDE, "rollout.tp=2", "objective.kl_coef=0.01")),
 }
 """Name -> number of ranks, model and overrides. Each run stops half-way and resumes."""
 ALL_CHECKS = ("agreement.weights_every=1", "refit.check_every=1")

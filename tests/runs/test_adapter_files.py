@@ -29,7 +29,7 @@ def test_a_run_starts_from_the_adapters_of_another(config, tmp_path):
     assert all((later[name] == tensor).all() for name, tensor in written.items())
 
     path = f"adapter.path={tmp_path}/run/adapter"
-    still = ("run.max_steps=1", "training.optimizer.lr=0", "checkpoint.export_hf=true")
+    still = ("run.max_steps=1", "training.optimizer.lr=0", "checkpoint.export_hf=true", "adapter.base=fp8")
     [step] = train(1, config, *LORA, path, *still, run=tmp_path / "next")
     assert step["training/rollout_probs_diff_max"] <= bounds.TOY_LOGPROB
     again = load_file(tmp_path / "next" / "adapter" / "adapter_model.safetensors")

@@ -9,6 +9,7 @@ from tests.museum.tour import CLEAN, Museum
 
 ALWAYS = (
     "refit skipped",
+    "adapter never merged",
     "attention across packed samples",
     "micro-batch dropped",
     "gradients not reduced",

@@ -46,11 +46,14 @@ Two-digit addition on two CPU ranks (AMD EPYC, 2026-11-22), one seed, from {star
 On another processor the numbers differ a little ([table](../algorithms.md#learning-curves-on-the-toy-task)).
 The command, after `bash tools/quickstart.sh`, which makes data and model:
 
-<!-- commands: not run, it takes minutes; tests/runs/test_algorithms.py runs a few steps -->
+<!-- commands: not run, it takes minutes; tests/runs has runs of a few steps -->
 ```bash
 torchrun --nproc-per-node 2 train_rl.py --config {config}
 ```"""
 TOY_RUN = dict(start="the model of the quickstart's warm-up", config="configs/toy/NAME.yaml")
+DISTILL_RUN = TOY_RUN | dict(
+    start="the model of the quickstart's warm-up, with the result of the quickstart as teacher"
+)
 SFT_RUN = dict(start="random weights", config="configs/quickstart_sft.yaml")
 
 
@@ -96,9 +99,9 @@ def blocks(name: str) -> dict[str, str]:
         "keys": key_table(own_keys(name, algorithm), flatten(Config()) | algorithm.defaults),
     }
     if name in stored():
-        made["curve"] = CURVE.format(name=name, **(SFT_RUN if name == "sft" else TOY_RUN)).replace(
-            "NAME", name
-        )
+        made["curve"] = CURVE.format(
+            name=name, **{"sft": SFT_RUN, "distill": DISTILL_RUN}.get(name, TOY_RUN)
+        ).replace("NAME", name)
     return made
 
 

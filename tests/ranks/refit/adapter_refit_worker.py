@@ -125,6 +125,18 @@ def two_adapters(config: Config, hf: dict, engine, device) -> float:
     return largest_gap([first, second], engine, random_batch(hf["vocab_size"]), device)
 
 
+def answer_to_an_old_name(engine, batch) -> str:
+    """Return the name of the error for a request with the name of an older version of an adapter."""
+    old = engine.adapters.request(0)
+    engine.adapters.begin(0, engine.adapters.versions[0] + 1)
+    engine.adapters.request = lambda index: old
+    try:
+        engine.generate(batch.prompt_ids[:1], SAMPLING, [0])
+    except Exception as error:
+        return type(error).__name__
+    return "served"
+
+
 def main(checkpoint: str, out: str, rollout_tp: str, kind: str, targets: str, *layouts: str) -> None:
     results: dict = {}
     with session(RANKS) as device:
@@ -146,6 +158,7 @@ def main(checkpoint: str, out: str, rollout_tp: str, kind: str, targets: str, *l
             if form == "adapter":
                 config = resolve(load(Config, None, overrides))
                 results["two"] = two_adapters(config, hf, engine, device)
+                results["old name"] = answer_to_an_old_name(engine, random_batch(hf["vocab_size"]))
     if RANKS.rank == 0:
         with open(out, "w") as file:
             json.dump(results, file)
