@@ -79,11 +79,7 @@ def load_chats(
         max_rows=max_chats,
     )
     turns = AssistantTurns(tokenizer, end_token_ids)
-    messages = [_messages(row, messages_key) for row in rows]
-    chats = [
-        turns.find(chat, tools_of(row), row, train_on=train_on)
-        for row, chat in zip(rows, messages, strict=True)
-    ]
+    chats = [turns.find(_messages(row, messages_key), tools_of(row), row, train_on=train_on) for row in rows]
     tokenized = tokenize_chats(chats, tokenizer, rows)
     lengths = np.array([len(ids) for ids, _ in tokenized])
     limits = dict(limit=max_tokens, noun="chats", kept_part="first", truncation="truncate_right")
@@ -107,7 +103,6 @@ def load_chats(
                 extra_info=extra_info(row),
                 response_ids=ids[first : last + 1],
                 response_mask=mask[first : last + 1],
-                messages=messages[index],
                 source=row.source,
             )
         )
