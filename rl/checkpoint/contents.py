@@ -97,7 +97,7 @@ def _base_shards(name: str, engine: TrainingEngine) -> Iterator[Shard]:
     """Yield this rank's shards of the weights that do not learn."""
     for weight, parameter, writes in _written_weights(engine, engine.weight_map):
         if writes and engine.adapter_map is not None and not parameter.requires_grad:
-            value = engine.adapters.base_value(parameter)
+            value = engine.adapters.base_value(weight, parameter)
             for region, view in _views(engine, weight, parameter, value, 0):
                 yield Shard(f"{name}/{BASE}/{region.hf}", region.box, view)
 

@@ -112,7 +112,7 @@ def load_preferences(
     options = dict(max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
     options |= dict(overlong=overlong, end_token_ids=end_token_ids, max_rows=max_pairs)
     nouns = {chosen_key: "chosen responses", rejected_key: "rejected responses"}
-    rows, kept = _load_responses(files, tokenizer, nouns, required, prompt_key, **options)
+    rows, kept = _load(files, tokenizer, nouns, required, prompt_key, **options)
     return [
         Preference(
             index=index,
@@ -149,7 +149,7 @@ def load_labelled(
     options = dict(max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
     options |= dict(overlong=overlong, end_token_ids=end_token_ids)
     nouns = {response_key: "responses"}
-    rows, kept = _load_responses(files, tokenizer, nouns, required, prompt_key, **options)
+    rows, kept = _load(files, tokenizer, nouns, required, prompt_key, **options)
     return [
         Labelled(
             index=index,
@@ -181,7 +181,7 @@ class _Response(NamedTuple):
         return _Response(self.ids[start:end], self.mask[start:end])
 
 
-def _load_responses(
+def _load(
     files: Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
     nouns: dict[str, str],

@@ -77,7 +77,7 @@ def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values
     assert adapter_map is not None and adapter is not None, "the engine has adapters, but not the trainer"
     scaled = functools.partial(_scaled, adapter.scale)
     return [
-        Values(trainer.weight_map, lambda _, parameter: trainer.adapters.base_value(parameter)),
+        Values(trainer.weight_map, trainer.adapters.base_value),
         Values(adapter_map, scaled, is_adapter=True),
     ]
 

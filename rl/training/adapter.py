@@ -91,7 +91,7 @@ class Adapters:
 
             self.fp8_base = fp8_base.Fp8Base(base, model)
 
-    def base_value(self, parameter: Tensor) -> Tensor:
+    def base_value(self, weight: Weight, parameter: Tensor) -> Tensor:
         """Return the values of a base weight on this rank, from its parameter."""
         return parameter if self.fp8_base is None else self.fp8_base.value(parameter)
 
@@ -168,7 +168,7 @@ class Adapters:
 
         @torch.no_grad()
         def merged(weight: Weight, parameter: Tensor) -> Tensor:
-            found, value = self._sums.get(weight.hf), self.base_value(parameter)
+            found, value = self._sums.get(weight.hf), self.base_value(weight, parameter)
             return value if found is None else found.merged(value, factors[weight.hf])
 
         return merged

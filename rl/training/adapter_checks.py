@@ -15,12 +15,10 @@ def check_learning(name: str, model: TrainingEngine) -> None:
     The optimizer updates what has a gradient buffer. Collective over the world. name: of the model, for the
     message. Raises WrongLearning on every rank.
     """
-    learned, weights = model.learned_map.parameters, model.weight_map.parameters
-    sums = {
-        key: int(placed_checksum(model.adapters.base_value(weight.detach())))
-        for key, weight in weights.items()
-        if key not in learned
-    }
+    learned, base_value = model.learned_map.parameters, model.adapters.base_value
+    own = {id(parameter) for parameter in learned.values()}
+    frozen = {w.hf[0]: (w, p) for w, p in model.weight_map.local() if id(p) not in own}
+    sums = {name: int(placed_checksum(base_value(*found))) for name, found in frozen.items()}
     first = model.adapters.sums_of_frozen
     if not first:
         first.update(sums)
