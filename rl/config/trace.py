@@ -16,7 +16,7 @@ class Trace:
     """Steps whose timeline every rank writes to `<run.dir>/trace`; 0 is the validation before training.
     `python tools/trace.py RUN` merges the ranks."""
     ranks: list[int] = field(default_factory=lambda: [0])
-    """Ranks of the job to which the three keys below apply."""
+    """Ranks of the job for which the three keys below hold."""
     torch_profiler: list[Phase] = field(default_factory=list)
     """Phases of these steps that torch.profiler records too, with every operator and kernel. step: the whole
     step, whose file may have gigabytes."""

@@ -97,7 +97,7 @@ class TrackerThread:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
                 log.warning(
-                    "%s did not store the last %d steps within %g s; metrics.jsonl has them",
+                    "%s has not taken the last %d steps within %g s; metrics.jsonl has them",
                     self._tracker.name,
                     self._behind,
                     CLOSE_S,
