@@ -61,7 +61,9 @@ def load_points(path: str | None, overrides: Sequence[str]) -> list[Config]:
                     "differ. Set it for all points, or sweep over it with a job array (docs/launch.md)."
                 )
         if name in (point.run.name for point in found):
-            raise ConfigError(f"two points of sweep.adapters are both called {name}; is a value given twice?")
+            raise ConfigError(
+                f"two points of sweep.adapters have the same values, and both the name {name}; remove one."
+            )
         own = [f"{key}={override(value)}" for key, value in values.items()]
         place = [f"run.name={name}", f"run.dir={Path(config.run.dir, name)}"]
         try:

@@ -1,7 +1,7 @@
 """Conversations as training data: the tokens of a chat, and which of them have a loss.
 
-A chat is rendered and tokenized once, as a whole. A loss have the turns of the assistant, each with its
-end-of-turn token and without its header. Their places in the text come from one of two sources:
+A chat is rendered and tokenized once, as a whole. The turns of the assistant have a loss, each with
+its end-of-turn token and without its header. Their places in the text come from one of two sources:
 
 1. The template, if it marks them with {% generation %}, as transformers' `return_assistant_tokens_mask`
    expects.
@@ -177,7 +177,7 @@ class AssistantTurns:
                 text = self._template.render(messages, tools, generation_prompt=False)
                 return text, [(0, len(text))]
             if not places:
-                raise ValueError("no message is the assistant's, so nothing would be trained")
+                raise ValueError("no message is the assistant's, so nothing would be trained; remove the row")
             text, spans = self._marked(messages, tools, places) or self._compared(messages, tools, places)
             self._check_parts([messages[i] for i in places], tools, text, spans)
         except ValueError as error:

@@ -350,7 +350,7 @@ def movement(facts: Facts) -> Verdict | None:
         text += f"; about {moved:.2g} at the peak, {adam.lr:.2g}"
     if moved == 0 and facts.metrics.get("actor/grad_norm"):
         return Verdict(
-            "size of the step", "look", text, "is training.optimizer.lr too small for model.dtype?"
+            "size of the step", "look", text, "raise training.optimizer.lr, or use model.dtype=float32"
         )
     remedy = f"lower training.optimizer.lr={adam.lr:g}; a usual step changes log-probs by 0.001 to 0.05"
     return graded("size of the step", moved, MOVED, text, remedy)

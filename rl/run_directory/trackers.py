@@ -1,6 +1,6 @@
 """Trackers, which show the metrics of a run: TensorBoard, wandb, MLflow, trackio and Prometheus.
 
-metrics.jsonl is the truth. A thread per tracker reads the file as it grows and sends each record, so that
+Each reads metrics.jsonl. A thread per tracker reads the file as it grows and sends each record, so that
 writing never blocks a step: a slow tracker falls behind, which is logged, and misses nothing. A tracker that
 raises is logged once and left out until the next start of the run, which sends what it missed.
 
@@ -34,7 +34,7 @@ MAX_PARAMS = 100
 
 
 class Tracker(Protocol):
-    """What shows metrics. `open`, `write` and `close` are called in a thread of their own."""
+    """A program that shows metrics. `open`, `write` and `close` are called in a thread of their own."""
 
     name: str
     package: str
