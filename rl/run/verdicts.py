@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rl.config.durations import seconds_of
-from rl.config.schema import Config, algorithm_of, uses_teacher
+from rl.config.schema import Config, algorithm_of, learns_from_samples, uses_teacher
 from rl.data.batch import Batch, segment_counts
 from rl.run_directory.view import duration
 from rl.training.schedule import learning_rate
@@ -175,7 +175,8 @@ def special_tokens(facts: Facts) -> Verdict | None:
         most = int(counts.mode().values)
         text += f", most often {facts.tokenizer.convert_ids_to_tokens(most)} (id {most})"
     remedy = "if such a token ends a turn, add it to rollout.stop_token_ids"
-    return graded("special tokens", share, (0.02, 0.5), text, remedy)
+    # Never wrong: the marks of a model's reasoning may be special tokens.
+    return graded("special tokens", share, (0.02, math.inf), text, remedy)
 
 
 def truncated(facts: Facts) -> Verdict | None:
@@ -256,7 +257,9 @@ def reward_spread(facts: Facts) -> Verdict | None:
         "such groups have no advantage; use prompts that the model solves sometimes, more "
         "rollout.samples_per_prompt, or algorithm=dapo, which replaces them"
     )
-    if "groups" not in algorithm_of(facts.config).needs:
+    estimator, _ = facts.config.objective.chosen
+    needs = algorithm_of(facts.config).needs if estimator is None else estimator.needs
+    if "groups" not in needs:
         return Verdict("reward", "ok", text)
     return graded("reward", flat, (FLAT_GROUPS, math.inf if is_taught else 1.0), text, remedy)
 
@@ -333,7 +336,9 @@ def gradient_norm(facts: Facts) -> Verdict | None:
             "gradient norm", "wrong", text, "no sample has an advantage; see the line of the reward"
         )
     remedy = "usual are 0.01 to 10; look at the loss's scale (objective.aggregation) and at the advantages"
-    return graded("gradient norm", norm, (10 * clip or LARGE_NORM, math.inf), text, remedy)
+    # Losses of given responses sum log-ratios over a response, and a new model's likelihood is steep.
+    usual = 10 if learns_from_samples(facts.config) else 100
+    return graded("gradient norm", norm, (usual * clip or LARGE_NORM, math.inf), text, remedy)
 
 
 def movement(facts: Facts) -> Verdict | None:

@@ -170,7 +170,7 @@ def memory(facts):
 ILLNESSES = {
     truncate: {"truncated": "look"},
     never_end: {"truncated": "wrong", "end token": "wrong"},
-    another_end: {"chat template": "wrong", "special tokens": "wrong"},
+    another_end: {"chat template": "wrong", "special tokens": "look"},
     special_within: {"special tokens": "look"},
     strings: {"chat template": "look"},
     masked: {"masks": "look"},
