@@ -63,7 +63,9 @@ def load_points(path: str | None, overrides: Sequence[str]) -> list[Config]:
                     f"{listed(varying, 'and')}."
                 )
         if name in (point.run.name for point in found):
-            raise ConfigError(f"two points of sweep.adapters are both called {name}; is a value given twice?")
+            raise ConfigError(
+                f"two points of sweep.adapters have the same values, and both the name {name}; remove one."
+            )
         own = [f"{key}={override(value)}" for key, value in values.items()]
         place = [f"run.name={name}", f"run.dir={Path(config.run.dir, name)}"]
         try:
@@ -93,6 +95,7 @@ def check_sweep(config: Config, points: Sequence[Config]) -> None:
         f"run.mode={config.run.mode}": config.run.mode != "train",
         "checkpoint.background=true": config.checkpoint.background,
         "trace.steps": bool(config.trace.steps),
+        "logging.prometheus_port": bool(config.logging.prometheus_port),  # each point would need its own
         "a teacher": any(map(uses_teacher, points)),
         "adapter.init=pissa": any(point.adapter.init == "pissa" for point in points),  # changes the base
         "reward.model.path": bool(config.reward.model.path),

@@ -21,7 +21,7 @@ from rl.training.engine import TrainingEngine
 
 @dataclass(frozen=True)
 class Ask:
-    """What a point asks for; see `Generation.sample`."""
+    """The request of a point; see `Generation.sample`."""
 
     step: Step
     prompts: list[Prompt]
@@ -158,7 +158,9 @@ class JointGeneration:
         first = 0
         for point, ask in asks.items():
             mine = _within(own or [], first, len(ask.prompts))
-            batch = exchange(ids[point], mine, sampling.samples_per_prompt, step.device)
+            batch = exchange(
+                ids[point], mine, sampling.samples_per_prompt, step.device, held=engine.held_columns
+            )
             batch.prompts = ask.prompts
             # All points wait for the whole call, so each one's time is that of the call.
             key = f"timing_s/{ask.timing}"

@@ -64,6 +64,15 @@ def rehearsed(toy, tmp_path_factory):
     )
     beside = ("adapter.kind=lora", "adapter.in_engine=adapter")  # the engine keeps the base while it sleeps
     run_ranks(1, REHEARSE, lines, "--config", config, *old, *carried, *beside, timeout=300)
+    points = ("sweep.adapters=[{run.seed: 1}, {run.seed: 2}]", "checkpoint.background=false")
+    untraced = (
+        "trace.steps=[]",
+        "trace.torch_profiler=[]",
+        "trace.memory_snapshot=false",
+        "trace.nvtx=false",
+    )
+    joint = (*beside, *points, *untraced, "run.max_steps=2", f"run.dir={directory}/joint")
+    run_ranks(1, REHEARSE, lines, "--config", config, *joint, timeout=300)
     roles = (*old, f"run.dir={directory}/roles", "roles.train=0-0", "roles.rollout=1-1", "roles.lag=1")
     run_ranks(2, REHEARSE, lines, "--config", config, *roles, timeout=300)
     whole = ("rollout.top_p=1", "rollout.top_k=0", "rollout.min_p=0")
@@ -124,6 +133,13 @@ def test_adapters_learn_on_transformer_engine_as_without_it(toy, tmp_path, base)
         losses.append([record["sft/loss"] for record in records(tmp_path / name)])
     assert len(losses[0]) == 3 and losses[0][0] > losses[0][-1]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)  # bfloat16
+
+
+def test_points_of_a_sweep_share_the_engine(rehearsed):
+    for name in ("seed=1", "seed=2"):
+        found = records(rehearsed[1].parent / "joint" / name)
+        assert len(found) == 2 and all(record["actor/grad_norm"] > 0 for record in found)
+        assert all(record["training/rollout_probs_diff_mean"] < 0.01 for record in found)
 
 
 def test_the_rehearsal_trains(rehearsed):

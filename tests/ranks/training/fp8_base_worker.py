@@ -2,8 +2,8 @@
 
     fp8_base_worker.py CHECKPOINT OUT_DIR TPxPPxEP [KEY=VALUE ...]
 
-Rank 0 saves to OUT_DIR/found.pt for both: log-probs, gradient of the adapters, checksums of the base, bytes of
-the linear layers. The gradient is read off an optimizer step that is gradient descent.
+Rank 0 saves to OUT_DIR/found.pt for both: log-probs, gradient of the adapters, checksums of the base, bytes
+of the linear layers. The gradient is read off an optimizer step that is gradient descent.
 """
 
 import sys
