@@ -46,7 +46,8 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if not (arguments.run / "status.json").is_file():
         raise ConfigError(
-            f"{arguments.run} has no status.json; name the directory of a run that has started."
+            f"{arguments.run} has no status.json; name the directory of a run that has started "
+            "(python -m launch status lists them)."
         )
     if arguments.interval <= 0:
         raise ConfigError(f"--interval={arguments.interval} must be positive.")
