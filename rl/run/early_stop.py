@@ -29,6 +29,15 @@ class EarlyStop:
         self.reasons: dict[int, str] = {}
         """Why a point ends, by its number."""
 
+    @property
+    def live(self) -> frozenset[int]:
+        """The points that go on."""
+        return frozenset(self._live)
+
+    def leave(self, point: int) -> None:
+        """Go on without a point, which somebody has stopped."""
+        self._live.discard(point)
+
     def remember(self, point: int, records: list[Mapping[str, float]], *, is_over: bool) -> None:
         """Take the steps of an earlier start. is_over: whether the point has ended."""
         for record in records:
@@ -85,26 +94,42 @@ class PointStop(StopRequests):
     Args:
         own: requests in the point's directory, such as the file `save`.
         job: requests of the whole sweep.
+        to_save: points that have yet to save for a request of the whole sweep. All points share it, because
+            only the first one finds the file `save`.
     """
 
     def __init__(
-        self, own: StopRequests, job: StopRequests, early: EarlyStop, point: int, step: Step, last: int
+        self,
+        own: StopRequests,
+        job: StopRequests,
+        early: EarlyStop,
+        to_save: set[int],
+        point: int,
+        step: Step,
+        last: int,
     ):
-        self._own, self._of_job, self._early, self._point = own, job, early, point
-        self._step, self._last_step = step, last
+        self._own, self._of_job, self._early, self._to_save = own, job, early, to_save
+        self._point, self._step, self._last_step = point, step, last
 
     def agree(self) -> StopDecision:
         """Return the pending requests of all ranks. Collective over the world; call it between two steps."""
-        step = self._step
-        self._early.record(self._point, step.number, step.metrics, is_last=step.number >= self._last_step)
         job, own = self._of_job.agree(), self._own.agree()
-        reason = job.reason or own.reason or self._early.reasons.get(self._point, "")
-        return StopDecision(reason, save=own.save or job.save)
+        if job.save:
+            self._to_save |= self._early.live
+        save = own.save or self._point in self._to_save
+        self._to_save.discard(self._point)
+        if own.by_hand:
+            self._early.leave(self._point)
+        # The end by a rule comes first: a run that continues does not judge the step again.
+        reason = self._early.reasons.get(self._point, "") or job.reason or own.reason
+        return StopDecision(reason, save=save)
 
     def is_requested(self) -> bool:
         """Return whether a stop of the job is in the store. Not collective."""
         return self._of_job.is_requested()
 
     def record_step(self, step: float, save: float, *, unstoppable: float) -> str:
-        """Record the seconds of a step, as `StopRequests.record_step`."""
+        """Judge a complete step, and record its seconds as `StopRequests.record_step`."""
+        number, metrics = self._step.number, self._step.metrics
+        self._early.record(self._point, number, metrics, is_last=number >= self._last_step)
         return self._of_job.record_step(step, save, unstoppable=unstoppable)
