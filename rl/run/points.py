@@ -9,7 +9,6 @@ its turn; when all points wait, the engine generates for all of them in one call
 
 import copy
 import json
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +95,7 @@ def run_points(
     live = [point for point in opened if point is not None]
     progress.line(f"{config.run.name}: sweep of {len(points)} points, of which {len(live)} go on")
     if not live:
-        watchdog.status.write(state="finished")
+        total.write(state="finished")
         return 0
     return _run(config, live, device, watchdog, progress, early)
 
@@ -125,13 +124,13 @@ def _open(
     is_over = ended_early or is_complete(config, found[0])
     kept = [record for record in records if ended_early or record["training/global_step"] <= step]
     early.remember(number, kept, is_over=is_over)
-    total.add(number, max_steps=config.run.max_steps, step=step, checkpoint_step=step)
+    total.steps[number] = dict(max_steps=config.run.max_steps, step=step, checkpoint_step=step)
     if is_over:
         if lock is not None:
             lock.release()
         return None
     status = PointStatus(
-        partial(total.add, number),
+        partial(total.follow, number),
         config.run.dir,
         max_steps=config.run.max_steps,
         leads=leads,
@@ -168,13 +167,19 @@ class SweepStatus:
 
     def __init__(self, status: Status):
         self._status = status
-        self._of_point: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        self.steps: dict[int, dict[str, int]] = {}
+        """max_steps, step and checkpoint_step of each point."""
 
-    def add(self, point: int, **steps: int) -> None:
-        """Take the present steps of a point: max_steps, step, checkpoint_step."""
-        self._of_point[point] |= steps
+    def write(self, **changes: str) -> None:
+        """Write the sums, and changes of other fields."""
         names = ("max_steps", "step", "checkpoint_step")
-        self._status.write(**{name: sum(own[name] for own in self._of_point.values()) for name in names})
+        sums = {name: sum(own[name] for own in self.steps.values()) for name in names}
+        self._status.write(**changes, **sums)
+
+    def follow(self, point: int, **steps: int) -> None:
+        """Write the sums with new steps of a point."""
+        self.steps[point] |= steps
+        self.write()
 
 
 class PointStatus(Status):
