@@ -18,13 +18,13 @@ class EarlyStop:
     more step than its rule allows.
     """
 
-    def __init__(self, config: Sweep, names: list[str]):
-        self._config, self._names = config, names
-        self._values: list[dict[int, float]] = [{} for _ in names]
+    def __init__(self, config: Sweep, num_points: int):
+        self._config = config
+        self._values: list[dict[int, float]] = [{} for _ in range(num_points)]
         """The metric of each point by step."""
-        self._last = [0] * len(names)
+        self._last = [0] * num_points
         """The last step of each point."""
-        self._live = set(range(len(names)))
+        self._live = set(range(num_points))
         self._judged = 0
         self.reasons: dict[int, str] = {}
         """Why a point ends, by its number."""

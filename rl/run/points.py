@@ -88,7 +88,7 @@ def run_points(
     start_up.mark("Megatron")
     leads = dist.get_rank() == 0
     progress = Progress(leads, name=config.run.name, max_steps=config.run.max_steps)
-    early = EarlyStop(config.sweep, [point.run.name for point in points])
+    early = EarlyStop(config.sweep, len(points))
     total = SweepStatus(watchdog.status)
     locks = watchdog.locks_of_points
     opened = [_open(number, point, inputs, early, total, locks) for number, point in enumerate(points)]

@@ -25,7 +25,7 @@ def play(early, steps, scores=SCORES):
 
 
 def test_median_ends_what_never_reached_the_others_mean():
-    early = EarlyStop(Sweep(stop="median", first=3), list("abcd"))
+    early = EarlyStop(Sweep(stop="median", first=3), 4)
     assert play(early, 2) == {}
     ended = play(early, 8)
     assert 2 in ended and 0 not in ended
@@ -33,7 +33,7 @@ def test_median_ends_what_never_reached_the_others_mean():
 
 
 def test_halving_keeps_the_best_half_at_each_rung():
-    early = EarlyStop(Sweep(stop="halving", first=2), list("abcd"))
+    early = EarlyStop(Sweep(stop="halving", first=2), 4)
     ended = play(early, 8)
     assert {2, 1} <= ended.keys() and ended[2] <= 3 and ended[1] <= 3
     assert 3 in ended and 4 <= ended[3] <= 5 and 0 not in ended
@@ -45,7 +45,7 @@ def test_a_decision_is_the_same_after_a_resume():
         p: [{"training/global_step": s, "critic/score/mean": v * s} for s in (1, 2)]
         for p, v in SCORES.items()
     }
-    early = EarlyStop(Sweep(stop="halving", first=4), list("abcd"))
+    early = EarlyStop(Sweep(stop="halving", first=4), 4)
     for point, steps in records.items():
         early.remember(point, steps, is_over=False)
     for step in (3, 4):
@@ -70,7 +70,7 @@ class Requests:
 
 def point_stops(config, lasts):
     """Return the requests of the job and of each point, and the points' steps."""
-    early, job, to_save = EarlyStop(config, [str(last) for last in lasts]), Requests(), set()
+    early, job, to_save = EarlyStop(config, len(lasts)), Requests(), set()
     steps = [SimpleNamespace(number=0, metrics={}) for _ in lasts]
     of_points = [
         PointStop(Requests(), job, early, to_save, point, steps[point], last)
