@@ -77,7 +77,7 @@ def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Poin
     names = [name_of(values, short) for values in kept]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise ConfigError(f"two points of the sweep are both called {twice[0]}; is a value given twice?")
+        raise ConfigError(f"two points of the sweep are both called {twice[0]}; remove one of them.")
     return [Point(name, values) for name, values in zip(names, kept)]
 
 

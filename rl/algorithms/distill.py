@@ -1,7 +1,8 @@
 """On-policy distillation: GKD (Agarwal et al., arXiv:2306.13649), and a policy that teaches itself.
 
 The policy p learns the distribution q of a teacher at every token of a response y. With GKD the responses are
-the policy's own, so that it learns where it will be, instead of where the teacher or the data are:
+the policy's own, so that it learns after the prefixes that it generates itself, instead of those of the
+teacher or the data:
 
     L = E_{y ~ lambda p + ...} [ mean_t D(p(. | x, y_<t), q(. | x, y_<t)) ]
 

@@ -48,7 +48,7 @@ def dtype_of(engine: TrainingEngine) -> str:
 
 
 def adapter_of(engine: TrainingEngine) -> dict[str, str | int | float]:
-    """Return what the function of A and B depends on: keys of the section `adapter`; {} without adapters."""
+    """Return the keys of the section `adapter` on which A, B and their scale depend; {} without adapters."""
     used = engine.adapter if engine.adapter is not None and engine.adapter.is_on else None
     return {} if used is None else {key: getattr(used, key) for key in ("kind", "rank", "alpha", "init")}
 

@@ -9,11 +9,11 @@ from rl.config.ranges import AT_LEAST_ONE, POSITIVE, ZERO
 @dataclass
 class Adapter:
     """Low-rank adapters (LoRA, arXiv:2106.09685): a linear layer computes W x + scale * B A x, and only A and
-    B learn (docs/adapters.md). The reference policy is the one that the run starts from."""
+    B learn (docs/adapters.md). The reference policy is the initial policy of the run."""
 
     kind: Literal["none", "lora", "rslora", "dora"] = "none"
     """lora: scale = alpha / rank. rslora (arXiv:2312.03732): alpha / sqrt(rank). dora (arXiv:2402.09353): as
-    lora, and the length of every row of the sum is a parameter of its own. none: all weights learn."""
+    lora, and the norm of every row of the sum (its magnitude) is a parameter. none: all weights learn."""
     rank: Annotated[int, AT_LEAST_ONE] = 16
     """Rows of A and columns of B."""
     alpha: Annotated[float, POSITIVE] = 32.0
@@ -22,7 +22,7 @@ class Adapter:
     """Linear layers that get an adapter, by the last part or parts of their names in the checkpoint, such as
     q_proj or mlp.down_proj. Empty: every linear layer but routers and the head."""
     dropout: Annotated[float, ZERO] = 0.0
-    """Only 0: with dropout the probabilities in training would not be those that generated the samples."""
+    """Must be 0. With dropout the probabilities in training would not be those that generated the samples."""
     init: Literal["zero", "pissa"] = "zero"
     """zero: A is random (Kaiming) and B is 0. pissa (arXiv:2404.02948): B A is the principal part of W, which
     is taken out of W."""

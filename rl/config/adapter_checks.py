@@ -48,7 +48,7 @@ def check_adapter(config: Config) -> None:
 
 
 def _check_fp8(config: Config) -> None:
-    """Raise ConfigError for what reads or changes the base outside of its layers' passes."""
+    """Raise ConfigError for keys that read or change the base outside the passes of its layers."""
     reasons = {
         "adapter.kind=dora, which reads the rows of every weight": config.adapter.kind == "dora",
         "adapter.init=pissa, which changes every weight": config.adapter.init == "pissa",

@@ -20,7 +20,7 @@ def check_form(config: Config) -> None:
     if not adapter.is_on or adapter.in_engine == "merged":
         return
     reasons = {
-        "adapter.kind=dora, whose lengths of rows vLLM does not apply": adapter.kind == "dora",
+        "adapter.kind=dora, whose magnitudes vLLM does not apply": adapter.kind == "dora",
         f"adapter.rank={adapter.rank}, because vLLM's largest rank is {MAX_RANK}": adapter.rank > MAX_RANK,
         "model.numerics=bitwise, because vLLM adds an adapter with kernels of another rounding": (
             config.model.numerics == "bitwise"

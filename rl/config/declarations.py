@@ -18,7 +18,7 @@ OBJECTIVES = Path(__file__).parents[1] / "objectives"
 NEEDS = {
     "samples": "responses that the policy generates",
     "reward": "their scores",
-    "groups": "several samples of each prompt",
+    "groups": "the samples of each prompt as a group",
     "responses": "the data's own responses (data.response_key)",
     "pairs": "pairs of responses (data.chosen_key, data.rejected_key)",
     "labels": "responses with labels (data.response_key, data.label_key)",

@@ -61,7 +61,9 @@ def load_points(path: str | None, overrides: Sequence[str]) -> list[Config]:
                     "differ. Set it for all points, or sweep over it with a job array (docs/launch.md)."
                 )
         if name in (point.run.name for point in found):
-            raise ConfigError(f"two points of sweep.adapters are both called {name}; is a value given twice?")
+            raise ConfigError(
+                f"two points of sweep.adapters have the same values, and both the name {name}; remove one."
+            )
         own = [f"{key}={override(value)}" for key, value in values.items()]
         place = [f"run.name={name}", f"run.dir={Path(config.run.dir, name)}"]
         try:
@@ -97,7 +99,7 @@ def check_sweep(config: Config, points: Sequence[Config]) -> None:
         f"run.mode={config.run.mode}": config.run.mode != "train",
         "checkpoint.background=true": config.checkpoint.background,
         "trace.steps": bool(config.trace.steps),
-        "logging.prometheus_port, because all points would serve it": bool(config.logging.prometheus_port),
+        "logging.prometheus_port": bool(config.logging.prometheus_port),  # each point would need its own
         "adapter.kind=none in a point, which would train the base of all": any(
             not point.adapter.is_on for point in points
         ),

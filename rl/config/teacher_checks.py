@@ -40,7 +40,7 @@ def check_teacher(config: Config) -> None:
     _check_combinations(config, distils)
     if teacher.divergence == "jensen_shannon" and not 0 < teacher.beta < 1:
         raise ConfigError(
-            f"teacher.beta={teacher.beta} makes the mixture of jensen_shannon one of the two models; use a "
+            f"teacher.beta={teacher.beta} makes the mixture of jensen_shannon equal to one model; use a "
             "number between 0 and 1, or another teacher.divergence."
         )
 
@@ -73,7 +73,9 @@ def _check_models(config: Config) -> None:
             "{prompt}, {ground_truth} and {feedback}, and any other brace must be doubled."
         ) from error
     if texts[0] == texts[1]:
-        raise ConfigError("teacher.template lacks {prompt}, so the teacher would not see the question.")
+        raise ConfigError(
+            "teacher.template lacks {prompt}, so the teacher would not see the question; add {prompt} to it."
+        )
 
 
 def _check_shares(config: Config) -> None:
@@ -99,7 +101,7 @@ def _check_shares(config: Config) -> None:
 
 
 def _check_combinations(config: Config, distils: bool) -> None:
-    """Raise ConfigError for parts of the suite that do not know teachers."""
+    """Raise ConfigError for keys that cannot be combined with a teacher."""
     teacher, loss = config.teacher, config.objective.chosen[1]
     if not distils and loss is None:
         raise ConfigError(

@@ -8,17 +8,17 @@ from rl.config.ranges import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE
 
 @dataclass
 class Teacher:
-    """Models from which the policy learns token by token: with distill, and beside any reward."""
+    """Models from which the policy learns token by token, with algorithm=distill or beside a reward."""
 
     path: str = ""
     """Hugging Face checkpoint of the teacher, a frozen model on the training grid with the policy's
     vocabulary. Empty: the teachers of `sources`, or the policy itself by `self_taught`."""
     sources: dict[str, Any] = field(default_factory=dict)
-    """Other teachers by `data_source`: each is the path of a checkpoint. Prompts of other sources have the
-    teacher of `path`; without one they are refused."""
+    """Paths of further teachers by `data_source`. Prompts of other sources have the teacher of `path`;
+    without one they are refused."""
     self_taught: Literal["none", "present", "initial"] = "none"
-    """The teacher is the policy, present or as the run started, with `template` as its prompt (SDPO,
-    SDFT)."""
+    """The teacher is the policy itself with a prompt made from `template` (SDPO, SDFT), with its present
+    weights or with the initial ones of the run."""
     template: str = "{prompt}\n\nReference answer: {ground_truth}\n\nAnswer in your own words.\n"
     """self_taught: prompt of the teacher, or its last user message if the prompt is a chat. {prompt},
     {ground_truth} and {feedback}, the text that the reward function returns as `feedback`, are filled in."""

@@ -19,7 +19,7 @@ class Trace:
     """Ranks of the job for which the three keys below hold."""
     torch_profiler: list[Phase] = field(default_factory=list)
     """Phases of these steps that torch.profiler records too, with every operator and kernel. step: the whole
-    step, whose file may have gigabytes."""
+    step, whose file may have gigabytes; then no phases."""
     memory_snapshot: bool = False
     """Record every allocation on the GPU during these steps, for https://pytorch.org/memory_viz."""
     nvtx: bool = False
@@ -37,6 +37,11 @@ def check_trace(trace: Trace, max_steps: int) -> None:
         raise ConfigError(
             f"trace.steps holds {max(trace.steps)}, but the run ends with step run.max_steps={max_steps}; "
             "choose an earlier step."
+        )
+    if "step" in trace.torch_profiler and len(trace.torch_profiler) > 1:
+        raise ConfigError(
+            "trace.torch_profiler holds step and a phase of it, but torch.profiler cannot record one within "
+            "the other; keep only step, or only phases."
         )
     for name in ("torch_profiler", "memory_snapshot", "nvtx"):
         if getattr(trace, name) and not trace.steps:

@@ -112,7 +112,7 @@ class Batch:
             self.mask = torch.ones(int(self.lengths.sum()))
         self._fingerprint: int | None = None
         self.feedback: list[str | None] | None = None
-        """What the reward function says about each sample, if a teacher's prompt has it."""
+        """Text of the reward function about each sample, if a teacher's prompt has it."""
         self.teacher: Any = None
         """The teachers' distributions at the response tokens (`rl.training.divergence.Targets`)."""
         self.layouts: dict[Any, Any] = {}

@@ -1,7 +1,7 @@
 """Conversations as training data: the tokens of a chat, and which of them have a loss.
 
-A chat is rendered and tokenized once, as a whole. A loss have the turns of the assistant, each with its
-end-of-turn token and without its header. Their places in the text come from one of two sources:
+A chat is rendered and tokenized once, as a whole. The turns of the assistant have a loss, each with
+its end-of-turn token and without its header. Their places in the text come from one of two sources:
 
 1. The template, if it marks them with {% generation %}, as transformers' `return_assistant_tokens_mask`
    expects.
@@ -79,11 +79,7 @@ def load_chats(
         max_rows=max_chats,
     )
     turns = AssistantTurns(tokenizer, end_token_ids)
-    messages = [_messages(row, messages_key) for row in rows]
-    chats = [
-        turns.find(chat, tools_of(row), row, train_on=train_on)
-        for row, chat in zip(rows, messages, strict=True)
-    ]
+    chats = [turns.find(_messages(row, messages_key), tools_of(row), row, train_on=train_on) for row in rows]
     tokenized = tokenize_chats(chats, tokenizer, rows)
     lengths = np.array([len(ids) for ids, _ in tokenized])
     limits = dict(limit=max_tokens, noun="chats", kept_part="first", truncation="truncate_right")
@@ -107,7 +103,6 @@ def load_chats(
                 extra_info=extra_info(row),
                 response_ids=ids[first : last + 1],
                 response_mask=mask[first : last + 1],
-                messages=messages[index],
                 source=row.source,
             )
         )
@@ -182,7 +177,7 @@ class AssistantTurns:
                 text = self._template.render(messages, tools, generation_prompt=False)
                 return text, [(0, len(text))]
             if not places:
-                raise ValueError("no message is the assistant's, so nothing would be trained")
+                raise ValueError("no message is the assistant's, so nothing would be trained; remove the row")
             text, spans = self._marked(messages, tools, places) or self._compared(messages, tools, places)
             self._check_parts([messages[i] for i in places], tools, text, spans)
         except ValueError as error:

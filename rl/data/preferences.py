@@ -257,7 +257,8 @@ def _conversations(
 ) -> Iterator[tuple[int, str, np.ndarray, list[_Response]]]:
     """Yield the index, the rendered prompt, its ids and the responses of rows whose responses are messages.
 
-    The prompt are the tokens with which all conversations of a row begin, up to the first one with a loss.
+    The prompt consists of the tokens with which all conversations of a row begin, up to the first token with
+    a loss.
     """
     texts, columns = [], []
     for number in range(len(split[indices[0]][1])):

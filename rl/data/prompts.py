@@ -49,7 +49,7 @@ class Prompt:
     response_mask: np.ndarray | None = None
     """np.float32 [R], only for conversations: 1 for response tokens with a loss."""
     messages: Messages | None = None
-    """The chat before the template, without keys that are None; None if the prompt is a string."""
+    """The chat before the template, without keys that are None; None for a string or a whole conversation."""
     source: int = 0
     """Index of its file in `files`."""
     draw: int = -1

@@ -145,8 +145,8 @@ class Inputs:
         size = self.models["policy"].hf["vocab_size"]
         if teacher.top_k >= size:
             raise ConfigError(
-                f"teacher.top_k={teacher.top_k} is no part of the vocabulary of {size} tokens; use 0 for the "
-                "whole vocabulary."
+                f"teacher.top_k={teacher.top_k} is not below the vocabulary's {size} tokens; use a "
+                "smaller number, or 0 for the whole vocabulary."
             )
 
     def _same_tokens(self, name: str, key: str) -> None:

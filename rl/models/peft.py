@@ -93,7 +93,9 @@ def check_peft(directory: str, pairs: Sequence[LowRank], *, kind: str, rank: int
     try:
         found = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"adapter.path: {file} is no JSON: {error}.") from error
+        raise ValueError(
+            f"adapter.path: {file} is not valid JSON: {error}; save the adapter again."
+        ) from error
     for key, values in READABLE.items():
         if key in found and found[key] not in values:
             raise ValueError(
@@ -129,7 +131,8 @@ def _check_tensors(directory: str, pairs: Sequence[LowRank]) -> None:
     if fused := sorted(name for name in names if ".experts.lora_" in name or ".experts.base_layer." in name):
         raise ValueError(
             f"adapter.path={directory} holds the experts' adapters fused ({fused[0]}), as peft saves them "
-            "with transformers 5; Lockstep reads one adapter per expert, as it writes them."
+            "with transformers 5; Lockstep reads one adapter per expert. Merge it with peft's "
+            "merge_and_unload, save the model and name it in model.path."
         )
     for what, some in (("lacks", expected - names), ("also has", names - expected)):
         if some:

@@ -151,8 +151,11 @@ class Inference:
         assert self._engines.critic is not None, "this run has no critic"
         (batch.old_values,) = self._pass(self._engines.critic, batch, ("values",), "values", "values")
 
-    def held_out_logprobs(self, batch: Batch) -> Tensor:
-        """Return the policy's log-probs of a batch that is not learned from, float32 [T]."""
+    def present_logprobs(self, batch: Batch) -> Tensor:
+        """Return the log-probs of a batch's tokens under the present weights, float32 [T].
+
+        For held-out responses, and for a batch that was learned from (`run.mode=check`).
+        """
         plans = self._planner.new_plans(batch)
         (logprobs,) = self._pass(
             self._engines.policy, batch, ("logprobs",), "testing", "validation", plans=plans

@@ -21,7 +21,7 @@ from rl.training.engine import TrainingEngine
 
 @dataclass(frozen=True)
 class Ask:
-    """What a point asks for; see `Generation.sample`."""
+    """The request of a point; see `Generation.sample`."""
 
     step: Step
     prompts: list[Prompt]

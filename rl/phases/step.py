@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from rl.faults.agreement import PhaseAgreement
 from rl.faults.process import GIB, host_bytes_used, resident_bytes, return_free_memory
@@ -101,7 +102,10 @@ class Step:
         self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
 
     def log_performance(self, *, num_ranks: int) -> None:
-        """Log speed and memory of the step, once it has learned. num_ranks: ranks of the job."""
+        """Log speed and memory of the step, once it has learned.
+
+        num_ranks: ranks of the job. With roles only those that train, which are the world, do the operations.
+        """
         metrics = self.metrics
         metrics["perf/total_num_tokens"] = self.num_tokens
         seconds = metrics["perf/time_per_step"] = metrics["timing_s/step"]
@@ -109,7 +113,8 @@ class Step:
         metrics["perf/cpu_memory_used_gb"] = host_bytes_used() / GIB
         metrics |= time_per_token(metrics, *self.batch_tokens)
         if self.peak_tflops:
-            metrics |= utilisation(metrics, self.operations, self.peak_tflops * 1e12 * num_ranks)
+            peak = self.peak_tflops * 1e12 * dist.get_world_size()
+            metrics |= utilisation(metrics, self.operations, peak)
         metrics |= slowest_rank(self.agreement.late_s.tolist())
 
     def bar(self, name: str, total: int):

@@ -26,7 +26,7 @@ from rl.training.packing import MicroBatch
 
 
 class Teaching:
-    """What the teachers say about a batch. Methods are collective over the world.
+    """Passes of the teachers over a batch. Methods are collective over the world.
 
     Args:
         tokenizer: the policy's, with which a self-taught policy reads its template.

@@ -72,7 +72,7 @@ class FirstStep(Training):
             self._take_step(last_step + 1)
             facts.metrics, step.after_phase, batch = dict(step.metrics), None, self._batch
             if batch is not None and batch.old_logprobs is not None and policy.num_updates > version:
-                facts.after = self._logprobs(batch)
+                facts.after = phases.inference.present_logprobs(batch)
         except StepAborted:
             return self._stop.agree()
         except ERRORS as error:
@@ -87,14 +87,6 @@ class FirstStep(Training):
     def _collect(self) -> Batch:
         self._batch = super()._collect()
         return self._batch
-
-    def _logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return the log-probs of the batch's tokens under the present policy, float32 [T]."""
-        phases = self._phases
-        phases.memory.to_training()
-        plans = [plan.micro_batches for plan in phases.updates.plans(batch)]
-        with phases.step.phase("log_probs", timing="old_log_prob", batch=batch.fingerprint):
-            return phases.engines.policy.forward(batch, plans, ("logprobs",))[0]
 
     def _note_memory(self, timing: str) -> None:
         """Note the memory of a phase that has ended, and begin to measure the next one's."""

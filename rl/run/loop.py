@@ -279,7 +279,8 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
     metrics: metrics of `last_step`, from the checkpoint.
     """
     resume_step = last_step or None
-    log = MetricLog(config.run.dir, resume_step=resume_step, followers=followers(config))
+    shown = [] if config.run.mode == "check" else followers(config)
+    log = MetricLog(config.run.dir, resume_step=resume_step, followers=shown)
     if resumes and last_step > log.last_step:  # the run was killed after the checkpoint, before this line
         log.write(last_step, metrics)
     if config.rollout.carry_over or config.roles.is_on:

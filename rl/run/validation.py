@@ -45,7 +45,7 @@ def loss_metrics(phases: Phases, prompts: list[Prompt], prompts_per_pass: int) -
     for start in range(0, len(prompts), prompts_per_pass):
         part = prompts[start : start + prompts_per_pass]
         batch = data_responses(part)
-        losses = torch.where(batch.mask > 0, -phases.inference.held_out_logprobs(batch), 0.0)
+        losses = torch.where(batch.mask > 0, -phases.inference.present_logprobs(batch), 0.0)
         columns = [segment_sum(column.double(), batch.lengths).numpy() for column in (losses, batch.mask)]
         for prompt, own in zip(part, np.stack(columns, axis=1), strict=True):
             sums[prompt.data_source] += own

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rl.config.durations import seconds_of
-from rl.config.schema import Config, algorithm_of
+from rl.config.schema import Config, algorithm_of, learns_from_samples, uses_teacher
 from rl.data.batch import Batch, segment_counts
 from rl.run_directory.view import duration
 from rl.training.schedule import learning_rate
@@ -49,7 +49,7 @@ class Verdict:
 
 @dataclass
 class Facts:
-    """What the first step left, identical on every rank except for `seconds` and `memory`."""
+    """What the first step left, identical on every rank except for times."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
@@ -175,7 +175,8 @@ def special_tokens(facts: Facts) -> Verdict | None:
         most = int(counts.mode().values)
         text += f", most often {facts.tokenizer.convert_ids_to_tokens(most)} (id {most})"
     remedy = "if such a token ends a turn, add it to rollout.stop_token_ids"
-    return graded("special tokens", share, (0.02, 0.5), text, remedy)
+    # Never wrong: the marks of a model's reasoning may be special tokens.
+    return graded("special tokens", share, (0.02, math.inf), text, remedy)
 
 
 def truncated(facts: Facts) -> Verdict | None:
@@ -235,11 +236,13 @@ def reward_spread(facts: Facts) -> Verdict | None:
     if "critic/score/max" not in metrics:
         return None
     least, most, mean = (metrics[f"critic/score/{name}"] for name in ("min", "max", "mean"))
+    is_taught = uses_teacher(facts.config)
     if least == most:
         return Verdict(
             "reward",
-            "wrong",
-            f"every sample has the score {mean:g}, so nothing can be learned",
+            "look" if is_taught else "wrong",
+            f"every sample has the score {mean:g}, so nothing can be learned"
+            + (" but from the teacher" if is_taught else ""),
             "try the function on stored samples (run.mode=score_only); if it is right, the prompts are too "
             "hard or too easy for this model",
         )
@@ -254,9 +257,11 @@ def reward_spread(facts: Facts) -> Verdict | None:
         "such groups have no advantage; use prompts that the model solves sometimes, more "
         "rollout.samples_per_prompt, or algorithm=dapo, which replaces them"
     )
-    if "groups" not in algorithm_of(facts.config).needs:
+    estimator, _ = facts.config.objective.chosen
+    needs = algorithm_of(facts.config).needs if estimator is None else estimator.needs
+    if "groups" not in needs:
         return Verdict("reward", "ok", text)
-    return graded("reward", flat, (FLAT_GROUPS, 1.0), text, remedy)
+    return graded("reward", flat, (FLAT_GROUPS, math.inf if is_taught else 1.0), text, remedy)
 
 
 # Probabilities and the update -----------------------------------------------------------------------------
@@ -310,8 +315,10 @@ def ratio(facts: Facts) -> Verdict | None:
     metrics = facts.metrics
     if "actor/pg_clipfrac" not in metrics:
         return None
+    # With bypass the ratio is that of trainer and engine, which is not exactly 1.
+    first = "" if facts.config.rollout_correction.bypass else "the first update began at ratio 1; "
     text = (
-        f"the first update began at ratio 1; over all updates KL {metrics.get('actor/ppo_kl', 0.0):.2g}, "
+        f"{first}over all updates KL {metrics.get('actor/ppo_kl', 0.0):.2g}, "
         f"{metrics['actor/pg_clipfrac']:.1%} of the tokens clipped"
     )
     remedy = "lower training.optimizer.lr, training.epochs or the number of mini-batches"
@@ -329,7 +336,9 @@ def gradient_norm(facts: Facts) -> Verdict | None:
             "gradient norm", "wrong", text, "no sample has an advantage; see the line of the reward"
         )
     remedy = "usual are 0.01 to 10; look at the loss's scale (objective.aggregation) and at the advantages"
-    return graded("gradient norm", norm, (10 * clip or LARGE_NORM, math.inf), text, remedy)
+    # Losses of given responses sum log-ratios over a response, and a new model's likelihood is steep.
+    usual = 10 if learns_from_samples(facts.config) else 100
+    return graded("gradient norm", norm, (usual * clip or LARGE_NORM, math.inf), text, remedy)
 
 
 def movement(facts: Facts) -> Verdict | None:
@@ -346,7 +355,7 @@ def movement(facts: Facts) -> Verdict | None:
         text += f"; about {moved:.2g} at the peak, {adam.lr:.2g}"
     if moved == 0 and facts.metrics.get("actor/grad_norm"):
         return Verdict(
-            "size of the step", "look", text, "is training.optimizer.lr too small for model.dtype?"
+            "size of the step", "look", text, "raise training.optimizer.lr, or use model.dtype=float32"
         )
     remedy = f"lower training.optimizer.lr={adam.lr:g}; a usual step changes log-probs by 0.001 to 0.05"
     return graded("size of the step", moved, MOVED, text, remedy)

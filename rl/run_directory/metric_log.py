@@ -20,6 +20,10 @@ log = logging.getLogger(__name__)
 STEP = "training/global_step"
 FILE_NAME = "metrics.jsonl"
 
+CLOSE_S = 15.0
+"""Longest wait for the followers at the end of a run, in seconds. Shorter than the wait of the other ranks
+for rank 0 when a stopped run exits (`rl.runtime.session.EXIT_TIMEOUT`)."""
+
 MAX_COLUMNS = 165
 """Largest width of a step's console line, in columns."""
 
@@ -53,8 +57,11 @@ class Follower(Protocol):
     def note(self, step: int) -> None:
         """Take note that the file has the record of a step."""
 
-    def close(self) -> None:
-        """Send the rest and end."""
+    def finish(self) -> None:
+        """Take note that the file is complete. Does not wait."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the rest is sent, at most that long."""
 
 
 class MetricLog:
@@ -118,9 +125,13 @@ class MetricLog:
             )
 
     def close(self) -> None:
+        """Close the file, and wait at most CLOSE_S for all followers together."""
         self._file.close()
         for follower in self._followers:
-            follower.close()
+            follower.finish()
+        end = time.monotonic() + CLOSE_S
+        for follower in self._followers:
+            follower.wait(max(end - time.monotonic(), 0.0))
 
 
 def read_records(path: str | os.PathLike) -> list[dict]:

@@ -55,7 +55,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             f"critic/score/{SPREAD}",
             "score",
             "result of the reward function, over the samples of the step",
-            "Flat from the start: all samples of a group score the same; try an easier data set, a warmer "
+            "Flat from the start: all samples of a group score the same; try an easier data set, a higher "
             "`rollout.temperature`, or a graded score. Rises while `val-core` falls: the reward is "
             "exploited; read samples (`tools/report.py`).",
         ),
@@ -73,7 +73,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "calls of the reward function that raised or exceeded `reward.timeout_s`; they score "
             "`reward.failure_score`",
             "Above 0: the log has the first error. Failures that follow from responses teach the policy to "
-            "avoid or to cause them; make the function total.",
+            "avoid or to cause them; make the function handle every response.",
         ),
         M(
             "reward/<name>/mean",
@@ -346,12 +346,6 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "KL term.",
         ),
         M(
-            "{val,val-core/<source>}/{loss,perplexity}",
-            "",
-            "mean over the trained tokens of held-out responses of -log p, and its exponential",
-            "Rises while `sft/loss` falls: the policy overfits; keep the best checkpoint.",
-        ),
-        M(
             "val-core/<source>/<variable>/{best,maj}@<k>/{mean,std}",
             "",
             "best and majority of all k samples",
@@ -423,8 +417,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "distill/divergence",
             "nats",
             "`teacher.divergence` of policy and teacher, mean over tokens and updates",
-            "Rises: lower the learning rate. Flat from the start: the teacher is out of reach; compare its "
-            "accuracy with the policy's.",
+            "Rises: lower the learning rate. Flat from the start: the policy cannot follow the teacher; "
+            "compare the accuracy of both.",
         ),
         M("teacher/logprob/mean", "nats", "log-prob of the policy's tokens by their teachers", ""),
         M(
@@ -432,7 +426,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "",
             "parts of the advantages, mean over tokens: by the reward, and `teacher.advantage_coef` times "
             "the log-ratio of teacher and policy; abs: mean of absolute values",
-            "One abs far above the other: it alone decides; change `teacher.advantage_coef`.",
+            "One abs far above the other: the smaller part has no effect; change `teacher.advantage_coef`.",
         ),
         M("implicit_reward/{grad_norm,lr}", "", "as those of the policy", ""),
         M(
@@ -521,9 +515,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         M(
             "perf/mfu/{actor,critic,actor_infer}",
             "share",
-            "operations of update_actor, update_critic or old_log_prob / (their time x ranks x peak of dense "
-            "bfloat16); operations as `rl/training/dp_split.py` counts them, without recomputation; only "
-            "on GPUs of `rl/runtime/peaks.py`",
+            "operations of update_actor, update_critic or old_log_prob / (their time x ranks that train x "
+            "peak of dense bfloat16); operations as `rl/training/dp_split.py` counts them, without "
+            "recomputation; only on GPUs of `rl/runtime/peaks.py`",
             "Below about 0.2: micro-batches are too small (`training.micro_batch_tokens`), or the "
             "pipeline idles.",
         ),

@@ -1,6 +1,6 @@
 """Trackers, which show the metrics of a run: TensorBoard, wandb, MLflow, trackio and Prometheus.
 
-metrics.jsonl is the truth. A thread per tracker reads the file as it grows and sends each record, so that
+Each reads metrics.jsonl. A thread per tracker reads the file as it grows and sends each record, so that
 writing never blocks a step: a slow tracker falls behind, which is logged, and misses nothing. A tracker that
 raises is logged once and left out until the next start of the run, which sends what it missed.
 
@@ -29,14 +29,12 @@ log = logging.getLogger(__name__)
 DIRECTORY = "trackers"
 BEHIND = 8
 """Number of steps by which a tracker may be behind before that is logged; again after each doubling."""
-CLOSE_S = 60.0
-"""Longest wait for a tracker at the end of a run, in seconds."""
 MAX_PARAMS = 100
 """Largest number of parameters in one call of MLflow."""
 
 
 class Tracker(Protocol):
-    """What shows metrics. `open`, `write` and `close` are called in a thread of their own."""
+    """A program that shows metrics. `open`, `write` and `close` are called in a thread of their own."""
 
     name: str
     package: str
@@ -90,17 +88,18 @@ class TrackerThread:
     def _behind(self) -> int:
         return self._noted - self._state["step"]
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self._closing = True
         self._wake.set()
+
+    def wait(self, seconds: float) -> None:
         if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+            self._thread.join(seconds)
             if self._thread.is_alive():
                 log.warning(
-                    "%s has not taken the last %d steps within %g s; metrics.jsonl has them",
+                    "%s has not ended in time and lacks the last %d steps; metrics.jsonl has them",
                     self._tracker.name,
                     self._behind,
-                    CLOSE_S,
                 )
 
     def _run(self) -> None:

@@ -193,7 +193,7 @@ def head_rows(weight: Tensor, wanted: int, group) -> Tensor:
 
 @dataclass
 class Targets:
-    """What the teachers found at the response tokens that this rank trains on, if it is of the last stage."""
+    """Results of the teachers' passes at the response tokens of this rank, if it is of the last stage."""
 
     divergence: Divergence
     teachers: list[int]

@@ -367,7 +367,10 @@ class TrainingEngine:
         return stale_master_weights(self.optimizer, self.learned_map.parameters)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor) of every weight on every rank; with adapters, W + scale * B A."""
+        """Yield (Hugging Face name, whole tensor) of every weight on every rank.
+
+        With adapters they are those of W + scale * B A.
+        """
         return full_weights(self.weight_map, *([] if self.adapters is None else [self.adapters.merging()]))
 
     def _run(self, batch, plan, consume, *, forward_only, progress, outputs=None):

@@ -109,6 +109,37 @@ def test_a_sweep_runs_two_at_a_time_and_repeats_the_failed(cluster, launch, swee
     ).read_text().count("<tr>") == 7
 
 
+def test_a_sweep_in_one_job_is_cancelled_and_goes_on(cluster, launch, config, tmp_path):
+    (tmp_path / "joint.yaml").write_text(
+        f"""
+        name: joint
+        mode: adapters
+        config: {config}
+        overrides: {{adapter.kind: lora, adapter.in_engine: adapter, run.max_steps: 8, checkpoint.every: 1}}
+        grid: {{training.optimizer.lr: [1.0e-3, 2.0e-3]}}
+        seeds: 2
+        job: {{nodes: 2, gpus_per_node: 0, ranks_per_node: 1, time: "00:30:00", signal_lead_s: 60}}
+        """
+    )
+    launch("sweep", "joint.yaml")
+    runs = tmp_path / "runs" / "joint"
+    points = [point["name"] for point in json.loads((runs / "launch" / "sweep.json").read_text())["points"]]
+    job = json.loads((runs / "launch" / "jobs.jsonl").read_text())["job"]
+    wait_for(lambda: status(runs / points[3])["step"] >= 2, "step 2", timeout=2 * PATIENCE_S)
+    cluster.run("scancel", job)
+    cluster.wait(job, SETTLED)
+    assert "finished" not in launch("status", runs)
+    launch("sweep", "joint.yaml", "--only", "failed")
+    again = json.loads((runs / "launch" / "jobs.jsonl").read_text().splitlines()[1])["job"]
+    facts = cluster.wait(again, SETTLED, timeout=2 * PATIENCE_S)
+    assert facts["JobState"] == "COMPLETED" and facts["NumNodes"] == "2"
+    assert "4 runs: 4 finished" in launch("status", runs)
+    for point in points:
+        assert [record["training/global_step"] for record in records(runs / point)] == [*range(1, 9)]
+    assert "resuming after step" in (runs / "launch" / f"joint-{again}.out").read_text()
+    assert "nothing to submit" in launch("sweep", "joint.yaml", "--only", "failed")
+
+
 def test_submit_writes_a_file_that_runs(cluster, launch, config, tmp_path):
     asked = ("--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--time", "00:30:00")
     launch("submit", "--config", config, *asked, "--", "run.max_steps=1")

@@ -58,7 +58,7 @@ def test_imports_point_down():
 
 def test_the_diagram_in_the_docs_has_these_floors():
     text = (ROOT / "docs" / "architecture.md").read_text()
-    floors = text.partition("## Rooms")[2].split("```")[1].strip().splitlines()
+    floors = text.partition("## Packages")[2].split("```")[1].strip().splitlines()
     assert tuple(tuple(floor.split()) for floor in floors) == FLOORS
 
 

@@ -25,7 +25,7 @@ Node = tuple[str, int]
 def floors() -> list[list[str]]:
     """Return the rooms of each floor, as docs/architecture.md shows them (tests/unit/test_arrows.py)."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    return [line.split() for line in text.partition("## Rooms")[2].split("```")[1].strip().splitlines()]
+    return [line.split() for line in text.partition("## Packages")[2].split("```")[1].strip().splitlines()]
 
 
 def imports(room: str) -> set[str]:
@@ -79,7 +79,7 @@ def house() -> str:
     size = {node: 8 * len(node[0]) + 22 if node[0] in floor_of else 12 for row in order for node in row}
     at = spread(order, near, size)
     width, gap, top = max(at[row[-1]] + size[row[-1]] / 2 for row in order) + 12, 76, 40
-    title = f"Rooms of rl/: {len(floor_of)} rooms, {total} arrows, none upward"
+    title = f"Packages of rl/: {len(floor_of)} packages, {total} imports, none upward"
     drawing = Drawing(width, top + gap * len(rows) - 24, title)
     drawing.text(
         12,

@@ -14,6 +14,7 @@ from rl.config.trace import Trace, check_trace
         (dict(torch_profiler=["update"]), "no effect without trace.steps"),
         (dict(nvtx=True), "no effect without trace.steps"),
         (dict(steps=[1], ranks=[-2]), "trace.ranks holds -2"),
+        (dict(steps=[1], torch_profiler=["update", "step"]), "keep only step, or only phases"),
     ],
 )
 def test_steps_and_ranks_that_do_not_exist_are_refused(keys, message):

@@ -170,7 +170,7 @@ def memory(facts):
 ILLNESSES = {
     truncate: {"truncated": "look"},
     never_end: {"truncated": "wrong", "end token": "wrong"},
-    another_end: {"chat template": "wrong", "special tokens": "wrong"},
+    another_end: {"chat template": "wrong", "special tokens": "look"},
     special_within: {"special tokens": "look"},
     strings: {"chat template": "look"},
     masked: {"masks": "look"},
@@ -198,6 +198,13 @@ def test_an_illness_gets_its_verdict_and_no_other(illness, tokenizer):
     illness(facts)
     assert bad(facts) == ILLNESSES[illness]
     assert all(verdict.remedy for verdict in verdicts(facts) if verdict.level != "ok")
+
+
+def test_with_a_teacher_a_constant_reward_is_not_wrong(tokenizer):
+    facts = healthy(tokenizer, "teacher.path=teacher", "teacher.advantage_coef=0.1")
+    constant(facts)
+    facts.metrics["actor/grad_norm"] = 0.5
+    assert bad(facts) == {"reward": "look"}
 
 
 def test_a_warm_up_hides_no_learning_rate_that_is_too_high(tokenizer):

@@ -10,7 +10,7 @@ import pytest
 from rl.config.checks import check_trackers
 from rl.config.options import ConfigError
 from rl.config.schema import Config
-from rl.run_directory import trackers
+from rl.run_directory import metric_log, trackers
 from rl.run_directory.metric_log import MetricLog
 from rl.run_directory.prometheus import Prometheus
 from rl.run_directory.trackers import TrackerThread, followers, mlflow_name
@@ -83,6 +83,25 @@ def test_a_slow_tracker_falls_behind_and_is_named(tmp_path, caplog):
     tracker.may_go.set()
     metrics.close()
     assert len(tracker.got) == 2 * trackers.BEHIND + 1
+
+
+def test_trackers_share_one_wait_at_the_end(tmp_path, caplog, monkeypatch):
+    stuck = [Recording(), Recording()]
+    for number, tracker in enumerate(stuck):
+        tracker.name = f"recording {number}"
+        tracker.may_go.clear()
+    threads = [TrackerThread(tracker) for tracker in stuck]
+    monkeypatch.setattr(metric_log, "CLOSE_S", 0.0)
+    metrics = MetricLog(tmp_path, resume_step=None, followers=threads)
+    with caplog.at_level(logging.WARNING):
+        metrics.write(0, {"x": 0.0})
+        metrics.close()
+    assert sum("lacks the last 1 steps" in message for message in caplog.messages) == 2
+    for tracker in stuck:  # a process that lives on, as for an export, still sends the rest
+        tracker.may_go.set()
+    for thread in threads:
+        thread.wait(60)
+    assert all(tracker.got == [(0, 0.0)] and tracker.is_closed for tracker in stuck)
 
 
 def test_prometheus_has_the_last_value_of_every_metric(tmp_path):
