@@ -116,10 +116,10 @@ if __name__ == "__main__":
     kind, place, rank, call, *sys.argv[1:] = sys.argv[1:]
     run = train_rl.watched_run
 
-    def faulty_run(config, ranks, device):
+    def faulty_run(config, points, ranks, device):
         if ranks.rank == int(rank):
             inject(kind, place, int(call))
-        run(config, ranks, device)
+        run(config, points, ranks, device)
 
     train_rl.watched_run = faulty_run
     train_rl.leave(train_rl.main())

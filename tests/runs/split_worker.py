@@ -46,9 +46,9 @@ if __name__ == "__main__":
     probe, *sys.argv[1:] = sys.argv[1:]
     run = train_rl.watched_run
 
-    def probed_run(config, ranks, device):
+    def probed_run(config, points, ranks, device):
         {"gap": gap, "old_labels": old_labels}[probe]()
-        return run(config, ranks, device)
+        return run(config, points, ranks, device)
 
     train_rl.watched_run = probed_run
     train_rl.leave(train_rl.main())
