@@ -15,7 +15,8 @@ class EarlyStop:
     """Decides which points end early. The decision depends only on logged metrics, so all ranks agree.
 
     A step is judged once all points that go on have taken it. A point that is ahead may therefore take one
-    more step than its rule allows.
+    more step than its rule allows. A run that continues judges the steps of earlier starts again, because a
+    fault may have come between a decision and the point's end.
     """
 
     def __init__(self, config: Sweep, num_points: int):
@@ -25,6 +26,8 @@ class EarlyStop:
         self._last = [0] * num_points
         """The last step of each point."""
         self._live = set(range(num_points))
+        self._over: set[int] = set()
+        """Points that have taken their last step; the steps up to it are judged with them."""
         self._judged = 0
         self.reasons: dict[int, str] = {}
         """Why a point ends, by its number."""
@@ -43,20 +46,21 @@ class EarlyStop:
         for record in records:
             self._note(point, int(record["training/global_step"]), record)
         if is_over:
-            self._live.discard(point)
-        self._judged = max(self._judged, min((self._last[p] for p in self._live), default=0))
+            self._over.add(point)
 
     def record(self, point: int, step: int, metrics: Mapping[str, float], *, is_last: bool = False) -> None:
         """Note the metrics of a point's step, and judge the steps that all points have taken."""
         self._note(point, step, metrics)
+        if is_last:
+            self._over.add(point)
         if self._config.stop == "none":
             return
-        common = min((self._last[p] for p in self._live), default=0)
-        while self._judged < common:
+        while True:
+            self._live -= {p for p in self._over if self._last[p] <= self._judged}
+            if not self._live or self._judged >= min(self._last[p] for p in self._live):
+                return
             self._judged += 1
             self._judge(self._judged)
-        if is_last:
-            self._live.discard(point)
 
     def _note(self, point: int, step: int, metrics: Mapping[str, float]) -> None:
         self._last[point] = max(self._last[point], step)
@@ -120,7 +124,7 @@ class PointStop(StopRequests):
         self._to_save.discard(self._point)
         if own.by_hand:
             self._early.leave(self._point)
-        # The end by a rule comes first: a run that continues does not judge the step again.
+        # The end by a rule comes first, so that the status of the point has it.
         reason = self._early.reasons.get(self._point, "") or job.reason or own.reason
         return StopDecision(reason, save=save)
 

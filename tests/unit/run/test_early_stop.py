@@ -54,6 +54,15 @@ def test_a_decision_is_the_same_after_a_resume():
     assert early.reasons.keys() == {1, 2}
 
 
+def test_a_decision_before_a_fault_is_made_again():
+    early = EarlyStop(Sweep(stop="halving", first=2), 4)
+    for point, value in SCORES.items():  # point 2 had ended, point 1 not yet
+        steps = [{"training/global_step": s, "critic/score/mean": value * s} for s in (1, 2)]
+        early.remember(point, steps, is_over=point == 2)
+    early.record(0, 3, {"critic/score/mean": SCORES[0] * 3})
+    assert early.reasons.keys() == {1, 2}
+
+
 class Requests:
     """Stop requests of the job or of a point, each of which one call of `agree` finds."""
 
