@@ -125,12 +125,17 @@ def _reported(directory: Path) -> RunState:
 
 
 def _silence(directory: Path, otherwise: float | None) -> float | None:
-    """Return seconds since the oldest heartbeat of any rank, or since `otherwise` if there is none."""
-    beats = [
-        record["time"] for path in directory.glob("heartbeat/rank_*.json") if (record := _read_json(path))
-    ]
-    oldest = min(beats, default=otherwise)
-    return None if oldest is None else max(0.0, time.time() - oldest)
+    """Return seconds since the oldest heartbeat of any rank, or since `otherwise` if there is none.
+
+    The heartbeats of a point of a sweep in one job are in the directory above, which is the sweep's.
+    """
+    oldest = []
+    for place in (directory, directory.parent):
+        records = map(_read_json, place.glob("heartbeat/rank_*.json"))
+        if beats := [record["time"] for record in records if record]:
+            oldest.append(min(beats))
+    last = max(oldest, default=otherwise)
+    return None if last is None else max(0.0, time.time() - last)
 
 
 def _jobs_of(run: RunState) -> list[str]:

@@ -111,6 +111,11 @@ def read_file(path: str) -> SweepFile:
         raise ConfigError(f"name of {path} is '{sweep.name}', but names a directory: use a plain name.")
     if sweep.at_a_time < 0:
         raise ConfigError(f"at_a_time={sweep.at_a_time} in {path}, but must be 0 or more.")
+    if sweep.at_a_time and sweep.mode == "adapters":
+        raise ConfigError(
+            f"at_a_time={sweep.at_a_time} in {path} limits the tasks of a job array, but mode=adapters runs "
+            "all points in one job; leave it out."
+        )
     sweep.job.check()
     return sweep
 

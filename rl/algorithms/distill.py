@@ -38,12 +38,14 @@ DEFAULTS = {"rollout.samples_per_prompt": 1}
 
 def collect(phases: Phases) -> Batch:
     teacher, prompts = phases.config.teacher, phases.draw_prompts()
-    count, before = len(prompts), (phases.step.number - 1) * len(prompts)
-    ends = [
-        int((before + count) * share + 1e-6) - int(before * share + 1e-6)
-        for share in (teacher.student_share, teacher.student_share + teacher.teacher_share)
-    ]
-    own, taught, given = prompts[: ends[0]], prompts[ends[0] : ends[1]], prompts[ends[1] :]
+    num_own, num_taught = counts(
+        len(prompts),
+        before=(phases.step.number - 1) * len(prompts),
+        student_share=teacher.student_share,
+        teacher_share=teacher.teacher_share,
+    )
+    own, others = prompts[:num_own], prompts[num_own:]
+    taught, given = others[:num_taught], others[num_taught:]
     parts = []
     if given:
         parts.append(replace(phases.targets(given), prompts=given))
@@ -64,6 +66,22 @@ def learn(phases: Phases, batch: Batch) -> None:
     divergence_loss = partial(loss, config=phases.config)
     divergence_loss.reads = ("divergence",)
     phases.update(batch, divergence_loss)
+
+
+def counts(num_prompts: int, *, before: int, student_share: float, teacher_share: float) -> tuple[int, int]:
+    """Return to how many of a step's prompts the policy and the teacher respond.
+
+    Summed over the steps they are the shares of all prompts, rounded down. before: prompts of earlier steps.
+    """
+
+    def part(prompts: int, share: float) -> int:
+        return int(prompts * share + 1e-6)
+
+    after = before + num_prompts
+    own_before, own_after = part(before, student_share), part(after, student_share)
+    # Of the other prompts, so that no prompt is in two parts.
+    share = teacher_share / max(1 - student_share, teacher_share) if teacher_share else 0.0
+    return own_after - own_before, part(after - own_after, share) - part(before - own_before, share)
 
 
 def mixed(parts: list[Batch]) -> Batch:

@@ -88,6 +88,12 @@ def check_sweep(config: Config, points: Sequence[Config]) -> None:
             f"sweep.adapters needs the adapters of all points in one engine, but adapter.in_engine="
             f"{config.adapter.in_engine}; set adapter.in_engine=adapter."
         )
+    if config.sweep.stop != "none" and not needs_engine(config):
+        raise ConfigError(
+            f"sweep.stop={config.sweep.stop} compares points that are at the same step, but with algorithm="
+            f"{config.algorithm} and no generation in validation each point runs to its end before the next; "
+            "use sweep.stop=none."
+        )
     for key, is_set in {
         "the section roles": config.roles.is_on,
         "rollout.carry_over=true": config.rollout.carry_over,
@@ -96,6 +102,9 @@ def check_sweep(config: Config, points: Sequence[Config]) -> None:
         "checkpoint.background=true": config.checkpoint.background,
         "trace.steps": bool(config.trace.steps),
         "logging.prometheus_port": bool(config.logging.prometheus_port),  # each point would need its own
+        "adapter.kind=none in a point, which would train the base of all": any(
+            not point.adapter.is_on for point in points
+        ),
         "a teacher": any(map(uses_teacher, points)),
         "adapter.init=pissa": any(point.adapter.init == "pissa" for point in points),  # changes the base
         "reward.model.path": bool(config.reward.model.path),
@@ -104,9 +113,9 @@ def check_sweep(config: Config, points: Sequence[Config]) -> None:
         if is_set:
             raise ConfigError(f"sweep.adapters cannot be combined with {key}; leave it out.")
     kinds = {}
-    for point in points:
+    for point in (config, *points):
         needs = set(algorithm_of(point).needs)
-        if own := needs & OWN_MODELS:
+        if point is not config and (own := needs & OWN_MODELS):
             raise ConfigError(
                 f"point {point.run.name} of sweep.adapters: algorithm={point.algorithm} trains a second "
                 f"model ({', '.join(own)}); sweep over it with a job array."
@@ -115,5 +124,6 @@ def check_sweep(config: Config, points: Sequence[Config]) -> None:
     if len(kinds) > 1:
         names = " and ".join(show(point.algorithm) for point in kinds.values())
         raise ConfigError(
-            f"the points of sweep.adapters must learn from the same kind of data, but there are {names}."
+            f"the points of sweep.adapters and the run's own `algorithm`, for which the data are read, must "
+            f"learn from the same kind of data, but there are {names}; set algorithm to one of the points'."
         )

@@ -84,6 +84,8 @@ class Watchdog:
     ):
         self.config, self.memory, self.device = config, memory, device
         self.lock, self.status = lock, status
+        self.locks_of_points: list[RunLock] = []
+        """Locks of the directories of a sweep's points, released with `lock`."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._run_dir, self._host = run_dir, platform.node()
         for name in (STACKS, ERRORS):
@@ -115,8 +117,8 @@ class Watchdog:
             self._native.unlink()
 
     def _unlock(self) -> None:
-        if self.lock is not None:
-            self.lock.release()
+        for lock in (*self.locks_of_points, *([] if self.lock is None else [self.lock])):
+            lock.release()
 
     def _exit(self, code: int = 1) -> NoReturn:
         """End the process from the thread, whatever the main thread waits for."""

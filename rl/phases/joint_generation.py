@@ -117,10 +117,11 @@ class JointGeneration:
             policy = self._policies[point]
             options = dict(buffer_mib=refits.buffer_mib, adapter=point)
             if engine.adapters.versions[point] != policy.version:
+                is_due = bool(refits.check_every) and ask.step.number % refits.check_every == 0
                 with ask.step.phase("refit", timing="update_weights"):
                     traffic = refit(policy, engine, **options)
                     ask.step.metrics |= traffic_metrics(traffic, engine.device)
-                    if point not in self._checked:
+                    if is_due or point not in self._checked:
                         check_refit(policy, engine, **options)
                         self._checked.add(point)
             check_weights(policy, engine, **options, with_base=point == min(asks))
@@ -165,6 +166,8 @@ class JointGeneration:
             # All points wait for the whole call, so each one's time is that of the call.
             key = f"timing_s/{ask.timing}"
             ask.step.metrics[key] = ask.step.metrics.get(key, 0.0) + seconds
+            if abortable:
+                ask.step.abortable_s += seconds
             found[point], first = batch, first + len(ask.prompts)
         return found
 

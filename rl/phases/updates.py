@@ -207,6 +207,7 @@ class Updates:
             self._step.metrics[f"teacher/advantage_of_{name}/mean"] = token_mean(part, batch.mask)
             self._step.metrics[f"teacher/advantage_of_{name}/abs"] = token_mean(part.abs(), batch.mask)
         batch.advantages = batch.advantages + added
+        batch.teacher_logprobs = None  # a second update must not add them again
 
     def _check(self, batch: Batch, loss: Loss) -> None:
         """Check the advantages of a shipped algorithm, and once the loss. Raises CheckFailed on every rank.

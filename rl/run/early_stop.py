@@ -15,39 +15,52 @@ class EarlyStop:
     """Decides which points end early. The decision depends only on logged metrics, so all ranks agree.
 
     A step is judged once all points that go on have taken it. A point that is ahead may therefore take one
-    more step than its rule allows.
+    more step than its rule allows. A run that continues judges the steps of earlier starts again, because a
+    fault may have come between a decision and the point's end.
     """
 
-    def __init__(self, config: Sweep, names: list[str]):
-        self._config, self._names = config, names
-        self._values: list[dict[int, float]] = [{} for _ in names]
+    def __init__(self, config: Sweep, num_points: int):
+        self._config = config
+        self._values: list[dict[int, float]] = [{} for _ in range(num_points)]
         """The metric of each point by step."""
-        self._last = [0] * len(names)
+        self._last = [0] * num_points
         """The last step of each point."""
-        self._live = set(range(len(names)))
+        self._live = set(range(num_points))
+        self._over: set[int] = set()
+        """Points that have taken their last step; the steps up to it are judged with them."""
         self._judged = 0
         self.reasons: dict[int, str] = {}
         """Why a point ends, by its number."""
+
+    @property
+    def live(self) -> frozenset[int]:
+        """The points that go on."""
+        return frozenset(self._live)
+
+    def leave(self, point: int) -> None:
+        """Go on without a point, which somebody has stopped."""
+        self._live.discard(point)
 
     def remember(self, point: int, records: list[Mapping[str, float]], *, is_over: bool) -> None:
         """Take the steps of an earlier start. is_over: whether the point has ended."""
         for record in records:
             self._note(point, int(record["training/global_step"]), record)
         if is_over:
-            self._live.discard(point)
-        self._judged = max(self._judged, min((self._last[p] for p in self._live), default=0))
+            self._over.add(point)
 
     def record(self, point: int, step: int, metrics: Mapping[str, float], *, is_last: bool = False) -> None:
         """Note the metrics of a point's step, and judge the steps that all points have taken."""
         self._note(point, step, metrics)
+        if is_last:
+            self._over.add(point)
         if self._config.stop == "none":
             return
-        common = min((self._last[p] for p in self._live), default=0)
-        while self._judged < common:
+        while True:
+            self._live -= {p for p in self._over if self._last[p] <= self._judged}
+            if not self._live or self._judged >= min(self._last[p] for p in self._live):
+                return
             self._judged += 1
             self._judge(self._judged)
-        if is_last:
-            self._live.discard(point)
 
     def _note(self, point: int, step: int, metrics: Mapping[str, float]) -> None:
         self._last[point] = max(self._last[point], step)
@@ -85,26 +98,43 @@ class PointStop(StopRequests):
     Args:
         own: requests in the point's directory, such as the file `save`.
         job: requests of the whole sweep.
+        to_save: points that have yet to save for a request of the whole sweep. All points share it, because
+            only the first one finds the file `save`.
     """
 
     def __init__(
-        self, own: StopRequests, job: StopRequests, early: EarlyStop, point: int, step: Step, last: int
+        self,
+        own: StopRequests,
+        job: StopRequests,
+        early: EarlyStop,
+        to_save: set[int],
+        point: int,
+        step: Step,
+        last: int,
     ):
-        self._own, self._of_job, self._early, self._point = own, job, early, point
-        self._step, self._last_step = step, last
+        self._own, self._of_job, self._early, self._to_save = own, job, early, to_save
+        self._point, self._step, self._last_step = point, step, last
 
     def agree(self) -> StopDecision:
         """Return the pending requests of all ranks. Collective over the world; call it between two steps."""
-        step = self._step
-        self._early.record(self._point, step.number, step.metrics, is_last=step.number >= self._last_step)
         job, own = self._of_job.agree(), self._own.agree()
-        reason = job.reason or own.reason or self._early.reasons.get(self._point, "")
-        return StopDecision(reason, save=own.save or job.save)
+        if job.save:
+            self._to_save |= self._early.live
+        save = own.save or self._point in self._to_save
+        self._to_save.discard(self._point)
+        if own.by_hand:
+            self._early.leave(self._point)
+        # The end by a rule comes first, so that the status of the point has it.
+        if rule := self._early.reasons.get(self._point, ""):
+            return StopDecision(rule, save, is_final=True)
+        return StopDecision(job.reason or own.reason, save)
 
     def is_requested(self) -> bool:
         """Return whether a stop of the job is in the store. Not collective."""
         return self._of_job.is_requested()
 
     def record_step(self, step: float, save: float, *, unstoppable: float) -> str:
-        """Record the seconds of a step, as `StopRequests.record_step`."""
+        """Judge a complete step, and record its seconds as `StopRequests.record_step`."""
+        number, metrics = self._step.number, self._step.metrics
+        self._early.record(self._point, number, metrics, is_last=number >= self._last_step)
         return self._of_job.record_step(step, save, unstoppable=unstoppable)

@@ -367,9 +367,8 @@ class Training:
             if asked.reason:
                 if number > 1:
                     self._save(number - 1, metrics)
-                step.progress.line(
-                    f"stopped before step {number}: {asked.reason}; the same command continues from there"
-                )
+                later = "" if asked.is_final else "; the same command continues from there"
+                step.progress.line(f"stopped before step {number}: {asked.reason}{later}")
                 return asked
             metrics = step.metrics
         return None

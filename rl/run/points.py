@@ -14,20 +14,25 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rl import algorithms
 from rl.checkpoint.store import CheckpointStore, Saved
+from rl.config.adapter_checks import adapters_of
 from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_engine, needs_reward
 from rl.data.batch import Batch
+from rl.data.curriculum import load_order
 from rl.engines.engines import Engines, build_policy, build_rollout, finish_imports, offload_of
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import PhaseAgreement, fail_together
 from rl.faults.lock import RunLock, check_lock, is_of_another, make_run_directory
 from rl.faults.watchdog import Watchdog
+from rl.models import architecture
+from rl.models.peft import check_peft
 from rl.phases.joint_generation import Ask, JointGeneration, PointGeneration
 from rl.phases.phases import Phases
 from rl.phases.scorer import Scorer, start_pool
@@ -66,7 +71,6 @@ class Point:
     inputs: Inputs
     algorithm: ModuleType
     status: Status
-    lock: RunLock | None
     store: CheckpointStore
     found: tuple[Saved | None, Saved | None]
     """Result of `find_checkpoint`."""
@@ -84,33 +88,34 @@ def run_points(
     start_up.mark("Megatron")
     leads = dist.get_rank() == 0
     progress = Progress(leads, name=config.run.name, max_steps=config.run.max_steps)
-    early = EarlyStop(config.sweep, [point.run.name for point in points])
-    live = [
-        opened
-        for number, point in enumerate(points)
-        if (opened := _open(number, point, inputs, early)) is not None
-    ]
+    early = EarlyStop(config.sweep, len(points))
+    total = SweepStatus(watchdog.status)
+    locks = watchdog.locks_of_points
+    opened = [_open(number, point, inputs, early, total, locks) for number, point in enumerate(points)]
+    live = [point for point in opened if point is not None]
     ended = f", of which {len(points) - len(live)} have ended" if len(live) < len(points) else ""
     progress.line(f"{config.run.name}: sweep of {len(points)} points{ended}")
     if not live:
-        watchdog.status.write(state="finished")
+        total.write(state="finished")
         return 0
-    try:
-        return _run(config, live, device, watchdog, progress, early)
-    finally:
-        for point in live:
-            if point.lock is not None:
-                point.lock.release()
+    return _run(config, live, device, watchdog, progress, early)
 
 
-def _open(number: int, config: Config, inputs: Inputs, early: EarlyStop) -> Point | None:
-    """Open the directory of a point; return None if it has ended. Collective over the world."""
+def _open(
+    number: int, config: Config, inputs: Inputs, early: EarlyStop, total: "SweepStatus", locks: list[RunLock]
+) -> Point | None:
+    """Open the directory of a point; return None if it has ended. Collective over the world.
+
+    locks: gets the lock of the directory, on rank 0.
+    """
     leads, lock, before = dist.get_rank() == 0, None, ({}, [])
     with fail_together():
         algorithm = algorithms.load(config.algorithm)
         if leads:
             lock = make_run_directory(config)
+            locks.append(lock)
             before = _read_before(config)
+        own = _inputs_of(config, inputs)
     token = broadcast_object("" if lock is None else lock.token)
     state, records = broadcast_object(before)
     store = CheckpointStore(config, fence=lambda: check_lock(lock))
@@ -120,20 +125,75 @@ def _open(number: int, config: Config, inputs: Inputs, early: EarlyStop) -> Poin
     is_over = ended_early or is_complete(config, found[0])
     kept = [record for record in records if ended_early or record["training/global_step"] <= step]
     early.remember(number, kept, is_over=is_over)
+    total.steps[number] = dict(max_steps=config.run.max_steps, step=step, checkpoint_step=step)
     if is_over:
         if lock is not None:
             lock.release()
         return None
-    status = Status(
+    status = PointStatus(
+        partial(total.follow, number),
         config.run.dir,
         max_steps=config.run.max_steps,
         leads=leads,
         start=token,
         is_taken_over=lambda: is_of_another(config.run.dir, token),
     )
-    own = copy.copy(inputs)
+    return Point(number, config, own, algorithm, status, store, found)
+
+
+def _inputs_of(config: Config, inputs: Inputs) -> Inputs:
+    """Return the inputs of a point: those of the sweep, but for what the point may choose.
+
+    Raises ConfigError for an adapter or a curriculum that the point cannot start with.
+    """
+    own, data, adapter = copy.copy(inputs), config.data, config.adapter
     own.config = config
-    return Point(number, config, own, algorithm, status, lock, store, found)
+    try:
+        own.order = load_order(data.curriculum) if data.curriculum else None
+        own.sampler()  # refuses a curriculum that returns no order
+        if adapter.path:
+            hf = inputs.models["policy"].hf
+            pairs = adapters_of(config, architecture(hf).weights(hf))
+            check_peft(adapter.path, pairs, kind=adapter.kind, rank=adapter.rank, scale=adapter.scale)
+    except ValueError as error:
+        raise ConfigError(f"point {config.run.name} of sweep.adapters: {error}") from error
+    return own
+
+
+class SweepStatus:
+    """The status of a sweep, with the sums of its points' steps.
+
+    A batch script thereby learns whether a start of the job made progress.
+    """
+
+    def __init__(self, status: Status):
+        self._status = status
+        self.steps: dict[int, dict[str, int]] = {}
+        """max_steps, step and checkpoint_step of each point."""
+
+    def write(self, **changes: str) -> None:
+        """Write the sums, and changes of other fields."""
+        names = ("max_steps", "step", "checkpoint_step")
+        sums = {name: sum(own[name] for own in self.steps.values()) for name in names}
+        self._status.write(**changes, **sums)
+
+    def follow(self, point: int, **steps: int) -> None:
+        """Write the sums with new steps of a point."""
+        self.steps[point] |= steps
+        self.write()
+
+
+class PointStatus(Status):
+    """The status of a point. follow: called with the steps that are written."""
+
+    def __init__(self, follow: Callable[..., None], run_dir: str, **options: Any):
+        super().__init__(run_dir, is_copied=False, **options)
+        self._follow = follow
+
+    def write(self, **changes: str | int) -> None:
+        super().write(**changes)
+        if steps := {key: value for key, value in changes.items() if key in ("step", "checkpoint_step")}:
+            self._follow(**steps)
 
 
 def _read_before(config: Config) -> tuple[dict, list[dict]]:
@@ -162,6 +222,7 @@ def _run(
     policies = _build_policies(config, points, device)
     start_up.mark("trainer")
     stop = StopRequests(config.run.dir, max_time=config.run.max_time)
+    to_save: set[int] = set()
     joint = None
     if generates:
         away = offload_of(config, device)
@@ -172,8 +233,8 @@ def _run(
     start_up.mark("engine")
     limit_collectives(config.watchdog.limits)
 
-    def take_turns(index: int, wait: Callable[[Ask], Batch | None]) -> int:
-        """Run one point to its end; return the exit code."""
+    def take_turns(index: int, wait: Callable[[Ask], Batch | None]) -> tuple[int, str]:
+        """Run one point to its end; return the exit code, and why it stopped before its end."""
         point = points[index]
         own, inputs = point.config, point.inputs
         step = _step(own, device, watchdog, PointProgress(progress, own.run.name))
@@ -189,7 +250,7 @@ def _run(
             generation=PointGeneration(own, step, partial(_wait_for, wait)),
         )
         files = StopRequests(own.run.dir, max_time="")
-        requests = PointStop(files, stop, early, point.number, step, own.run.max_steps)
+        requests = PointStop(files, stop, early, to_save, point.number, step, own.run.max_steps)
         try:
             asked, _ = take_steps(
                 own, point.algorithm, inputs, phases, point.status, requests, point.store, point.found
@@ -199,11 +260,11 @@ def _run(
             text = str(error) if kind is ConfigError else f"{type(error).__name__}: {error}"
             point.status.fail(text)
             raise kind(f"point {own.run.name}: {text}") from error
-        if asked is not None and asked.reason.startswith(ENDED_EARLY):
+        if asked is not None and asked.is_final:
             progress.line(f"{own.run.name}: ended, {asked.reason}")
             point.status.write(state="finished", reason=asked.reason)
-            return 0
-        return note_end(point.status, asked)
+            return 0, ""
+        return note_end(point.status, asked), "" if asked is None else asked.reason
 
     turns = Turns(
         [partial(take_turns, index) for index in range(len(points))],
@@ -211,14 +272,17 @@ def _run(
         prepare=partial(torch.cuda.set_device, device.torch) if device.is_cuda else lambda: None,
         follow=watchdog.tracker.follow,
     )
-    codes = turns.run()
+    ends = turns.run()
     if pool is not None:
         pool.close()
     if joint is not None:
         rollout.close()
-    code = max(codes)
-    watchdog.status.write(state="stopped" if code else "finished")
-    return code
+    stopped = [reason for _, reason in ends if reason]
+    if stopped:
+        watchdog.status.write(state="stopped", reason=stopped[0])
+    else:
+        watchdog.status.write(state="finished")
+    return max(code for code, _ in ends)
 
 
 def _build_policies(config: Config, points: list[Point], device: Device) -> list[TrainingEngine]:

@@ -350,15 +350,18 @@ def movement(facts: Facts) -> Verdict | None:
     change = (facts.after - batch.old_logprobs).abs()[batch.mask > 0].double()
     moved = float(change.mean()) if len(change) else 0.0
     text = f"log-probs of the samples changed by {moved:.2g} nats on average, at lr {lr:.2g}"
-    if lr < adam.lr:  # the change is about proportional to it
+    levels = MOVED
+    if lr < adam.lr:  # the change is about proportional to it; a first step of Adam is larger than later ones
+        if moved < MOVED[1]:
+            levels = MOVED[0], math.inf
         moved *= adam.lr / lr
         text += f"; about {moved:.2g} at the peak, {adam.lr:.2g}"
     if moved == 0 and facts.metrics.get("actor/grad_norm"):
         return Verdict(
             "size of the step", "look", text, "raise training.optimizer.lr, or use model.dtype=float32"
         )
-    remedy = f"lower training.optimizer.lr={adam.lr:g}; a usual step changes log-probs by 0.001 to 0.05"
-    return graded("size of the step", moved, MOVED, text, remedy)
+    remedy = f"lower training.optimizer.lr, now {adam.lr:g}; a usual step changes log-probs by 0.001 to 0.05"
+    return graded("size of the step", moved, levels, text, remedy)
 
 
 def error(facts: Facts) -> Verdict | None:

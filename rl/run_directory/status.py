@@ -31,6 +31,7 @@ class Status:
         leads: whether this is rank 0. Only rank 0 writes progress; every rank may write the end.
         start: token of the run directory's lock, identical on all ranks.
         is_taken_over: returns whether another run holds the directory's lock; then this run writes no end.
+        is_copied: whether to write the file that LOCKSTEP_STATUS names, too.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class Status:
         leads: bool,
         start: str = "",
         is_taken_over: Callable[[], bool] = lambda: False,
+        is_copied: bool = True,
     ):
-        also = os.environ.get("LOCKSTEP_STATUS")
+        also = os.environ.get("LOCKSTEP_STATUS") if is_copied else None
         self._leads, self._start, self._is_taken_over = leads, start, is_taken_over
         self._path = Path(run_dir, FILE_NAME)
         self._paths = [self._path, *([Path(also)] if also else [])]

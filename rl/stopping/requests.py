@@ -55,6 +55,8 @@ class StopDecision:
     """Why to stop; '' to continue."""
     save: bool
     """Whether a checkpoint was requested; the request's file is removed."""
+    is_final: bool = False
+    """Whether no later start continues the run."""
 
     @property
     def by_hand(self) -> bool:

@@ -23,7 +23,6 @@ from rl.data.batch import Batch
 from rl.data.held import KEPT_SETS
 from rl.models import architecture, value_model, value_weights
 from rl.models.adapters import LowRank
-from rl.models.layout import Weight
 from rl.runtime import tracing
 from rl.runtime.checksum import INTEGERS
 from rl.runtime.collectives import broadcast_object, gather_objects, sum_over_world
@@ -172,19 +171,6 @@ class TrainingEngine:
     def learned(self) -> list[Parameter]:
         """This rank's parameters that learn, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    def merged(self) -> Iterator[tuple[Weight, Tensor]]:
-        """Yield this rank's weights as the model computes with them: with adapters, W + scale * B A.
-
-        One at a time; a weight without an adapter is the parameter itself. Collective over the tensor
-        parallel group.
-        """
-        merged = self._merging()
-        for weight, parameter in self.weight_map.local():
-            yield weight, merged(weight, parameter)
-
-    def _merging(self) -> Callable[[Weight, Tensor], Tensor]:
-        return (lambda _, parameter: parameter) if self.adapters is None else self.adapters.merging()
 
     @torch.no_grad()
     def forward(
@@ -381,8 +367,11 @@ class TrainingEngine:
         return stale_master_weights(self.optimizer, self.learned_map.parameters)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor) of every weight, as in `merged`, on every rank."""
-        return full_weights(self.weight_map, self._merging())
+        """Yield (Hugging Face name, whole tensor) of every weight on every rank.
+
+        With adapters they are those of W + scale * B A.
+        """
+        return full_weights(self.weight_map, *([] if self.adapters is None else [self.adapters.merging()]))
 
     def _run(self, batch, plan, consume, *, forward_only, progress, outputs=None):
         """Run this rank's micro-batches through Megatron's pipeline schedule.

@@ -44,4 +44,4 @@ def test_an_exploding_step_and_a_short_limit_are_wrong(toy, tmp_path):
     assert failure.value.returncodes == [1]
     wrong = {name for name, level in levels(tmp_path / "run-check").items() if level == "wrong"}
     assert {"truncated", "size of the step"} <= wrong
-    assert "-> lower training.optimizer.lr=3" in failure.value.stdout[0]
+    assert "-> lower training.optimizer.lr, now 3" in failure.value.stdout[0]

@@ -50,6 +50,8 @@ def test_points_are_the_runs_that_they_are_alone(config, tmp_path):
     sweep = tmp_path / "run"
     together = (*ADAPTER, *STEPS, adapters(list(POINTS.values())))
     train(2, config, *together)
+    status = json.loads((sweep / "status.json").read_text())
+    assert {status[key] for key in ("step", "checkpoint_step", "max_steps")} == {4 * len(POINTS)}
     for name, values in list(POINTS.items())[1:]:
         assert_close(alone(config, 2, values, tmp_path / name), comparable(sweep / name))
     # Two points lose their last checkpoint; the third is not taken up again.

@@ -1,10 +1,13 @@
 """The median rule and successive halving, and functions that take turns."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from rl.config.sweep import Sweep
-from rl.run.early_stop import EarlyStop
+from rl.run.early_stop import EarlyStop, PointStop
 from rl.run.turns import Turns
+from rl.stopping.requests import REASONS, StopDecision
 
 SCORES = {0: 0.9, 1: 0.5, 2: 0.2, 3: 0.6}
 
@@ -22,7 +25,7 @@ def play(early, steps, scores=SCORES):
 
 
 def test_median_ends_what_never_reached_the_others_mean():
-    early = EarlyStop(Sweep(stop="median", first=3), list("abcd"))
+    early = EarlyStop(Sweep(stop="median", first=3), 4)
     assert play(early, 2) == {}
     ended = play(early, 8)
     assert 2 in ended and 0 not in ended
@@ -30,7 +33,7 @@ def test_median_ends_what_never_reached_the_others_mean():
 
 
 def test_halving_keeps_the_best_half_at_each_rung():
-    early = EarlyStop(Sweep(stop="halving", first=2), list("abcd"))
+    early = EarlyStop(Sweep(stop="halving", first=2), 4)
     ended = play(early, 8)
     assert {2, 1} <= ended.keys() and ended[2] <= 3 and ended[1] <= 3
     assert 3 in ended and 4 <= ended[3] <= 5 and 0 not in ended
@@ -42,13 +45,77 @@ def test_a_decision_is_the_same_after_a_resume():
         p: [{"training/global_step": s, "critic/score/mean": v * s} for s in (1, 2)]
         for p, v in SCORES.items()
     }
-    early = EarlyStop(Sweep(stop="halving", first=4), list("abcd"))
+    early = EarlyStop(Sweep(stop="halving", first=4), 4)
     for point, steps in records.items():
         early.remember(point, steps, is_over=False)
     for step in (3, 4):
         for point, value in SCORES.items():
             early.record(point, step, {"critic/score/mean": value * step})
     assert early.reasons.keys() == {1, 2}
+
+
+def test_a_decision_before_a_fault_is_made_again():
+    early = EarlyStop(Sweep(stop="halving", first=2), 4)
+    for point, value in SCORES.items():  # point 2 had ended, point 1 not yet
+        steps = [{"training/global_step": s, "critic/score/mean": value * s} for s in (1, 2)]
+        early.remember(point, steps, is_over=point == 2)
+    early.record(0, 3, {"critic/score/mean": SCORES[0] * 3})
+    assert early.reasons.keys() == {1, 2}
+
+
+class Requests:
+    """Stop requests of the job or of a point, each of which one call of `agree` finds."""
+
+    def __init__(self):
+        self.pending = StopDecision("", save=False)
+
+    def agree(self):
+        found, self.pending = self.pending, StopDecision(self.pending.reason, save=False)
+        return found
+
+    def record_step(self, step, save, *, unstoppable):
+        return ""
+
+
+def point_stops(config, lasts):
+    """Return the requests of the job and of each point, and the points' steps."""
+    early, job, to_save = EarlyStop(config, len(lasts)), Requests(), set()
+    steps = [SimpleNamespace(number=0, metrics={}) for _ in lasts]
+    of_points = [
+        PointStop(Requests(), job, early, to_save, point, steps[point], last)
+        for point, last in enumerate(lasts)
+    ]
+    return job, of_points, steps
+
+
+def complete(stop, step, number, score):
+    step.number, step.metrics = number, {"critic/score/mean": score}
+    stop.record_step(1.0, 0.0, unstoppable=0.0)
+
+
+def test_a_point_with_fewer_steps_does_not_end_the_rule():
+    _, stops, steps = point_stops(Sweep(stop="halving", first=3), [2, 4, 4])
+    for number in (1, 2, 3):
+        for point, stop in enumerate(stops):
+            if number <= 2 or point:
+                complete(stop, steps[point], number, float(point))
+    assert [bool(stop.agree().reason) for stop in stops] == [False, True, False]
+
+
+def test_a_request_to_save_reaches_every_point_once():
+    job, stops, _ = point_stops(Sweep(), [4, 4])
+    job.pending = StopDecision("", save=True)
+    assert [stop.agree().save for stop in (*stops, *stops)] == [True, True, False, False]
+
+
+def test_a_rule_ends_a_point_although_the_job_is_stopped():
+    job, stops, steps = point_stops(Sweep(stop="halving", first=1), [4, 4])
+    for point, stop in enumerate(stops):
+        complete(stop, steps[point], 1, float(point))
+    steps[0].number, steps[0].metrics = 2, {}  # begun, and ended by the stop request
+    job.pending = StopDecision(REASONS[1], save=False)
+    reasons = [stop.agree().reason for stop in stops]
+    assert reasons[0].startswith("sweep.stop=halving after step 1") and reasons[1] == REASONS[1]
 
 
 def turns(*functions, log):

@@ -209,7 +209,7 @@ def test_with_a_teacher_a_constant_reward_is_not_wrong(tokenizer):
 
 def test_a_warm_up_hides_no_learning_rate_that_is_too_high(tokenizer):
     facts = healthy(tokenizer, "training.optimizer.warmup_steps=100", "run.max_steps=1000")
-    assert bad(facts) == {"size of the step": "wrong"}  # 0.01 nats at a hundredth of the rate
+    assert bad(facts) == {"size of the step": "look"}  # 0.01 nats at a hundredth of the rate
 
 
 def test_a_run_longer_than_its_time_is_looked_at(tokenizer):

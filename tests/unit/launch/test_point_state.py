@@ -1,0 +1,25 @@
+"""The state of a point of a sweep in one job, whose heartbeats are those of the sweep."""
+
+import json
+import time
+
+from launch.runs import SILENT_S, read_runs
+from rl.run_directory.status import Status
+
+
+def write_beat(directory, age):
+    (directory / "heartbeat").mkdir(exist_ok=True)
+    (directory / "heartbeat" / "rank_0.json").write_text(json.dumps({"time": time.time() - age}))
+
+
+def test_a_point_lives_as_long_as_its_sweep(tmp_path):
+    point = tmp_path / "lr=0.1"
+    point.mkdir()
+    Status(str(point), max_steps=4, leads=True).write(step=1)
+    status = json.loads((point / "status.json").read_text())
+    (point / "status.json").write_text(json.dumps(status | {"job": "", "time": time.time() - 2 * SILENT_S}))
+    assert read_runs([point])[0].state == "lost"
+    write_beat(tmp_path, 0)
+    assert read_runs([point])[0].state == "running"
+    write_beat(tmp_path, 2 * SILENT_S)
+    assert read_runs([point])[0].state == "lost"
