@@ -261,7 +261,6 @@ def _run(
             point.status.fail(text)
             raise kind(f"point {own.run.name}: {text}") from error
         if asked is not None and asked.is_final:
-            progress.line(f"{own.run.name}: ended, {asked.reason}")
             point.status.write(state="finished", reason=asked.reason)
             return 0, ""
         return note_end(point.status, asked), "" if asked is None else asked.reason
