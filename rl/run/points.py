@@ -93,12 +93,29 @@ def run_points(
     locks = watchdog.locks_of_points
     opened = [_open(number, point, inputs, early, total, locks) for number, point in enumerate(points)]
     live = [point for point in opened if point is not None]
+    if leads:
+        _record_points(config, points)
     ended = f", of which {len(points) - len(live)} have ended" if len(live) < len(points) else ""
     progress.line(f"{config.run.name}: sweep of {len(points)} points{ended}")
     if not live:
         total.write(state="finished")
         return 0
     return _run(config, live, device, watchdog, progress, early)
+
+
+def _record_points(config: Config, points: Sequence[Config]) -> None:
+    """Add the points to launch/sweep.json, from which `python -m launch status` and `report` know them."""
+    path = Path(config.run.dir, "launch", "sweep.json")
+    facts = json.loads(path.read_text()) if path.is_file() else {"name": config.run.name, "points": []}
+    known = {point["name"] for point in facts["points"]}
+    new = [
+        {"name": point.run.name, "values": values}
+        for point, values in zip(points, config.sweep.adapters, strict=True)
+        if point.run.name not in known
+    ]
+    if new:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(facts | {"points": facts["points"] + new}, indent=1) + "\n")
 
 
 def _open(
