@@ -39,7 +39,7 @@ def inputs(files, *overrides):
     [
         (["teacher.path=FILES/tokens"], "the id of token '<more>' is"),
         (["teacher.sources={sums: FILES/same}"], "data_source=products of data.train has no teacher"),
-        (["teacher.path=FILES/same", "teacher.top_k=1000"], "teacher.top_k=1000 is no part of"),
+        (["teacher.path=FILES/same", "teacher.top_k=1000"], "teacher.top_k=1000 is not below the vocabulary"),
         (["teacher.self_taught=present"], "teacher.max_prompt_tokens=4096 and rollout.max_resp"),
     ],
 )
