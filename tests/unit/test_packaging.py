@@ -199,6 +199,16 @@ def test_lock_meets_what_its_packages_require(lock):
     assert unmet == []
 
 
+def test_lock_installs_on_the_oldest_python(setup_arguments):
+    locked_environment()
+    oldest = f"{setup_arguments['python_requires'].removeprefix('>=')}.0"
+    accepted = {
+        name: importlib.metadata.metadata(name)["Requires-Python"]
+        for name in read_lock("requirements-cpu.txt")
+    }
+    assert [name for name, found in accepted.items() if found and oldest not in SpecifierSet(found)] == []
+
+
 def run_installer(tmp_path, *arguments, programs=None, **environment):
     """Run the installer with this machine's programs, some replaced by scripts or (None) missing."""
     fake = tmp_path / "bin"
