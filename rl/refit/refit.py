@@ -64,7 +64,7 @@ class Part(NamedTuple):
     planned: WeightPlan
     values: Values
     sources: Mapping[int, Tensor]
-    """What the trainer gives, by the plan's indices."""
+    """The trainer's tensors, by the plan's indices."""
     held: Mapping[str, Tensor]
     """The engine's tensors by vLLM's name."""
     destinations: Mapping[int, Tensor]

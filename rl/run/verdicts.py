@@ -49,7 +49,7 @@ class Verdict:
 
 @dataclass
 class Facts:
-    """What the first step left, identical on every rank except for times."""
+    """Batch, metrics and times of the first step. All but the times are identical on every rank."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase

@@ -24,7 +24,7 @@ class Metric:
     """"" for a number without one."""
     formula: str
     bad: str
-    """What a bad value means and what to do; "" where none is bad by itself."""
+    """Meaning of a bad value, and the remedy; "" if no value is bad by itself."""
 
     @property
     def pattern(self) -> str:

@@ -175,7 +175,7 @@ class Adapters:
 
 
 class _Sum:
-    """What the adapters of one parameter of Megatron add to its output."""
+    """The sum that the adapters of one Megatron parameter add to the output of its layer."""
 
     def __init__(
         self,

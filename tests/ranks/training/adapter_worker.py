@@ -42,7 +42,7 @@ OPTIONS = (
     "adapter={kind: lora, rank: 4, alpha: 6.0}",
 )
 KIND = ("adapter={kind: dora, init: pissa, rank: 4, alpha: 6.0}",)
-"""Of a resume: what has most to restore."""
+"""Kind of the adapters in tests of a resume: the one with the most state to restore."""
 
 
 @torch.no_grad()

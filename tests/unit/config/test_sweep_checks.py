@@ -1,4 +1,4 @@
-"""What the points of a sweep in one job may not differ in or use."""
+"""Refusals of keys in which the points of a sweep in one job differ, and of features that they use."""
 
 import json
 
