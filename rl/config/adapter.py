@@ -31,7 +31,7 @@ class Adapter:
     base: Literal["model", "fp8"] = "model"
     """Type of the frozen weights in the trainer. model: model.dtype. fp8: linear layers in FP8 with a factor
     per block of 128 x 128, about half of the memory of bfloat16, dequantised layer by layer in each pass. The
-    engine gets the dequantised values."""
+    engine gets the dequantised values. training.tp and training.etp must not cut blocks."""
     in_engine: Literal["merged", "adapter"] = "merged"
     """Form in which the engine holds the policy. merged: W + scale * B A. adapter: W, and A and B beside it;
     a refit then moves only A and B."""

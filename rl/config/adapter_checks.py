@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from rl.config.options import ConfigError
+from rl.config.options import ConfigError, listed
 from rl.config.schema import Config
 from rl.models.adapters import LowRank, adapters, check_ranks
-from rl.models.layout import Weight
+from rl.models.layout import FP8_BLOCK, Weight, cuts_fp8_blocks
 
 
 def check_adapter(config: Config) -> None:
@@ -82,4 +82,26 @@ def adapters_of(config: Config, weights: Sequence[Weight]) -> list[LowRank]:
                     f"adapter.rank={adapter.rank} with adapter.init=pissa exceeds the rank of {pair.module}, "
                     f"which is {shape[0]} x {shape[1]}; use at most {min(shape)}, or adapter.init=zero."
                 )
+    if adapter.base == "fp8":
+        _check_blocks(config, [pair.base for pair in adapters(weights, rank=1)])
     return pairs
+
+
+def _check_blocks(config: Config, quantised: Sequence[Weight]) -> None:
+    """Raise ConfigError for a layout in which the frozen weights would have values of their own."""
+    training = config.training
+    for key, tp, weights in (
+        ("training.tp", training.tp, [weight for weight in quantised if weight.expert is None]),
+        ("training.etp", training.expert_tp, [weight for weight in quantised if weight.expert is not None]),
+    ):
+        distinct = {(weight.shapes, weight.hf[0].split(".")[-2]): weight for weight in weights}.values()
+        cut = next((weight for weight in distinct if cuts_fp8_blocks(weight, tp)), None)
+        if cut is not None:
+            fits = [
+                n for n in range(1, tp) if tp % n == 0 and not any(cuts_fp8_blocks(w, n) for w in distinct)
+            ]
+            raise ConfigError(
+                f"adapter.base=fp8 stores blocks of {FP8_BLOCK} x {FP8_BLOCK} elements, and {key}={tp} cuts "
+                f"those of {cut.hf[0]}, whose values would then depend on the layout; use {key}="
+                f"{listed(fits, 'or')}, or adapter.base=model."
+            )

@@ -10,12 +10,13 @@ vLLM.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rl.models.boxes import Box, index, whole
+from rl.models.boxes import Box, index, moved, overlap, whole
 
 if TYPE_CHECKING:  # importing this needs no torch, which a login node may lack
     from torch import Tensor
@@ -232,6 +233,33 @@ def expert_gate_up(expert: int) -> Cut:
 def expert_down(expert: int) -> Cut:
     """Return the cut of an expert's down: Megatron [H, F/etp] each, vLLM [E, H, F/tp] for all."""
     return Cut(_row, _stacked(_row, expert))
+
+
+def cuts_fp8_blocks(weight: Weight, tp: int) -> bool:
+    """Return whether the FP8 blocks of a rank's Megatron parameter differ from those of the whole one.
+
+    Blocks begin at the first element of a parameter [rows, columns]. They agree if each part of the whole
+    that a rank holds begins at a block of both, and ends at a block or at the end of the whole.
+    """
+    sizes, pieces = weight.megatron_shape(1), weight.megatron_pieces(1, 0)
+    for rank in range(tp if weight.cut.split else 0):
+        parts = set()  # (dimension, start in the rank's parameter, start and stop in the whole)
+        for own, piece in itertools.product(weight.megatron_pieces(tp, rank), pieces):
+            box = overlap(own.hf_box, piece.hf_box) if own.hf == piece.hf else None
+            if box is not None:
+                here, there = moved(box, own.hf_box, own.local_box), moved(box, piece.hf_box, piece.local_box)
+                parts |= {(dim, here[dim][0], *there[dim]) for dim in range(len(box))}
+        for dim, size in enumerate(sizes):
+            runs: list[list[int]] = []  # parts that are adjacent in both
+            for _, start, first, last in sorted(part for part in parts if part[0] == dim):
+                if runs and runs[-1][2] == first:
+                    runs[-1][2] = last
+                else:
+                    runs.append([start, first, last])
+            for start, first, last in runs:
+                if start % FP8_BLOCK or first % FP8_BLOCK or last % FP8_BLOCK and last != size:
+                    return True
+    return False
 
 
 def assemble(weight: Weight, shards: list[Tensor]) -> dict[str, Tensor]:

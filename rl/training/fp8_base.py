@@ -1,9 +1,12 @@
 """Frozen weights of linear layers in FP8, with one factor per block of 128 x 128 elements.
 
 The format is that of DeepSeek-V3's checkpoints (`rl.training.weights.dequantised`), with blocks of the rank's
-own parameter. Between two passes through its module a parameter has no memory; each pass, forward or
-backward, fills it with the dequantised values and frees it again. The values are the same in every pass, and
-those that leave the trainer: refit, export and checksums read them through `value`.
+own parameter. They are blocks of the whole parameter too, because `rl.config.adapter_checks` refuses other
+layouts; the values therefore do not depend on the layout.
+
+Between two passes through its module a parameter has no memory; each pass, forward or backward, fills it with
+the dequantised values and frees it again. The values are the same in every pass, and those that leave the
+trainer: refit, export and checksums read them through `value`.
 """
 
 from collections import defaultdict

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.models.boxes import whole
+from rl.models.boxes import index, whole
+from rl.models.layout import GATE_UP, ROW, Weight, assemble, cuts_fp8_blocks, qkv
 from rl.training.fp8_base import quantised
 from rl.training.weights import dequantised
 from tests import bounds
@@ -24,6 +25,36 @@ def test_blocks_are_quantised_once():
     assert ((once - matrix).abs() <= matrix.abs() / 16 + factors.max() / 512).all()  # 3 bits of mantissa
     again = dequantised(*quantised(once), whole(values.shape))
     torch.testing.assert_close(again, once, rtol=1e-6, atol=0)
+
+
+def values_of(matrix: torch.Tensor) -> torch.Tensor:
+    return dequantised(*quantised(matrix), whole(matrix.shape))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("size", [64, 128, 192, 256, 512, 576])
+@pytest.mark.parametrize("kind", ["gate_up", "row", "qkv"])
+def test_values_depend_on_layouts_only_if_blocks_are_cut(kind, size, tp):
+    cut, shapes = {
+        "gate_up": (GATE_UP, ((size, 200), (size, 200))),
+        "row": (ROW, ((200, size),)),
+        "qkv": (qkv(8, 4, size // 8), ((size, 200), (size // 2, 200), (size // 2, 200))),
+    }[kind]
+    weight = Weight(tuple("abc"[: len(shapes)]), shapes, "", "", cut, layer=0)
+    generator = torch.Generator().manual_seed(size)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in zip(weight.hf, weight.shapes)}
+
+    def parameter(tp: int, rank: int) -> torch.Tensor:
+        found = torch.zeros(weight.megatron_shape(tp))
+        for piece in weight.megatron_pieces(tp, rank):
+            found[index(piece.local_box)] = tensors[piece.hf][index(piece.hf_box)]
+        return found
+
+    parts = assemble(weight, [values_of(parameter(tp, rank)) for rank in range(tp)])
+    expected = assemble(weight, [values_of(parameter(1, 0))])
+    differs = any((parts[name] != expected[name]).any() for name in expected)
+    assert cuts_fp8_blocks(weight, tp) == differs
+    assert not cuts_fp8_blocks(weight, 1)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,21 @@ def test_adapters_that_the_model_cannot_have(overrides, message):
         adapters_of(config_of(*overrides), weights)
 
 
+def test_a_layout_that_cuts_fp8_blocks_is_refused():
+    sizes = dict(hidden_size=512, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4)
+    hf = json.loads(tiny_config("Qwen3MoeForCausalLM", **sizes).to_json_string(use_diff=False))
+    weights, fp8 = architecture(hf).weights(hf), "adapter.base=fp8"
+    adapters_of(config_of("training.tp=4"), weights)
+    for fits in (["training.tp=2", "training.etp=1", "training.ep=2"], ["training.pp=2", "training.ep=2"]):
+        adapters_of(config_of(fp8, *fits), weights)
+    with pytest.raises(
+        ConfigError, match=r"training.tp=4 cuts .*mlp.gate_proj.*; use training.tp=1 or 2, or"
+    ):
+        adapters_of(config_of(fp8, "training.tp=4", "training.ep=2"), weights)
+    with pytest.raises(ConfigError, match=r"training.etp=2 cuts .*experts\..*use training.etp=1, or"):
+        adapters_of(config_of(fp8, "training.tp=2", "training.ep=2", "training.etp=2"), weights)
+
+
 def test_adapters_of_experts_of_one_rank():
     hf = json.loads(tiny_config("Qwen3MoeForCausalLM").to_json_string(use_diff=False))
     weights = architecture(hf).weights(hf)
