@@ -4,9 +4,9 @@ The plan is plain data that every rank computes identically from the lengths and
 passes of a step use the same plan. The log-probs before and in the first update therefore come from the same
 packed rows and are bitwise equal.
 
-The plan balances cost (`Cost`), not tokens. Samples of a group share their prompt in a micro-batch
-(`training.shared_prefix`), so a group is divided only if it exceeds `training.micro_batch_tokens`, or if the
-cost of the ranks would otherwise be uneven.
+The plan balances cost (`Cost`), not tokens. Samples of a group with equal prompts share one copy of it in a
+micro-batch (`training.shared_prefix`). They are divided only if they exceed `training.micro_batch_tokens`, or
+if the cost of the ranks would otherwise be uneven. "Group" below means such samples (`contexts`).
 """
 
 import heapq
@@ -72,7 +72,7 @@ class Workload:
 
     Args:
         prompts, answers: number of tokens of each sample's prompt and answer, int64 [N].
-        groups: samples with the same number have the same prompt, int64 [N].
+        groups: samples with the same number have the same prompt, int64 [N] (`contexts`).
         shared_prefix: whether a micro-batch contains the prompt of a group once instead of once per sample.
     """
 
@@ -95,7 +95,9 @@ class Workload:
 
     @classmethod
     def of_batch(cls, batch: Batch, *, cost: Cost, shared_prefix: bool) -> "Workload":
-        return cls(batch.prompt_lengths, batch.lengths, batch.groups, cost=cost, shared_prefix=shared_prefix)
+        return cls(
+            batch.prompt_lengths, batch.lengths, contexts(batch), cost=cost, shared_prefix=shared_prefix
+        )
 
     def cost(self, samples: Sequence[int]) -> int:
         """Return the cost of a micro-batch."""
@@ -106,6 +108,21 @@ class Workload:
         """Return the number of tokens of a micro-batch."""
         prompts = {self.groups[i]: self.prompt_tokens[i] for i in samples}
         return sum(self.own_tokens[i] for i in samples) + sum(prompts.values())
+
+
+def contexts(batch: Batch) -> Tensor:
+    """Return a number for each sample, int64 [N], equal for samples that share a copy of their prompt.
+
+    These are the samples of a group whose prompts are equal. Rows of a trajectory, and a self-taught policy
+    with feedback, have several prompts in a group. Numbers are in the order of the groups.
+    """
+    firsts: dict[tuple[int, bytes], int] = {}
+    keys = [
+        (group, firsts.setdefault((group, prompt.tobytes()), i))
+        for i, (group, prompt) in enumerate(zip(batch.groups.tolist(), batch.prompt_ids))
+    ]
+    numbers = {key: number for number, key in enumerate(sorted(set(keys)))}
+    return torch.tensor([numbers[key] for key in keys], dtype=torch.int64)
 
 
 class _Unit(NamedTuple):

@@ -1,11 +1,13 @@
 """Samples in packed rows."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
 
 from rl.data.batch import Batch
-from rl.training.dp_split import plan_minibatch
+from rl.training.dp_split import Cost, Workload, plan_micro_batches, plan_minibatch
 from rl.training.packing import MicroBatch, pack
 
 CPU = torch.device("cpu")
@@ -210,3 +212,36 @@ def test_an_absent_column_without_any_present():
 def test_outputs_are_none_before_the_forward_pass():
     micro = pack(example_batch(), [0], multiple=1, device=CPU)
     assert micro.logprobs is None and micro.entropy is None
+
+
+# Plans and rows ---------------------------------------------------------------------------------------------
+
+
+def batch_of_contexts(rng: random.Random) -> Batch:
+    """Samples whose prompts are that of their group, or another one."""
+    prompts = [np.full(rng.randint(1, 30), k, np.int32) for k in range(6)]
+    groups = [group for group in range(rng.randint(1, 4)) for _ in range(rng.randint(1, 8))]
+    own = rng.choice([0.0, 0.5, 1.0])
+    # Equal arrays of other objects: rows that were stored and read again.
+    contexts = [prompts[rng.randrange(6) if rng.random() < own else group].copy() for group in groups]
+    return Batch(
+        prompt_ids=contexts,
+        response_ids=[np.zeros(rng.randint(0, 20), np.int32) for _ in groups],
+        groups=torch.tensor(groups),
+        truncated=torch.zeros(len(groups), dtype=torch.bool),
+    )
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_row_has_the_tokens_that_the_plan_counts(shared):
+    rng, full = random.Random(1), 0
+    for _ in range(200):
+        batch, limit = batch_of_contexts(rng), rng.randint(1, 120)
+        work = Workload.of_batch(batch, cost=Cost(), shared_prefix=shared)
+        plan = plan_micro_batches(work, indices=range(len(batch)), dp=rng.randint(1, 3), max_tokens=limit)
+        for micro in (micro for rank in plan for micro in rank if micro):
+            tokens = pack(batch, micro, multiple=1, device=CPU, share=shared).tokens.numel()
+            assert tokens == work.tokens(micro) == work.cost(micro)
+            assert tokens <= limit or len(micro) == 1
+            full += len(micro) > 1
+    assert full > 100
