@@ -228,6 +228,8 @@ class MicroTargets:
 
     def __call__(self, hidden: Tensor, weight: Tensor, **options) -> Tensor:
         """Return the divergence at each token, float32 [R]. Arguments as for `linear_divergence`."""
+        if not self.parts:  # no samples, but pipeline and gradient reductions require gradients, which are 0
+            return hidden.float().sum(-1) + weight[:0].float().sum()
         out = hidden.new_zeros(len(hidden), dtype=torch.float32)
         for places, given in self.parts:
             own = hidden.index_select(0, places)

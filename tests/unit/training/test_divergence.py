@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rl.objectives.distillation import divergence_of, jensen_shannon, log_ratio_advantages
-from rl.training.divergence import head_rows, linear_divergence, top_k, top_k_divergence
+from rl.training.divergence import Targets, head_rows, linear_divergence, top_k, top_k_divergence
 from tests import bounds
 
 T, H, TEACHER_H, V, ROWS, K = 13, 8, 6, 50, 64, 5
@@ -105,3 +105,13 @@ def test_the_head_of_a_larger_teacher_is_cut(group):
 def test_log_ratio_is_scaled():
     teacher, old = torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -1.0])
     assert log_ratio_advantages(teacher, old, coef=0.5).tolist() == [1.0, -0.5]
+
+
+def test_no_samples_have_a_divergence_with_gradients(group):
+    """The pipeline's schedule and the reduction of gradients require them of every micro-batch."""
+    hidden, weight = torch.zeros(0, H, requires_grad=True), torch.randn(ROWS, H, requires_grad=True)
+    targets = Targets(divergence_of("reverse_kl", BETA), [], heads=[torch.randn(ROWS, TEACHER_H)])
+    options = dict(temperature=TEMPERATURE, vocab_size=V, group=group, chunk=4)
+    found = targets.of([], torch.device("cpu"))(hidden, weight, **options)
+    found.sum().backward()
+    assert found.shape == (0,) and hidden.grad.shape == (0, H) and not weight.grad.any()
