@@ -26,7 +26,7 @@ import numpy as np
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl.config.layout_checks import check_rollout_grid, check_training_grid  # noqa: E402
+from rl.config.layout_checks import check_has_experts, check_rollout_grid, check_training_grid  # noqa: E402
 from rl.config.schema import Config, Rollout, Training  # noqa: E402
 from rl.models import architecture  # noqa: E402
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts  # noqa: E402
@@ -78,6 +78,7 @@ def traffic_of(args: argparse.Namespace) -> RefitTraffic:
     rollout = _layout("--rollout", args.rollout, {"tp", "pp"})
     config = Config(training=Training(**train), rollout=Rollout(tp=rollout.get("tp", 1)))
     check_training_grid(config, world, hf)
+    check_has_experts(config, [hf])
     check_rollout_grid(config, world, hf)
     training, experts = config.training, count_experts(weights)
     return refit_traffic(

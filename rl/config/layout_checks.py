@@ -5,7 +5,7 @@ All are pure functions, so that every rank raises the same ConfigError: one sent
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from rl.config.adapter_form_checks import check_layers
@@ -99,14 +99,10 @@ def check_training_grid(config: Config, world_size: int, hf: dict[str, Any]) -> 
 
 
 def check_expert_grid(config: Config, world_size: int, hf: dict[str, Any]) -> None:
+    """Raise ConfigError if the experts do not fit their grid. A model without experts has none."""
     training, experts = config.training, num_experts(hf)
     tp, pp, ep, etp = training.tp, training.pp, training.ep, training.expert_tp
     if not experts:
-        if ep > 1 or training.etp:
-            raise ConfigError(
-                f"training.ep={ep} and training.etp={training.etp} split experts, but the model has none; "
-                "leave them out."
-            )
         return
     check_divides(
         "training.ep",
@@ -138,6 +134,19 @@ def check_expert_grid(config: Config, world_size: int, hf: dict[str, Any]) -> No
         raise ConfigError(
             f"training.sequence_parallel=false with training.tp={tp} cannot train a mixture of experts; set "
             "it to true."
+        )
+
+
+def check_has_experts(config: Config, models: Iterable[dict[str, Any]]) -> None:
+    """Raise ConfigError for sizes of the experts' grid if no model on the training grid has experts.
+
+    models: the config.json of each.
+    """
+    training = config.training
+    if (training.ep > 1 or training.etp) and not any(map(num_experts, models)):
+        raise ConfigError(
+            f"training.ep={training.ep} and training.etp={training.etp} split experts, but no model that the "
+            "run trains or computes with has any; leave them out."
         )
 
 

@@ -151,16 +151,16 @@ class Training:
     pp: Annotated[int, AT_LEAST_ONE] = 1
     """Pipeline parallel size of the training grid. Data parallel size is world / (tp * pp)."""
     ep: Annotated[int, AT_LEAST_ONE] = 1
-    """Expert parallel size: the routed experts of a layer lie on this many ranks of a stage. 1 for a model
-    without experts."""
+    """Expert parallel size: the routed experts of a layer lie on this many ranks of a stage. It applies to
+    those of the run's models that have experts; 1 if none has."""
     etp: Annotated[int, NOT_NEGATIVE] = 0
     """Tensor parallel size of the routed experts. 0: 1 with ep > 1, which avoids communication within an
     expert, else `training.tp`."""
     sequence_parallel: bool = True
     """Shard activations between the tensor parallel regions along the sequence; no effect with tp 1."""
     micro_batch_tokens: Annotated[int, AT_LEAST_ONE] = 16384
-    """Most tokens (prompts and responses) packed into one micro-batch of one data parallel rank. A longer
-    sequence forms a micro-batch of its own."""
+    """Most tokens (prompts and responses) packed into one micro-batch of one data parallel rank. A prompt
+    that samples share counts once. A longer sequence forms a micro-batch of its own."""
     prompts_per_minibatch: Annotated[int, NOT_NEGATIVE] = 0
     """Prompts (with all their samples) per optimizer step. 0: the whole batch of `data.prompts_per_step`."""
     epochs: Annotated[int, AT_LEAST_ONE] = 1

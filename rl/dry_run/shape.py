@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl.config.adapter_checks import adapters_of
-from rl.config.layout_checks import check_judge, check_layout
+from rl.config.layout_checks import check_has_experts, check_judge, check_layout
 from rl.config.options import ConfigError, listed
 from rl.config.schema import Config, algorithm_of, keeps_reference, needs_reward, uses_teacher, validates
 from rl.dry_run.parameters import Part, count_parameters, group_parts
@@ -118,6 +118,7 @@ def check_layouts(config: Config, world_size: int, models: Mapping[str, Model]) 
             check_layout(config, world_size, model.hf, SUPPORTED, path=model.path)
         else:
             check_judge(config, world_size, model.hf)
+    check_has_experts(config, [model.hf for model in models.values() if model.on_training_grid])
 
 
 def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], list[str]]:

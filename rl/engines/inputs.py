@@ -7,7 +7,7 @@ import numpy as np
 
 from rl.config.adapter_checks import adapters_of
 from rl.config.functions import load_function
-from rl.config.layout_checks import check_judge, check_layout, check_positions
+from rl.config.layout_checks import check_has_experts, check_judge, check_layout, check_positions
 from rl.config.options import ConfigError
 from rl.config.reward_sources import RewardPlan, make_plan
 from rl.config.schema import Config, algorithm_of, learns_from_data, needs_reward, uses_teacher, validates
@@ -59,6 +59,7 @@ class Inputs:
             self.models["reward_model"] = self._model(
                 "reward.model.path", config.reward.model.path, world_size, head="needed"
             )
+        check_has_experts(config, [model.hf for model in self.models.values()])
         self.judge_parser = None
         judge = config.reward.judge
         if judge.path and needs_reward(config):

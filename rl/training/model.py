@@ -175,14 +175,15 @@ def transformer_config(
     """Return Megatron's config for a model and the training section. bitwise: see `build_model`."""
     on_cuda, te = torch.cuda.is_available(), use_te(dtype) and not bitwise
     of_model = architecture(hf).megatron_config(hf)
+    has_experts = "num_moe_experts" in of_model  # other models of the run may have them
     kind = MLATransformerConfig if of_model.get("multi_latent_attention") else TransformerConfig
     layout = _pipeline_layout(of_model["num_layers"], training.pp) if training.pp > 1 else None
     return kind(
         **of_model,
         transformer_impl="transformer_engine" if te else "local",
-        expert_model_parallel_size=training.ep,
-        expert_tensor_parallel_size=training.expert_tp,
-        moe_grouped_gemm="num_moe_experts" in of_model and te,
+        expert_model_parallel_size=training.ep if has_experts else 1,
+        expert_tensor_parallel_size=training.expert_tp if has_experts else training.tp,
+        moe_grouped_gemm=has_experts and te,
         tensor_model_parallel_size=training.tp,
         pipeline_model_parallel_size=training.pp,
         pipeline_model_parallel_layout=layout,
@@ -217,9 +218,9 @@ def transformer_config(
         persist_layer_norm=False,
         # Megatron has no fused kernel for MLA without YaRN.
         apply_rope_fusion=te and of_model.get("rope_type") != "rope",
-        moe_permute_fusion="num_moe_experts" in of_model and te,
+        moe_permute_fusion=has_experts and te,
         # The fused kernel does not ask for replayed experts.
-        moe_router_fusion="num_moe_experts" in of_model and te and training.router_replay == "none",
+        moe_router_fusion=has_experts and te and training.router_replay == "none",
         recompute_granularity="full" if training.recompute else None,
         recompute_method="uniform" if training.recompute else None,
         recompute_num_layers=1 if training.recompute else None,

@@ -3,7 +3,7 @@
 import pytest
 
 from rl.config.checks import check
-from rl.config.layout_checks import check_layout
+from rl.config.layout_checks import check_has_experts, check_layout
 from rl.config.options import ConfigError
 from rl.config.schema import Training, load_config
 
@@ -64,8 +64,13 @@ def test_an_expert_grid_that_does_not_fill_the_world_is_refused():
     assert "ep=3 x etp=1 x training.pp=2 is 6, which does not divide the world of 8 ranks" in said
 
 
-def test_experts_of_a_dense_model_are_refused():
-    assert "the model has none" in refuse(2, "training.ep=2", num_experts=None)
+def test_sizes_of_experts_require_a_model_with_experts():
+    accept(2, "training.ep=2", num_experts=None)  # such as a dense critic of a mixture
+    config = load_config(None, ["model.path=/models/toy", "data.train=train.jsonl", "training.ep=2"])
+    dense = MOE | {"num_experts": 0}
+    check_has_experts(config, [dense, MOE])
+    with pytest.raises(ConfigError, match="training.ep=2 .* has any; leave them out"):
+        check_has_experts(config, [dense, dense])
 
 
 def test_etp_other_than_tp_requires_ep():
