@@ -242,11 +242,13 @@ def check_advantages(batch: Batch, estimator: Formula) -> None:
             "sign is wrong, or the advantages are those of other samples."
         )
     if estimator.function in CENTRED:
-        size = int(groups.max()) + 1 if len(groups) else 0
         if (same & rises).any() and not a.any():
             raise CheckFailed("advantage check: rewards differ within groups, but every advantage is 0.")
-        sums = torch.zeros(size, dtype=torch.float64).index_add_(0, groups, advantages)
-        if float(sums.abs().max() if size else 0) > tolerance * max(torch.bincount(groups).max(), 1):
+        sizes = torch.bincount(samples.groups)
+        sums = torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, groups, advantages)
+        # A sample without a token has no place for its part of the sum.
+        sums[samples.groups[~filled]] = 0.0
+        if float(sums.abs().max()) > tolerance * int(sizes.max()):
             group = int(sums.abs().argmax())
             raise CheckFailed(
                 f"advantage check: the advantages of group {group} have the sum {float(sums[group]):.4g} "

@@ -137,6 +137,21 @@ def test_advantages_of_the_wrong_order_or_baseline_are_found():
             check(wrong)
 
 
+def test_samples_without_a_token_have_a_part_of_the_baseline():
+    estimator = formulas("advantages")["grpo"]
+    for lengths in ([3, 0, 2, 4], [0, 0, 0, 0]):
+        batch = Batch(
+            prompt_ids=[np.ones(2, np.int32)] * 4,
+            response_ids=[np.ones(length, np.int32) for length in lengths],
+            groups=torch.tensor([0, 0, 1, 1]),
+            truncated=torch.zeros(4, dtype=torch.bool),
+            rewards=torch.tensor([0.0, 1.0, 0.5, 1.0]),
+        )
+        of_samples = grpo(batch.rewards, batch.groups, normalize_by_std=True)
+        batch.advantages = of_samples.repeat_interleave(batch.lengths)
+        check_advantages(batch, estimator)
+
+
 def test_groups_of_equal_scores_are_found():
     batch, _ = sampled(4)
     batch.scores = torch.rand(128, generator=torch.Generator().manual_seed(0))
