@@ -199,7 +199,7 @@ def _combine(found: Tensor, owners: Tensor, group, wanted: tuple[bool, bool]):
     found: [n, T], this rank's statistics. owners: int64 [T], the rank that holds the target's row.
     """
     parts = found[None]
-    if group.size() > 1:
+    if group.size() > 1 and found.numel():  # a micro-batch may have no response token
         parts = found.new_empty(group.size(), *found.shape)
         dist.all_gather_into_tensor(parts.view(-1, found.shape[1]), found, group=group)
     largest = parts[:, 0].amax(0)

@@ -19,7 +19,6 @@ import random
 import re
 import sys
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl.algorithms import load, prime
+from rl.algorithms import load
 from rl.config.schema import Config, load_config
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
@@ -50,8 +49,7 @@ from tests.records import MACHINE
 CPU = Device(torch.device("cpu"), "gloo")
 VOCAB, PLACES = 23, 40
 MINIBATCHES = ((1, 7, 3, 2, 3), (6, 4, 1, 5))
-"""Sizes of the groups in each of two mini-batches, cut as `Phases` cuts nine groups: 16 samples each, also in
-pairs."""
+"""Sizes of the groups in each of two mini-batches, cut as `Phases` cuts nine groups: 16 samples each."""
 LAYOUT = re.compile(f"{MACHINE.pattern}|global_seqlen/|training/(imbalance|micro_batch|empty)")
 """Metrics that may differ between splits: those of the machine, and how evenly the ranks share the tokens."""
 HF = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 1}
@@ -170,37 +168,33 @@ def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
 
 
 def mini_batches(config: Config) -> Batch:
-    """The samples of both mini-batches, with every column that some loss reads; NaN where the mask is 0."""
+    """The samples of both mini-batches, with every column that a policy loss reads; NaN where the mask is
+    0."""
     generator = torch.Generator().manual_seed(3)
     sizes = torch.tensor([size for sizes in MINIBATCHES for size in sizes])
     count = int(sizes.sum())
     lengths = torch.randint(2, 28, (count,), generator=generator)
-    lengths[[0, 6, 7, 25]] = 0  # 6 and 7 are a pair
+    lengths[[0, 6, 7, 25]] = 0
     lengths[[1, 9, 23, 31]] = 1
 
     def tokens(length):
         return torch.randint(VOCAB, (int(length),), generator=generator).int().numpy()
 
-    pairs = config.algorithm in ("dpo", "spin", "orpo", "simpo")
     batch = Batch(
         prompt_ids=[tokens(1 + i % 5) for i in range(count)],
         response_ids=[tokens(length) for length in lengths],
-        groups=torch.arange(count // 2).repeat_interleave(2)
-        if pairs
-        else torch.arange(len(sizes)).repeat_interleave(sizes),
+        groups=torch.arange(len(sizes)).repeat_interleave(sizes),
         truncated=torch.zeros(count, dtype=torch.bool),
         mask=(torch.rand(int(lengths.sum()), generator=generator) > 0.2).float(),
-        samples_per_unit=2 if pairs else 1,
     )
     start = int(batch.offsets[12])
     batch.mask[start : start + int(lengths[12])] = 0.0  # a sample of which no token counts
-    batch.labels = torch.rand(count, generator=generator)
     fill_columns(batch, config, generator)
     return batch
 
 
 def fill_columns(batch: Batch, config: Config, generator: torch.Generator) -> None:
-    """Log-probs and values near those of the toy model, and the rest at random."""
+    """Log-probs near those of the toy model, and advantages at random."""
 
     def noise(scale):
         return (
@@ -215,12 +209,7 @@ def fill_columns(batch: Batch, config: Config, generator: torch.Generator) -> No
         model.run(micro)
     batch.old_logprobs = (micro.logprobs + noise(0.3)).clamp(max=-1e-3)
     batch.ref_logprobs = (micro.logprobs + noise(0.3)).clamp(max=-1e-3)
-    batch.implicit_ref_logprobs = (micro.logprobs + noise(0.3)).clamp(max=-1e-3)
-    batch.advantages, batch.old_values, batch.returns = (
-        noise(1.0),
-        micro.values + noise(0.3),
-        micro.values + noise(1.0),
-    )
+    batch.advantages = noise(1.0)
     pair = batch.old_logprobs, batch.old_logprobs + noise(0.3)
     if upper := config.rollout_correction.truncate_tokens:
         batch.loss_weights = token_weights(*pair, batch.mask, upper=upper)
@@ -228,15 +217,13 @@ def fill_columns(batch: Batch, config: Config, generator: torch.Generator) -> No
         batch.loss_weights = sequence_weights(*pair, batch.lengths, batch.mask, upper=upper)
 
 
-def random_plan(samples: range, unit: int, world_size: int, rng: random.Random) -> list:
-    """The samples, whole units in any order, in 1 to 5 micro-batches of each rank, one of which is left
-    empty."""
+def random_plan(samples: range, world_size: int, rng: random.Random) -> list:
+    """The samples in any order, in 1 to 5 micro-batches of each rank, one of which is left empty."""
     per_rank = rng.randint(2 if world_size == 1 else 1, 5)
     micros = [[] for _ in range(per_rank * world_size)]
-    units = [list(range(i, i + unit)) for i in samples[::unit]]
     filled = rng.sample(micros, len(micros) - 1)
-    for members in rng.sample(units, len(units)):
-        rng.choice(filled).extend(members)
+    for sample in rng.sample(samples, len(samples)):
+        rng.choice(filled).append(sample)
     return [micros[rank * per_rank : (rank + 1) * per_rank] for rank in range(world_size)]
 
 
@@ -247,28 +234,7 @@ def plans_of(how: str, name: str, batch: Batch) -> list:
     if how == "whole":
         return [[[list(part)]] for part in parts]
     rng = random.Random(f"{name} {dist.get_world_size()}")
-    return [random_plan(part, batch.samples_per_unit, dist.get_world_size(), rng) for part in parts]
-
-
-def learn(phases: Phases, batch: Batch) -> None:
-    """The updates that the algorithm makes of such a batch; of ppo the critic's, of prime the reward
-    model's."""
-    config = phases.config
-    if config.algorithm == "ppo":
-        phases.update_critic(batch)
-    elif config.algorithm == "prime":
-        phases.update_implicit_reward(batch, partial(prime.reward_loss, config=config))
-    elif config.algorithm == "sft":
-        phases.update(batch, load("sft").loss)
-    elif config.algorithm == "kto":
-        batch.labels = batch.labels.round()
-        others = phases.mismatched(batch)
-        others.ref_logprobs = torch.linspace(-4, -3, len(others.mask))
-        phases.update(batch, partial(load("kto").loss, config=config), mismatched=others)
-    elif config.objective.loss == "none":
-        phases.update(batch, partial(load(config.algorithm).loss, config=config))
-    else:
-        phases.update(batch, policy_loss(config), select_tokens=token_selection(config))
+    return [random_plan(part, dist.get_world_size(), rng) for part in parts]
 
 
 def gradients(name: str, config: Config) -> dict:
@@ -283,7 +249,7 @@ def gradients(name: str, config: Config) -> dict:
         if how != "planned":
             planner._batch = lambda batch=batch: batch
             planner._plans = [MinibatchPlan(plan) for plan in plans_of(how, name, batch)]
-        learn(phases, batch)
+        phases.update(batch, policy_loss(config), select_tokens=token_selection(config))
         plans = [plan.micro_batches for plan in planner.plans(batch)]
         empty = sum(not micro for plan in plans for rank in plan for micro in rank)
         metrics = {key: value for key, value in phases.metrics.items() if not LAYOUT.match(key)}
