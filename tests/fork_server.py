@@ -129,6 +129,7 @@ def main() -> None:
             start["environ"] = changed | start["environ"]
             answer: object = fork_rank(**start, answers=answers.fileno())
             running.add(answer)
+            codes.pop(answer, None)  # of an earlier rank with the same number
         else:
             for pid in request["poll"]:
                 if pid in running:
