@@ -15,12 +15,12 @@ last box is read. For prompts that require a box, set `reward.kwargs.strict_box=
 import re
 from typing import Any
 
+from rl.rewards.score import INVALID
+
 TAIL_CHARS = 300
 """Characters read from the end of the response. The longest answer in MATH-500 has 159."""
 STRICT_TAIL_CHARS = 100
 """Characters read with `strict_box`."""
-NO_ANSWER = "[INVALID]"
-"""Answer that the published code assigns to a response without one."""
 
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _BOX = "\\boxed{"
@@ -78,10 +78,10 @@ def score(
     truth = str(ground_truth)
     if strict_box:
         found = _boxed(response[-STRICT_TAIL_CHARS:])
-        pred = NO_ANSWER if found is None else found
+        pred = INVALID if found is None else found
     else:
         answers = _ANSWER.findall(response[-TAIL_CHARS:])
-        pred, truth = normalize(answers[-1] if answers else NO_ANSWER), normalize(truth)
+        pred, truth = normalize(answers[-1] if answers else INVALID), normalize(truth)
     right = pred == truth
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred}
 
