@@ -372,7 +372,7 @@ def objective_warnings(config: Config) -> list[str]:
     if loss is not None and loss.aggregation and goal.aggregation != loss.aggregation:
         found.append(
             f"objective.aggregation={goal.aggregation} is not the mean of objective.loss={goal.loss} in its "
-            f"paper and in verl; set objective.aggregation={loss.aggregation}."
+            f"paper; set objective.aggregation={loss.aggregation}."
         )
     if goal.reward_kl.controller == "adaptive" and goal.reward_kl.target >= 1:
         found.append(
