@@ -31,7 +31,7 @@ class Group:
     remedy: str = "leave it out"
 
 
-VALIDATE = "leave it out, or set data.val and validation.greedy=true"
+VALIDATE = "leave it out, or set data.val, validation.every and validation.greedy=true"
 
 GROUPS = (
     Group(
@@ -52,7 +52,7 @@ GROUPS = (
             or (generates_held_out(config) and config.validation.samples_per_prompt > 0)
         ),
         "with algorithm={algorithm}, which samples no responses",
-        "leave it out, or set data.val and validation.samples_per_prompt",
+        "leave it out, or set data.val, validation.every and validation.samples_per_prompt",
     ),
     Group(
         "rollout",

@@ -93,6 +93,15 @@ def test_keys_without_effect_are_refused(algorithm):
         assert error(algorithm, f"{key}={json.dumps(default)}") == "", key
 
 
+def test_all_keys_without_effect_are_named_at_once():
+    assert error("sft", "rollout.tp=2", "rollout.enforce_eager=true", "rollout.temperature=0.7") == (
+        "rollout.tp=2 and rollout.enforce_eager=true have no effect with algorithm=sft, which generates no "
+        "responses; leave them out, or set data.val, validation.every and validation.greedy=true. "
+        "rollout.temperature=0.7 has no effect with algorithm=sft, which does not learn from samples; leave "
+        "it out; validation.temperature is that of held-out responses."
+    )
+
+
 def test_validation_reads_the_keys_of_generation():
     assert VALIDATE in error("dpo", "rollout.tp=2")
     held_out = ["data.val=test.jsonl", "validation.greedy=true", "validation.samples_per_prompt=2"]
