@@ -31,7 +31,16 @@ reward: {function: "TOY/reward.py:score", workers: 1}
 validation: {every: 0}
 logging: {tensorboard: false}
 """
-SFT = ("algorithm=sft", "training.prompts_per_minibatch=0")
+UNSCORED = ("reward.function=rl.rewards.exact:score", "reward.workers=0")
+"""Overrides that set the keys of `reward` in CONFIG to their defaults, for a run that scores nothing."""
+FROM_DATA = (
+    "rollout.samples_per_prompt=8",
+    "rollout.deterministic=false",
+    "rollout.cpu_kv_cache_mib=64",
+    *UNSCORED,
+)
+"""Overrides that do so for `rollout` too, for a run that generates nothing."""
+SFT = ("algorithm=sft", "training.prompts_per_minibatch=0", *FROM_DATA)
 """Overrides for a supervised run, which is the fastest."""
 
 

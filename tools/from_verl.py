@@ -11,7 +11,7 @@ no counterpart, and each one that needs none.
 A .sh file is executed by bash, so that its variables, arithmetic and $@ have their values. Its PATH has no
 programs but python, torchrun and ray, which only report their arguments. Redirections and programs named by
 their whole path still work, so pass only scripts that you trust. Names and defaults of settings are
-those of verl at its commit b178a3cd (January 2026); tools/verl_keys.py has the tables.
+those of verl 0.7 (commit b178a3cd, January 2026); tools/verl_keys.py has the tables.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from tools.verl_keys import (  # noqa: E402
 )
 
 PROGRAMS = ("python", "python3", "torchrun", "ray")
-ALWAYS_SEQUENCE_MEAN = ("gspo", "sapo", "geo_mean")
+ALWAYS_SEQUENCE_MEAN = ("sapo", "geo_mean")
 """Losses that verl averages as seq-mean-token-mean whatever `loss_agg_mode` says."""
 
 
@@ -231,6 +231,11 @@ def objective(settings: Settings, notes: list[str]) -> dict[str, Any]:
         "objective.kl_coef": 0.0,
         "objective.reward_kl.coef": 0.0,
     }
+    if loss == "gspo" and aggregation != "seq-mean-token-mean":
+        notes.append(
+            f"objective.aggregation={aggregation}, as in verl 0.9.1; verl up to 0.9.0 averaged gspo as "
+            "seq-mean-token-mean whatever loss_agg_mode said."
+        )
     dual_clip = get(f"{actor}.clip_ratio_c", 3.0)
     if loss == "ppo":
         ours["objective.dual_clip"] = dual_clip
@@ -281,7 +286,13 @@ def correction(settings: Settings) -> dict[str, Any]:
     ours: dict[str, Any] = {}
     if get(f"{part}.rollout_is"):
         key = pick(settings, f"{part}.rollout_is", "", WEIGHTS)
-        ours[f"rollout_correction.{key}"] = float(get(f"{part}.rollout_is_threshold", 2.0))
+        low, _, high = str(get(f"{part}.rollout_is_threshold", 2.0)).partition("_")
+        if high:
+            level = {"truncate_tokens": "token", "truncate_samples": "sample"}[key]
+            bounds = {"icepop_low": float(low), "icepop_high": float(high), "icepop_level": level}
+            ours |= {f"rollout_correction.{name}": value for name, value in bounds.items()}
+        else:
+            ours[f"rollout_correction.{key}"] = float(low)
     if get(f"{part}.bypass_mode", False):
         settings.used -= {f"{part}.rollout_is", f"{part}.rollout_is_threshold"}
         return {"rollout_correction.bypass": True}

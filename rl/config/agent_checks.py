@@ -1,6 +1,7 @@
 """Checks of the section `agents` against the rest of a configuration. Imported only if it is on."""
 
 from rl.config.agent_plan import make_agent_plan
+from rl.config.effects import whole_run
 from rl.config.options import ConfigError
 from rl.config.schema import Config, algorithm_of, needs_engine
 
@@ -9,7 +10,7 @@ def check_agents(config: Config) -> None:
     """Raise ConfigError, or ValueError for a malformed entry, if the section cannot be used."""
     agents, rollout = config.agents, config.rollout
     make_agent_plan(agents.environment, agents.kwargs, agents.tools, agents.sources)
-    if not needs_engine(config):
+    if not needs_engine(whole_run(config)):  # a replay may be given the config of the run
         raise ConfigError(
             f"algorithm={config.algorithm} generates no responses, so the section agents has no effect; "
             "remove it."

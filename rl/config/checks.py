@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from rl.config.adapter_checks import check_adapter
 from rl.config.adapter_form_checks import check_form
 from rl.config.durations import seconds_of
+from rl.config.effects import check_effects, replay_warnings
 from rl.config.functions import FORM
 from rl.config.layout_checks import divisors
 from rl.config.mode_checks import check_mode
@@ -70,6 +71,7 @@ def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
     check_objective(config)
     check_roles(config)
     check_mode(config)
+    check_effects(config)
     check_trace(config.trace, config.run.max_steps)
     return warnings(config)
 
@@ -368,6 +370,7 @@ def warnings(config: Config) -> list[str]:
         )
     if not learns_from_samples(config):
         return found
+    found += replay_warnings(config)
     found += objective_warnings(config)
     if rollout.truncates and rollout.biased_truncation:
         found.append(

@@ -331,6 +331,12 @@ def check_correction(config: Config) -> None:
             f"objective.loss={config.objective.loss} has one loss per sample; use truncate_samples, "
             "icepop_level=sample or reject."
         )
+    if loss is not None and "loss_weights" in loss.columns and fix.weighs_samples:
+        raise ConfigError(
+            f"rollout_correction.{weights[0]} weighs whole samples, but "
+            f"objective.loss={config.objective.loss} multiplies the weights of a sample's tokens; use "
+            "truncate_tokens, or icepop_level=token."
+        )
     if not rejections and (fix.reject_low or fix.reject_high):
         raise ConfigError(
             "rollout_correction.reject_low and reject_high are bounds for rollout_correction.reject, which "
@@ -366,7 +372,7 @@ def objective_warnings(config: Config) -> list[str]:
     if loss is not None and loss.aggregation and goal.aggregation != loss.aggregation:
         found.append(
             f"objective.aggregation={goal.aggregation} is not the mean of objective.loss={goal.loss} in its "
-            f"paper and in verl; set objective.aggregation={loss.aggregation}."
+            f"paper; set objective.aggregation={loss.aggregation}."
         )
     if goal.reward_kl.controller == "adaptive" and goal.reward_kl.target >= 1:
         found.append(

@@ -280,13 +280,18 @@ def refuse_two_bos(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, owner: s
 
 
 def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    """Return the token ids of the targets, np.int32 [R] each, with the end-of-sequence token appended."""
+    """Return the token ids of the targets, np.int32 [R] each, ending with one end-of-sequence token.
+
+    A target whose text ends with that token, and blanks after it, is not given a second one.
+    """
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path} needs an eos_token, which ends each response."
         )
     eos = np.array([tokenizer.eos_token_id], dtype=np.int32)
-    return [np.concatenate([ids, eos]) for ids in _encode(targets, tokenizer, add_special_tokens=False)]
+    end = tokenizer.eos_token
+    texts = [text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text for text in targets]
+    return [np.concatenate([ids, eos]) for ids in _encode(texts, tokenizer, add_special_tokens=False)]
 
 
 def _encode(

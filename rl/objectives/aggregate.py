@@ -46,9 +46,7 @@ def aggregate(
     token-mean is DAPO's (arXiv:2503.14476), seq-mean-token-mean GRPO's (arXiv:2402.03300), and
     seq-mean-token-sum-norm Dr.GRPO's (arXiv:2503.20783).
 
-    Only unmasked tokens enter sums and means. A sample without any contributes 0. (In verl 0.7
-    seq-mean-token-sum-norm does not divide by the number of samples; here it does, as the paper's objective
-    is a mean.)
+    Only unmasked tokens enter sums and means. A sample without any contributes 0.
 
     Args:
         token_loss: floating [T]; masked positions may hold anything, NaN included.

@@ -8,6 +8,8 @@ start, before the first update:
     KL term       the loss changes by kl_coef * KL with the formula of the estimator, and counts it once
     clip, ppo     it is 0 exactly outside of 1 - clip_low, 1 + clip_high and dual_clip
     entropy       the bonus increases the entropy of the counted tokens only
+
+Computed in float64: a KL term of a millionth of the entropy bonus is then still read to four digits.
 """
 
 import math
@@ -23,8 +25,9 @@ from rl.training.packing import MicroBatch
 
 UNIT_SLOPES = ("ppo", "reinforce", "gspo", "cispo", "gpg", "dro")
 """Losses whose derivative at ratio 1 and advantage -1 is 1."""
-LARGEST_EDGE = 1000.0
-"""Bounds of the ratio above this are not tested: they turn the clip off, and float32 is too coarse."""
+EDGES = (1e-6, 1e6)
+"""Bounds of the ratio outside of these are not tested: they turn the clip off, and a loss limits |log ratio|
+to 20."""
 DIVERGENCES = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
 """Estimators of the KL divergence at ratio 1, as a function of log pi - log pi_ref."""
 OPTIONAL = ("loss_weights", "trajectory_tokens")
@@ -38,7 +41,7 @@ def check_objective(loss: Loss, config: Config) -> None:
     goal = config.objective
     _, formula = goal.chosen
     assert formula is not None
-    advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1])
+    advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1], dtype=torch.float64)
     on_policy = _Point(loss, config, advantages=advantages)
     counted = on_policy.mask > 0
     problem = ""
@@ -81,13 +84,13 @@ class _Point:
         above_reference: float = 0.0,
     ):
         size = sum(LENGTHS)
-        old = -torch.linspace(0.5, 3.0, size)
-        self.mask = torch.ones(size)
+        old = -torch.linspace(0.5, 3.0, size, dtype=torch.float64)
+        self.mask = torch.ones_like(old)
         self.mask[[1, -1]] = 0.0
         logprobs = (old.clone() if ratios is None else old + ratios.log()).requires_grad_()
-        entropy = torch.full((size,), 1.5).requires_grad_()
+        entropy = torch.full_like(old, 1.5).requires_grad_()
         micro = _micro_batch(
-            {name: torch.zeros(size) for name in LOSS_COLUMNS if name not in OPTIONAL}
+            {name: torch.zeros_like(old) for name in LOSS_COLUMNS if name not in OPTIONAL}
             | dict(
                 advantages=advantages,
                 mask=self.mask,
@@ -95,17 +98,17 @@ class _Point:
                 rollout_logprobs=old,
                 ref_logprobs=logprobs.detach() - above_reference,
                 # objective.top_entropy drops the others; other losses treat the selected ones differently.
-                selected_tokens=torch.full((size,), float(config.objective.top_entropy < 1)),
+                selected_tokens=torch.full_like(old, float(config.objective.top_entropy < 1)),
             )
         )
-        micro.logprobs, micro.entropy, micro.sum_p_squared = logprobs, entropy, torch.full((size,), 0.3)
+        micro.logprobs, micro.entropy, micro.sum_p_squared = logprobs, entropy, torch.full_like(old, 0.3)
         counts = [float(part.sum()) for part in self.mask.split(LENGTHS)]
         totals = Totals(num_tokens=sum(counts), num_samples=len(counts), num_units=len(counts))
         with torch.enable_grad():
             value, _ = loss(micro, totals)
             slope, entropy_slope = torch.autograd.grad(value, (logprobs, entropy), allow_unused=True)
         self.value = float(value.detach())
-        self.slope = torch.zeros(size) if slope is None else slope
+        self.slope = torch.zeros_like(old) if slope is None else slope
         self.entropy_slope = entropy_slope
 
     @property
@@ -143,12 +146,13 @@ def _weight(config: Config) -> float:
 
 
 def _problem_of_kl(loss: Loss, config: Config) -> str:
-    none, distance = torch.zeros(sum(LENGTHS)), 0.5
+    none, distance = torch.zeros(sum(LENGTHS), dtype=torch.float64), 0.5
     far, near = (_Point(loss, config, advantages=none, above_reference=d) for d in (distance, 0.0))
     goal = config.objective
     formula = goal.kl_estimator.removesuffix("+").removesuffix("-weighted")  # at ratio 1
     expected = goal.kl_coef * DIVERGENCES[formula](distance) * _weight(config)
-    if not math.isclose(far.value - near.value, expected, rel_tol=1e-3):
+    rounding = 16 * torch.finfo(torch.float64).eps * abs(near.value)  # of the sum
+    if not math.isclose(far.value - near.value, expected, rel_tol=1e-3, abs_tol=rounding):
         return (
             f"a policy {distance} nats above its reference changes the loss by {far.value - near.value:.4g} "
             f"instead of kl_coef * KL = {expected:.4g}"
@@ -159,11 +163,10 @@ def _problem_of_kl(loss: Loss, config: Config) -> str:
 
 
 def _problem_of_clip(loss: Loss, config: Config) -> str:
-    goal, step = config.objective, 0.01
+    goal = config.objective
     edges = [1 - goal.clip_low, 1 + goal.clip_high, *([goal.dual_clip] if goal.dual_clip else [])]
-    tested = [edge for edge in edges if step < edge <= LARGEST_EDGE]
-    for ratio in (edge + side * step for edge in tested for side in (-1, 1)):
-        ratios = torch.full((sum(LENGTHS),), ratio)
+    for ratio in _sides(edges):
+        ratios = torch.full((sum(LENGTHS),), ratio, dtype=torch.float64)
         for advantage in (1.0, -1.0):
             point = _Point(loss, config, advantages=torch.full_like(ratios, advantage), ratios=ratios)
             is_cut = (
@@ -174,6 +177,21 @@ def _problem_of_clip(loss: Loss, config: Config) -> str:
             slope = point.slope[point.mask > 0]
             if bool(slope.any()) == is_cut:
                 return (
-                    f"at ratio {ratio:.4g} and advantage {advantage:+.0f} the gradient is {'not ' * is_cut}0"
+                    f"at ratio {ratio:.6g} and advantage {advantage:+.0f} the gradient is {'not ' * is_cut}0"
                 )
     return ""
+
+
+def _sides(edges: list[float]) -> list[float]:
+    """Return the ratios 0.01 below and above each edge; halfway to the next edge, or to 0, if that is
+    closer.
+
+    Edges that differ by rounding only are one, and those outside of EDGES are left out.
+    """
+    tested: list[float] = []
+    for edge in sorted(edge for edge in edges if EDGES[0] <= edge <= EDGES[1]):
+        if not tested or not math.isclose(edge, tested[-1], rel_tol=1e-9):
+            tested.append(edge)
+    bounds = [0.0, *tested, math.inf]
+    steps = [(min(0.01, (b - a) / 2), min(0.01, (c - b) / 2)) for a, b, c in zip(bounds, tested, bounds[2:])]
+    return [ratio for b, (down, up) in zip(tested, steps) for ratio in (b - down, b + up)]

@@ -128,7 +128,9 @@ def _policy_loss(
         counts=micro.columns.get("trajectory_tokens"),
     )
     losses, stats = token_loss(**arguments(token_loss, micro, config))
-    if "loss_weights" in micro.columns:
+    _, formula = goal.chosen
+    assert formula is not None, "policy_loss checks it"
+    if "loss_weights" in micro.columns and "loss_weights" not in formula.columns:
         losses = losses * micro.loss_weights
     if goal.top_entropy < 1:
         losses = losses * micro.selected_tokens

@@ -11,8 +11,8 @@ A reward function is `score(prompt, response, ground_truth, **extra) -> float | 
 
 It names the keywords it reads and takes the rest as `**extra`. A returned dict needs the key `score`. `acc`
 is logged as accuracy, other numbers under their own names. A string under `pred` is the extracted answer for
-majority voting, and one under `feedback` enters the prompt of a teacher (`teacher.template`). The function
-may be `async def`; its calls then run concurrently.
+majority voting (blank: the response has none, and does not vote), and one under `feedback` enters the prompt
+of a teacher (`teacher.template`). The function may be `async def`; its calls then run concurrently.
 
 It runs in a worker process, whose standard output goes to /dev/null. A call that exceeds its time limit is
 ended together with every process it started. `mixture` combines the functions that score a sample, `loading`

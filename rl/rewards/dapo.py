@@ -5,22 +5,22 @@ strings are compared after the normalisation of Minerva (Lewkowycz et al., arXiv
 The normalisation is reproduced exactly, including its oddities ("a " is removed inside words too), so that
 scores are comparable with published ones.
 
-The published code (verl's math_dapo.compute_score) has two modes, and so has this function. The default mode
-reads only the last `Answer:` line, which DAPO's prompt requires: a right \\boxed{42} without `Answer:` scores
--1 in both. A box on the `Answer:` line is unwrapped. With `strict_box` (`strict_box_verify` in verl) only the
-last box is read. For prompts that require a box, set `reward.kwargs.strict_box=true`, or use
-`rl.rewards.math:score`, which scores 1 or 0.
+The default mode reads only the last `Answer:` line, which DAPO's prompt requires: a right \\boxed{42} without
+`Answer:` scores -1, as in verl's math_dapo.compute_score up to version 0.9.0. A box on the `Answer:` line is
+unwrapped. With `bare_box` a response without `Answer:` is judged by its last box, as in verl 0.9.1. With
+`strict_box` (`strict_box_verify` in verl) only the last box is read. For prompts that require a box, set
+`reward.kwargs.strict_box=true`, or use `rl.rewards.math:score`, which scores 1 or 0.
 """
 
 import re
 from typing import Any
 
+from rl.rewards.score import INVALID
+
 TAIL_CHARS = 300
 """Characters read from the end of the response. The longest answer in MATH-500 has 159."""
 STRICT_TAIL_CHARS = 100
-"""Characters read with `strict_box`."""
-NO_ANSWER = "[INVALID]"
-"""Answer that the published code assigns to a response without one."""
+"""Characters in which a box is read."""
 
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _BOX = "\\boxed{"
@@ -63,25 +63,31 @@ _REMOVED = (
 
 
 def score(
-    prompt: str, response: str, ground_truth: Any, *, strict_box: bool = False, **extra: Any
+    prompt: str,
+    response: str,
+    ground_truth: Any,
+    *,
+    strict_box: bool = False,
+    bare_box: bool = False,
+    **extra: Any,
 ) -> dict[str, float | str]:
     """Return `score` (1.0 if the answer is right, else -1.0), `acc` (1.0 or 0.0) and `pred` (the answer).
 
     The answer is the rest of the line after the last `Answer:` in the last 300 characters, normalised like
-    the ground truth. With `strict_box` it is the unchanged content of the last \\boxed{} in the last 100
-    characters.
+    the ground truth. With `strict_box`, and with `bare_box` if there is no such line, it is the unchanged
+    content of the last \\boxed{} in the last 100 characters.
 
     Raises ValueError for a prompt without ground truth.
     """
     if ground_truth is None:
         raise ValueError("reward_model.ground_truth is missing: the DAPO reward needs the answer there.")
     truth = str(ground_truth)
-    if strict_box:
-        found = _boxed(response[-STRICT_TAIL_CHARS:])
-        pred = NO_ANSWER if found is None else found
+    answers = [] if strict_box else _ANSWER.findall(response[-TAIL_CHARS:])
+    found = _boxed(response[-STRICT_TAIL_CHARS:]) if strict_box or (bare_box and not answers) else None
+    if answers:
+        pred, truth = normalize(answers[-1]), normalize(truth)
     else:
-        answers = _ANSWER.findall(response[-TAIL_CHARS:])
-        pred, truth = normalize(answers[-1] if answers else NO_ANSWER), normalize(truth)
+        pred = INVALID if found is None else found
     right = pred == truth
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred}
 

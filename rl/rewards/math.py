@@ -37,6 +37,16 @@ _UNBOUNDED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|cdots|ldots|dots)(?![a-zA
 _BINOMIAL = re.compile(r"\\[dt]?binom|\\choose")
 _NUMBER = re.compile(r"[0-9]+")
 _SCIENTIFIC = re.compile(r"[0-9.][eE][+-]?[0-9]{4,}")
+# \text{...} at the end, but not "or less", "and 4", "p.m.", nor one with a number that is no exponent.
+_UNIT = re.compile(
+    r"\\text\{( )?(?! *(?:or|and|[ap]\.?m)\b)(?:[^{}0-9^]|\^[0-9])*\}(?:\^(?:[0-9]|\{[0-9]\}))?\s*$"
+)
+_TEXT = re.compile(r"\\text\{([^{}]*)\}(?! *=)")
+_INEQUALITY = re.compile(
+    r"[<>\u2260\u2264\u2265]|!=|\\(?:le|ge|lt|gt|leq|geq|leqslant|geqslant|ne|neq|not)(?![a-zA-Z])"
+)
+_SET = re.compile(r"[(\[{]|\\in(?![a-zA-Z])")
+_VARIABLE = re.compile(r"^\s*[A-Za-z][A-Za-z0-9']?\s*=")
 _TOKEN = re.compile(r"-?(?:[0-9.]+|\\[a-zA-Z]+|.)(?:\^.*)?", re.DOTALL)
 
 
@@ -100,22 +110,23 @@ def normalize(answer: str) -> str:
     r"""Return the normal form of an answer, following the equivalence test of MATH.
 
     Removed: line breaks, blanks, \!, \left, \right, degrees, dollar and percent signs, a unit (\text{ ...} at
-    the end), a leading variable (x=). Rewritten: \tfrac and \dfrac to \frac, \frac12 to \frac{1}{2}, \sqrt2
-    to \sqrt{2}, .5 to 0.5, a/b of whole numbers to a fraction, 0.5 to \frac{1}{2}.
+    the end), a leading variable of one or two characters (x=). Rewritten: \tfrac and \dfrac to \frac, \frac12
+    to \frac{1}{2}, \sqrt2 to \sqrt{2}, .5 to 0.5, a/b of whole numbers to a fraction, 0.5 to \frac{1}{2}.
 
     Beyond MATH, these are removed: dollar signs without a backslash, a trailing period, \text{...} around the
-    whole answer, and {,}.
+    whole answer, and {,}. Inequalities are kept (MATH reads x<=5 as 5), and so is what follows \text{ ...}
+    (MATH reads 3 \text{ or } -3 as 3), unless that is one unit at the end.
     """
     text = _strip(answer).replace("\\\\", "\\").replace("{,}", ",").removesuffix(".")
     text = re.sub(r"^\\(?:text|mathrm|textbf)\{([^{}]*)\}$", r"\1", text)
     text = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", text)
     text = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", text)  # not of \leftarrow
     text = text.replace("^{\\circ}", "").replace("^\\circ", "")
-    text = text.partition("\\text{ ")[0].replace("\\%", "").replace("%", "")
+    unit = _UNIT.search(text) if text.count("\\text{") == 1 else None
+    text = text[: unit.start()] if unit and unit[1] else text
+    text = text.replace("\\%", "").replace("%", "")
     text = re.sub(r"(^|[ {(\[,+-])\.(?=[0-9])", r"\g<1>0.", text)
-    variable, equals, value = text.partition("=")
-    if equals and len(variable.strip()) <= 2 and "=" not in value:
-        text = value
+    text = _VARIABLE.sub("", text) if text.count("=") == 1 else text
     text = re.sub(r"\\sqrt *([0-9a-zA-Z])", r"\\sqrt{\1}", text)
     text = re.sub(r"\\frac *([0-9a-zA-Z]) *([0-9a-zA-Z])", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac *([0-9a-zA-Z]) *(?=\{)", r"\\frac{\1}", text)
@@ -141,6 +152,9 @@ def compare_symbolically(answer: str, truth: str) -> bool:
     may need.
     """
     answer, truth = _strip(answer), _strip(truth)
+    # Words are compared as strings only, because math-verify ignores them: 5 feet 2 inches would equal 5.
+    if _has_words(answer) or _has_words(truth) or _is_bound(answer, truth) or _is_bound(truth, answer):
+        return False
     if is_costly(answer) or is_costly(truth) or (functions := _math_verify()) is None:
         return False
     parse, verify = functions
@@ -155,6 +169,21 @@ def compare_symbolically(answer: str, truth: str) -> bool:
     except Exception:
         log.debug("symbolic comparison of %r and %r failed", answer, truth, exc_info=True)
         return False
+
+
+def _has_words(answer: str) -> bool:
+    """Return whether an answer has words in \\text{...} besides one unit at the end, "or" and "and"."""
+    texts = [text.strip() for text in _TEXT.findall(answer)]
+    is_unit = len(texts) == 1 and _UNIT.search(answer)
+    return not is_unit and not {"", "or", "and"}.issuperset(texts)
+
+
+def _is_bound(answer: str, other: str) -> bool:
+    """Return whether an answer has an inequality without a left side, or one that the other, which is no set
+    either, lacks."""
+    if _INEQUALITY.match(answer):
+        return True
+    return bool(_INEQUALITY.search(answer)) and not (_INEQUALITY.search(other) or _SET.search(other))
 
 
 def is_costly(expression: str) -> bool:

@@ -19,6 +19,9 @@ FEEDBACK_CHARS = 4000
 PREDICTION_CHARS = 1000
 """Characters of a prediction that are kept; it is a short extracted answer for majority voting."""
 
+INVALID = "[INVALID]"
+"""Prediction by which verl's functions report that a response has no answer."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -27,7 +30,7 @@ class Score:
     values: dict[str, float]
     """Finite numbers: `score`, the function's others (`acc`, ...), and `failed` (0 or 1), set by the pool."""
     prediction: str | None = None
-    """The extracted answer (`pred`), for majority voting."""
+    """The extracted answer (`pred`), for majority voting; blank or INVALID if the response has none."""
     feedback: str | None = None
     """Text about the response (`feedback`), for a teacher's prompt (`teacher.template`)."""
     sample: int = field(default=-1, compare=False)

@@ -14,7 +14,7 @@ existing dashboards work:
 Two things differ from verl, which resamples with replacement 1,000 times. First, best@n and worst@n are
 exact: mean and standard deviation over all subsets of n of the k samples. Therefore best@k is the best of all
 k samples, its std is 0, and for accuracies best@n is the unbiased pass@n of arXiv:2107.03374. Second, a
-sample without an extracted answer does not vote.
+sample without an extracted answer (None, blank or `rl.rewards.score.INVALID`) does not vote.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,15 @@ from math import comb
 
 import numpy as np
 
+from rl.rewards.score import INVALID
+
 NUM_SUBSETS = 1000
 """Number of random subsets in maj@n if there are more subsets; verl's number of bootstrap rounds."""
 
 Values = Mapping[str, Sequence[np.ndarray]]
 """Variable (acc, score, ...) -> for each prompt float [k]; NaN where a sample lacks the variable."""
 Predictions = Sequence[Sequence[str | None]]
-"""For each prompt, the extracted answers of its k samples; None where a sample has no answer."""
+"""For each prompt, the extracted answers of its k samples; None, blank or INVALID where a sample has none."""
 
 
 def mean_at(values: np.ndarray) -> np.ndarray:
@@ -81,9 +83,9 @@ def majority_at(values: np.ndarray, predictions: Predictions, n: int, *, seed: i
 
     The n samples are drawn without replacement. The value of an answer is the mean over its samples. If
     several answers have equally many votes, the value is the mean of theirs; the order of the samples has no
-    effect. A None does not vote. If no sample votes, the value is the mean over the samples. The result is
-    exact if there are at most NUM_SUBSETS subsets, as for n = k. Otherwise it is the mean over NUM_SUBSETS
-    random subsets from `seed`, the same for each prompt.
+    effect. A sample without an answer does not vote. If no sample votes, the value is the mean over the
+    samples. The result is exact if there are at most NUM_SUBSETS subsets, as for n = k. Otherwise it is the
+    mean over NUM_SUBSETS random subsets from `seed`, the same for each prompt.
     """
     return _majorities(values, predictions, n, seed).mean(axis=1)
 
@@ -97,9 +99,12 @@ def _majorities(values: np.ndarray, predictions: Predictions, n: int, seed: int)
         "one answer per sample"
     )
     chosen = _subsets(k, n, seed)
-    return np.array(
-        [_majority(row, answers, chosen) for row, answers in zip(values, predictions, strict=True)]
-    )
+    voted = [[answer if _votes(answer) else None for answer in answers] for answers in predictions]
+    return np.array([_majority(row, answers, chosen) for row, answers in zip(values, voted, strict=True)])
+
+
+def _votes(answer: str | None) -> bool:
+    return answer is not None and answer.strip() not in ("", INVALID)
 
 
 def validation_metrics(

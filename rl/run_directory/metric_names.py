@@ -172,6 +172,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         M("actor/pg_covfrac", "share", "tokens that clip-cov or kl-cov selects / all", ""),
         M("actor/{fipo_weight,vespo_weight}", "", "mean weight of a token in the loss of that name", ""),
         M(
+            "actor/fipo_dropped",
+            "share",
+            "tokens of samples that fipo drops (two beyond the dual clip) / all",
+            "",
+        ),
+        M(
             "actor/off_policy_masked_fraction",
             "share",
             "tokens that `objective.off_policy_mask` removes / all",

@@ -12,7 +12,7 @@ import yaml
 
 from tests.museum.museum import Exhibit
 from tests.spawn import ROOT, RanksFailed, run_ranks
-from tests.toy import TRAIN
+from tests.toy import FROM_DATA, TRAIN
 
 RANK = Path(__file__).parent / "rank.py"
 LAST_LINE = re.compile(r"^error.*$", re.MULTILINE)
@@ -69,7 +69,7 @@ CLEAN: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "grpo, tp 2, two epochs": (2, "qwen2", ("training.tp=2", "rollout.tp=2", "training.epochs=2")),
     "ppo": (1, "qwen2", ("algorithm=ppo", "objective.reward_kl.coef=0.1")),
     "dapo": (1, "qwen2", ("algorithm=dapo", "dynamic_sampling.prompts_per_round=4")),
-    "dpo": (1, "qwen2", ("algorithm=dpo", "training.prompts_per_minibatch=0")),
+    "dpo": (1, "qwen2", ("algorithm=dpo", "training.prompts_per_minibatch=0", *FROM_DATA)),
     "bfloat16": (2, "qwen2", ("model.dtype=bfloat16", "objective.kl_coef=0.01")),
     "experts, ep 2": (2, "qwen3-moe", ("training.ep=2",)),
     "latents, bfloat16": (1, "deepseek-v3", ("model.dtype=bfloat16",)),

@@ -58,6 +58,19 @@ def test_a_run_with_a_game_and_the_replay_of_its_log(toy, tmp_path):
     assert "tokens: DIFFERENT (" in failure.value.stdout[0]
 
 
+@pytest.mark.slow
+def test_stored_trajectories_of_turns_are_learned_from_again(toy, tmp_path):
+    config = write_config(tmp_path, toy, *BASE, WAVES, "logging.rollouts=all")
+    train(1, config)
+    replay = ("run.mode=train_only", f"run.rollouts={tmp_path}/run")
+    train(1, config, *replay, run=tmp_path / "again")
+    first, again = (
+        [{n: value for n, value in record.items() if n.startswith("actor/")} for record in records(run)]
+        for run in (tmp_path / "run", tmp_path / "again")
+    )
+    assert len(first) == 2 and again == first
+
+
 @pytest.mark.parametrize("num_kills, num_steps", [(1, 2), pytest.param(20, 4, marks=pytest.mark.slow)])
 def test_a_killed_run_leaves_no_process_and_loses_no_prompt(toy, tmp_path, num_kills, num_steps):
     steps = (WAVES, f"run.max_steps={num_steps}")

@@ -10,7 +10,7 @@ from tests import bounds
 from tests.checkpoints import save_qwen2, save_qwen2_classifier
 from tests.records import rollouts
 from tests.spawn import ROOT, RanksFailed
-from tests.toy import train
+from tests.toy import FROM_DATA, UNSCORED, train
 
 ONE_UPDATE = "training.prompts_per_minibatch=0"
 
@@ -141,6 +141,7 @@ def test_remax_subtracts_the_greedy_responses_score(config):
 def test_dpo_starts_at_log_2_and_learns_its_pairs(config, toy, tmp_path):
     pq.write_table(pq.read_table(toy / "pairs.parquet").slice(0, 8), tmp_path / "pairs.parquet")
     data = ("algorithm=dpo", f"data.train=[{tmp_path}/pairs.parquet]", "run.max_steps=20", ONE_UPDATE)
+    data += FROM_DATA
     steps = steps_of(config, *data, "training.optimizer.lr=3e-4", world_size=2)
     assert steps[0]["preference/loss"] == pytest.approx(math.log(2), rel=bounds.of_sum(64))
     assert steps[0]["preference/margin"] == 0
@@ -152,6 +153,7 @@ def test_dpo_starts_at_log_2_and_learns_its_pairs(config, toy, tmp_path):
 def test_kto_starts_at_one_half_and_learns_its_labels(config, toy, tmp_path):
     pq.write_table(pq.read_table(toy / "labels.parquet").slice(0, 8), tmp_path / "labels.parquet")
     data = ("algorithm=kto", f"data.train=[{tmp_path}/labels.parquet]", "run.max_steps=20", ONE_UPDATE)
+    data += FROM_DATA
     steps = steps_of(config, *data, "training.optimizer.lr=3e-4", "preference.beta=0.5", world_size=2)
     assert "timing_s/gen" not in steps[0] and "timing_s/old_log_prob" not in steps[0]
     assert steps[0]["preference/loss"] == 0.5 and steps[0]["preference/kl"] == 0
@@ -167,6 +169,7 @@ def test_pairs_without_a_reference_policy(config, toy, tmp_path, algorithm):
         f"data.train=[{tmp_path}/pairs.parquet]",
         "run.max_steps=20",
         ONE_UPDATE,
+        *FROM_DATA,
     )
     steps = steps_of(config, *data, "training.optimizer.lr=3e-4")
     assert "timing_s/gen" not in steps[0] and "timing_s/ref" not in steps[0]
@@ -175,10 +178,12 @@ def test_pairs_without_a_reference_policy(config, toy, tmp_path, algorithm):
 
 
 def test_spin_moves_the_policy_to_the_data(config, tmp_path):
-    for step in steps_of(config, "algorithm=spin", ONE_UPDATE):  # whose opponent is the policy itself
+    for step in steps_of(
+        config, "algorithm=spin", ONE_UPDATE, *UNSCORED
+    ):  # whose opponent is the policy itself
         assert step["preference/loss"] == pytest.approx(math.log(2), rel=bounds.of_sum(64))
         assert step["actor/grad_norm"] > 0
-    several = ("algorithm=spin", "run.max_steps=1", "training.epochs=4", ONE_UPDATE)
+    several = ("algorithm=spin", "run.max_steps=1", "training.epochs=4", ONE_UPDATE, *UNSCORED)
     assert steps_of(config, *several, run=tmp_path / "epochs")[0]["preference/loss"] < math.log(2)
 
 

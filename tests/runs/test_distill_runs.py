@@ -5,7 +5,7 @@ import pytest
 from tests import bounds
 from tests.checkpoints import save_qwen2
 from tests.spawn import ROOT
-from tests.toy import train
+from tests.toy import UNSCORED, train
 from tools.make_toy import make_toy
 
 FEEDBACK = """
@@ -19,7 +19,7 @@ def test_responses_come_from_all_three_in_their_shares(config, tmp_path):
     shares = ("teacher.student_share=0.5", "teacher.teacher_share=0.25")
     keys = ("teacher.divergence=jensen_shannon", "teacher.top_k=5", "training.tp=2", "training.offload=all")
     # The teacher of two layers is on the grid, and generates with an engine of its own.
-    steps = train(2, config, "algorithm=distill", f"teacher.path={teacher}", *shares, *keys)
+    steps = train(2, config, "algorithm=distill", f"teacher.path={teacher}", *shares, *keys, *UNSCORED)
     for step in steps:
         assert step["distill/divergence"] > 0.01 and step["actor/grad_norm"] > 0
         assert step["timing_s/teacher"] > 0 and step["timing_s/teacher_gen"] > 0

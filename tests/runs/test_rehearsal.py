@@ -39,6 +39,7 @@ def rehearsed(toy, tmp_path_factory):
         ("run.max_steps=3",),
         (
             *SFT,
+            "rollout.top_p=1",
             "model.dtype=float32",
             "objective.kl_coef=0",
             "run.max_steps=1",
@@ -123,7 +124,8 @@ def test_layers_of_transformer_engine_train_and_refit(toy, tmp_path):
 @pytest.mark.parametrize("base", ["model", "fp8"])
 def test_adapters_learn_on_transformer_engine_as_without_it(toy, tmp_path, base):
     adapter = f"adapter={{kind: lora, rank: 4, base: {base}}}"
-    config = write_config(tmp_path, toy, *RUN, *SFT, adapter, "objective.kl_coef=0", "run.max_steps=3")
+    sft = (*SFT, "rollout.top_p=1.0")
+    config = write_config(tmp_path, toy, *RUN, *sft, adapter, "objective.kl_coef=0", "run.max_steps=3")
     losses = []
     for name, options in (("with", ["--te"]), ("without", [])):
         run_dir = f"run.dir={tmp_path}/{name}"

@@ -10,8 +10,9 @@ import pytest
 from tests.records import comparable, records
 from tests.slurm.cluster import PATIENCE_S, TWO_NODES, status, wait_for
 from tests.spawn import ROOT
+from tests.toy import SFT
 
-SFT = ("algorithm=sft", "run.max_steps=2", "training.prompts_per_minibatch=0")
+SHORT_SFT = (*SFT, "run.max_steps=2")
 
 
 def log_of(directory, name):
@@ -165,7 +166,7 @@ def test_twenty_tasks_of_an_array_at_once_do_not_collide(cluster, tmp_path):
 def test_srun_with_pmi2_trains_two_steps(cluster, config, tmp_path):
     step = ("srun", "--mpi=pmi2", "--nodes=2", "--ntasks=4", "--mem-per-cpu=2G")
     command = (*step, "python", ROOT / "train_rl.py", "--config", config)
-    cluster.run(*command, *SFT, cwd=tmp_path)
+    cluster.run(*command, *SHORT_SFT, cwd=tmp_path)
     assert len(records(tmp_path / "run")) == 2
 
 
@@ -220,7 +221,7 @@ def test_mpirun_of_four_trains_two_steps(config, tmp_path):
     mpirun = shutil.which("mpirun", path=f"{directory}:{os.environ['PATH']}")
     if mpirun is None:
         pytest.skip("there is no mpirun (tools/install_cpu.sh --mpi)")
-    command = [mpirun, "-n", "4", "python", ROOT / "train_rl.py", "--config", config, *SFT]
+    command = [mpirun, "-n", "4", "python", ROOT / "train_rl.py", "--config", config, *SHORT_SFT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert len(records(tmp_path / "run")) == 2

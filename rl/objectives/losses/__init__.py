@@ -28,6 +28,8 @@ Conventions of all files. `T` response tokens of `B` samples of one micro-batch,
     mask: bool or 0/1 [T], the tokens that count
     lengths: int64 [B], tokens of each sample, zeros allowed
     selected_tokens: bool or 0/1 [T], result of `select_tokens`
+    loss_weights: floating [T], weights of `rollout_correction`, None without them; a loss that does not read
+        them is multiplied by them
 
 At masked positions the inputs may hold anything, NaN included. They are replaced before the first nonlinear
 operation, so neither value nor gradient depends on them. A loss that reads `lengths` depends on nothing

@@ -7,6 +7,9 @@
 The weight phi of a whole sample is 1 at w = 1. It decays as w^k towards w = 0, and as exp(-lambda w) for
 large w. k and lambda differ between positive and negative advantages. The ratio w is that of the sample,
 without division by its length, and no token is clipped.
+
+The weights of `rollout_correction` (pi_old over the engine) are factors of w, as in TRL, and not of the loss:
+phi then bounds the whole ratio. A weight of 0 makes w, and so the loss of the sample, practically 0.
 """
 
 import torch
@@ -34,6 +37,7 @@ def vespo(
     advantages: Tensor,
     mask: Tensor,
     lengths: Tensor,
+    loss_weights: Tensor | None = None,
     *,
     vespo_k_positive: float,
     vespo_lambda_positive: float,
@@ -42,12 +46,19 @@ def vespo(
 ) -> Loss:
     """Return the loss of each token [T] and statistics.
 
+    Args:
+        loss_weights: floating [T], importance weights of the tokens against the policy that generated them;
+            None: 1.
+
     Statistics:
         vespo_weight: phi(w) of the token's sample.
     """
     mask = mask.bool()
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
-    log_w = expand(segment_sum(log_ratio.detach(), lengths), lengths, len(mask)).clamp(*LOG_BOUNDS)
+    of_tokens = log_ratio.detach()
+    if loss_weights is not None:
+        of_tokens = of_tokens + torch.where(mask, loss_weights, 1.0).log().clamp(*LOG_BOUNDS)
+    log_w = expand(segment_sum(of_tokens, lengths), lengths, len(mask)).clamp(*LOG_BOUNDS)
     advantages = torch.where(mask, advantages, 0.0)
     is_negative = advantages < 0
     k = torch.full_like(advantages, vespo_k_positive).masked_fill(is_negative, vespo_k_negative)

@@ -214,6 +214,10 @@ def test_which_losses_go_with_grpo_and_ppo(loss):
             ["objective.gamma=0.9"],
             "has no effect with objective.advantage=grpo; gae, prime and reinforce++ read it",
         ),
+        (
+            ["objective.loss=vespo", "rollout_correction.truncate_samples=2"],
+            "truncate_samples weighs whole samples, but objective.loss=vespo multiplies the weights",
+        ),
         (["objective.dro_beta=0.3"], "objective.loss=ppo; dro reads it"),
         (["objective.loss=clip-cov", "objective.dual_clip=10"], "loss=clip-cov; fipo and ppo read it"),
         (["objective.dppo_max_ratio=5"], "dppo-kl and dppo-tv read it"),

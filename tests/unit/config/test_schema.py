@@ -353,10 +353,6 @@ def test_a_truncated_distribution_with_its_mask_is_no_warning():
     assert check(config_with("rollout.top_k=20", "rollout.top_p=0.9", "rollout.min_p=0.05")) == []
 
 
-def test_sft_is_not_warned_about_sampling():
-    assert check(config_with("algorithm=sft", "rollout.samples_per_prompt=1", "rollout.top_p=0.9")) == []
-
-
 def test_validation_without_held_out_data_passes():
     assert check(config_with("validation.every=5", "data.val=[]", "validation.samples_per_prompt=4")) == []
 

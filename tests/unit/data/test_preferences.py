@@ -84,6 +84,14 @@ def test_forms_of_a_labelled_response(tmp_path, tokenizer):
         assert ids == [["<user>", *"1+1=", "<assistant>"], ["2", "<eos>"]] and row.data_source == "labels"
 
 
+def test_a_response_that_ends_with_the_end_token_gets_no_second(tmp_path, tokenizer):
+    responses = ["2<eos>", "2<eos>\n", "2", "<eos>2", "2 "]
+    rows = [{"prompt": "1+1=", "completion": response, "label": 1} for response in responses]
+    found = labelled(tmp_path, tokenizer, *rows)
+    ids = [tokenizer.convert_ids_to_tokens(row.response_ids.tolist()) for row in found]
+    assert ids == [["2", "<eos>"]] * 3 + [["<eos>", "2", "<eos>"], ["2", ids[4][1], "<eos>"]]
+
+
 @pytest.mark.parametrize("label", ["yes", 2, None])
 def test_a_label_that_is_no_bool_is_named_with_its_row(tmp_path, tokenizer, label):
     rows = [{"prompt": [USER], "completion": "2", "label": value} for value in (True, label)]

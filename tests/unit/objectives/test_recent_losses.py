@@ -19,7 +19,7 @@ from rl.objectives.top_entropy import select_tokens
 
 VESPO = dict(vespo_k_positive=2.0, vespo_lambda_positive=3.0, vespo_k_negative=3.0, vespo_lambda_negative=2.0)
 PPO = dict(clip_low=0.2, clip_high=0.3, dual_clip=10.0)
-FIPO = PPO | dict(fipo_half_life=1.0, fipo_low=0.5, fipo_high=2.0)
+FIPO = PPO | dict(fipo_half_life=1.0, fipo_low=0.5, fipo_high=2.0, fipo_safe_ratio=4.0)
 
 
 def leaf(*values):
@@ -94,6 +94,52 @@ def test_fipo_weighs_advantages_by_later_log_ratios():
     clipped, _ = fipo(new, old, advantages, mask, lengths, **FIPO | dict(fipo_low=1.0, fipo_high=1.05))
     weights = column(1.05, 1.0, 1.0, 1.0, 1.05)
     assert torch.allclose(clipped, ppo(new, old, advantages * weights, mask, **PPO)[0])
+
+
+def test_fipo_weighs_a_risky_negative_token_by_at_most_one():
+    # Ratios 6, 6, 2 and 6; only the first two are above 4 and have a negative advantage.
+    shifts = column(6.0, 6.0, 2.0, 6.0).log()
+    new, old, lengths = leaf(*(shifts - 3).tolist()), column(-3, -3, -3, -3), torch.ones(4, dtype=torch.int64)
+    advantages = column(-1, -1, -1, 1)
+    token_loss, stats = fipo(new, old, advantages, torch.tensor([1, 0, 1, 1]), lengths, **FIPO)
+    assert torch.allclose(token_loss, column(6 * 1.0, 0, 2 * 2.0, -1.3 * 2.0))
+    assert stats["fipo_weight"].item() == 5.0
+    low = FIPO | dict(fipo_low=0.1, fipo_high=0.2)
+    token_loss, _ = fipo(new, old, advantages, torch.tensor([1, 0, 1, 1]), lengths, **low)
+    assert torch.allclose(token_loss, column(6 * 0.8, 0, 2 * 0.2, -1.3 * 0.2))
+
+
+def test_fipo_drops_samples_with_two_tokens_at_the_dual_clip():
+    ratios = column(20, 20, 1, 20, 1, 20, 20, 20, 1)  # samples of 3, 2, 2 and 2 tokens
+    new, old = leaf(*(ratios.log() - 3).tolist()), torch.full((9,), -3.0, dtype=torch.float64)
+    advantages, mask = column(-1, -1, -1, -1, -1, 1, 1, -1, -1), torch.ones(9)
+    inputs = new, old, advantages, mask, torch.tensor([3, 2, 2, 2])
+    token_loss, stats = fipo(*inputs, **FIPO)
+    assert (token_loss != 0).tolist() == [False] * 3 + [True] * 6
+    assert stats["fipo_dropped"].item() == 3
+    (gradient,) = torch.autograd.grad(token_loss.sum(), new)
+    assert (gradient != 0).tolist() == [False] * 4 + [True] + [False] * 3 + [True]
+    masked, stats = fipo(new, old, advantages, mask.index_fill(0, torch.tensor([1]), 0), inputs[-1], **FIPO)
+    assert masked[0] != 0 and stats["fipo_dropped"].item() == 0
+    unbounded, stats = fipo(*inputs, **FIPO | dict(dual_clip=0.0))
+    assert (unbounded != 0).all() and stats["fipo_dropped"].item() == 0
+
+
+def test_vespo_takes_the_weights_of_the_engine_into_its_own():
+    new, old = leaf(-1.0, math.nan, -1.0, -2.0), column(-1.2, 0.0, -1.3, -1.6)
+    mask, lengths, advantages = (
+        torch.tensor([1, 0, 1, 1]),
+        torch.tensor([3, 1]),
+        column(2.0, math.nan, 2.0, -1),
+    )
+    weights = column(1.5, 0.0, 0.8, 0.5)
+    token_loss, _ = vespo(new, old, advantages, mask, lengths, weights, **VESPO)
+    logs = [0.5 + math.log(1.5 * 0.8), -0.4 + math.log(0.5)]
+    up = math.exp(2 * logs[0] + 3 * (1 - math.exp(logs[0])))
+    down = math.exp(3 * logs[1] + 2 * (1 - math.exp(logs[1])))
+    assert torch.allclose(token_loss, column(2 * up, 0, 2 * up, -down * 2))
+    dropped, _ = vespo(new, old, advantages, mask, lengths, column(0.0, 1, 1, 1), **VESPO)
+    assert dropped.abs()[:3].max() < 1e-10 and dropped[3] != 0
 
 
 def test_off_policy_mask_hand_numbers():

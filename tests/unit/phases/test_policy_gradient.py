@@ -252,7 +252,8 @@ OTHER_VALUES = {
         "vespo_k_negative": 1.2,
         "vespo_lambda_negative": 1.3,
     },
-    "fipo": CLIP | {"dual_clip": 1.1, "fipo_half_life": 3.0, "fipo_low": 0.5, "fipo_high": 1.7},
+    "fipo": CLIP
+    | {"dual_clip": 1.1, "fipo_half_life": 3.0, "fipo_low": 0.5, "fipo_high": 1.7, "fipo_safe_ratio": 1.01},
     "gmpo": CLIP,
     "clip-cov": CLIP,
     "kl-cov": {"kl_cov_coef": 0.3},
@@ -352,6 +353,17 @@ def test_loss_weights_multiply_the_loss_of_each_token(loss, aggregation):
     assert not same_value_and_gradient(micro, value, mean(micro, token_loss, aggregation))
     # Denominators and statistics stay those of the tokens that count.
     assert float(metrics["actor/ppo_kl"]) == pytest.approx(float(stats["ppo_kl"]) / TOTALS.num_tokens)
+
+
+def test_vespo_reads_loss_weights_and_is_not_multiplied_by_them():
+    weights = torch.rand(60, generator=torch.Generator().manual_seed(2)) * 2
+    micro = micro_batch(loss_weights=weights)
+    value, _ = run(micro, loss="vespo")
+    keys = {key: getattr(config_of().objective, key) for key in OTHER_VALUES["vespo"]}
+    inputs = micro.logprobs, micro.old_logprobs, micro.advantages, micro.mask, micro.lengths
+    weighted, _ = function("losses", "vespo")(*inputs, weights, **keys)
+    assert same_value_and_gradient(micro, value, mean(micro, weighted))
+    assert not same_value_and_gradient(micro, value, mean(micro, token_loss_of("vespo", micro)[0]))
 
 
 def test_loss_weights_leave_kl_and_entropy_alone():

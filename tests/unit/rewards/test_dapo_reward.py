@@ -64,6 +64,13 @@ def test_a_bare_box_counts_only_with_strict_box():
     assert reward("", strict_box=True)["pred"] == "[INVALID]"
 
 
+def test_a_bare_box_counts_without_an_answer_line_if_asked():
+    assert reward("so \\boxed{42}", bare_box=True) == RIGHT
+    assert reward("so \\boxed{43}", bare_box=True)["pred"] == "43"
+    assert reward("\\boxed{42}\nAnswer: 43", bare_box=True)["score"] == -1.0
+    assert reward("so 42", bare_box=True) == reward("\\boxed{42}" + "x" * 91, bare_box=True) == INVALID
+
+
 # By hand from the listing in appendix D.1 of arXiv:2206.14858: a list of numbers counts as one number.
 MINERVA = rows(r"""
     x=y=7 => 7 ;; 17 an hour => 17hour ;; 5 \text{ inches} => 5 ;; 5\mbox{ cm}^2 => 5 ;;

@@ -103,6 +103,42 @@ def test_other_expressions_are_wrong(answer, truth):
     assert not is_equivalent(answer, truth)
 
 
+@pytest.mark.parametrize("symbolic", [False, pytest.param(True, marks=needs_math_verify)])
+@pytest.mark.parametrize(
+    "answer, truth",
+    rows(r"""
+        x<=5 => 5 ;; x>=5 => 5 ;; x!=5 => 5 ;; x<=5 => x>=5 ;; x<5 => 5 ;; x \le 5 => 5 ;; x \ne 5 => 5 ;;
+        >=5 => 5 ;; \ge 5 => 5 ;; \le 5 => \ge 5 ;; x<5 => x \le 5 ;; |x|<5 => 5 ;; 2=x => 3 ;;
+        3 => 3 or -3 ;; 3 => 3 \text{ or } -3 ;; 3 \text{ or }-3 => 3\text{ or } 4 ;;
+        x=3 \text{ or } x=-3 => 3 ;; 6 => x=5 \text{ or } 6 ;; 3 => 3 \text{ and } 4 ;; 3 => 3, -3 ;;
+        3 => 3 \text{ or 4} ;; 5 \text{ or less} => 5 ;; x>2 => x>2 \text{ or } x<-2 ;; 3 => \pm 3 ;;
+        2+\sqrt3 => 2 \pm \sqrt3 ;; 5\text{ feet }2\text{ inches} => 5 ;;
+        5\text{ feet }2\text{ inches} => 5 \text{ feet } 3 \text{ inches} ;;
+        10 \text{ men and } 4 \text{ women} => 10 ;; 5\text{ p.m.} => 5\text{ a.m.} ;; 5\text{ p.m.} => 5 ;;
+        \text{at least } 5 => 5 ;; [1,2] => (1,2) ;; (-\infty,5) => (-\infty,5] ;; (-\infty,5] => 5 ;;
+        (1,2) => (1,2)\cup(3,4) ;; \{1,2\} => 1 ;; (1,2) => (2,1) ;; 6\text{ cm} => 7\text{ cm}
+        """),
+)
+def test_part_of_an_answer_is_wrong(answer, truth, symbolic):
+    assert not is_equivalent(answer, truth, symbolic=symbolic)
+    assert not is_equivalent(truth, answer, symbolic=symbolic)
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    "answer, truth",
+    rows(r"""
+        x=5 => 5 ;; x'=5 => 5 ;; x<=5 => x \le 5 ;; (-\infty,5] => x\le5 ;; x \in [1,2] => [1,2] ;;
+        -3 \text{ or } 3 => 3 \text{ or } -3 ;; 3, -3 => 3 \text{ or } -3 ;; 3, -3 => \pm 3 ;;
+        x=5 \text{ cm} => 5 ;; 6 \text{ cm}^2 => 6 ;; 6 \text{ m/s^2} => 6 ;; 6\,\text{cm} => 6 ;;
+        \text{Area}=12 => 12 ;; 1\frac12\text{ cups} => 1.5 ;; 5 \text{ solutions} => 5 ;;
+        5 \text{ feet } 2 \text{ inches} => 5\text{ feet }2\text{ inches} ;; \text{(A)} => A
+        """),
+)
+def test_other_forms_of_an_answer_are_right(answer, truth):
+    assert is_equivalent(answer, truth)
+
+
 COSTLY = cells(r"""
     10^{10^{10}} ;; 10**10**10 ;; 9^9^9 ;; 2^{10}^{10} ;; (10^{10})^{10^{5}} ;; ((10^{100})^{100})^{100} ;;
     10^{10 \cdot 10^9} ;; 10^{1000000} ;; 10^10000000 ;; 10^(10^10) ;; x^{-10^{10^{2}}} + 10^{9^9} ;;
@@ -185,7 +221,12 @@ def test_without_math_verify_only_strings_are_compared(monkeypatch, caplog):
     assert "pip install --no-deps math-verify" in record.getMessage()
 
 
-UNITS = "\\boxed{ \\boxed { } \\ \\{ $ \\frac ^ \\boxed{1} =.".split() + [" ", "\\sqrt ", "\\boxed "]
+UNITS = "\\boxed{ \\boxed { } \\ \\{ $ \\frac ^ \\boxed{1} =.".split() + [
+    " ",
+    "\\sqrt ",
+    "\\boxed ",
+    "\\text{ ",
+]
 
 
 @pytest.mark.parametrize("unit", UNITS)

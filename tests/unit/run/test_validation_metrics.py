@@ -8,6 +8,8 @@ from math import comb
 import numpy as np
 import pytest
 
+from rl.rewards import dapo, gsm8k, math
+from rl.rewards.score import to_score
 from rl.run.validation_metrics import (
     best_at,
     best_std_at,
@@ -90,6 +92,14 @@ def test_majority_is_the_mean_over_all_subsets(n):
 )
 def test_majority_by_hand(answers, expected):
     assert majority_at(np.array([[1.0, 1.0, 0.0, 0.0, 0.0]]), [answers], 5)[0] == expected
+
+
+@pytest.mark.parametrize("reward, right", [(gsm8k, "#### 4"), (dapo, "Answer: 4"), (math, "\\boxed{4}")])
+def test_responses_without_an_answer_do_not_vote(reward, right):
+    scores = [to_score(reward.score("", text, "4")) for text in [right] * 7 + ["I do not know"] * 9]
+    values = {"s": {"acc": [np.array([score.values["acc"] for score in scores])]}}
+    metrics = validation_metrics(values, {"s": [[score.prediction for score in scores]]})
+    assert metrics["val-core/s/acc/maj@16/mean"] == 1.0
 
 
 def test_random_subsets_are_reproducible_and_close_to_all():

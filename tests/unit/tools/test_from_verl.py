@@ -146,6 +146,26 @@ def test_a_yaml_with_references_and_overrides_is_read(tmp_path, capsys):
     assert "data.image_key=images: vision models" in capsys.readouterr().err
 
 
+def test_bounds_of_icepop_and_the_mean_of_gspo_are_kept(tmp_path, capsys):
+    given, out = tmp_path / "verl.yaml", tmp_path / "ours.yaml"
+    given.write_text(
+        "algorithm: {adv_estimator: grpo, rollout_correction: {rollout_is: sequence, "
+        "rollout_is_threshold: 0.5_5.0}}\n"
+        "actor_rollout_ref: {actor: {policy_loss: {loss_mode: gspo}}}\n"
+    )
+    assert from_verl.main([str(given), "--out", str(out)]) == 0
+    config = load_config(str(out))
+    fix = config.rollout_correction
+    assert (fix.icepop_low, fix.icepop_high, fix.icepop_level, fix.weighs_samples) == (
+        0.5,
+        5.0,
+        "sample",
+        True,
+    )
+    assert config.objective.aggregation == "token-mean"
+    assert "verl up to 0.9.0 averaged gspo as seq-mean-token-mean" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "text, reason",
     [

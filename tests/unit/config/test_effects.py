@@ -1,0 +1,130 @@
+"""Keys of rollout and reward without effect: refused for every algorithm that does not read them."""
+
+import json
+
+import pytest
+
+from rl.config.checks import check
+from rl.config.declarations import shipped
+from rl.config.effects import GROUPS, VALIDATE
+from rl.config.options import ConfigError, flatten
+from rl.config.schema import Config, load_config
+
+FROM_DATA = {"sft", "dpo", "kto", "orpo", "simpo"}
+UNSCORED = FROM_DATA | {"spin", "distill"}
+MORE = {"distill": ["teacher.path=teacher"]}
+"""Keys without which an algorithm is refused."""
+SAMPLING = {
+    "tp": 2,
+    "samples_per_prompt": 3,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "stop": "[END]",
+    "stop_token_ids": "[7]",
+    "deterministic": "true",
+    "max_concurrent_samples": 64,
+    "gpu_memory_utilization": 0.4,
+    "cpu_kv_cache_mib": 16,
+    "enforce_eager": "true",
+    "longest_first": "true",
+}
+WITHOUT_ANOTHER = {
+    "rollout.biased_truncation": "true",
+    "rollout.oversample": 1.5,
+    "rollout.max_staleness": 2,
+    "rollout.on_stale": "drop",
+    "rollout.carry_over_cache": "keep",
+    "reward.overlong_penalty": 2.0,
+    "reward.model.coef": 2.0,
+    "reward.judge.gpu_memory_utilization": 0.3,
+    "reward.judge.template": "'{response}'",
+    "reward.judge.parser": "own:parse",
+    "reward.judge.coef": 2.0,
+    "reward.judge.max_prompt_tokens": 9,
+    "reward.judge.max_response_tokens": 9,
+    "reward.judge.temperature": 1.0,
+}
+"""Keys that need another key, with any algorithm."""
+SCORING = {
+    "function": "own:score",
+    "kwargs": "{a: 1}",
+    "failure_score": -1.0,
+    "sources": "{a: {function: 'own:score'}}",
+    "workers": 3,
+    "timeout_s": 9.0,
+    "memory_mib": 9,
+    "overlong_buffer_tokens": 4,
+    "model.path": "reward",
+    "judge.path": "judge",
+}
+ELSEWHERE = {"rollout.max_response_tokens", "rollout.carry_over", "rollout.min_replicas"}
+"""Keys that every run reads, or that other checks refuse."""
+VALUES = {f"rollout.{key}": value for key, value in SAMPLING.items()} | WITHOUT_ANOTHER
+VALUES |= {f"reward.{key}": value for key, value in SCORING.items()}
+
+
+def error(algorithm: str, *overrides: str) -> str:
+    base = [f"algorithm={algorithm}", "model.path=toy", "data.train=toy.jsonl", *MORE.get(algorithm, [])]
+    try:
+        check(load_config(None, [*base, *overrides]))
+    except ConfigError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_every_key_of_the_two_sections_has_a_group():
+    keys = {f"{group.section}.{key}" for group in GROUPS for key in group.keys}
+    assert keys == set(VALUES)
+    assert keys | ELSEWHERE == {key for key in flatten(Config()) if key.startswith(("rollout.", "reward."))}
+
+
+@pytest.mark.parametrize("algorithm", shipped())
+def test_keys_without_effect_are_refused(algorithm):
+    unread = set(WITHOUT_ANOTHER)
+    unread |= {f"rollout.{key}" for key in SAMPLING} if algorithm in FROM_DATA else set()
+    unread |= {f"reward.{key}" for key in SCORING} if algorithm in UNSCORED else set()
+    for key, value in VALUES.items():
+        said = error(algorithm, f"{key}={value}")
+        assert ("has no effect" in said) == (key in unread), (key, said)
+        assert key not in unread or (said.startswith(f"{key}=") and "; leave it out" in said), said
+        default = flatten(load_config(None, [f"algorithm={algorithm}"]))[key]
+        assert error(algorithm, f"{key}={json.dumps(default)}") == "", key
+
+
+def test_all_keys_without_effect_are_named_at_once():
+    assert error("sft", "rollout.tp=2", "rollout.enforce_eager=true", "rollout.temperature=0.7") == (
+        "rollout.tp=2 and rollout.enforce_eager=true have no effect with algorithm=sft, which generates no "
+        "responses; leave them out, or set data.val, validation.every and validation.greedy=true. "
+        "rollout.temperature=0.7 has no effect with algorithm=sft, which does not learn from samples; leave "
+        "it out; validation.temperature is that of held-out responses."
+    )
+
+
+def test_validation_reads_the_keys_of_generation():
+    assert VALIDATE in error("dpo", "rollout.tp=2")
+    held_out = ["data.val=test.jsonl", "validation.greedy=true", "validation.samples_per_prompt=2"]
+    trained = {"rollout.temperature", "rollout.samples_per_prompt", "rollout.longest_first"}
+    trained |= {"reward.overlong_buffer_tokens", *WITHOUT_ANOTHER}
+    for mode in ("train", "check"):
+        for key in set(VALUES) - trained:
+            assert error("dpo", *held_out, f"run.mode={mode}", f"{key}={VALUES[key]}") == "", key
+
+
+@pytest.mark.parametrize("key", WITHOUT_ANOTHER)
+def test_a_key_is_accepted_with_the_one_that_it_needs(key):
+    others = ["reward.model.path=reward", "reward.judge.path=judge", "reward.overlong_buffer_tokens=4"]
+    others += ["rollout.carry_over=true", "rollout_correction.truncate_tokens=2"]
+    if key == "rollout.biased_truncation":
+        others = ["rollout.top_p=0.9"]
+    assert error("grpo", *others, f"{key}={WITHOUT_ANOTHER[key]}") == ""
+
+
+def test_an_algorithm_of_the_user_may_read_any_key(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "NEEDS = ('responses',)\nDEFAULTS = {}\ndef collect(phases): ...\ndef learn(phases, batch): ...\n"
+    )
+    for key, value in VALUES.items():
+        assert "has no effect" not in error(str(own), f"{key}={value}")
