@@ -7,6 +7,7 @@ order on some processors, so the metrics are compared up to CLOSE.
 import json
 import shutil
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.records import comparable
@@ -64,6 +65,16 @@ def test_points_are_the_runs_that_they_are_alone(config, tmp_path):
     for name in POINTS:
         assert_close(comparable(sweep / name), before[name])
     assert json.loads((sweep / lost / "status.json").read_text())["state"] == "finished"
+
+
+def test_longest_first_keeps_prompts_and_their_baselines(config, toy, tmp_path):
+    """From the second epoch on, prompts start in another order than they were drawn in."""
+    stops = f"rollout.stop_token_ids={list(range(10, 22))}"  # so that lengths differ
+    pq.write_table(pq.read_table(toy / "train.parquet").slice(0, 8), data := tmp_path / "train.parquet")
+    options = ("algorithm=remax", "rollout.longest_first=true", f"data.train=[{data}]", stops)
+    train(1, config, *ADAPTER, *options, adapters([{}]))
+    train(1, config, *ADAPTER, *options, run=tmp_path / "alone")
+    assert_close(comparable(tmp_path / "alone"), comparable(tmp_path / "run" / "base"))
 
 
 def test_a_point_that_diverges_is_named(config):
