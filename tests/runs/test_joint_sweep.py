@@ -91,3 +91,49 @@ def test_halving_leaves_the_best_points(config, tmp_path):
     early = [state for state in states if state["reason"].startswith("sweep.stop=halving")]
     assert len(states) == 4 and len(early) == 3
     assert all(state["state"] == "finished" and state["step"] < 4 for state in early)
+
+
+JUDGED = """
+import torch.distributed as dist
+
+from rl.algorithms import grpo
+
+NEEDS = ("samples", "reward", "groups")
+DEFAULTS = {"objective.advantage": "grpo", "objective.loss": "ppo"}
+
+
+def collect(phases):
+    return grpo.collect(phases)
+
+
+def learn(phases, batch):
+    grpo.learn(phases, batch)
+    seed = phases.config.run.seed
+    phases.metrics["own/rank"] = float("nan") if seed == 4 else seed * (1 - 2 * dist.get_rank())
+"""
+
+
+@pytest.mark.slow
+def test_rank_0_decides_which_points_end_also_after_a_resume(config, tmp_path):
+    """The ranks' values are in opposite orders, and one point's are not finite."""
+    (tmp_path / "judged.py").write_text(JUDGED)
+    rule = ("sweep.stop=halving", "sweep.first=2", "sweep.metric=own/rank")
+    points = adapters([{"run.seed": seed} for seed in (4, 1, 2, 3)])
+    options = (f"algorithm={tmp_path}/judged.py", *ADAPTER, *STEPS, *rule, points)
+
+    def ended():
+        found = {
+            path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("run/*/status.json")
+        }
+        return {name: s["reason"] for name, s in found.items() if s["reason"]}
+
+    train(2, config, *options)
+    before = ended()
+    assert before.keys() == {"seed=4", "seed=1"}
+    # As if the job had been killed before anything of the decision was written.
+    for directory in (tmp_path / "run").glob("seed=*"):
+        (directory / "status.json").unlink()
+        for checkpoint in (directory / "checkpoints").glob("step_00000[34]"):
+            shutil.rmtree(checkpoint)
+    train(2, config, *options)
+    assert ended() == before
