@@ -84,7 +84,7 @@ class EarlyStop:
 
     def _note(self, point: int, step: int, metrics: Mapping[str, float]) -> None:
         self._last[point] = max(self._last[point], step)
-        if self._config.metric in metrics and step:
+        if self._config.metric in metrics and step and point not in self.reasons:
             value = metrics[self._config.metric]  # metrics.jsonl has None for a value that is not finite
             is_finite = value is not None and math.isfinite(value)
             self._values[point][step] = value if is_finite else -math.inf
@@ -116,7 +116,7 @@ class EarlyStop:
 
     def _end(self, point: int, step: int, why: str) -> None:
         self._live.discard(point)
-        # A step that it takes nevertheless must not count, because a resumed run may not take it.
+        # A step that it takes nevertheless does not count (`_note`), because a resumed run may not take it.
         self._values[point] = {at: value for at, value in self._values[point].items() if at <= step}
         self.reasons[point] = f"{ENDED_EARLY}{self._config.stop} after step {step}: {why}"
 

@@ -95,11 +95,14 @@ def test_a_metric_that_no_point_logs_ends_the_sweep():
     validates_later.record(0, 3, {})
 
 
-def test_a_step_after_the_end_of_a_point_decides_nothing():
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_step_after_the_end_of_a_point_decides_nothing(is_ahead):
+    """It was taken before the decision, or begun before it."""
     early = EarlyStop(Sweep(stop="median", first=1), 3)
     early.record(0, 1, {"critic/score/mean": 0.1})
-    early.record(0, 2, {"critic/score/mean": 9.0})  # it was ahead
     for step in (1, 2):
+        if is_ahead == (step == 1):
+            early.record(0, 2, {"critic/score/mean": 9.0})
         for point, score in ((1, 0.5), (2, 0.5)):
             early.record(point, step, {"critic/score/mean": score})
     assert early.reasons.keys() == {0}
