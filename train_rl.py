@@ -45,6 +45,7 @@ def main() -> int:
     from rl.config.options import ConfigError, parse_command_line, to_yaml
     from rl.config.schema import Config, load_config
     from rl.config.sweep_checks import load_points
+    from rl.run_directory.named_metrics import check_named_metrics
     from rl.runtime.ranks import discover
     from rl.runtime.rendezvous import RendezvousError, join_ranks
     from rl.runtime.transformers_import import keep_scan
@@ -60,6 +61,7 @@ def main() -> int:
         config = load_config(command.config, command.overrides)
         points = load_points(command.config, command.overrides) if config.sweep.is_on else []
         warnings = check(config, points)
+        check_named_metrics(config, points)
     except ValueError as error:
         return refuse(error, ranks)
     if command.print_config:

@@ -22,6 +22,7 @@ from rl.config.checks import check
 from rl.config.options import ConfigError, flatten, load
 from rl.config.schema import Config, load_config
 from rl.config.sweep_checks import load_points
+from rl.run_directory.named_metrics import check_named_metrics
 
 
 @dataclass
@@ -157,9 +158,10 @@ def check_adapters(sweep: SweepFile, directory: Path, points: list[Point]) -> Co
     Raises ConfigError, which names the point.
     """
     overrides = joint_overrides(sweep, directory, points)
-    config = load_config(sweep.config, overrides)
-    for text in check(config, load_points(sweep.config, overrides)):
+    config, points_of_job = load_config(sweep.config, overrides), load_points(sweep.config, overrides)
+    for text in check(config, points_of_job):
         warn(text)
+    check_named_metrics(config, points_of_job)
     return config
 
 

@@ -153,18 +153,38 @@ class Chat:
         """Return the structural tag of turns whose tool calls fit the tools' schemas, for `Request.grammar`.
 
         Free text, optional thinking and calls in the model's form are allowed. Raises ValueError if xgrammar
-        does not know the form.
+        does not know the form, and with the names of the tools whose schemas it rejects.
         """
-        from xgrammar import get_model_structural_tag
-
         if not self._family.grammar or self._template.call_form is None:
             raise ValueError(
                 "agents.structured_tool_calls=true: xgrammar has no grammar for tool calls as the template "
                 f"of {self.tokenizer.name_or_path} writes them; set agents.structured_tool_calls=false."
             )
+        try:
+            return self._structural_tag(tools)
+        except (RuntimeError, ValueError) as error:
+            rejected = [tool["function"]["name"] for tool in tools if not self._has_grammar(tool)]
+            raise ValueError(
+                f"agents.structured_tool_calls=true: xgrammar rejects the schema of {', '.join(rejected)}: "
+                f"{error}; correct the schema, or set agents.structured_tool_calls=false."
+            ) from error
+
+    def _structural_tag(self, tools: Sequence[dict]) -> str:
+        """Return what `grammar` does. Raises RuntimeError or ValueError, as xgrammar, for a bad schema."""
+        from xgrammar import Grammar, get_model_structural_tag
+
         thinking = "enabled" if self._opens_thinking else "auto"
-        tag = get_model_structural_tag(self._family.grammar, tools=list(tools), reasoning=thinking)
-        return tag.model_dump_json(exclude_none=True)
+        found = get_model_structural_tag(self._family.grammar, tools=list(tools), reasoning=thinking)
+        tag = found.model_dump_json(exclude_none=True)
+        Grammar.from_structural_tag(tag)  # vLLM does so within add_request, where an error ends the run
+        return tag
+
+    def _has_grammar(self, tool: dict) -> bool:
+        try:
+            self._structural_tag([tool])
+        except (RuntimeError, ValueError):
+            return False
+        return True
 
     def check(self, tools: Sequence[dict], opening: Messages | None = None) -> None:
         """Raise ValueError if on_rewrite is "refuse" and the template changes earlier tokens.

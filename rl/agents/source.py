@@ -284,7 +284,11 @@ class AgentSource:
             self._call(session, Run(self._endpoint.base_url, self._endpoint.open(session.name)))
             return
         if self._config.structured_tool_calls and session.tools:
-            session.grammar = self._chat.grammar(session.tools)
+            try:
+                session.grammar = self._chat.grammar(session.tools)
+            except ValueError as error:  # a schema that is known only at run time
+                self._fail(session, replace(reply, failure=str(error)))
+                return
         if self._begin_row(session, reply):
             if session.trajectory.room > 0:
                 self._ask(session)
@@ -384,7 +388,7 @@ class AgentSource:
                 why, is_spent = "the conversation has changed, and agents.on_rewrite=refuse", False
             elif not trajectory.is_cut:
                 request = trajectory.request(asked.max_tokens or 0)
-        except ValueError as error:  # the template rejects the agent's messages
+        except ValueError as error:  # of the agent's messages, or of a tool's schema
             why, is_spent = str(error), False
         if request is None:
             session.is_spent |= is_spent

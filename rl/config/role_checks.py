@@ -71,6 +71,11 @@ def check_roles(config: Config) -> None:
             f"algorithm={config.algorithm} needs a greedy response by the weights that sampled, which the "
             f"engine no longer holds with roles.lag={roles.lag}; use roles.lag=0."
         )
+    if roles.lag and "responses" in algorithm_of(config).needs:
+        raise ConfigError(
+            f"algorithm={config.algorithm} compares with the policy that sampled, which the trainers no "
+            f"longer hold with roles.lag={roles.lag}; use roles.lag=0."
+        )
     if roles.lag and not correction.corrects:
         raise ConfigError(
             f"roles.lag={roles.lag} learns from samples of older weights, which requires a correction; set "

@@ -20,8 +20,8 @@ class Sweep:
     the median of the other points' means up to the same step (Google Vizier). halving: at steps `first`,
     2 `first`, 4 `first`, ... the best half of the points goes on (successive halving, arXiv:1502.07943)."""
     metric: str = "critic/score/mean"
-    """Metric that the rule compares; higher is better. With a metric of the validation, only the steps
-    that logged it are compared."""
+    """Metric that the rule compares, as rank 0 logs it; higher is better. A value that is not finite ranks
+    last. With a metric of the validation, only the steps that logged it are compared."""
     first: Annotated[int, AT_LEAST_ONE] = 10
     """First step after which the rule may end a point."""
 

@@ -135,19 +135,29 @@ class CarryOver:
         self._consumed, self._dropped = [], []
 
     def load_state_dict(self, state: dict, prompts: list[Prompt]) -> None:
-        """Continue from `Frontier.state_dict`. Raises ConfigError if the data or the groups have changed."""
+        """Continue from `Frontier.state_dict`. Raises ConfigError if the data or the groups have changed.
+
+        Samples of more than `rollout.max_response_tokens` tokens, which was larger then, are truncated there.
+        """
         by_index = {prompt.index: prompt for prompt in prompts}
         try:
             prompt_of = lambda index, draw: replace(by_index[index], draw=draw)  # noqa: E731
-            self.frontier = Frontier.from_state(state, prompt_of)
+            frontier = Frontier.from_state(state, prompt_of)
         except KeyError as error:
             raise ConfigError(
                 f"the checkpoint holds unfinished samples of prompt {error}, but data.train has no such "
                 "prompt; resume with the data of the saved run."
             ) from error
+        except ValueError as error:
+            raise ConfigError(
+                f"the checkpoint holds samples of prompts that have changed: {error}; resume with the "
+                "data.train, the chat template and the data.* keys of the saved run."
+            ) from error
         n = self._config.rollout.samples_per_prompt
-        if any(len(group.samples) != n for group in self.frontier.groups):
+        if any(len(group.samples) != n for group in frontier.groups):
             raise ConfigError(
                 f"rollout.samples_per_prompt={n}, but the checkpoint holds unfinished groups of another "
                 "size; resume with the value of the saved run."
             )
+        groups = (group.within(self._sampling.max_tokens) for group in frontier.groups)
+        self.frontier = replace(frontier, groups=tuple(groups))

@@ -40,18 +40,19 @@ class Inference:
         `old_logprobs` before the first update, the update fills them (`Updates.policy`) and this method only
         stores the number of the policy's updates so far. With `rollout_correction.bypass`, `old_logprobs` is
         a copy of the engine's log-probs instead. With `model.numerics=bitwise` it is one too, which the first
-        update compares with its own.
+        update compares with its own. A batch with the data's responses has no log-probs of the engine.
         """
         policy, config = self._engines.policy, self._config
         updates_policy = self._step.number > config.critic.warmup_steps
         estimator, _ = config.objective.chosen
         needs_squares = estimator is not None and "sum_p_squared" in estimator.columns
         needs_outputs = needs_squares or config.objective.adaptive_entropy.target > 0
+        is_exact = self._is_exact(batch)
         if config.rollout_correction.bypass:
             batch.old_logprobs = batch.rollout_logprobs.clone()
-        elif updates_policy and (not needs_early_logprobs(config) or self._is_bitwise and not needs_outputs):
+        elif updates_policy and (not needs_early_logprobs(config) or is_exact and not needs_outputs):
             batch.deferred_at = policy.num_updates
-            if self._is_bitwise:
+            if is_exact:
                 batch.old_logprobs = batch.rollout_logprobs.clone()
         else:
             names = (*OUTPUTS, "sum_p_squared") if needs_squares else OUTPUTS
@@ -66,7 +67,7 @@ class Inference:
 
         With `model.numerics=bitwise` the log-probs are the engine's, and the entropies are 0.
         """
-        if self._is_bitwise:
+        if self._is_exact(batch):
             return torch.stack([batch.rollout_logprobs, torch.zeros_like(batch.rollout_logprobs)])
         if not plans:
             return torch.zeros(len(OUTPUTS), int(batch.lengths.sum()))
@@ -89,15 +90,26 @@ class Inference:
         if self._config.run.mode != "train_only":  # a replayed policy may have learned from these tokens
             version = self._engines.policy.version if self._selects else None
             check_likelihoods(batch, logprobs, name="old policy", version=version)
-        if self._is_bitwise:
+        if self._is_exact(batch):
             plans = self._planner.plans(batch) if first is None else [first]
-            check_equal(batch, logprobs, self._engines.policy.version, [plan.micro_batches for plan in plans])
+            run = self._config.run
+            check_equal(
+                batch,
+                logprobs,
+                self._engines.policy.version,
+                [plan.micro_batches for plan in plans],
+                replayed=run.rollouts if run.mode == "train_only" else "",
+            )
             if first is not None:  # entropies of other samples are not computed
                 mask = torch.zeros_like(mask).index_copy_(0, own := batch.tokens_of(first.samples), mask[own])
         metrics["actor/entropy"] = token_mean(entropy, mask)
         metrics |= engine_gap(batch, logprobs)
         self._check_logprobs(batch, logprobs)
         metrics |= correct_rollout(batch, self._config.rollout_correction)
+
+    def _is_exact(self, batch: Batch) -> bool:
+        """Return whether the engine's log-probs of the batch are bitwise the policy's."""
+        return self._is_bitwise and batch.rollout_logprobs is not None
 
     def has_old_logprobs(self, batch: Batch) -> bool:
         """Return whether `old_logprobs` are of the present weights, or the first update fills them."""

@@ -29,6 +29,8 @@ class Ask:
     seeds: list[int]
     timing: str
     abortable: bool
+    order: list[int]
+    """The prompts in the order in which they start."""
 
 
 class PointGeneration:
@@ -52,11 +54,10 @@ class PointGeneration:
         order: list[int] | None = None,
     ) -> Batch:
         """Sample responses to the prompts, as `Generation.sample` does. Collective over the world."""
-        if order is not None:
-            prompts = [prompts[place] for place in order]
         seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
         abortable = abortable and not self._step.is_committed
-        return self._wait(Ask(self._step, prompts, sampling, seeds, timing, abortable))
+        order = list(range(len(prompts))) if order is None else order
+        return self._wait(Ask(self._step, prompts, sampling, seeds, timing, abortable, order))
 
 
 class JointGeneration:
@@ -139,6 +140,9 @@ class JointGeneration:
         adapters = [point for point, ask in asks.items() for _ in ask.prompts]
         contexts = [tokens for some in ids.values() for tokens in some]
         seeds = [seed for ask in asks.values() for seed in ask.seeds]
+        order: list[int] = []
+        for ask in asks.values():
+            order += [len(order) + place for place in ask.order]
         abortable = self._stop is not None and all(ask.abortable for ask in asks.values())
         total = len(contexts) * sampling.samples_per_prompt
         before = step.metrics.get("timing_s/gen", 0.0)
@@ -149,6 +153,7 @@ class JointGeneration:
                 seeds,
                 progress=AllReplicas(bar, engine.num_replicas),
                 interrupt=self._stop.is_requested if abortable and self._stop is not None else None,
+                order=order,
                 adapters=adapters,
             )
             if abortable and any_rank(own is None):

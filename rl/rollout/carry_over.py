@@ -6,13 +6,13 @@ position, so under equal weights the sample is the one of an uninterrupted gener
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from rl.data.batch import Batch
+from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.events import Abort, Add, Done, Event
@@ -34,6 +34,13 @@ class Group:
         empty = Completion(**{name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}, end="abort")
         return cls(prompt, (empty,) * num_samples)
 
+    def within(self, max_tokens: int) -> "Group":
+        """Return the group whose samples have at most `max_tokens` tokens; longer ones are truncated there.
+
+        They are then those of a generation with this limit.
+        """
+        return replace(self, samples=tuple(_within(sample, max_tokens) for sample in self.samples))
+
     @property
     def unfinished(self) -> list[int]:
         """Numbers of the unfinished samples."""
@@ -44,6 +51,14 @@ class Group:
         """Version of the weights that sampled the oldest token; infinite without tokens."""
         versions = (sample.weight_versions for sample in self.samples)
         return min((int(own.min()) for own in versions if len(own)), default=np.inf)
+
+
+def _within(sample: Completion, max_tokens: int) -> Completion:
+    length = len(sample.token_ids)
+    if length < max_tokens or length == max_tokens and sample.end != "abort":
+        return sample
+    columns = {name: getattr(sample, name)[:max_tokens] for name in COLUMNS}
+    return replace(sample, **columns, end="length")
 
 
 class Quota:
@@ -218,19 +233,28 @@ class Frontier:
         return columns_of(samples) | {
             "num_drawn": self.num_drawn,
             "prompts": [[group.prompt.index, group.prompt.draw] for group in self.groups],
+            "fingerprints": [fingerprint([group.prompt.token_ids]) for group in self.groups],
             "lengths": [[len(sample.token_ids) for sample in group.samples] for group in self.groups],
             "ends": [[sample.end for sample in group.samples] for group in self.groups],
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any], prompt_of: Callable[[int, int], Prompt]) -> "Frontier":
-        """Return the frontier of `state_dict`. prompt_of: (index, draw) -> prompt."""
+        """Return the frontier of `state_dict`. prompt_of: (index, draw) -> prompt.
+
+        Raises ValueError if a prompt has other tokens than the one that the group's samples respond to.
+        """
+        prompts = [prompt_of(index, draw) for index, draw in state["prompts"]]
+        known = state.get("fingerprints", [None] * len(prompts))  # absent in version 0.1
+        changed = [p.index for p, own in zip(prompts, known) if own not in (None, fingerprint([p.token_ids]))]
+        if changed:
+            raise ValueError(f"prompts {changed} have other tokens than when they were sampled")
         groups, start = [], 0
-        for (index, draw), lengths, ends in zip(state["prompts"], state["lengths"], state["ends"]):
+        for prompt, lengths, ends in zip(prompts, state["lengths"], state["ends"], strict=True):
             samples = []
             for length, end in zip(lengths, ends):
                 parts = {name: state[name][start : start + length] for name in COLUMNS}
                 samples.append(Completion(**parts, end=end))
                 start += length
-            groups.append(Group(prompt_of(index, draw), tuple(samples)))
+            groups.append(Group(prompt, tuple(samples)))
         return cls(tuple(groups), state["num_drawn"])

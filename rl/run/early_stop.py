@@ -1,10 +1,13 @@
 """Early end of the points of a sweep, by the median rule or by successive halving."""
 
+import math
 from collections.abc import Mapping
 from statistics import mean, median
 
+from rl.config.options import ConfigError
 from rl.config.sweep import Sweep
 from rl.phases.step import Step
+from rl.runtime.collectives import broadcast_object
 from rl.stopping.requests import StopDecision, StopRequests
 
 ENDED_EARLY = "sweep.stop="
@@ -12,17 +15,22 @@ ENDED_EARLY = "sweep.stop="
 
 
 class EarlyStop:
-    """Decides which points end early. The decision depends only on logged metrics, so all ranks agree.
+    """Decides which points end early. The decision depends only on metrics that rank 0 logs.
 
     A step is judged once all points that go on have taken it. A point that is ahead may therefore take one
-    more step than its rule allows. A run that continues judges the steps of earlier starts again, because a
-    fault may have come between a decision and the point's end.
+    more step than its rule allows, which no decision reads. A run that continues judges the steps of earlier
+    starts again, because a fault may have come between a decision and the point's end.
+
+    A value that is not finite ranks last. Points that have not logged the metric are not compared.
+
+    Args:
+        due: step by which a point must have logged the metric, if it is later than `sweep.first`.
     """
 
-    def __init__(self, config: Sweep, num_points: int):
-        self._config = config
+    def __init__(self, config: Sweep, num_points: int, *, due: int = 0):
+        self._config, self._due = config, max(config.first, due)
         self._values: list[dict[int, float]] = [{} for _ in range(num_points)]
-        """The metric of each point by step."""
+        """The metric of each point by step; -inf for a value that is not finite."""
         self._last = [0] * num_points
         """The last step of each point."""
         self._live = set(range(num_points))
@@ -31,6 +39,11 @@ class EarlyStop:
         self._judged = 0
         self.reasons: dict[int, str] = {}
         """Why a point ends, by its number."""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of the metrics that decide."""
+        return frozenset() if self._config.stop == "none" else frozenset({self._config.metric})
 
     @property
     def live(self) -> frozenset[int]:
@@ -49,10 +62,17 @@ class EarlyStop:
             self._over.add(point)
 
     def record(self, point: int, step: int, metrics: Mapping[str, float], *, is_last: bool = False) -> None:
-        """Note the metrics of a point's step, and judge the steps that all points have taken."""
+        """Note the metrics of a point's step, and judge the steps that all points have taken.
+
+        metrics: those of rank 0. Raises ConfigError if no point logs the metric.
+        """
         self._note(point, step, metrics)
         if is_last:
             self._over.add(point)
+        self.judge()
+
+    def judge(self) -> None:
+        """Judge the steps that all points have taken, those of earlier starts included."""
         if self._config.stop == "none":
             return
         while True:
@@ -64,19 +84,26 @@ class EarlyStop:
 
     def _note(self, point: int, step: int, metrics: Mapping[str, float]) -> None:
         self._last[point] = max(self._last[point], step)
-        if self._config.metric in metrics and step:
-            self._values[point][step] = metrics[self._config.metric]
+        if self._config.metric in metrics and step and point not in self.reasons:
+            value = metrics[self._config.metric]  # metrics.jsonl has None for a value that is not finite
+            is_finite = value is not None and math.isfinite(value)
+            self._values[point][step] = value if is_finite else -math.inf
 
     def _judge(self, step: int) -> None:
         """End points after `step`, which all live points have taken."""
         first = self._config.first
         seen = [[value for at, value in values.items() if at <= step] for values in self._values]
+        if step >= self._due and not any(seen):
+            raise ConfigError(
+                f"sweep.stop={self._config.stop} compares sweep.metric={self._config.metric}, which no point "
+                f"has logged in {step} steps; name a metric of the points' metrics.jsonl."
+            )
         known = [point for point in sorted(self._live) if seen[point]]
         if step < first or len(known) < 2:
             return
         if self._config.stop == "median":
             for point in known:
-                others = [mean(values) for other, values in enumerate(seen) if values and other != point]
+                others = [_mean(values) for other, values in enumerate(seen) if values and other != point]
                 best, bound = max(seen[point]), median(others)
                 if best < bound:
                     self._end(point, step, f"best {self._config.metric} {best:.4g} < median {bound:.4g}")
@@ -89,7 +116,14 @@ class EarlyStop:
 
     def _end(self, point: int, step: int, why: str) -> None:
         self._live.discard(point)
+        # A step that it takes nevertheless does not count (`_note`), because a resumed run may not take it.
+        self._values[point] = {at: value for at, value in self._values[point].items() if at <= step}
         self.reasons[point] = f"{ENDED_EARLY}{self._config.stop} after step {step}: {why}"
+
+
+def _mean(values: list[float]) -> float:
+    """Return the mean of the finite values; -inf without any, which ranks last."""
+    return mean([value for value in values if math.isfinite(value)] or [-math.inf])
 
 
 class PointStop(StopRequests):
@@ -134,7 +168,12 @@ class PointStop(StopRequests):
         return self._of_job.is_requested()
 
     def record_step(self, step: float, save: float, *, unstoppable: float) -> str:
-        """Judge a complete step, and record its seconds as `StopRequests.record_step`."""
+        """Judge a complete step, and record its seconds as `StopRequests.record_step`.
+
+        Collective over the world.
+        """
         number, metrics = self._step.number, self._step.metrics
+        if self._early.reads:  # timings and a user's metrics may differ between ranks
+            metrics = broadcast_object({n: metrics[n] for n in self._early.reads & metrics.keys()})
         self._early.record(self._point, number, metrics, is_last=number >= self._last_step)
         return self._of_job.record_step(step, save, unstoppable=unstoppable)

@@ -404,9 +404,10 @@ class Training:
         collected = copy.copy(batch)  # learn may change what the batch refers to
         phases.step.batch_tokens = int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
         if len(batch):
-            if asynchronous is not None:
+            has_versions = batch.weight_versions is not None  # pairs with the data's responses have none
+            if asynchronous is not None and has_versions:
                 asynchronous.check(batch)
-            elif self._checks_staleness and batch.weight_versions is not None:
+            elif self._checks_staleness and has_versions:
                 check_staleness(batch, phases.engines.policy.version, limit=0)
             if self._config.run.mode != "rollout_only":
                 self._algorithm.learn(phases, batch)

@@ -88,11 +88,13 @@ def run_points(
     start_up.mark("Megatron")
     leads = dist.get_rank() == 0
     progress = Progress(leads, name=config.run.name, max_steps=config.run.max_steps)
-    early = EarlyStop(config.sweep, len(points))
+    due = config.validation.every if config.sweep.metric.startswith("val") else 0
+    early = EarlyStop(config.sweep, len(points), due=due)
     total = SweepStatus(watchdog.status)
     locks = watchdog.locks_of_points
     opened = [_open(number, point, inputs, early, total, locks) for number, point in enumerate(points)]
     live = [point for point in opened if point is not None]
+    early.judge()
     if leads:
         _record_points(config, points)
     ended = f", of which {len(points) - len(live)} have ended" if len(live) < len(points) else ""

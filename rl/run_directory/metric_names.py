@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from rl.config.tables import MARK
@@ -608,6 +609,16 @@ def _patterns() -> tuple[tuple[re.Pattern, Metric], ...]:
 def find(name: str) -> Metric | None:
     """Return the first entry of a metric's name, None if it is not documented."""
     return next((each for pattern, each in _patterns() if pattern.fullmatch(name)), None)
+
+
+def alternatives() -> list[str]:
+    """Return the names of the table, one for each alternative of `{a,b}`; `<x>` stays."""
+    names = []
+    for metric in (metric for rows in METRICS.values() for metric in rows):
+        parts = re.split(r"\{([^}]*)\}", metric.name)
+        choices = [part.split(",") if place % 2 else [part] for place, part in enumerate(parts)]
+        names += ["".join(chosen) for chosen in product(*choices)]
+    return names
 
 
 def undocumented(names: Iterable[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import shutil
 
+import pyarrow.parquet as pq
 import pytest
 
 from rl.phases.staleness import StaleTokens
@@ -42,6 +43,25 @@ def test_a_resumed_run_is_exact_and_consumes_each_prompt_once(config, tmp_path):
     found = count(killed)
     assert found.is_exact and found.steps == 6 and (found.consumed, found.dropped) == (48, 0)
     assert found.waiting == 4 and found.drawn == 52
+
+
+def test_a_resume_with_other_prompts_is_refused(config, toy, tmp_path):
+    rows = pq.read_table(toy / "train.parquet")
+    data = tmp_path / "train.parquet"
+    pq.write_table(rows, data)
+    options = (*CARRIED, f"data.train=[{data}]", "checkpoint.every=1")
+    train(1, config, *options, "run.max_steps=1")
+    # Rows of the same number, but in another order.
+    pq.write_table(rows.take(list(reversed(range(len(rows))))), data)
+    with pytest.raises(RanksFailed, match=r"samples of prompts that have changed: prompts \[\d"):
+        train(1, config, *options, "run.max_steps=2")
+
+
+def test_a_resume_truncates_samples_at_a_shorter_limit(config):
+    options = (*CARRIED, "checkpoint.every=1", "checkpoint.keep_last=0")
+    assert train(1, config, *options, "run.max_steps=1")[-1]["carry_over/tokens"] > 0
+    steps = train(1, config, *options, "run.max_steps=3", "rollout.max_response_tokens=2")
+    assert [step["response_length/max"] for step in steps[1:]] == [2, 2]
 
 
 ALGORITHMS = {

@@ -7,6 +7,7 @@ order on some processors, so the metrics are compared up to CLOSE.
 import json
 import shutil
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.records import comparable
@@ -66,6 +67,16 @@ def test_points_are_the_runs_that_they_are_alone(config, tmp_path):
     assert json.loads((sweep / lost / "status.json").read_text())["state"] == "finished"
 
 
+def test_longest_first_keeps_prompts_and_their_baselines(config, toy, tmp_path):
+    """From the second epoch on, prompts start in another order than they were drawn in."""
+    stops = f"rollout.stop_token_ids={list(range(10, 22))}"  # so that lengths differ
+    pq.write_table(pq.read_table(toy / "train.parquet").slice(0, 8), data := tmp_path / "train.parquet")
+    options = ("algorithm=remax", "rollout.longest_first=true", f"data.train=[{data}]", stops)
+    train(1, config, *ADAPTER, *options, adapters([{}]))
+    train(1, config, *ADAPTER, *options, run=tmp_path / "alone")
+    assert_close(comparable(tmp_path / "alone"), comparable(tmp_path / "run" / "base"))
+
+
 def test_a_point_that_diverges_is_named(config):
     points = [{"training.optimizer.lr": 1e-3}, {"training.optimizer.lr": 1e30}]
     with pytest.raises(RanksFailed, match=r"PointFailed: point lr=1e\+30: FloatingPointError"):
@@ -80,3 +91,49 @@ def test_halving_leaves_the_best_points(config, tmp_path):
     early = [state for state in states if state["reason"].startswith("sweep.stop=halving")]
     assert len(states) == 4 and len(early) == 3
     assert all(state["state"] == "finished" and state["step"] < 4 for state in early)
+
+
+JUDGED = """
+import torch.distributed as dist
+
+from rl.algorithms import grpo
+
+NEEDS = ("samples", "reward", "groups")
+DEFAULTS = {"objective.advantage": "grpo", "objective.loss": "ppo"}
+
+
+def collect(phases):
+    return grpo.collect(phases)
+
+
+def learn(phases, batch):
+    grpo.learn(phases, batch)
+    seed = phases.config.run.seed
+    phases.metrics["own/rank"] = float("nan") if seed == 4 else seed * (1 - 2 * dist.get_rank())
+"""
+
+
+@pytest.mark.slow
+def test_rank_0_decides_which_points_end_also_after_a_resume(config, tmp_path):
+    """The ranks' values are in opposite orders, and one point's are not finite."""
+    (tmp_path / "judged.py").write_text(JUDGED)
+    rule = ("sweep.stop=halving", "sweep.first=2", "sweep.metric=own/rank")
+    points = adapters([{"run.seed": seed} for seed in (4, 1, 2, 3)])
+    options = (f"algorithm={tmp_path}/judged.py", *ADAPTER, *STEPS, *rule, points)
+
+    def ended():
+        found = {
+            path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("run/*/status.json")
+        }
+        return {name: s["reason"] for name, s in found.items() if s["reason"]}
+
+    train(2, config, *options)
+    before = ended()
+    assert before.keys() == {"seed=4", "seed=1"}
+    # As if the job had been killed before anything of the decision was written.
+    for directory in (tmp_path / "run").glob("seed=*"):
+        (directory / "status.json").unlink()
+        for checkpoint in (directory / "checkpoints").glob("step_00000[34]"):
+            shutil.rmtree(checkpoint)
+    train(2, config, *options)
+    assert ended() == before

@@ -47,6 +47,11 @@ def test_lag_0_equals_the_run_without_roles(config, tmp_path):
     assert_each_prompt_once(tmp_path / "split", consumed=16)
 
 
+def test_spin_learns_from_the_samples_of_other_ranks(config):
+    for step in train(2, config, *ROLES[:2], "roles.lag=0", "algorithm=spin"):
+        assert step["actor/grad_norm"] > 0
+
+
 @pytest.mark.parametrize("cache", ["recompute", "keep"])
 def test_in_flight_refits_keep_versions_and_log_probs_true(config, tmp_path, cache):
     run_ranks(2, WORKER, "gap", "--config", config, *IN_FLIGHT, "run.max_steps=4", f"roles.cache={cache}")

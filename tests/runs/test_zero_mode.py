@@ -1,5 +1,8 @@
 """A run with model.numerics=bitwise has no difference to the engine and no pass for old log-probs."""
 
+import pytest
+
+from tests.spawn import RanksFailed
 from tests.toy import train, write_config
 
 BITWISE = ("model.numerics=bitwise", "training.tp=2", "rollout.tp=2")
@@ -14,3 +17,18 @@ def test_a_bitwise_run_skips_the_old_log_probs(toy, tmp_path):
         assert step["training/rollout_probs_diff_max"] == 0.0
         assert "timing_s/old_log_prob" not in step and "timing_s/ref" in step
         assert step["actor/grad_norm"] > 0 and step["actor/entropy"] > 1
+
+
+def test_spin_learns_with_bitwise_numerics(config):
+    [step] = train(1, config, "model.numerics=bitwise", "algorithm=spin", "run.max_steps=1")
+    assert step["actor/grad_norm"] > 0
+
+
+def test_a_replay_with_another_learning_rate_names_the_cause(config, tmp_path):
+    bitwise = ("model.numerics=bitwise", "logging.rollouts=all")
+    train(1, config, *bitwise)
+    replay = ("run.mode=train_only", f"run.rollouts={tmp_path}/run")
+    with pytest.raises(RanksFailed) as failure:
+        train(1, config, *bitwise, *replay, "training.optimizer.lr=3e-3", run=tmp_path / "again")
+    assert "such as training.optimizer.lr, leads to other weights" in failure.value.stderr[0]
+    assert "libraries" not in failure.value.stderr[0]

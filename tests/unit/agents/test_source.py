@@ -176,6 +176,27 @@ def test_an_environment_that_always_fails_is_tried_a_few_times():
     assert world.source.counts["dropped"] == 2
 
 
+def test_a_schema_without_grammar_fails_its_trajectory(caplog):
+    """`{"type": "strng"}` is found by xgrammar, which would raise within the engine and end the run."""
+
+    class WithBadTool(World):
+        def answer(self, session, row, action):
+            found = super().answer(session, row, action)
+            if session == "0.1" and "tools" in found:
+                parameters = {"type": "object", "properties": {"key": {"type": "strng"}}}
+                found["tools"] = [TOOL, {**TOOL, "function": {"name": "find", "parameters": parameters}}]
+            return found
+
+    world = WithBadTool(
+        ["It is 42.<|im_end|>"],
+        family="qwen3",
+        agents=Agents(structured_tool_calls=True, on_failure="shrink"),
+    )
+    assert [sample.number for sample in world.samples] == [0]
+    assert world.source.counts["failures/reset"] == 1
+    assert "rejects the schema of find: " in caplog.text and '"strng"' in caplog.text
+
+
 def test_waves_do_not_depend_on_the_order_of_the_answers():
     def run(seed):
         chance = random.Random(seed)

@@ -36,6 +36,7 @@ def test_ranks_of_roles():
         ("rollout.min_replicas=2 rollout.deterministic=true", "assigns groups to replicas by a fixed rule"),
         ("roles.lag=1", "set rollout_correction.truncate_tokens=2"),
         ("roles.lag=1 algorithm=remax rollout_correction.bypass=true", "use roles.lag=0"),
+        ("roles.lag=1 algorithm=spin rollout_correction.truncate_tokens=2", "compares with the policy that"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, sentence):

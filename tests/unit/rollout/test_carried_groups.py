@@ -107,7 +107,8 @@ def test_a_frontier_is_exact_after_a_checkpoint(tmp_path, number):
     state = json.loads(json.dumps(without_arrays(saved)))
     restore_arrays(state, ShardReader(tmp_path, read_index(tmp_path, ["file"])))
     state = state["carry_over"]
-    again = Frontier.from_state(state, lambda index, draw: prompt(draw))
+    prompts = {group.prompt.index: group.prompt for group in frontier.groups}
+    again = Frontier.from_state(state, lambda index, draw: prompts[index])
     assert again.num_drawn == 5 and [group.prompt.index for group in again.groups] == [30, 40][:number]
     for group, other in zip(frontier.groups, again.groups, strict=True):
         for sample, copy in zip(group.samples, other.samples, strict=True):
@@ -115,6 +116,15 @@ def test_a_frontier_is_exact_after_a_checkpoint(tmp_path, number):
             for name in ("token_ids", "logprobs", "weight_versions"):
                 values, copies = getattr(sample, name), getattr(copy, name)
                 assert values.dtype == copies.dtype and values.tobytes() == copies.tobytes()
+
+
+def test_samples_are_those_of_a_shorter_limit():
+    samples = completion(4, 1), completion(5, 6, end="abort", version=7), completion(7, 8, 1, end="abort")
+    ended = Group(prompt(3, 20), samples).within(2).samples
+    assert [sample.end for sample in ended] == ["stop", "length", "length"]
+    for before, after in zip(samples, ended):
+        assert after.token_ids.tolist() == before.token_ids[:2].tolist()
+        assert len(after.logprobs) == len(after.weight_versions) == 2
 
 
 def test_longest_first_is_stable_and_expects_the_mean():

@@ -1,9 +1,12 @@
 """The median rule and successive halving, and functions that take turns."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
+from rl.config.options import ConfigError
 from rl.config.sweep import Sweep
 from rl.run.early_stop import EarlyStop, PointStop
 from rl.run.turns import Turns
@@ -63,6 +66,48 @@ def test_a_decision_before_a_fault_is_made_again():
     assert early.reasons.keys() == {1, 2}
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, None])  # None: as metrics.jsonl has it
+@pytest.mark.parametrize("rule", ["median", "halving"])
+def test_a_value_that_is_not_finite_ranks_last(rule, value):
+    early = EarlyStop(Sweep(stop=rule, first=1), 4)
+    steps = [{"training/global_step": 1, "critic/score/mean": value}]
+    for point in range(4):
+        if point:
+            early.record(point, 1, {"critic/score/mean": SCORES[point]})
+        else:
+            early.remember(0, steps, is_over=False)
+    assert early.reasons.keys() == {0, 2}
+    # One value among others of a point is left out of its mean.
+    early = EarlyStop(Sweep(stop="median", first=2), 3)
+    for step, values in enumerate([(0.6, 0.5, value), (0.6, 0.5, 0.7)], start=1):
+        for point, own in enumerate(values):
+            early.record(point, step, {"critic/score/mean": own})
+    assert early.reasons.keys() == {1}
+
+
+def test_a_metric_that_no_point_logs_ends_the_sweep():
+    early = EarlyStop(Sweep(stop="median", first=2, metric="reward/misspelt/mean"), 2)
+    for step, point in ((1, 0), (1, 1), (2, 0)):
+        early.record(point, step, {"reward/format/mean": 0.5})
+    with pytest.raises(ConfigError, match="no point has logged in 2 steps"):
+        early.record(1, 2, {"reward/format/mean": 0.5})
+    validates_later = EarlyStop(Sweep(stop="median", first=1, metric="val-core/math/acc/mean@1"), 1, due=4)
+    validates_later.record(0, 3, {})
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_step_after_the_end_of_a_point_decides_nothing(is_ahead):
+    """It was taken before the decision, or begun before it."""
+    early = EarlyStop(Sweep(stop="median", first=1), 3)
+    early.record(0, 1, {"critic/score/mean": 0.1})
+    for step in (1, 2):
+        if is_ahead == (step == 1):
+            early.record(0, 2, {"critic/score/mean": 9.0})
+        for point, score in ((1, 0.5), (2, 0.5)):
+            early.record(point, step, {"critic/score/mean": score})
+    assert early.reasons.keys() == {0}
+
+
 class Requests:
     """Stop requests of the job or of a point, each of which one call of `agree` finds."""
 
@@ -75,6 +120,14 @@ class Requests:
 
     def record_step(self, step, save, *, unstoppable):
         return ""
+
+
+@pytest.fixture
+def world():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def point_stops(config, lasts):
@@ -93,7 +146,7 @@ def complete(stop, step, number, score):
     stop.record_step(1.0, 0.0, unstoppable=0.0)
 
 
-def test_a_point_with_fewer_steps_does_not_end_the_rule():
+def test_a_point_with_fewer_steps_does_not_end_the_rule(world):
     _, stops, steps = point_stops(Sweep(stop="halving", first=3), [2, 4, 4])
     for number in (1, 2, 3):
         for point, stop in enumerate(stops):
@@ -108,7 +161,7 @@ def test_a_request_to_save_reaches_every_point_once():
     assert [stop.agree().save for stop in (*stops, *stops)] == [True, True, False, False]
 
 
-def test_a_rule_ends_a_point_although_the_job_is_stopped():
+def test_a_rule_ends_a_point_although_the_job_is_stopped(world):
     job, stops, steps = point_stops(Sweep(stop="halving", first=1), [4, 4])
     for point, stop in enumerate(stops):
         complete(stop, steps[point], 1, float(point))

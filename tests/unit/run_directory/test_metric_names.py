@@ -5,13 +5,12 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
 
 import pytest
 
 from rl.config.options import flatten
 from rl.config.schema import Config
-from rl.run_directory.metric_names import METRICS, PAGE, find, undocumented, with_table
+from rl.run_directory.metric_names import PAGE, alternatives, find, undocumented, with_table
 from rl.run_directory.view import CURVES, LAST
 from tests.spawn import ROOT
 
@@ -80,16 +79,6 @@ def timings(tree: ast.Module) -> Iterator[str]:
             yield from (each.value for each in found if isinstance(each, ast.Constant))
 
 
-def examples() -> list[str]:
-    """One name for each alternative of the table; <x> stays."""
-    names = []
-    for metric in (each for rows in METRICS.values() for each in rows):
-        pieces = re.split(r"\{([^}]*)\}", metric.name)
-        choices = [piece.split(",") if number % 2 else [piece] for number, piece in enumerate(pieces)]
-        names += ["".join(chosen) for chosen in product(*choices)]
-    return names
-
-
 @cache
 def source() -> tuple[set[str], list[Parts]]:
     """Return the words of the source (strings, keyword arguments, slots) and its strings with fields."""
@@ -140,7 +129,7 @@ def test_names_of_runs_are_found():
 
 
 def test_metrics_of_the_source_are_documented():
-    names = examples()
+    names = alternatives()
     missing = set()
     for file, tree in trees().items():
         for parts in written(tree):
@@ -156,7 +145,7 @@ def test_metrics_of_the_source_are_documented():
 
 
 def test_documented_metrics_are_in_the_source():
-    unknown = [name for name in examples() if not is_written(name)]
+    unknown = [name for name in alternatives() if not is_written(name)]
     assert unknown == []
 
 
@@ -174,7 +163,7 @@ def test_the_view_shows_documented_metrics(shown):
 
 
 def test_the_dashboard_shows_documented_metrics():
-    logged = [re.sub("<[kn]>", "1", name) for name in examples()]
+    logged = [re.sub("<[kn]>", "1", name) for name in alternatives()]
     dashboard = json.loads((ROOT / "tools/grafana.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     names = [name for query in queries for name in re.findall(r'name=~?"([^"$]*)"', query)]
