@@ -11,6 +11,7 @@ from tests.ordinary_user import as_ordinary_user
 
 FILES = [
     "tests/ranks/sandbox/test_sandbox.py",
+    "tests/ranks/sandbox/test_hostile_programs.py",
     "tests/unit/agents/test_endpoint.py",
     pytest.param("tests/ranks/rewards/test_code_reward.py", marks=pytest.mark.slow),
     pytest.param("tests/ranks/agents/test_environment_pool.py", marks=pytest.mark.slow),

@@ -7,6 +7,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -177,7 +178,7 @@ def test_nothing_outside_its_directory_can_be_changed(layers, tmp_path):
 
 
 def test_a_deep_or_odd_directory_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     source = """
 import os
 os.symlink("/etc", "link"); os.mkfifo("fifo"); os.mkdir("locked", 0)
@@ -385,7 +386,7 @@ def test_a_killed_caller_leaves_nothing_behind(tmp_path):
 
 
 def test_an_interrupted_call_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     class Late(Exception):
         pass
