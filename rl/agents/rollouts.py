@@ -54,6 +54,7 @@ class AgentRollouts:
             memory_mib=agents.memory_mib,
             max_output_chars=agents.max_output_chars,
             interpreter=agents.interpreter,
+            variables=agents.variables,
         )
         try:
             for tools in self.pool.check():

@@ -59,7 +59,7 @@ def test_no_tree_makes_a_result_a_failure(tree, tmp_path):
 FILLED = {
     "unlinked": "kept.append(write('x')); os.unlink('x')",
     "in a directory that cannot be listed": "os.mkdir(f'd{i}', 0o300); write(f'd{i}/x')",
-    "mapped without a descriptor": "fd = write('x'); os.unlink('x'); libc.mmap(0, 1, 1, 1, fd, 0); os.close(fd)",
+    "mapped and closed": "fd = write('x'); os.unlink('x'); libc.mmap(0, 1, 1, 1, fd, 0); os.close(fd)",
     "in the table of a thread": """
 def hold():
     libc.unshare(0x400)
