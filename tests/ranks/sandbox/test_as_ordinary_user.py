@@ -13,6 +13,7 @@ FILES = [
     "tests/ranks/sandbox/test_sandbox.py",
     "tests/ranks/sandbox/test_hostile_programs.py",
     "tests/unit/agents/test_endpoint.py",
+    "tests/unit/agents/test_endpoint_strangers.py",
     pytest.param("tests/ranks/rewards/test_code_reward.py", marks=pytest.mark.slow),
     pytest.param("tests/ranks/agents/test_environment_pool.py", marks=pytest.mark.slow),
 ]

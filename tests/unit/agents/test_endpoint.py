@@ -27,7 +27,7 @@ class Consumer:
     def __init__(self, turns: list[str]):
         self.tokenizer = tokenizer_of("qwen2.5")
         self.chat = Chat(self.tokenizer, end_token_ids=end_ids("qwen2.5"))
-        self.endpoint, self.turns = Endpoint(self.tokenizer), turns
+        self.endpoint, self.turns = Endpoint(self.tokenizer, context_tokens=1024), turns
         self.seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         """Context, tokens and log-probs of each turn."""
         self.known: list[dict] = []
@@ -127,7 +127,7 @@ def test_tokens_in_and_tokens_out():
 
 def test_keys_and_refusals():
     """A key is valid while its trajectory lives; what cannot be served is an error that names the reason."""
-    endpoint = Endpoint(tokenizer_of("qwen2.5"))
+    endpoint = Endpoint(tokenizer_of("qwen2.5"), context_tokens=1024)
     try:
         key = endpoint.open("0.0")
 
