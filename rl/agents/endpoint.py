@@ -5,7 +5,8 @@
 
 The server listens on loopback, in a thread of its own. Each trajectory has a random API key, which attributes
 its requests. Every user of the node can connect, so the key is checked before a body is read. A connection
-that has shown no key is closed after KEY_S, or earlier if there are more than MAX_STRANGERS.
+that has shown no key is closed after KEY_S, or earlier if there are more than MAX_STRANGERS. A request that
+repeats the session's previous one, as clients send it that missed the answer, gets the same turn.
 
 A handler only puts a request into a queue; the source of the engine's events takes it from there and answers
 its future:
@@ -214,7 +215,8 @@ class Endpoint:
             if reply is None:
                 return _error(401, NO_TRAJECTORY)
             try:
-                written = write(body, await asyncio.wrap_future(reply))
+                # Shielded, because a repeated request may wait for it too.
+                written = write(body, await asyncio.shield(asyncio.wrap_future(reply)))
             except Refused as error:
                 return _error(400, str(error))
             return _stream(written, body) if body.get("stream") else web.json_response(written)
@@ -236,12 +238,18 @@ class Endpoint:
         return json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))
 
     def _ask(self, request: EndpointRequest) -> "Future[EndpointReply] | None":
-        """Return the reply of the request; None if its trajectory has ended."""
-        name = secrets.token_hex(8)
+        """Return the reply of the request, or of the one that it repeats; None if its trajectory has ended.
+
+        Requests that are not learned from are never taken for repetitions: they may ask for several samples.
+        """
+        asked = [request.messages, request.token_ids, request.tools, request.max_tokens]
+        name = json.dumps(asked, default=np.ndarray.tolist) if request.is_learned else secrets.token_hex(8)
         with self._lock:
             turns = self._turns.get(request.session)
             if turns is None:
                 return None
+            if name in turns:
+                return turns[name]
             for old in [old for old, reply in turns.items() if reply.done()]:
                 del turns[old]
             turns[name] = request.reply
