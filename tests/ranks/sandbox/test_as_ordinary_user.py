@@ -12,6 +12,7 @@ from tests.ordinary_user import as_ordinary_user
 FILES = [
     "tests/ranks/sandbox/test_sandbox.py",
     "tests/ranks/sandbox/test_hostile_programs.py",
+    "tests/unit/runtime/test_compile_caches.py",
     "tests/unit/agents/test_endpoint.py",
     "tests/unit/agents/test_endpoint_strangers.py",
     pytest.param("tests/ranks/rewards/test_code_reward.py", marks=pytest.mark.slow),
