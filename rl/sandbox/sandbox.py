@@ -9,8 +9,9 @@ output. This file declares what is allowed; child.py enforces it, and cleans up 
 killed.
 
 The sandbox does not hide that a path exists or its size (Landlock does not restrict stat), bound the load on
-caches and memory bandwidth, or protect against kernel bugs. It protects against accidents and against what a
-policy finds while it searches for reward, not against an attacker of the cluster.
+caches and memory bandwidth, or protect against kernel bugs. Without seccomp, a program can outlive a watcher
+that was killed. It protects against accidents and against what a policy finds while it searches for reward,
+not against an attacker of the cluster.
 """
 
 import functools

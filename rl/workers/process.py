@@ -23,6 +23,7 @@ VARIABLES = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|TMPDIR|LANG|LANGUAGE|LC_.*|PYTHON.*|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV"
     r"|CONDA_PREFIX|XDG_.*|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE|(?i:https?_proxy|all_proxy|no_proxy)"
     r"|CUDA_.*|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_.*|ENDPOINT)|TRANSFORMERS_OFFLINE|TORCH_HOME|NLTK_DATA"
+    r"|CURL_CA_BUNDLE|(TRITON|TORCHINDUCTOR|NUMBA)_CACHE_DIR|VLLM_CACHE_ROOT"
 )
 """Environment variables that every worker inherits: places and languages, no keys. Users' code runs in
 workers, and what a model wrote beside it; neither needs the keys of trackers. Configs name further ones."""
