@@ -4,10 +4,14 @@
     POST /inference/v1/generate    token ids in, token ids and log-probs out, in vLLM's form
 
 The server listens on loopback, in a thread of its own. Each trajectory has a random API key, which attributes
-its requests. A handler only puts a request into a queue; the source of the engine's events takes it from
-there and answers its future:
+its requests. Every user of the node can connect, so the key is checked before a body is read. A connection
+that has shown no key is closed after KEY_S, or earlier if there are more than MAX_STRANGERS. A request that
+repeats the session's previous one, as clients send it that missed the answer, gets the same turn.
 
-    endpoint = Endpoint(tokenizer, wake=pool.wake)
+A handler only puts a request into a queue; the source of the engine's events takes it from there and answers
+its future:
+
+    endpoint = Endpoint(tokenizer, context_tokens=4096, wake=pool.wake)
     key = endpoint.open("3.1")                    # the agent is given endpoint.base_url and key
     request = endpoint.requests.get_nowait()      # EndpointRequest(session="3.1", messages=[...], ...)
     request.reply.set_result(EndpointReply(...))  # or set_exception(Refused("why"))
@@ -19,6 +23,7 @@ other choice is treated as auto. Streaming and several choices are refused.
 import asyncio
 import contextlib
 import json
+import logging
 import queue
 import secrets
 import threading
@@ -30,14 +35,23 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from aiohttp.web_protocol import RequestHandler
 from transformers import PreTrainedTokenizerBase
 
 from rl.agents.environment import Messages
 from rl.agents.tool_calls import read_arguments
 
+NO_TRAJECTORY = "the API key belongs to no open trajectory"
 MODEL = "policy"
 """Name of the model in replies. Requests may name any."""
-MAX_BODY_BYTES = 64 << 20
+BODY_BYTES, BODY_BYTES_PER_TOKEN = 1 << 20, 64
+"""Largest body of a request, and its growth with the engine's context. A token is about 4 characters of text,
+at most 6 bytes each in JSON, or an id of 7 digits; the rest is for schemas of tools and keys of messages."""
+KEY_S, BODY_S = 10.0, 60.0
+"""Seconds after its start in which a connection must show a key, and for the body of a request."""
+MAX_STRANGERS = 128
+"""Largest number of connections that have shown no key; beyond it the oldest is closed."""
 IGNORED = ("refusal", "audio", "annotations", "function_call")
 """Keys that client libraries add to a message of the assistant."""
 
@@ -60,7 +74,8 @@ class EndpointReply:
 
 @dataclass(frozen=True)
 class EndpointRequest:
-    """A turn that an agent asks for. Either `messages` or `token_ids` is given."""
+    """A turn that an agent asks for. Either `messages` or `token_ids` is given; neither if the body of the
+    request is longer than any context."""
 
     session: str
     messages: Messages | None
@@ -83,16 +98,26 @@ class Endpoint:
     """Serves requests of agents from a thread, until `shutdown`.
 
     Args:
+        context_tokens: longest context of the engine, which limits the bodies of requests.
         wake: called after a request was put into `requests`, from the server's thread.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, wake: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        context_tokens: int,
+        wake: Callable[[], None] = lambda: None,
+    ):
         self._tokenizer, self._wake = tokenizer, wake
+        self._max_body = BODY_BYTES + BODY_BYTES_PER_TOKEN * context_tokens
         self.requests: queue.SimpleQueue[EndpointRequest] = queue.SimpleQueue()
         self._sessions: dict[str, str] = {}
         """API key -> session."""
-        self._pending: dict[str, set[Future]] = {}
-        """Session -> futures of requests that have no reply."""
+        self._turns: dict[str, dict[str, Future]] = {}
+        """Session -> the requests without a reply and the last one -> their replies."""
+        self._strangers: dict[RequestHandler, asyncio.TimerHandle] = {}
+        """Connections that have shown no key, oldest first -> what will close them."""
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         started: Future[int] = Future()
@@ -104,21 +129,21 @@ class Endpoint:
         """Return the API key of a new session."""
         key = secrets.token_urlsafe(24)
         with self._lock:
-            self._sessions[key], self._pending[session] = session, set()
+            self._sessions[key], self._turns[session] = session, {}
         return key
 
     def close(self, session: str) -> None:
         """Refuse the session's requests from now on, and those that have no reply."""
         with self._lock:
             self._sessions = {key: name for key, name in self._sessions.items() if name != session}
-            pending = self._pending.pop(session, set())
-        for reply in list(pending):  # the server's thread removes those that it has answered
+            turns = self._turns.pop(session, {})
+        for reply in turns.values():
             with contextlib.suppress(InvalidStateError):  # it has its reply, or the client has gone
                 reply.set_exception(Refused("the trajectory has ended"))
 
     def shutdown(self) -> None:
         """Close all sessions and end the server."""
-        for session in list(self._pending):
+        for session in list(self._turns):
             self.close(session)
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
@@ -128,14 +153,23 @@ class Endpoint:
     def _serve(self, started: "Future[int]") -> None:
         async def run() -> None:
             self._stop = asyncio.Event()
-            app = web.Application(client_max_size=MAX_BODY_BYTES)
+            app = web.Application(client_max_size=self._max_body)
             app.router.add_post("/v1/chat/completions", self._answer(_read_chat, self._write_chat))
             app.router.add_post("/inference/v1/generate", self._answer(self._read_tokens, self._write_tokens))
-            runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+            limits = {
+                "lingering_time": 0,
+                "auto_decompress": False,
+            }  # what a refused request sends is not read
+            runner = web.AppRunner(
+                app, access_log=None, handle_signals=False, shutdown_timeout=1.0, logger=_http_log, **limits
+            )
             await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            started.set_result(runner.addresses[0][1])
+            server = runner.server
+            assert server is not None
+            listener = await self._loop.create_server(lambda: self._admit(server()), "127.0.0.1", 0)
+            started.set_result(listener.sockets[0].getsockname()[1])
             await self._stop.wait()
+            listener.close()
             await runner.cleanup()
 
         asyncio.set_event_loop(self._loop)
@@ -148,38 +182,80 @@ class Endpoint:
         finally:
             self._loop.close()
 
+    def _admit(self, connection: RequestHandler) -> RequestHandler:
+        """Limit the time of a new connection without a key, and the number of such connections."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._turn_away(next(iter(self._strangers)))
+        self._strangers[connection] = self._loop.call_later(KEY_S, self._turn_away, connection)
+        return connection
+
+    def _turn_away(self, connection: RequestHandler) -> None:
+        self._strangers.pop(connection).cancel()
+        self._loop.call_soon(connection.force_close)  # it may have been accepted, but not have begun
+
     def _answer(self, read: Callable[[dict], dict], write: Callable[[dict, EndpointReply], dict]):
         """Return a handler that reads a request, waits for its reply and writes it."""
 
         async def handle(http: web.Request) -> web.Response:
-            key = http.headers.get("Authorization", "").removeprefix("Bearer ")
+            session = self._sessions.get(http.headers.get("Authorization", "").removeprefix("Bearer "))
+            if session is None:
+                return _error(401, NO_TRAJECTORY)
+            if (timer := self._strangers.pop(http.protocol, None)) is not None:
+                timer.cancel()
             try:
-                # A lone surrogate, which JSON may hold and no tokenizer takes, becomes "?".
-                body = json.loads(json.dumps(await http.json(), ensure_ascii=False).encode(errors="replace"))
-                store = body.get("store") is not False
-                request = EndpointRequest(self._sessions.get(key, ""), **read(body), is_learned=store)
+                body = await self._read_body(http)
+                fields = read(body) if body else {"messages": None, "token_ids": None}
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 return _error(400, f"malformed request: {type(error).__name__}: {error}")
+            except TimeoutError:
+                return _error(408, f"the body of the request took longer than {BODY_S:g} s")
             except Refused as error:
                 return _error(400, str(error))
-            with self._lock:
-                pending = self._pending.get(request.session)
-                if pending is None:
-                    return _error(401, "the API key belongs to no open trajectory")
-                pending.add(request.reply)
-            self.requests.put(request)
-            self._wake()
+            reply = self._ask(EndpointRequest(session, **fields, is_learned=body.get("store") is not False))
+            if reply is None:
+                return _error(401, NO_TRAJECTORY)
             try:
-                reply = await asyncio.wrap_future(request.reply)
+                # Shielded, because a repeated request may wait for it too.
+                written = write(body, await asyncio.shield(asyncio.wrap_future(reply)))
             except Refused as error:
                 return _error(400, str(error))
-            finally:
-                with self._lock:
-                    pending.discard(request.reply)
-            written = write(body, reply)
             return _stream(written, body) if body.get("stream") else web.json_response(written)
 
         return handle
+
+    async def _read_body(self, http: web.Request) -> dict:
+        """Return the body of a request; {} if it is longer than any context."""
+        if (http.content_length or 0) > self._max_body:
+            return {}
+        try:
+            async with asyncio.timeout(BODY_S):
+                body = await http.json()
+        except web.HTTPRequestEntityTooLarge:  # it came in chunks, without its length
+            return {}
+        if not body or not isinstance(body, dict):
+            raise ValueError("the body must be an object")
+        # A lone surrogate, which JSON may hold and no tokenizer takes, becomes "?".
+        return json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))
+
+    def _ask(self, request: EndpointRequest) -> "Future[EndpointReply] | None":
+        """Return the reply of the request, or of the one that it repeats; None if its trajectory has ended.
+
+        Requests that are not learned from are never taken for repetitions: they may ask for several samples.
+        """
+        asked = [request.messages, request.token_ids, request.tools, request.max_tokens]
+        name = json.dumps(asked, default=np.ndarray.tolist) if request.is_learned else secrets.token_hex(8)
+        with self._lock:
+            turns = self._turns.get(request.session)
+            if turns is None:
+                return None
+            if name in turns:
+                return turns[name]
+            for old in [old for old, reply in turns.items() if reply.done()]:
+                del turns[old]
+            turns[name] = request.reply
+        self.requests.put(request)
+        self._wake()
+        return request.reply
 
     def _write_chat(self, body: dict, reply: EndpointReply) -> dict:
         message = dict(reply.message)
@@ -340,5 +416,17 @@ def _as_text(arguments: dict | str) -> str:
 
 
 def _error(status: int, message: str) -> web.Response:
-    kind = "invalid_request_error" if status == 400 else "authentication_error"
-    return web.json_response({"error": {"message": message, "type": kind}}, status=status)
+    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    response = web.json_response({"error": {"message": message, "type": kind}}, status=status)
+    if status != 400:
+        response.force_close()
+    return response
+
+
+def _is_no_refusal(record: logging.LogRecord) -> bool:
+    """Return whether a record is worth the log: not a request that is no HTTP, with its text."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_http_log = logging.getLogger(f"{__name__}.http")
+_http_log.addFilter(_is_no_refusal)

@@ -25,7 +25,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,7 @@ class EnvironmentPool:
         max_output_chars: int = 8192,
         interpreter: str = "",
         startup_s: float = 120.0,
+        variables: Sequence[str] = (),
     ):
         """Store the limits; relative paths in the plan are resolved against the present working directory.
 
@@ -96,6 +97,7 @@ class EnvironmentPool:
             max_output_chars: characters of a tool's output or a step's text that are kept.
             interpreter: Python interpreter of the workers; "" for this process's.
             startup_s: limit of a worker's start, the imports included, in seconds.
+            variables: see `WorkerProcess`.
         """
         self._num_workers, self._silence_s, self._startup_s = workers, timeout_s + GRACE_S, startup_s
         cpus = sorted(os.sched_getaffinity(0))  # an engine may pin this thread before the workers start
@@ -103,7 +105,7 @@ class EnvironmentPool:
         self._options = {"memory_mib": memory_mib, "cpus": cpus, **limits}
         # -P: the run directory may hold a random.py. The worker sets sys.path after its own imports.
         self._command = [interpreter or sys.executable, "-P", "-m", "rl.agents.worker"]
-        self._cwd = os.getcwd()
+        self._cwd, self._variables = os.getcwd(), variables
         self._initialization = pickle.dumps((plan, None if interpreter else list(sys.path)))
         self._workers: Workers[EnvironmentWorker] = Workers()
         self._wakeups, self._wakeup_end = socket.socketpair()
@@ -222,6 +224,7 @@ class EnvironmentPool:
                 self._options,
                 cwd=self._cwd,
                 startup_s=self._startup_s,
+                variables=self._variables,
                 silence_s=self._silence_s,
             )
         except OSError as error:  # out of processes, memory or files

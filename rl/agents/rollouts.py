@@ -54,6 +54,7 @@ class AgentRollouts:
             memory_mib=agents.memory_mib,
             max_output_chars=agents.max_output_chars,
             interpreter=agents.interpreter,
+            variables=agents.variables,
         )
         try:
             for tools in self.pool.check():
@@ -77,7 +78,8 @@ class AgentRollouts:
 
         if self._endpoint is None:
             assert self.pool is not None
-            self._endpoint = Endpoint(self._tokenizer, wake=self.pool.wake)
+            longest = self._config.data.max_prompt_tokens + self._config.rollout.max_response_tokens
+            self._endpoint = Endpoint(self._tokenizer, context_tokens=longest, wake=self.pool.wake)
         return self._endpoint
 
     def generate(

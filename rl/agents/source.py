@@ -380,7 +380,9 @@ class AgentSource:
         is_bound = self._config.structured_tool_calls and asked.tools
         try:
             grammar = self._chat.grammar(asked.tools) if is_bound else None
-            if not asked.is_learned:
+            if asked.messages is None and asked.token_ids is None:
+                why = "the conversation is longer than any context"
+            elif not asked.is_learned:
                 request = trajectory.aside(self._context_of(asked), asked.max_tokens or 0)
             elif trajectory.num_turns >= self._limits.turns:
                 why = f"agents.max_turns={self._limits.turns} are used up"

@@ -39,6 +39,9 @@ class Agents:
     interpreter: str = ""
     """Python interpreter of these processes, for environments whose packages conflict with the run's. It
     needs pydantic. Empty: the interpreter of the run."""
+    variables: list[str] = field(default_factory=list)
+    """Names of environment variables that these processes inherit, such as that of an API key. Paths, locale
+    and the like (`rl.workers.process.VARIABLES`) need no name; keys of trackers are kept from them."""
     order: Literal["arrival", "waves"] = "arrival"
     """Order in which results of environments are used. arrival: as they come; a log stores the order. waves:
     after all live trajectories have ended their turn; this is repeatable without a log, but the engine is

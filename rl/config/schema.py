@@ -300,6 +300,8 @@ class Reward:
     memory_mib: Annotated[int, NOT_NEGATIVE] = 4096
     """Address space of a scoring process, in MiB; a reward function that imports torch needs more. 0: no
     limit."""
+    variables: list[str] = field(default_factory=list)
+    """Names of environment variables that the scoring processes inherit, as `agents.variables`."""
     overlong_buffer_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Soft overlong punishment (DAPO): number of tokens before `rollout.max_response_tokens` over which the
     reward falls linearly. 0: none."""

@@ -217,6 +217,7 @@ def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
         or default_workers(1 if own_cores else int(os.environ["LOCAL_WORLD_SIZE"])),
         timeout_s=config.reward.timeout_s,
         memory_mib=config.reward.memory_mib,
+        variables=config.reward.variables,
     )
     try:
         pool.check()

@@ -32,7 +32,7 @@ RTOL, ATOL = 1e-5, 1e-8
 
 _FENCE = re.compile(r"[ \t]*```[ \t]*([a-zA-Z0-9_+-]*)")
 _PYTHON = {"python", "python3", "py"}
-_DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 
 # Reads the job from standard input and redirects the solution's standard output, so that only the answer is
 # written to the original one: the value as JSON after a call, the token after all asserts have passed.

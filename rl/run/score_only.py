@@ -46,6 +46,7 @@ def score_only(config: Config) -> int:
         workers=reward.workers or default_workers(1),
         timeout_s=reward.timeout_s,
         memory_mib=reward.memory_mib,
+        variables=reward.variables,
     ) as pool:
         pool.check()
         for step, path in files.items():

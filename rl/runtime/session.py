@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rl.runtime.compile_caches import use_private_caches
 from rl.runtime.device import Device, choose_device
 from rl.runtime.own_group import own_group
 from rl.runtime.ranks import Ranks
@@ -69,6 +70,7 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
         logging.getLogger().setLevel(logging.ERROR)  # their warnings would repeat rank 0's
         logging.getLogger("rl.rewards").setLevel(logging.WARNING)  # each rank scores its own samples
         warnings.simplefilter("ignore")
+    use_private_caches()
     # These warnings are meant for the libraries' developers.
     for module in (r"megatron\..*", r"torch\.distributed\..*", r"vllm\..*"):
         warnings.filterwarnings("ignore", module=module)

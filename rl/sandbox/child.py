@@ -1,10 +1,10 @@
 """Script started by `sandbox.run_program`: confine one untrusted program, watch it, and clean up.
 
 `sandbox.run_program` starts `python -I -S child.py PARENT_PIPE` and writes one line of JSON to it. This
-process, the watcher, makes a directory and forks; the fork confines itself and becomes the program (execve).
-The watcher collects the output, ends the program at its limits, kills all descendants, removes the directory
-and prints one line of JSON. It also ends and cleans up when PARENT_PIPE is closed, because the calling
-process is then gone.
+process, the watcher, forks; the fork confines itself and becomes the program (execve). The watcher collects
+the output, ends the program at its limits, kills all descendants, removes the program's directory and prints
+one line of JSON. It also ends and cleans up when PARENT_PIPE is closed, because the calling process is then
+gone.
 
 It imports only the standard library, because `-I` finds no package and a start must take milliseconds.
 
@@ -13,10 +13,12 @@ The program is confined by these layers, none of which needs root (`sandbox` dec
 seccomp     a filter of system calls
 landlock    rules for paths; needs Linux 6.2, before which a readable file could be truncated
 namespaces  if one of the two is missing: user, mount, network, IPC and PID namespaces with a read-only root
+            and a file system of limited size for the program's directory
 
 See seccomp(2), landlock(7), user_namespaces(7), mount_setattr(2).
 """
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -28,7 +30,6 @@ import signal
 import stat
 import struct
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -40,6 +41,7 @@ _CALLS = {
     "clone": (56, 220),
     "kill": (62, 129),
     "tgkill": (234, 131),
+    "prctl": (157, 167),
     "prlimit64": (302, 261),
     "socketpair": (53, 199),
     "fcntl": (72, 25),
@@ -56,7 +58,7 @@ _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _CLONE_NEW = 0x7E020000  # any of the above, or CLONE_NEWCGROUP
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 22, 24
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
 
 COUNT_EVERY_S = 0.05
@@ -120,11 +122,14 @@ def seccomp_filter(machine: str, pid: int, denied_calls: list[int], missing_call
         "clone": [_load_arg(0), *clone, _op(_RETURN, _DENY)],
         "kill": _rule(0, [pid, 0]),  # 0 is its own group, of which it is the only member
         "tgkill": _rule(0, [pid]),
+        # Without the death signal it would outlive a killed watcher, which cannot count the open files of a
+        # process that is not dumpable.
+        "prctl": _rule(0, [_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE], if_listed=_DENY, otherwise=_ALLOW),
         "prlimit64": _rule(0, [pid, 0]),
         "socketpair": _rule(0, [1]),  # AF_UNIX
         # F_SETOWN, F_SETSIG and F_SETOWN_EX make the kernel send a chosen signal to any process of the user;
-        # a lease (F_SETLEASE) makes others wait in open().
-        "fcntl": _rule(1, [8, 10, 15, 1024], if_listed=_DENY, otherwise=_ALLOW),
+        # a lease (F_SETLEASE) makes others wait in open(); F_NOTIFY is an older inotify.
+        "fcntl": _rule(1, [8, 10, 15, 1024, 1026], if_listed=_DENY, otherwise=_ALLOW),
         # FIOSETOWN and SIOCSPGRP act as F_SETOWN; TIOCSTI and TIOCLINUX insert terminal input.
         "ioctl": _rule(1, [0x8901, 0x8902, 0x5412, 0x541C], if_listed=_DENY, otherwise=_ALLOW),
     }
@@ -199,13 +204,15 @@ def enter_user_namespace() -> None:
             file.write(text)
 
 
-def apply_namespaces(readable: list[str], devices: list[str], writable: str, root: str) -> None:
-    """Remove the network; build a root of read-only binds of `readable` and `devices`, and of `writable`."""
+def apply_namespaces(
+    readable: list[str], devices: list[str], writable: str, root: str, limits: dict[str, Any]
+) -> None:
+    """Remove the network; build a root of read-only binds of `readable` and `devices`, `writable` empty."""
     check(LIBC.unshare(_CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS), "namespaces")
     private, recursive, bind, nosuid, nodev = 1 << 18, 1 << 14, 1 << 12, 2, 4
     _mount(None, "/", None, private | recursive)
     _mount("tmpfs", root, "tmpfs", nosuid | nodev)
-    for path in [*readable, *devices, writable]:
+    for path in [*readable, *devices]:
         target = root + path
         os.makedirs(os.path.dirname(target), exist_ok=True)
         if os.path.islink(path):  # /lib -> usr/lib
@@ -217,8 +224,10 @@ def apply_namespaces(readable: list[str], devices: list[str], writable: str, roo
         elif not os.path.lexists(target):
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
         _mount(path, target, None, bind | recursive)
-        if path != writable:
-            _set_read_only(target, 0x8000)  # AT_RECURSIVE
+        _set_read_only(target, 0x8000)  # AT_RECURSIVE
+    os.makedirs(root + writable)
+    size = f"mode=700,size={limits['disk_mib'] + 1}m,nr_inodes={limits['files'] + 2}"
+    _mount("tmpfs", root + writable, "tmpfs", nosuid | nodev, size)
     _set_read_only(root, 0)
     os.chdir(root)
     # pivot_root(2), "pivot_root(".", ".")": the old root is then on top of the new one and is unmounted.
@@ -227,9 +236,10 @@ def apply_namespaces(readable: list[str], devices: list[str], writable: str, roo
     check(LIBC.umount2(b".", 2), "umount")
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
     encoded = [os.fsencode(text) if text is not None else None for text in (source, target, kind)]
-    check(LIBC.mount(*encoded, ctypes.c_ulong(flags), None), f"mount of {source} on {target}")
+    mounted = LIBC.mount(*encoded, ctypes.c_ulong(flags), ctypes.c_char_p(options.encode()))
+    check(mounted, f"mount of {source} on {target}")
 
 
 def _set_read_only(target: str, flags: int) -> None:
@@ -287,8 +297,10 @@ def become_program(
         signal.signal(number, signal.SIG_DFL)
     os.umask(0o077)
     if namespaces:
-        apply_namespaces(job["readable"], job["devices"], box, root)
+        apply_namespaces(job["readable"], job["devices"], box, root, job["limits"])
     os.chdir(box)
+    with open("program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(job["source"])
     limit_resources(job["limits"])
     drop_capabilities()
     prctl(_PR_SET_NO_NEW_PRIVS, "no_new_privs", 1)
@@ -311,7 +323,7 @@ def descendants(root: int) -> list[int]:
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{thread}/children") as file:
                     found += map(int, file.read().split())
-        except FileNotFoundError:  # it has ended
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
     return found[1:]
 
@@ -322,7 +334,7 @@ def count_tasks() -> int:
     for pid in descendants(os.getpid()):
         try:
             total += len(os.listdir(f"/proc/{pid}/task"))
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue
     return total
 
@@ -350,22 +362,48 @@ def _send(pids: Any, number: int) -> None:
 
 
 def exceeds(box: str, *, max_files: int, max_bytes: int) -> bool:
-    """Return whether a directory holds more entries or bytes; examine at most `max_files` entries."""
-    files, size, waiting = 0, 0, [box]
+    """Return whether the program holds more files or bytes; examine at most `max_files` entries of `box`.
+
+    A directory that cannot be read is an excess, because its contents cannot be counted.
+    """
+    files, size, waiting = 0, unlinked_bytes(box, max_bytes), [box]
     while waiting:
         try:
             with os.scandir(waiting.pop()) as entries:
                 for entry in entries:
-                    files, size = files + 1, size + entry.stat(follow_symlinks=False).st_blocks * 512
+                    files += 1
+                    with contextlib.suppress(FileNotFoundError):  # just removed
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
                     if files > max_files or size > max_bytes:
                         return True
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
-        except (FileNotFoundError, PermissionError):  # just removed, or a directory made with mode 0
+        except FileNotFoundError:  # just removed
             continue
-        except OSError:  # the path is too long
+        except OSError:  # it cannot be read, or its path is too long
             return True
-    return False
+    return size > max_bytes
+
+
+def unlinked_bytes(box: str, max_bytes: int) -> int:
+    """Return the bytes of unlinked files that descendants hold open; more than `max_bytes` if unknown."""
+    sizes: dict[int, int] = {}
+    mapped: set[int] = set()
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended
+            for thread in os.listdir(f"/proc/{pid}/task"):  # a thread may have descriptors of its own
+                fds = f"/proc/{pid}/task/{thread}/fd"
+                for fd in os.listdir(fds):
+                    with contextlib.suppress(FileNotFoundError):  # just closed
+                        found = os.stat(f"{fds}/{fd}")
+                        if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
+                            sizes[found.st_ino] = found.st_blocks * 512
+            with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    if line.endswith(" (deleted)\n") and f" {box}/" in line:
+                        mapped.add(int(line.split(None, 5)[4]))
+    # A mapping keeps the whole file, whose size is then not to be found.
+    return max_bytes + 1 if mapped - set(sizes) else sum(sizes.values())
 
 
 def remove_directory(path: str) -> None:
@@ -378,13 +416,13 @@ def remove_directory(path: str) -> None:
     moved = 0
     while names := os.listdir(top):
         for name in names:
-            if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
+            if not _unlock(name, top):
                 os.unlink(name, dir_fd=top)
                 continue
-            os.chmod(name, 0o700, dir_fd=top)
             fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
             for inner in os.listdir(fd):
                 moved += 1
+                _unlock(inner, fd)  # only its owner's right to write allows a directory to be moved
                 os.rename(inner, f".moved-{os.getpid()}-{moved}", src_dir_fd=fd, dst_dir_fd=top)
             os.close(fd)
             os.rmdir(name, dir_fd=top)
@@ -392,18 +430,23 @@ def remove_directory(path: str) -> None:
     os.rmdir(path)
 
 
-def start(job: dict[str, Any], top: str) -> tuple[int, str, int, int]:
+def _unlock(name: str, parent: int) -> bool:
+    """Return whether an entry is a directory; give its owner all rights then."""
+    is_directory = stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+    if is_directory:
+        os.chmod(name, 0o700, dir_fd=parent)
+    return is_directory
+
+
+def start(job: dict[str, Any]) -> tuple[int, str, int, int]:
     """Fork the program; return its pid, its directory, and the reading ends of its stdout and stderr."""
+    top = job["directory"]
     box, root = f"{top}/box", f"{top}/root"
     os.mkdir(box)
     os.mkdir(root)
-    with open(f"{box}/program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
-        file.write(job["source"])
-    stdin = os.open(f"{top}/stdin", os.O_RDWR | os.O_CREAT, 0o600)
-    os.unlink(f"{top}/stdin")
-    with open(os.dup(stdin), "wb") as file:
+    with open(f"{top}/stdin", "wb") as file:
         file.write(job["stdin"].encode("utf-8", "surrogatepass"))
-    os.lseek(stdin, 0, os.SEEK_SET)
+    stdin = os.open(f"{top}/stdin", os.O_RDONLY)
     (out, program_out), (err, program_err), (failure, failed) = os.pipe(), os.pipe(), os.pipe()
     if "namespaces" in job["layers"]:
         enter_user_namespace()
@@ -487,14 +530,14 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     prctl(_PR_SET_CHILD_SUBREAPER, "subreaper", 1)
     job = json.loads(sys.stdin.buffer.readline())
-    top = tempfile.mkdtemp(prefix="lockstep-code-")
     try:
-        result = watch(job, start(job, top), parent)
+        result = watch(job, start(job), parent)
     except OSError as error:
         result = {"setup_error": str(error)}
     finally:
         kill_descendants()
-        remove_directory(top)
+        with contextlib.suppress(OSError):  # the calling process reports a directory that is left
+            remove_directory(job["directory"])
     if result is not None:
         sys.stdout.write(json.dumps(result))
 

@@ -9,18 +9,25 @@ output. This file declares what is allowed; child.py enforces it, and cleans up 
 killed.
 
 The sandbox does not hide that a path exists or its size (Landlock does not restrict stat), bound the load on
-caches and memory bandwidth, or protect against kernel bugs. It protects against accidents and against what a
-policy finds while it searches for reward, not against an attacker of the cluster.
+caches and memory bandwidth, or protect against kernel bugs. Without seccomp, a program can outlive a watcher
+that was killed. It protects against accidents and against what a policy finds while it searches for reward,
+not against an attacker of the cluster.
 """
 
 import functools
 import json
+import logging
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from rl.sandbox.child import remove_directory
+
+log = logging.getLogger(__name__)
 
 LAYERS = ("seccomp", "landlock", "namespaces")
 
@@ -55,9 +62,12 @@ adjtimex 159 171, sethostname 170 161, setdomainname 171 162, vhangup 153 58, io
 modify_ldt 154 -, personality 135 92
 # The session's keys: Kerberos tickets and credentials of file systems.
 keyctl 250 219, add_key 248 217, request_key 249 218
-# Access to files without their path, and memory that no limit counts.
-name_to_handle_at 303 264, open_by_handle_at 304 265, fanotify_init 300 262, memfd_create 319 279
-memfd_secret 447 447
+# Access to files without their path, and memory and blocks that no limit counts: sendmsg can put descriptors
+# of unlinked files into a socket, and fallocate exceeds the largest size of a file.
+name_to_handle_at 303 264, open_by_handle_at 304 265, memfd_create 319 279, memfd_secret 447 447
+sendmsg 46 211, sendmmsg 307 269, fallocate 285 47
+# Events of files that the program may not read, which Landlock does not restrict.
+fanotify_init 300 262, inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27
 # Objects that outlive the process, and those of the user's other processes.
 shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semtimedop 220 192, semctl 66 191
 msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180, mq_unlink 241 181
@@ -113,7 +123,8 @@ class Limits:
     memory_mib: int = 1024
     """MiB of address space, thread stacks included (8 MiB each by default)."""
     disk_mib: int = 16
-    """MiB of one file (enforced on write), and of all files together (checked every 50 ms)."""
+    """MiB of one file (enforced on write), and of all files together, unlinked ones included (checked every
+    50 ms, also for directories that cannot be read; in namespaces enforced on write)."""
     files: int = 1000
     """Number of files and directories, checked every 50 ms."""
     tasks: int = 64
@@ -193,6 +204,7 @@ def run_program(
     limits = limits or Limits()
     job = _job(source, stdin, limits, interpreter or os.path.realpath(sys.executable), layers)
     own = os.path.realpath(sys.executable)
+    job["directory"] = directory = os.path.realpath(tempfile.mkdtemp(prefix="lockstep-code-"))
     # The watcher notices that this process has ended when the other end of this pipe is closed.
     parent_pipe, held_end = os.pipe()
     try:
@@ -201,13 +213,14 @@ def run_program(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**_environment(_describe(own)), "TMPDIR": os.environ.get("TMPDIR", "")},
+            env=_environment(_describe(own)),
             cwd="/",
             pass_fds=(parent_pipe,),
             start_new_session=True,
         )
     except OSError:
         os.close(held_end)
+        os.rmdir(directory)
         raise
     finally:
         os.close(parent_pipe)
@@ -215,7 +228,7 @@ def run_program(
         line = json.dumps(job).encode() + b"\n"
         answer, errors = watcher.communicate(line, timeout=limits.wall_s + _GRACE_S)
     except subprocess.TimeoutExpired:
-        watcher.kill()  # the program is killed with it, see PR_SET_PDEATHSIG in prctl(2)
+        watcher.kill()  # the program is killed with it: PR_SET_PDEATHSIG in prctl(2), which seccomp protects
         raise OSError("the sandbox's watcher process did not answer and was killed") from None
     finally:
         # After an interruption the watcher ends the program and itself when it sees one of these closed. They
@@ -224,12 +237,22 @@ def run_program(
         for pipe in (watcher.stdin, watcher.stdout, watcher.stderr):
             pipe.close()
         watcher.wait()
+        _remove_what_is_left(directory)
     if not answer:
         raise OSError(f"the sandbox's watcher process failed: {errors.decode(errors='replace')[-2000:]}")
     result = json.loads(answer)
     if "setup_error" in result:
         raise OSError(f"the program could not be confined and was not run: {result['setup_error']}")
     return Outcome(**result)
+
+
+def _remove_what_is_left(directory: str) -> None:
+    """Remove a program's directory after its watcher was killed or failed to; a failure is only logged."""
+    try:
+        if os.path.lexists(directory):
+            remove_directory(directory)
+    except OSError as error:
+        log.warning("the directory of a program, %s, could not be removed: %s", directory, error)
 
 
 @functools.cache

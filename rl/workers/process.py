@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import select
 import signal
 import socket
@@ -12,12 +13,20 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rl.workers.supervisor import KILLING_S, MARK, SWEEP, kill_marked
 
+VARIABLES = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|TMPDIR|LANG|LANGUAGE|LC_.*|PYTHON.*|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV"
+    r"|CONDA_PREFIX|XDG_.*|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE|(?i:https?_proxy|all_proxy|no_proxy)"
+    r"|CUDA_.*|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_.*|ENDPOINT)|TRANSFORMERS_OFFLINE|TORCH_HOME|NLTK_DATA"
+    r"|CURL_CA_BUNDLE|(TRITON|TORCHINDUCTOR|NUMBA)_CACHE_DIR|VLLM_CACHE_ROOT"
+)
+"""Environment variables that every worker inherits: places and languages, no keys. Users' code runs in
+workers, and what a model wrote beside it; neither needs the keys of trackers. Configs name further ones."""
 ENDED_WITHIN_S = 2.0
 """Seconds after the host's socket was closed within which the supervisor reports the reason."""
 
@@ -38,6 +47,7 @@ class WorkerProcess(ABC):
         *,
         cwd: str,
         startup_s: float,
+        variables: Collection[str] = (),
     ):
         """Start the process. Raises OSError if that fails.
 
@@ -46,6 +56,7 @@ class WorkerProcess(ABC):
             initialization: the first pickle for the host.
             options: `memory_mib`, `cpus`, and what the host reads.
             startup_s: limit of the start, until `is_ready`, in seconds.
+            variables: names of environment variables that it inherits besides VARIABLES.
         """
         self._work, work_end = socket.socketpair()
         self._control, control_end = socket.socketpair()
@@ -61,7 +72,7 @@ class WorkerProcess(ABC):
                 pass_fds=tuple(ends.values()),
                 start_new_session=True,  # no signals from the terminal or to the launcher's process group
                 cwd=cwd,
-                env=_environment(self._mark),
+                env=_environment(self._mark, variables),
             )
         except OSError:
             self._work.close()
@@ -254,8 +265,9 @@ class Workers(Generic[W]):
             self.poller.unregister(fd)
 
 
-def _environment(mark: str) -> dict[str, str]:
-    """Return a worker's environment: the path to this package, its mark, and one thread per library.
+def _environment(mark: str, variables: Collection[str]) -> dict[str, str]:
+    """Return a worker's environment: VARIABLES and `variables`, the path to this package, its mark, and one
+    thread per library.
 
     OpenBLAS reserves address space for each of its threads and would exceed the limit on a large host.
     """
@@ -264,7 +276,8 @@ def _environment(mark: str) -> dict[str, str]:
     threads = dict.fromkeys(
         ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
     )
-    return {**os.environ, **threads, "PYTHONPATH": python_path, MARK: mark}
+    inherited = {k: v for k, v in os.environ.items() if k in variables or VARIABLES.fullmatch(k)}
+    return {**inherited, **threads, "PYTHONPATH": python_path, MARK: mark}
 
 
 def _read(source: socket.socket, into: bytearray, *, limit: int, to_the_end: bool = False) -> bool:

@@ -154,7 +154,8 @@ def test_ranks_are_offline_and_compile_to_a_disk_of_the_node(site):
     env = Job(site, "train", "my.yaml", SLURM_TMPDIR="/scratch/local").env
     assert env["HF_HUB_OFFLINE"] == env["TRANSFORMERS_OFFLINE"] == env["HF_DATASETS_OFFLINE"] == "1"
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
-        assert env[name].startswith("/scratch/local/lockstep-cache-")
+        assert env[name].startswith(f"{env['LOCKSTEP_CACHE']}/")
+    assert env["LOCKSTEP_CACHE"].startswith("/scratch/local/lockstep-cache-")  # which each rank checks
 
 
 def test_ranks_write_no_core_files_and_open_many_files(site):

@@ -6,6 +6,7 @@
         base_url: http://gpu7:8000/v1      # any OpenAI-compatible server, such as `vllm serve`
         model: Qwen/Qwen2.5-7B-Instruct
         api_key_variable: USER_API_KEY     # environment variable with the key; omit if there is none
+      variables: [USER_API_KEY]
 
 The simulated user sees the conversation with the roles exchanged, after a system message that is the row's
 `extra_info.user` (verl: `interaction_kwargs.user`): who the user is, and what they want. It writes the first
@@ -48,7 +49,7 @@ class UserSimulation:
         if api_key_variable and api_key_variable not in os.environ:
             raise ValueError(
                 f"agents.kwargs.api_key_variable={api_key_variable} is not set in the environment of the "
-                "job; set the variable, or omit the key."
+                "environment's process: set it for the job and name it in agents.variables, or omit the key."
             )
         key = os.environ.get(api_key_variable, "none")
         self._server = (base_url, key)

@@ -61,6 +61,7 @@ class ScoringPool:
         timeout_s: float,
         memory_mib: int,
         startup_s: float = 120.0,
+        variables: Sequence[str] = (),
     ):
         """Check the limits; relative paths in the plan are resolved against the current working directory.
 
@@ -68,6 +69,7 @@ class ScoringPool:
             timeout_s: limit of each call, in seconds.
             startup_s: limit of a worker's start, the import of the functions included, in seconds.
             memory_mib: address space of a worker and of each process it starts; 0 for no limit.
+            variables: see `WorkerProcess`.
 
         Raises ValueError for numbers out of range.
         """
@@ -82,7 +84,7 @@ class ScoringPool:
         # Passed to the workers because an engine may pin the scoring thread to one core before they start.
         cpus = sorted(os.sched_getaffinity(0))
         self._options = {"memory_mib": memory_mib, "timeout_s": timeout_s, "cpus": cpus}
-        self._cwd = os.getcwd()
+        self._cwd, self._variables = os.getcwd(), variables
         self._initialization = pickle.dumps((plan, list(sys.path)))
         self._workers: Workers[ScoringWorker] = Workers()
         self.on_answer: Callable[[int, float], None] | None = None
@@ -152,7 +154,13 @@ class ScoringPool:
 
     def _start_worker(self, jobs: "_Jobs") -> None:
         try:
-            worker = ScoringWorker(self._initialization, self._options, self._cwd, self._startup_s)
+            worker = ScoringWorker(
+                self._initialization,
+                self._options,
+                cwd=self._cwd,
+                startup_s=self._startup_s,
+                variables=self._variables,
+            )
         except OSError as error:  # out of processes, memory or files
             return jobs.note_failed_start(f"a scoring worker cannot be started: {error}")
         self._workers.add(worker)

@@ -22,7 +22,7 @@ class ScoringWorker(WorkerProcess):
     noun = "scoring"
     max_line_bytes = MAX_LINE_BYTES
 
-    def __init__(self, initialization: bytes, options: Mapping[str, Any], cwd: str, startup_s: float):
+    def __init__(self, initialization: bytes, options: Mapping[str, Any], **limits: Any):
         """Start the process. Raises OSError if that fails."""
         self.chunk: dict[int, None] = {}
         """Indices of the samples that are not answered, in order."""
@@ -33,7 +33,7 @@ class ScoringWorker(WorkerProcess):
         """time.monotonic() of the last answer, or of the start of the chunk."""
         # -P: the run directory may hold a random.py. The worker sets sys.path after its own imports.
         command = [sys.executable, "-P", "-m", "rl.rewards.pool.worker"]
-        super().__init__(command, initialization, options, cwd=cwd, startup_s=startup_s)
+        super().__init__(command, initialization, options, **limits)
 
     @property
     def is_free(self) -> bool:

@@ -29,6 +29,8 @@ class Hostile:
         self.state += 1
         if what == "pids":
             return f"{os.getpid()} {os.getppid()}"
+        if what == "names its variables":
+            return " ".join(os.environ)
         if what == "raises":
             raise RuntimeError("broken")
         elif what == "wrong argument":

@@ -105,6 +105,17 @@ LATE = {"hangs": "TimeoutError: the call took longer than the limit of 3 s"}
 WITH_ITS_WORKER = {"crashes": "SIGSEGV", "kills itself": "SIGKILL", "kills its parent": "was killed"}
 
 
+def test_workers_inherit_only_variables_that_are_named(monkeypatch):
+    keys = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "OPENAI_API_KEY", "HF_TOKEN", "LOCKSTEP_JOB_KEY")
+    for name in (*keys, "MINE", "LC_TIME"):
+        monkeypatch.setenv(name, "value")
+    with make_pool(variables=["MINE"]) as pool:
+        opened(pool, "a")
+        (message,) = reply_to(pool, "a", act("names its variables")).messages
+    found = set(message["content"].split())
+    assert {"PATH", "HOME", "PYTHONPATH", "LC_TIME", "MINE"} <= found and not found & set(keys), found
+
+
 @pytest.mark.parametrize("failures, timeout_s", [(AT_ONCE, 30.0), (LATE, 3.0)])
 def test_a_tool_that_goes_wrong_costs_its_session_only(failures, timeout_s):
     with make_pool(timeout_s=timeout_s, memory_mib=500) as pool:

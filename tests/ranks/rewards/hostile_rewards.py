@@ -139,6 +139,10 @@ def whereabouts(response, **extra):
     }
 
 
+def counts_variables(response, **extra):
+    return {"score": float(response), "held": sum(name in os.environ for name in ("MINE", "TRACKER_API_KEY"))}
+
+
 DAEMON = (
     "import os, sys, time; os.setsid(); open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(1000)"
 )

@@ -48,13 +48,14 @@ def test_the_last_python_block_is_the_program(response, program):
     assert extract_program(response) == program
 
 
-UNITS = ["```", "```python\n", "```\n", "`", "\n", " ", "a\n", "```python\na\n```\n"]
+UNITS = ["1", "```", "```python\n", "```\n", "`", "\n", " ", "a\n", "```python\na\n```\n"]
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_time_grows_linearly_up_to_100_000_characters(unit):
     assert_linear_in_text(extract_program, unit)
     assert_linear_in_text(lambda text: same_output(text, text + "x"), unit)
+    assert_linear_in_text(lambda text: same_output(text + "x", "1"), unit)
 
 
 def test_each_form_of_ground_truth_also_as_json():

@@ -107,6 +107,13 @@ def test_one_sample_starts_one_worker():
         assert len(my_children() - before) == 1
 
 
+def test_workers_inherit_only_variables_that_are_named(monkeypatch):
+    for name in ("TRACKER_API_KEY", "MINE"):
+        monkeypatch.setenv(name, "value")
+    with make_pool(REWARDS, "counts_variables", variables=["MINE"]) as pool:
+        assert pool.score(samples_of([1]))[0].values["held"] == 1
+
+
 def test_samples_larger_than_any_buffer():
     with make_pool(REWARDS, "length", workers=2) as pool:
         lengths = [3_000_000 + i for i in range(8)]

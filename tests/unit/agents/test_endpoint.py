@@ -5,6 +5,7 @@ import threading
 import urllib.error
 import urllib.request
 
+import httpx
 import numpy as np
 import pytest
 
@@ -27,7 +28,7 @@ class Consumer:
     def __init__(self, turns: list[str]):
         self.tokenizer = tokenizer_of("qwen2.5")
         self.chat = Chat(self.tokenizer, end_token_ids=end_ids("qwen2.5"))
-        self.endpoint, self.turns = Endpoint(self.tokenizer), turns
+        self.endpoint, self.turns = Endpoint(self.tokenizer, context_tokens=1024), turns
         self.seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         """Context, tokens and log-probs of each turn."""
         self.known: list[dict] = []
@@ -125,9 +126,66 @@ def test_tokens_in_and_tokens_out():
         assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == logprobs.tolist()
 
 
+class LosesAnswers(httpx.HTTPTransport):
+    """Gives up waiting for the answers of the first two attempts, as after a time-out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attempts, self.is_last = 0, threading.Event()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.attempts += 1
+        request.extensions["timeout"]["read"] = 0.2 if self.attempts <= 2 else 30.0
+        if self.attempts > 2:
+            self.is_last.set()
+        return super().handle_request(request)
+
+
+def test_a_repeated_conversation_gets_the_same_turn():
+    """Clients repeat a request whose answer they missed, this one twice; only one turn is trained on."""
+    consumer, transport = Consumer(TURNS[2:]), LosesAnswers()
+    endpoint, asked = (
+        consumer.endpoint,
+        {"model": "any", "messages": [{"role": "user", "content": "question"}]},
+    )
+    client = openai.OpenAI(
+        base_url=endpoint.base_url,
+        api_key=endpoint.open("0.0"),
+        http_client=httpx.Client(transport=transport),
+    )
+    ids: list[list[int]] = []
+
+    def ask(**options) -> None:
+        completion = client.chat.completions.create(**asked, extra_body={"return_token_ids": True}, **options)
+        ids.append(completion.choices[0].token_ids)
+
+    try:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert transport.is_last.wait(60)
+        consumer.run()  # gives one turn, while the third attempt waits
+        thread.join()
+        ask()  # the agent repeats it itself, after the turn was given
+        assert ids == [consumer.seen[0][1].tolist()] * 2 and endpoint.requests.empty()
+    finally:
+        endpoint.shutdown()
+
+
+def test_only_the_previous_learned_request_is_repeated():
+    """A conversation that another one followed is sampled again, and every request that is not learned."""
+    with Consumer(TURNS[2:] * 5) as consumer:
+        consumer.chat.extend = lambda *_: np.zeros(0, np.int32)  # what follows what is not tested here
+        key = consumer.endpoint.open("0.0")
+        client = openai.OpenAI(base_url=consumer.endpoint.base_url, api_key=key)
+        for content, learned in (("a", True), ("b", True), ("a", True), ("c", False), ("c", False)):
+            messages: list = [{"role": "user", "content": content}]
+            client.chat.completions.create(model="any", messages=messages, store=learned)
+    assert len(consumer.seen) == 5
+
+
 def test_keys_and_refusals():
     """A key is valid while its trajectory lives; what cannot be served is an error that names the reason."""
-    endpoint = Endpoint(tokenizer_of("qwen2.5"))
+    endpoint = Endpoint(tokenizer_of("qwen2.5"), context_tokens=1024)
     try:
         key = endpoint.open("0.0")
 

@@ -297,6 +297,26 @@ def test_an_agent_that_fails_because_its_turns_are_used_up_has_score_0():
     assert world.source.counts["dropped"] == 0
 
 
+def test_a_conversation_longer_than_any_context_has_score_0():
+    agent = InsistentAgent()
+    agent.ask, ask = (
+        lambda session, messages: ask(session, messages if len(messages) < 3 else None),
+        agent.ask,
+    )
+    world = World(
+        ["move<|im_end|>"],
+        drives="run",
+        agents=Agents(max_turns=3, on_failure="shrink"),
+        sampling=replace(SAMPLING, samples_per_prompt=1),
+        delay=lambda: 50.0,
+        fails=lambda session, action: isinstance(action, Run),
+        endpoint=agent,
+    )
+    assert agent.refusals == ["the conversation is longer than any context"]
+    (sample,) = world.samples
+    assert sample.outcome == {"score": 0.0} and world.source.counts["turns"] == 1
+
+
 class SilentAgent(InsistentAgent):
     def open(self, session):
         pass

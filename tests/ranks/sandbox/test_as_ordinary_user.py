@@ -1,0 +1,31 @@
+"""Tests in which rights matter, again as an ordinary user: root may read and remove what a user may not."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.ordinary_user import as_ordinary_user
+
+FILES = [
+    "tests/ranks/sandbox/test_sandbox.py",
+    "tests/ranks/sandbox/test_hostile_programs.py",
+    "tests/unit/runtime/test_compile_caches.py",
+    "tests/unit/agents/test_endpoint.py",
+    "tests/unit/agents/test_endpoint_strangers.py",
+    pytest.param("tests/ranks/rewards/test_code_reward.py", marks=pytest.mark.slow),
+    pytest.param("tests/ranks/agents/test_environment_pool.py", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_passes_as_an_ordinary_user(file):
+    if os.geteuid() != 0:
+        pytest.skip("the suite runs as an ordinary user")
+    # Not tmp_path, which is too long for the name of a Unix socket below it.
+    with tempfile.TemporaryDirectory() as scratch:
+        pytest_options = ["-p", "no:cacheprovider", "-q"]
+        done = as_ordinary_user(Path(scratch), [sys.executable, "-m", "pytest", *pytest_options, file])
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,82 @@
+"""The directory of compile caches, and what another user of the node may have made in its place."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rl.runtime.compile_caches import CACHES, use_private_caches
+
+OTHER = 64321
+
+
+def caches_below(root):
+    """Return the directories that the caches of a job get, whose batch file named `root`."""
+    environ = {"LOCKSTEP_CACHE": str(root), **{name: f"{root}/{name}" for name in CACHES}}
+    use_private_caches(environ)
+    return [Path(environ[name]) for name in CACHES]
+
+
+def mode_of(path):
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize("mode", [None, 0o700, 0o755])
+def test_a_directory_of_this_user_is_used_and_closed(mode, tmp_path):
+    root = tmp_path / "cache"
+    if mode is not None:
+        root.mkdir()
+        root.chmod(mode)
+    assert {cache.parent for cache in caches_below(root)} == {root} and mode_of(root) == 0o700
+
+
+def made_by_another(root):
+    if os.geteuid() != 0:
+        pytest.skip("only root can make another user's directory")
+    root.mkdir(mode=0o700)
+    os.chown(root, OTHER, OTHER)
+
+
+def linked(root):
+    (root.parent / "elsewhere").mkdir(mode=0o700)
+    root.symlink_to("elsewhere")
+
+
+def open_to_all(root):
+    root.mkdir()
+    root.chmod(0o777)
+
+
+def replaceable(root):
+    root.mkdir(mode=0o700)
+    root.parent.chmod(0o777)
+
+
+@pytest.mark.parametrize("make", [made_by_another, linked, open_to_all, replaceable])
+def test_what_another_user_could_write_is_not_used(make, tmp_path, caplog):
+    root = tmp_path / "shared" / "cache"
+    root.parent.mkdir()
+    make(root)
+    (fresh,) = {cache.parent for cache in caches_below(root)}
+    assert fresh != root and mode_of(fresh) == 0o700 and fresh.stat().st_uid == os.geteuid()
+    assert f"{fresh}, and start empty: {root} " in caplog.text
+    fresh.rmdir()
+
+
+def test_a_directory_of_the_system_is_not_used():
+    if os.geteuid() == 0:
+        pytest.skip("it is root's own")
+    (fresh,) = {cache.parent for cache in caches_below("/usr")}
+    assert fresh != Path("/usr")
+    fresh.rmdir()
+
+
+def test_inductors_default_in_the_temporary_directory_is_checked_too(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    root = tmp_path / f"lockstep-cache-{os.geteuid()}"
+    linked(root)
+    environ: dict[str, str] = {}
+    use_private_caches(environ)
+    assert list(environ) == ["TORCHINDUCTOR_CACHE_DIR"]
+    assert Path(environ["TORCHINDUCTOR_CACHE_DIR"]).parent.parent == tmp_path
+    assert not environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(root))
