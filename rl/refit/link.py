@@ -17,7 +17,6 @@ import contextlib
 import datetime
 import functools
 import json
-import pickle
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -37,10 +36,11 @@ from rl.refit.refit import WeightPlan, clear_padding, engine_parameters, plan_we
 from rl.refit.transfer import BytesMoved, compare, transfer
 from rl.refit.values import values_of
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.turns import Sample
+from rl.rollout.turns import Sample, Segment
 from rl.runtime.collectives import broadcast_object
 from rl.runtime.device import Device
 from rl.runtime.own_group import own_group
+from rl.runtime.plain_data import decode, encode
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine
 
@@ -63,6 +63,10 @@ class Delivery(NamedTuple):
     source: int
     """Rank of the job that sent them."""
     samples: list[Sample]
+
+
+_TYPES = (Delivery, Sample, Segment)
+"""Types in a message with samples."""
 
 
 class Link:
@@ -324,13 +328,13 @@ class Link:
     def send_samples(self, key: Any, samples: list[Sample]) -> None:
         """Send finished samples to all training ranks; return at once. Called by a replica's leader.
 
-        key: identifies the samples, such as a group's number; any picklable value. Raises what the sending
+        key: identifies the samples, such as a group's number; plain data. Raises what the sending
         thread raised meanwhile.
         """
         if self._sender is None:
             self._sender = _in_thread(self._send_queued)
         self.check_threads()
-        self._outgoing.put(pickle.dumps(Delivery(key, self.rank, samples)))
+        self._outgoing.put(encode(Delivery(key, self.rank, samples), *_TYPES))
 
     def _send_queued(self) -> None:
         while True:
@@ -366,7 +370,7 @@ class Link:
             moved: Future = Future()
             moved.set_result(self.wait_sent())
             self._sending = moved
-        return [pickle.loads(content) for content in arrived]
+        return [decode(content, *_TYPES) for content in arrived]
 
     def check_threads(self) -> None:
         """Raise what a sending thread has raised. Not collective."""

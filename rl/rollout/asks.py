@@ -1,7 +1,6 @@
 """Messages of the trainers to the generators in the job's store, which each replica reads in order."""
 
 import datetime
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import torch.distributed as dist
 
 from rl.rollout.sampling import Sampling
+from rl.runtime.plain_data import decode, encode
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,9 @@ class Complete:
 
 Ask = Begin | NextBatch | Generate | Complete
 
+ASK_TYPES = (Begin, NextBatch, Generate, Complete, Sampling)
+"""Types in a message."""
+
 _END = "end"
 
 
@@ -74,7 +77,7 @@ class Asks:
     def put(self, ask: Ask) -> str:
         """Send the next message; return its name."""
         name = self.skip()
-        self._store.set(name, pickle.dumps(ask))
+        self._store.set(name, encode(ask, *ASK_TYPES))
         return name
 
     def skip(self) -> str:
@@ -93,7 +96,7 @@ class Asks:
         if not self._store.check([name]):
             return None
         self._number += 1
-        return name, pickle.loads(self._store.get(name))
+        return name, decode(self._store.get(name), *ASK_TYPES)
 
     def end(self, code: int) -> None:
         """End the generators at once, whatever they generate. code: exit code of the run."""
