@@ -47,7 +47,7 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
         living = LivingReplicas(store, replicas, least=config.rollout.min_replicas)
         watchdog.living = living
     members = {name: tuple(ranks) for name, ranks in ranks.items()}
-    return Link(store, rank=rank, device=device, living=living, **members)
+    return Link(store, session.job().torch_store, rank=rank, device=device, living=living, **members)
 
 
 class Generators:
