@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import bounds
+from tests.intruder import attacked
 from tests.records import comparable, records
 from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.toy import TRAIN, train, write_config
@@ -39,12 +40,32 @@ def assert_each_prompt_once(run: Path, consumed: int) -> None:
     assert found.is_exact and found.consumed == consumed, found.line()
 
 
-def test_lag_0_equals_the_run_without_roles(config, tmp_path):
-    correction = "rollout_correction.truncate_tokens=2"
-    train(1, config, correction, run=tmp_path / "alone")
-    train(2, config, *ROLES, "roles.lag=0", run=tmp_path / "split")
-    assert without_staleness(tmp_path / "split") == comparable(tmp_path / "alone")
-    assert_each_prompt_once(tmp_path / "split", consumed=16)
+@pytest.fixture(scope="module")
+def split(toy, tmp_path_factory) -> Path:
+    """Return the directory of an undisturbed run with roles and `roles.lag` 0."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    train(2, write_config(directory, toy), *ROLES, "roles.lag=0")
+    return directory / "run"
+
+
+def test_lag_0_equals_the_run_without_roles(config, split, tmp_path):
+    train(1, config, "rollout_correction.truncate_tokens=2", run=tmp_path / "alone")
+    assert without_staleness(split) == comparable(tmp_path / "alone")
+    assert_each_prompt_once(split, consumed=16)
+
+
+def assert_harmless(found: dict, payload: Path) -> None:
+    """Assert that an attack took place, read nothing and ran nothing."""
+    assert found["forged"] and found["disturbed"] and found["uid"] != 0, found
+    assert found["questions"] and not found["answers"] and not found["keys of the project"], found
+    assert not payload.exists()
+
+
+def test_another_user_of_the_node_changes_nothing(config, split, tmp_path):
+    with attacked(payload := tmp_path / "payload", [os.getpid()]) as found:
+        train(2, config, *ROLES, "roles.lag=0")
+    assert comparable(tmp_path / "run") == comparable(split)
+    assert_harmless(found, payload)
 
 
 @pytest.mark.parametrize("cache", ["recompute", "keep"])
