@@ -37,16 +37,19 @@ def attacked(payload: Path, roots: list[int]) -> Iterator[dict]:
 
 
 def ports_of(roots: list[int], *, but: int) -> set[int]:
-    """Return the ports at which the processes below `roots` listen."""
-    parents = {}
+    """Return the ports at which the processes below `roots` listen, other than those of Slurm."""
+    parents, of_slurm = {}, set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+            name, _, rest = path.read_text().rpartition(")")
+            parents[int(path.parent.name)] = int(rest.split()[1])
+            if "(slurm" in name:
+                of_slurm.add(int(path.parent.name))
     own = set(roots)
     while more := {pid for pid, parent in parents.items() if parent in own and pid != but} - own:
         own |= more
-    sockets = set()
-    for pid in own - set(roots):
+    sockets: set[str] = set()
+    for pid in own - set(roots) - of_slurm:
         with contextlib.suppress(OSError):
             sockets |= {path.readlink().name for path in Path(f"/proc/{pid}/fd").iterdir()}
     listening = set()
@@ -56,3 +59,10 @@ def ports_of(roots: list[int], *, but: int) -> set[int]:
             if state == "0A" and f"socket:[{fields[9]}]" in sockets:
                 listening.add(int(local.rpartition(":")[2], 16))
     return listening
+
+
+def assert_harmless(found: dict, payload: Path) -> None:
+    """Assert that an attack took place, read nothing and ran nothing."""
+    attacks, results = ("forged", "disturbed", "questions", "uid"), ("answers", "keys of the project")
+    assert all(found.get(name) for name in attacks) and not any(found.get(name) for name in results), found
+    assert not payload.exists()

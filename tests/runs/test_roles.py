@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import bounds
-from tests.intruder import attacked
+from tests.intruder import assert_harmless, attacked
 from tests.records import comparable, records
 from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.toy import TRAIN, train, write_config
@@ -54,16 +54,17 @@ def test_lag_0_equals_the_run_without_roles(config, split, tmp_path):
     assert_each_prompt_once(split, consumed=16)
 
 
-def assert_harmless(found: dict, payload: Path) -> None:
-    """Assert that an attack took place, read nothing and ran nothing."""
-    assert found["forged"] and found["disturbed"] and found["uid"] != 0, found
-    assert found["questions"] and not found["answers"] and not found["keys of the project"], found
-    assert not payload.exists()
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def test_another_user_of_the_node_changes_nothing(config, split, tmp_path):
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_another_user_of_the_node_changes_nothing(config, split, tmp_path, launcher):
+    overrides = (*ROLES, "roles.lag=0")
     with attacked(payload := tmp_path / "payload", [os.getpid()]) as found:
-        train(2, config, *ROLES, "roles.lag=0")
+        if launcher == "forked":
+            train(2, config, *overrides)
+        else:
+            subprocess.run([*TORCHRUN, TRAIN, "--config", config, *overrides], check=True, timeout=300)
     assert comparable(tmp_path / "run") == comparable(split)
     assert_harmless(found, payload)
 
@@ -149,9 +150,8 @@ def test_a_run_goes_on_without_a_dead_replica(config, toy, tmp_path, place, call
 def test_a_stop_of_a_generator_stops_both_roles(toy, tmp_path):
     config = write_config(tmp_path, toy, "data.prompts_per_step=32", "training.prompts_per_minibatch=8")
     overrides = (*IN_FLIGHT, "rollout.deterministic=false", "run.max_steps=30")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     process = subprocess.Popen(
-        [str(part) for part in (*launch, TRAIN, "--config", config, *overrides)],
+        [str(part) for part in (*TORCHRUN, TRAIN, "--config", config, *overrides)],
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,

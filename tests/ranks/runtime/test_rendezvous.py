@@ -1,5 +1,6 @@
 """The meeting of a step's ranks, as processes on this host with the variables that Slurm sets."""
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from rl.runtime.ranks import discover
 from rl.runtime.rendezvous import (
     CANDIDATES,
     FIRST_PORT,
+    MAX_UNPROVEN,
     NUM_PORTS,
     candidate_ports,
     listen,
@@ -162,10 +164,13 @@ def test_a_rank_of_an_earlier_attempt_is_no_rank_of_this_one():
     assert "rank 3 of 4 did not come" in said[1][0] and "did not open" in said[0][0]
 
 
-def test_a_silent_or_closed_client_delays_nobody():
+def test_clients_without_the_key_take_no_place_and_delay_nobody():
     first = start(step(81, 0))
-    address = ("127.0.0.1", ports(81)[0])
-    for word in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 600):
+    address, callers = ("127.0.0.1", ports(81)[0]), []
+    place = json.dumps(["81.0.0", 3, "node2"]).encode() + b"\n"
+    old = b'lockstep 81.0.0\t[3, "node2"]\n'
+    silent = [b""] * (MAX_UNPROVEN + 20)
+    for word in (*silent, b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 600, old, bytes(64) + place):
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -173,11 +178,15 @@ def test_a_silent_or_closed_client_delays_nobody():
                 break
             except ConnectionRefusedError:
                 assert time.monotonic() < deadline
-        caller.sendall(word)
-        if word:
-            caller.close()
+        callers.append(caller)
+        with contextlib.suppress(ConnectionError):
+            caller.sendall(word)
+            if word:
+                caller.shutdown(socket.SHUT_WR)
+                assert len(caller.makefile("rb").read()) == 32  # a question, and no answer
     met = answers([first, *meeting(81, ranks=[1, 2, 3])])
-    caller.close()
+    for caller in callers:
+        caller.close()
     assert met == [[rank, ports(81)[0]] for rank in range(4)]
 
 
