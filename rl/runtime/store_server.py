@@ -117,13 +117,13 @@ class Connection(asyncio.Protocol):
         self._server.limit_unproven()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._prove_or_forget()
+        self._stop_limit()
         if self._awaited is not None:
             self._stop_waiting()
 
     def end(self) -> None:
         """Close the connection at once."""
-        self._prove_or_forget()
+        self._stop_limit()
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -133,7 +133,8 @@ class Connection(asyncio.Protocol):
         while (message := self._next_message()) is not None:
             self._take(message)
 
-    def _prove_or_forget(self) -> None:
+    def _stop_limit(self) -> None:
+        """Count this connection no longer among those that have not proved that they know the key."""
         if timer := self._server.unproven.pop(self, None):
             timer.cancel()
 
@@ -146,7 +147,7 @@ class Connection(asyncio.Protocol):
         if len(self._received) > 2 * NUM_BYTES or not is_proof(found, secret, TO_SERVER, *nonces):
             self.end()
             return False
-        self._prove_or_forget()
+        self._stop_limit()
         self._received.clear()
         self._transport.write(proof(secret, TO_CLIENT, *nonces))
         received, sent = (Seal(secret, f"{label} message", *nonces) for label in (TO_SERVER, TO_CLIENT))
@@ -217,7 +218,7 @@ async def serve(listener: socket.socket, secret: bytes) -> None:
     """Serve until standard input ends, which is a pipe from rank 0."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     store = Server(secret)
-    await loop.create_server(lambda: Connection(store), sock=listener, backlog=socket.SOMAXCONN)
+    await loop.create_server(lambda: Connection(store), sock=listener, backlog=1024)
     loop.add_reader(sys.stdin, ended.set)
     await ended.wait()
 
