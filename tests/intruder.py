@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -19,7 +20,8 @@ def attacked(payload: Path, roots: list[int]) -> Iterator[dict]:
     """
     command = [sys.executable, ROOT / "tests" / "runs" / "intruder.py", payload]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    intruder, ended, found = subprocess.Popen(command, **pipes), threading.Event(), {}
+    quiet = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    intruder, ended, found = subprocess.Popen(command, env=quiet, **pipes), threading.Event(), {}
     assert intruder.stdout.readline() == "ready\n"
 
     def name_ports() -> None:

