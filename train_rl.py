@@ -20,6 +20,7 @@ import io
 import os
 import platform
 import sys
+from dataclasses import replace
 
 PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
 """Options that make the program print and exit."""
@@ -75,7 +76,10 @@ def main() -> int:
         return score_stored(config, ranks)
     start_up.mark("config")
     try:
-        ranks = join_ranks(ranks)  # before the slow import of torch, so that missing ranks are reported early
+        # Before the slow import of torch, so that missing ranks are reported early.
+        ranks = join_ranks(replace(ranks, run_dir=config.run.dir))
+    except ValueError as error:
+        return refuse(error, ranks)
     except RendezvousError as error:
         if not error.silent:
             print(f"error (rank {ranks.rank} on {platform.node()}): {error}", file=sys.stderr, flush=True)
@@ -220,6 +224,9 @@ def prepare_environment(ranks) -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # a model is a directory; no rank waits for a hub
     }
+    if ranks.on_one_host:  # then nothing listens on an interface that another node reaches
+        defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
+        defaults["VLLM_HOST_IP"] = "127.0.0.1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

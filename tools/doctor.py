@@ -114,7 +114,7 @@ def findings_of_all(arguments: argparse.Namespace, ranks: Ranks, own: list[Findi
                 ).items():
                     by_node[host] += findings
             own = own + check_transport(hosts, device, log.read())
-            for host, findings in zip(hosts, gather_objects(own)):
+            for host, findings in zip(hosts, gather_objects(own, types=(Finding,))):
                 # A finding of several ranks of a node is reported once.
                 by_node[host] += [finding for finding in findings if finding not in by_node[host]]
             dist.barrier()

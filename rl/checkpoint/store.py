@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from rl.checkpoint.shards import (
     DamagedError,
     Shard,
     ShardReader,
+    Stored,
     Written,
     check_file,
     in_file_order,
@@ -193,7 +194,7 @@ class CheckpointStore:
 
     def _complete(self, save: "_Save") -> None:
         """Commit the directory as the newest checkpoint, and apply retention."""
-        everyone = gather_objects((save.written, save.problem))
+        everyone = gather_objects((save.written, save.problem), types=(Written,))
         for rank, (_, problem) in enumerate(everyone):
             if problem is not None:
                 save.give_up()
@@ -525,7 +526,7 @@ def _reader(path: Path, manifest: Mapping) -> ShardReader:
     index: dict = {}
     with fail_together():
         mine = read_index(path, files[dist.get_rank() :: dist.get_world_size()])
-    for theirs in gather_objects(mine):
+    for theirs in gather_objects(mine, types=(Stored,)):
         for name, stored in theirs.items():
             index.setdefault(name, []).extend(stored)
     return ShardReader(path, index)
@@ -547,18 +548,20 @@ def _read_on_rank_0(read: Callable[[], T]) -> T:
 
     An OSError is raised as ConfigError.
     """
-    out: list = [None, None]
+    value, damage, problem = None, None, None
     if dist.get_rank() == 0:
         try:
-            out[0] = read()
-        except (DamagedError, ConfigError) as error:
-            out[1] = error
-        except OSError as error:
-            out[1] = ConfigError(str(error))
-    value, error = broadcast_object(out)
-    if error is not None:
-        raise error
-    return value
+            value = read()
+        except DamagedError as error:
+            damage = str(error)
+        except (ConfigError, OSError) as error:
+            problem = str(error)
+    value, damage, problem = broadcast_object((value, damage, problem), types=(Saved,))
+    if damage is not None:
+        raise DamagedError(damage)
+    if problem is not None:
+        raise ConfigError(problem)
+    return cast(T, value)
 
 
 def _in_words(error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""The first fault of a run, shared by all ranks through the store of the process group.
+"""The first fault of a run, shared by all ranks through the job's store.
 
 The first rank to write its fault determines the cause that is reported. Later faults count as its
 consequences. The store answers while collectives hang. Unlike a file on a network file system, it shows a
@@ -10,6 +10,8 @@ import re
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
+
+from rl.runtime.job_store import JobStore, StoreError
 
 CONNECTION = re.compile(
     r"connection (closed|reset|refused|was)|broken pipe|timed out|socket timeout|gloo|nccl"
@@ -40,7 +42,7 @@ class Disagreement(RuntimeError):
 
 def may_be_secondary(error: BaseException) -> bool:
     """Return whether another rank's end may be the cause: a closed connection, a collective's time-out."""
-    if isinstance(error, (FailedElsewhere, dist.DistError)):
+    if isinstance(error, (FailedElsewhere, StoreError, dist.DistError)):
         return True
     is_io = isinstance(error, (RuntimeError, ConnectionError, TimeoutError))
     return is_io and bool(CONNECTION.search(str(error)))
@@ -49,15 +51,15 @@ def may_be_secondary(error: BaseException) -> bool:
 class FaultBoard:
     """The first fault of the run and the ranks' acknowledgements of it, in the store.
 
-    No method is collective. Each raises dist.DistError if the process that holds the store has ended.
+    No method is collective. Each raises StoreError if the process that holds the store has ended.
 
     Args:
-        store: store of the default process group. The board opens its own connection, because another thread
-            may be waiting on the given one.
+        store: the job's store. The board opens its own connection, because another thread may be waiting on
+            the given one.
     """
 
-    def __init__(self, store: dist.Store):
-        self._store = dist.PrefixStore("lockstep-faults", store.clone())
+    def __init__(self, store: JobStore):
+        self._store = store.clone("faults")
 
     def post(self, fault: Fault) -> Fault:
         """Post a fault; return the run's first fault, which is this one unless another rank was earlier."""
@@ -65,7 +67,8 @@ class FaultBoard:
 
     def first(self) -> Fault | None:
         """Return the first fault of the run, if there is one."""
-        return _fault(self._store.get("first")) if self._store.check(["first"]) else None
+        found = self._store.get("first")
+        return None if found is None else _fault(found)
 
     def acknowledge(self) -> None:
         """Count this rank among those that have read the first fault, and written stacks if required."""

@@ -29,6 +29,7 @@ from rl.faults.phase_tracker import PhaseEntry, PhaseTracker
 from rl.faults.process import GIB, resident_bytes
 from rl.run_directory.status import Status
 from rl.runtime.device import Device
+from rl.runtime.job_store import JobStore, StoreError
 
 if TYPE_CHECKING:  # a run in which all replicas must live does not import it
     from rl.runtime.living import LivingReplicas
@@ -78,7 +79,7 @@ class Watchdog:
         *,
         run_dir: str,
         device: Device,
-        store: dist.Store,
+        store: JobStore,
         lock: RunLock | None,
         status: Status,
     ):
@@ -139,7 +140,7 @@ class Watchdog:
                 if self.rank == 0 and now >= next_search:
                     self._find_lost_ranks()
                     next_search = now + self.config.lost_s / 4
-        except dist.DistError as error:
+        except StoreError as error:
             self._end_without_store(error)
         except Exception as error:
             # Without this thread the run would have no limits: its first hang would go unnoticed.
@@ -243,9 +244,7 @@ class Watchdog:
             return
         heartbeats = self._heartbeats()
         lost = [rank for rank, beat in enumerate(heartbeats) if beat is not None and beat.process.is_gone()]
-        message = (
-            f"the process that holds the store (rank 0 or torchrun's agent) has ended: {_first_line(error)}"
-        )
+        message = f"rank 0, whose process holds the job's store, has ended: {_first_line(error)}"
         if lost:
             message = _lost_message(lost, heartbeats)
         if self.rank == min(set(range(self.world_size)) - set(lost) - self._left_out):
@@ -280,7 +279,7 @@ class Watchdog:
         """
         self._failing.set()
         self.tracker.close()
-        with contextlib.suppress(dist.DistError):  # another rank has refused, and held the store
+        with contextlib.suppress(StoreError):  # another rank has refused, and held the store
             self._end_refused(self._board.post(Fault("refused", self.rank, message)))
         return REFUSED_EXIT
 
@@ -313,7 +312,7 @@ class Watchdog:
         message = f"{failed} in {label}: {_first_line(error)}; {where}"
         try:
             return self._share(error, trace, message)
-        except dist.DistError as no_store:
+        except StoreError as no_store:
             self._failing.clear()
             self._end_without_store(no_store)
         return 1
@@ -399,7 +398,7 @@ class Watchdog:
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         """Wait until the condition holds, the time is over, or the store's process has ended."""
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(dist.DistError):
+        with contextlib.suppress(StoreError):
             while not condition() and time.monotonic() < deadline:
                 time.sleep(0.05)
 

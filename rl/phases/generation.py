@@ -172,7 +172,7 @@ class Generation:
         A group loses the trajectories whose environments failed, and is dropped if a single one is left of
         several. Collective over the world. counts: this rank's, by name.
         """
-        total: Counter[str] = sum(gather_objects(counts), Counter())
+        total: Counter[str] = sum(map(Counter, gather_objects(dict(counts))), Counter())
         ended = total["trajectories"] + total["dropped"]
         expected = len(batch.prompts) * sampling.samples_per_prompt
         assert ended == expected, f"{ended} of {expected} trajectories have ended"

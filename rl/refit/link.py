@@ -17,7 +17,6 @@ import contextlib
 import datetime
 import functools
 import json
-import pickle
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -37,10 +36,12 @@ from rl.refit.refit import WeightPlan, clear_padding, engine_parameters, plan_we
 from rl.refit.transfer import BytesMoved, compare, transfer
 from rl.refit.values import values_of
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.turns import Sample
+from rl.rollout.turns import Sample, Segment
 from rl.runtime.collectives import broadcast_object
 from rl.runtime.device import Device
+from rl.runtime.job_store import JobStore
 from rl.runtime.own_group import own_group
+from rl.runtime.plain_data import decode, encode
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:  # a run in which all replicas must live does not import it
 UNLIMITED = datetime.timedelta(days=30)
 """Time limit of a message. The other side may be in any phase of a step; the phases' limits and the
 heartbeats end a run whose other side is gone."""
+UNLIMITED_S = UNLIMITED.total_seconds()
 
 _SAMPLES = "samples"
 """Key of the queue in the store that announces samples: their sender's rank, and their size in bytes."""
@@ -65,11 +67,16 @@ class Delivery(NamedTuple):
     samples: list[Sample]
 
 
+_TYPES = (Delivery, Sample, Segment)
+"""Types in a message with samples."""
+
+
 class Link:
     """Communication between the two roles. The constructor and `plan_weights` are collective over the job.
 
     Args:
         store: the job's store; the link uses keys with a prefix and connections of its own.
+        torch_store: torch's store of the job, for the addresses of the link's groups.
         rank: this process's rank in the job.
         train, rollout: the job's ranks in the two roles, ascending; together all ranks of the job.
         living: which replicas the run goes on without; None if all must live.
@@ -77,7 +84,8 @@ class Link:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: JobStore,
+        torch_store: dist.Store,
         *,
         rank: int,
         train: tuple[int, ...],
@@ -86,12 +94,13 @@ class Link:
         living: "LivingReplicas | None" = None,
     ):
         self.rank, self.train, self.rollout, self.device, self.living = rank, train, rollout, device, living
-        self._job_store = store
-        self._store, self._thread_store = (_connection(store) for _ in range(2))
+        self._torch_store = torch_store
+        # Two, because a wait of one thread must not block the other.
+        self._store, self._thread_store = (store.clone("link") for _ in range(2))
         size = len(train) + len(rollout)
         options: dict = dict(rank=rank, size=size, timeout=UNLIMITED)
-        self._control = own_group(store, "link-control", device=None, **options)
-        self._weights = own_group(store, "link-weights", device=device, **options)
+        self._control = own_group(torch_store, "link-control", device=None, **options)
+        self._weights = own_group(torch_store, "link-weights", device=device, **options)
         self._planned: WeightPlan | None = None
         self._check_every = 0
         self._trainer: TrainingEngine | None = None
@@ -224,7 +233,9 @@ class Link:
         assert self._planned is not None and self._engine is not None, "plan_weights(engine=...) comes first"
         engine, number = self._engine, self._num_refits
         self._num_refits += 1
-        announced = int(self._store.get(f"weights {number}"))
+        key = f"weights {number}"
+        self._store.wait([key], UNLIMITED_S)
+        announced = int(self._store.get(key) or -1)
         assert announced == version, f"the trainer sends version {announced}, not {version}"
         engine.device.synchronize()  # the engine may still be reading
         self._store.set(f"receiver {number} {self.rank}", "")
@@ -262,16 +273,15 @@ class Link:
             return () if is_ready(()) else None
 
         while (left_out := hold()) is None:
-            with contextlib.suppress(dist.DistStoreError):  # the time is over
-                store.wait(keys, datetime.timedelta(seconds=1))
+            store.wait(keys, 1)
         for key in keys:
-            store.delete_key(key)
+            store.delete(key)
         store.set(f"receivers {number}", json.dumps(left_out))
 
-    def _agreed(self, store: dist.Store, number: int) -> tuple[int, ...]:
+    def _agreed(self, store: JobStore, number: int) -> tuple[int, ...]:
         """Wait for the announcement of `_await_receivers`; return the replicas that take no part."""
-        store.wait([key := f"receivers {number}"], UNLIMITED)
-        return tuple(json.loads(store.get(key)))
+        store.wait([key := f"receivers {number}"], UNLIMITED_S)
+        return tuple(json.loads(store.get(key) or "[]"))
 
     def _ranks(self, left_out: tuple[int, ...]) -> tuple[int, ...]:
         return self.rollout if self.living is None else self.living.ranks(left_out)
@@ -287,8 +297,8 @@ class Link:
         name = "-".join(map(str, left_out))
         options: dict = dict(rank=ranks.index(self.rank), size=len(ranks), timeout=UNLIMITED)
         self._weights.abort()
-        self._weights = own_group(self._job_store, f"link-weights-{name}", device=self.device, **options)
-        control = own_group(self._job_store, f"link-plan-{name}", device=None, **options)
+        self._weights = own_group(self._torch_store, f"link-weights-{name}", device=self.device, **options)
+        control = own_group(self._torch_store, f"link-plan-{name}", device=None, **options)
         self._plan(control, tuple(range(len(self.train), len(ranks))))
         dist.destroy_process_group(control)
         self._left_out = left_out
@@ -324,19 +334,19 @@ class Link:
     def send_samples(self, key: Any, samples: list[Sample]) -> None:
         """Send finished samples to all training ranks; return at once. Called by a replica's leader.
 
-        key: identifies the samples, such as a group's number; any picklable value. Raises what the sending
+        key: identifies the samples, such as a group's number; plain data. Raises what the sending
         thread raised meanwhile.
         """
         if self._sender is None:
             self._sender = _in_thread(self._send_queued)
         self.check_threads()
-        self._outgoing.put(pickle.dumps(Delivery(key, self.rank, samples)))
+        self._outgoing.put(encode(Delivery(key, self.rank, samples), *_TYPES))
 
     def _send_queued(self) -> None:
         while True:
             content = torch.frombuffer(bytearray(self._outgoing.get()), dtype=torch.uint8)
             # One operation of the store: a replica that dies leaves no number that the trainers wait for.
-            self._thread_store.queue_push(_SAMPLES, json.dumps([self.rank, len(content)]))
+            self._thread_store.push(_SAMPLES, json.dumps([self.rank, len(content)]))
             self._control.send([content], self.train[0], 0).wait()
 
     def receive_samples(self, timeout_s: float = 0.0) -> list[Delivery]:
@@ -350,7 +360,7 @@ class Link:
         if self.living is not None and self.rank == self.train[0]:
             self.leaders = self.living.ranks(self.living.left_out())[:: self._tp]
         while self.rank == self.train[0] and self._wait(_SAMPLES, 0 if arrived else timeout_s):
-            source, num_bytes = json.loads(self._store.queue_pop(_SAMPLES))
+            source, num_bytes = json.loads(self._store.pop(_SAMPLES) or "")
             content = torch.empty(num_bytes, dtype=torch.uint8)
             try:
                 self._control.recv([content], source, 0).wait()
@@ -366,7 +376,7 @@ class Link:
             moved: Future = Future()
             moved.set_result(self.wait_sent())
             self._sending = moved
-        return [pickle.loads(content) for content in arrived]
+        return [decode(content, *_TYPES) for content in arrived]
 
     def check_threads(self) -> None:
         """Raise what a sending thread has raised. Not collective."""
@@ -377,14 +387,8 @@ class Link:
     def _wait(self, key: str, timeout_s: float) -> bool:
         """Return whether the store has the key after at most `timeout_s`."""
         if timeout_s > 0:
-            with contextlib.suppress(dist.DistStoreError):  # the time is over
-                self._store.wait([key], datetime.timedelta(seconds=timeout_s))
+            return self._store.wait([key], timeout_s)
         return self._store.check([key])
-
-
-def _connection(store: dist.Store) -> dist.Store:
-    """Return a connection of its own to the store, which no wait of another thread blocks."""
-    return dist.PrefixStore("link", store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 def _in_thread(function: Callable[[], Any]) -> Future:

@@ -1,14 +1,13 @@
 """Messages of the trainers to the generators in the job's store, which each replica reads in order."""
 
-import datetime
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from rl.rollout.sampling import Sampling
+from rl.runtime.job_store import JobStore
+from rl.runtime.plain_data import decode, encode
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,9 @@ class Complete:
 
 Ask = Begin | NextBatch | Generate | Complete
 
+ASK_TYPES = (Begin, NextBatch, Generate, Complete, Sampling)
+"""Types in a message."""
+
 _END = "end"
 
 
@@ -67,14 +69,14 @@ class Asks:
         store: the job's store, to which this object opens a connection of its own.
     """
 
-    def __init__(self, store: dist.Store):
-        self._store = dist.PrefixStore("asks", store.clone())  # type: ignore[attr-defined]
+    def __init__(self, store: JobStore):
+        self._store = store.clone("asks")
         self._number = 0
 
     def put(self, ask: Ask) -> str:
         """Send the next message; return its name."""
         name = self.skip()
-        self._store.set(name, pickle.dumps(ask))
+        self._store.set(name, encode(ask, *ASK_TYPES))
         return name
 
     def skip(self) -> str:
@@ -85,15 +87,12 @@ class Asks:
     def take(self, timeout_s: float = 0.0) -> tuple[str, Ask] | None:
         """Return the name and the content of the next message, None if none came within `timeout_s`."""
         name = str(self._number)
-        if timeout_s and not self._store.check([name]):
-            try:
-                self._store.wait([name], datetime.timedelta(seconds=timeout_s))
-            except dist.DistStoreError:
-                return None
-        if not self._store.check([name]):
+        if timeout_s:
+            self._store.wait([name], timeout_s)
+        if (content := self._store.get(name)) is None:
             return None
         self._number += 1
-        return name, pickle.loads(self._store.get(name))
+        return name, decode(content, *ASK_TYPES)
 
     def end(self, code: int) -> None:
         """End the generators at once, whatever they generate. code: exit code of the run."""
@@ -101,8 +100,9 @@ class Asks:
 
     def exit_code(self) -> int | None:
         """Return the argument of `end`, None if it was not called."""
-        return int(self._store.get(_END)) if self._store.check([_END]) else None
+        code = self._store.get(_END)
+        return None if code is None else int(code)
 
     def remove(self, name: str) -> None:
         """Remove a message that every replica has read."""
-        self._store.delete_key(name)
+        self._store.delete(name)

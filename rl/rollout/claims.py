@@ -6,8 +6,7 @@ has a key with its owner. It is changed by compare-and-set only, so one replica 
 
 import time
 
-import torch.distributed as dist
-
+from rl.runtime.job_store import JobStore
 from rl.runtime.living import LivingReplicas
 
 SEARCH_S = 5.0
@@ -23,8 +22,8 @@ class Claims:
         replica: this rank's; None for a trainer.
     """
 
-    def __init__(self, store: dist.Store, living: LivingReplicas, replica: int | None = None):
-        self._store = dist.PrefixStore("claims", store.clone())  # type: ignore[attr-defined]
+    def __init__(self, store: JobStore, living: LivingReplicas, replica: int | None = None):
+        self._store = store.clone("claims")
         self._living, self._own = living, str(replica)
         self._claimed: set[int] = set()
         self._next_search = 0.0
@@ -63,4 +62,4 @@ class Claims:
     def forget(self, items: range) -> None:
         """Remove the keys of items that were learned from."""
         for item in items:
-            self._store.delete_key(str(item))
+            self._store.delete(str(item))

@@ -7,7 +7,6 @@ engine does is a function of these records, so a stored log repeats a generation
 """
 
 import hashlib
-import pickle
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rl.rollout.turns import Completion, Request
+from rl.runtime.plain_data import decode, encode
 
 INTERVAL = 8
 """Number of engine steps between two records while no request finishes."""
@@ -63,6 +63,9 @@ class Waiting:
 
 Event = Add | Abort | Weights | Done | Waiting
 
+_TYPES = (Add, Abort, Weights, Done, Waiting, Request)
+"""Types in a record."""
+
 
 class Source(Protocol):
     """Decides on a replica's leader what the engine generates."""
@@ -94,8 +97,10 @@ class EventLog:
     def share(self, events: list[Event], step: int) -> list[Event]:
         """Return the leader's events; `events` of other ranks are ignored. Collective over the replica."""
         if self._group.size() > 1:
-            payload = self._broadcast(pickle.dumps(events) if self._group.rank() == 0 and events else b"")
-            events = pickle.loads(payload) if payload else []
+            leads = self._group.rank() == 0
+            payload = self._broadcast(encode(events, *_TYPES) if leads and events else b"")
+            if not leads:
+                events = decode(payload, *_TYPES) if payload else []
             self._hash.update(payload)
         kept = [event for event in events if not isinstance(event, Waiting)]
         if kept and self._keep_records:

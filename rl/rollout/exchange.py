@@ -177,8 +177,14 @@ def _locate(
             rows[name][place] = row = Row(key, sample.held(name))
             lengths[k, place] = len(row.values)
     lengths = sum_over_world(lengths, device.torch)
-    kinds = {name: (row.values.dtype, row.values.shape[1:]) for name in names for row in rows[name].values()}
-    everyone = {name: kind for found in gather_objects(kinds) for name, kind in found.items()}
+    kinds = {
+        name: (row.values.dtype.str, row.values.shape[1:]) for name in names for row in rows[name].values()
+    }
+    everyone = {
+        name: (np.dtype(dtype), shape)
+        for found in gather_objects(kinds)
+        for name, (dtype, shape) in found.items()
+    }
     found = zip(names, lengths)
     return {name: HeldColumn(rows[name], holders, size, *everyone[name]) for name, size in found}
 

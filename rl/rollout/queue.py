@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-import torch.distributed as dist
+from rl.runtime.session import job
 
 
 class Queue(Protocol):
@@ -30,7 +30,7 @@ class StaticQueue:
 
 
 class SharedQueue:
-    """Gives the next item to the replica that asks first, by a counter in the job's TCPStore."""
+    """Gives the next item to the replica that asks first, by a counter in the job's store."""
 
     def __init__(self, num_items: int, *, name: str):
         self._num_items, self._add = num_items, shared_counter(name)
@@ -76,8 +76,8 @@ class PastLengths:
 
 
 def shared_counter(name: str) -> Callable[[int], int]:
-    """Return a function that adds to the counter `name` of the job's TCPStore and returns its value."""
-    return partial(dist.distributed_c10d._get_default_store().add, name)
+    """Return a function that adds to the counter `name` of the job's store and returns its value."""
+    return partial(job().store.add, name)
 
 
 def own_counter() -> Callable[[int], int]:

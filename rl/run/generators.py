@@ -13,7 +13,7 @@ from rl.engines.inputs import Inputs
 from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
-from rl.rollout.asks import Asks, Begin, Generate
+from rl.rollout.asks import ASK_TYPES, Asks, Begin, Generate
 from rl.rollout.group_stream import WAIT_S, GroupStream, batch_size
 from rl.rollout.queue import Queue
 from rl.rollout.sampling import train_sampling
@@ -47,7 +47,7 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
         living = LivingReplicas(store, replicas, least=config.rollout.min_replicas)
         watchdog.living = living
     members = {name: tuple(ranks) for name, ranks in ranks.items()}
-    return Link(store, rank=rank, device=device, living=living, **members)
+    return Link(store, session.job().torch_store, rank=rank, device=device, living=living, **members)
 
 
 class Generators:
@@ -116,7 +116,8 @@ class Generators:
                 code = self._asks.exit_code()
                 assert code is not None
                 return code
-            taken = broadcast_object(None if stream is None else stream.barrier, group=engine.replica_group)
+            barrier = None if stream is None else stream.barrier
+            taken = broadcast_object(barrier, group=engine.replica_group, types=ASK_TYPES)
             assert taken is not None
             engine.llm.reset_prefix_cache()  # as in a run that resumes here
             if isinstance(taken[1], Generate):

@@ -8,26 +8,54 @@ Which collective runs in which group:
 docs/architecture.md has the table of one step, with sizes and the calling functions.
 """
 
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
+
+from rl.runtime.plain_data import decode, encode
 
 T = TypeVar("T")
 
 
-def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return every rank's `value`, in the order of the group's ranks. Values are pickled."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+def gather_objects(
+    value: T, group: dist.ProcessGroup | None = None, *, types: Sequence[type] = ()
+) -> list[T]:
+    """Return every rank's `value`, in the order of the group's ranks.
+
+    Values are plain data (`rl.runtime.plain_data`). types: dataclasses and NamedTuples that they may contain.
+    """
+    where, world = _get_object_coll_device(group), dist.get_world_size(group)
+    mine = _as_tensor(encode(value, *types), where)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=where) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=where), group=group)
+    longest = max(map(int, sizes))
+    contents = [torch.empty(longest, dtype=torch.uint8, device=where) for _ in range(world)]
+    dist.all_gather(contents, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=group)
+    return [decode(content[:size].cpu().numpy().tobytes(), *types) for content, size in zip(contents, sizes)]
 
 
-def broadcast_object(value: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Return the `value` of the group's rank `source` on every rank; what other ranks pass is ignored."""
-    values = [value]
-    dist.broadcast_object_list(values, group=group, group_src=source)
-    return values[0]
+def broadcast_object(
+    value: T, source: int = 0, group: dist.ProcessGroup | None = None, *, types: Sequence[type] = ()
+) -> T:
+    """Return the `value` of the group's rank `source` on every rank; what other ranks pass is ignored.
+
+    The value is plain data, as in `gather_objects`.
+    """
+    where, sends = _get_object_coll_device(group), dist.get_rank(group) == source
+    content = _as_tensor(encode(value, *types), where) if sends else None
+    size = torch.tensor([0 if content is None else len(content)], device=where)
+    dist.broadcast(size, group=group, group_src=source)
+    if content is None:
+        content = torch.empty(int(size), dtype=torch.uint8, device=where)
+    dist.broadcast(content, group=group, group_src=source)
+    return value if sends else decode(content.cpu().numpy().tobytes(), *types)
+
+
+def _as_tensor(content: bytes, device: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
 
 
 def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
-import torch.distributed as dist
+from rl.runtime.job_store import JobStore, StoreError
 
 POLL_S = 0.1
 """Time between two looks for the other ranks at the end of a run, in seconds."""
@@ -24,8 +24,8 @@ class LivingReplicas:
         least: number of replicas that must live.
     """
 
-    def __init__(self, store: dist.Store, replicas: Sequence[range], *, least: int):
-        self._store = dist.PrefixStore("living", store.clone())  # type: ignore[attr-defined]
+    def __init__(self, store: JobStore, replicas: Sequence[range], *, least: int):
+        self._store = store.clone("living")
         self.replicas, self.least = replicas, least
         self._lock = threading.Lock()
         self._is_held = True
@@ -34,7 +34,7 @@ class LivingReplicas:
 
     def left_out(self) -> tuple[int, ...]:
         """Return the numbers of the replicas that are left out, in the order in which they died."""
-        return tuple(json.loads(self._store.get("list"))) if self._store.check(["list"]) else ()
+        return tuple(json.loads(self._store.get("list") or "[]"))
 
     def ranks_left_out(self) -> set[int]:
         return {rank for replica in self.left_out() for rank in self.replicas[replica]}
@@ -101,7 +101,7 @@ class LivingReplicas:
             while not self._store.check(["met"]):
                 time.sleep(POLL_S)
             return self._store.get("met") == b"all"
-        except dist.DistError:  # rank 0, which held the store, has gone on
+        except StoreError:  # rank 0, which held the store, has gone on
             return False
 
     def _have_arrived(self, gone: set[int], world_size: int) -> bool:

@@ -10,7 +10,9 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from rl.runtime.job_key import KEY_VARIABLE, JobKey, key_from
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,15 @@ class Ranks:
     """0 before `rendezvous.join_ranks`; torchrun sets it."""
     listener: socket.socket | None = field(default=None, compare=False, repr=False)
     """Rank 0's listening socket at that port, except under torchrun."""
+    key: JobKey | None = field(default=None, compare=False, repr=False)
+    """The job's key after `rendezvous.join_ranks`; a job of one rank has none."""
+
+    run_dir: str = ""
+    """Directory of the file with the key; '' means the user's cache."""
+
+    @property
+    def on_one_host(self) -> bool:
+        return self.local_world_size == self.world_size
 
     def export(self, environ: dict | None = None) -> None:
         """Set the environment variables that torch.distributed and vLLM read."""
@@ -50,6 +61,12 @@ def discover(environ: Mapping[str, str] | None = None) -> Ranks:
     Raises ValueError if the launcher's variables contradict each other.
     """
     env = os.environ if environ is None else environ
+    key = key_from(env)
+    os.environ.pop(KEY_VARIABLE, None)  # worker processes do not inherit it
+    return replace(_discover(env), key=key)
+
+
+def _discover(env: Mapping[str, str]) -> Ranks:
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
     if _started_by_mpirun(env):
@@ -115,13 +132,14 @@ def _from_mpi(env: Mapping[str, str]) -> Ranks:
 def _from_slurm(env: Mapping[str, str]) -> Ranks:
     rank, world_size = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
     nodes = tasks_of_nodes(env)
+    first = "127.0.0.1" if len(nodes) == 1 else env.get("MASTER_ADDR", next(iter(nodes)))
     return Ranks(
         rank=rank,
         world_size=world_size,
         local_rank=int(env["SLURM_LOCALID"]),
         local_world_size=list(nodes.values())[int(env["SLURM_NODEID"])],
         launcher="slurm",
-        master_addr=env.get("MASTER_ADDR", next(iter(nodes))),
+        master_addr=first,
     )
 
 

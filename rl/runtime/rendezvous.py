@@ -2,16 +2,20 @@
 
     ranks = join_ranks(discover())    # before the import of torch: a missing rank is reported within a minute
 
-Under srun a rank knows only the node list and the job's id. From these every rank derives the same few
-candidate ports. Rank 0 listens at the first free candidate. The others try the candidates in turn and send
-their job, step and attempt; a listener of another job refuses them. When all ranks have arrived, rank 0
+Under srun a rank knows only the node list, the job's id and the job's key. From id and key every rank derives
+the same few candidate ports, which nobody else can predict. Rank 0 listens at the first free candidate. The
+others try the candidates in turn. Rank and listener prove to each other that they know the key; a rank also
+sends its job, step and attempt, and a listener of another one refuses it. When all ranks have arrived, rank 0
 answers each, and the same listening socket becomes torch.distributed's store. Therefore no other process can
 take the port between its choice and its use.
 
-torchrun's agent has a store of its own. Under mpirun the address is broadcast.
+torchrun's agent has a store of its own. Under mpirun the address and the key are broadcast.
 """
 
 import contextlib
+import hashlib
+import hmac
+import ipaddress
 import json
 import os
 import random
@@ -22,10 +26,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from rl.runtime.job_key import NUM_BYTES, JobKey, is_proof, nonce, proof, share_file
 from rl.runtime.ranks import Ranks, tasks_of_nodes
 
 FIRST_PORT, NUM_PORTS = 10000, 22000
 """Range of the ports, below Linux's default ephemeral range, which begins at 32768."""
+LOOPBACK = "127.0.0.1"
 CANDIDATES = 8
 """Number of candidate ports of a step."""
 JOIN_TIMEOUT = "LOCKSTEP_JOIN_TIMEOUT"
@@ -33,6 +39,10 @@ JOIN_TIMEOUT = "LOCKSTEP_JOIN_TIMEOUT"
 JOIN_S = 60.0
 ANSWER_S = 2.0
 """Longest wait for a connection or an answer of a listener, in seconds; another program may listen there."""
+MAX_UNPROVEN = 512
+"""Largest number of connections that have not yet proved that they know the key; the oldest is closed."""
+MAX_LINE = 512
+"""Longest message of a rank, in bytes."""
 RETRY_S = 0.25
 """Pause between two rounds through the candidate ports, in seconds."""
 
@@ -48,37 +58,79 @@ class RendezvousError(RuntimeError):
 def join_ranks(
     ranks: Ranks, environ: Mapping[str, str] | None = None, *, timeout: float | None = None
 ) -> Ranks:
-    """Return the ranks with `master_port`, and on rank 0 with `listener`, the open socket at that port.
+    """Return the ranks with `master_port` and `key`, and on rank 0 with `listener`, the socket at that port.
 
     Collective over the job under srun and mpirun. timeout: seconds after which a rank counts as missing.
-    Raises RendezvousError.
+    Raises RendezvousError, and ValueError if the job's key cannot be shared.
     """
     env = os.environ if environ is None else environ
+    if ranks.launcher == "torchrun":
+        if ranks.world_size == 1 or ranks.key is not None:
+            return ranks
+        return replace(ranks, key=_shared_key(ranks, env))
     if ranks.master_port or ranks.listener:
         return ranks
-    if ranks.launcher == "slurm":
-        seconds = timeout if timeout is not None else float(env.get(JOIN_TIMEOUT, JOIN_S))
-        return _join_step(ranks, env, seconds)
+    if ranks.world_size == 1:
+        listener = listen_anywhere(1, LOOPBACK)
+        return replace(ranks, master_port=listener.getsockname()[1], listener=listener)
     if ranks.launcher == "mpi":
         from mpi4py import MPI
 
-        listener = listen_anywhere(ranks.world_size) if ranks.rank == 0 else None
-        port = MPI.COMM_WORLD.bcast(listener.getsockname()[1] if listener else None)
-        return replace(ranks, master_port=port, listener=listener)
-    listener = listen_anywhere(1)
-    return replace(ranks, master_port=listener.getsockname()[1], listener=listener)
+        found = listen_anywhere(ranks.world_size, address_to_bind(ranks)) if ranks.rank == 0 else None
+        own = None if found is None else (found.getsockname()[1], (ranks.key or JobKey(nonce())).secret)
+        port, secret = MPI.COMM_WORLD.bcast(own)
+        return replace(ranks, master_port=port, listener=found, key=JobKey(secret))
+    seconds = timeout if timeout is not None else float(env.get(JOIN_TIMEOUT, JOIN_S))
+    return _join_step(replace(ranks, key=_shared_key(ranks, env)), env, seconds)
 
 
-# Ports --------------------------------------------------------------------------------------------------
+def _shared_key(ranks: Ranks, env: Mapping[str, str]) -> JobKey:
+    """Return the key from the environment, else from a file in the run directory, or in the user's cache."""
+    if ranks.key is not None:
+        return ranks.key
+    cache = env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return share_file(Path(ranks.run_dir or Path(cache, "lockstep", "keys")), attempt_of(ranks, env))
 
 
-def candidate_ports(env: Mapping[str, str]) -> list[int]:
-    """Return the ports of a step in the order of trial, a function of the ids of job and step."""
-    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", "0"))
-    first = int(env["SLURM_JOB_ID"]) * 7 + int(step) * 4001
-    # Random distances, so that two jobs that share one candidate do not share the rest.
-    more = random.Random(first).sample(range(NUM_PORTS), CANDIDATES - 1)
-    return [FIRST_PORT + (first + distance) % NUM_PORTS for distance in (0, *more)]
+def attempt_of(ranks: Ranks, env: Mapping[str, str]) -> str:
+    """Return a text that distinguishes this start of the program from others, identical on all ranks.
+
+    A requeued job has the same id as its earlier attempt, of which a rank may still run.
+    """
+    if ranks.launcher == "slurm":
+        step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID"))
+        return f"{env['SLURM_JOB_ID']}.{step}.{env.get('SLURM_RESTART_COUNT', '0')}"
+    return f"{env.get('TORCHELASTIC_RUN_ID', '')} {ranks.master_addr} {ranks.master_port}"
+
+
+# Addresses and ports ------------------------------------------------------------------------------------
+
+
+def address_to_bind(ranks: Ranks) -> str:
+    """Return the address at which rank 0 listens: that by which the other nodes reach it, else loopback.
+
+    Returns '', which means all addresses, if this host does not know that address, or has several.
+    """
+    if ranks.on_one_host:
+        return LOOPBACK
+    found = set()
+    with contextlib.suppress(OSError, ValueError):
+        for *_, place in socket.getaddrinfo(ranks.master_addr, None, type=socket.SOCK_STREAM):
+            address = ipaddress.ip_address(place[0])
+            if not address.is_loopback and not address.is_link_local:
+                found.add(str(address))
+        (only,) = found
+        listener = listen([0], 1, only)
+        if listener is not None:
+            listener.close()
+            return only
+    return ""
+
+
+def candidate_ports(attempt: str, secret: bytes) -> list[int]:
+    """Return the ports of a step in the order of trial, a function of its attempt and the job's key."""
+    seed = hmac.digest(secret, b"ports of " + attempt.encode(), hashlib.sha256)
+    return random.Random(seed).sample(range(FIRST_PORT, FIRST_PORT + NUM_PORTS), CANDIDATES)
 
 
 def outside_ephemeral_range(ports: list[int]) -> list[int]:
@@ -90,21 +142,24 @@ def outside_ephemeral_range(ports: list[int]) -> list[int]:
     return [port for port in ports if not low <= port <= high] or ports
 
 
-def listen(ports: list[int], backlog: int) -> socket.socket | None:
-    """Return a socket that listens at the first free port, on all addresses; None if none is free."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+def listen(ports: list[int], backlog: int, host: str) -> socket.socket | None:
+    """Return a socket that listens at the first free port; None if none is free.
+
+    host: an address of this host; '' means all.
+    """
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
     backlog = max(backlog, 128)
     for port in ports:
         with contextlib.suppress(OSError):
-            return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
+            return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=both)
     return None
 
 
-def listen_anywhere(backlog: int) -> socket.socket:
+def listen_anywhere(backlog: int, host: str) -> socket.socket:
     """Return a socket that listens at any free port, below the ephemeral range if possible."""
     choice = random.SystemRandom().sample(range(FIRST_PORT, FIRST_PORT + NUM_PORTS), 64)
-    listener = listen(outside_ephemeral_range(choice), backlog) or listen([0], backlog)
+    listener = listen(outside_ephemeral_range(choice), backlog, host) or listen([0], backlog, host)
     if listener is None:
         raise RendezvousError(f"{socket.gethostname()} has no free port to listen at.")
     return listener
@@ -114,21 +169,20 @@ def listen_anywhere(backlog: int) -> socket.socket:
 
 
 def _join_step(ranks: Ranks, env: Mapping[str, str], timeout: float) -> Ranks:
-    ports = [int(env["MASTER_PORT"])] if "MASTER_PORT" in env else candidate_ports(env)
-    # A requeued job has the same id as its earlier attempt, of which a rank may still run.
-    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID"))
-    token = f"lockstep {env['SLURM_JOB_ID']}.{step}.{env.get('SLURM_RESTART_COUNT', '0')}"
+    assert ranks.key is not None
+    secret, attempt = ranks.key.secret, attempt_of(ranks, env)
+    ports = [int(env["MASTER_PORT"])] if "MASTER_PORT" in env else candidate_ports(attempt, secret)
     if ranks.rank == 0:
-        listener = listen(outside_ephemeral_range(ports), ranks.world_size)
+        listener = listen(outside_ephemeral_range(ports), ranks.world_size, address_to_bind(ranks))
         if listener is None:
             raise RendezvousError(
                 f"all ports of this step, {', '.join(map(str, ports))}, are taken on {socket.gethostname()}; "
                 "set MASTER_PORT to a free one."
             )
-        _receive_all(listener, token, ranks.world_size, tasks_of_nodes(env), timeout)
+        _receive_all(listener, secret, attempt, ranks.world_size, tasks_of_nodes(env), timeout)
         return replace(ranks, master_port=listener.getsockname()[1], listener=listener)
     _require_address(ranks.master_addr)
-    return replace(ranks, master_port=_find_first_rank(ranks, env, ports, token, timeout))
+    return replace(ranks, master_port=_find_first_rank(ranks, env, ports, attempt, timeout))
 
 
 def _require_address(host: str) -> None:
@@ -142,36 +196,38 @@ def _require_address(host: str) -> None:
 
 
 def _receive_all(
-    listener: socket.socket, token: str, world_size: int, tasks: Mapping[str, int], timeout: float
+    listener: socket.socket,
+    secret: bytes,
+    attempt: str,
+    world_size: int,
+    tasks: Mapping[str, int],
+    timeout: float,
 ) -> None:
     """Wait for every other rank, then answer all.
 
     Raises RendezvousError, here and on the ranks that arrived.
     """
-    arrived: dict[int, tuple[socket.socket, str]] = {}
+    arrived: dict[int, tuple[_Client, str]] = {}
     deadline = time.monotonic() + timeout
     try:
-        with contextlib.closing(_arrivals(listener, token, deadline)) as arrivals:
+        with contextlib.closing(_arrivals(listener, secret, attempt, deadline)) as arrivals:
             while len(arrived) < world_size - 1 and (arrival := next(arrivals, None)) is not None:
-                connection, rank, node = arrival
-                arrived[rank] = (connection, node)
+                client, rank, node = arrival
+                arrived[rank] = (client, node)
         missing = _describe_missing(world_size, arrived, tasks, timeout)
-        for connection, _ in arrived.values():
+        for client, _ in arrived.values():
             with contextlib.suppress(OSError):  # that rank has ended meanwhile; the next collective will fail
-                connection.sendall(b"stop\n" if missing else b"go\n")
+                client.answer("stop" if missing else "go", secret)
     finally:
-        for connection, _ in arrived.values():
-            connection.close()
+        for client, _ in arrived.values():
+            client.connection.close()
     if missing:
         listener.close()
         raise RendezvousError(missing)
 
 
 def _describe_missing(
-    world_size: int,
-    arrived: Mapping[int, tuple[socket.socket, str]],
-    tasks: Mapping[str, int],
-    timeout: float,
+    world_size: int, arrived: Mapping[int, tuple["_Client", str]], tasks: Mapping[str, int], timeout: float
 ) -> str:
     """Return a sentence that names the missing ranks and their nodes; '' if all arrived."""
     absent = [rank for rank in range(1, world_size) if rank not in arrived]
@@ -188,80 +244,110 @@ def _describe_missing(
     )
 
 
-def _arrivals(
-    listener: socket.socket, token: str, deadline: float
-) -> Iterator[tuple[socket.socket, int, str]]:
-    """Yield (connection, rank, node) of each rank of this step that connects, until the deadline.
+class _Client:
+    """A connection to rank 0's listener."""
 
-    Clients of another step are refused. A client that sends nothing delays no other.
+    def __init__(self, connection: socket.socket):
+        self.connection, self._nonce, self._received = connection, nonce(), bytearray()
+        connection.setblocking(False)
+        connection.sendall(self._nonce)  # fits the empty buffer of the socket
+
+    def receive(self) -> bool:
+        """Take what arrived; return False if the line is complete or too long, or the connection closed."""
+        try:
+            piece = self.connection.recv(MAX_LINE)
+        except OSError:
+            piece = b""
+        self._received += piece
+        head = 2 * NUM_BYTES
+        return bool(piece) and len(self._received) < head + MAX_LINE and b"\n" not in self._received[head:]
+
+    def line(self, secret: bytes) -> list:
+        """Return the message of a rank that knows the key, of other clients []."""
+        theirs, found, line = (
+            bytes(self._received[start:end]) for start, end in ((0, 32), (32, 64), (64, None))
+        )
+        self._nonces = self._nonce, theirs
+        if not line.endswith(b"\n") or not is_proof(found, secret, "rank to rank 0", *self._nonces, line):
+            return []
+        return json.loads(line)
+
+    def answer(self, word: str, secret: bytes) -> None:
+        self.connection.setblocking(True)
+        self.connection.sendall(proof(secret, word, *self._nonces))
+
+
+def _arrivals(
+    listener: socket.socket, secret: bytes, attempt: str, deadline: float
+) -> Iterator[tuple[_Client, int, str]]:
+    """Yield (client, rank, node) of each rank of this attempt that connects, until the deadline.
+
+    Other clients are refused. A client that sends nothing delays no other.
     """
     listener.setblocking(False)
     poller = select.poll()
     poller.register(listener, select.POLLIN)
-    clients: dict[int, tuple[socket.socket, bytearray]] = {}
+    clients: dict[int, _Client] = {}
+
+    def forget(fd: int) -> _Client:
+        poller.unregister(fd)
+        return clients.pop(fd)
+
     try:
         while (left := deadline - time.monotonic()) > 0:
             for fd, _ in poller.poll(left * 1000):
                 if fd == listener.fileno():
                     with contextlib.suppress(OSError):  # the client has closed its connection
-                        connection, _ = listener.accept()
-                        connection.setblocking(False)
-                        clients[connection.fileno()] = (connection, bytearray())
-                        poller.register(connection, select.POLLIN)
+                        client = _Client(listener.accept()[0])
+                        clients[client.connection.fileno()] = client
+                        poller.register(client.connection, select.POLLIN)
+                    if len(clients) > MAX_UNPROVEN:
+                        forget(next(iter(clients))).connection.close()
                     continue
-                connection, received = clients[fd]
-                if _receive(connection, received):
+                if fd not in clients or clients[fd].receive():
                     continue
-                poller.unregister(fd)
-                del clients[fd]
-                name, _, rest = bytes(received).decode(errors="replace").partition("\t")
-                if name == token and rest.endswith("\n"):
-                    connection.setblocking(True)
-                    connection.sendall(b"welcome\n")
-                    yield connection, *json.loads(rest)
+                client = forget(fd)
+                sent, *place = client.line(secret) or [None]
+                if sent == attempt:
+                    with contextlib.suppress(OSError):  # that rank has ended, and is missing
+                        client.answer("welcome", secret)
+                        yield client, *place
                 else:
-                    with contextlib.suppress(OSError):
-                        connection.sendall(b"elsewhere\n")
-                    connection.close()
+                    client.connection.close()
     finally:
-        for connection, _ in clients.values():
-            connection.close()
+        for client in clients.values():
+            client.connection.close()
         listener.setblocking(True)
 
 
-def _receive(connection: socket.socket, received: bytearray) -> bool:
-    """Append what arrived; return False if the line is complete or too long, or the connection closed."""
-    try:
-        piece = connection.recv(512)
-    except OSError:
-        piece = b""
-    received += piece
-    return bool(piece) and not received.endswith(b"\n") and len(received) < 512
-
-
 def _find_first_rank(
-    ranks: Ranks, env: Mapping[str, str], ports: list[int], token: str, timeout: float
+    ranks: Ranks, env: Mapping[str, str], ports: list[int], attempt: str, timeout: float
 ) -> int:
     """Return the port at which rank 0 listens, after all ranks have arrived."""
     node = env.get("SLURMD_NODENAME", socket.gethostname())
-    message = f"{token}\t{json.dumps([ranks.rank, node])}\n".encode()
+    line = f"{json.dumps([attempt, ranks.rank, node])}\n".encode()
+    assert ranks.key is not None
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         for port in ports:
             with contextlib.suppress(OSError):  # nobody listens there, or not yet
                 with socket.create_connection((ranks.master_addr, port), timeout=ANSWER_S) as connection:
-                    connection.sendall(message)
-                    answers = connection.makefile("r", encoding="utf-8", errors="replace")
-                    if answers.readline() != "welcome\n":
+                    answers = connection.makefile("rb")
+                    nonces = answers.read(NUM_BYTES), nonce()
+                    own = proof(ranks.key.secret, "rank to rank 0", *nonces, line)
+                    connection.sendall(nonces[1] + own + line)
+                    if not is_proof(answers.read(NUM_BYTES), ranks.key.secret, "welcome", *nonces):
                         continue
                     connection.settimeout(timeout + ANSWER_S)  # rank 0 counts from its own start
-                    end = answers.readline()
-                    if end == "go\n":
+                    end = answers.read(NUM_BYTES)
+                    if is_proof(end, ranks.key.secret, "go", *nonces):
                         return port
-                    raise RendezvousError("rank 0 reports which ranks are missing.", silent=end == "stop\n")
+                    stopped = is_proof(end, ranks.key.secret, "stop", *nonces)
+                    raise RendezvousError("rank 0 reports which ranks are missing.", silent=stopped)
         time.sleep(RETRY_S)  # rank 0 may still be starting
     raise RendezvousError(
         f"rank 0 of {ranks.world_size}, expected on {ranks.master_addr}, did not open one of the ports "
-        f"{', '.join(map(str, ports))} within {timeout:.0f} s ({JOIN_TIMEOUT}); see the log of rank 0, or "
-        "set MASTER_ADDR if that is not an address of the first node that others reach."
+        f"{', '.join(map(str, ports))} within {timeout:.0f} s ({JOIN_TIMEOUT}); see the log of rank 0, "
+        "set MASTER_ADDR if that is not an address of the first node that others reach, and LOCKSTEP_JOB_KEY "
+        "if the nodes do not share run.dir."
     )

@@ -4,6 +4,7 @@ import datetime
 import logging
 import os
 import random
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rl.runtime.collectives import broadcast_object
 from rl.runtime.compile_caches import use_private_caches
 from rl.runtime.device import Device, choose_device
+from rl.runtime.job_store import JobStore, StoreProcess, connect_to, own_store
 from rl.runtime.own_group import own_group
 from rl.runtime.ranks import Ranks
-from rl.runtime.rendezvous import join_ranks
+from rl.runtime.rendezvous import LOOPBACK, address_to_bind, join_ranks, listen_anywhere
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """Default time limit of a collective."""
@@ -40,7 +43,10 @@ class Job:
 
     rank: int
     world_size: int
-    store: dist.Store
+    store: JobStore
+    """Messages of this project; another user of the node can neither read nor write them."""
+    torch_store: dist.Store
+    """The addresses of torch's groups."""
     group: dist.ProcessGroup
     """All ranks on gloo."""
 
@@ -77,16 +83,18 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU host has no Triton
     for seed in (random.seed, np.random.seed, torch.manual_seed):  # their states are part of a checkpoint
         seed(0)
-    _initialise(ranks, device.backend, timeout)
+    joined = join_ranks(ranks)
+    _initialise(joined, device.backend, timeout)
     global _gloo_group, _job
     _gloo_group = dist.new_group(backend="gloo", timeout=timeout)
-    store = dist.distributed_c10d._get_default_store()
-    _job = Job(ranks.rank, ranks.world_size, store, _gloo_group)
-    try:
-        yield device
-    finally:
-        _gloo_group = _job = None
-        dist.destroy_process_group()
+    torch_store = dist.distributed_c10d._get_default_store()
+    with _store_of_job(joined, _gloo_group) as store:
+        _job = Job(ranks.rank, ranks.world_size, store, torch_store, _gloo_group)
+        try:
+            yield device
+        finally:
+            _gloo_group = _job = None
+            dist.destroy_process_group()
 
 
 def control_group() -> dist.ProcessGroup:
@@ -109,7 +117,7 @@ def enter_role(name: str, members: range, device: Device, timeout: datetime.time
     """
     global _gloo_group, _job
     assert _job is not None and _job.rank in members
-    rank, store = _job.rank - members.start, _job.store
+    rank, store = _job.rank - members.start, _job.torch_store
     dist.monitored_barrier(_job.group, timeout)  # nobody uses the groups that are destroyed now
     dist.destroy_process_group()
     dist.init_process_group(
@@ -134,18 +142,41 @@ def leave_together(ranks: Ranks) -> bool:
     """
     try:
         if not dist.is_initialized():
-            _initialise(ranks, "gloo", EXIT_TIMEOUT)
+            is_new = ranks.launcher != "torchrun"  # its agent's store needs no key
+            joined = join_ranks(ranks, timeout=EXIT_TIMEOUT.total_seconds()) if is_new else ranks
+            _initialise(joined, "gloo", EXIT_TIMEOUT)
         dist.monitored_barrier(group=None if _job is None else _job.group, timeout=EXIT_TIMEOUT)
-    except (RuntimeError, TimeoutError):  # RendezvousError is a RuntimeError
+    except (RuntimeError, TimeoutError, ValueError):  # RendezvousError is a RuntimeError
         return False
     return True
 
 
+@contextmanager
+def _store_of_job(ranks: Ranks, group: dist.ProcessGroup) -> Iterator[JobStore]:
+    """Yield this rank's connection to the job's store, whose process rank 0 starts and ends. Collective."""
+    if ranks.key is None:
+        yield own_store()
+        return
+    process, address = None, ("", 0)
+    if ranks.rank == 0:
+        listener = listen_anywhere(ranks.world_size, address_to_bind(ranks))
+        host = LOOPBACK if ranks.on_one_host else ranks.master_addr
+        address = host, listener.getsockname()[1]
+        process = StoreProcess(listener, ranks.key.secret)
+    # Whoever changes this message only prevents the start: the store must prove that it knows the key.
+    address = broadcast_object(address, group=group)
+    try:
+        yield connect_to(*address, ranks.key.secret)
+    finally:
+        if process is not None:
+            process.close()
+
+
 def _initialise(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None:
-    """Connect to the store and initialise the default group. Collective over the world.
+    """Connect to torch's store and initialise the default group.
 
     torchrun's agent holds the store. Under other launchers rank 0 holds it, on the socket of the rendezvous.
-    Raises RendezvousError.
+    Collective over the world.
 
     Without a device_id torch initialises NCCL in a group's first collective, and new_group returns at once on
     a rank outside the group. With a device_id, every new_group would split the world's communicator on all
@@ -155,18 +186,22 @@ def _initialise(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None
     options = dict(rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     if ranks.launcher == "torchrun":
         dist.init_process_group(backend, init_method="env://", **options)
-        return
-    # Already done, except by a rank that exits before its rendezvous.
-    joined = join_ranks(ranks, timeout=EXIT_TIMEOUT.total_seconds())
-    listener = None if joined.listener is None else joined.listener.detach()
-    host = joined.master_addr if joined.rank > 0 else "127.0.0.1"  # a host may not resolve its own name
-    store = dist.TCPStore(
-        host,
-        joined.master_port,
-        joined.world_size,
-        is_master=joined.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
-    dist.init_process_group(backend, store=store, **options)
+    else:
+        store = dist.TCPStore(
+            ranks.master_addr if ranks.listener is None else _own_address(ranks.listener),
+            ranks.master_port,
+            ranks.world_size,
+            is_master=ranks.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=None if ranks.listener is None else ranks.listener.detach(),
+        )
+        dist.init_process_group(backend, store=store, **options)
+    if ranks.rank == 0 and ranks.key is not None:
+        ranks.key.forget()
+
+
+def _own_address(listener: socket.socket) -> str:
+    """Return an address by which this process reaches its own socket; a host may not resolve its own name."""
+    address = listener.getsockname()[0]
+    return LOOPBACK if address in ("0.0.0.0", "::") else address

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 
 from rl.config.durations import seconds_of
+from rl.runtime import session
+from rl.runtime.job_store import JobStore
 from rl.runtime.session import Job
 from rl.stopping import deadline
 from rl.stopping.signals import requested_signal
@@ -112,8 +114,8 @@ class StopRequests:
         return self._store.check([_KEY])
 
     @property
-    def _store(self) -> dist.Store:
-        return dist.distributed_c10d._get_default_store() if self._job is None else self._job.store
+    def _store(self) -> JobStore:
+        return session.job().store if self._job is None else self._job.store
 
     def record_step(self, step: float, save: float, *, unstoppable: float) -> str:
         """Record the seconds of a step without its checkpoint, and of its checkpoint (0 if none).
@@ -148,8 +150,8 @@ class StopRequests:
             return 5
         if number is not None:
             return REASONS.index(number.name)
-        if self._job is not None and self._store.check([_KEY]):
-            return int(self._store.get(_KEY))  # of any rank of the other role
+        if self._job is not None and (shared := self._store.get(_KEY)):
+            return int(shared)  # of any rank of the other role
         now = time.time()
         if self._deadline is not None and now >= self._deadline:
             return 1

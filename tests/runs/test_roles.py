@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import bounds
+from tests.intruder import assert_harmless, attacked
 from tests.records import comparable, records
 from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.toy import TRAIN, train, write_config
@@ -39,12 +40,33 @@ def assert_each_prompt_once(run: Path, consumed: int) -> None:
     assert found.is_exact and found.consumed == consumed, found.line()
 
 
-def test_lag_0_equals_the_run_without_roles(config, tmp_path):
-    correction = "rollout_correction.truncate_tokens=2"
-    train(1, config, correction, run=tmp_path / "alone")
-    train(2, config, *ROLES, "roles.lag=0", run=tmp_path / "split")
-    assert without_staleness(tmp_path / "split") == comparable(tmp_path / "alone")
-    assert_each_prompt_once(tmp_path / "split", consumed=16)
+@pytest.fixture(scope="module")
+def split(toy, tmp_path_factory) -> Path:
+    """Return the directory of an undisturbed run with roles and `roles.lag` 0."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    train(2, write_config(directory, toy), *ROLES, "roles.lag=0")
+    return directory / "run"
+
+
+def test_lag_0_equals_the_run_without_roles(config, split, tmp_path):
+    train(1, config, "rollout_correction.truncate_tokens=2", run=tmp_path / "alone")
+    assert without_staleness(split) == comparable(tmp_path / "alone")
+    assert_each_prompt_once(split, consumed=16)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_another_user_of_the_node_changes_nothing(config, split, tmp_path, launcher):
+    overrides = (*ROLES, "roles.lag=0")
+    with attacked(payload := tmp_path / "payload", [os.getpid()]) as found:
+        if launcher == "forked":
+            train(2, config, *overrides)
+        else:
+            subprocess.run([*TORCHRUN, TRAIN, "--config", config, *overrides], check=True, timeout=300)
+    assert comparable(tmp_path / "run") == comparable(split)
+    assert_harmless(found, payload)
 
 
 def test_spin_learns_from_the_samples_of_other_ranks(config):
@@ -133,9 +155,8 @@ def test_a_run_goes_on_without_a_dead_replica(config, toy, tmp_path, place, call
 def test_a_stop_of_a_generator_stops_both_roles(toy, tmp_path):
     config = write_config(tmp_path, toy, "data.prompts_per_step=32", "training.prompts_per_minibatch=8")
     overrides = (*IN_FLIGHT, "rollout.deterministic=false", "run.max_steps=30")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     process = subprocess.Popen(
-        [str(part) for part in (*launch, TRAIN, "--config", config, *overrides)],
+        [str(part) for part in (*TORCHRUN, TRAIN, "--config", config, *overrides)],
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from tests.intruder import assert_harmless, attacked
 from tests.records import comparable, records
 from tests.slurm.cluster import PATIENCE_S, TWO_NODES, status, wait_for
 from tests.spawn import ROOT
@@ -213,6 +214,23 @@ def test_trainers_beside_generators_in_one_job(cluster, config, tmp_path, kind):
     job = cluster.submit(*sizes, ROOT / "slurm" / f"{name}.sbatch", config, *roles, *in_flight, cwd=tmp_path)
     assert cluster.wait(job)["ExitCode"] == "0:0", log_of(tmp_path, f"{name}-{job}.out")
     assert [record["staleness/max"] for record in records(tmp_path / "run")] == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_another_user_of_two_nodes_changes_nothing(cluster, config, tmp_path):
+    roles = ("roles.train=0-0", "roles.rollout=1-1", "rollout_correction.truncate_tokens=2", "roles.lag=0")
+    nodes = [int(path.read_text()) for path in (cluster.lab / "run").glob("init-*.pid")]
+
+    def run(name: str) -> list[dict]:
+        own = (f"run.dir={tmp_path / name}", f"run.name={name}")
+        job = cluster.submit(*TWO_NODES, ROOT / "slurm" / "train.sbatch", config, *roles, *own, cwd=tmp_path)
+        assert cluster.wait(job)["ExitCode"] == "0:0", log_of(tmp_path, f"train-{job}.out")
+        return comparable(tmp_path / name)
+
+    with attacked(payload := tmp_path / "payload", nodes) as found:
+        disturbed = run("disturbed")
+    assert disturbed == run("undisturbed")
+    assert_harmless(found, payload)
 
 
 @pytest.mark.slow

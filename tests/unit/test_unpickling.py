@@ -1,5 +1,5 @@
-"""No file that a user may have downloaded, or a checkpoint, is ever unpickled: unpickling runs whatever the
-file says."""
+"""No file that a user may have downloaded, no checkpoint and no message of another rank is ever unpickled:
+unpickling runs whatever the bytes say."""
 
 import ast
 from collections.abc import Iterator
@@ -33,15 +33,17 @@ UNPICKLES = {
     "dist_checkpointing.load",
     "dcp.load",
     "torch.jit.load",
+    # Ranks send each other plain data (rl.runtime.plain_data); torch's functions for objects unpickle it.
+    "dist.all_gather_object",
+    "dist.broadcast_object_list",
+    "dist.gather_object",
+    "dist.scatter_object_list",
+    "dist.recv_object_list",
 }
 ALLOWED = {
-    # From the pipe of the process that started it: its own parent.
+    # From the private socket pair of the process that started it: its own parent. Answers are JSON.
     ("rl/rewards/pool/worker.py", "pickle.load"),
     ("rl/agents/worker.py", "pickle.load"),
-    # Messages between the ranks of one job, through its process groups and its store.
-    ("rl/rollout/events.py", "pickle.loads"),
-    ("rl/rollout/asks.py", "pickle.loads"),
-    ("rl/refit/link.py", "pickle.loads"),
     # Megatron's own source, compiled, in the user's cache; written and read by this user, as Python's .pyc
     # files are.
     ("rl/training/cpu_support.py", "marshal.loads"),

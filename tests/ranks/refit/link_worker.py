@@ -7,8 +7,8 @@ refits, one with a changed weight on its way, and samples from each replica. Eac
 OUT.<rank>.
 """
 
-import datetime
 import json
+import socket
 import sys
 
 import numpy as np  # noqa: E402
@@ -24,11 +24,13 @@ from rl.refit.link import Link  # noqa: E402
 from rl.rollout.turns import Sample, Segment  # noqa: E402
 from rl.runtime import session  # noqa: E402
 from rl.runtime.device import choose_device  # noqa: E402
+from rl.runtime.job_store import StoreProcess, connect_to  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
 from tests.ranks.refit.refit_worker import RANKS, PlainEngine, contents, differing, poison, rollout_config
 from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
 
-WAIT = datetime.timedelta(seconds=60)
+WAIT_S = 60
+SECRET = bytes(32)
 
 
 def train(link, config, hf, store) -> dict:
@@ -74,7 +76,7 @@ def generate(link, config, hf, store) -> dict:
     pieces = (piece for w in weights for piece in w.vllm_pieces(engine.tp, engine.rank_in_replica))
     out["needed"] = 4 * sum(volume(piece.hf_box) for piece in pieces)
     for version in (0, 1):
-        store.wait([f"computed {version}"], WAIT)
+        assert store.wait([f"computed {version}"], WAIT_S)
         poison(engine)
         if version == 1 and link.rank == link.rollout[-1]:
             link_module.transfer = damaging(engine)
@@ -117,6 +119,11 @@ def main(checkpoint: str, out: str, *cases: str) -> None:
     job = dist.TCPStore(
         RANKS.master_addr, RANKS.master_port, RANKS.world_size, RANKS.rank == 0, wait_for_workers=False
     )
+    if RANKS.rank == 0:
+        listener = socket.create_server(("127.0.0.1", 0))
+        job.set("port", str(listener.getsockname()[1]))
+        process = StoreProcess(listener, SECRET)  # ends with this one  # noqa: F841
+    own = connect_to("127.0.0.1", int(job.get("port")), SECRET)
     counts = [int(n) for n in cases[0].split(":")[0].split(",")]
     trains = RANKS.rank < counts[0]
     role = dist.PrefixStore("train" if trains else "rollout", job)
@@ -133,9 +140,10 @@ def main(checkpoint: str, out: str, *cases: str) -> None:
             refit=Refit(buffer_mib=1, check_every=1),
         )
         ranks = range(RANKS.world_size)
-        store = dist.PrefixStore(f"case {number}", job)
+        store = own.clone(f"case {number}")
         link = Link(
             store,
+            dist.PrefixStore(f"case {number}", job),
             rank=RANKS.rank,
             train=tuple(ranks[: counts[0]]),
             rollout=tuple(ranks[counts[0] :]),

@@ -34,7 +34,7 @@ from rl.rollout.events import Add, Done, Event  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import StaticQueue  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
-from rl.rollout.turns import Completion, Request  # noqa: E402
+from rl.rollout.turns import Completion, Request, Sample, Segment  # noqa: E402
 from rl.rollout.vllm_model import build_llm  # noqa: E402
 from rl.runtime.collectives import broadcast_object, gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
@@ -140,7 +140,7 @@ class Checks:
 
     def samples(self, sampling: Sampling, seed: int = 0) -> dict:
         out = self.engine.generate(PROMPTS, sampling, [seed_of(seed, i) for i in range(len(PROMPTS))])
-        return {(s.prompt, s.number): s for s in broadcast_object(out)}
+        return {(s.prompt, s.number): s for s in broadcast_object(out, types=(Sample, Segment))}
 
     @torch.no_grad()
     def logits(self, sample) -> torch.Tensor:

@@ -11,12 +11,14 @@ PROGRAM = """
     import torch.distributed as dist
 
     from rl.rollout.queue import SharedQueue
+    from rl.runtime.ranks import discover
+    from rl.runtime.session import job, session
 
     def rest(queue):
         return list(iter(queue.draw, None))
 
     def draw_all():
-        store, rank, drawn = dist.distributed_c10d._get_default_store(), dist.get_rank(), {}
+        store, rank, drawn = job().store.clone(), dist.get_rank(), {}
 
         queue = SharedQueue(40, name="race")
         drawn["race"] = rest(queue)
@@ -27,10 +29,10 @@ PROGRAM = """
         if rank == 1:
             drawn["slow"] = [queue.draw()]
             store.set("slow rank is busy", "")
-            store.wait(["fast rank is done"])
+            assert store.wait(["fast rank is done"], 60)
             drawn["slow"] += rest(queue)
         else:
-            store.wait(["slow rank is busy"])
+            assert store.wait(["slow rank is busy"], 60)
             drawn["slow"] = rest(queue)
             store.set("fast rank is done", "")
 
@@ -41,10 +43,9 @@ PROGRAM = """
         drawn["alternating"] = [one.draw(), other.draw(), one.draw(), other.draw()]
         return drawn
 
-    dist.init_process_group("gloo")
-    print(json.dumps(draw_all()))
-    dist.barrier()
-    dist.destroy_process_group()
+    with session(discover()):
+        print(json.dumps(draw_all()))
+        dist.barrier()
 """
 
 

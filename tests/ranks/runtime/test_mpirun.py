@@ -24,8 +24,10 @@ def test_two_ranks_of_a_real_mpirun(tmp_path):
     program = (
         "import dataclasses, json, sys; from rl.runtime.ranks import discover;"
         "from rl.runtime.rendezvous import join_ranks;"
-        "ranks = dataclasses.replace(join_ranks(discover()), listener=None);"
-        "open(f'{sys.argv[1]}/{ranks.rank}', 'w').write(json.dumps(dataclasses.asdict(ranks)))"
+        "ranks = join_ranks(discover());"
+        "plain = dataclasses.asdict(dataclasses.replace(ranks, listener=None, key=None));"
+        "plain['key'] = ranks.key.secret.hex();"
+        "open(f'{sys.argv[1]}/{ranks.rank}', 'w').write(json.dumps(plain))"
     )
     others = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in others}
@@ -39,3 +41,4 @@ def test_two_ranks_of_a_real_mpirun(tmp_path):
         assert (ranks["world_size"], ranks["local_world_size"], ranks["launcher"]) == (2, 2, "mpi")
         assert ranks["master_addr"] == "127.0.0.1"
     assert first["master_port"] == second["master_port"] > 1024
+    assert first["key"] == second["key"] and len(first["key"]) == 64

@@ -1,5 +1,6 @@
 """The meeting of a step's ranks, as processes on this host with the variables that Slurm sets."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,9 +11,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from rl.runtime import rendezvous
+from rl.runtime.job_key import key_from
 from rl.runtime.ranks import discover
 from rl.runtime.rendezvous import (
+    CANDIDATES,
     FIRST_PORT,
+    MAX_UNPROVEN,
     NUM_PORTS,
     candidate_ports,
     listen,
@@ -21,6 +25,7 @@ from rl.runtime.rendezvous import (
 )
 from tests.spawn import ROOT
 
+KEY = "the key of the jobs of these tests"
 PROGRAM = """
 import json
 from rl.runtime.ranks import discover
@@ -48,6 +53,7 @@ def step(job, rank, *, world=4, nodes="node[1-2]", tasks="2(x2)", **more):
         "SLURM_STEP_TASKS_PER_NODE": tasks,
         "SLURMD_NODENAME": f"node{node + 1}",
         "MASTER_ADDR": "127.0.0.1",
+        "LOCKSTEP_JOB_KEY": KEY,
         **more,
     }
 
@@ -81,18 +87,14 @@ def meeting(job, ranks=range(4), **more):
 # Ports --------------------------------------------------------------------------------------------------
 
 
-def ports(job, step_id="0"):
-    return candidate_ports({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step_id)})
+def ports(job, step_id="0", restart=0):
+    return candidate_ports(f"{job}.{step_id}.{restart}", key_from({"LOCKSTEP_JOB_KEY": KEY}).secret)
 
 
-def test_first_candidates_of_neighbouring_jobs_and_steps_differ():
-    first = [ports(job, step_id)[0] for job in range(71230, 71260) for step_id in range(20)]
-    assert len(set(first)) == len(first)
-
-
-def test_jobs_with_one_first_candidate_have_other_ones():
-    one, other = ports(5), ports(5 + NUM_PORTS)  # 7 * NUM_PORTS is a whole number of turns
-    assert one[0] == other[0] and not set(one[1:]) & set(other[1:])
+def test_ports_follow_from_the_key_and_the_attempt():
+    assert len({tuple(ports(job, step_id)) for job in range(71230, 71260) for step_id in range(20)}) == 600
+    other = candidate_ports("71230.0.0", bytes(32))
+    assert len(set(other)) == CANDIDATES and not set(other) <= set(ports(71230))
 
 
 def test_candidates_are_neither_privileged_nor_ephemeral():
@@ -112,8 +114,8 @@ def test_ports_of_this_hosts_ephemeral_range_are_left_out(monkeypatch):
 
 
 def test_a_free_port_stays_taken_from_its_probing_on():
-    with listen_anywhere(1) as listener:
-        assert listen([listener.getsockname()[1]], 1) is None
+    with listen_anywhere(1, "127.0.0.1") as listener:
+        assert listen([listener.getsockname()[1]], 1, "127.0.0.1") is None
 
 
 # Meetings -----------------------------------------------------------------------------------------------
@@ -123,16 +125,16 @@ def test_ranks_meet_at_the_first_candidate():
     assert answers(meeting(4211)) == [[rank, ports(4211)[0]] for rank in range(4)]
 
 
-def test_jobs_and_a_stranger_on_the_same_ports_do_not_collide():
-    """Job 9 holds its first port when job 9 + NUM_PORTS comes to it; what listens on that job's next port
-    never answers."""
-    with socket.create_server(("", ports(9 + NUM_PORTS)[1])):
-        both = meeting(9) + meeting(9 + NUM_PORTS)
-        met = answers(both)
-    first, second = {port for _, port in met[:4]}, {port for _, port in met[4:]}
-    assert first != second and len(first) == len(second) == 1
-    assert ports(9 + NUM_PORTS)[1] not in first | second
-    assert [rank for rank, _ in met] == [*range(4), *range(4)]
+def test_jobs_and_a_stranger_on_the_same_port_do_not_collide():
+    """Two jobs have one MASTER_PORT; on it the second finds the first job, and a stranger never answers."""
+    with socket.create_server(("127.0.0.1", ports(9)[0])), socket.create_server(("", ports(9)[1])):
+        met = answers(meeting(9))
+    assert met == [[rank, ports(9)[2]] for rank in range(4)]
+    given = ports(10)[0]
+    first = start(step(11, 0, MASTER_PORT=str(given)))
+    lost = start(step(12, 1, MASTER_PORT=str(given), LOCKSTEP_JOIN_TIMEOUT="4"))
+    assert "did not open" in answers([lost])[0][0]
+    assert answers([first, *meeting(11, ranks=[1, 2, 3], MASTER_PORT=str(given))])[3] == [3, given]
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_node():
@@ -162,10 +164,13 @@ def test_a_rank_of_an_earlier_attempt_is_no_rank_of_this_one():
     assert "rank 3 of 4 did not come" in said[1][0] and "did not open" in said[0][0]
 
 
-def test_a_silent_or_closed_client_delays_nobody():
+def test_clients_without_the_key_take_no_place_and_delay_nobody():
     first = start(step(81, 0))
-    address = ("127.0.0.1", ports(81)[0])
-    for word in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 600):
+    address, callers = ("127.0.0.1", ports(81)[0]), []
+    place = json.dumps(["81.0.0", 3, "node2"]).encode() + b"\n"
+    old = b'lockstep 81.0.0\t[3, "node2"]\n'
+    silent = [b""] * (MAX_UNPROVEN + 20)
+    for word in (*silent, b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 600, old, bytes(64) + place):
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -173,11 +178,15 @@ def test_a_silent_or_closed_client_delays_nobody():
                 break
             except ConnectionRefusedError:
                 assert time.monotonic() < deadline
-        caller.sendall(word)
-        if word:
-            caller.close()
+        callers.append(caller)
+        with contextlib.suppress(ConnectionError):
+            caller.sendall(word)
+            if word:
+                caller.shutdown(socket.SHUT_WR)
+                assert len(caller.makefile("rb").read()) == 32  # a question, and no answer
     met = answers([first, *meeting(81, ranks=[1, 2, 3])])
-    caller.close()
+    for caller in callers:
+        caller.close()
     assert met == [[rank, ports(81)[0]] for rank in range(4)]
 
 
@@ -204,6 +213,6 @@ def test_without_a_launcher_the_port_is_any_free_one():
 
 
 def test_a_port_given_in_the_batch_script_counts():
-    with listen_anywhere(1) as listener:
+    with listen_anywhere(1, "127.0.0.1") as listener:
         given = listener.getsockname()[1]
     assert answers(meeting(83, MASTER_PORT=str(given))) == [[rank, given] for rank in range(4)]

@@ -12,9 +12,12 @@ from rl.stopping.signals import requested_signal, expect_signals
 expect_signals()
 import torch.distributed as dist
 
+from rl.runtime.ranks import discover
+from rl.runtime.session import session
 from rl.stopping.requests import StopRequests
 
-dist.init_process_group("gloo")
+started = session(discover())
+started.__enter__()
 rank, run = dist.get_rank(), Path(sys.argv[1])
 out = {}
 
@@ -32,7 +35,7 @@ def seen(stop, deadline=60.0):
 TAIL = """
 dist.barrier()
 print(json.dumps(out))
-dist.destroy_process_group()
+started.__exit__(None, None, None)
 """
 
 

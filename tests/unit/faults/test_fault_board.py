@@ -3,14 +3,14 @@ import torch
 import torch.distributed as dist
 
 from rl.faults.fault_board import FailedElsewhere, Fault, FaultBoard, may_be_secondary
+from rl.runtime.job_store import StoreError, own_store
 
 
 @pytest.fixture
 def boards():
-    """The boards of three ranks; the first rank holds the store."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield [FaultBoard(dist.PrefixStore("default_pg", store)) for _ in range(3)]
-    del store  # keeps the server alive until here
+    """The boards of three ranks."""
+    store = own_store()
+    return [FaultBoard(store) for _ in range(3)]
 
 
 def test_all_ranks_read_the_first_fault(boards):
@@ -37,6 +37,7 @@ def test_errors_that_another_ranks_end_may_cause():
         dist.DistBackendError("NCCL communicator was aborted on rank 3"),
         ConnectionResetError("Connection reset by peer"),
         FailedElsewhere("rank 1 failed: NameError: x"),
+        StoreError("lost the connection to the job's store"),
     ):
         assert may_be_secondary(error), error
     for error in (

@@ -1,14 +1,13 @@
 """Owners of groups, and replicas that a run goes on without."""
 
-import torch.distributed as dist
-
 from rl.rollout.claims import Claims
+from rl.runtime.job_store import own_store
 from rl.runtime.living import LivingReplicas
 
 
 def make(least: int = 1, num_replicas: int = 3):
     """Return the living replicas, of two ranks each after one trainer, and the claims of each replica."""
-    store = dist.HashStore()
+    store = own_store()
     living = LivingReplicas(store, [range(1 + 2 * n, 3 + 2 * n) for n in range(num_replicas)], least=least)
     assert living.leave_out([1]) == []  # the collectives of the start-up need all ranks
     living.release()

@@ -165,7 +165,7 @@ def test_a_heterogeneous_job_is_one_world():
     assert [place(r) for r in all_ranks] == [(0, 0, 2), (1, 1, 2), (2, 0, 2), (3, 1, 2), (4, 0, 1), (5, 0, 1)]
     assert {(ranks.world_size, ranks.master_addr) for ranks in all_ranks} == {(6, "node3")}
     of_generators = discover(slurm_step(0, 0, 0, tasks="1", num_tasks=1, nodes="node2", **job))
-    assert (of_generators.master_addr, of_generators.local_world_size) == ("node2", 1)
+    assert (of_generators.master_addr, of_generators.local_world_size) == ("127.0.0.1", 1)
     shared = job | {"SLURM_JOB_NODELIST_HET_GROUP_1": "node3"}
     with pytest.raises(ValueError, match="share a node"):
         discover(slurm_step(0, 0, 0, tasks="3", num_tasks=3, nodes="node3", **shared))
