@@ -190,9 +190,9 @@ def _silence(directory: Path) -> float:
 
 
 def _changes(path: Path, seconds: float) -> bool:
-    """Return whether the content of a file changes within this time, by this process's clock."""
+    """Return whether the content of a file, if it exists, changes within this time by this host's clock."""
     deadline, first = time.monotonic() + seconds, _read(path)
-    while time.monotonic() < deadline:
+    while first is not None and time.monotonic() < deadline:
         time.sleep(min(0.5, seconds))
         if _read(path) != first:
             return True

@@ -275,7 +275,7 @@ class Trackio:
         self._run.finish()
 
 
-def followers(config: Config, fence: Callable[[], None]) -> list[TrackerThread]:
+def followers(config: Config, fence: Callable[[], None] = lambda: None) -> list[TrackerThread]:
     """Return the trackers of a run, not yet started. fence: as in `TrackerThread`."""
     chosen = config.logging
     found: list[Tracker] = []
