@@ -132,7 +132,7 @@ def watched_run(config, points, ranks, device) -> int:
     from rl.config.options import ConfigError
     from rl.engines.inputs import Inputs
     from rl.faults.agreement import agree_on_config, agree_on_table, fail_together
-    from rl.faults.lock import is_of_another, make_run_directory
+    from rl.faults.lock import check_lock, is_of_another, make_run_directory
     from rl.faults.watchdog import Watchdog
     from rl.run_directory.record import code_hashes
     from rl.run_directory.status import Status
@@ -176,6 +176,7 @@ def watched_run(config, points, ranks, device) -> int:
 
             code = run(config, inputs, device, watchdog)
             tracing.finish()
+        check_lock(lock)
         if watchdog.living is not None:
             if not watchdog.living.meet(ranks.rank, ranks.world_size):
                 watchdog.close()

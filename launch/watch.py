@@ -106,22 +106,23 @@ class RunFiles:
             self._view.record(record["training/global_step"], record)
 
     def _read_heartbeats(self) -> None:
-        directory, now = self.directory / "heartbeat", time.time()
+        # Seconds are those at the heartbeat: the clock of its host may differ from this one's.
+        directory, now = self.directory / "heartbeat", time.monotonic()
         first = _read(directory / "rank_0.json")
         if first is None:
             return
         phase = first["phase"]
-        self._view.phase = Phase(phase, now - first["since"], timing=TIMINGS.get(phase, phase))
+        self._view.phase = Phase(phase, first["phase_s"], timing=TIMINGS.get(phase, phase))
         if now - self._read_at >= HEARTBEATS_S:
             self._read_at = now
             self._heartbeats = [_read(path) for path in sorted(directory.glob("rank_*.json"))]
         self._view.hosts = {each["rank"]: each["host"] for each in self._heartbeats if each is not None}
         working = [each for each in self._heartbeats if each is not None and not each["waits"]]
         if working:
-            slow = min(working, key=lambda each: each["since"])
+            slow = max(working, key=lambda each: each["phase_s"])
             self._view.note = (
                 f"slowest now: rank {slow['rank']} on {slow['host']}, in {slow['phase']} "
-                f"for {duration(now - slow['since'])}"
+                f"for {duration(slow['phase_s'])}"
             )
 
 
@@ -129,6 +130,6 @@ def _read(path: Path) -> dict | None:
     """Return the content of a heartbeat, None if the file is missing or has another form."""
     try:
         record = json.loads(path.read_text())
-        return record if {"phase", "since", "waits", "rank", "host"} <= record.keys() else None
+        return record if {"phase", "phase_s", "waits", "rank", "host"} <= record.keys() else None
     except (OSError, ValueError):
         return None

@@ -1,9 +1,10 @@
 """A process that has imported what ranks import and forks them: a rank starts at once, not after ten seconds.
 
 tests/spawn.py starts it, once per session. It reads one JSON object per line and answers each with one
-line: {"start": {...}} forks a rank and returns its pid; {"poll": [pid, ...]} returns the ranks' exit codes,
-null while they run. When its input ends, it kills the ranks that still run and exits. It must never start a
-thread or a process group: forked ranks would inherit their locks and sockets, but not the threads.
+line: {"start": {...}} forks a rank and returns its pid, or a text if its files cannot be opened;
+{"poll": [pid, ...]} returns the ranks' exit codes, null while they run. When its input ends, it kills the
+ranks that still run and exits. It must never start a thread or a process group: forked ranks would inherit
+their locks and sockets, but not the threads.
 
 Forked ranks cannot test three things: the order of imports, variables that libraries read on import, and a
 different hash seed on each rank. tests/runs/test_launchers.py and tests/slurm start interpreters for these.
@@ -62,22 +63,28 @@ def fork_rank(
     stderr: str,
     answers: int,
 ) -> int:
-    """Fork a rank that runs `python script *arguments` in its own session; return its pid."""
+    """Fork a rank that runs `python script *arguments` in its own session; return its pid.
+
+    The session and its files are open when this returns, so that the caller may kill the rank and remove
+    them at any later time. Raises OSError if a file cannot be opened.
+    """
+    files = ((os.devnull, os.O_RDONLY), (stdout, os.O_WRONLY), (stderr, os.O_WRONLY))
+    opened = [os.open(path, flags) for path, flags in files]
+    has_begun, begins = os.pipe()
     pid = os.fork()
     if pid:
+        os.close(begins)
+        os.read(has_begun, 1)  # returns when the rank closes its end
+        for file in (*opened, has_begun):
+            os.close(file)
         return pid
     code = 1
     try:
         os.setsid()
-        os.close(answers)
-        for descriptor, path, flags in (
-            (0, os.devnull, os.O_RDONLY),
-            (1, stdout, os.O_WRONLY),
-            (2, stderr, os.O_WRONLY),
-        ):
-            opened = os.open(path, flags)
-            os.dup2(opened, descriptor)
-            os.close(opened)
+        for descriptor, file in enumerate(opened):
+            os.dup2(file, descriptor)
+        for file in (*opened, answers, has_begun, begins):
+            os.close(file)
         os.chdir(directory)
         os.environ.clear()
         os.environ.update(environ)
@@ -110,6 +117,34 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
     return 0
 
 
+class Ranks:
+    """The ranks that this process has forked."""
+
+    def __init__(self) -> None:
+        self.running: set[int] = set()
+        self.codes: dict[int, int] = {}
+        """Exit codes of ranks that have ended, by pid."""
+
+    def start(self, start: dict, answers: int) -> int | str:
+        """Fork a rank; return its pid, or why there is none."""
+        try:
+            pid = fork_rank(**start, answers=answers)
+        except OSError as error:
+            return str(error)
+        self.codes.pop(pid, None)  # of an earlier rank: the system uses numbers again
+        self.running.add(pid)
+        return pid
+
+    def poll(self, pids: Sequence[int]) -> list[int | None]:
+        """Return the exit codes of these ranks, None for one that runs."""
+        for pid in self.running.intersection(pids):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self.running.remove(pid)
+                self.codes[pid] = os.waitstatus_to_exitcode(status)
+        return [self.codes.get(pid) for pid in pids]
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with the answers
@@ -120,26 +155,17 @@ def main() -> None:
     gc.freeze()  # ranks need not look at these objects, and their pages stay shared
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"imports started {threads - 1} threads, which forked ranks would lack"
-    running: set[int] = set()
-    codes: dict[int, int] = {}
+    ranks = Ranks()
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         if start := request.get("start"):
             start["environ"] = changed | start["environ"]
-            answer: object = fork_rank(**start, answers=answers.fileno())
-            running.add(answer)
-            codes.pop(answer, None)  # of an earlier rank with the same number
+            answer: object = ranks.start(start, answers.fileno())
         else:
-            for pid in request["poll"]:
-                if pid in running:
-                    ended, status = os.waitpid(pid, os.WNOHANG)
-                    if ended:
-                        running.remove(pid)
-                        codes[pid] = os.waitstatus_to_exitcode(status)
-            answer = [codes.get(pid) for pid in request["poll"]]
+            answer = ranks.poll(request["poll"])
         print(json.dumps(answer), file=answers, flush=True)
-    for pid in running:
+    for pid in ranks.running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 

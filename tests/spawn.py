@@ -160,7 +160,7 @@ class _Started(_Rank):
 class _Forked(_Rank):
     def start(self, command: list[str], env: dict[str, str]) -> None:
         script, *arguments = command
-        self.pid = _ask_fork_server(
+        answer = _ask_fork_server(
             start=dict(
                 script=script,
                 arguments=arguments,
@@ -170,6 +170,9 @@ class _Forked(_Rank):
                 stderr=str(self.stderr),
             )
         )
+        if not isinstance(answer, int):
+            raise RuntimeError(f"tests/fork_server.py could not start rank {env['RANK']}: {answer}")
+        self.pid = answer
 
     def poll(self) -> int | None:
         (code,) = _ask_fork_server(poll=[self.pid])

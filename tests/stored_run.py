@@ -81,10 +81,15 @@ def save_run(run: Path, *, steps: int = 3, lr: float = 0.1, agents: bool = False
         for step in range(1, steps + 1)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    for mark, rate in (("", lr), ("-after-step-1", lr / 2)):
+    for mark, rate, time in (("", lr, 90.0), ("-after-step-1", lr / 2, 101.5)):
         config = f"run: {{name: {run.name}}}\ntraining: {{optimizer: {{lr: {rate}}}}}\n"
         (run / f"config{mark}.yaml").write_text(config)
-        (run / f"environment{mark}.json").write_text('{"world_size": 2, "host": "node1"}')
+        facts = {"world_size": 2, "host": "node1", "time": time}
+        (run / f"environment{mark}.json").write_text(json.dumps(facts))
+    (run / "errors").mkdir()
+    (run / "errors" / "rank_1.txt").write_text(
+        "rank 1 (node1) in update of step 3 at 1970-01-01T00:03:10+00:00\nValueError: on fire\n"
+    )
     status = {"state": "failed", "step": steps, "reason": "rank 1 failed in update", "job": "", "time": 200.0}
     (run / "status.json").write_text(json.dumps(status))
     save_rollouts(run, steps, agents=agents)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,10 +15,14 @@ MAX_FILE_BYTES = 4 << 30
 """Maximum size of one safetensors file, in bytes; rank 0 needs about this much memory."""
 
 
-def export_hf(trainer: TrainingEngine, source: str, target: str) -> None:
+def export_hf(
+    trainer: TrainingEngine, source: str, target: str, *, fence: Callable[[], None] = lambda: None
+) -> None:
     """Write the trainer's weights to `target`, with config and tokenizer files of the checkpoint `source`.
 
     Collective over the world; rank 0 writes. The directory gets its name when it is complete.
+
+    fence: called on rank 0 before files are written or replaced; an exception from it ends the export.
     """
     writes = dist.get_rank() == 0
     final, partial = Path(target), Path(target + ".partial")
@@ -26,10 +31,12 @@ def export_hf(trainer: TrainingEngine, source: str, target: str) -> None:
     pending: dict[str, torch.Tensor] = {}
     pending_bytes = total_bytes = 0
     if writes:
+        fence()
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 
     def flush():
+        fence()
         name = f"model-{len(files) + 1:05d}.safetensors"
         save_file(pending, partial / name, metadata={"format": "pt"})
         files.append(name)
@@ -48,6 +55,7 @@ def export_hf(trainer: TrainingEngine, source: str, target: str) -> None:
         flush()
         _name_files(partial, files, index, total_bytes)
         _copy_config(Path(source), partial, trainer.weight_map.dtype)
+        fence()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
     dist.barrier()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,14 +14,16 @@ from rl.training.engine import TrainingEngine
 from rl.training.weights import full_weights
 
 
-def export_peft(trainer: TrainingEngine, source: str, target: str) -> None:
+def export_peft(
+    trainer: TrainingEngine, source: str, target: str, *, fence: Callable[[], None] = lambda: None
+) -> None:
     """Write the trainer's adapters, relative to the checkpoint `source`, to the directory `target`.
 
     With PiSSA the model's W is the original one less scale * B0 A0. The adapters that are written have twice
     the rank, [B, -B0] [A; A0], so that they belong to the original W.
 
     Collective over the world; rank 0 writes, and needs memory for all adapters. The directory gets its name
-    when it is complete.
+    when it is complete. fence: as in `export_hf`.
     """
     assert trainer.adapter is not None and trainer.adapter_map is not None, "the model has no adapters"
     final, partial = Path(target), Path(target + ".partial")
@@ -35,6 +38,7 @@ def export_peft(trainer: TrainingEngine, source: str, target: str) -> None:
         elif writes and ".lora_B." in name:
             tensors[name] = torch.cat((tensors[name], -tensor.cpu()), dim=1)
     if writes:
+        fence()
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         save_file(tensors, partial / TENSORS, metadata={"format": "pt"})
@@ -46,6 +50,7 @@ def export_peft(trainer: TrainingEngine, source: str, target: str) -> None:
             source=source,
         )
         (partial / CONFIG).write_text(json.dumps(config, indent=2))
+        fence()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
     dist.barrier()

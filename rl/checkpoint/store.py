@@ -81,8 +81,8 @@ class CheckpointStore:
     def __init__(self, config: Config, *, fence: Callable[[], None] = lambda: None):
         """Open the store of the config's run directory.
 
-        fence: called on rank 0 before a save begins and before its commit; an exception from it ends the
-        save.
+        fence: called on rank 0 before a save begins, is committed or is given up; an exception from it ends
+        the save.
         """
         self.config, self._fence = config, fence
         self.directory = Path(config.run.dir, "checkpoints")
@@ -186,18 +186,24 @@ class CheckpointStore:
         everyone = gather_objects((mine, shutil.disk_usage(self.directory).free))
         needed, free = sum(size for size, _ in everyone), min(free for _, free in everyone)
         if needed > free:
-            save.give_up()
+            self._give_up(save)
             raise ConfigError(
                 f"the checkpoint of step {save.step} needs {needed / GIB:.3f} GiB, but {self.directory} has "
                 f"{free / GIB:.3f} GiB free. {self._advice()}"
             )
+
+    def _give_up(self, save: "_Save") -> None:
+        with fail_together():
+            if dist.get_rank() == 0:
+                self._fence()
+        save.give_up()
 
     def _complete(self, save: "_Save") -> None:
         """Commit the directory as the newest checkpoint, and apply retention."""
         everyone = gather_objects((save.written, save.problem), types=(Written,))
         for rank, (_, problem) in enumerate(everyone):
             if problem is not None:
-                save.give_up()
+                self._give_up(save)
                 raise ConfigError(
                     f"the checkpoint of step {save.step} could not be written by rank {rank}: {problem}. "
                     f"{self._advice()}"

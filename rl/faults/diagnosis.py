@@ -14,22 +14,22 @@ class Diagnosis:
     """The property that distinguishes those ranks from the others."""
 
 
-def lost_ranks(heartbeats: list[Heartbeat | None], now: float, silent_s: float) -> list[int]:
-    """Return ranks that have ended, or whose heartbeat is more than `silent_s` older than `now`."""
+def lost_ranks(heartbeats: list[Heartbeat | None], silent_s: float) -> list[int]:
+    """Return ranks that have ended, or whose heartbeat has not changed for more than `silent_s`."""
     return [
         rank
         for rank, beat in enumerate(heartbeats)
-        if beat is not None and (beat.process.is_gone() or now - beat.time > silent_s)
+        if beat is not None and (beat.process.is_gone() or beat.silent_s > silent_s)
     ]
 
 
-def diagnose(heartbeats: list[Heartbeat | None], now: float, silent_s: float) -> Diagnosis:
+def diagnose(heartbeats: list[Heartbeat | None], silent_s: float) -> Diagnosis:
     """Return the ranks for which the others wait.
 
     Precedence: lost ranks, ranks that are behind the others of their role in the program, ranks that do not
     wait while others do.
     """
-    if lost := lost_ranks(heartbeats, now, silent_s):
+    if lost := lost_ranks(heartbeats, silent_s):
         return Diagnosis(tuple(lost), "ended, or held by native code")
     present = [beat for beat in heartbeats if beat is not None]
     furthest: dict[str, int] = {}
@@ -44,16 +44,11 @@ def diagnose(heartbeats: list[Heartbeat | None], now: float, silent_s: float) ->
 
 
 def summarize(
-    heartbeats: list[Heartbeat | None],
-    diagnosis: Diagnosis,
-    now: float,
-    silent_s: float,
-    *,
-    max_shown: int = 4,
+    heartbeats: list[Heartbeat | None], diagnosis: Diagnosis, silent_s: float, *, max_shown: int = 4
 ) -> str:
     """Return one line: the ranks at fault and their phases, then the phases of the ranks that wait."""
     shown = [
-        _describe(beat, now, silent_s)
+        _describe(beat, silent_s)
         for rank in diagnosis.at_fault[:max_shown]
         if (beat := heartbeats[rank]) is not None
     ]
@@ -69,19 +64,17 @@ def summarize(
     return f"{text} ({diagnosis.reason})" + (f"; waiting: {waiting}" if waiting else "")
 
 
-def _describe(beat: Heartbeat, now: float, silent_s: float) -> str:
+def _describe(beat: Heartbeat, silent_s: float) -> str:
     """Return 'rank 1 (node2) in score of step 3 for 612 s at reward.py:12 score', or its last heartbeat."""
-    if now - beat.time > silent_s or beat.process.is_gone():
-        return last_heartbeat(beat, now)
+    if beat.silent_s > silent_s or beat.process.is_gone():
+        return last_heartbeat(beat)
     at = f" at {beat.at}" if beat.at else ""
-    return f"rank {beat.rank} ({beat.process.host}) in {beat.label} for {now - beat.since:.0f} s{at}"
+    return f"rank {beat.rank} ({beat.process.host}) in {beat.label} for {beat.phase_s + beat.age_s:.0f} s{at}"
 
 
-def last_heartbeat(beat: Heartbeat, now: float) -> str:
+def last_heartbeat(beat: Heartbeat) -> str:
     """Return 'rank 1 (node2), last heartbeat 90 s ago in score of step 3'."""
-    return (
-        f"rank {beat.rank} ({beat.process.host}), last heartbeat {now - beat.time:.0f} s ago in {beat.label}"
-    )
+    return f"rank {beat.rank} ({beat.process.host}), last heartbeat {beat.age_s:.0f} s ago in {beat.label}"
 
 
 def _ranks(heartbeats: list[Heartbeat], place: tuple[str, str], max_shown: int = 8) -> str:

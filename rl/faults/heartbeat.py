@@ -7,7 +7,7 @@ other.
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,8 @@ from rl.faults.phase_tracker import WAITS, PhaseTracker, phase_label
 from rl.faults.process import GIB, Process, process_from, resident_bytes, this_process
 
 DIRECTORY = "heartbeat"
+BY_READER = ("silent_s", "age_s")
+"""Fields of a heartbeat that its reader fills."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,12 @@ class Heartbeat:
     step: int
     number: int
     """Number of phase entries so far, as in `PhaseEntry`."""
-    since: float
-    """Unix time at which the rank entered this phase."""
+    phase_s: float
+    """Seconds since the rank entered this phase."""
     time: float
-    """Unix time of this heartbeat."""
+    """Unix time of this heartbeat by the clock of the rank's host, for people."""
+    clock: float
+    """time.monotonic() of this heartbeat, which is comparable on the same host until it reboots."""
     at: str
     """Innermost frame of the main thread outside of libraries: 'file:line function'."""
     waits: bool
@@ -45,6 +49,10 @@ class Heartbeat:
     """As in `PhaseEntry`."""
     role: str = ""
     """Role and replica of the rank; `number` is comparable among ranks with the same one."""
+    silent_s: float = 0.0
+    """Seconds since its reader first found this content; not in the file."""
+    age_s: float = 0.0
+    """Seconds since it was written if reader and rank are on one host, else `silent_s`; not in the file."""
 
     @property
     def label(self) -> str:
@@ -73,8 +81,9 @@ class HeartbeatWriter:
             step=entry.step,
             detail=entry.detail,
             number=entry.number,
-            since=entry.since,
+            phase_s=round(entry.seconds, 3),
             time=time.time(),
+            clock=time.monotonic(),
             at=at,
             waits=waits or entry.phase in WAITS,
             host_memory_gib=round(resident_bytes() / GIB, 3),
@@ -86,6 +95,8 @@ class HeartbeatWriter:
         """Replace the file in one rename, so that a reader sees the old content or the new one."""
         record = asdict(self.measure())
         record |= record.pop("process")
+        for name in BY_READER:
+            del record[name]
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps(record, indent=1) + "\n")
         partial.replace(self._path)
@@ -100,11 +111,34 @@ def read_heartbeat(run_dir: str, rank: int) -> Heartbeat | None:
     try:
         record = json.loads(heartbeat_path(run_dir, rank).read_text())
         process = process_from(record)
-        values = {name: record[name] for name in Heartbeat.__dataclass_fields__ if name != "process"}
+        fields = Heartbeat.__dataclass_fields__.keys() - {"process", *BY_READER}
+        values = {name: record[name] for name in fields}
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return Heartbeat(process=process, **values)
 
 
-def read_heartbeats(run_dir: str, world_size: int) -> list[Heartbeat | None]:
-    return [read_heartbeat(run_dir, rank) for rank in range(world_size)]
+class HeartbeatReader:
+    """Reads the heartbeats of all ranks, and measures how long each has not changed by its own clock.
+
+    Clocks of hosts may differ by minutes, so no time that another host wrote is compared with this one's.
+    """
+
+    def __init__(self, run_dir: str, world_size: int):
+        self._run_dir = run_dir
+        self._found: list[tuple[Heartbeat, float] | None] = [None] * world_size
+        """The last content of each file, and when it was first found."""
+
+    def read(self) -> list[Heartbeat | None]:
+        return [self._read(rank) for rank in range(len(self._found))]
+
+    def _read(self, rank: int) -> Heartbeat | None:
+        beat, now = read_heartbeat(self._run_dir, rank), time.monotonic()
+        if beat is None:
+            return None
+        known = self._found[rank]
+        if known is None or known[0] != beat:
+            self._found[rank] = known = beat, now
+        silent_s = now - known[1]
+        age_s = now - beat.clock if beat.process.shares_clock() else silent_s
+        return replace(beat, silent_s=silent_s, age_s=age_s)

@@ -3,7 +3,7 @@
 Two jobs in one directory would overwrite each other's checkpoints and metrics while each looks healthy. The
 lock names the process that holds it. A process takes it by linking a complete file to the lock's name, which
 only one process can do, also on NFS. A lock whose run has ended is taken over. If a run was taken over by
-mistake (its host hung for minutes), `RunLock.is_held` reports that before the run writes again.
+mistake (its host hung for minutes), `check_lock` ends it before it writes again.
 """
 
 import json
@@ -22,6 +22,7 @@ from rl.config.schema import Config
 from rl.faults import heartbeat
 from rl.faults.heartbeat import heartbeat_path
 from rl.faults.process import process_from, this_process
+from rl.run_directory.status import FILE_NAME as STATUS
 
 FILE_NAME = "lock.json"
 
@@ -44,11 +45,12 @@ class RunLock:
     token: str
 
     @classmethod
-    def take(cls, directory: Path, *, silent_s: float) -> "RunLock":
+    def take(cls, directory: Path, *, silent_s: float, watch_s: float = 0.0) -> "RunLock":
         """Take the directory's lock; replace a stale one.
 
         silent_s: seconds without a heartbeat after which a run on another host counts as ended, if Slurm has
-        no answer.
+        no answer. watch_s: seconds for which its heartbeat must then not change either, because the dates of
+        files may come from a host with a wrong clock.
         Raises ValueError, which names host, pid and job, if a live run holds the lock.
         """
         path, token = directory / FILE_NAME, uuid.uuid4().hex
@@ -56,37 +58,46 @@ class RunLock:
         mine.write_text(json.dumps(_record(token), indent=1) + "\n")
         try:
             if not _link(mine, path):
-                _replace_stale(mine, path, silent_s)
+                _replace_stale(mine, path, silent_s, watch_s)
         finally:
             mine.unlink(missing_ok=True)
         return cls(path, token)
 
     def is_held(self) -> bool:
-        """Return whether this run still holds the lock. Check before replacing or removing files there."""
-        return (_read(self.path) or {}).get("token") == self.token
+        """Return whether this run still holds the lock. A lock that cannot be read counts as held."""
+        owner = _read(self.path)
+        return owner is not None and owner.get("token", self.token) == self.token
 
     def release(self) -> None:
-        if self.is_held():
+        if (_read(self.path) or {}).get("token") == self.token:
             self.path.unlink(missing_ok=True)  # watchdog and main thread may both end this process
 
 
-def check_lock(lock: RunLock | None) -> None:
-    """Raise LockLost if this run no longer holds the lock. None, as on ranks other than 0, passes."""
-    if lock is not None and not lock.is_held():
-        owner = _read(lock.path)
-        state = f"is now that of {_name(owner)}" if owner else "has no lock any more"
-        raise LockLost(
-            f"{lock.path.parent} {state}: this run was considered dead, and ends before it writes there."
-        )
+def check_lock(*locks: RunLock | None) -> None:
+    """Raise LockLost if this run no longer holds these locks. None, as on ranks other than 0, passes.
+
+    Call it before any write that could replace or extend a file of another run.
+    """
+    for lock in locks:
+        if lock is not None and not lock.is_held():
+            raise LockLost(loss_of(lock.path.parent))
+
+
+def loss_of(directory: Path) -> str:
+    """Return the sentence with which a run ends that was taken over; it names the holder of the lock."""
+    owner = _read(directory / FILE_NAME)
+    state = f"is now that of {_name(owner)}" if owner else "was released or taken over, and no run holds it"
+    return f"{directory} {state}: this run was considered dead, and ends before it writes there."
 
 
 def is_of_another(run_dir: str, token: str) -> bool:
-    """Return whether the directory is locked with another token.
+    """Return whether a start with another token holds the directory, or held it last.
 
-    A released lock belongs to no run.
+    The status names the last start if the lock is released. A file that cannot be read names none.
     """
     owner = _read(Path(run_dir, FILE_NAME))
-    return owner is not None and owner.get("token") != token
+    key, found = ("start", _read(Path(run_dir, STATUS))) if owner is None else ("token", owner)
+    return (found or {}).get(key, "") not in ("", token)
 
 
 def _record(token: str) -> dict[str, Any]:
@@ -103,18 +114,19 @@ def _link(source: Path, path: Path) -> bool:
     try:
         os.link(source, path)
     except FileExistsError:
-        return False
+        # An NFS client repeats a request whose answer was lost, and then finds its own link.
+        return path.exists() and source.samefile(path)
     return True
 
 
-def _replace_stale(mine: Path, path: Path, silent_s: float) -> None:
+def _replace_stale(mine: Path, path: Path, silent_s: float, watch_s: float) -> None:
     """Replace a stale lock by `mine`. Raise ValueError if the lock is not stale, or another run is faster."""
     owner = _read(path)
     if owner is None:  # released meanwhile
         if _link(mine, path):
             return
         owner = _read(path) or {}
-    reason = _why_stale(owner, path.parent, silent_s)
+    reason = _why_stale(owner, path.parent, silent_s, watch_s)
     if reason is None:
         raise ValueError(
             f"{path.parent} is in use by a live run, {_name(owner)}; wait for it, end it, or set another "
@@ -134,7 +146,7 @@ def _replace_stale(mine: Path, path: Path, silent_s: float) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _why_stale(owner: dict[str, Any], directory: Path, silent_s: float) -> str | None:
+def _why_stale(owner: dict[str, Any], directory: Path, silent_s: float, watch_s: float) -> str | None:
     """Return why the lock's owner has ended, or None if it may be alive."""
     try:
         gone, job = process_from(owner).is_gone(), str(owner["job"])
@@ -150,7 +162,9 @@ def _why_stale(owner: dict[str, Any], directory: Path, silent_s: float) -> str |
         live = states & LIVE_STATES
         return None if live else f"Slurm reports job {job} as {', '.join(sorted(states)) or 'ended'}"
     silent = _silence(directory)
-    return f"no heartbeat for {silent:.0f} s" if silent > silent_s else None
+    if silent <= silent_s or _changes(heartbeat_path(str(directory), 0), watch_s):
+        return None
+    return f"no heartbeat for {silent:.0f} s"
 
 
 def _job_states(job: str) -> set[str] | None:
@@ -175,8 +189,18 @@ def _silence(directory: Path) -> float:
     return now - max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
+def _changes(path: Path, seconds: float) -> bool:
+    """Return whether the content of a file, if it exists, changes within this time by this host's clock."""
+    deadline, first = time.monotonic() + seconds, _read(path)
+    while first is not None and time.monotonic() < deadline:
+        time.sleep(min(0.5, seconds))
+        if _read(path) != first:
+            return True
+    return False
+
+
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the lock's record; None if there is no lock, {} if it is unreadable."""
+    """Return the record of a lock, status or heartbeat; None if there is none, {} if it is unreadable."""
     try:
         record = json.loads(path.read_text())
     except FileNotFoundError:
@@ -205,7 +229,8 @@ def make_run_directory(config: Config) -> RunLock:
     refuse_links(directory)
     with tempfile.TemporaryFile(dir=directory):
         pass
-    lock = RunLock.take(directory, silent_s=config.watchdog.lost_s)
+    watchdog = config.watchdog
+    lock = RunLock.take(directory, silent_s=watchdog.lost_s, watch_s=3 * watchdog.beat_s + 2)
     shutil.rmtree(directory / heartbeat.DIRECTORY, ignore_errors=True)  # of an earlier start
     return lock
 

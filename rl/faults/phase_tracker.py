@@ -51,8 +51,6 @@ class PhaseEntry:
     step: int
     number: int
     """Number of entries so far. Every rank runs the same program, so a rank with a lower number is behind."""
-    since: float
-    """time.time() of the entry."""
     entered: float
     """time.monotonic() of the entry."""
     limit_s: float
@@ -104,7 +102,7 @@ class PhaseTracker:
         """Make this the current phase."""
         self._number += 1
         limit_s = getattr(self._limits, phase)
-        self._set(PhaseEntry(phase, step, self._number, time.time(), time.monotonic(), limit_s))
+        self._set(PhaseEntry(phase, step, self._number, time.monotonic(), limit_s))
 
     def _set(self, entry: PhaseEntry, seconds: float = 0.0) -> None:
         """Make this the current phase, of which `seconds` have passed."""
@@ -131,14 +129,14 @@ class PhaseTracker:
         if detail and self.current.phase == "environments":
             self._set(replace(self.current, detail=detail), self.current.seconds)
             return
-        now = dict(since=time.time(), entered=time.monotonic())
+        now = time.monotonic()
         if detail:
             self._outer = self.current
             limit_s = self._limits.environments
-            wait = replace(self._outer, phase="environments", limit_s=limit_s, detail=detail, **now)
+            wait = replace(self._outer, phase="environments", limit_s=limit_s, detail=detail, entered=now)
             self._set(wait)
         else:
-            self._set(replace(self._outer, **now))
+            self._set(replace(self._outer, entered=now))
 
     def begin_step(self, step: int) -> None:
         self.enter("other", step)

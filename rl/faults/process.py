@@ -29,6 +29,10 @@ class Process:
             return True if rebooted else None
         return _start_time(self.pid) != self.started
 
+    def shares_clock(self) -> bool:
+        """Return whether time.monotonic() of the process is comparable with this process's."""
+        return self.space.partition("/")[0] == _boot_id()
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 

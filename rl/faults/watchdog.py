@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -23,8 +24,8 @@ import torch.distributed as dist
 from rl.config.limits import Memory, WatchdogConfig
 from rl.faults.diagnosis import diagnose, last_heartbeat, lost_ranks, summarize
 from rl.faults.fault_board import Disagreement, Fault, FaultBoard, may_be_secondary
-from rl.faults.heartbeat import Heartbeat, HeartbeatWriter, read_heartbeats
-from rl.faults.lock import RunLock
+from rl.faults.heartbeat import Heartbeat, HeartbeatReader, HeartbeatWriter
+from rl.faults.lock import LockLost, RunLock, loss_of
 from rl.faults.phase_tracker import PhaseEntry, PhaseTracker
 from rl.faults.process import GIB, resident_bytes
 from rl.run_directory.status import Status
@@ -92,9 +93,11 @@ class Watchdog:
         for name in (STACKS, ERRORS):
             Path(run_dir, name).mkdir(exist_ok=True)
         self._native = Path(run_dir, STACKS, f"native_rank_{self.rank}.txt")
+        self._native.unlink(missing_ok=True)  # a run that was taken over may have it open
         self._native_file = self._native.open("w")
         self.tracker = PhaseTracker(config.limits, self._native_file)
         self._writer = HeartbeatWriter(run_dir, self.rank, self.tracker)
+        self._reader = HeartbeatReader(run_dir, self.world_size)
         self._board = FaultBoard(store)
         self.living: LivingReplicas | None = None
         """Replicas that are left out of the run; None if all must live."""
@@ -114,7 +117,7 @@ class Watchdog:
         self.tracker.close()
         self._unlock()
         self._native_file.close()
-        if not self._native.stat().st_size:
+        if not self.status.is_taken_over() and not self._native.stat().st_size:
             self._native.unlink()
 
     def _unlock(self) -> None:
@@ -130,15 +133,19 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            next_heartbeat, next_search = 0.0, time.monotonic() + self.config.lost_s
+            next_heartbeat = next_search = 0.0
+            first_verdict = time.monotonic() + self.config.lost_s
             while not self._stop.wait(POLL_S):
                 now = time.monotonic()
+                searches = self.rank == 0 and now >= next_search
+                if (now >= next_heartbeat or searches) and self.status.is_taken_over():
+                    self._end_for(self._board.post(Fault("error", self.rank, self._loss)))
                 if now >= next_heartbeat:
                     self._write_heartbeat()
                     next_heartbeat = now + self.config.beat_s
                 self._check()
-                if self.rank == 0 and now >= next_search:
-                    self._find_lost_ranks()
+                if searches:
+                    self._find_lost_ranks(decides=now >= first_verdict)
                     next_search = now + self.config.lost_s / 4
         except StoreError as error:
             self._end_without_store(error)
@@ -149,7 +156,13 @@ class Watchdog:
             self.status.fail(message)
             self._exit()
 
+    @property
+    def _loss(self) -> str:
+        return loss_of(Path(self._run_dir))
+
     def _write_heartbeat(self) -> None:
+        if self.status.is_taken_over():  # the files are those of another run
+            return
         try:
             self._writer.write()
         except OSError as error:  # a full disk must not end a run that does not need it
@@ -169,9 +182,10 @@ class Watchdog:
         elif self.memory.host_limit_gib and resident_bytes() > self.memory.host_limit_gib * GIB:
             self._end_for_memory()
 
-    def _find_lost_ranks(self) -> None:
+    def _find_lost_ranks(self, *, decides: bool) -> None:
+        """Read all heartbeats, whose ages count from the first reading, and end the run for a lost rank."""
         heartbeats = self._heartbeats()
-        if not (lost := lost_ranks(heartbeats, time.time(), self.config.lost_s)):
+        if not decides or not (lost := lost_ranks(heartbeats, self.config.lost_s)):
             return
         message = _lost_message(lost, heartbeats)
         if self.living is not None and (replicas := self.living.leave_out(lost)):
@@ -213,14 +227,15 @@ class Watchdog:
         self._dump_stacks()
         limit = f"watchdog.limits.{entry.phase}={entry.limit_s:g} s"
         fault = Fault("overrun", self.rank, f"{entry.label} took longer than {limit}")
+        self._heartbeats()
         first = self._board.post(fault)
         if first != fault:
             return self._end_for(first)
         self._wait_until(lambda: self._board.num_acknowledged() >= self._num_present - 1, ACK_S)
         self._write_heartbeat()
-        heartbeats, now = self._heartbeats(), time.time()
-        silent_s = ACK_S + 2  # ranks have written a heartbeat since the overrun, if they are able to
-        summary = summarize(heartbeats, diagnose(heartbeats, now, silent_s), now, silent_s)
+        heartbeats = self._heartbeats()
+        silent_s = ACK_S / 2  # ranks have written a heartbeat since the overrun, if they are able to
+        summary = summarize(heartbeats, diagnose(heartbeats, silent_s), silent_s)
         message = f"{fault.message}: {summary}; stacks in {Path(self._run_dir, STACKS)}"
         self._report(message)
         self.status.fail(message)
@@ -245,7 +260,9 @@ class Watchdog:
         heartbeats = self._heartbeats()
         lost = [rank for rank, beat in enumerate(heartbeats) if beat is not None and beat.process.is_gone()]
         message = f"rank 0, whose process holds the job's store, has ended: {_first_line(error)}"
-        if lost:
+        if self.status.is_taken_over():
+            message, lost = self._loss, []
+        elif lost:
             message = _lost_message(lost, heartbeats)
         if self.rank == min(set(range(self.world_size)) - set(lost) - self._left_out):
             self._report(message)
@@ -255,6 +272,8 @@ class Watchdog:
     def _dump_stacks(self) -> None:
         """Write the Python stacks of all threads and the last collectives into files of this rank."""
         self.tracker.close()  # the interpreter lock is free, so the backstop is not needed
+        if self.status.is_taken_over():
+            return
         try:
             self._write_stacks(self.tracker.current)
         except OSError as error:
@@ -264,7 +283,7 @@ class Watchdog:
     def _write_stacks(self, entry: PhaseEntry) -> None:
         name = f"step_{entry.step}_rank_{self.rank}"
         with Path(self._run_dir, STACKS, f"{name}.txt").open("w") as file:
-            file.write(f"rank {self.rank}: {entry.label} for {entry.seconds:.0f} s\n")
+            file.write(f"rank {self.rank}: {entry.label} for {entry.seconds:.0f} s{_at()}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         record = c10d._dump_nccl_trace_json() if self.device.is_cuda else c10d._dump_fr_trace_json()
@@ -299,17 +318,23 @@ class Watchdog:
         """
         self._failing.set()
         self.tracker.close()  # the main thread is running, and exits by itself
+        if self.status.is_taken_over():  # and other errors are its consequences
+            error = LockLost(self._loss)
         label, rank = self.tracker.current.label, f"rank {self.rank} ({self._host})"
+        if isinstance(error, LockLost):
+            return self._try_to_share(error, "", str(error))
         file = Path(self._run_dir, ERRORS, f"rank_{self.rank}.txt")
         trace = "".join(traceback.format_exception(error))
         try:
-            file.write_text(f"{rank} in {label}\n{trace}")
+            file.write_text(f"{rank} in {label}{_at()}\n{trace}")
             where = f"see {file}"
         except OSError as full:  # a full disk may be what the error is about
             where = f"its traceback cannot be written: {full}"
         self._write_heartbeat()
         failed = "all ranks stopped" if isinstance(error, Disagreement) else f"{rank} failed"
-        message = f"{failed} in {label}: {_first_line(error)}; {where}"
+        return self._try_to_share(error, trace, f"{failed} in {label}: {_first_line(error)}; {where}")
+
+    def _try_to_share(self, error: BaseException, trace: str, message: str) -> int:
         try:
             return self._share(error, trace, message)
         except StoreError as no_store:
@@ -361,16 +386,16 @@ class Watchdog:
         silent_s = 3 * self.config.beat_s + 2
 
         def lost() -> list[int]:
-            return lost_ranks(self._heartbeats(), time.time(), silent_s)
+            return lost_ranks(self._heartbeats(), silent_s)
 
-        self._wait_until(lambda: bool(lost() or self._board.first()), silent_s)
+        self._wait_until(lambda: bool(lost() or self._board.first()), silent_s + 1)
         return lost()
 
     # Helpers --------------------------------------------------------------------------------------------
 
     def _heartbeats(self) -> list[Heartbeat | None]:
-        found = read_heartbeats(self._run_dir, self.world_size)
-        return [None if rank in self._left_out else beat for rank, beat in enumerate(found)]
+        found = enumerate(self._reader.read())
+        return [None if rank in self._left_out else beat for rank, beat in found]
 
     def _report(self, message: str) -> None:
         """Print the cause on stderr, once, although the thread and the main thread may both call this."""
@@ -403,8 +428,13 @@ class Watchdog:
                 time.sleep(0.05)
 
 
+def _at() -> str:
+    """Return ' at 2026-11-23T04:43:12+00:00', with which the first line of a report ends."""
+    return f" at {datetime.now(UTC).isoformat(timespec='seconds')}"
+
+
 def _lost_message(ranks: list[int], heartbeats: list[Heartbeat | None]) -> str:
-    last = [last_heartbeat(beat, time.time()) for rank in ranks if (beat := heartbeats[rank])]
+    last = [last_heartbeat(beat) for rank in ranks if (beat := heartbeats[rank])]
     cause = "killed from outside (out of memory, node failure, a signal), or it crashed."
     return f"lost {'; '.join(last[:4])}: {cause}"
 

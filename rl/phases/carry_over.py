@@ -125,6 +125,7 @@ class CarryOver:
     def learned(self) -> None:
         """Note in `consumed.jsonl` the prompts that this step consumed. Rank 0 writes."""
         if dist.get_rank() == 0:
+            self._step.fence()
             parts = {"consumed": self._consumed, "dropped": self._dropped, "waiting": self.frontier.groups}
             append_consumed(
                 Path(self._config.run.dir, FILE_NAME),

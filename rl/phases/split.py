@@ -110,6 +110,7 @@ class SplitGeneration:
                 # A replica may still search in the batches of this step.
                 self._claims.forget(range(self._kept, before - self._first))
                 self._kept = before - self._first
+            self._step.fence()
             path = Path(self._config.run.dir, FILE_NAME)
             number, taken = self._step.number, self._taken
             append_consumed(path, number, num_drawn=first, consumed=taken, dropped=[], waiting=[])

@@ -24,8 +24,18 @@ again, which caused half of the page faults of a small step."""
 class Step:
     """Number and metrics of the current step. All phases of a run share one object; `begin` resets it."""
 
-    def __init__(self, *, device: Device, progress: Progress, watchdog: Watchdog, agreement: PhaseAgreement):
+    def __init__(
+        self,
+        *,
+        device: Device,
+        progress: Progress,
+        watchdog: Watchdog,
+        agreement: PhaseAgreement,
+        fence: Callable[[], None] = lambda: None,
+    ):
         self.device, self.progress, self.watchdog, self.agreement = device, progress, watchdog, agreement
+        self.fence = fence
+        """Raises LockLost if the run was taken over. Called on rank 0 before files of the run change."""
         self.number = 0
         self.metrics: dict[str, float] = {}
         self.num_tokens = 0

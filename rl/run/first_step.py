@@ -109,6 +109,7 @@ class FirstStep(Training):
 
     def _report(self, facts: Facts, found: list[Verdict]) -> None:
         """Print the report, and write it to the run directory."""
+        self._phases.step.fence()
         directory = Path(self._config.run.dir)
         record = {"step": facts.step, "phases": facts.phases, "verdicts": [asdict(each) for each in found]}
         (directory / "first_step.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -3,6 +3,8 @@
 import copy
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -63,7 +65,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     stop = StopRequests(config.run.dir, max_time=config.run.max_time)
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
-    store = CheckpointStore(config, fence=lambda: check_lock(watchdog.lock))
+    store = CheckpointStore(config, fence=partial(check_lock, watchdog.lock))
     newest, named = find_checkpoint(config, store)
     is_finished = is_complete(config, newest)
     if newest is not None and is_finished:
@@ -143,8 +145,9 @@ def take_steps(
     if not is_finished:
         log, rollouts = None, None
         if leads:
-            log = _open_log(config, last_step, metrics, resumes=newest is not None)
-            rollouts = _open_rollouts(config, inputs)
+            fence = phases.step.fence
+            log = _open_log(config, last_step, metrics, fence, resumes=newest is not None)
+            rollouts = _open_rollouts(config, inputs, fence)
         resumed = f", resuming after step {last_step}" if last_step else ""
         start_up.mark("record")
         progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
@@ -223,7 +226,13 @@ def _build(
     limit_collectives(config.watchdog.limits)
     return Phases(
         config,
-        step=Step(device=device, progress=progress, watchdog=watchdog, agreement=agreement),
+        step=Step(
+            device=device,
+            progress=progress,
+            watchdog=watchdog,
+            agreement=agreement,
+            fence=partial(check_lock, watchdog.lock),
+        ),
         engines=engines,
         prompts=inputs.prompts,
         sampler=inputs.sampler(),
@@ -263,23 +272,27 @@ def _start_environments(config: Config, inputs: Inputs):
 def _export(config: Config, phases: Phases, *, step: int) -> None:
     """Write the policy as a Hugging Face checkpoint, and its adapters. Collective over the world."""
     policy, target = phases.engines.policy, str(Path(config.run.dir, "hf"))
+    fence = phases.step.fence
     with phases.saving():
-        export_hf(policy, config.model.path, target)
+        export_hf(policy, config.model.path, target, fence=fence)
     phases.step.progress.line(f"wrote {target}, a Hugging Face checkpoint of step {step}")
     if config.adapter.is_on:
         target = str(Path(config.run.dir, "adapter"))
         with phases.saving():
-            export_peft(policy, config.model.path, target)
+            export_peft(policy, config.model.path, target, fence=fence)
         phases.step.progress.line(f"wrote {target}, the adapters of step {step} in the format of peft")
 
 
-def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resumes: bool) -> MetricLog:
+def _open_log(
+    config: Config, last_step: int, metrics: dict[str, float], fence: Callable[[], None], *, resumes: bool
+) -> MetricLog:
     """Open the metric log after `last_step` and record what runs. Called on rank 0.
 
-    metrics: metrics of `last_step`, from the checkpoint.
+    metrics: metrics of `last_step`, from the checkpoint. fence: that of the step.
     """
+    fence()
     resume_step = last_step or None
-    shown = [] if config.run.mode == "check" else followers(config)
+    shown = [] if config.run.mode == "check" else followers(config, fence)
     log = MetricLog(config.run.dir, resume_step=resume_step, followers=shown)
     if resumes and last_step > log.last_step:  # the run was killed after the checkpoint, before this line
         log.write(last_step, metrics)
@@ -294,7 +307,7 @@ def _open_log(config: Config, last_step: int, metrics: dict[str, float], *, resu
     return log
 
 
-def _open_rollouts(config: Config, inputs: Inputs) -> "RolloutWriter | None":
+def _open_rollouts(config: Config, inputs: Inputs, fence: Callable[[], None]) -> "RolloutWriter | None":
     """Return the writer of `logging.rollouts`, or None if nothing is stored.
 
     Called on rank 0. A batch of data, or of stored rollouts, is not stored.
@@ -304,7 +317,7 @@ def _open_rollouts(config: Config, inputs: Inputs) -> "RolloutWriter | None":
         return None
     from rl.run.rollouts import RolloutWriter
 
-    return RolloutWriter(config, inputs.tokenizer)
+    return RolloutWriter(config, inputs.tokenizer, fence=fence)
 
 
 class Training:
@@ -356,6 +369,7 @@ class Training:
             self._finish_step()
             metrics = step.metrics
         for number in range(last_step + 1, config.run.max_steps + 1):
+            step.fence()
             asked = self._stop.agree()
             if asked.save and number > 1:
                 self._save(number - 1, metrics)
@@ -446,6 +460,7 @@ class Training:
     def _finish_step(self) -> None:
         """Write the step's metrics to log, console and status."""
         step = self._phases.step
+        step.fence()
         if self._log is not None:
             self._log.write(step.number, step.metrics)
             step.progress.record(step.number, step.metrics)

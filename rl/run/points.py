@@ -29,7 +29,7 @@ from rl.data.curriculum import load_order
 from rl.engines.engines import Engines, build_policy, build_rollout, finish_imports, offload_of
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import PhaseAgreement, fail_together
-from rl.faults.lock import RunLock, check_lock, is_of_another, make_run_directory
+from rl.faults.lock import LockLost, check_lock, is_of_another, make_run_directory
 from rl.faults.watchdog import Watchdog
 from rl.models import architecture
 from rl.models.peft import check_peft
@@ -71,6 +71,8 @@ class Point:
     inputs: Inputs
     algorithm: ModuleType
     status: Status
+    fence: Callable[[], None]
+    """Raises LockLost if another run took over the directory of the sweep or of the point."""
     store: CheckpointStore
     found: tuple[Saved | None, Saved | None]
     """Result of `find_checkpoint`."""
@@ -91,8 +93,7 @@ def run_points(
     due = config.validation.every if config.sweep.metric.startswith("val") else 0
     early = EarlyStop(config.sweep, len(points), due=due)
     total = SweepStatus(watchdog.status)
-    locks = watchdog.locks_of_points
-    opened = [_open(number, point, inputs, early, total, locks) for number, point in enumerate(points)]
+    opened = [_open(number, point, inputs, early, total, watchdog) for number, point in enumerate(points)]
     live = [point for point in opened if point is not None]
     early.judge()
     if leads:
@@ -121,23 +122,24 @@ def _record_points(config: Config, points: Sequence[Config]) -> None:
 
 
 def _open(
-    number: int, config: Config, inputs: Inputs, early: EarlyStop, total: "SweepStatus", locks: list[RunLock]
+    number: int, config: Config, inputs: Inputs, early: EarlyStop, total: "SweepStatus", watchdog: Watchdog
 ) -> Point | None:
     """Open the directory of a point; return None if it has ended. Collective over the world.
 
-    locks: gets the lock of the directory, on rank 0.
+    watchdog: gets the lock of the directory, on rank 0.
     """
     leads, lock, before = dist.get_rank() == 0, None, ({}, [])
     with fail_together():
         algorithm = algorithms.load(config.algorithm)
         if leads:
             lock = make_run_directory(config)
-            locks.append(lock)
+            watchdog.locks_of_points.append(lock)
             before = _read_before(config)
         own = _inputs_of(config, inputs)
     token = broadcast_object("" if lock is None else lock.token)
     state, records = broadcast_object(before)
-    store = CheckpointStore(config, fence=lambda: check_lock(lock))
+    fence = partial(check_lock, watchdog.lock, lock)
+    store = CheckpointStore(config, fence=fence)
     found = find_checkpoint(config, store)
     ended_early = state.get("reason", "").startswith(ENDED_EARLY)
     step = found[0].step if found[0] is not None else 0
@@ -157,7 +159,7 @@ def _open(
         start=token,
         is_taken_over=lambda: is_of_another(config.run.dir, token),
     )
-    return Point(number, config, own, algorithm, status, store, found)
+    return Point(number, config, own, algorithm, status, fence, store, found)
 
 
 def _inputs_of(config: Config, inputs: Inputs) -> Inputs:
@@ -256,7 +258,7 @@ def _run(
         """Run one point to its end; return the exit code, and why it stopped before its end."""
         point = points[index]
         own, inputs = point.config, point.inputs
-        step = _step(own, device, watchdog, PointProgress(progress, own.run.name))
+        step = _step(own, device, watchdog, PointProgress(progress, own.run.name), point.fence)
         engines = Engines(policies[index])
         phases = Phases(
             own,
@@ -274,6 +276,9 @@ def _run(
             asked, _ = take_steps(
                 own, point.algorithm, inputs, phases, point.status, requests, point.store, point.found
             )
+            point.fence()
+        except LockLost:
+            raise
         except Exception as error:
             kind = ConfigError if isinstance(error, ConfigError) else PointFailed
             text = str(error) if kind is ConfigError else f"{type(error).__name__}: {error}"
@@ -341,11 +346,13 @@ def _wait_for(wait: Callable[[Ask], Batch | None], ask: Ask) -> Batch:
     return batch
 
 
-def _step(config: Config, device: Device, watchdog: Watchdog, progress) -> Step:
+def _step(
+    config: Config, device: Device, watchdog: Watchdog, progress, fence: Callable[[], None] = lambda: None
+) -> Step:
     agreement = PhaseAgreement(
         config, json.dumps(code_hashes(config)), control_group(), replica_size=config.rollout.tp
     )
-    return Step(device=device, progress=progress, watchdog=watchdog, agreement=agreement)
+    return Step(device=device, progress=progress, watchdog=watchdog, agreement=agreement, fence=fence)
 
 
 class PointProgress(Progress):

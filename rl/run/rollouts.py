@@ -40,11 +40,12 @@ class RolloutWriter:
     Args:
         tokenizer: the policy's. The writing thread uses a copy, because encoding and decoding at the same
             time raises an error in the tokenizers library.
+        fence: as in `RolloutLog`.
     """
 
-    def __init__(self, config: Config, tokenizer):
+    def __init__(self, config: Config, tokenizer, *, fence: Callable[[], None] = lambda: None):
         self._kind, self._tokenizer = config.logging.rollouts, tokenizer
-        self._log = RolloutLog(config.run.dir, kind=self._kind, token_texts=self._token_texts)
+        self._log = RolloutLog(config.run.dir, kind=self._kind, token_texts=self._token_texts, fence=fence)
 
     def write(self, step: int, collected: Batch, learned: Batch) -> None:
         """Store the batch of a step. collected: a shallow copy of it from before `learn`."""

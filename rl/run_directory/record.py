@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def record_run(config: Config, last_step: int, *, start_up_s: Mapping[str, float
     mark = f"-after-step-{last_step}" if last_step else ""
     (directory / f"config{mark}.yaml").write_text(to_yaml(config))
     environment = {
+        "time": round(time.time(), 3),
         "command": sys.argv,
         "world_size": dist.get_world_size(),
         "host": platform.node(),

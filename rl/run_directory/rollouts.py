@@ -107,10 +107,19 @@ class RolloutLog:
     Args:
         kind: `logging.rollouts`.
         token_texts: returns the text of every token id; called in the thread, once.
+        fence: called in the thread before it writes a file; an exception from it ends the writing.
     """
 
-    def __init__(self, run_dir: str | Path, *, kind: str, token_texts: Callable[[], list[str]]):
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        kind: str,
+        token_texts: Callable[[], list[str]],
+        fence: Callable[[], None] = lambda: None,
+    ):
         self._directory, self._kind, self._token_texts = Path(run_dir, DIRECTORY), kind, token_texts
+        self._fence = fence
         self._directory.mkdir(parents=True, exist_ok=True)
         self._error: Exception | None = None
         self._jobs: queue.Queue = queue.Queue(WAITING_STEPS)
@@ -155,11 +164,15 @@ class RolloutLog:
         table = pa.table(dict(columns), schema=schema(self._kind))
         path = self._directory / f"step_{step:06d}.parquet"
         partial = path.with_name(path.name + ".partial")
+        self._fence()
         pq.write_table(table, partial, compression="zstd")
+        self._fence()
         partial.replace(path)  # readers and a resumed run see a whole file or none
 
     def _write_tokens(self) -> None:
         path = self._directory.parent / TOKENS_FILE
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(self._token_texts(), ensure_ascii=False), encoding="utf-8")
+        text = json.dumps(self._token_texts(), ensure_ascii=False)
+        self._fence()
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)

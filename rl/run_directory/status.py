@@ -30,7 +30,8 @@ class Status:
     Args:
         leads: whether this is rank 0. Only rank 0 writes progress; every rank may write the end.
         start: token of the run directory's lock, identical on all ranks.
-        is_taken_over: returns whether another run holds the directory's lock; then this run writes no end.
+        is_taken_over: returns whether another start holds the directory, or held it last; then this one
+            writes nothing.
         is_copied: whether to write the file that LOCKSTEP_STATUS names, too.
     """
 
@@ -45,7 +46,7 @@ class Status:
         is_copied: bool = True,
     ):
         also = os.environ.get("LOCKSTEP_STATUS") if is_copied else None
-        self._leads, self._start, self._is_taken_over = leads, start, is_taken_over
+        self._leads, self._start, self.is_taken_over = leads, start, is_taken_over
         self._path = Path(run_dir, FILE_NAME)
         self._paths = [self._path, *([Path(also)] if also else [])]
         self._writing = threading.Lock()
@@ -65,7 +66,10 @@ class Status:
         }
 
     def write(self, **changes: str | int) -> None:
-        """Change some fields and write all. Does nothing on ranks other than 0 or once the run has failed."""
+        """Change some fields and write all.
+
+        Does nothing on ranks other than 0, once the run has failed, or if it was taken over.
+        """
         assert changes.keys() <= self._facts.keys(), changes
         if not self._leads:
             return
@@ -73,6 +77,8 @@ class Status:
             found = self._read()
             if self._ended or (found.get("state") == "failed" and found.get("start") == self._start):
                 return  # another rank has ended the run
+            if self.is_taken_over():
+                return
             self._facts |= changes
             self._write(self._facts)
 
@@ -98,7 +104,7 @@ class Status:
             self._warn("cannot be written: an earlier write hangs")
             return
         try:
-            if self._ended or self._is_taken_over():
+            if self._ended or self.is_taken_over():
                 return
             self._ended = True
             found = self._read()

@@ -16,7 +16,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,10 +53,13 @@ class Tracker(Protocol):
 
 
 class TrackerThread:
-    """Sends metrics.jsonl to one tracker (`rl.run_directory.metric_log.Follower`)."""
+    """Sends metrics.jsonl to one tracker (`rl.run_directory.metric_log.Follower`).
 
-    def __init__(self, tracker: Tracker):
-        self._tracker = tracker
+    fence: called in the thread before each record; an exception from it leaves the tracker out.
+    """
+
+    def __init__(self, tracker: Tracker, fence: Callable[[], None] = lambda: None):
+        self._tracker, self._fence = tracker, fence
         self._wake, self._closing = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name=f"tracker {tracker.name}", daemon=True)
         self._noted, self._limit = -1, BEHIND
@@ -111,6 +114,7 @@ class TrackerThread:
             for record in self._records():
                 step = record.pop(STEP)
                 if step > state["step"]:
+                    self._fence()
                     tracker.write(step, {name: value for name, value in record.items() if value is not None})
                     state["step"] = step
                     self._save_state()
@@ -271,8 +275,8 @@ class Trackio:
         self._run.finish()
 
 
-def followers(config: Config) -> list[TrackerThread]:
-    """Return the trackers of a run, not yet started."""
+def followers(config: Config, fence: Callable[[], None] = lambda: None) -> list[TrackerThread]:
+    """Return the trackers of a run, not yet started. fence: as in `TrackerThread`."""
     chosen = config.logging
     found: list[Tracker] = []
     if chosen.tensorboard:
@@ -287,4 +291,4 @@ def followers(config: Config) -> list[TrackerThread]:
         from rl.run_directory.prometheus import Prometheus
 
         found.append(Prometheus(config))
-    return [TrackerThread(tracker) for tracker in found]
+    return [TrackerThread(tracker, fence) for tracker in found]

@@ -1,11 +1,13 @@
 """Ranks of tests, forked and started: what they are given, and how they end."""
 
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.spawn import RanksFailed, run_ranks
+from tests import fork_server
+from tests.spawn import RanksFailed, _Forked, run_ranks
 
 ADD = """
     import os
@@ -69,6 +71,23 @@ def test_ranks_that_hang_are_killed_with_their_children(tmp_path):
     pid = (tmp_path / "pid").read_text()
     while is_running(pid):
         time.sleep(0.01)
+
+
+def test_a_rank_with_the_number_of_an_earlier_one_runs(monkeypatch):
+    ranks, child = fork_server.Ranks(), subprocess.Popen(["sleep", "1000"])
+    monkeypatch.setattr(fork_server, "fork_rank", lambda **options: child.pid)
+    ranks.codes[child.pid] = 0
+    assert ranks.start({}, answers=1) == child.pid and ranks.poll([child.pid]) == [None]
+    child.kill()
+    while ranks.poll([child.pid]) == [None]:
+        time.sleep(0.01)
+    assert ranks.poll([child.pid]) == [-9]
+
+
+def test_a_rank_that_cannot_begin_fails_the_harness(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "touch", lambda path: None)  # as if its directory had been removed
+    with pytest.raises(RuntimeError, match="could not start rank 0: .*No such file.*stdout.0"):
+        _Forked(tmp_path / "removed", tmp_path / "program.py", (), {"RANK": "0"})
 
 
 def is_running(pid: str) -> bool:

@@ -6,8 +6,10 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import train_rl
@@ -27,6 +29,9 @@ PLACES = {
     "save": ("rl.checkpoint.store", "CheckpointStore.save"),
     "draw": ("rl.phases.phases", "Phases.draw_prompts"),
     "targets": ("rl.phases.phases", "Phases.targets"),
+    "learned": ("rl.phases.carry_over", "CarryOver.learned"),
+    "export": ("rl.run.loop", "export_hf"),
+    "end": ("rl.run.loop", "note_end"),
 }
 
 
@@ -72,6 +77,39 @@ def lose_the_lock(phases, *args):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"token": "another", "host": "node7"}))
 
 
+TAKE_OVER = """
+import json, os, pathlib, shutil, signal, subprocess, sys
+pid, run, *command = sys.argv[1:]
+while pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    pass
+lock = pathlib.Path(run, "lock.json")
+lock.write_text(json.dumps(json.loads(lock.read_text()) | {"pid": 1 << 23}))  # looks as if it had ended
+try:
+    subprocess.run([sys.executable, *command], check=True)
+    shutil.copytree(run, run + "-of-the-other")
+finally:
+    os.kill(int(pid), signal.SIGCONT)
+"""
+
+
+def be_taken_over(*args):
+    """Stop this process until another run has taken its directory and finished; copy the directory then."""
+    from rl.config.schema import load_config
+
+    run = load_config(Path(sys.argv[sys.argv.index("--config") + 1]), []).run.dir
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    command = [sys.executable, "-c", TAKE_OVER, str(os.getpid()), run, train_rl.__file__, *sys.argv[1:]]
+    subprocess.Popen(command, env={name: v for name, v in os.environ.items() if name not in names})
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def set_the_clock_back(*args):
+    """Set the clock of this rank back by 1000 s, and wait until rank 0 has looked for lost ranks."""
+    right = time.time
+    time.time = lambda: right() - 1000
+    time.sleep(14)
+
+
 def read_other_data(phases, *args):
     phases.prompts = [*phases.prompts[1:], phases.prompts[0]]
 
@@ -88,6 +126,8 @@ KINDS = {
         grow,
         flip_a_bit,
         lose_the_lock,
+        be_taken_over,
+        set_the_clock_back,
         read_other_data,
     )
 }
@@ -119,7 +159,7 @@ if __name__ == "__main__":
     def faulty_run(config, points, ranks, device):
         if ranks.rank == int(rank):
             inject(kind, place, int(call))
-        run(config, points, ranks, device)
+        return run(config, points, ranks, device)
 
     train_rl.watched_run = faulty_run
     train_rl.leave(train_rl.main())

@@ -53,6 +53,11 @@ def ending(run: Path) -> tuple[str, str]:
     return status["state"], status["reason"]
 
 
+def files_of(run: Path) -> dict[str, bytes]:
+    """Return the content of every file below a directory."""
+    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
 def last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
 
@@ -185,14 +190,50 @@ def test_a_flipped_bit_of_a_weight_is_found_when_compared(sft):
 
 
 @pytest.mark.slow
-def test_a_run_without_its_lock_writes_no_checkpoint(sft, tmp_path):
+def test_a_run_without_its_lock_writes_nothing(sft, tmp_path):
     said = errors(failed_run("lose_the_lock", "targets", 0, sft))[0]
-    assert re.search(
-        r"rank 0 \(.+\) failed in save of step 1: LockLost: .*/run is now that of process \d+ on node7", said
-    ), said
+    assert re.search(r"error: .*/run is now that of process \d+ on node7: this run was considered dead", said)
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
     assert not list((tmp_path / "run").glob("checkpoints/step*"))
     assert (tmp_path / "run" / "lock.json").exists()  # it is the other run's
     assert ending(tmp_path / "run")[0] == "running"  # so is the status
+
+
+CARRIES_OVER = (
+    "rollout.carry_over=true",
+    "rollout.max_staleness=1",
+    "rollout_correction.truncate_tokens=2.0",
+    "logging.rollouts=all",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "call", "overrides"),
+    [
+        ("update", 2, CARRIES_OVER),
+        ("learned", 2, CARRIES_OVER),
+        ("save", 1, ()),
+        ("export", 1, ("checkpoint.every=0", "checkpoint.export_hf=true")),
+        ("end", 1, ()),
+    ],
+)
+def test_a_run_that_was_taken_over_touches_no_file(place, call, overrides, toy, tmp_path):
+    algorithm = () if overrides == CARRIES_OVER else SFT
+    config = write_config(tmp_path, toy, *CHECKPOINTS, *algorithm, *overrides)
+    failure = failed_run("be_taken_over", place, 0, config, call=call, world_size=1)
+    assert failure.returncodes == [1], failure
+    assert re.search(r"error: .*/run .*: this run was considered dead, and ends", errors(failure)[0]), failure
+    run = tmp_path / "run"
+    assert files_of(run) == files_of(run.with_name("run-of-the-other"))
+    assert ending(run) == ("finished", "")
+
+
+@pytest.mark.slow
+def test_a_run_does_not_compare_the_clocks_of_hosts(sft, tmp_path):
+    arguments = ("set_the_clock_back", "update", 1, 2, "--config", sft, "watchdog.lost_s=10")
+    run_ranks(2, FAULTY, *arguments, timeout=300)
+    assert ending(tmp_path / "run") == ("finished", "")
 
 
 @pytest.mark.slow

@@ -50,9 +50,10 @@ const style = (i) => ({ color: COLORS[i % COLORS.length], dash: DASHES[i % DASHE
 
 function layout(title, more = {}) {
   const axis = { gridcolor: css("--line"), zerolinecolor: css("--line"), automargin: true };
-  return { title: { text: title, font: { size: 14 }, x: 0.5 }, margin: { l: 50, r: 12, t: 34, b: 40 }, font: { color: css("--text"), size: 12 },
+  // The first 30 pixels are those of the mode bar, which would cover a title there.
+  return { title: { text: title, font: { size: 14 }, x: 0.5, y: 1, yref: "container", yanchor: "top", pad: { t: 32 } }, margin: { l: 50, r: 12, t: 60, b: 40 }, font: { color: css("--text"), size: 12 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "x unified", hoverlabel: { bgcolor: css("--raised"), font: { color: css("--text") } },
-    height: 310, legend: { orientation: "h", y: -0.14 }, ...more, xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, ...more.yaxis } };
+    height: 336, legend: { orientation: "h", y: -0.14 }, ...more, xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, ...more.yaxis } };
 }
 const visible = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) {
@@ -136,7 +137,7 @@ function drawTimes() {
     const parts = names.map((name) => [name.slice(9), columns[name].map((v) => v ?? 0)]).concat([["other", rest]]);
     const traces = parts.map(([name, y], i) => ({ x, y, name, stackgroup: "one", mode: "lines", line: { width: 1, color: COLORS[i % COLORS.length] },
       fillpattern: { shape: PATTERNS[i % PATTERNS.length], solidity: 0.25 }, hovertemplate: "%{y:.3g} s" }));
-    return [traces, layout("", { height: 380, yaxis: { title: { text: "seconds" } } })];
+    return [traces, layout("", { height: 406, yaxis: { title: { text: "seconds" } } })];
   });
 }
 function histogram(values, steps, rows, isLength) {  // returns shares per bin and block of steps

@@ -146,8 +146,11 @@ def _flat(values: dict, prefix: str = ""):
 
 
 def _events(run_dir: Path, configs: dict[int, dict[str, str]]) -> list[dict[str, Any]]:
-    """Return starts, resumes, faults and the end of a run, by time."""
-    found: list[tuple[float, int | None, str, str]] = []
+    """Return starts, resumes, faults and the end of a run, by the times in its files; '-' for unknown ones.
+
+    Dates of files are not read: those of a copied run are other ones.
+    """
+    found: list[tuple[float | None, int | None, str, str]] = []
     before: dict[str, str] = {}
     for step in sorted(configs):
         path = run_dir / (f"environment-after-step-{step}.json" if step else "environment.json")
@@ -158,25 +161,40 @@ def _events(run_dir: Path, configs: dict[int, dict[str, str]]) -> list[dict[str,
         world_size = facts.get("world_size")
         texts = [f"{world_size} rank{'s' if world_size != 1 else ''}, {facts.get('host')}"]
         texts += [f"{key}: {before.get(key, '-')} -> {config.get(key, '-')}" for key in changed]
-        found.append((path.stat().st_mtime, step, "resume" if step else "start", "; ".join(texts)))
+        found.append((facts.get("time"), step, "resume" if step else "start", "; ".join(texts)))
         before = config
-    for path in (run_dir / "errors").glob("*.txt"):
+    for path in sorted((run_dir / "errors").glob("*.txt")):
         lines = path.read_text(errors="replace").strip().splitlines()
-        found.append((path.stat().st_mtime, None, "fault", f"{path.name}: {lines[-1] if lines else ''}"))
-    for path in (run_dir / "stacks").glob("*.txt"):
-        if path.stat().st_size:
-            found.append((path.stat().st_mtime, None, "stacks", f"stacks of a rank in stacks/{path.name}"))
+        found.append((_reported_at(lines), None, "fault", f"{path.name}: {lines[-1] if lines else ''}"))
+    for path in sorted((run_dir / "stacks").glob("*.txt")):
+        if lines := path.read_text(errors="replace").splitlines():
+            found.append((_reported_at(lines), None, "stacks", f"stacks of a rank in stacks/{path.name}"))
     status_file = run_dir / "status.json"
     if status_file.is_file():
         status = json.loads(status_file.read_text())
         where = f"job {status['job']}" if status.get("job") else ""
         text = "; ".join(filter(None, (status.get("reason"), where)))
         found.append((status["time"], status.get("step"), status["state"], text))
+    places, last = [], 0.0
+    for when, *_ in found:
+        last = last if when is None else when
+        places.append(last)  # an event of an unknown time follows the one before it
+    in_order = [event for _, event in sorted(zip(places, found), key=lambda pair: pair[0])]
     return [
-        {"time": f"{datetime.fromtimestamp(when, UTC):%Y-%m-%d %H:%M:%S} UTC", "step": step, "kind": kind}
-        | {"text": text}
-        for when, step, kind, text in sorted(found, key=lambda event: event[0])
+        {"time": _utc(when), "step": step, "kind": kind, "text": text} for when, step, kind, text in in_order
     ]
+
+
+def _utc(when: float | None) -> str:
+    return "-" if when is None else f"{datetime.fromtimestamp(when, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _reported_at(lines: list[str]) -> float | None:
+    """Return the Unix time at the end of a report's first line, None if there is none."""
+    try:
+        return datetime.fromisoformat(lines[0].rpartition(" at ")[2]).timestamp()
+    except (IndexError, ValueError):
+        return None
 
 
 # Samples --------------------------------------------------------------------------------------------------

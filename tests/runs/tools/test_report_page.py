@@ -35,6 +35,24 @@ def page(tmp_path):
     assert [text for text in found if not text.startswith(("file:", "data:", "blob:"))] == []
 
 
+COVERED = """() => {
+  const found = (selector) => [...document.querySelectorAll(`#curves ${selector}`)];
+  const boxes = (selector) => found(selector).map((e) => e.getBoundingClientRect());
+  const bars = boxes(".modebar-container .modebar");
+  return boxes(".gtitle").filter((t) => bars.some(
+    (b) => t.left < b.right && b.left < t.right && t.top < b.bottom && b.top < t.bottom)).length;
+}"""
+"""Number of titles of curves that are below a mode bar."""
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_mode_bar_covers_no_title(width, page):
+    page.set_viewport_size({"width": width, "height": 800})
+    page.locator("#curve-charts .gtitle").first.wait_for()
+    page.locator("#curve-charts .js-plotly-plot").first.hover()
+    assert page.evaluate(COVERED) == 0 and page.locator("#curve-charts .modebar").count() > 0
+
+
 def test_clicks_filters_and_shades(page, tmp_path):
     assert page.evaluate("document.documentElement.scrollWidth") == 400  # no sideways scrolling on a phone
     assert page.locator("#curve-charts .chart[data-metric]").count() == 2

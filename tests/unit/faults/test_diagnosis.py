@@ -4,7 +4,6 @@ from rl.faults.diagnosis import diagnose, lost_ranks, summarize
 from rl.faults.heartbeat import Heartbeat
 from rl.faults.process import this_process
 
-NOW = 1000.0
 WAITING = Heartbeat(
     rank=0,
     process=this_process(),
@@ -12,8 +11,11 @@ WAITING = Heartbeat(
     phase="score",
     step=3,
     number=40,
-    since=NOW - 600,
-    time=NOW - 1,
+    phase_s=599.0,
+    time=0.0,
+    clock=0.0,
+    silent_s=1.0,
+    age_s=1.0,
     at="rl/phases/scoring.py:51 score",
     waits=True,
     host_memory_gib=1.0,
@@ -25,8 +27,8 @@ HOST = WAITING.process.host
 def found(*changes: dict) -> tuple[tuple[int, ...], str]:
     """The ranks at fault and the summary for ranks that differ from WAITING by these changes."""
     heartbeats = [replace(WAITING, rank=rank, **change) for rank, change in enumerate(changes)]
-    diagnosis = diagnose(heartbeats, NOW, 30)
-    return diagnosis.at_fault, summarize(heartbeats, diagnosis, NOW, 30)
+    diagnosis = diagnose(heartbeats, 30)
+    return diagnosis.at_fault, summarize(heartbeats, diagnosis, 30)
 
 
 def test_the_rank_that_does_not_wait_is_at_fault():
@@ -43,14 +45,14 @@ def test_a_rank_that_is_behind_is_at_fault_first():
 
 
 def test_a_rank_without_a_heartbeat_precedes_all_others():
-    at_fault, summary = found({"number": 38}, {"time": NOW - 90}, {"waits": False})
+    at_fault, summary = found({"number": 38}, {"silent_s": 90.0, "age_s": 90.0}, {"waits": False})
     assert at_fault == (1,)
     assert f"rank 1 ({HOST}), last heartbeat 90 s ago in score of step 3 (ended" in summary
 
 
 def test_lost_ranks_have_ended_and_had_a_heartbeat():
     ended = replace(WAITING, rank=1, process=replace(this_process(), started=1))
-    assert lost_ranks([None, ended, replace(WAITING, rank=2)], NOW, 30) == [1]
+    assert lost_ranks([None, ended, replace(WAITING, rank=2)], 30) == [1]
 
 
 def test_no_rank_is_at_fault_if_all_are_in_one_place():

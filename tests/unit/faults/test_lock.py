@@ -75,6 +75,30 @@ def test_old_heartbeat_makes_a_lock_stale(tmp_path, capsys):
     assert take(tmp_path).is_held() and "no heartbeat for" in capsys.readouterr().err
 
 
+def test_a_heartbeat_with_an_old_date_that_changes_keeps_a_lock(tmp_path, monkeypatch):
+    write_lock(tmp_path, **ELSEWHERE)
+    os.utime(tmp_path / FILE_NAME, (0, 0))
+    write_heartbeat(tmp_path, age=100)
+    beat = heartbeat_path(str(tmp_path), 0)
+    monkeypatch.setattr(lock_module.time, "sleep", lambda seconds: beat.write_text('{"number": 1}'))
+    with pytest.raises(ValueError, match="on node77"):
+        RunLock.take(tmp_path, silent_s=60, watch_s=20)
+
+
+def test_a_repeated_link_request_takes_the_lock(tmp_path, monkeypatch):
+    link = os.link
+
+    def answer_lost(source, target):
+        link(source, target)
+        link(source, target)  # as an NFS client repeats it: the file exists
+
+    monkeypatch.setattr(lock_module.os, "link", answer_lost)
+    lock = take(tmp_path)
+    assert lock.is_held() and [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+    write_lock(tmp_path, pid=NO_PID)
+    assert take(tmp_path).is_held() and not lock.is_held()
+
+
 def test_lock_of_an_earlier_start_of_the_job_is_stale(tmp_path, monkeypatch):
     write_lock(tmp_path, **ELSEWHERE, job="12", restarts=1)
     monkeypatch.setenv("SLURM_JOB_ID", "12")

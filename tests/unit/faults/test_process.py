@@ -2,7 +2,9 @@ import json
 from dataclasses import replace
 
 from rl.config.limits import PhaseLimits
-from rl.faults.heartbeat import HeartbeatWriter, heartbeat_path, read_heartbeat, read_heartbeats
+from rl.faults import heartbeat
+from rl.faults.diagnosis import lost_ranks
+from rl.faults.heartbeat import HeartbeatReader, HeartbeatWriter, heartbeat_path, read_heartbeat
 from rl.faults.phase_tracker import PhaseTracker
 from rl.faults.process import process_from, resident_bytes, this_process
 
@@ -33,4 +35,28 @@ def test_heartbeat_is_read_as_written(tmp_path):
     assert [path.name for path in (tmp_path / "heartbeat").iterdir()] == ["rank_3.json"]
     for text in ("", "{", "[]", '{"rank": 3}'):
         heartbeat_path(str(tmp_path), 1).write_text(text)
-        assert [found is None for found in read_heartbeats(str(tmp_path), 4)] == [True, True, True, False]
+        assert [found is None for found in HeartbeatReader(str(tmp_path), 4).read()] == [
+            True,
+            True,
+            True,
+            False,
+        ]
+
+
+def test_a_wrong_clock_makes_no_rank_silent(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(heartbeat.time, "time", lambda: 0.0)  # decades behind
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    with open(tmp_path / "native.txt", "w") as file:
+        tracker = PhaseTracker(PhaseLimits(), file)
+        writer = HeartbeatWriter(str(tmp_path), 0, tracker)
+        writer._process = replace(this_process(), host="node77", space="another boot/pid:[1]")
+        reader, lost = HeartbeatReader(str(tmp_path), 1), []
+        for now in (100.0, 120.0, 140.0):
+            clock[0] = now
+            writer.write()
+            lost += lost_ranks(reader.read(), 30)
+        tracker.close()
+    assert lost == []
+    clock[0] = 171.0
+    assert lost_ranks(reader.read(), 30) == [0]

@@ -58,17 +58,23 @@ def test_a_failure_in_start_up_keeps_earlier_steps(ranks, tmp_path):
     assert (found["step"], found["checkpoint_step"], found["max_steps"]) == (2, 1, 12)
 
 
-def test_a_run_that_was_taken_over_leaves_the_others_status(ranks, tmp_path):
-    (tmp_path / "lock.json").write_text(json.dumps({"token": "b"}))
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_run_that_was_taken_over_leaves_the_others_status(ended, ranks, tmp_path):
+    if ended:  # it has released its lock
+        Status(str(tmp_path), max_steps=9, leads=True, start="b").write()
+    else:
+        (tmp_path / "lock.json").write_text(json.dumps({"token": "b"}))
     ousted = Status(
         str(tmp_path),
         max_steps=9,
-        leads=False,
+        leads=True,
         start="a",
         is_taken_over=lambda: is_of_another(str(tmp_path), "a"),
     )
+    before = facts(tmp_path)
+    ousted.write(step=7)
     ousted.fail("LockLost")
-    assert facts(tmp_path)["state"] == "running"
+    assert facts(tmp_path) == before
 
 
 def test_a_refusal_ends_only_a_running_state(ranks, tmp_path):

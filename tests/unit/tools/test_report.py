@@ -1,10 +1,14 @@
 import importlib.util
 import json
+import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.stored_run import save_run
+from tools.report_page import write
 
 SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "report.py"
 spec = importlib.util.spec_from_file_location("lockstep_report", SCRIPT)
@@ -166,3 +170,17 @@ def test_several_runs_are_compared_by_their_accuracy(grpo, tmp_path, capsys, mon
 def test_runs_without_accuracy_cannot_be_compared():
     with pytest.raises(ValueError, match="nothing to compare"):
         report.compare({"a": [], "b": []}, Path("never.png"))
+
+
+def test_a_copied_run_has_the_same_events(tmp_path):
+    run = save_run(tmp_path / "run")
+    events = write._events(run, write._configs(run))
+    assert [(event["time"], event["kind"]) for event in events] == [
+        ("1970-01-01 00:01:30 UTC", "start"),
+        ("1970-01-01 00:01:41 UTC", "resume"),
+        ("1970-01-01 00:03:10 UTC", "fault"),
+        ("1970-01-01 00:03:20 UTC", "failed"),
+    ]
+    for path in run.rglob("*"):  # as after a copy
+        os.utime(path, (0, 0))
+    assert write._events(run, write._configs(run)) == events
