@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl.agents.chat import Chat
-from rl.agents.environment import Messages, Reply, Run, Score, Step, ToolCalls
+from rl.agents.environment import Failure, Messages, Reply, Run, Score, Step, ToolCalls
 from rl.agents.pool import EnvironmentPool, to_row
 from rl.agents.trajectory import Limits, Trajectory
 from rl.config.agents import Agents
@@ -77,6 +77,8 @@ class _Session:
     """Whether it is an agent that runs by itself and has not returned."""
     is_spent: bool = False
     """Whether an agent was refused a turn because the trajectory's limits are used up."""
+    is_repeated: bool = False
+    """Whether it repeats a trajectory whose environment was lost with its process."""
 
     @property
     def name(self) -> str:
@@ -159,15 +161,20 @@ class AgentSource:
             return aborts
         if not in_waves:
             self._draw(num_live)
-        if self._unanswered and not num_live and (in_waves or not self._ready):
+        if self._awaited and not num_live and (in_waves or not self._ready):
             started = time.monotonic()
             self._take_replies(WAIT_S)
             self.counts["environments_waited"] += time.monotonic() - started
-        if not (in_waves and self._unanswered):  # in waves, the number of prompts must not depend on a clock
+        if not (in_waves and self._awaited):  # in waves, the number of prompts must not depend on a clock
             self._draw(num_live)
-        if not (in_waves and self._unanswered) and (self._ready or num_live):
+        if not (in_waves and self._awaited) and (self._ready or num_live):
             return [self._add(name) for name in sorted(self._ready, key=_order)]
         return [Waiting(self._describe_wait())] if self._sessions else [Done()]
+
+    @property
+    def _awaited(self) -> set[str]:
+        """Sessions whose answers the next wave needs: not those that wait until others have ended."""
+        return self._unanswered - self._pool.waiting if self._ready else self._unanswered
 
     def _add(self, name: str) -> Event:
         request = self._ready.pop(name)
@@ -217,16 +224,19 @@ class AgentSource:
             for _ in range(n):
                 self._open(prompt)
 
-    def _open(self, prompt: int) -> None:
+    def _open(self, prompt: int, *, repeats: _Session | None = None, alone: bool = False) -> None:
+        """Open a trajectory of a prompt; one that repeats another has its seed."""
         number = self._next_number[prompt]
         self._next_number[prompt] += 1
-        seed = seed_of(self._seeds[prompt], number)
-        session = _Session(Trajectory(prompt, number, seed=seed, limits=self._limits))
+        seed = seed_of(self._seeds[prompt], number) if repeats is None else repeats.trajectory.seed
+        trajectory = Trajectory(prompt, number, seed=seed, limits=self._limits)
+        session = _Session(trajectory, is_repeated=repeats is not None)
         self._sessions[session.name] = session
         self._resetting.add(session.name)
         self._unanswered.add(session.name)
         session.asked = time.monotonic()
-        self._pool.open(session.name, to_row(self._prompts[prompt]) | {"seed": self._seeds[prompt]})
+        row = to_row(self._prompts[prompt]) | {"seed": self._seeds[prompt]}
+        self._pool.open(session.name, row, alone=alone)
 
     def _call(self, session: _Session, action) -> None:
         self._unanswered.add(session.name)
@@ -245,7 +255,8 @@ class AgentSource:
                 if len(asking.inbox) == 1:
                     self._serve(asking)
         for reply in replies:
-            session = self._sessions[reply.session]
+            if (session := self._sessions.get(reply.session)) is None:
+                continue  # it has failed in a request to the endpoint
             self._unanswered.discard(reply.session)
             self._resetting.discard(reply.session)
             self.counts["environments"] += time.monotonic() - session.asked
@@ -274,7 +285,7 @@ class AgentSource:
             session = self._sessions[name]
             if session.is_driving and session.asked < before:
                 why = f"the agent asked for no turn for agents.timeout_s={limit_s:g}"
-                self._fail(session, Reply(name, "run", failure=why))
+                self._fail(session, Reply(name, "run", failure=why, cause=Failure.TIME))
 
     def _begin(self, session: _Session, reply: Reply) -> None:
         """Ask for the first turn, after the reset."""
@@ -291,14 +302,14 @@ class AgentSource:
                 return
             length, limit = len(session.trajectory.token_ids), self._limits.context_tokens
             why = f"a prompt of {length} tokens leaves no room in the {limit} of the engine"
-            self._fail(session, replace(reply, failure=why))
+            self._fail(session, replace(reply, failure=why, cause=Failure.PROMPT))
 
     def _begin_row(self, session: _Session, reply: Reply) -> bool:
         """Begin a row with the whole conversation, or fail the trajectory if the template rejects it."""
         try:
             session.trajectory.begin_row(self._chat.open(session.messages, session.tools))
         except ValueError as error:
-            self._fail(session, replace(reply, failure=str(error)))
+            self._fail(session, replace(reply, failure=str(error), cause=Failure.PROMPT))
             return False
         return True
 
@@ -350,7 +361,12 @@ class AgentSource:
         prompt = session.trajectory.prompt
         log.warning("environment of %s failed in %s: %s", session.name, reply.kind, reply.failure)
         self._close(session.name)
-        self.counts[f"failures/{reply.kind}"] += 1
+        if reply.reopen:
+            self.counts["reopened"] += 1
+            # Once lost while it was idle may be chance; twice, it may be a thread that it left.
+            self._open(prompt, repeats=session, alone=reply.reopen == "alone" or session.is_repeated)
+            return
+        self.counts[f"failures/{reply.cause}"] += 1
         if self._attempts_left[prompt]:
             self._attempts_left[prompt] -= 1
             self._open(prompt)
@@ -449,7 +465,8 @@ class AgentSource:
             session.values = reply.values
             self._call(session, Score(session.messages))
         else:
-            self._fail(session, Reply(session.name, "run", failure="the agent asked for no turn"))
+            why = "the agent asked for no turn"
+            self._fail(session, Reply(session.name, "run", failure=why, cause=Failure.IDLE))
 
     def _stop_agent(self, session: _Session) -> None:
         """End the requests of a session that are not answered."""

@@ -446,10 +446,17 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         M("agents/{turns,tool_calls,rows}", "", "mean per trajectory", ""),
         M("agents/tool_errors", "calls", "calls that were answered with an error message", ""),
         M(
-            "agents/failures/<request>",
+            "agents/failures/<cause>",
             "trajectories",
-            "trajectories whose environment failed, by the request that failed",
-            "Above 0: the log has each reason.",
+            "failed trajectories by cause: error, time, memory, lost, start, prompt, rewrite, idle",
+            "Above 0: see [agents.md](agents.md); the log has each reason.",
+        ),
+        M(
+            "agents/reopened",
+            "trajectories",
+            "trajectories that were repeated, because another one may have ended the process of their "
+            "environment",
+            "Above 0: see `agents/failures/lost`.",
         ),
         M("agents/dropped", "trajectories", "trajectories that are missing in their groups", ""),
         M("agents/dropped_groups", "groups", "groups that are left out", ""),

@@ -154,7 +154,7 @@ def test_a_context_that_is_full_ends_the_trajectory():
     full = World([CALL], max_context=prompt + len(tokenizer_of("qwen2.5")(CALL)["input_ids"]) + 3)
     assert all(len(s.segments) == 1 and s.truncated for s in full.samples)
     none = World([CALL], max_context=prompt)
-    assert none.samples == [] and none.source.counts["failures/reset"] == 2 * ATTEMPTS
+    assert none.samples == [] and none.source.counts["failures/prompt"] == 2 * ATTEMPTS
 
 
 @pytest.mark.parametrize("on_failure", ["refill", "shrink"])
@@ -166,13 +166,13 @@ def test_a_failed_trajectory_leaves_its_group(on_failure):
     )
     numbers = [sample.number for sample in world.samples]
     assert numbers == ([0, 2] if on_failure == "refill" else [0])
-    assert world.source.counts["failures/tools"] == 1
+    assert world.source.counts["failures/error"] == 1
     assert world.source.counts["dropped"] == (on_failure == "shrink")
 
 
 def test_an_environment_that_always_fails_is_tried_a_few_times():
     world = World(["x<|im_end|>"], fails=lambda session, action: True)
-    assert world.samples == [] and world.source.counts["failures/reset"] == 2 * ATTEMPTS
+    assert world.samples == [] and world.source.counts["failures/error"] == 2 * ATTEMPTS
     assert world.source.counts["dropped"] == 2
 
 
@@ -291,7 +291,7 @@ def test_an_agent_that_hangs_fails():
         delay=lambda: next(delays, 1e9),
         endpoint=SilentAgent(),
     )
-    assert world.samples == [] and world.source.counts["failures/run"] == 1
+    assert world.samples == [] and world.source.counts["failures/time"] == 1
     assert world.source.counts["dropped"] == 1 and set(world.pool.closed) == {"0.0"}
 
 
@@ -319,4 +319,4 @@ class Rejected(World):
 
 def test_messages_that_the_template_rejects_are_a_failure():
     world = Rejected(["x</s>"], family="mistral")
-    assert world.samples == [] and world.source.counts["failures/reset"] == 2 * ATTEMPTS
+    assert world.samples == [] and world.source.counts["failures/prompt"] == 2 * ATTEMPTS
