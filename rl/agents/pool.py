@@ -12,9 +12,9 @@ every process that it started, if it is dead or silent; then all sessions of tha
 told so by the reply to its next request. Only a session that was alone in its worker has failed thereby. The
 others may be the victims of one of them, and their replies ask to open them again (`Reply.reopen`): alone if
 their request was in progress, because such a call may have ended the process. A call that only exceeds its
-time limit costs its own session: the worker takes no further ones and ends with its last. There are never more
-workers than allowed, so a new session may wait for the end of another one. The workers run as the same user:
-this protects against accidents, not attacks.
+time limit costs its own session: the worker takes no further ones and ends with its last. There are never
+more workers than allowed, so a new session may wait for the end of another one. The workers run as the same
+user: this protects against accidents, not attacks.
 """
 
 import contextlib

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl.agents.chat import Chat
-from rl.agents.environment import Failure, Messages, Reply, Run, Score, Step, ToolCalls
+from rl.agents.environment import OF_LIMITS, Failure, Messages, Reply, Run, Score, Step, ToolCalls
 from rl.agents.pool import EnvironmentPool, to_row
 from rl.agents.trajectory import Limits, Trajectory
 from rl.config.agents import Agents
@@ -96,6 +96,7 @@ class AgentSource:
         capacity: maximum number of concurrent requests.
         max_context: most tokens of prompt and response together.
         start_endpoint: returns the server for agents that run by themselves.
+        keeps_failed: whether a failed trajectory is a sample that has failed, instead of `agents.on_failure`.
         progress: its `update` is called with the number of trajectories that ended.
     """
 
@@ -112,11 +113,12 @@ class AgentSource:
         capacity: int,
         max_context: int,
         start_endpoint: "Callable[[], Endpoint]",
+        keeps_failed: bool = False,
         progress=None,
     ):
         self._prompts, self._sampling, self._seeds = prompts, sampling, seeds
         self._config, self._pool, self._chat, self._queue = config, pool, chat, queue
-        self._capacity, self._progress = capacity, progress
+        self._capacity, self._keeps_failed, self._progress = capacity, keeps_failed, progress
         self._limits = Limits(config.max_turns, config.max_tokens_per_turn, sampling.max_tokens, max_context)
         self._start_endpoint = start_endpoint
         self._endpoint: Endpoint | None = None
@@ -220,7 +222,7 @@ class AgentSource:
             if prompt is None:
                 self._is_drained = True
                 return
-            self._attempts_left[prompt] = (ATTEMPTS - 1) * n if self._config.on_failure == "refill" else 0
+            self._attempts_left[prompt] = 0 if self._config.on_failure == "shrink" else (ATTEMPTS - 1) * n
             for _ in range(n):
                 self._open(prompt)
 
@@ -344,10 +346,15 @@ class AgentSource:
             self._ready[session.name] = replace(request, grammar=session.grammar)
 
     def _finish(self, session: _Session, values: dict[str, float]) -> None:
-        trajectory = session.trajectory
         self._close(session.name)
-        if not values and trajectory.rewards:
-            values = {"score": sum(trajectory.rewards)}
+        if not values and session.trajectory.rewards:
+            values = {"score": sum(session.trajectory.rewards)}
+        self.counts["succeeded"] += 1
+        self._end(session, values)
+
+    def _end(self, session: _Session, values: dict[str, float]) -> None:
+        """Add the samples of a trajectory that is closed."""
+        trajectory = session.trajectory
         ids = self._prompts[trajectory.prompt].token_ids
         samples = trajectory.samples(values or None, ids)
         self.samples += samples
@@ -357,7 +364,7 @@ class AgentSource:
         self._note_end()
 
     def _fail(self, session: _Session, reply: Reply) -> None:
-        """Leave a trajectory out whose environment failed; sample another one if the config says so."""
+        """Count a failed trajectory, and score it, sample another one or leave it out."""
         prompt = session.trajectory.prompt
         log.warning("environment of %s failed in %s: %s", session.name, reply.kind, reply.failure)
         self._close(session.name)
@@ -367,12 +374,19 @@ class AgentSource:
             self._open(prompt, repeats=session, alone=reply.reopen == "alone" or session.is_repeated)
             return
         self.counts[f"failures/{reply.cause}"] += 1
-        if self._attempts_left[prompt]:
+        if self._keeps_failed or self._learns_from(session, reply):
+            self._end(session, {"score": 0.0, "failed": 1.0})
+        elif self._attempts_left[prompt]:
             self._attempts_left[prompt] -= 1
             self._open(prompt)
         else:
             self.counts["dropped"] += 1
             self._note_end()
+
+    def _learns_from(self, session: _Session, reply: Reply) -> bool:
+        """Return whether a failed trajectory is learned from: the policy's actions exceeded a limit."""
+        has_acted = session.trajectory.num_turns > 0
+        return self._config.on_failure == "zero" and reply.cause in OF_LIMITS and has_acted
 
     def _close(self, name: str) -> None:
         self._stop_agent(self._sessions.pop(name))

@@ -128,11 +128,11 @@ class Trajectory:
         segments[-1] = replace(segments[-1], reward=reward)
 
     def samples(self, outcome: dict[str, float] | None, prompt_ids: np.ndarray) -> list[Sample]:
-        """Return one sample per row that has tokens of the policy.
+        """Return one sample per row that has tokens of the policy; an empty one if none has.
 
         outcome: what the environment reports. prompt_ids: those of the prompt, int32 [P].
         """
-        rows = [row for row in self.rows if row.segments]
+        rows = [row for row in self.rows if row.segments] or [Row(prompt_ids)]
         return [
             Sample(
                 self.prompt,

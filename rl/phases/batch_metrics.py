@@ -144,7 +144,7 @@ def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
             metrics[f"agents/{name}"] = value / max(counts["trajectories"], 1)
         elif name in ("environments", "environments_waited"):
             metrics[f"timing_s/{name}"] = value
-        elif name not in ("live_steps", "steps", "trajectories"):
+        elif name not in ("live_steps", "steps", "trajectories", "succeeded"):
             metrics[f"agents/{name}"] = value
     return metrics
 

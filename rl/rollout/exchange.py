@@ -172,6 +172,8 @@ def _locate(
     lengths = torch.zeros(len(names), len(batch), dtype=torch.int64)
     rows: dict[str, dict[int, Row]] = {name: {} for name in names}
     for place, sample in zip(places, own):
+        if not sample.segments:  # a trajectory whose environment failed before its first turn
+            continue
         key = row_key(batch.prompt_ids[place], sample.token_ids)
         for k, name in enumerate(names):
             rows[name][place] = row = Row(key, sample.held(name))
@@ -179,7 +181,7 @@ def _locate(
     lengths = sum_over_world(lengths, device.torch)
     kinds = {name: (row.values.dtype, row.values.shape[1:]) for name in names for row in rows[name].values()}
     everyone = {name: kind for found in gather_objects(kinds) for name, kind in found.items()}
-    found = zip(names, lengths)
+    found = ((name, size) for name, size in zip(names, lengths) if name in everyone)
     return {name: HeldColumn(rows[name], holders, size, *everyone[name]) for name, size in found}
 
 

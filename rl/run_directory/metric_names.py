@@ -339,6 +339,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Validation": (
         M(
+            "val-core/<source>/failed/mean@<k>",
+            "share",
+            "with environments: samples that count as wrong because environment or reward function failed",
+            "Above 0.05: a warning is logged; the accuracy measures the environment, too.",
+        ),
+        M(
             "val-core/<source>/<variable>/mean@<k>",
             "",
             "mean over k samples per prompt and over the prompts of a data source; @1: greedy",

@@ -58,6 +58,17 @@ def test_a_run_with_a_game_and_the_replay_of_its_log(toy, tmp_path):
     assert "tokens: DIFFERENT (" in failure.value.stdout[0]
 
 
+def test_validation_counts_failed_trajectories_as_wrong(toy, tmp_path):
+    game = f"agents.environment={GAME}:Brittle"
+    config = write_config(tmp_path, toy, *BASE, *ARRIVAL, game, f"data.val=[{toy}/test.parquet]")
+    sampled = ("validation.greedy=false", "validation.samples_per_prompt=4", "validation.max_prompts=8")
+    small = ("run.max_steps=1", "data.prompts_per_step=2", "training.prompts_per_minibatch=2")
+    step = train(1, config, *sampled, *small, "validation.every=1")[0]
+    wrong = step["val-core/addition/failed/mean@4"]
+    assert 0 < wrong < 1 and step["val-core/addition/acc/mean@4"] == 1 - wrong
+    assert step["val-aux/agents/failures/error"] == 32 * wrong
+
+
 @pytest.mark.parametrize("num_kills, num_steps", [(1, 2), pytest.param(20, 4, marks=pytest.mark.slow)])
 def test_a_killed_run_leaves_no_process_and_loses_no_prompt(toy, tmp_path, num_kills, num_steps):
     steps = (WAVES, f"run.max_steps={num_steps}")

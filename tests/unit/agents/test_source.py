@@ -11,7 +11,7 @@ import pytest
 
 from rl.agents.chat import Chat
 from rl.agents.endpoint import EndpointRequest, Refused
-from rl.agents.environment import Run, Score, Step, ToolCalls
+from rl.agents.environment import Failure, Run, Score, Step, ToolCalls
 from rl.agents.source import ATTEMPTS, AgentSource
 from rl.config.agents import Agents
 from rl.data.chat_template import TOOL
@@ -56,6 +56,7 @@ class World:
         capacity=64,
         max_context=1000,
         endpoint=None,
+        keeps_failed=False,
     ):
         self.tokenizer = tokenizer_of(family)
         agents = agents or Agents()
@@ -74,6 +75,7 @@ class World:
             capacity=capacity,
             max_context=max_context,
             start_endpoint=lambda: endpoint or pytest.fail("no agent runs by itself"),
+            keeps_failed=keeps_failed,
         )
         self.engine.run(self.source)
         self.source.close()
@@ -155,6 +157,37 @@ def test_a_context_that_is_full_ends_the_trajectory():
     assert all(len(s.segments) == 1 and s.truncated for s in full.samples)
     none = World([CALL], max_context=prompt)
     assert none.samples == [] and none.source.counts["failures/prompt"] == 2 * ATTEMPTS
+
+
+class Slow(World):
+    """The calls of one trajectory exceed the time limit."""
+
+    def answer(self, session, row, action):
+        if session == "0.1" and isinstance(action, ToolCalls):
+            return {"failure": "too slow", "cause": Failure.TIME}
+        return super().answer(session, row, action)
+
+
+@pytest.mark.parametrize("on_failure, learned", [("zero", [0, 1]), ("refill", [0, 2]), ("shrink", [0])])
+def test_an_action_that_exceeds_a_limit_has_score_0(on_failure, learned):
+    world = Slow([CALL, "It is 42.<|im_end|>"], agents=Agents(on_failure=on_failure))
+    assert [sample.number for sample in world.samples] == learned
+    assert world.source.counts["failures/time"] == 1
+    if on_failure == "zero":
+        assert world.samples[1].outcome == {"score": 0.0, "failed": 1.0}
+        assert [segment.source for segment in world.samples[1].segments] == ["policy"]
+
+
+def test_a_failed_trajectory_of_validation_is_a_sample():
+    """Also one that has no turn."""
+    world = World(
+        [CALL, "It is 42.<|im_end|>"],
+        fails=lambda session, action: action is None if session == "0.0" else isinstance(action, Score),
+        keeps_failed=True,
+    )
+    assert [sample.outcome for sample in world.samples] == [{"score": 0.0, "failed": 1.0}] * 2
+    assert [len(sample.segments) for sample in world.samples] == [0, 3]
+    assert world.source.counts["trajectories"] == 2 and world.source.counts["failures/error"] == 2
 
 
 @pytest.mark.parametrize("on_failure", ["refill", "shrink"])
