@@ -169,9 +169,9 @@ class Chat:
     def check(self, tools: Sequence[dict], opening: Messages | None = None) -> None:
         """Raise ValueError if on_rewrite is "refuse" and the template changes earlier tokens.
 
-        Two turns with tool calls are tried, one of them with two calls if the model's form allows it;
-        without tools, two turns that a user answers. They think, unless the template has no thinking or its
-        generation prompt closes it.
+        Four turns are tried, because some templates keep the last turns only: with tools, turns of one call
+        and, if the model's form allows it, of two; without, turns that a user answers. The first and the
+        third turn think, unless the template has no thinking or its generation prompt closes it.
 
         Args:
             opening: messages with which an environment begins; some templates fail only with a system
@@ -181,16 +181,18 @@ class Chat:
         if self.on_rewrite != "refuse" or self._is_plain(messages):
             return
         context = self.open(messages, tools)
-        for number, num_calls in enumerate([1, 2 if self._family.parallel else 1] if tools else [0, 0], 1):
+        several = 2 if self._family.parallel else 1
+        for number, num_calls in enumerate([1, several, several, 1] if tools else [0] * 4, 1):
             calls = [{**CALL, "id": f"call{number:03d}{i:02d}"} for i in range(num_calls)]
-            thought = ("" if self._opens_thinking else "<think>\n") + "reason\n</think>\n\n"
-            turn = self._encode((thought if self._thinks else "") + "answer" + self.tokenizer.eos_token)
-            messages.append(self._message("reason" if self._thinks else "", "answer", calls))
+            thinking = "reason" if self._thinks and number % 2 else ""
+            content = "" if number == 4 and calls else "answer"
+            turn = self._encode(self._thinking_tags(thinking) + content + self.tokenizer.eos_token)
+            messages.append(self._message(thinking, content, calls))
             reply = [{**REPLY, "tool_call_id": call["id"]} for call in calls] or [QUESTION]
             try:
                 added = self._between(context, turn, messages, reply, tools)
             except CannotExtend as error:
-                kind = f"turn {number} ({'thinking, ' if self._thinks else ''}{num_calls} tool calls)"
+                kind = f"turn {number} ({'thinking, ' if thinking else ''}{num_calls} tool calls)"
                 raise ValueError(
                     f"agents.on_rewrite=refuse: the chat template of {self.tokenizer.name_or_path} does not "
                     f"keep the tokens of {kind} when a message of role {reply[0]['role']} follows: {error}. "
@@ -199,6 +201,11 @@ class Chat:
                 ) from error
             context = np.concatenate([context, turn, added])
             messages += reply
+
+    def _thinking_tags(self, thinking: str) -> str:
+        """Return the thinking at the beginning of a turn with its tags; an open tag is always closed."""
+        opening = "" if self._opens_thinking else "<think>\n"
+        return f"{opening}{thinking}\n</think>\n\n" if thinking or self._opens_thinking else ""
 
     def _between(
         self, context: np.ndarray, turn: np.ndarray, messages: Messages, new: Messages, tools: Sequence[dict]

@@ -324,18 +324,24 @@ class AgentSource:
             return
         assert session.context is not None and session.turn is not None
         given = self._chat.extend(session.context, session.turn, before, reply.messages, session.tools)
-        if given is not None:
-            source = "tool" if reply.kind == "tools" else "user"
-            has_room = trajectory.give(given, source)
-        else:
+        if given is None:
             self.counts["rewrites"] += 1
-            has_room = self._config.on_rewrite == "new_row"
-            if has_room and not self._begin_row(session, reply):
-                return
-        if has_room:
+            if self._config.on_rewrite == "refuse":
+                self._refuse_rewrite(session, reply.kind)
+            elif self._begin_row(session, reply):
+                self._ask(session)
+        elif trajectory.give(given, "tool" if reply.kind == "tools" else "user"):
             self._ask(session)
         else:
             self._call(session, Score(session.messages))
+
+    def _refuse_rewrite(self, session: _Session, kind: str) -> None:
+        """Fail a trajectory whose next turn would not follow its tokens; its game has not ended."""
+        why = (
+            f"the conversation after turn {session.trajectory.num_turns} changes earlier tokens, which "
+            "agents.on_rewrite=refuse does not allow; use agents.on_rewrite=new_row"
+        )
+        self._fail(session, Reply(session.name, kind, failure=why, cause=Failure.REWRITE))
 
     def _ask(self, session: _Session) -> None:
         """Make the request of the next turn, or ask for the score if there is no room for a turn."""
@@ -411,7 +417,7 @@ class AgentSource:
             elif trajectory.num_turns >= self._limits.turns:
                 why = f"agents.max_turns={self._limits.turns} are used up"
             elif not self._follow(session, asked):
-                why, is_spent = "the conversation has changed, and agents.on_rewrite=refuse", False
+                return self._refuse_rewrite(session, "run")
             elif not trajectory.is_cut:
                 request = trajectory.request(asked.max_tokens or 0)
         except ValueError as error:  # the template rejects the agent's messages

@@ -470,7 +470,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "agents/rewrites",
             "turns",
             "turns after which the template changed earlier tokens",
-            "Above 0: trajectories are divided into rows; use a renderer ([agents.md](agents.md)).",
+            "Above 0: trajectories are divided into rows, or fail with `agents.on_rewrite=refuse`; use a "
+            "renderer ([agents.md](agents.md)).",
         ),
         M(
             "agents/occupancy",

@@ -245,6 +245,17 @@ def test_a_rewritten_conversation_continues_in_a_new_row():
     assert json.dumps([row.outcome for row in rows]) == json.dumps([{"score": 1.5}] * 3)
 
 
+def test_a_rewrite_that_is_refused_fails_the_trajectory():
+    """Else it would be scored as if the game had ended after its first turn."""
+    world = World(
+        ["<think>\nreason\n</think>\n\nmove<|im_end|>"],
+        drives="step",
+        family="qwen3",
+        agents=Agents(max_turns=3, on_failure="shrink"),
+    )
+    assert world.samples == [] and world.source.counts["failures/rewrite"] == 2
+
+
 def test_the_engine_is_kept_busy_while_environments_answer():
     def run(delay):
         def turns(request):
@@ -326,6 +337,27 @@ def test_an_agent_that_hangs_fails():
     )
     assert world.samples == [] and world.source.counts["failures/time"] == 1
     assert world.source.counts["dropped"] == 1 and set(world.pool.closed) == {"0.0"}
+
+
+class Forgetful(InsistentAgent):
+    """An agent that begins another conversation, and goes on if it is refused."""
+
+    def ask(self, session, messages):
+        super().ask(session, messages if len(messages) == 1 else [{"role": "user", "content": "another"}])
+
+
+def test_a_rewrite_of_an_agent_that_is_refused_fails_it():
+    agent = Forgetful()
+    world = World(
+        ["move<|im_end|>"],
+        drives="run",
+        agents=Agents(max_turns=3, on_failure="shrink"),
+        sampling=replace(SAMPLING, samples_per_prompt=1),
+        delay=lambda: 50.0,
+        endpoint=agent,
+    )
+    assert world.samples == [] and world.source.counts["failures/rewrite"] == 1
+    assert len(world.engine.requests) == 1
 
 
 def test_a_request_of_an_ended_trajectory_is_not_served():
