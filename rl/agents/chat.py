@@ -103,6 +103,10 @@ class Chat:
             return self._encode(text, add_special_tokens=bare)
         return self._encode(self._template.render(messages, tools))
 
+
+    def as_messages(self, token_ids: np.ndarray) -> Messages:
+        """Return a context as one text, for a conversation whose messages are unknown."""
+        return [{"role": "text", "content": self._decode(token_ids)}]
     def parse(self, turn: np.ndarray, tools: Sequence[dict], number: int) -> AssistantTurn:
         """Return a sampled turn as a message. `number` is the number of the turn in its trajectory.
 

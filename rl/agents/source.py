@@ -363,7 +363,7 @@ class AgentSource:
         trajectory = session.trajectory
         ids = self._prompts[trajectory.prompt].token_ids
         samples = trajectory.samples(values or None, ids)
-        self.samples += samples
+        self.samples += [replace(sample, conversation=session.messages) for sample in samples]
         self.counts["trajectories"] += 1
         self.counts["turns"] += trajectory.num_turns
         self.counts["rows"] += len(samples)
@@ -444,7 +444,8 @@ class AgentSource:
                 source = "tool" if new[0]["role"] == "tool" else "user"
                 context = session.context, session.turn
                 given = self._chat.extend(*context, session.messages, new, session.tools)
-        session.messages = list(asked.messages or [])
+        unread = [] if asked.token_ids is None else self._chat.as_messages(asked.token_ids)
+        session.messages = list(asked.messages or unread)
         if given is not None:
             trajectory.give(given, source)
             return True

@@ -162,7 +162,9 @@ class Generation:
                     raise StepAborted
                 step.events = engine.events.digest
                 has_turns = self._agents is not None
-                columns = dict(turns=has_turns, held=engine.held_columns)
+                reward = self._config.reward
+                is_read = has_turns and bool(reward.model.path or reward.judge.path)
+                columns = dict(turns=has_turns, held=engine.held_columns, conversations=is_read)
                 batch = exchange(ids, own or [], samples_per_prompt, self._step.device, **columns)
             step.metrics |= self._idle_metrics(timing, busy, batch, len(ids))
         if abortable:
