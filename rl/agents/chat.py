@@ -39,6 +39,10 @@ class AssistantTurn:
     """The whole text of the turn, with thinking and without special tokens."""
 
 
+class TooLong(ValueError):
+    """The text of a conversation has more characters than the allowed number of tokens can hold."""
+
+
 class CannotExtend(ValueError):
     """The template does not keep earlier tokens; the message says which rule it breaks."""
 
@@ -66,6 +70,7 @@ class Chat:
         self._ends = {int(id): tokenizer.convert_ids_to_tokens(int(id)) for id in ends}
         self._family = family_of(self._template.text)
         self._takes_reasoning = "reasoning_content" in self._template.text
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._opens_thinking = self._thinks = False
         self._renderer: Renderer | None = None
         if self._template.text:
@@ -92,21 +97,28 @@ class Chat:
 
     # Conversations ----------------------------------------------------------------------------------------
 
-    def open(self, messages: Messages, tools: Sequence[dict]) -> np.ndarray:
+    def open(self, messages: Messages, tools: Sequence[dict], max_tokens: int = 0) -> np.ndarray:
         """Return the token ids of a conversation up to and with the generation prompt, int32.
 
-        Raises ValueError if the template rejects the messages.
-        """
-        if self._is_plain(messages):
-            text = "".join(message["content"] for message in messages)
-            bare = not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
-            return self._encode(text, add_special_tokens=bare)
-        return self._encode(self._template.render(messages, tools))
+        max_tokens: a text that must have more tokens is not encoded, because that would stop the replica for
+            as long as the environment's text is large; 0: any text is encoded.
 
+        Raises ValueError if the template rejects the messages, and TooLong.
+        """
+        is_bare = is_plain = self._is_plain(messages)
+        if is_plain:
+            text = "".join(message["content"] for message in messages)
+            is_bare = not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
+        else:
+            text = self._template.render(messages, tools)
+        if max_tokens and len(text) > max_tokens * self._longest_token:
+            raise TooLong(f"a prompt of {len(text)} characters has more than {max_tokens} tokens")
+        return self._encode(text, add_special_tokens=is_bare)
 
     def as_messages(self, token_ids: np.ndarray) -> Messages:
         """Return a context as one text, for a conversation whose messages are unknown."""
         return [{"role": "text", "content": self._decode(token_ids)}]
+
     def parse(self, turn: np.ndarray, tools: Sequence[dict], number: int) -> AssistantTurn:
         """Return a sampled turn as a message. `number` is the number of the turn in its trajectory.
 

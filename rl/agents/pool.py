@@ -50,6 +50,22 @@ CLOSING_S = 5.0
 """Seconds that `shutdown` gives environments to close."""
 
 
+_logged: set[tuple[str, str]] = set()
+
+
+def once(request: str, failure: str) -> str:
+    """Return a failure in full if it is the first one of its kind in this process, else its first line.
+
+    A kind is the failed request with the exception. A run may have thousands of failures with one traceback.
+    """
+    first_line = failure.partition("\n")[0]
+    kind = request, first_line.partition(":")[0]
+    if kind in _logged:
+        return first_line
+    _logged.add(kind)
+    return failure
+
+
 def to_row(prompt: "Prompt") -> dict[str, Any]:
     """Return the row of a prompt, as environments get it."""
     from rl.data.prompts import AGENT_COLUMNS  # with transformers, which nothing else here needs
@@ -288,7 +304,7 @@ class EnvironmentPool:
             elif "closed" in message:
                 del worker.sessions[message["closed"]]
                 if message["error"]:
-                    log.warning("an environment could not be closed: %s", message["error"])
+                    log.warning("an environment could not be closed: %s", once("close", message["error"]))
                 if not worker.sessions and worker.must_retire:
                     return self._dismiss(worker)
                 if not worker.sessions:

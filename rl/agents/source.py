@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl.agents.chat import Chat
+from rl.agents.chat import Chat, TooLong
 from rl.agents.environment import OF_LIMITS, Failure, Messages, Reply, Run, Score, Step, ToolCalls
-from rl.agents.pool import EnvironmentPool, to_row
+from rl.agents.pool import EnvironmentPool, once, to_row
 from rl.agents.trajectory import Limits, Trajectory
 from rl.config.agents import Agents
 from rl.data.prompts import Prompt
@@ -309,7 +309,8 @@ class AgentSource:
     def _begin_row(self, session: _Session, reply: Reply) -> bool:
         """Begin a row with the whole conversation, or fail the trajectory if the template rejects it."""
         try:
-            session.trajectory.begin_row(self._chat.open(session.messages, session.tools))
+            limit = self._limits.context_tokens
+            session.trajectory.begin_row(self._chat.open(session.messages, session.tools, limit))
         except ValueError as error:
             self._fail(session, replace(reply, failure=str(error), cause=Failure.PROMPT))
             return False
@@ -372,7 +373,8 @@ class AgentSource:
     def _fail(self, session: _Session, reply: Reply) -> None:
         """Count a failed trajectory, and score it, sample another one or leave it out."""
         prompt = session.trajectory.prompt
-        log.warning("environment of %s failed in %s: %s", session.name, reply.kind, reply.failure)
+        why = once(reply.kind, reply.failure)
+        log.warning("environment of %s failed in %s: %s", session.name, reply.kind, why)
         self._close(session.name)
         if reply.reopen:
             self.counts["reopened"] += 1
@@ -420,6 +422,8 @@ class AgentSource:
                 return self._refuse_rewrite(session, "run")
             elif not trajectory.is_cut:
                 request = trajectory.request(asked.max_tokens or 0)
+        except TooLong as error:
+            why = str(error)
         except ValueError as error:  # the template rejects the agent's messages
             why, is_spent = str(error), False
         if request is None:
@@ -461,7 +465,7 @@ class AgentSource:
         """Return the whole context of a request, int32 [C]."""
         if asked.token_ids is not None:
             return asked.token_ids
-        return self._chat.open(asked.messages or [], asked.tools)
+        return self._chat.open(asked.messages or [], asked.tools, self._limits.context_tokens)
 
     def _answer(self, session: _Session, context: np.ndarray, completion: Completion, message: dict) -> None:
         """Send a turn to the agent that asked for it."""

@@ -131,7 +131,7 @@ class Host:
             if session.closing is not None:
                 raise
             self.must_retire |= isinstance(error, MemoryError)
-            fields = {"failure": f"{type(error).__name__}: {error!s:.500}\n{explain(error)}"}
+            fields = {"failure": _describe(error)}
             fields["cause"] = next(
                 (c for kind, c in CAUSES.items() if isinstance(error, kind)), Failure.ERROR
             )
@@ -142,7 +142,7 @@ class Host:
         try:
             await session.close()
         except BaseException as caught:
-            error = explain(caught)
+            error = _describe(caught)
         del self._sessions[number]
         self._send({"closed": number, "error": error})
 
@@ -162,6 +162,12 @@ class Host:
         """End a process that users' code forked and that returned from its call; only the parent answers."""
         if os.getpid() != self._pid:
             os._exit(0)
+
+
+def _describe(error: BaseException) -> str:
+    """Return an exception on one line, then its traceback."""
+    sentence = f"{type(error).__name__}: {error!s:.500}"
+    return f"{' '.join(sentence.splitlines())}\n{explain(error)}"
 
 
 class Session:

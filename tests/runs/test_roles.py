@@ -43,6 +43,8 @@ def test_lag_0_equals_the_run_without_roles(config, tmp_path):
     correction = "rollout_correction.truncate_tokens=2"
     train(1, config, correction, run=tmp_path / "alone")
     train(2, config, *ROLES, "roles.lag=0", run=tmp_path / "split")
+    environment = json.loads((tmp_path / "split" / "environment.json").read_text())
+    assert environment["world_size"] == 2 and environment["role_sizes"] == {"train": 1, "rollout": 1}
     assert without_staleness(tmp_path / "split") == comparable(tmp_path / "alone")
     assert_each_prompt_once(tmp_path / "split", consumed=16)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rl.agents import pool as pool_module
 from rl.agents.chat import Chat
 from rl.agents.pool import EnvironmentPool
 from rl.agents.source import AgentSource
@@ -74,3 +75,11 @@ def test_calls_that_time_out_start_no_further_workers():
     source, pool = generate("hangs", timeout_s=1.0, on_failure="refill")
     assert pool.most_workers <= 2
     assert source.counts["failures/time"] == 12 and len(source.samples) == 20
+
+
+def test_a_traceback_of_each_kind_of_failure_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(pool_module, "_logged", set())
+    source, _ = generate("raises", num_prompts=1, on_failure="refill")
+    assert source.counts["failures/error"] == 12
+    assert caplog.text.count("failed in step: RuntimeError: wrong answer") == 12
+    assert caplog.text.count("Traceback") == 1

@@ -385,3 +385,22 @@ class Rejected(World):
 def test_messages_that_the_template_rejects_are_a_failure():
     world = Rejected(["x</s>"], family="mistral")
     assert world.samples == [] and world.source.counts["failures/prompt"] == 2 * ATTEMPTS
+
+
+def test_a_reset_beyond_the_limit_is_not_tokenized(monkeypatch):
+    """It would stop the replica for as long as its text is large."""
+    longest = 0
+
+    def encode(self, text, **options):
+        nonlocal longest
+        longest = max(longest, len(text))
+        return real(self, text, **options)
+
+    class Large(World):
+        def answer(self, session, row, action):
+            return {"messages": [{"role": "user", "content": "question " * 100_000}], "drives": "step"}
+
+    real = Chat._encode
+    monkeypatch.setattr(Chat, "_encode", encode)
+    world = Large(["move<|im_end|>"], agents=Agents(on_failure="shrink"))
+    assert longest < 100_000 and world.source.counts["failures/prompt"] == 2
