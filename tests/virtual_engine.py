@@ -33,8 +33,9 @@ class VirtualPool:
         self._order = itertools.count()
         self._due: list[tuple[float, int, Reply]] = []
         self.closed: dict[str, None] = {}
+        self.waiting: set[str] = set()
 
-    def open(self, session: str, row: dict) -> None:
+    def open(self, session: str, row: dict, *, alone: bool = False) -> None:
         assert session not in self.rows and session not in self.closed, session
         self.rows[session] = row
         self._reply(session, "reset", None)

@@ -39,6 +39,10 @@ class AssistantTurn:
     """The whole text of the turn, with thinking and without special tokens."""
 
 
+class TooLong(ValueError):
+    """The text of a conversation has more characters than the allowed number of tokens can hold."""
+
+
 class CannotExtend(ValueError):
     """The template does not keep earlier tokens; the message says which rule it breaks."""
 
@@ -66,6 +70,7 @@ class Chat:
         self._ends = {int(id): tokenizer.convert_ids_to_tokens(int(id)) for id in ends}
         self._family = family_of(self._template.text)
         self._takes_reasoning = "reasoning_content" in self._template.text
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._opens_thinking = self._thinks = False
         self._renderer: Renderer | None = None
         if self._template.text:
@@ -92,16 +97,27 @@ class Chat:
 
     # Conversations ----------------------------------------------------------------------------------------
 
-    def open(self, messages: Messages, tools: Sequence[dict]) -> np.ndarray:
+    def open(self, messages: Messages, tools: Sequence[dict], max_tokens: int = 0) -> np.ndarray:
         """Return the token ids of a conversation up to and with the generation prompt, int32.
 
-        Raises ValueError if the template rejects the messages.
+        max_tokens: a text that must have more tokens is not encoded, because that would stop the replica for
+            as long as the environment's text is large; 0: any text is encoded.
+
+        Raises ValueError if the template rejects the messages, and TooLong.
         """
-        if self._is_plain(messages):
+        is_bare = is_plain = self._is_plain(messages)
+        if is_plain:
             text = "".join(message["content"] for message in messages)
-            bare = not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
-            return self._encode(text, add_special_tokens=bare)
-        return self._encode(self._template.render(messages, tools))
+            is_bare = not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
+        else:
+            text = self._template.render(messages, tools)
+        if max_tokens and len(text) > max_tokens * self._longest_token:
+            raise TooLong(f"a prompt of {len(text)} characters has more than {max_tokens} tokens")
+        return self._encode(text, add_special_tokens=is_bare)
+
+    def as_messages(self, token_ids: np.ndarray) -> Messages:
+        """Return a context as one text, for a conversation whose messages are unknown."""
+        return [{"role": "text", "content": self._decode(token_ids)}]
 
     def parse(self, turn: np.ndarray, tools: Sequence[dict], number: int) -> AssistantTurn:
         """Return a sampled turn as a message. `number` is the number of the turn in its trajectory.
@@ -189,9 +205,9 @@ class Chat:
     def check(self, tools: Sequence[dict], opening: Messages | None = None) -> None:
         """Raise ValueError if on_rewrite is "refuse" and the template changes earlier tokens.
 
-        Two turns with tool calls are tried, one of them with two calls if the model's form allows it;
-        without tools, two turns that a user answers. They think, unless the template has no thinking or its
-        generation prompt closes it.
+        Four turns are tried, because some templates keep the last turns only: with tools, turns of one call
+        and, if the model's form allows it, of two; without, turns that a user answers. The first and the
+        third turn think, unless the template has no thinking or its generation prompt closes it.
 
         Args:
             opening: messages with which an environment begins; some templates fail only with a system
@@ -201,16 +217,18 @@ class Chat:
         if self.on_rewrite != "refuse" or self._is_plain(messages):
             return
         context = self.open(messages, tools)
-        for number, num_calls in enumerate([1, 2 if self._family.parallel else 1] if tools else [0, 0], 1):
+        several = 2 if self._family.parallel else 1
+        for number, num_calls in enumerate([1, several, several, 1] if tools else [0] * 4, 1):
             calls = [{**CALL, "id": f"call{number:03d}{i:02d}"} for i in range(num_calls)]
-            thought = ("" if self._opens_thinking else "<think>\n") + "reason\n</think>\n\n"
-            turn = self._encode((thought if self._thinks else "") + "answer" + self.tokenizer.eos_token)
-            messages.append(self._message("reason" if self._thinks else "", "answer", calls))
+            thinking = "reason" if self._thinks and number % 2 else ""
+            content = "" if number == 4 and calls else "answer"
+            turn = self._encode(self._thinking_tags(thinking) + content + self.tokenizer.eos_token)
+            messages.append(self._message(thinking, content, calls))
             reply = [{**REPLY, "tool_call_id": call["id"]} for call in calls] or [QUESTION]
             try:
                 added = self._between(context, turn, messages, reply, tools)
             except CannotExtend as error:
-                kind = f"turn {number} ({'thinking, ' if self._thinks else ''}{num_calls} tool calls)"
+                kind = f"turn {number} ({'thinking, ' if thinking else ''}{num_calls} tool calls)"
                 raise ValueError(
                     f"agents.on_rewrite=refuse: the chat template of {self.tokenizer.name_or_path} does not "
                     f"keep the tokens of {kind} when a message of role {reply[0]['role']} follows: {error}. "
@@ -219,6 +237,11 @@ class Chat:
                 ) from error
             context = np.concatenate([context, turn, added])
             messages += reply
+
+    def _thinking_tags(self, thinking: str) -> str:
+        """Return the thinking at the beginning of a turn with its tags; an open tag is always closed."""
+        opening = "" if self._opens_thinking else "<think>\n"
+        return f"{opening}{thinking}\n</think>\n\n" if thinking or self._opens_thinking else ""
 
     def _between(
         self, context: np.ndarray, turn: np.ndarray, messages: Messages, new: Messages, tools: Sequence[dict]

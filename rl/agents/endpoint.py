@@ -304,6 +304,8 @@ class Endpoint:
         """Return the fields of a request for tokens."""
         if body.get("stream"):
             raise Refused("stream is not supported by this address")
+        if not all(type(id) is int for id in body["token_ids"]):
+            raise ValueError("token_ids must be integers, not numbers such as 1.5 or true")
         token_ids, size = np.asarray(body["token_ids"], np.int32), len(self._tokenizer)
         if token_ids.ndim != 1 or not len(token_ids) or token_ids.min() < 0 or token_ids.max() >= size:
             raise ValueError(f"token_ids must be a list of integers from 0 to {size - 1}")

@@ -4,8 +4,8 @@ docs/agents.md describes environments and tools. `list_tools() -> [schema]` and 
 are for tools that are known only at run time, such as those of a server.
 
 A ValueError, ArithmeticError or LookupError of a tool, or an argument of the wrong type, is an answer to the
-policy: its message is the tool's output. Any other exception, a time-out or the end of the process is a
-failure of the infrastructure, and the trajectory is not learned from.
+policy: its message is the tool's output. Any other exception, an exceeded limit or the end of the process is
+a failure of the trajectory (`Failure`).
 """
 
 import functools
@@ -14,6 +14,7 @@ import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Annotated, Any, NotRequired, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -79,6 +80,31 @@ class Score:
 Action = ToolCalls | Step | Run | Score
 
 
+class Failure(StrEnum):
+    """Cause of a failed trajectory; `agents/failures/<cause>` counts them."""
+
+    ERROR = "error"
+    """The environment raised an exception, or returned something invalid."""
+    TIME = "time"
+    """A call exceeded agents.timeout_s."""
+    MEMORY = "memory"
+    """A call exceeded agents.memory_mib in a process that held no other trajectory."""
+    LOST = "lost"
+    """The environment's process ended while it held no other trajectory."""
+    START = "start"
+    """No worker process could be started."""
+    PROMPT = "prompt"
+    """The template rejects the environment's messages, or they leave no room for a turn."""
+    REWRITE = "rewrite"
+    """The template changed earlier tokens with agents.on_rewrite=refuse."""
+    IDLE = "idle"
+    """An agent that calls the engine itself ended without a turn."""
+
+
+OF_LIMITS = (Failure.TIME, Failure.MEMORY)
+"""Failures that an action of the policy causes by the resources that it takes."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """The answer of an environment to one request."""
@@ -99,7 +125,12 @@ class Reply:
     values: dict[str, float] = field(default_factory=dict)
     """score, run: `score` and other numbers; {} if the environment has no score. tools: `calls`, `errors`."""
     failure: str = ""
-    """Reason of a failure of the infrastructure, in the first line; such a failure is no reward of 0."""
+    """Description of a failure, in its first line the reason."""
+    cause: Failure = Failure.ERROR
+    """Cause of the failure, if there is one."""
+    reopen: str = ""
+    """How the session should be repeated, because another one of its process may have caused the failure:
+    "alone" in a process, as its request was in progress, or with others, "shared". Empty: it has failed."""
 
 
 # ---- tools ----

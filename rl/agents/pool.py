@@ -7,11 +7,14 @@
             pool.call("a", ToolCalls((ToolCall("0", "search", {"query": "Ada"}),)))
         pool.close("a")
 
-A session is the environment of one trajectory; it has one request at a time. Its worker is killed, with every
-process that it started, if it is dead or silent; then all sessions of that worker have failed, and each is
-told so by the reply to its next request. A call that only exceeds its time limit costs its own session: the
-worker takes no further ones and ends with its last. The workers run as the same user: this protects against
-accidents, not attacks.
+A session is the environment of one trajectory; it has one request at a time. Its worker is killed, with
+every process that it started, if it is dead or silent; then all sessions of that worker are lost, and each is
+told so by the reply to its next request. Only a session that was alone in its worker has failed thereby. The
+others may be the victims of one of them, and their replies ask to open them again (`Reply.reopen`): alone if
+their request was in progress, because such a call may have ended the process. A call that only exceeds its
+time limit costs its own session: the worker takes no further ones and ends with its last. There are never
+more workers than allowed, so a new session may wait for the end of another one. The workers run as the same
+user: this protects against accidents, not attacks.
 """
 
 import contextlib
@@ -29,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl.agents.environment import Action, Messages, Reply, Run, Step, ToolCalls
+from rl.agents.environment import Action, Failure, Messages, Reply, Run, Step, ToolCalls
 from rl.agents.worker import MAX_LINE_BYTES
 from rl.config.agent_plan import AgentPlan
 from rl.workers.process import WorkerProcess, Workers
@@ -45,6 +48,22 @@ GRACE_S = 5.0
 """Seconds beyond the time limit of a call without a sign of life after which a worker is killed."""
 CLOSING_S = 5.0
 """Seconds that `shutdown` gives environments to close."""
+
+
+_logged: set[tuple[str, str]] = set()
+
+
+def once(request: str, failure: str) -> str:
+    """Return a failure in full if it is the first one of its kind in this process, else its first line.
+
+    A kind is the failed request with the exception. A run may have thousands of failures with one traceback.
+    """
+    first_line = failure.partition("\n")[0]
+    kind = request, first_line.partition(":")[0]
+    if kind in _logged:
+        return first_line
+    _logged.add(kind)
+    return failure
 
 
 def to_row(prompt: "Prompt") -> dict[str, Any]:
@@ -65,13 +84,17 @@ def to_row(prompt: "Prompt") -> dict[str, Any]:
 class _Session:
     name: str
     number: int
-    worker: "EnvironmentWorker | None"
+    row: dict[str, Any]
+    is_alone: bool
+    """Whether its worker must hold no other session."""
+    worker: "EnvironmentWorker | None" = None
+    """None before it has one (the session is then in `_waiting`), and after the worker was lost."""
     kind: str = "reset"
     started: float | None = None
     """Monotonic time of the request in progress."""
     is_closed: bool = False
-    lost: str = ""
-    """Reason for which the worker that held it ended."""
+    loss: dict[str, Any] | None = None
+    """Fields of the reply to further requests, after the worker was lost."""
 
 
 class EnvironmentPool:
@@ -114,6 +137,7 @@ class EnvironmentPool:
         self._workers.poller.register(self._wakeups, select.POLLIN)
         self._numbers = itertools.count()
         self._sessions: dict[str, _Session] = {}
+        self._waiting: list[_Session] = []
         self._replies: list[Reply] = []
         self._failed_starts, self._start_failure = 0, ""
         self._tools: list[Messages] = []
@@ -131,16 +155,21 @@ class EnvironmentPool:
             self._workers.await_events(self._read, self._replace, 0.1)
         return self._tools
 
-    def open(self, session: str, row: Mapping[str, Any]) -> None:
-        """Construct and reset the environment of a new session; `row` as `to_row` returns it."""
+    @property
+    def waiting(self) -> set[str]:
+        """Sessions that no worker can take yet; they are opened when others end."""
+        return {session.name for session in self._waiting}
+
+    def open(self, session: str, row: Mapping[str, Any], *, alone: bool = False) -> None:
+        """Construct and reset the environment of a new session; `row` as `to_row` returns it.
+
+        alone: whether its process must hold no other session.
+        """
         assert session not in self._sessions, session
-        worker = self._choose_worker()
-        opened = self._sessions[session] = _Session(session, next(self._numbers), worker)
-        if worker is None:
-            opened.lost = self._start_failure
-        else:
-            worker.sessions[opened.number] = opened
-        self._request(opened, "open", dict(row))
+        opened = self._sessions[session] = _Session(session, next(self._numbers), dict(row), alone)
+        opened.started = time.monotonic()
+        self._waiting.append(opened)
+        self._place()
 
     def call(self, session: str, action: Action) -> None:
         """Send an action to a session whose last request is answered."""
@@ -154,6 +183,7 @@ class EnvironmentPool:
         """End a session, and a call of it that is in progress. There is no reply."""
         closed = self._sessions.pop(session)
         closed.is_closed = True
+        self._waiting = [waiting for waiting in self._waiting if waiting is not closed]
         self._replies = [reply for reply in self._replies if reply.session != session]
         if closed.worker is not None:
             closed.worker.request(closed, "close", None)
@@ -167,6 +197,7 @@ class EnvironmentPool:
         while not is_woken:
             left_s = 0.0 if self._replies else max(deadline - time.monotonic(), 0.0)
             self._workers.await_events(self._read, self._replace, left_s)
+            self._place()
             try:
                 is_woken = bool(self._wakeups.recv(4096))
             except BlockingIOError:
@@ -199,7 +230,8 @@ class EnvironmentPool:
     def _request(self, session: _Session, request: str, argument: Any) -> None:
         session.started = time.monotonic()
         if session.worker is None:
-            self._answer(session, failure=session.lost)
+            assert session.loss is not None
+            self._answer(session, **session.loss)
         else:
             session.worker.request(session, request, argument)
 
@@ -208,10 +240,31 @@ class EnvironmentPool:
         if not session.is_closed:
             self._replies.append(Reply(session.name, session.kind, **fields))
 
-    def _choose_worker(self) -> "EnvironmentWorker | None":
-        """Return the worker with the fewest sessions, a new one if all are in use; None if none starts."""
-        usable = [worker for worker in self._workers.all if not worker.must_retire]
-        if len(usable) < self._num_workers and all(worker.num_open for worker in usable):
+    def _place(self) -> None:
+        """Open the waiting sessions for which there is a worker; those that must be alone choose first."""
+        waiting, self._waiting = sorted(self._waiting, key=lambda session: not session.is_alone), []
+        for session in waiting:
+            kinds = [left.is_alone for left in self._waiting]
+            worker = None if session.is_alone in kinds else self._choose_worker(session, any(kinds))
+            if worker is not None:
+                session.worker = worker
+                worker.sessions[session.number] = session
+                worker.request(session, "open", session.row)
+            elif self._workers.all:
+                self._waiting.append(session)
+            else:
+                session.loss = {"failure": self._start_failure, "cause": Failure.START}
+                self._answer(session, **session.loss)
+
+    def _choose_worker(self, session: _Session, is_scarce: bool) -> "EnvironmentWorker | None":
+        """Return the worker with the fewest sessions, a new one if all are in use; None if there is none yet.
+
+        is_scarce: whether a session waits for a worker of its own; others then take none without sessions.
+        """
+        usable = [worker for worker in self._workers.all if worker.may_take(session)]
+        if is_scarce:
+            usable = [worker for worker in usable if worker.sessions]
+        elif all(worker.num_open for worker in usable) and len(self._workers.all) < self._num_workers:
             if self._failed_starts < START_ATTEMPTS:
                 usable += self._start_worker()
         return min(usable, key=lambda worker: worker.num_open, default=None)
@@ -247,11 +300,14 @@ class EnvironmentPool:
                 return self._lose(worker, message["unloadable"])
             elif "n" in message:
                 fields = {key: message[key] for key in REPLY_FIELDS if key in message}
-                self._answer(worker.sessions[message["n"]], **fields)
+                session = worker.sessions[message["n"]]
+                if fields.get("cause") == Failure.MEMORY and worker.num_open > 1:
+                    fields["reopen"] = "alone"  # others may have filled the memory
+                self._answer(session, **fields)
             elif "closed" in message:
                 del worker.sessions[message["closed"]]
                 if message["error"]:
-                    log.warning("an environment could not be closed: %s", message["error"])
+                    log.warning("an environment could not be closed: %s", once("close", message["error"]))
                 if not worker.sessions and worker.must_retire:
                     return self._dismiss(worker)
                 if not worker.sessions:
@@ -264,24 +320,29 @@ class EnvironmentPool:
 
     def _replace(self, worker: "EnvironmentWorker") -> None:
         """Give up a worker that has ended, sent an invalid message or is late."""
+        cause = Failure.LOST
         if worker.lost:
             reason = worker.lost
         elif worker.is_ready and not worker.is_disconnected:
             reason = f"a worker for environments was silent for {self._silence_s:g} s and was killed"
+            cause = Failure.TIME
         else:
             reason = worker.describe_timeout()
         if not worker.is_ready:  # a late start is not repeated, because it takes minutes
             self._failed_starts = self._failed_starts + 1 if worker.lost else START_ATTEMPTS
-        self._lose(worker, reason)
+        self._lose(worker, reason, cause)
 
-    def _lose(self, worker: "EnvironmentWorker", reason: str) -> None:
+    def _lose(self, worker: "EnvironmentWorker", reason: str, cause: Failure = Failure.START) -> None:
         if not worker.is_ready:
-            self._start_failure = reason
+            self._start_failure, cause = reason, Failure.START
         self._dismiss(worker)
         for session in worker.sessions.values():
-            session.worker, session.lost = None, reason
-            if session.started is not None:
-                self._answer(session, failure=reason)
+            is_busy = session.started is not None
+            session.worker, session.loss = None, {"failure": reason, "cause": cause}
+            if cause is not Failure.START and len(worker.sessions) > 1:
+                session.loss["reopen"] = "alone" if is_busy else "shared"
+            if is_busy:
+                self._answer(session, **session.loss)
 
     def _dismiss(self, worker: "EnvironmentWorker") -> None:
         self._workers.dismiss(worker)
@@ -300,6 +361,7 @@ REPLY_FIELDS = {
     "done": lambda v: isinstance(v, bool),
     "values": lambda v: isinstance(v, dict) and all(map(_is_number, v.values())),
     "failure": lambda v: isinstance(v, str),
+    "cause": lambda v: v in tuple(Failure),
 }
 """Fields of a message that answers a request -> whether a value is valid."""
 
@@ -318,6 +380,13 @@ class EnvironmentWorker(WorkerProcess):
         self._silence_s = silence_s
         self._held: list[bytes] = []
         super().__init__(*arguments, **options)
+
+    def may_take(self, session: _Session) -> bool:
+        """Return whether the worker may hold a session beside those that it has."""
+        if self.must_retire:
+            return False
+        held = self.sessions.values()
+        return not held if session.is_alone else not any(one.is_alone for one in held)
 
     @property
     def num_open(self) -> int:

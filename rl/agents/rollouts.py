@@ -93,6 +93,7 @@ class AgentRollouts:
         interrupt: Callable[[], bool] | None = None,
         on_wait: Callable[[str], None],
         order: list[int] | None = None,
+        keeps_failed: bool = False,
         log_name: str = "",
     ) -> tuple[list[Sample] | None, Counter[str]]:
         """Return this replica's samples and counts; the samples are None if the call was interrupted.
@@ -100,6 +101,7 @@ class AgentRollouts:
         The leader returns them; other ranks return [] and no counts. Collective over the replica. The
         arguments are those of `RolloutEngine.generate`.
 
+        keeps_failed: see `AgentSource`.
         log_name: `step_<number>/<purpose>` of the stored event log; empty: it is not stored.
         """
         queue = self._queue(engine, len(prompts))
@@ -120,6 +122,7 @@ class AgentRollouts:
             capacity=engine.capacity(len(prompts), sampling.samples_per_prompt),
             max_context=self._config.data.max_prompt_tokens + sampling.max_tokens,
             start_endpoint=self._start_endpoint,
+            keeps_failed=keeps_failed,
             progress=progress,
         )
         try:

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl.agents.chat import Chat
-from rl.agents.environment import Messages, Reply, Run, Score, Step, ToolCalls
-from rl.agents.pool import EnvironmentPool, to_row
+from rl.agents.chat import Chat, TooLong
+from rl.agents.environment import OF_LIMITS, Failure, Messages, Reply, Run, Score, Step, ToolCalls
+from rl.agents.pool import EnvironmentPool, once, to_row
 from rl.agents.trajectory import Limits, Trajectory
 from rl.config.agents import Agents
 from rl.data.prompts import Prompt
@@ -77,6 +77,8 @@ class _Session:
     """Whether it is an agent that runs by itself and has not returned."""
     is_spent: bool = False
     """Whether an agent was refused a turn because the trajectory's limits are used up."""
+    is_repeated: bool = False
+    """Whether it repeats a trajectory whose environment was lost with its process."""
 
     @property
     def name(self) -> str:
@@ -94,6 +96,7 @@ class AgentSource:
         capacity: maximum number of concurrent requests.
         max_context: most tokens of prompt and response together.
         start_endpoint: returns the server for agents that run by themselves.
+        keeps_failed: whether a failed trajectory is a sample that has failed, instead of `agents.on_failure`.
         progress: its `update` is called with the number of trajectories that ended.
     """
 
@@ -110,11 +113,12 @@ class AgentSource:
         capacity: int,
         max_context: int,
         start_endpoint: "Callable[[], Endpoint]",
+        keeps_failed: bool = False,
         progress=None,
     ):
         self._prompts, self._sampling, self._seeds = prompts, sampling, seeds
         self._config, self._pool, self._chat, self._queue = config, pool, chat, queue
-        self._capacity, self._progress = capacity, progress
+        self._capacity, self._keeps_failed, self._progress = capacity, keeps_failed, progress
         self._limits = Limits(config.max_turns, config.max_tokens_per_turn, sampling.max_tokens, max_context)
         self._start_endpoint = start_endpoint
         self._endpoint: Endpoint | None = None
@@ -159,15 +163,20 @@ class AgentSource:
             return aborts
         if not in_waves:
             self._draw(num_live)
-        if self._unanswered and not num_live and (in_waves or not self._ready):
+        if self._awaited and not num_live and (in_waves or not self._ready):
             started = time.monotonic()
             self._take_replies(WAIT_S)
             self.counts["environments_waited"] += time.monotonic() - started
-        if not (in_waves and self._unanswered):  # in waves, the number of prompts must not depend on a clock
+        if not (in_waves and self._awaited):  # in waves, the number of prompts must not depend on a clock
             self._draw(num_live)
-        if not (in_waves and self._unanswered) and (self._ready or num_live):
+        if not (in_waves and self._awaited) and (self._ready or num_live):
             return [self._add(name) for name in sorted(self._ready, key=_order)]
         return [Waiting(self._describe_wait())] if self._sessions else [Done()]
+
+    @property
+    def _awaited(self) -> set[str]:
+        """Sessions whose answers the next wave needs: not those that wait until others have ended."""
+        return self._unanswered - self._pool.waiting if self._ready else self._unanswered
 
     def _add(self, name: str) -> Event:
         request = self._ready.pop(name)
@@ -213,20 +222,23 @@ class AgentSource:
             if prompt is None:
                 self._is_drained = True
                 return
-            self._attempts_left[prompt] = (ATTEMPTS - 1) * n if self._config.on_failure == "refill" else 0
+            self._attempts_left[prompt] = 0 if self._config.on_failure == "shrink" else (ATTEMPTS - 1) * n
             for _ in range(n):
                 self._open(prompt)
 
-    def _open(self, prompt: int) -> None:
+    def _open(self, prompt: int, *, repeats: _Session | None = None, alone: bool = False) -> None:
+        """Open a trajectory of a prompt; one that repeats another has its seed."""
         number = self._next_number[prompt]
         self._next_number[prompt] += 1
-        seed = seed_of(self._seeds[prompt], number)
-        session = _Session(Trajectory(prompt, number, seed=seed, limits=self._limits))
+        seed = seed_of(self._seeds[prompt], number) if repeats is None else repeats.trajectory.seed
+        trajectory = Trajectory(prompt, number, seed=seed, limits=self._limits)
+        session = _Session(trajectory, is_repeated=repeats is not None)
         self._sessions[session.name] = session
         self._resetting.add(session.name)
         self._unanswered.add(session.name)
         session.asked = time.monotonic()
-        self._pool.open(session.name, to_row(self._prompts[prompt]) | {"seed": self._seeds[prompt]})
+        row = to_row(self._prompts[prompt]) | {"seed": self._seeds[prompt]}
+        self._pool.open(session.name, row, alone=alone)
 
     def _call(self, session: _Session, action) -> None:
         self._unanswered.add(session.name)
@@ -245,7 +257,8 @@ class AgentSource:
                 if len(asking.inbox) == 1:
                     self._serve(asking)
         for reply in replies:
-            session = self._sessions[reply.session]
+            if (session := self._sessions.get(reply.session)) is None:
+                continue  # it has failed in a request to the endpoint
             self._unanswered.discard(reply.session)
             self._resetting.discard(reply.session)
             self.counts["environments"] += time.monotonic() - session.asked
@@ -274,7 +287,7 @@ class AgentSource:
             session = self._sessions[name]
             if session.is_driving and session.asked < before:
                 why = f"the agent asked for no turn for agents.timeout_s={limit_s:g}"
-                self._fail(session, Reply(name, "run", failure=why))
+                self._fail(session, Reply(name, "run", failure=why, cause=Failure.TIME))
 
     def _begin(self, session: _Session, reply: Reply) -> None:
         """Ask for the first turn, after the reset."""
@@ -295,14 +308,15 @@ class AgentSource:
                 return
             length, limit = len(session.trajectory.token_ids), self._limits.context_tokens
             why = f"a prompt of {length} tokens leaves no room in the {limit} of the engine"
-            self._fail(session, replace(reply, failure=why))
+            self._fail(session, replace(reply, failure=why, cause=Failure.PROMPT))
 
     def _begin_row(self, session: _Session, reply: Reply) -> bool:
         """Begin a row with the whole conversation, or fail the trajectory if the template rejects it."""
         try:
-            session.trajectory.begin_row(self._chat.open(session.messages, session.tools))
+            limit = self._limits.context_tokens
+            session.trajectory.begin_row(self._chat.open(session.messages, session.tools, limit))
         except ValueError as error:
-            self._fail(session, replace(reply, failure=str(error)))
+            self._fail(session, replace(reply, failure=str(error), cause=Failure.PROMPT))
             return False
         return True
 
@@ -315,18 +329,24 @@ class AgentSource:
             return
         assert session.context is not None and session.turn is not None
         given = self._chat.extend(session.context, session.turn, before, reply.messages, session.tools)
-        if given is not None:
-            source = "tool" if reply.kind == "tools" else "user"
-            has_room = trajectory.give(given, source)
-        else:
+        if given is None:
             self.counts["rewrites"] += 1
-            has_room = self._config.on_rewrite == "new_row"
-            if has_room and not self._begin_row(session, reply):
-                return
-        if has_room:
+            if self._config.on_rewrite == "refuse":
+                self._refuse_rewrite(session, reply.kind)
+            elif self._begin_row(session, reply):
+                self._ask(session)
+        elif trajectory.give(given, "tool" if reply.kind == "tools" else "user"):
             self._ask(session)
         else:
             self._call(session, Score(session.messages))
+
+    def _refuse_rewrite(self, session: _Session, kind: str) -> None:
+        """Fail a trajectory whose next turn would not follow its tokens; its game has not ended."""
+        why = (
+            f"the conversation after turn {session.trajectory.num_turns} changes earlier tokens, which "
+            "agents.on_rewrite=refuse does not allow; use agents.on_rewrite=new_row"
+        )
+        self._fail(session, Reply(session.name, kind, failure=why, cause=Failure.REWRITE))
 
     def _ask(self, session: _Session) -> None:
         """Make the request of the next turn, or ask for the score if there is no room for a turn."""
@@ -337,30 +357,48 @@ class AgentSource:
             self._ready[session.name] = replace(request, grammar=session.grammar)
 
     def _finish(self, session: _Session, values: dict[str, float]) -> None:
-        trajectory = session.trajectory
         self._close(session.name)
-        if not values and trajectory.rewards:
-            values = {"score": sum(trajectory.rewards)}
+        if not values and session.trajectory.rewards:
+            values = {"score": sum(session.trajectory.rewards)}
+        self.counts["succeeded"] += 1
+        self._end(session, values)
+
+    def _end(self, session: _Session, values: dict[str, float]) -> None:
+        """Add the samples of a trajectory that is closed."""
+        trajectory = session.trajectory
         ids = self._prompts[trajectory.prompt].token_ids
         samples = trajectory.samples(values or None, ids)
-        self.samples += samples
+        self.samples += [replace(sample, conversation=session.messages) for sample in samples]
         self.counts["trajectories"] += 1
         self.counts["turns"] += trajectory.num_turns
         self.counts["rows"] += len(samples)
         self._note_end()
 
     def _fail(self, session: _Session, reply: Reply) -> None:
-        """Leave a trajectory out whose environment failed; sample another one if the config says so."""
+        """Count a failed trajectory, and score it, sample another one or leave it out."""
         prompt = session.trajectory.prompt
-        log.warning("environment of %s failed in %s: %s", session.name, reply.kind, reply.failure)
+        why = once(reply.kind, reply.failure)
+        log.warning("environment of %s failed in %s: %s", session.name, reply.kind, why)
         self._close(session.name)
-        self.counts[f"failures/{reply.kind}"] += 1
-        if self._attempts_left[prompt]:
+        if reply.reopen:
+            self.counts["reopened"] += 1
+            # Once lost while it was idle may be chance; twice, it may be a thread that it left.
+            self._open(prompt, repeats=session, alone=reply.reopen == "alone" or session.is_repeated)
+            return
+        self.counts[f"failures/{reply.cause}"] += 1
+        if self._keeps_failed or self._learns_from(session, reply):
+            self._end(session, {"score": 0.0, "failed": 1.0})
+        elif self._attempts_left[prompt]:
             self._attempts_left[prompt] -= 1
             self._open(prompt)
         else:
             self.counts["dropped"] += 1
             self._note_end()
+
+    def _learns_from(self, session: _Session, reply: Reply) -> bool:
+        """Return whether a failed trajectory is learned from: the policy's actions exceeded a limit."""
+        has_acted = session.trajectory.num_turns > 0
+        return self._config.on_failure == "zero" and reply.cause in OF_LIMITS and has_acted
 
     def _close(self, name: str) -> None:
         self._stop_agent(self._sessions.pop(name))
@@ -387,9 +425,11 @@ class AgentSource:
             elif trajectory.num_turns >= self._limits.turns:
                 why = f"agents.max_turns={self._limits.turns} are used up"
             elif not self._follow(session, asked):
-                why, is_spent = "the conversation has changed, and agents.on_rewrite=refuse", False
+                return self._refuse_rewrite(session, "run")
             elif not trajectory.is_cut:
                 request = trajectory.request(asked.max_tokens or 0)
+        except TooLong as error:
+            why = str(error)
         except ValueError as error:  # of the agent's messages, or of a tool's schema
             why, is_spent = str(error), False
         if request is None:
@@ -414,7 +454,8 @@ class AgentSource:
                 source = "tool" if new[0]["role"] == "tool" else "user"
                 context = session.context, session.turn
                 given = self._chat.extend(*context, session.messages, new, session.tools)
-        session.messages = list(asked.messages or [])
+        unread = [] if asked.token_ids is None else self._chat.as_messages(asked.token_ids)
+        session.messages = list(asked.messages or unread)
         if given is not None:
             trajectory.give(given, source)
             return True
@@ -430,7 +471,7 @@ class AgentSource:
         """Return the whole context of a request, int32 [C]."""
         if asked.token_ids is not None:
             return asked.token_ids
-        return self._chat.open(asked.messages or [], asked.tools)
+        return self._chat.open(asked.messages or [], asked.tools, self._limits.context_tokens)
 
     def _answer(self, session: _Session, context: np.ndarray, completion: Completion, message: dict) -> None:
         """Send a turn to the agent that asked for it."""
@@ -455,7 +496,8 @@ class AgentSource:
             session.values = reply.values
             self._call(session, Score(session.messages))
         else:
-            self._fail(session, Reply(session.name, "run", failure="the agent asked for no turn"))
+            why = "the agent asked for no turn"
+            self._fail(session, Reply(session.name, "run", failure=why, cause=Failure.IDLE))
 
     def _stop_agent(self, session: _Session) -> None:
         """End the requests of a session that are not answered."""

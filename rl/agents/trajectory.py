@@ -50,7 +50,7 @@ class Trajectory:
 
     def __init__(self, prompt: int, number: int, *, seed: int, limits: Limits):
         self.prompt, self.number, self.limits = prompt, number, limits
-        self._seed = seed
+        self.seed = seed
         self.rows: list[Row] = []
         self.num_turns = 0
         self.num_asides = 0
@@ -101,7 +101,7 @@ class Trajectory:
             self.is_cut = True
             return None
         # A trajectory of one turn is sampled as a response without environment.
-        seed = seed_of(self._seed, self.num_turns) if self.num_turns else self._seed
+        seed = seed_of(self.seed, self.num_turns) if self.num_turns else self.seed
         name = f"{self.prompt}.{self.number}.{self.num_turns}"
         return Request(name, self.token_ids.astype(np.int32), seed, min(limits))
 
@@ -113,7 +113,7 @@ class Trajectory:
         limits = [limit for limit in (room, self.limits.turn_tokens, max_tokens) if limit]
         self.num_asides += 1
         name = f"{self.prompt}.{self.number}.aside{self.num_asides}"
-        return Request(name, token_ids, seed_of(self._seed, "aside", self.num_asides), min(limits))
+        return Request(name, token_ids, seed_of(self.seed, "aside", self.num_asides), min(limits))
 
     def take(self, completion: Completion) -> None:
         """Append the tokens that the policy sampled in its next turn."""
@@ -128,11 +128,11 @@ class Trajectory:
         segments[-1] = replace(segments[-1], reward=reward)
 
     def samples(self, outcome: dict[str, float] | None, prompt_ids: np.ndarray) -> list[Sample]:
-        """Return one sample per row that has tokens of the policy.
+        """Return one sample per row that has tokens of the policy; an empty one if none has.
 
         outcome: what the environment reports. prompt_ids: those of the prompt, int32 [P].
         """
-        rows = [row for row in self.rows if row.segments]
+        rows = [row for row in self.rows if row.segments] or [Row(prompt_ids)]
         return [
             Sample(
                 self.prompt,

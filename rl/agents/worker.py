@@ -33,6 +33,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rl.agents.environment import (
+    Failure,
     LoadedEnvironment,
     Run,
     Score,
@@ -56,6 +57,14 @@ MAX_LINE_BYTES = 16 << 20
 """Longest message; a prompt of a million tokens has about 4 MB."""
 TOOL_ERRORS = (ValueError, ArithmeticError, LookupError)
 """Exceptions of a tool that are an answer to the policy."""
+
+
+class CallTimeout(TimeoutError):
+    """Raised if a call exceeds the pool's limit. An environment may raise TimeoutError for other reasons."""
+
+
+CAUSES = {CallTimeout: Failure.TIME, MemoryError: Failure.MEMORY}
+"""Exceptions of a call -> cause of the failure."""
 
 
 class Host:
@@ -122,7 +131,10 @@ class Host:
             if session.closing is not None:
                 raise
             self.must_retire |= isinstance(error, MemoryError)
-            fields = {"failure": f"{type(error).__name__}: {error!s:.500}\n{explain(error)}"}
+            fields = {"failure": _describe(error)}
+            fields["cause"] = next(
+                (c for kind, c in CAUSES.items() if isinstance(error, kind)), Failure.ERROR
+            )
         self._send({"n": number, **fields})
 
     async def _close(self, number: int, session: "Session") -> None:
@@ -130,7 +142,7 @@ class Host:
         try:
             await session.close()
         except BaseException as caught:
-            error = explain(caught)
+            error = _describe(caught)
         del self._sessions[number]
         self._send({"closed": number, "error": error})
 
@@ -150,6 +162,12 @@ class Host:
         """End a process that users' code forked and that returned from its call; only the parent answers."""
         if os.getpid() != self._pid:
             os._exit(0)
+
+
+def _describe(error: BaseException) -> str:
+    """Return an exception on one line, then its traceback."""
+    sentence = f"{type(error).__name__}: {error!s:.500}"
+    return f"{' '.join(sentence.splitlines())}\n{explain(error)}"
 
 
 class Session:
@@ -276,7 +294,7 @@ class Session:
                     return await result if inspect.isawaitable(result) else result
             except TimeoutError:
                 if limit_s is not None and limit.expired():
-                    raise TimeoutError(too_slow(limit_s)) from None
+                    raise CallTimeout(too_slow(limit_s)) from None
                 raise
             finally:
                 self._host.exit_in_forks()

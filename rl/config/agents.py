@@ -30,8 +30,8 @@ class Agents:
     max_output_chars: Annotated[int, AT_LEAST_ONE] = 8192
     """Longest output of a tool or step, in characters. The rest is replaced by a note."""
     timeout_s: Annotated[float, POSITIVE] = 30.0
-    """Time limit of one call of an environment or tool, in seconds. A trajectory that exceeds it has
-    failed."""
+    """Time limit of one call of an environment or tool, in seconds. A trajectory that exceeds it has failed
+    (`on_failure`)."""
     memory_mib: Annotated[int, NOT_NEGATIVE] = 4096
     """Address space of a worker process and of each process that it starts, in MiB. 0: no limit."""
     workers: Annotated[int, NOT_NEGATIVE] = 0
@@ -54,9 +54,12 @@ class Agents:
     on_rewrite: Literal["refuse", "new_row"] = "refuse"
     """Treatment of a chat template that changes earlier turns: refuse the run, or continue the trajectory in
     a new training row."""
-    on_failure: Literal["refill", "shrink"] = "refill"
-    """Treatment of a trajectory whose environment failed: sample another one, or leave it out of its
-    group."""
+    on_failure: Literal["zero", "refill", "shrink"] = "zero"
+    """Treatment of a failed trajectory in training. refill: sample another one. shrink: leave it out of its
+    group. zero: if an action of the policy exceeded `timeout_s` or `memory_mib`, learn from the trajectory
+    with the score `reward.failure_score`, which is 0; refill otherwise. It is the default, because a policy
+    does not learn to avoid actions whose trajectories vanish. In validation failed trajectories count as
+    wrong."""
 
     @property
     def is_on(self) -> bool:

@@ -265,7 +265,8 @@ class Judge:
         "Question:\n{prompt}\n\nAnswer:\n{response}\n\nReference answer:\n{ground_truth}\n\n"
         "Grade the answer from 0 (wrong) to 10 (right). End with 'Grade: <number>'."
     )
-    """User message to the judge; {prompt}, {response} and {ground_truth} are filled in."""
+    """User message to the judge; {prompt}, {response} and {ground_truth} are filled in. The {response} of a
+    trajectory with environments is the conversation from its first turn on."""
     parser: str = "rl.rewards.judge:grade"
     """Function `parse(text) -> float` of the judge's answer, as `package.module:name` or
     `path/to/file.py:name`."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rl.data.held import HeldColumn, concatenate_columns
-from rl.data.prompts import Prompt
+from rl.data.prompts import Messages, Prompt
 
 LOSS_COLUMNS = (
     "mask",
@@ -101,6 +101,8 @@ class Batch:
     """Other numbers of the reward function, float32 [N] each, NaN where a sample lacks one."""
     held: dict[str, HeldColumn] = field(default_factory=dict)
     """Columns whose rows only some ranks have, by name."""
+    conversations: list[Messages] | None = None
+    """N conversations of trajectories, if a reward model or a judge reads them."""
     cursor: dict[str, Any] | None = None
     """Where the draw stood after the prompts of this batch were drawn (`Phases.cursor`).
 
@@ -177,6 +179,7 @@ class Batch:
             prompt_ids=[self.prompt_ids[first] for first in firsts],
             response_ids=[np.concatenate([self.response_ids[i] for i in own]) for own in rows],
             score_details={name: column[firsts] for name, column in self.score_details.items()},
+            conversations=self.conversations and [self.conversations[first] for first in firsts],
             held={},
             trajectories=None,
             **columns,
@@ -215,6 +218,7 @@ class Batch:
             prompt_ids=[self.prompt_ids[i] for i in samples],
             response_ids=[self.response_ids[i] for i in samples],
             score_details={name: column[index] for name, column in self.score_details.items()},
+            conversations=self.conversations and [self.conversations[i] for i in samples],
             held={name: column.select(samples) for name, column in self.held.items()},
             **columns,
         )
@@ -310,6 +314,8 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         prompt_ids=[ids for batch in batches for ids in batch.prompt_ids],
         response_ids=[ids for batch in batches for ids in batch.response_ids],
         prompts=[prompt for batch in batches for prompt in batch.prompts],
+        conversations=first.conversations
+        and [each for batch in batches for each in batch.conversations or []],
         held={name: concatenate_columns([batch.held[name] for batch in batches]) for name in first.held},
         groups=_renumber([batch.groups for batch in batches], [len(batch.prompts) for batch in batches]),
         **columns,

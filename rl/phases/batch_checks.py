@@ -23,6 +23,8 @@ RISK = 1e-12
 """Probability that a statistical check ends a healthy run at one step."""
 SLACK = 1e-3
 """Evidence per token that `check_likelihoods` tolerates, in nats."""
+MAX_FAILED_SHARE = 0.05
+"""Share of failed trajectories of a call above which a warning is logged."""
 CENTRED = ("grpo", "rloo", "maxrl")
 """Advantages with the sum 0 in every group."""
 ORDERED = frozenset({"rewards", "groups", "baselines"})
@@ -175,6 +177,29 @@ def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
         f"warning: score check: all {len(batch)} samples have the score {value:g}"
         + (f", as only {history[value] - len(groups)} of {total} groups before" if total else "")
         + "; no advantage differs from 0. Does the reward function work?"
+    )
+
+
+def describe_failures(counts: Counter[str]) -> str:
+    """Return 'error 3, time 1' from the counts of `rl.agents.source.AgentSource`."""
+    found = {name.removeprefix("failures/"): n for name, n in counts.items() if name.startswith("failures/")}
+    return ", ".join(f"{cause} {number}" for cause, number in sorted(found.items()))
+
+
+def warn_of_failures(counts: Counter[str], *, counts_as_wrong: bool) -> str:
+    """Return a warning if more than MAX_FAILED_SHARE of a call's trajectories failed; "" otherwise.
+
+    counts: as in `describe_failures`; a trajectory that is sampled again after a failure is another one.
+    """
+    failed = sum(number for name, number in counts.items() if name.startswith("failures/"))
+    total = failed + counts["succeeded"]
+    if failed <= MAX_FAILED_SHARE * total:
+        return ""
+    effect = "count as wrong" if counts_as_wrong else "are treated as agents.on_failure says"
+    return (
+        f"warning: {failed} of {total} trajectories ({failed / total:.0%}) failed "
+        f"({describe_failures(counts)}) and {effect}. An environment that fails because of what the policy "
+        "does biases the run; the log has the reasons."
     )
 
 

@@ -15,6 +15,7 @@ from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.batch_checks import describe_failures, warn_of_failures
 from rl.phases.batch_metrics import agent_metrics
 from rl.phases.step import Step
 from rl.rollout.exchange import exchange
@@ -84,7 +85,8 @@ class Generation:
             timing, abortable: see `run`.
             order: the prompts in the order in which they start; None: as given.
 
-        With environments a group may have fewer responses, or be missing (`batch.prompts`).
+        With environments a group may have fewer responses, or be missing (`batch.prompts`). In validation
+        (timing "testing") a failed trajectory is a sample of which `failed` is 1.
 
         Raises:
             StepAborted: on every rank, after a stop request.
@@ -106,10 +108,11 @@ class Generation:
         def generate_trajectories(progress, interrupt) -> list[Sample] | None:
             assert self._agents is not None
             on_wait = self._step.watchdog.tracker.wait
-            waits = dict(progress=progress, interrupt=interrupt, on_wait=on_wait, order=order)
+            waits: dict[str, Any] = dict(progress=progress, interrupt=interrupt, on_wait=on_wait, order=order)
             # Validation is not repeated, so its log is not stored.
-            log_name = f"step_{self._step.number}/{purpose}" if abortable else ""
-            own, found = self._agents.generate(engine, prompts, sampling, seeds, log_name=log_name, **waits)
+            waits["log_name"] = f"step_{self._step.number}/{purpose}" if abortable else ""
+            waits["keeps_failed"] = timing == "testing"
+            own, found = self._agents.generate(engine, prompts, sampling, seeds, **waits)
             counts.update(found)
             return own
 
@@ -159,7 +162,9 @@ class Generation:
                     raise StepAborted
                 step.events = engine.events.digest
                 has_turns = self._agents is not None
-                columns = dict(turns=has_turns, held=engine.held_columns)
+                reward = self._config.reward
+                is_read = has_turns and bool(reward.model.path or reward.judge.path)
+                columns = dict(turns=has_turns, held=engine.held_columns, conversations=is_read)
                 batch = exchange(ids, own or [], samples_per_prompt, self._step.device, **columns)
             step.metrics |= self._idle_metrics(timing, busy, batch, len(ids))
         if abortable:
@@ -185,11 +190,12 @@ class Generation:
         found = agent_metrics(self._counts[key], capacity=self._config.rollout.max_concurrent_samples)
         prefix = "" if timing == "gen" else "val-aux/"
         self._step.metrics |= {f"{prefix}{name}": value for name, value in found.items()}
+        if warning := warn_of_failures(total, counts_as_wrong=timing == "testing"):
+            self._step.progress.line(warning)
         if not kept:
-            failures = {name: number for name, number in total.items() if name.startswith("failures/")}
             raise AllTrajectoriesFailed(
-                f"environments failed in every group of {len(batch.prompts)} prompts: {failures}; the log "
-                "has the reason of each failure."
+                f"environments failed in every group of {len(batch.prompts)} prompts: "
+                f"{describe_failures(total)}; the log has the reason of each failure."
             )
         return batch if len(kept) == len(batch.prompts) else batch.keep_groups(kept)
 

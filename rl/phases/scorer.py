@@ -1,5 +1,6 @@
 """Scores of responses by the reward function, a reward model and a judge."""
 
+import json
 import math
 import os
 import zlib
@@ -13,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch
-from rl.data.prompts import Prompt
+from rl.data.chat_template import ChatTemplate
+from rl.data.prompts import Messages, Prompt
 from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together
@@ -59,7 +61,8 @@ class Scorer:
 
         The columns are `score`, `failed` (0 or 1) and the other numbers that the reward function returns, NaN
         where a sample lacks one. The score of an environment, if `score_details` holds it, replaces that of
-        the reward function. Of a response of several turns the last one is scored. Collective over the world.
+        the reward function. Of a response of several turns the last one is scored by the reward function, and
+        the conversation by reward model and judge. Collective over the world.
         """
         if batch.trajectories is not None:
             columns, answers = self.score(whole := batch.merge_rows(), predictions=predictions)
@@ -94,11 +97,12 @@ class Scorer:
             answers = gather_by_rank([found[k].prediction if k in found else None for k in range(len(mine))])
         if given is not None:
             columns = _joined(batch.score_details, columns)
+        chats = [batch.conversations[i] if batch.conversations else [] for i in mine]
         if self.model is not None:
-            given = self._model_scores(*self.model, batch, owners, texts)
+            given = self._model_scores(*self.model, batch, owners, texts, chats)
             columns |= {"reward_model": given, "score": columns["score"] + self.config.model.coef * given}
         if self.judge is not None:
-            given, failed = self._judge_scores(*self.judge, batch, owners, texts)
+            given, failed = self._judge_scores(*self.judge, batch, owners, texts, chats)
             columns["judge"] = torch.where(failed > 0, torch.nan, given)
             columns["failed"] = torch.maximum(columns["failed"], failed)
             columns["score"] = columns["score"] + self.config.judge.coef * given
@@ -115,9 +119,10 @@ class Scorer:
         batch: Batch,
         owners: list[Prompt],
         texts: list[str],
+        chats: list[Messages],
     ) -> Tensor:
         """Return the reward model's value at the last token of each conversation, float32 [N]."""
-        ids = gather_by_rank([_conversation(tokenizer, prompt, text) for prompt, text in zip(owners, texts)])
+        ids = gather_by_rank([_conversation(tokenizer, *each) for each in zip(owners, texts, chats)])
         # One dummy response token: its value is read at the last token of the conversation.
         end = np.zeros(1, np.int32)
         count = len(batch)
@@ -137,12 +142,13 @@ class Scorer:
         batch: Batch,
         owners: list[Prompt],
         texts: list[str],
+        chats: list[Messages],
     ) -> tuple[Tensor, Tensor]:
         """Return (grade, failed) of each response, float32 [N] each; the grade is 0 where `failed` is 1."""
         judge = self.config.judge
         questions = [
-            judge.template.format(prompt=prompt.text, response=text, ground_truth=prompt.ground_truth)
-            for prompt, text in zip(owners, texts)
+            judge.template.format(ground_truth=prompt.ground_truth, **_parts(prompt, text, chat))
+            for prompt, text, chat in zip(owners, texts, chats)
         ]
         ids = gather_by_rank([_question(tokenizer, question) for question in questions])
         asked = [i for i, tokens in enumerate(ids) if len(tokens) <= judge.max_prompt_tokens]
@@ -272,8 +278,49 @@ def _sample(prompt: Prompt, response: str) -> dict:
     )
 
 
-def _conversation(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str) -> np.ndarray:
-    """Return token ids of prompt and response by the reward model's tokenizer."""
+def transcript(messages: Messages) -> str:
+    """Return messages as plain text, with their roles and tool calls.
+
+    A text in a chat template would end the message of the judge's user that holds it.
+    """
+    return "\n\n".join(
+        f"{'user' if message['role'] == 'text' else message['role']}: {message.get('content') or ''}"
+        + "".join(f"\n[call] {json.dumps(call['function'])}" for call in message.get("tool_calls") or [])
+        for message in messages
+    )
+
+
+def _parts(prompt: Prompt, response: str, chat: Messages) -> dict[str, str]:
+    """Return `prompt` and `response` of a question to the judge; of a trajectory, all after its opening.
+
+    chat: the conversation of a trajectory; empty for a response of one turn.
+    """
+    if not chat:
+        return {"prompt": prompt.text, "response": response}
+    start = next((i for i, message in enumerate(chat) if message["role"] == "assistant"), len(chat))
+    return {"prompt": transcript(chat[:start]), "response": transcript(chat[start:])}
+
+
+def _conversation(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, response: str, chat: Messages
+) -> np.ndarray:
+    """Return token ids of prompt and response, or of a trajectory, by the reward model's tokenizer.
+
+    chat: as in `_parts`. A conversation that the template rejects, or whose calls it would leave out, is one
+    message of the user.
+    """
+    if chat and tokenizer.chat_template is None:
+        return np.array(tokenizer(transcript(chat))["input_ids"], np.int32)
+    if chat:
+        template = ChatTemplate(tokenizer)
+        chat = [{**m, "role": "user"} if m["role"] == "text" else m for m in chat]
+        try:
+            if template.call_form is None and any(message.get("tool_calls") for message in chat):
+                raise ValueError("the template has no tool calls")
+            text = template.render(chat, generation_prompt=False)
+        except ValueError:
+            text = template.render([{"role": "user", "content": transcript(chat)}], generation_prompt=False)
+        return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
     if prompt.messages is None or tokenizer.chat_template is None:
         return np.array(tokenizer(prompt.text + response)["input_ids"], np.int32)
     messages = [*prompt.messages, {"role": "assistant", "content": response}]

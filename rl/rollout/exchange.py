@@ -30,6 +30,7 @@ def exchange(
     *,
     turns: bool = False,
     held: tuple[str, ...] = (),
+    conversations: bool = False,
 ) -> Batch:
     """Return the batch of all samples, ordered by prompt, sample number and row. Collective over the world.
 
@@ -42,6 +43,7 @@ def exchange(
         samples_per_prompt: number that every prompt must have; None if samples may be missing.
         turns: whether samples may have several turns; then `turns` and `turn_rewards` are filled too.
         held: names of the held columns. Their rows stay where they are; all ranks learn who has them.
+        conversations: whether the conversations of trajectories are exchanged, too.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     counts = torch.zeros(2, world, dtype=torch.int64)  # samples, and how many of them have an outcome
@@ -84,6 +86,10 @@ def exchange(
     _check_digests(batch, digests, context_digests, number, ranks)
     if held and len(batch):
         batch.held = _locate(batch, own, place_of, ranks, held, device)
+    if conversations:
+        everyone = gather_objects({place: each.conversation or [] for place, each in zip(place_of, own)})
+        found = {place: messages for part in everyone for place, messages in part.items()}
+        batch.conversations = [found[place] for place in range(len(batch))]
     if num_outcomes.any():
         batch.score_details = _exchange_outcomes(own, place_of, len(batch), device)
     return batch
@@ -172,6 +178,8 @@ def _locate(
     lengths = torch.zeros(len(names), len(batch), dtype=torch.int64)
     rows: dict[str, dict[int, Row]] = {name: {} for name in names}
     for place, sample in zip(places, own):
+        if not sample.segments:  # a trajectory whose environment failed before its first turn
+            continue
         key = row_key(batch.prompt_ids[place], sample.token_ids)
         for k, name in enumerate(names):
             rows[name][place] = row = Row(key, sample.held(name))
@@ -185,7 +193,7 @@ def _locate(
         for found in gather_objects(kinds)
         for name, (dtype, shape) in found.items()
     }
-    found = zip(names, lengths)
+    found = ((name, size) for name, size in zip(names, lengths) if name in everyone)
     return {name: HeldColumn(rows[name], holders, size, *everyone[name]) for name, size in found}
 
 

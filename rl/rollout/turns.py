@@ -110,6 +110,8 @@ class Sample:
     """Hash of the context by the engine's account, which the exchange compares; -1 if unknown."""
     outcome: dict[str, float] | None = None
     """Numbers that an environment reports, such as `score`; None if the reward function gives them."""
+    conversation: list[dict] | None = None
+    """Messages of the trajectory; None for a response of one turn."""
 
     def _column(self, name: str, dtype) -> np.ndarray:
         parts = [getattr(segment, name) for segment in self.segments]

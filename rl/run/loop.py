@@ -303,7 +303,7 @@ def _open_log(
         from rl.rollout import stored_log
 
         stored_log.remove_after(config.run.dir, last_step)
-    record_run(config, last_step, start_up_s=start_up.parts)
+    record_run(config, last_step, world_size=job().world_size, start_up_s=start_up.parts)
     return log
 
 

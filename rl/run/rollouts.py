@@ -190,6 +190,12 @@ class StoredBatches:
 
         def split(name: str) -> list[np.ndarray]:
             arrays = [values.values.to_numpy() for values in table.column(name)]
+            for row, array in enumerate(arrays):
+                if not np.issubdtype(array.dtype, np.integer):
+                    raise ConfigError(
+                        f"{self._files[step]}, row {row}: {name} has values of type {array.dtype}; token "
+                        "ids must be integers, so store the column as int32."
+                    )
             return [array.astype(np.int32) for array in arrays]
 
         def tokens(name: str, dtype) -> torch.Tensor | None:

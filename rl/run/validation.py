@@ -26,7 +26,8 @@ def validate(phases: Phases, prompts: list[Prompt], config: Config) -> None:
     """Measure the policy on every held-out prompt, as `validation` says, and log the metrics of each source.
 
     The accuracy of a sample is the reward function's `acc`; its score if the function returns no `acc`; and 0
-    if the function failed.
+    if the function, or the environment of a trajectory, failed. `val-core/<data_source>/failed/mean@k` is the
+    share of such trajectories.
     """
     if config.validation.loss:
         phases.step.metrics |= loss_metrics(phases, prompts, config.data.prompts_per_step)
@@ -71,12 +72,8 @@ def validation_sampling(config: Config) -> Sampling:
 
 def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpose: str) -> None:
     batch = phases.generation.sample(prompts, sampling, purpose=purpose, timing="testing")
-    if batch.turns is not None:  # prompts whose environments failed are left out
+    if batch.turns is not None:
         batch = batch.merge_rows()
-        sizes = torch.bincount(batch.groups)
-        batch = batch.keep_groups((sizes == sampling.samples_per_prompt).nonzero().squeeze(1).tolist())
-        if not len(batch):
-            return
         turns = spread("num_turns", num_turns(batch))
         phases.step.metrics |= {f"val-aux/{name}": value for name, value in turns.items()}
     several = sampling.samples_per_prompt > 1
@@ -96,3 +93,8 @@ def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpo
     }
     votes = None if answers is None else {source: answers[rows].tolist() for source, rows in members.items()}
     phases.step.metrics |= validation_metrics(values, votes)
+    if batch.turns is not None:
+        failed = batch.score_details["failed"].double().reshape(shape).numpy()
+        k = sampling.samples_per_prompt
+        shares = {f"val-core/{name}/failed/mean@{k}": failed[rows].mean() for name, rows in members.items()}
+        phases.step.metrics |= {name: float(share) for name, share in shares.items()}

@@ -189,9 +189,10 @@ def keep_lines_up_to(path: Path, step: int | None) -> None:
     os.replace(partial, path)
 
 
-def accuracies(metrics: dict[str, float]) -> dict[str, float]:
-    """Return held-out accuracies by data source: val-core/<data_source>/acc/mean@k with the smallest k."""
-    found = ((re.fullmatch(r"val-core/(.+)/acc/mean@(\d+)", name), value) for name, value in metrics.items())
+def accuracies(metrics: dict[str, float], variable: str = "acc") -> dict[str, float]:
+    """Return held-out means by data source: val-core/<data_source>/<variable>/mean@k with the smallest k."""
+    form = re.compile(rf"val-core/(.+)/{variable}/mean@(\d+)")
+    found = ((form.fullmatch(name), value) for name, value in metrics.items())
     largest_first = sorted(
         ((match[1], -int(match[2]), value) for match, value in found if match), key=lambda entry: entry[:2]
     )
@@ -221,7 +222,8 @@ def step_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
         for name, value in metrics.items()
         if name.startswith("timing_s/")
     }
-    tail = _rare_field(seconds, accuracies(metrics), metrics.get("val/loss"))
+    failed = accuracies(metrics, "failed")
+    tail = _rare_field(seconds, accuracies(metrics), failed, metrics.get("val/loss"))
     room = MAX_COLUMNS - len(head) - max(len(tail), RARE_COLUMNS)
     return (head + _seconds_field(seconds, room) + tail)[:MAX_COLUMNS]
 
@@ -241,14 +243,17 @@ def _seconds_field(seconds: dict[str, float], room: int) -> str:
     return field.removesuffix(":")
 
 
-def _rare_field(seconds: dict[str, float], by_source: dict[str, float], loss: float | None) -> str:
-    """Return ' | val 12.3 loss 1.23 acc 0.412'; it names the data sources if there are several."""
+def _rare_field(
+    seconds: dict[str, float], by_source: dict[str, float], failed: dict[str, float], loss: float | None
+) -> str:
+    """Return ' | val 12.3 loss 1.23 acc 0.412 (3% failed)'; several data sources are named."""
     parts = [f"{label} {_seconds(seconds[name])}" for name, label in RARE_TIMINGS.items() if name in seconds]
     if loss is not None:
         parts.append(f"loss {loss:.4g}")
     if by_source:
         values = (
-            f"{value:.3f}" if len(by_source) == 1 else f"{source} {value:.3f}"
+            (f"{value:.3f}" if len(by_source) == 1 else f"{source} {value:.3f}")
+            + (f" ({failed[source]:.0%} failed)" if failed.get(source) else "")
             for source, value in by_source.items()
         )
         parts.append("acc " + " ".join(values))

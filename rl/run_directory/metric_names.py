@@ -346,6 +346,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Validation": (
         M(
+            "val-core/<source>/failed/mean@<k>",
+            "share",
+            "with environments: samples that count as wrong because environment or reward function failed",
+            "Above 0.05: a warning is logged; the accuracy measures the environment, too.",
+        ),
+        M(
             "val-core/<source>/<variable>/mean@<k>",
             "",
             "mean over k samples per prompt and over the prompts of a data source; @1: greedy",
@@ -453,10 +459,17 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         M("agents/{turns,tool_calls,rows}", "", "mean per trajectory", ""),
         M("agents/tool_errors", "calls", "calls that were answered with an error message", ""),
         M(
-            "agents/failures/<request>",
+            "agents/failures/<cause>",
             "trajectories",
-            "trajectories whose environment failed, by the request that failed",
-            "Above 0: the log has each reason.",
+            "failed trajectories by cause: error, time, memory, lost, start, prompt, rewrite, idle",
+            "Above 0: see [agents.md](agents.md); the log has each reason.",
+        ),
+        M(
+            "agents/reopened",
+            "trajectories",
+            "trajectories that were repeated, because another one may have ended the process of their "
+            "environment",
+            "Above 0: see `agents/failures/lost`.",
         ),
         M("agents/dropped", "trajectories", "trajectories that are missing in their groups", ""),
         M("agents/dropped_groups", "groups", "groups that are left out", ""),
@@ -464,7 +477,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "agents/rewrites",
             "turns",
             "turns after which the template changed earlier tokens",
-            "Above 0: trajectories are divided into rows; use a renderer ([agents.md](agents.md)).",
+            "Above 0: trajectories are divided into rows, or fail with `agents.on_rewrite=refuse`; use a "
+            "renderer ([agents.md](agents.md)).",
         ),
         M(
             "agents/occupancy",

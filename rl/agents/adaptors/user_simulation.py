@@ -11,8 +11,8 @@
 The simulated user sees the conversation with the roles exchanged, after a system message that is the row's
 `extra_info.user` (verl: `interaction_kwargs.user`): who the user is, and what they want. It writes the first
 message. The conversation ends when it writes `stop`. The reward function then judges the last answer, or,
-with `judge`, the simulated user's model grades the conversation: the last number between 0 and 1 of its
-reply to that instruction.
+with `judge`, the simulated user's model grades the conversation: the number from 0 to 1 in the last line of
+its reply to that instruction. "0.3/1" and "0.3 out of 1" are 0.3; a line with other numbers is a failure.
 
 The server is outside of the run. The judge of the section `reward` cannot serve here: it holds the GPU's
 memory in turn with the policy, and a conversation needs both at once.
@@ -26,7 +26,10 @@ from rl.agents.adaptors.chat import complete, user_message
 from rl.agents.adaptors.rows import task_of
 
 EXCHANGED = {"user": "assistant", "assistant": "user"}
-_FRACTION = re.compile(r"(?<![\w.])(?:0(?:\.\d+)?|1(?:\.0+)?)(?![\w.]*\d)")
+_SCALE = re.compile(r"(?<=\d)\s*(?:/|out of)\s*1(?:\.0+)?(?![\d/]|\.\d)")
+_NUMBER = re.compile(r"[^\s:=*_()\[\]]*\d[^\s:=*_()\[\]]*")
+"""A number with what adjoins it, but for punctuation."""
+_GRADE = re.compile(r"0?\.\d+|1\.0+|[01]")
 
 
 class UserSimulation:
@@ -92,9 +95,19 @@ class UserSimulation:
         lines = [f"{message['role']}: {message['content']}" for message in self._conversation]
         question = "\n".join([self._judge, "", *lines])
         reply = await complete(*self._server, user_message(question), **self._options)
-        numbers = _FRACTION.findall(reply["content"] or "")
-        if not numbers:
-            raise RuntimeError(
-                f"the judge's reply must have a number from 0 to 1, but is {reply['content']!r:.200}"
-            )
-        return float(numbers[-1])
+        return read_grade(reply["content"] or "")
+
+
+def read_grade(reply: str) -> float:
+    """Return the number from 0 to 1 in the last line of a reply.
+
+    Raises RuntimeError unless it has exactly one, beside its scale ("0.3/1").
+    """
+    line = reply.strip().rpartition("\n")[2]
+    numbers = [number.rstrip(".,;") for number in _NUMBER.findall(_SCALE.sub("", line))]
+    if len(numbers) != 1 or not _GRADE.fullmatch(numbers[0]):
+        raise RuntimeError(
+            f"the last line of the judge's reply is {line!r:.200}; it must have one number from 0 to 1, so "
+            "let agents.kwargs.judge ask for a last line with the number alone."
+        )
+    return float(numbers[0])

@@ -134,3 +134,24 @@ class Sqlite:
 
     def close(self):
         self.database.close()
+
+
+class Fragile:
+    """A game whose second turn goes wrong, as `what` says, for the prompt with ground truth 0."""
+
+    def __init__(self, what):
+        self.what, self.turns = what, 0
+
+    def reset(self, row):
+        self.is_bad = row["ground_truth"] == "0"
+        return row["prompt"]
+
+    def step(self, text):
+        self.turns += 1
+        if self.is_bad and self.turns == 2:
+            if self.what == "kills itself":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.what == "hangs":
+                time.sleep(1000)
+            raise RuntimeError("wrong answer")
+        return "more", 1.0, self.turns == 3

@@ -268,6 +268,22 @@ def test_simulated_user_ends_the_conversation_and_judges_it():
     assert all(body["model"] == "m" and body["temperature"] == 0.5 for _, body in server.requests)
 
 
+def test_grades_of_a_simulated_user_are_unambiguous():
+    from rl.agents.adaptors.user_simulation import read_grade
+
+    grades = {
+        "0.3/1": 0.3,
+        "I count 2 of 3.\nGrade: **0.7**.": 0.7,
+        "0.25 out of 1": 0.25,
+        "1.0": 1.0,
+        ".5": 0.5,
+    }
+    assert {text: read_grade(text) for text in grades} == grades
+    for text in ("0.5 to 0.7", "3/10", "80%", "7", "-0.5", "0,3", "none", ""):
+        with pytest.raises(RuntimeError, match="must have one number from 0 to 1"):
+            read_grade(text)
+
+
 def test_missing_package_is_refused_with_its_extra(tmp_path):
     module = tmp_path / "mine.py"
     module.write_text(

@@ -101,7 +101,7 @@ def test_a_session_with_tools_from_reset_to_score():
 
 
 AT_ONCE = {"raises": "RuntimeError: broken", "exits": "SystemExit: 3", "eats memory": "MemoryError"}
-LATE = {"hangs": "TimeoutError: the call took longer than the limit of 3 s"}
+LATE = {"hangs": "CallTimeout: the call took longer than the limit of 3 s"}
 WITH_ITS_WORKER = {"crashes": "SIGSEGV", "kills itself": "SIGKILL", "kills its parent": "was killed"}
 
 

@@ -1,5 +1,6 @@
 """Tests of the tokens between two turns, over the templates of model families."""
 
+import copy
 import functools
 import json
 import os
@@ -193,11 +194,26 @@ def test_dropped_thinking_is_no_extension(family):
 def test_the_check_names_turn_and_template():
     with pytest.raises(ValueError, match=r"template of qwen3 .* turn 1 \(thinking, .* drops the thinking"):
         chat_of("qwen3").check([])
-    with pytest.raises(ValueError, match=r"template of deepseek-v3 .* turn 2 .* 2 tool calls"):
+    with pytest.raises(ValueError, match=r"template of deepseek-v3 .* turn 2 \(2 tool calls"):
         chat_of("deepseek-v3").check([TOOL])
     chat_of("qwen3", on_rewrite="new_row").check([])
     for family in KEEPING:
         chat_of(family).check([TOOL])
+
+
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content if loop.revindex < 6 else '...' }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template that keeps the contents of the last five messages."""
+
+
+def test_a_template_that_forgets_in_the_third_turn_is_refused():
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = FORGETFUL
+    with pytest.raises(ValueError, match=r"turn 3 \(0 tool calls\).* before the turn differently"):
+        Chat(tokenizer, end_token_ids=end_ids("qwen2.5")).check([])
 
 
 def test_disabled_thinking_needs_the_package_renderers(monkeypatch):

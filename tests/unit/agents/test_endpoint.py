@@ -113,9 +113,12 @@ def test_tokens_in_and_tokens_out():
     with Consumer(TURNS[2:]) as consumer:
         key = consumer.endpoint.open("0.0")
         url = consumer.endpoint.base_url.removesuffix("/v1") + "/inference/v1/generate"
-        unknown = json.dumps({"token_ids": [5, 1 << 30]}).encode()
-        with pytest.raises(urllib.error.HTTPError, match="400"):
-            urllib.request.urlopen(urllib.request.Request(url, unknown, {"Authorization": f"Bearer {key}"}))
+        for ids in ([5, 1 << 30], [5, 1.5], [True]):
+            refused = json.dumps({"token_ids": ids}).encode()
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                urllib.request.urlopen(
+                    urllib.request.Request(url, refused, {"Authorization": f"Bearer {key}"}), timeout=30
+                )
         body = json.dumps({"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": -1}}).encode()
         http = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}"})
         with urllib.request.urlopen(http, timeout=30) as answer:

@@ -11,7 +11,7 @@ import pytest
 
 from rl.agents.chat import Chat
 from rl.agents.endpoint import EndpointRequest, Refused
-from rl.agents.environment import Run, Score, Step, ToolCalls
+from rl.agents.environment import Failure, Run, Score, Step, ToolCalls
 from rl.agents.source import ATTEMPTS, AgentSource
 from rl.config.agents import Agents
 from rl.data.chat_template import TOOL
@@ -56,6 +56,7 @@ class World:
         capacity=64,
         max_context=1000,
         endpoint=None,
+        keeps_failed=False,
     ):
         self.tokenizer = tokenizer_of(family)
         agents = agents or Agents()
@@ -74,6 +75,7 @@ class World:
             capacity=capacity,
             max_context=max_context,
             start_endpoint=lambda: endpoint or pytest.fail("no agent runs by itself"),
+            keeps_failed=keeps_failed,
         )
         self.engine.run(self.source)
         self.source.close()
@@ -154,7 +156,38 @@ def test_a_context_that_is_full_ends_the_trajectory():
     full = World([CALL], max_context=prompt + len(tokenizer_of("qwen2.5")(CALL)["input_ids"]) + 3)
     assert all(len(s.segments) == 1 and s.truncated for s in full.samples)
     none = World([CALL], max_context=prompt)
-    assert none.samples == [] and none.source.counts["failures/reset"] == 2 * ATTEMPTS
+    assert none.samples == [] and none.source.counts["failures/prompt"] == 2 * ATTEMPTS
+
+
+class Slow(World):
+    """The calls of one trajectory exceed the time limit."""
+
+    def answer(self, session, row, action):
+        if session == "0.1" and isinstance(action, ToolCalls):
+            return {"failure": "too slow", "cause": Failure.TIME}
+        return super().answer(session, row, action)
+
+
+@pytest.mark.parametrize("on_failure, learned", [("zero", [0, 1]), ("refill", [0, 2]), ("shrink", [0])])
+def test_an_action_that_exceeds_a_limit_has_score_0(on_failure, learned):
+    world = Slow([CALL, "It is 42.<|im_end|>"], agents=Agents(on_failure=on_failure))
+    assert [sample.number for sample in world.samples] == learned
+    assert world.source.counts["failures/time"] == 1
+    if on_failure == "zero":
+        assert world.samples[1].outcome == {"score": 0.0, "failed": 1.0}
+        assert [segment.source for segment in world.samples[1].segments] == ["policy"]
+
+
+def test_a_failed_trajectory_of_validation_is_a_sample():
+    """Also one that has no turn."""
+    world = World(
+        [CALL, "It is 42.<|im_end|>"],
+        fails=lambda session, action: action is None if session == "0.0" else isinstance(action, Score),
+        keeps_failed=True,
+    )
+    assert [sample.outcome for sample in world.samples] == [{"score": 0.0, "failed": 1.0}] * 2
+    assert [len(sample.segments) for sample in world.samples] == [0, 3]
+    assert world.source.counts["trajectories"] == 2 and world.source.counts["failures/error"] == 2
 
 
 @pytest.mark.parametrize("on_failure", ["refill", "shrink"])
@@ -166,13 +199,13 @@ def test_a_failed_trajectory_leaves_its_group(on_failure):
     )
     numbers = [sample.number for sample in world.samples]
     assert numbers == ([0, 2] if on_failure == "refill" else [0])
-    assert world.source.counts["failures/tools"] == 1
+    assert world.source.counts["failures/error"] == 1
     assert world.source.counts["dropped"] == (on_failure == "shrink")
 
 
 def test_an_environment_that_always_fails_is_tried_a_few_times():
     world = World(["x<|im_end|>"], fails=lambda session, action: True)
-    assert world.samples == [] and world.source.counts["failures/reset"] == 2 * ATTEMPTS
+    assert world.samples == [] and world.source.counts["failures/error"] == 2 * ATTEMPTS
     assert world.source.counts["dropped"] == 2
 
 
@@ -231,6 +264,17 @@ def test_a_rewritten_conversation_continues_in_a_new_row():
     assert "reason" not in world.tokenizer.decode(rows[1].prompt_ids)
     assert all(np.count_nonzero(row.mask) == len(row.token_ids) for row in rows)
     assert json.dumps([row.outcome for row in rows]) == json.dumps([{"score": 1.5}] * 3)
+
+
+def test_a_rewrite_that_is_refused_fails_the_trajectory():
+    """Else it would be scored as if the game had ended after its first turn."""
+    world = World(
+        ["<think>\nreason\n</think>\n\nmove<|im_end|>"],
+        drives="step",
+        family="qwen3",
+        agents=Agents(max_turns=3, on_failure="shrink"),
+    )
+    assert world.samples == [] and world.source.counts["failures/rewrite"] == 2
 
 
 def test_the_engine_is_kept_busy_while_environments_answer():
@@ -332,8 +376,29 @@ def test_an_agent_that_hangs_fails():
         delay=lambda: next(delays, 1e9),
         endpoint=SilentAgent(),
     )
-    assert world.samples == [] and world.source.counts["failures/run"] == 1
+    assert world.samples == [] and world.source.counts["failures/time"] == 1
     assert world.source.counts["dropped"] == 1 and set(world.pool.closed) == {"0.0"}
+
+
+class Forgetful(InsistentAgent):
+    """An agent that begins another conversation, and goes on if it is refused."""
+
+    def ask(self, session, messages):
+        super().ask(session, messages if len(messages) == 1 else [{"role": "user", "content": "another"}])
+
+
+def test_a_rewrite_of_an_agent_that_is_refused_fails_it():
+    agent = Forgetful()
+    world = World(
+        ["move<|im_end|>"],
+        drives="run",
+        agents=Agents(max_turns=3, on_failure="shrink"),
+        sampling=replace(SAMPLING, samples_per_prompt=1),
+        delay=lambda: 50.0,
+        endpoint=agent,
+    )
+    assert world.samples == [] and world.source.counts["failures/rewrite"] == 1
+    assert len(world.engine.requests) == 1
 
 
 def test_a_request_of_an_ended_trajectory_is_not_served():
@@ -360,4 +425,23 @@ class Rejected(World):
 
 def test_messages_that_the_template_rejects_are_a_failure():
     world = Rejected(["x</s>"], family="mistral")
-    assert world.samples == [] and world.source.counts["failures/reset"] == 2 * ATTEMPTS
+    assert world.samples == [] and world.source.counts["failures/prompt"] == 2 * ATTEMPTS
+
+
+def test_a_reset_beyond_the_limit_is_not_tokenized(monkeypatch):
+    """It would stop the replica for as long as its text is large."""
+    longest = 0
+
+    def encode(self, text, **options):
+        nonlocal longest
+        longest = max(longest, len(text))
+        return real(self, text, **options)
+
+    class Large(World):
+        def answer(self, session, row, action):
+            return {"messages": [{"role": "user", "content": "question " * 100_000}], "drives": "step"}
+
+    real = Chat._encode
+    monkeypatch.setattr(Chat, "_encode", encode)
+    world = Large(["move<|im_end|>"], agents=Agents(on_failure="shrink"))
+    assert longest < 100_000 and world.source.counts["failures/prompt"] == 2

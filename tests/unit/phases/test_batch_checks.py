@@ -23,6 +23,7 @@ from rl.phases.batch_checks import (
     check_likelihoods,
     check_loss_weights,
     warn_of_constant_scores,
+    warn_of_failures,
 )
 from rl.phases.objective_check import check_objective
 from rl.phases.policy_gradient import policy_loss
@@ -278,3 +279,10 @@ def test_constant_scores_are_warned_of_unless_groups_often_agree():
     )
     # A task whose groups mostly agree gives such a batch by chance.
     assert warn_of_constant_scores(batch, Counter({0.0: 900, "differs": 100})) == ""
+
+
+def test_failed_trajectories_above_5_percent_are_a_warning():
+    assert warn_of_failures(Counter({"succeeded": 95, "failures/time": 5}), counts_as_wrong=True) == ""
+    counts = Counter({"succeeded": 94, "failures/time": 2, "failures/error": 4})
+    warning = warn_of_failures(counts, counts_as_wrong=True)
+    assert "6 of 100 trajectories (6%) failed (error 4, time 2) and count as wrong" in warning

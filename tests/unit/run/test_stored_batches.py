@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import datasets
 import pandas
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -59,6 +60,18 @@ def test_a_stored_batch_returns_as_it_was_collected(tmp_path, agents):
         ConfigError, match="none of step 3 of run.max_steps=3; set run.max_steps to at most 2"
     ):
         StoredBatches(config)
+
+
+def test_stored_token_ids_that_are_no_integers_are_refused(tmp_path):
+    save_rollouts(tmp_path, 1)
+    path = stored_steps(tmp_path)[1]
+    table = read(path)
+    place = table.column_names.index("response_ids")
+    floats = table["response_ids"].cast(pyarrow.list_(pyarrow.float64()))
+    pyarrow.parquet.write_table(table.set_column(place, "response_ids", floats), path)
+    config = Config(run=Run(mode="train_only", rollouts=str(tmp_path), max_steps=1))
+    with pytest.raises(ConfigError, match="row 0: response_ids has values of type float64"):
+        StoredBatches(config).batch(1)
 
 
 def test_readers_and_writers_name_the_same_sources():

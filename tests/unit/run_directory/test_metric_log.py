@@ -132,6 +132,14 @@ def test_tensorboard_has_finite_values_of_current_steps(tmp_path):
     ]
 
 
+def test_failed_trajectories_stand_beside_the_accuracy():
+    metrics = {"val-core/game/acc/mean@1": 0.141, "timing_s/testing": 2.0}
+    assert step_line(1, 2, metrics).endswith("acc 0.141")
+    assert step_line(1, 2, metrics | {"val-core/game/failed/mean@1": 0.859}).endswith(
+        "acc 0.141 (86% failed)"
+    )
+
+
 def test_accuracies_by_data_source():
     metrics = {
         "val-core/gsm8k/acc/mean@1": 0.5,

@@ -1,0 +1,33 @@
+"""Texts that a reward model and a judge read of a trajectory."""
+
+import copy
+
+import numpy as np
+
+from rl.data.chat_template import CALL, QUESTION, REPLY
+from rl.data.prompts import Prompt
+from rl.phases.scorer import _conversation, _parts
+from tests.chat_templates import tokenizer_of
+
+PROMPT = Prompt(0, np.zeros(1, np.int32), "the data set's prompt", "test", "42", {})
+RULES = {"role": "system", "content": "rules"}
+CALLING = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}
+CHAT = [RULES, QUESTION, CALLING, REPLY, {"role": "assistant", "content": "It is b."}]
+
+
+def test_a_judge_reads_all_turns_after_the_opening():
+    parts = _parts(PROMPT, "It is b.", CHAT)
+    assert parts["prompt"] == "system: rules\n\nuser: question"
+    call = '[call] {"name": "lookup", "arguments": {"key": "a"}}'
+    answers = f"assistant: Let me see.\n{call}\n\ntool: b\n\nassistant: It is b."
+    assert parts["response"] == answers
+    assert _parts(PROMPT, "b", []) == {"prompt": PROMPT.text, "response": "b"}
+
+
+def test_a_reward_model_reads_the_conversation_in_its_template():
+    without_calls = copy.deepcopy(tokenizer_of("qwen2.5"))
+    without_calls.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    for tokenizer, call in ((tokenizer_of("qwen2.5"), "<tool_call>"), (without_calls, "[call]")):
+        text = tokenizer.decode(_conversation(tokenizer, PROMPT, "It is b.", CHAT))
+        places = [text.index(part) for part in ("rules", "question", call, "It is b.")]
+        assert places == sorted(places) and PROMPT.text not in text
