@@ -105,6 +105,7 @@ def test_a_killed_run_leaves_no_process_and_loses_no_prompt(toy, tmp_path, num_k
     assert comparable(tmp_path / "run") == comparable(straight / "run")
 
 
+@pytest.mark.slow
 def test_reward_model_and_judge_read_the_conversation(toy, tmp_path):
     """The judge's limit admits the prompt with a turn, but no conversation of three turns."""
     judge = dict(
