@@ -112,8 +112,10 @@ def test_reward_model_and_judge_read_the_conversation(toy, tmp_path):
         path=save_qwen2(tmp_path / "judge", seed=4, max_position_embeddings=512),
         max_prompt_tokens=60,
         max_response_tokens=4,
+        parser=f"{tmp_path}/parse.py:parse",
         template="'{prompt} {response}?'",
     )
+    (tmp_path / "parse.py").write_text("def parse(text):\n    return 2.0\n")
     models = [f"reward.judge.{key}={value}" for key, value in judge.items()]
     models += [f"reward.model.path={save_qwen2_classifier(tmp_path / 'classifier', seed=3)}"]
     small = ("run.max_steps=1", "data.prompts_per_step=2", "training.prompts_per_minibatch=2")
