@@ -60,8 +60,9 @@ def forge(port: int, payload: bytes, found: Counter, forged: set[str]) -> None:
     present = set(store.list_keys()) - forged
     found["keys of the project"] += sum(any(word in key for word in WORDS) for key in present)
     found["keys"] += len(present)
-    prefixes = {"", "default_pg/"} | {key.partition("default_pg/")[0] + "default_pg/" for key in present}
-    prefixes |= {f"{prefix}{role}/default_pg/" for prefix in set(prefixes) for role in ("train", "rollout")}
+    # torch puts the names of groups, which it chooses, before the keys of a process.
+    prefixes = {key[: end + 1] for key in present for end, letter in enumerate(key) if letter == "/"}
+    prefixes = {"", *prefixes} - {key.removesuffix("stop") for key in forged if key.endswith("stop")}
     for prefix in prefixes:
         values = {f"asks/{number}": payload for number in range(40)}
         values |= {f"claims/{number}": "0" for number in range(40)}

@@ -118,14 +118,17 @@ def test_a_killed_run_leaves_no_process_and_loses_no_prompt(toy, tmp_path, num_k
     assert comparable(tmp_path / "run") == comparable(straight / "run")
 
 
+@pytest.mark.slow
 def test_reward_model_and_judge_read_the_conversation(toy, tmp_path):
     """The judge's limit admits the prompt with a turn, but no conversation of three turns."""
     judge = dict(
         path=save_qwen2(tmp_path / "judge", seed=4, max_position_embeddings=512),
         max_prompt_tokens=60,
         max_response_tokens=4,
+        parser=f"{tmp_path}/parse.py:parse",
         template="'{prompt} {response}?'",
     )
+    (tmp_path / "parse.py").write_text("def parse(text):\n    return 2.0\n")
     models = [f"reward.judge.{key}={value}" for key, value in judge.items()]
     models += [f"reward.model.path={save_qwen2_classifier(tmp_path / 'classifier', seed=3)}"]
     small = ("run.max_steps=1", "data.prompts_per_step=2", "training.prompts_per_minibatch=2")

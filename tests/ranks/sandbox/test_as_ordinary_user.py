@@ -9,23 +9,26 @@ import pytest
 
 from tests.ordinary_user import as_ordinary_user
 
-FILES = [
-    "tests/ranks/sandbox/test_sandbox.py",
-    "tests/ranks/sandbox/test_hostile_programs.py",
-    "tests/unit/runtime/test_compile_caches.py",
-    "tests/unit/agents/test_endpoint.py",
-    "tests/unit/agents/test_endpoint_strangers.py",
-    pytest.param("tests/ranks/rewards/test_code_reward.py", marks=pytest.mark.slow),
-    pytest.param("tests/ranks/agents/test_environment_pool.py", marks=pytest.mark.slow),
-]
+FILES = {
+    "sandbox": "tests/ranks/sandbox/test_sandbox.py tests/ranks/sandbox/test_hostile_programs.py",
+    "endpoint": "tests/unit/agents/test_endpoint.py tests/unit/agents/test_endpoint_strangers.py",
+    "caches": "tests/unit/runtime/test_compile_caches.py",
+    "rewards": "tests/ranks/rewards/test_code_reward.py",
+    "environments": "tests/ranks/agents/test_environment_pool.py",
+}
+SLOW = ("rewards", "environments")
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_passes_as_an_ordinary_user(file):
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FILES]
+)
+def test_passes_as_an_ordinary_user(name):
     if os.geteuid() != 0:
         pytest.skip("the suite runs as an ordinary user")
     # Not tmp_path, which is too long for the name of a Unix socket below it.
     with tempfile.TemporaryDirectory() as scratch:
         pytest_options = ["-p", "no:cacheprovider", "-q"]
-        done = as_ordinary_user(Path(scratch), [sys.executable, "-m", "pytest", *pytest_options, file])
+        done = as_ordinary_user(
+            Path(scratch), [sys.executable, "-m", "pytest", *pytest_options, *FILES[name].split()]
+        )
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
