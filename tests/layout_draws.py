@@ -57,7 +57,7 @@ FIXED = """
 run.mode=train_only training.optimizer.lr=0.01 training.optimizer.eps=1 training.optimizer.clip_grad=0
 validation.every=0
 model.dtype=float32 logging.tensorboard=false logging.rollouts=none data.shuffle=false
-data.response_key=completion data.max_prompt_tokens=64 rollout.cpu_kv_cache_mib=16
+data.response_key=completion data.max_prompt_tokens=64
 """.split()
 """An epsilon as large as a gradient: a step does not enlarge rounding errors."""
 ONE_RANK = {
@@ -124,9 +124,16 @@ def draw(number: int, models: Path, directory: Path) -> Draw:
         f"data.train=[{directory / 'data.parquet'}]",
         f"data.prompts_per_step={drawn}",
         f"training.prompts_per_minibatch={0 if is_data and minibatch * dp < dp * dp else minibatch}",
-        f"rollout.samples_per_prompt={per_prompt}",
         f"rollout.max_response_tokens={MAX_TOKENS}",
+    ]
+    sampling = [
+        f"rollout.samples_per_prompt={per_prompt}",
         f"rollout.temperature={rng.choice([1.0, 0.8])}",
+        "rollout.cpu_kv_cache_mib=16",
+    ]
+    if algorithm == "distill" or not is_data:  # others would refuse them
+        overrides += sampling
+    overrides += [
         f"training.epochs={rng.choice([1, 1, 2])}",
         *options(algorithm, number // len(ALGORITHMS), rng, models, has_experts=model == "mixture"),
     ]

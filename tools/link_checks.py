@@ -161,7 +161,7 @@ def check_transport(hosts: Sequence[str], device: Device, nccl_log: str) -> list
         text = f"{name} does not resolve on itself, as gloo needs it to; set GLOO_SOCKET_IFNAME"
         return [bad("transport", text)]
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if address.startswith("127.0.0.") and not interface:
+    if address.startswith("127.0.0.") and interface in (None, "lo"):
         text = f"{name} resolves to {address}, which no other node reaches; set GLOO_SOCKET_IFNAME"
         return [bad("transport", text)]
     return [ok("transport", f"gloo over TCP, {interface or address}")]

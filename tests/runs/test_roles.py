@@ -13,7 +13,7 @@ from tests import bounds
 from tests.intruder import assert_harmless, attacked
 from tests.records import comparable, records
 from tests.spawn import ROOT, RanksFailed, run_ranks
-from tests.toy import TRAIN, train, write_config
+from tests.toy import TRAIN, UNSCORED, train, write_config
 from tools.consumed import count
 
 WORKER, FAULTY = (Path(__file__).with_name(f"{name}.py") for name in ("split_worker", "faulty_train"))
@@ -72,7 +72,7 @@ def test_another_user_of_the_node_changes_nothing(config, split, tmp_path, launc
 
 
 def test_spin_learns_from_the_samples_of_other_ranks(config):
-    for step in train(2, config, *ROLES[:2], "roles.lag=0", "algorithm=spin"):
+    for step in train(2, config, *ROLES[:2], "roles.lag=0", "algorithm=spin", *UNSCORED):
         assert step["actor/grad_norm"] > 0
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.spawn import RanksFailed
-from tests.toy import train, write_config
+from tests.toy import UNSCORED, train, write_config
 
 BITWISE = ("model.numerics=bitwise", "training.tp=2", "rollout.tp=2")
 
@@ -20,7 +20,7 @@ def test_a_bitwise_run_skips_the_old_log_probs(toy, tmp_path):
 
 
 def test_spin_learns_with_bitwise_numerics(config):
-    [step] = train(1, config, "model.numerics=bitwise", "algorithm=spin", "run.max_steps=1")
+    [step] = train(1, config, "model.numerics=bitwise", "algorithm=spin", "run.max_steps=1", *UNSCORED)
     assert step["actor/grad_norm"] > 0
 
 

@@ -185,7 +185,7 @@ def test_deepseek_on_a_thousand_ranks():
         ("--train tp=8 --rollout tp=1 --world-size 8", "training.tp=8 does not divide the model's"),
         ("--train tp=2,cp=2 --rollout tp=1 --world-size 8", "found cp=2, but it takes ep, etp, pp, tp"),
         ("--train tp=two --rollout tp=1 --world-size 8", "found tp=two"),
-        ("--train tp=2,ep=2 --rollout tp=1 --world-size 8", "split experts, but the model has none"),
+        ("--train tp=2,ep=2 --rollout tp=1 --world-size 8", "split experts, but no model"),
         ("--train pp=8 --rollout tp=1 --world-size 8", "training.pp=8 leaves stages without a layer"),
     ],
 )

@@ -53,6 +53,7 @@ SCORING = {
     "failure_score": -1.0,
     "sources": "{a: {function: 'own:score'}}",
     "workers": 3,
+    "variables": "[KEY]",
     "timeout_s": 9.0,
     "memory_mib": 9,
     "overlong_buffer_tokens": 4,

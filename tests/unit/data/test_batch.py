@@ -40,6 +40,7 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         samples_per_unit=unit,
         baselines=column(count),
         cursor={"epoch": 1},
+        conversations=[[{"role": "user", "content": f"{seed} {i}"}] for i in range(count)],
         deferred_at=3,
         score_details={name: column(count) for name in details},
         **{name: column(total) for name in TOKEN_COLUMNS},
@@ -61,7 +62,8 @@ def samples_of(batch, *, groups=True):
         details = {name: column[i].item() for name, column in batch.score_details.items()}
         per_sample = {name: columns[name][i].item() for name in names}
         ids = (batch.prompt_ids[i].tolist(), batch.response_ids[i].tolist())
-        out.append((*ids, tokens, per_sample, details))
+        chat = batch.conversations[i] if batch.conversations else None
+        out.append((*ids, tokens, per_sample, details, chat))
     return out
 
 
@@ -185,7 +187,7 @@ def test_pair_up_interleaves_chosen_and_rejected():
     # The policy's own responses, several to a prompt: a mini-batch of prompts takes all pairs of each.
     assert pairs.groups.tolist() == [0] * 6 + [1] * 2 + [2] * 8 + [3] * 4
     sides = [samples_of(batch) for batch in (chosen, rejected)]
-    for i, (prompt, response, tokens, per_sample, details) in enumerate(samples_of(pairs)):
+    for i, (prompt, response, tokens, per_sample, details, _) in enumerate(samples_of(pairs)):
         whole = sides[i % 2][i // 2]
         assert (prompt, response) == whole[:2] and not details
         assert tokens == {"mask": whole[2]["mask"]} and per_sample["truncated"] == whole[3]["truncated"]
