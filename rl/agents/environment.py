@@ -94,7 +94,7 @@ class Failure(StrEnum):
     START = "start"
     """No worker process could be started."""
     PROMPT = "prompt"
-    """The template rejects the environment's messages, the grammar a tool's schema, or no room is left."""
+    """The template rejects the environment's messages, or they leave no room for a turn."""
     REWRITE = "rewrite"
     """The template changed earlier tokens with agents.on_rewrite=refuse."""
     IDLE = "idle"

@@ -300,7 +300,7 @@ class AgentSource:
             try:
                 session.grammar = self._chat.grammar(session.tools)
             except ValueError as error:  # a schema that is known only at run time
-                self._fail(session, replace(reply, failure=str(error), cause=Failure.PROMPT))
+                self._fail(session, replace(reply, failure=str(error)))
                 return
         if self._begin_row(session, reply):
             if session.trajectory.room > 0:
