@@ -151,13 +151,13 @@ def watched_run(config, points, ranks, device) -> int:
         if ranks.rank == 0:
             refuse_if_stopped_by_hand(config.run.dir)
             lock = make_run_directory(config)
-    start = broadcast_object("" if lock is None else lock.token)
+    start, before = broadcast_object(("", "") if lock is None else (lock.token, lock.before))
     status = Status(
         config.run.dir,
         max_steps=config.run.max_steps,
         leads=ranks.rank == 0,
         start=start,
-        is_taken_over=lambda: is_of_another(config.run.dir, start),
+        is_taken_over=lambda: is_of_another(config.run.dir, start, before),
     )
     watchdog = None
     try:

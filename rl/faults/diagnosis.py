@@ -23,6 +23,18 @@ def lost_ranks(heartbeats: list[Heartbeat | None], silent_s: float) -> list[int]
     ]
 
 
+def reports_loss_of_store(rank: int, heartbeats: list[Heartbeat | None]) -> bool:
+    """Return whether this rank reports that rank 0's process with the store cannot be reached.
+
+    The first rank that lives does. Another host cannot know whether a rank on rank 0's host lives, so the
+    first rank elsewhere reports, too.
+    """
+    known = [beat for beat in heartbeats if beat is not None]
+    alive = [beat for beat in known if not beat.process.is_gone()]
+    elsewhere = [beat for beat in alive if beat.process.host != known[0].process.host]
+    return rank in {beat.rank for beat in (*alive[:1], *elsewhere[:1])}
+
+
 def diagnose(heartbeats: list[Heartbeat | None], silent_s: float) -> Diagnosis:
     """Return the ranks for which the others wait.
 

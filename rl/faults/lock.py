@@ -43,6 +43,8 @@ class RunLock:
 
     path: Path
     token: str
+    before: str = ""
+    """Token of the start that status.json named when this one took the lock."""
 
     @classmethod
     def take(cls, directory: Path, *, silent_s: float, watch_s: float = 0.0) -> "RunLock":
@@ -61,7 +63,7 @@ class RunLock:
                 _replace_stale(mine, path, silent_s, watch_s)
         finally:
             mine.unlink(missing_ok=True)
-        return cls(path, token)
+        return cls(path, token, (_read(directory / STATUS) or {}).get("start", ""))
 
     def is_held(self) -> bool:
         """Return whether this run still holds the lock. A lock that cannot be read counts as held."""
@@ -90,14 +92,16 @@ def loss_of(directory: Path) -> str:
     return f"{directory} {state}: this run was considered dead, and ends before it writes there."
 
 
-def is_of_another(run_dir: str, token: str) -> bool:
-    """Return whether a start with another token holds the directory, or held it last.
+def is_of_another(run_dir: str, token: str, before: str) -> bool:
+    """Return whether a start with another token holds the directory, or held it after this one.
 
-    The status names the last start if the lock is released. A file that cannot be read names none.
+    The status names the last start if the lock is released; it still names the start before this one, whose
+    token is `before`, if this one has not yet written it. A file that cannot be read names none.
     """
     owner = _read(Path(run_dir, FILE_NAME))
-    key, found = ("start", _read(Path(run_dir, STATUS))) if owner is None else ("token", owner)
-    return (found or {}).get(key, "") not in ("", token)
+    if owner is not None:
+        return owner.get("token", "") not in ("", token)
+    return (_read(Path(run_dir, STATUS)) or {}).get("start", "") not in ("", token, before)
 
 
 def _record(token: str) -> dict[str, Any]:

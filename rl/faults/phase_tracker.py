@@ -41,6 +41,8 @@ WAITING = ("/torch/distributed/", "/vllm/distributed/", "/pipeline_parallel/p2p_
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
+STORE = ("/rl/runtime/job_store.py", "/rl/runtime/store_server.py")
+"""Files in which a rank waits for a message; where it waits is what calls them."""
 
 
 @dataclass(frozen=True)
@@ -157,5 +159,6 @@ class PhaseTracker:
 
 
 def _is_library(path: str) -> bool:
-    """Return whether a file belongs to a library; not this package, although it may be installed too."""
-    return any(part in path for part in LIBRARIES) and not path.startswith(PACKAGE)
+    """Return whether a file belongs to a library or the store; this package may be installed among them."""
+    is_library = any(part in path for part in LIBRARIES) and not path.startswith(PACKAGE)
+    return is_library or path.endswith(STORE)

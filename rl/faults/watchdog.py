@@ -22,7 +22,7 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from rl.config.limits import Memory, WatchdogConfig
-from rl.faults.diagnosis import diagnose, last_heartbeat, lost_ranks, summarize
+from rl.faults.diagnosis import diagnose, last_heartbeat, lost_ranks, reports_loss_of_store, summarize
 from rl.faults.fault_board import Disagreement, Fault, FaultBoard, may_be_secondary
 from rl.faults.heartbeat import Heartbeat, HeartbeatReader, HeartbeatWriter
 from rl.faults.lock import LockLost, RunLock, loss_of
@@ -259,12 +259,15 @@ class Watchdog:
             return
         heartbeats = self._heartbeats()
         lost = [rank for rank, beat in enumerate(heartbeats) if beat is not None and beat.process.is_gone()]
-        message = f"rank 0, whose process holds the job's store, has ended: {_first_line(error)}"
+        message = (
+            "the job's store, a process beside rank 0, was killed from outside (out of memory, node failure, "
+            f"a signal), or the network failed: {_first_line(error)}"
+        )
         if self.status.is_taken_over():
-            message, lost = self._loss, []
+            message = self._loss
         elif lost:
             message = _lost_message(lost, heartbeats)
-        if self.rank == min(set(range(self.world_size)) - set(lost) - self._left_out):
+        if reports_loss_of_store(self.rank, heartbeats):
             self._report(message)
         self.status.fail(message)
         self._exit()

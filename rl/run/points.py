@@ -128,16 +128,16 @@ def _open(
 
     watchdog: gets the lock of the directory, on rank 0.
     """
-    leads, lock, before = dist.get_rank() == 0, None, ({}, [])
+    leads, lock, earlier = dist.get_rank() == 0, None, ({}, [])
     with fail_together():
         algorithm = algorithms.load(config.algorithm)
         if leads:
             lock = make_run_directory(config)
             watchdog.locks_of_points.append(lock)
-            before = _read_before(config)
+            earlier = _read_before(config)
         own = _inputs_of(config, inputs)
-    token = broadcast_object("" if lock is None else lock.token)
-    state, records = broadcast_object(before)
+    token, before = broadcast_object(("", "") if lock is None else (lock.token, lock.before))
+    state, records = broadcast_object(earlier)
     fence = partial(check_lock, watchdog.lock, lock)
     store = CheckpointStore(config, fence=fence)
     found = find_checkpoint(config, store)
@@ -157,7 +157,7 @@ def _open(
         max_steps=config.run.max_steps,
         leads=leads,
         start=token,
-        is_taken_over=lambda: is_of_another(config.run.dir, token),
+        is_taken_over=lambda: is_of_another(config.run.dir, token, before),
     )
     return Point(number, config, own, algorithm, status, fence, store, found)
 

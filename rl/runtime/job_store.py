@@ -143,6 +143,7 @@ class StoreProcess:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
+        self._process.kill()  # a process that a user's code has forked may hold the pipe open
         self._process.wait()
 
 

@@ -93,7 +93,7 @@ def decode(content: bytes, *types: type) -> Any:
         "s": set,
         "f": frozenset,
         "d": lambda parts: dict(zip(parts[::2], parts[1::2], strict=True)),
-        "b": lambda place: content[start + place[0] :][: place[1]],
+        "b": lambda place: content[start + place[0] : start + sum(place)],
         "a": lambda parts: array(*parts),
         "n": lambda parts: array(*parts)[()],
         "o": lambda parts: _instance(types, *parts),

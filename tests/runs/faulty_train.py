@@ -61,6 +61,13 @@ def kill_this_rank(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_the_store(*args):
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        if b"store_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(int(pid), signal.SIGKILL)
+    hang_here()
+
+
 def grow(*args):
     args[0].ballast = bytearray(os.urandom(1 << 20) * 1200)
 
@@ -123,6 +130,7 @@ KINDS = {
         refuse_here,
         run_out_of_memory,
         kill_this_rank,
+        kill_the_store,
         grow,
         flip_a_bit,
         lose_the_lock,

@@ -149,6 +149,15 @@ def test_the_rank_that_holds_the_store_is_reported_as_lost_too(sft, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_end_of_the_store_alone_is_reported_as_that(sft, tmp_path):
+    failure = failed_run("kill_the_store", "update", 0, sft)
+    assert failure.returncodes == [1, 1]
+    [said] = [line for line in errors(failure) if line]
+    assert said.startswith("error: the job's store, a process beside rank 0, was killed from outside")
+    assert ending(tmp_path / "run") == ("failed", said.removeprefix("error: "))
+
+
+@pytest.mark.slow
 def test_out_of_memory_on_one_rank_is_reported_as_that(sft):
     failure = failed_run("run_out_of_memory", "update", 0, sft)
     assert set(failure.returncodes) == {1}

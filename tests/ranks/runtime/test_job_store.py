@@ -100,6 +100,24 @@ def test_a_message_that_was_changed_on_the_way_is_not_obeyed(address, store):
     assert connect_to(*address, SECRET).get("value") is None
 
 
+def test_a_forked_process_does_not_keep_the_store_from_ending():
+    program = """
+        import os, signal, socket
+        from rl.runtime.job_store import StoreProcess
+        process = StoreProcess(socket.create_server(("127.0.0.1", 0)), bytes(32))
+        child = os.fork()
+        signal.alarm(30)
+        if not child:
+            signal.pause()
+        try:
+            process.close()
+        finally:
+            os.kill(child, signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", "import textwrap, sys; exec(textwrap.dedent(sys.argv[1]))", program]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+
+
 def test_the_process_ends_with_rank_0_and_clients_notice():
     program = """
         import os, socket, sys, time

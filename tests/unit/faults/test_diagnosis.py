@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from rl.faults.diagnosis import diagnose, lost_ranks, summarize
+from rl.faults.diagnosis import diagnose, lost_ranks, reports_loss_of_store, summarize
 from rl.faults.heartbeat import Heartbeat
 from rl.faults.process import this_process
 
@@ -53,6 +53,20 @@ def test_a_rank_without_a_heartbeat_precedes_all_others():
 def test_lost_ranks_have_ended_and_had_a_heartbeat():
     ended = replace(WAITING, rank=1, process=replace(this_process(), started=1))
     assert lost_ranks([None, ended, replace(WAITING, rank=2)], 30) == [1]
+
+
+def test_ranks_of_another_host_report_the_loss_of_the_store():
+    ended = replace(this_process(), started=1)
+    far = [replace(this_process(), host=host, space="unknown") for host in ("node1", "node1", "node2")]
+    for processes, reporters in (
+        ([this_process(), this_process()], [0]),
+        ([ended, this_process()], [1]),
+        ([ended, this_process(), *far], [1, 2]),
+        ([*far[:2], this_process(), far[2]], [0, 2]),  # node1 may be gone
+    ):
+        heartbeats = [replace(WAITING, rank=rank, process=own) for rank, own in enumerate(processes)]
+        found = [rank for rank in range(len(processes)) if reports_loss_of_store(rank, [*heartbeats, None])]
+        assert found == reporters
 
 
 def test_no_rank_is_at_fault_if_all_are_in_one_place():

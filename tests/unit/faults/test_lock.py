@@ -10,8 +10,9 @@ import pytest
 from rl.config.schema import Config
 from rl.faults import lock as lock_module
 from rl.faults.heartbeat import heartbeat_path
-from rl.faults.lock import FILE_NAME, LockLost, RunLock, check_lock, make_run_directory
+from rl.faults.lock import FILE_NAME, LockLost, RunLock, check_lock, is_of_another, make_run_directory
 from rl.faults.process import this_process
+from rl.run_directory.status import FILE_NAME as STATUS
 
 ELSEWHERE = dict(host="node77", space="another boot/pid:[1]")
 NO_PID = 1 << 23
@@ -73,6 +74,19 @@ def test_old_heartbeat_makes_a_lock_stale(tmp_path, capsys):
     os.utime(tmp_path / FILE_NAME, (0, 0))
     write_heartbeat(tmp_path, age=100)
     assert take(tmp_path).is_held() and "no heartbeat for" in capsys.readouterr().err
+
+
+def test_the_status_of_the_start_before_is_no_takeover(tmp_path):
+    (tmp_path / STATUS).write_text(json.dumps({"state": "stopped", "start": "before"}))
+    lock = take(tmp_path)
+    lock.release()  # as rank 0 does after an input that it refuses, while other ranks still look
+
+    def is_taken_over() -> bool:
+        return is_of_another(str(tmp_path), lock.token, lock.before)
+
+    assert not is_taken_over()
+    (tmp_path / STATUS).write_text(json.dumps({"state": "finished", "start": "after"}))
+    assert is_taken_over()
 
 
 def test_a_heartbeat_with_an_old_date_that_changes_keeps_a_lock(tmp_path, monkeypatch):

@@ -1,3 +1,4 @@
+import sys
 import threading
 from dataclasses import replace
 
@@ -5,6 +6,7 @@ import pytest
 
 from rl.config.limits import PhaseLimits
 from rl.faults.phase_tracker import PHASES, PhaseTracker
+from rl.runtime.job_store import own_store
 
 
 @pytest.fixture
@@ -45,6 +47,23 @@ def test_another_thread_reads_the_main_threads_frame(tracker):
     [(at, waits)] = seen
     assert "test_phase_tracker.py" in at and at.endswith("test_another_thread_reads_the_main_threads_frame")
     assert not waits
+
+
+def test_a_wait_for_the_store_is_that_of_its_caller(tracker):
+    store, seen, main = own_store(), [], threading.get_ident()
+    other = store.clone()
+
+    def look() -> None:
+        while "/rl/runtime/" not in sys._current_frames()[main].f_code.co_filename:
+            pass
+        seen.append(tracker.main_frame()[0])
+        other.set("seen", "")
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    assert store.wait(["seen"], 60)
+    thread.join()
+    assert seen[0].endswith("test_a_wait_for_the_store_is_that_of_its_caller")
 
 
 def test_a_wait_for_environments_has_a_limit_of_its_own(tmp_path):

@@ -69,7 +69,7 @@ def test_a_run_that_was_taken_over_leaves_the_others_status(ended, ranks, tmp_pa
         max_steps=9,
         leads=True,
         start="a",
-        is_taken_over=lambda: is_of_another(str(tmp_path), "a"),
+        is_taken_over=lambda: is_of_another(str(tmp_path), "a", ""),
     )
     before = facts(tmp_path)
     ousted.write(step=7)

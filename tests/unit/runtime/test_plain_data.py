@@ -47,6 +47,24 @@ def test_arrays_are_bitwise_equal_and_writable():
         assert copy.flags.writeable and copy.flags.aligned
 
 
+def test_bytes_are_copied_once():
+    message = encode([b"0123456789abcdef"] * 20_000)  # as many messages of generators
+    copied = Slices(message)
+    assert decode(copied) == [b"0123456789abcdef"] * 20_000
+    assert copied.num_bytes < 2 * len(message)
+
+
+class Slices(bytes):
+    """Bytes that count what is copied from them."""
+
+    num_bytes = 0
+
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        self.num_bytes += len(found)
+        return found
+
+
 def test_only_listed_types_travel():
     message = Pair(Point(1, np.arange(3)), [Pair(1, 2)])
     found = decode(encode(message, Pair, Point), Pair, Point)
