@@ -48,6 +48,7 @@ _CALLS = {
     "ioctl": (16, 29),
     "pivot_root": (155, 41),
     "capset": (126, 91),
+    "fallocate": (285, 47),
 }
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT, _MOUNT_SETATTR = 444, 445, 446, 442
 
@@ -132,6 +133,8 @@ def seccomp_filter(machine: str, pid: int, denied_calls: list[int], missing_call
         "fcntl": _rule(1, [8, 10, 15, 1024, 1026], if_listed=_DENY, otherwise=_ALLOW),
         # FIOSETOWN and SIOCSPGRP act as F_SETOWN; TIOCSTI and TIOCLINUX insert terminal input.
         "ioctl": _rule(1, [0x8901, 0x8902, 0x5412, 0x541C], if_listed=_DENY, otherwise=_ALLOW),
+        # It exceeds the largest size of a file. With this error posix_fallocate(3) writes to the blocks.
+        "fallocate": [_op(_RETURN, _FAIL | errno.EOPNOTSUPP)],
     }
     program = [_op(_LOAD, 4), _op(_EQUAL, _AUDIT_ARCH[machine], 1, 0), _op(_RETURN, _KILL), _op(_LOAD, 0)]
     if machine == "x86_64":  # the x32 calls are a second set of numbers for the same calls

@@ -92,6 +92,11 @@ def test_allocation_beyond_the_largest_file_is_denied():
     assert run_program(source).stdout == "-1 12\n"
 
 
+def test_libraries_may_allocate_a_file():
+    source = f"{HELD}os.posix_fallocate(write('x'), 0, 14 << 20)\nprint(os.path.getsize('x') >> 20)"
+    assert run_program(source).stdout == "14\n"
+
+
 def test_namespaces_bound_the_directory_by_themselves(tmp_path):
     source = f"{HELD}kept = []\nfor i in range(4):\n    kept.append(write('x')); os.unlink('x')"
     try:
