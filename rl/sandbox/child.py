@@ -392,21 +392,33 @@ def unlinked_bytes(box: str, max_bytes: int) -> int:
     """Return the bytes of unlinked files that descendants hold open; more than `max_bytes` if unknown."""
     sizes: dict[int, int] = {}
     mapped: set[int] = set()
+    ended = (FileNotFoundError, ProcessLookupError, PermissionError)
     for pid in descendants(os.getpid()):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended
+        maps: list[str] = []
+        with contextlib.suppress(*ended):
             for thread in os.listdir(f"/proc/{pid}/task"):  # a thread may have descriptors of its own
-                fds = f"/proc/{pid}/task/{thread}/fd"
-                for fd in os.listdir(fds):
-                    with contextlib.suppress(FileNotFoundError):  # just closed
-                        found = os.stat(f"{fds}/{fd}")
-                        if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
-                            sizes[found.st_ino] = found.st_blocks * 512
-            with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    if line.endswith(" (deleted)\n") and f" {box}/" in line:
-                        mapped.add(int(line.split(None, 5)[4]))
+                with contextlib.suppress(*ended):  # of the others the rest is still counted
+                    found = f"/proc/{pid}/task/{thread}"
+                    sizes |= _unlinked_in(f"{found}/fd")
+                    if not maps:  # the first thread maps nothing after its end
+                        with open(f"{found}/maps", encoding="utf-8", errors="replace") as file:
+                            maps = file.readlines()
+        for line in maps:
+            if line.endswith(" (deleted)\n") and f" {box}/" in line:
+                mapped.add(int(line.split(None, 5)[4]))
     # A mapping keeps the whole file, whose size is then not to be found.
     return max_bytes + 1 if mapped - set(sizes) else sum(sizes.values())
+
+
+def _unlinked_in(fds: str) -> dict[int, int]:
+    """Return inode -> bytes of the unlinked files in a directory of descriptors of /proc."""
+    sizes = {}
+    for fd in os.listdir(fds):
+        with contextlib.suppress(FileNotFoundError):  # just closed
+            found = os.stat(f"{fds}/{fd}")
+            if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
+                sizes[found.st_ino] = found.st_blocks * 512
+    return sizes
 
 
 def remove_directory(path: str) -> None:

@@ -67,6 +67,12 @@ def hold():
     os.unlink('x')
     time.sleep(60)
 threading.Thread(target=hold).start(); time.sleep(0.2)""",
+    "mapped beside an ended first thread": """
+def fill():
+    for _ in range(4):
+        fd = write('x'); os.unlink('x'); libc.mmap(0, 1, 1, 1, fd, 0); os.close(fd)
+    time.sleep(60)
+threading.Thread(target=fill).start(); libc.pthread_exit(0)""",
     "sent to itself": """
 a, b = socket.socketpair()
 kept += [a, b]
