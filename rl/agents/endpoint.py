@@ -5,8 +5,9 @@
 
 The server listens on loopback, in a thread of its own. Each trajectory has a random API key, which attributes
 its requests. Every user of the node can connect, so the key is checked before a body is read. A connection
-that has shown no key is closed after KEY_S, or earlier if there are more than MAX_STRANGERS. A request that
-repeats the session's previous one, as clients send it that missed the answer, gets the same turn.
+that has shown no key is closed after KEY_S, or earlier if there are more than MAX_STRANGERS and the agents'
+own. A request that repeats the session's previous one, as clients send it that missed the answer, gets the
+same turn.
 
 A handler only puts a request into a queue; the source of the engine's events takes it from there and answers
 its future:
@@ -51,7 +52,8 @@ at most 6 bytes each in JSON, or an id of 7 digits; the rest is for schemas of t
 KEY_S, BODY_S = 10.0, 60.0
 """Seconds after its start in which a connection must show a key, and for the body of a request."""
 MAX_STRANGERS = 128
-"""Largest number of connections that have shown no key; beyond it the oldest is closed."""
+"""Largest number of connections that have shown no key, beside one per session, because all agents of a call
+may connect at once; beyond it the oldest is closed."""
 IGNORED = ("refusal", "audio", "annotations", "function_call")
 """Keys that client libraries add to a message of the assistant."""
 
@@ -184,7 +186,7 @@ class Endpoint:
 
     def _admit(self, connection: RequestHandler) -> RequestHandler:
         """Limit the time of a new connection without a key, and the number of such connections."""
-        if len(self._strangers) >= MAX_STRANGERS:
+        if len(self._strangers) >= MAX_STRANGERS + len(self._sessions):
             self._turn_away(next(iter(self._strangers)))
         self._strangers[connection] = self._loop.call_later(KEY_S, self._turn_away, connection)
         return connection

@@ -48,6 +48,7 @@ _CALLS = {
     "ioctl": (16, 29),
     "pivot_root": (155, 41),
     "capset": (126, 91),
+    "fallocate": (285, 47),
 }
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT, _MOUNT_SETATTR = 444, 445, 446, 442
 
@@ -132,6 +133,8 @@ def seccomp_filter(machine: str, pid: int, denied_calls: list[int], missing_call
         "fcntl": _rule(1, [8, 10, 15, 1024, 1026], if_listed=_DENY, otherwise=_ALLOW),
         # FIOSETOWN and SIOCSPGRP act as F_SETOWN; TIOCSTI and TIOCLINUX insert terminal input.
         "ioctl": _rule(1, [0x8901, 0x8902, 0x5412, 0x541C], if_listed=_DENY, otherwise=_ALLOW),
+        # It exceeds the largest size of a file. With this error posix_fallocate(3) writes to the blocks.
+        "fallocate": [_op(_RETURN, _FAIL | errno.EOPNOTSUPP)],
     }
     program = [_op(_LOAD, 4), _op(_EQUAL, _AUDIT_ARCH[machine], 1, 0), _op(_RETURN, _KILL), _op(_LOAD, 0)]
     if machine == "x86_64":  # the x32 calls are a second set of numbers for the same calls
@@ -389,21 +392,33 @@ def unlinked_bytes(box: str, max_bytes: int) -> int:
     """Return the bytes of unlinked files that descendants hold open; more than `max_bytes` if unknown."""
     sizes: dict[int, int] = {}
     mapped: set[int] = set()
+    ended = (FileNotFoundError, ProcessLookupError, PermissionError)
     for pid in descendants(os.getpid()):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended
+        maps: list[str] = []
+        with contextlib.suppress(*ended):
             for thread in os.listdir(f"/proc/{pid}/task"):  # a thread may have descriptors of its own
-                fds = f"/proc/{pid}/task/{thread}/fd"
-                for fd in os.listdir(fds):
-                    with contextlib.suppress(FileNotFoundError):  # just closed
-                        found = os.stat(f"{fds}/{fd}")
-                        if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
-                            sizes[found.st_ino] = found.st_blocks * 512
-            with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    if line.endswith(" (deleted)\n") and f" {box}/" in line:
-                        mapped.add(int(line.split(None, 5)[4]))
+                with contextlib.suppress(*ended):  # of the others the rest is still counted
+                    found = f"/proc/{pid}/task/{thread}"
+                    sizes |= _unlinked_in(f"{found}/fd")
+                    if not maps:  # the first thread maps nothing after its end
+                        with open(f"{found}/maps", encoding="utf-8", errors="replace") as file:
+                            maps = file.readlines()
+        for line in maps:
+            if line.endswith(" (deleted)\n") and f" {box}/" in line:
+                mapped.add(int(line.split(None, 5)[4]))
     # A mapping keeps the whole file, whose size is then not to be found.
     return max_bytes + 1 if mapped - set(sizes) else sum(sizes.values())
+
+
+def _unlinked_in(fds: str) -> dict[int, int]:
+    """Return inode -> bytes of the unlinked files in a directory of descriptors of /proc."""
+    sizes = {}
+    for fd in os.listdir(fds):
+        with contextlib.suppress(FileNotFoundError):  # just closed
+            found = os.stat(f"{fds}/{fd}")
+            if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
+                sizes[found.st_ino] = found.st_blocks * 512
+    return sizes
 
 
 def remove_directory(path: str) -> None:

@@ -62,10 +62,10 @@ adjtimex 159 171, sethostname 170 161, setdomainname 171 162, vhangup 153 58, io
 modify_ldt 154 -, personality 135 92
 # The session's keys: Kerberos tickets and credentials of file systems.
 keyctl 250 219, add_key 248 217, request_key 249 218
-# Access to files without their path, and memory and blocks that no limit counts: sendmsg can put descriptors
-# of unlinked files into a socket, and fallocate exceeds the largest size of a file.
+# Access to files without their path, and memory and files that no limit counts: sendmsg can put descriptors
+# of unlinked files into a socket.
 name_to_handle_at 303 264, open_by_handle_at 304 265, memfd_create 319 279, memfd_secret 447 447
-sendmsg 46 211, sendmmsg 307 269, fallocate 285 47
+sendmsg 46 211, sendmmsg 307 269
 # Events of files that the program may not read, which Landlock does not restrict.
 fanotify_init 300 262, inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27
 # Objects that outlive the process, and those of the user's other processes.

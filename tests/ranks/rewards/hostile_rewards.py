@@ -139,8 +139,11 @@ def whereabouts(response, **extra):
     }
 
 
-def counts_variables(response, **extra):
-    return {"score": float(response), "held": sum(name in os.environ for name in ("MINE", "TRACKER_API_KEY"))}
+VARIABLES = ("MINE", "SLURM_TMPDIR", "SLURM_JWT", "TRACKER_API_KEY")
+
+
+def shows_variables(response, **extra):
+    return {"score": float(response), **{name: float(name in os.environ) for name in VARIABLES}}
 
 
 DAEMON = (

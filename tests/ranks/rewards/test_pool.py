@@ -15,6 +15,7 @@ from rl.config.reward_sources import make_plan
 from rl.rewards.pool import pool as pool_module
 from rl.rewards.pool import worker_process
 from rl.rewards.pool.pool import ScoringPool, default_workers
+from tests.ranks.rewards.hostile_rewards import VARIABLES
 from tests.spawn import ROOT
 from tests.tables import rows
 from tests.timing import assert_linear
@@ -108,10 +109,11 @@ def test_one_sample_starts_one_worker():
 
 
 def test_workers_inherit_only_variables_that_are_named(monkeypatch):
-    for name in ("TRACKER_API_KEY", "MINE"):
+    for name in VARIABLES:
         monkeypatch.setenv(name, "value")
-    with make_pool(REWARDS, "counts_variables", variables=["MINE"]) as pool:
-        assert pool.score(samples_of([1]))[0].values["held"] == 1
+    with make_pool(REWARDS, "shows_variables", variables=["MINE"]) as pool:
+        values = pool.score(samples_of([1]))[0].values
+    assert [values[name] for name in VARIABLES] == [1, 1, 0, 0]  # the job's places, and not its key
 
 
 def test_samples_larger_than_any_buffer():

@@ -67,6 +67,12 @@ def hold():
     os.unlink('x')
     time.sleep(60)
 threading.Thread(target=hold).start(); time.sleep(0.2)""",
+    "mapped beside an ended first thread": """
+def fill():
+    for _ in range(4):
+        fd = write('x'); os.unlink('x'); libc.mmap(0, 1, 1, 1, fd, 0); os.close(fd)
+    time.sleep(60)
+threading.Thread(target=fill).start(); libc.pthread_exit(0)""",
     "sent to itself": """
 a, b = socket.socketpair()
 kept += [a, b]
@@ -90,6 +96,11 @@ def test_allocation_beyond_the_largest_file_is_denied():
     source = f"{HELD}end = libc.fallocate64(write('x'), 1, 0, ctypes.c_long(1 << 30))\n"
     source += "print(end, os.stat('x').st_blocks >> 11)"
     assert run_program(source).stdout == "-1 12\n"
+
+
+def test_libraries_may_allocate_a_file():
+    source = f"{HELD}os.posix_fallocate(write('x'), 0, 14 << 20)\nprint(os.path.getsize('x') >> 20)"
+    assert run_program(source).stdout == "14\n"
 
 
 def test_namespaces_bound_the_directory_by_themselves(tmp_path):

@@ -93,6 +93,21 @@ def test_idle_connections_take_no_room(monkeypatch):
             connection.close()
 
 
+def test_agents_that_connect_together_are_all_served():
+    """All agents of a call connect at its start; the connections of most were closed."""
+    with Consumer([]) as consumer:
+        keys = [consumer.endpoint.open(f"{i}.0") for i in range(2 * module.MAX_STRANGERS)]
+        connections = [connect(consumer) for _ in keys]
+        for connection, key in zip(connections, keys, strict=True):
+            head = START + f"Authorization: Bearer {key}\r\nContent-Length: {len(QUESTION)}\r\n\r\n".encode()
+            connection.sendall(head + QUESTION)
+        for _ in keys:
+            consumer.endpoint.requests.get(timeout=GUARD_S).reply.set_exception(module.Refused("heard"))
+        for connection in connections:
+            assert b"heard" in connection.recv(1 << 16)
+            connection.close()
+
+
 ATTEMPTS = {
     "no HTTP": b"MARK\r\n\r\n",
     "no method": b"\x16\x03\x01MARK",
