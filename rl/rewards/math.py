@@ -37,13 +37,23 @@ _UNBOUNDED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|cdots|ldots|dots)(?![a-zA
 _BINOMIAL = re.compile(r"\\[dt]?binom|\\choose")
 _NUMBER = re.compile(r"[0-9]+")
 _SCIENTIFIC = re.compile(r"[0-9.][eE][+-]?[0-9]{4,}")
-# \text{...} at the end, but not "or less", "and 4", "p.m.", nor one with a number that is no exponent.
-_UNIT = re.compile(
-    r"\\text\{( )?(?! *(?:or|and|[ap]\.?m)\b)(?:[^{}0-9^]|\^[0-9])*\}(?:\^(?:[0-9]|\{[0-9]\}))?\s*$"
+# \text{...} at the end, but not "or less", "and 4", "p.m.", nor one with a number that is no exponent; or
+# several with nothing but signs between them, as in \text{ m}/\text{s}^2.
+_ONE_UNIT = (
+    r"\\text\{( )?(?! *(?:or|and|[apAP]\.?[mM])\b)(?:[^{}0-9^]|\^[0-9])*\}(?:\^(?:[0-9]|\{-?[0-9]\}))?"
 )
-_TEXT = re.compile(r"\\text\{([^{}]*)\}(?! *=)")
+_UNIT = re.compile(rf"{_ONE_UNIT}(?:(?:[\s/.]|\\cdot|\\[,;! ])*{_ONE_UNIT})*(?:\s|\\[,;! ])*$")
+_UNIT_FRACTION = re.compile(r"\\[dt]?frac\{(\\text\{[^{}]*\})\}\{(\\text\{[^{}]*\})\}")
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_NO_WORDS = {"", "or", "and", "st", "nd", "rd", "th"}
+_NOON = re.compile(r"\\text\{ *([apAP])\.?[mM]\.? *\}")
 _INEQUALITY = re.compile(
     r"[<>\u2260\u2264\u2265]|!=|\\(?:le|ge|lt|gt|leq|geq|leqslant|geqslant|ne|neq|not)(?![a-zA-Z])"
+)
+_SPELLINGS = (
+    (re.compile(r"<=|\u2264|\\(?:leq|leqslant)(?![a-zA-Z])"), r"\\le "),
+    (re.compile(r">=|\u2265|\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge "),
+    (re.compile(r"!=|\u2260|\\neq(?![a-zA-Z])"), r"\\ne "),
 )
 _SET = re.compile(r"[(\[{]|\\in(?![a-zA-Z])")
 _VARIABLE = re.compile(r"^\s*[A-Za-z][A-Za-z0-9']?\s*=")
@@ -113,20 +123,23 @@ def normalize(answer: str) -> str:
     the end), a leading variable of one or two characters (x=). Rewritten: \tfrac and \dfrac to \frac, \frac12
     to \frac{1}{2}, \sqrt2 to \sqrt{2}, .5 to 0.5, a/b of whole numbers to a fraction, 0.5 to \frac{1}{2}.
 
-    Beyond MATH, these are removed: dollar signs without a backslash, a trailing period, \text{...} around the
-    whole answer, and {,}. Inequalities are kept (MATH reads x<=5 as 5), and so is what follows \text{ ...}
-    (MATH reads 3 \text{ or } -3 as 3), unless that is one unit at the end.
+    Beyond MATH, these are removed: dollar signs without a backslash, a trailing period, \text around words,
+    and {,}. Inequalities are kept, in one spelling (MATH reads x<=5 as 5), and so is what follows \text{ ...}
+    (MATH reads 3 \text{ or } -3 as 3), unless that is a unit at the end.
     """
     text = _strip(answer).replace("\\\\", "\\").replace("{,}", ",").removesuffix(".")
     text = re.sub(r"^\\(?:text|mathrm|textbf)\{([^{}]*)\}$", r"\1", text)
     text = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", text)
     text = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", text)  # not of \leftarrow
     text = text.replace("^{\\circ}", "").replace("^\\circ", "")
-    unit = _UNIT.search(text) if text.count("\\text{") == 1 else None
-    text = text[: unit.start()] if unit and unit[1] else text
+    text = _NOON.sub(lambda found: found[1].lower() + "m", text)
+    unit = _unit(text)
+    text = text[: unit.start()] if unit and unit[1] else _TEXT.sub(r"\1", text)
     text = text.replace("\\%", "").replace("%", "")
     text = re.sub(r"(^|[ {(\[,+-])\.(?=[0-9])", r"\g<1>0.", text)
     text = _VARIABLE.sub("", text) if text.count("=") == 1 else text
+    for spelling, usual in _SPELLINGS:
+        text = spelling.sub(usual, text)
     text = re.sub(r"\\sqrt *([0-9a-zA-Z])", r"\\sqrt{\1}", text)
     text = re.sub(r"\\frac *([0-9a-zA-Z]) *([0-9a-zA-Z])", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac *([0-9a-zA-Z]) *(?=\{)", r"\\frac{\1}", text)
@@ -137,8 +150,15 @@ def normalize(answer: str) -> str:
 
 
 def _strip(answer: str) -> str:
-    """Remove signs that never have a meaning: dollar signs, line breaks, negative space."""
-    return answer.replace("\\$", "").replace("\\!", "").replace("\n", " ").strip().strip("$").strip()
+    """Remove signs without a meaning: dollar signs, line breaks, negative space. Write units as m/s."""
+    text = answer.replace("\\$", "").replace("\\!", "").replace("\n", " ").strip().strip("$").strip()
+    return _UNIT_FRACTION.sub(r"\1/\2", text)
+
+
+def _unit(text: str) -> re.Match[str] | None:
+    """Return the unit with which an answer ends, if no other \\text{...} comes before."""
+    start = text.find("\\text{")
+    return _UNIT.match(text, start) if start >= 0 else None
 
 
 # ---- as expressions ----
@@ -172,10 +192,9 @@ def compare_symbolically(answer: str, truth: str) -> bool:
 
 
 def _has_words(answer: str) -> bool:
-    """Return whether an answer has words in \\text{...} besides one unit at the end, "or" and "and"."""
-    texts = [text.strip() for text in _TEXT.findall(answer)]
-    is_unit = len(texts) == 1 and _UNIT.search(answer)
-    return not is_unit and not {"", "or", "and"}.issuperset(texts)
+    """Return whether the value of an answer has words in \\text{...} besides a unit, ordinals, or and and."""
+    value = answer.rpartition("=")[2] if answer.count("=") == 1 else answer
+    return not _unit(value) and not _NO_WORDS.issuperset(text.strip(" ,;") for text in _TEXT.findall(value))
 
 
 def _is_bound(answer: str, other: str) -> bool:

@@ -115,7 +115,8 @@ def test_other_expressions_are_wrong(answer, truth):
         2+\sqrt3 => 2 \pm \sqrt3 ;; 5\text{ feet }2\text{ inches} => 5 ;;
         5\text{ feet }2\text{ inches} => 5 \text{ feet } 3 \text{ inches} ;;
         10 \text{ men and } 4 \text{ women} => 10 ;; 5\text{ p.m.} => 5\text{ a.m.} ;; 5\text{ p.m.} => 5 ;;
-        \text{at least } 5 => 5 ;; [1,2] => (1,2) ;; (-\infty,5) => (-\infty,5] ;; (-\infty,5] => 5 ;;
+        \text{at least } 5 => 5 ;; 5\text{ PM} => 5\text{ AM} ;;
+        [1,2] => (1,2) ;; (-\infty,5) => (-\infty,5] ;; (-\infty,5] => 5 ;;
         (1,2) => (1,2)\cup(3,4) ;; \{1,2\} => 1 ;; (1,2) => (2,1) ;; 6\text{ cm} => 7\text{ cm}
         """),
 )
@@ -132,7 +133,12 @@ def test_part_of_an_answer_is_wrong(answer, truth, symbolic):
         -3 \text{ or } 3 => 3 \text{ or } -3 ;; 3, -3 => 3 \text{ or } -3 ;; 3, -3 => \pm 3 ;;
         x=5 \text{ cm} => 5 ;; 6 \text{ cm}^2 => 6 ;; 6 \text{ m/s^2} => 6 ;; 6\,\text{cm} => 6 ;;
         \text{Area}=12 => 12 ;; 1\frac12\text{ cups} => 1.5 ;; 5 \text{ solutions} => 5 ;;
-        5 \text{ feet } 2 \text{ inches} => 5\text{ feet }2\text{ inches} ;; \text{(A)} => A
+        5 \text{ feet } 2 \text{ inches} => 5\text{ feet }2\text{ inches} ;; \text{(A)} => A ;;
+        5 \frac{\text{m}}{\text{s}} => 5 ;; 5 \text{ m} / \text{s}^2 => 5 ;;
+        5 \text{ m s}^{-1} => 5 ;; 5 \text{ N} \cdot \text{m} => 5 ;;
+        7 \text{ km}\text{/h} => 7 ;; 18\text{ hours}\, => 18 ;;
+        \leq 5 => \le 5 ;; >=5 => \geqslant 5 ;; 6 \text{ PM} => 6\text{ p.m.} ;; 5^{\text{th}} => 5 ;;
+        3\text{, }4 => 3,4 ;; P(\text{red}) = 0.5 => \frac12 ;; \text{A}, \text{B} => A,B
         """),
 )
 def test_other_forms_of_an_answer_are_right(answer, truth):
