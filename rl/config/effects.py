@@ -82,7 +82,10 @@ GROUPS = (
     ),
     Group(
         "reward",
-        "function kwargs failure_score sources workers timeout_s memory_mib model.path judge.path".split(),
+        (
+            "function kwargs failure_score sources workers timeout_s memory_mib variables model.path "
+            "judge.path"
+        ).split(),
         needs_reward,
         "with algorithm={algorithm}, which scores no responses",
         VALIDATE,

@@ -57,6 +57,7 @@ SCORING = {
     "memory_mib": 9,
     "overlong_buffer_tokens": 4,
     "model.path": "reward",
+    "variables": ["KEY"],
     "judge.path": "judge",
 }
 ELSEWHERE = {"rollout.max_response_tokens", "rollout.carry_over", "rollout.min_replicas"}
