@@ -25,8 +25,9 @@ VARIABLES = re.compile(
     r"|CUDA_.*|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_.*|ENDPOINT)|TRANSFORMERS_OFFLINE|TORCH_HOME|NLTK_DATA"
     r"|CURL_CA_BUNDLE|(TRITON|TORCHINDUCTOR|NUMBA)_CACHE_DIR|VLLM_CACHE_ROOT"
 )
-"""Environment variables that every worker inherits: places and languages, no keys. Users' code runs in
-workers, and what a model wrote beside it; neither needs the keys of trackers. Configs name further ones."""
+"""Names of the environment variables that every worker inherits: paths, locale, proxies and devices, no keys.
+Workers run users' code, and some of it runs what a model wrote, so they get no keys that they do not need.
+Configs name further variables."""
 ENDED_WITHIN_S = 2.0
 """Seconds after the host's socket was closed within which the supervisor reports the reason."""
 
