@@ -52,7 +52,7 @@ TERMS = (
     ["objective.top_entropy=0.2"],
     ["rollout_correction.truncate_tokens=1.5", "objective.kl_coef=0.1"],
 )
-"""What the loss of a policy gradient has besides the objective."""
+"""Terms of the loss of a policy gradient besides the objective."""
 FIXED = """
 run.mode=train_only training.optimizer.lr=0.01 training.optimizer.eps=1 training.optimizer.clip_grad=0
 validation.every=0
@@ -160,7 +160,7 @@ def layouts(*, has_experts: bool) -> list[tuple[int, dict[str, object]]]:
             if world_size % (tp * pp):
                 continue
             dp = world_size // (tp * pp)
-            # The more ways to divide a batch and the model at once, the more often.
+            # Layouts that divide both batch and model are drawn more often.
             found += [(world_size, {"tp": tp, "pp": pp}) for _ in range(1 + 2 * (dp > 1 and tp * pp > 1))]
             for ep in (2, 4) if has_experts else ():
                 for etp in (1, tp)[:tp]:

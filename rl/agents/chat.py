@@ -40,7 +40,7 @@ class AssistantTurn:
 
 
 class TooLong(ValueError):
-    """The text of a conversation has more characters than the allowed number of tokens can hold."""
+    """Raised for a text with more characters than the allowed number of tokens can hold."""
 
 
 class CannotExtend(ValueError):
@@ -100,10 +100,10 @@ class Chat:
     def open(self, messages: Messages, tools: Sequence[dict], max_tokens: int = 0) -> np.ndarray:
         """Return the token ids of a conversation up to and with the generation prompt, int32.
 
-        max_tokens: a text that must have more tokens is not encoded, because that would stop the replica for
-            as long as the environment's text is large; 0: any text is encoded.
+        max_tokens: a text that certainly has more tokens is not encoded, because encoding a very large text
+            blocks the replica; 0: any text is encoded.
 
-        Raises ValueError if the template rejects the messages, and TooLong.
+        Raises ValueError if the template rejects the messages, and TooLong for such a text.
         """
         is_bare = is_plain = self._is_plain(messages)
         if is_plain:
@@ -169,7 +169,7 @@ class Chat:
         """Return the structural tag of turns whose tool calls fit the tools' schemas, for `Request.grammar`.
 
         Free text, optional thinking and calls in the model's form are allowed. Raises ValueError if xgrammar
-        does not know the form, and with the names of the tools whose schemas it rejects.
+        does not know the form, or rejects the schema of a tool; the message then names the tool.
         """
         if not self._family.grammar or self._template.call_form is None:
             raise ValueError(
@@ -186,13 +186,13 @@ class Chat:
             ) from error
 
     def _structural_tag(self, tools: Sequence[dict]) -> str:
-        """Return what `grammar` does. Raises RuntimeError or ValueError, as xgrammar, for a bad schema."""
+        """Return what `grammar` does. Raises RuntimeError or ValueError, like xgrammar, for a bad schema."""
         from xgrammar import Grammar, get_model_structural_tag
 
         thinking = "enabled" if self._opens_thinking else "auto"
         found = get_model_structural_tag(self._family.grammar, tools=list(tools), reasoning=thinking)
         tag = found.model_dump_json(exclude_none=True)
-        Grammar.from_structural_tag(tag)  # vLLM does so within add_request, where an error ends the run
+        Grammar.from_structural_tag(tag)  # vLLM compiles it in add_request, where an error ends the run
         return tag
 
     def _has_grammar(self, tool: dict) -> bool:

@@ -6,8 +6,8 @@
 The server listens on loopback, in a thread of its own. Each trajectory has a random API key, which attributes
 its requests. Every user of the node can connect, so the key is checked before a body is read. A connection
 that has shown no key is closed after KEY_S, or earlier if there are more than MAX_STRANGERS and the agents'
-own. A request that repeats the session's previous one, as clients send it that missed the answer, gets the
-same turn.
+own. A client that missed an answer sends its request again. A request that repeats the previous one of its
+session gets the same turn.
 
 A handler only puts a request into a queue; the source of the engine's events takes it from there and answers
 its future:
@@ -47,8 +47,9 @@ NO_TRAJECTORY = "the API key belongs to no open trajectory"
 MODEL = "policy"
 """Name of the model in replies. Requests may name any."""
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 1 << 20, 64
-"""Largest body of a request, and its growth with the engine's context. A token is about 4 characters of text,
-at most 6 bytes each in JSON, or an id of 7 digits; the rest is for schemas of tools and keys of messages."""
+"""Largest body of a request, in bytes, and its growth in bytes per token of the engine's context. A token is
+about 4 characters of text, at most 6 bytes each in JSON, or an id of 7 digits; the rest is for schemas of
+tools and keys of messages."""
 KEY_S, BODY_S = 10.0, 60.0
 """Seconds after its start in which a connection must show a key, and for the body of a request."""
 MAX_STRANGERS = 128
@@ -117,9 +118,9 @@ class Endpoint:
         self._sessions: dict[str, str] = {}
         """API key -> session."""
         self._turns: dict[str, dict[str, Future]] = {}
-        """Session -> the requests without a reply and the last one -> their replies."""
+        """Session -> request -> its reply, for the requests without a reply and the last one."""
         self._strangers: dict[RequestHandler, asyncio.TimerHandle] = {}
-        """Connections that have shown no key, oldest first -> what will close them."""
+        """Connections that have shown no key, oldest first -> the timers that close them."""
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         started: Future[int] = Future()
@@ -161,7 +162,7 @@ class Endpoint:
             limits = {
                 "lingering_time": 0,
                 "auto_decompress": False,
-            }  # what a refused request sends is not read
+            }  # the body of a refused request is not read
             runner = web.AppRunner(
                 app, access_log=None, handle_signals=False, shutdown_timeout=1.0, logger=_http_log, **limits
             )
@@ -193,7 +194,7 @@ class Endpoint:
 
     def _turn_away(self, connection: RequestHandler) -> None:
         self._strangers.pop(connection).cancel()
-        self._loop.call_soon(connection.force_close)  # it may have been accepted, but not have begun
+        self._loop.call_soon(connection.force_close)  # its handler may not have started yet
 
     def _answer(self, read: Callable[[dict], dict], write: Callable[[dict, EndpointReply], dict]):
         """Return a handler that reads a request, waits for its reply and writes it."""
@@ -232,7 +233,7 @@ class Endpoint:
         try:
             async with asyncio.timeout(BODY_S):
                 body = await http.json()
-        except web.HTTPRequestEntityTooLarge:  # it came in chunks, without its length
+        except web.HTTPRequestEntityTooLarge:  # it came in chunks, without a length
             return {}
         if not body or not isinstance(body, dict):
             raise ValueError("the body must be an object")
@@ -242,7 +243,7 @@ class Endpoint:
     def _ask(self, request: EndpointRequest) -> "Future[EndpointReply] | None":
         """Return the reply of the request, or of the one that it repeats; None if its trajectory has ended.
 
-        Requests that are not learned from are never taken for repetitions: they may ask for several samples.
+        A request that is not learned from is never a repetition, because it may ask for another sample.
         """
         asked = [request.messages, request.token_ids, request.tools, request.max_tokens]
         name = json.dumps(asked, default=np.ndarray.tolist) if request.is_learned else secrets.token_hex(8)
@@ -428,7 +429,7 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def _is_no_refusal(record: logging.LogRecord) -> bool:
-    """Return whether a record is worth the log: not a request that is no HTTP, with its text."""
+    """Return whether to log a record. A request that is not HTTP is not logged, because its text would be."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 

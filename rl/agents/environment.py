@@ -102,7 +102,7 @@ class Failure(StrEnum):
 
 
 OF_LIMITS = (Failure.TIME, Failure.MEMORY)
-"""Failures that an action of the policy causes by the resources that it takes."""
+"""Failures in which a call exceeded a limit, which an action of the policy may have caused."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ class Reply:
     values: dict[str, float] = field(default_factory=dict)
     """score, run: `score` and other numbers; {} if the environment has no score. tools: `calls`, `errors`."""
     failure: str = ""
-    """Description of a failure, in its first line the reason."""
+    """Description of a failure; the first line is the reason."""
     cause: Failure = Failure.ERROR
     """Cause of the failure, if there is one."""
     reopen: str = ""
-    """How the session should be repeated, because another one of its process may have caused the failure:
-    "alone" in a process, as its request was in progress, or with others, "shared". Empty: it has failed."""
+    """How to repeat the session if another one of its process may have caused the failure. alone: in its own
+    process, because its request was in progress. shared: with others. Empty: the session has failed."""
 
 
 # ---- tools ----

@@ -8,13 +8,13 @@
         pool.close("a")
 
 A session is the environment of one trajectory; it has one request at a time. Its worker is killed, with
-every process that it started, if it is dead or silent; then all sessions of that worker are lost, and each is
-told so by the reply to its next request. Only a session that was alone in its worker has failed thereby. The
-others may be the victims of one of them, and their replies ask to open them again (`Reply.reopen`): alone if
-their request was in progress, because such a call may have ended the process. A call that only exceeds its
-time limit costs its own session: the worker takes no further ones and ends with its last. There are never
-more workers than allowed, so a new session may wait for the end of another one. The workers run as the same
-user: this protects against accidents, not attacks.
+every process that it started, if it is dead or silent. All its sessions are then lost, and the reply to the
+next request of each one reports it. A session that was alone in its worker has failed. Otherwise any of the
+sessions may have ended the worker, so all are to be opened again (`Reply.reopen`): alone if their request
+was in progress, because such a call may have ended the process. A call that exceeds its time limit fails only
+its own session. The worker then takes no further sessions and ends with its last one. There are never more
+workers than allowed, so a new session may wait for the end of another one. The workers run as the same user:
+this protects against accidents, not attacks.
 """
 
 import contextlib
@@ -157,7 +157,7 @@ class EnvironmentPool:
 
     @property
     def waiting(self) -> set[str]:
-        """Sessions that no worker can take yet; they are opened when others end."""
+        """Sessions that no worker can take yet. They are opened when others end."""
         return {session.name for session in self._waiting}
 
     def open(self, session: str, row: Mapping[str, Any], *, alone: bool = False) -> None:

@@ -96,7 +96,7 @@ class AgentSource:
         capacity: maximum number of concurrent requests.
         max_context: most tokens of prompt and response together.
         start_endpoint: returns the server for agents that run by themselves.
-        keeps_failed: whether a failed trajectory is a sample that has failed, instead of `agents.on_failure`.
+        keeps_failed: whether a failed trajectory is a sample with `failed` 1; `agents.on_failure` is ignored.
         progress: its `update` is called with the number of trajectories that ended.
     """
 
@@ -175,7 +175,7 @@ class AgentSource:
 
     @property
     def _awaited(self) -> set[str]:
-        """Sessions whose answers the next wave needs: not those that wait until others have ended."""
+        """Sessions whose answers the next wave needs, without those that wait for a worker."""
         return self._unanswered - self._pool.waiting if self._ready else self._unanswered
 
     def _add(self, name: str) -> Event:
@@ -341,7 +341,7 @@ class AgentSource:
             self._call(session, Score(session.messages))
 
     def _refuse_rewrite(self, session: _Session, kind: str) -> None:
-        """Fail a trajectory whose next turn would not follow its tokens; its game has not ended."""
+        """Fail a trajectory whose next turn would not continue its tokens; its environment has not ended."""
         why = (
             f"the conversation after turn {session.trajectory.num_turns} changes earlier tokens, which "
             "agents.on_rewrite=refuse does not allow; use agents.on_rewrite=new_row"
@@ -382,7 +382,7 @@ class AgentSource:
         self._close(session.name)
         if reply.reopen:
             self.counts["reopened"] += 1
-            # Once lost while it was idle may be chance; twice, it may be a thread that it left.
+            # A session whose process ended twice while it was idle may have left a thread that ends it.
             self._open(prompt, repeats=session, alone=reply.reopen == "alone" or session.is_repeated)
             return
         self.counts[f"failures/{reply.cause}"] += 1

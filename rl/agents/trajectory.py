@@ -128,7 +128,7 @@ class Trajectory:
         segments[-1] = replace(segments[-1], reward=reward)
 
     def samples(self, outcome: dict[str, float] | None, prompt_ids: np.ndarray) -> list[Sample]:
-        """Return one sample per row that has tokens of the policy; an empty one if none has.
+        """Return one sample per row that has tokens of the policy, or one empty sample if no row has any.
 
         outcome: what the environment reports. prompt_ids: those of the prompt, int32 [P].
         """

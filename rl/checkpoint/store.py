@@ -81,8 +81,8 @@ class CheckpointStore:
     def __init__(self, config: Config, *, fence: Callable[[], None] = lambda: None):
         """Open the store of the config's run directory.
 
-        fence: called on rank 0 before a save begins, is committed or is given up; an exception from it ends
-        the save.
+        fence: called on rank 0 before a save begins, is committed or is abandoned; an exception from it
+        ends the save.
         """
         self.config, self._fence = config, fence
         self.directory = Path(config.run.dir, "checkpoints")

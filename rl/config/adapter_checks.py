@@ -88,7 +88,7 @@ def adapters_of(config: Config, weights: Sequence[Weight]) -> list[LowRank]:
 
 
 def _check_blocks(config: Config, quantised: Sequence[Weight]) -> None:
-    """Raise ConfigError for a layout in which the frozen weights would have values of their own."""
+    """Raise ConfigError for a layout that would change the values of the frozen weights."""
     training = config.training
     for key, tp, weights in (
         ("training.tp", training.tp, [weight for weight in quantised if weight.expert is None]),

@@ -10,7 +10,7 @@ def check_agents(config: Config) -> None:
     """Raise ConfigError, or ValueError for a malformed entry, if the section cannot be used."""
     agents, rollout = config.agents, config.rollout
     make_agent_plan(agents.environment, agents.kwargs, agents.tools, agents.sources)
-    if not needs_engine(whole_run(config)):  # a replay may be given the config of the run
+    if not needs_engine(whole_run(config)):  # a replay may use the config of its run
         raise ConfigError(
             f"algorithm={config.algorithm} generates no responses, so the section agents has no effect; "
             "remove it."

@@ -41,7 +41,7 @@ class Agents:
     needs pydantic. Empty: the interpreter of the run."""
     variables: list[str] = field(default_factory=list)
     """Names of environment variables that these processes inherit, such as that of an API key. Paths, locale
-    and the like (`rl.workers.process.VARIABLES`) need no name; keys of trackers are kept from them."""
+    and the like (`rl.workers.process.VARIABLES`) need no name; keys of trackers are not inherited."""
     order: Literal["arrival", "waves"] = "arrival"
     """Order in which results of environments are used. arrival: as they come; a log stores the order. waves:
     after all live trajectories have ended their turn; this is repeatable without a log, but the engine is
@@ -57,8 +57,8 @@ class Agents:
     on_failure: Literal["zero", "refill", "shrink"] = "zero"
     """Treatment of a failed trajectory in training. refill: sample another one. shrink: leave it out of its
     group. zero: if an action of the policy exceeded `timeout_s` or `memory_mib`, learn from the trajectory
-    with the score `reward.failure_score`, which is 0; refill otherwise. It is the default, because a policy
-    does not learn to avoid actions whose trajectories vanish. In validation failed trajectories count as
+    with the score `reward.failure_score`; refill otherwise. It is the default, because a policy does not
+    learn to avoid actions whose trajectories are left out. In validation failed trajectories count as
     wrong."""
 
     @property

@@ -1,4 +1,5 @@
-"""Keys of the sections rollout and reward that only some runs read. One that a run does not read is refused.
+"""Keys of the sections rollout and reward that only some runs read. A key that the run does not read is
+refused.
 
 `GROUPS` is the only list of them: refusals, and the warning of a replay, follow from it. The keys of other
 sections are checked with their sections.
@@ -27,7 +28,7 @@ class Group:
     keys: Sequence[str]
     reads: Callable[[Config], bool]
     reason: str
-    """Continues "has no effect"; {algorithm} is the algorithm's name."""
+    """End of the sentence "KEY has no effect ..."; {algorithm} is the algorithm's name."""
     remedy: str = "leave it out"
 
 
@@ -123,8 +124,8 @@ GROUPS = (
 def check_effects(config: Config) -> None:
     """Raise ConfigError for all keys that are not at their defaults and have no effect.
 
-    A mode that does a part of a run may be given the config of the whole run, so `run.mode` is no reason. An
-    algorithm of the user may read any key.
+    A mode that does a part of a run accepts the config of the whole run, so `run.mode` is not considered. A
+    user's algorithm may read any key, so it is not checked.
     """
     if not config.algorithm.endswith(".py"):
         unread = _unread(whole_run(config))
@@ -141,7 +142,7 @@ def _sentence(group: Group, keys: list[str], algorithm: str) -> str:
 
 
 def replay_warnings(config: Config) -> list[str]:
-    """Return one sentence if run.mode=train_only leaves keys that are set without effect."""
+    """Return a sentence that names the keys without effect in run.mode=train_only, if there are any."""
     if config.run.mode != "train_only" or config.algorithm.endswith(".py"):
         return []
     keys = [key for keys in _unread(config).values() for key in keys]

@@ -159,8 +159,8 @@ class Training:
     sequence_parallel: bool = True
     """Shard activations between the tensor parallel regions along the sequence; no effect with tp 1."""
     micro_batch_tokens: Annotated[int, AT_LEAST_ONE] = 16384
-    """Most tokens (prompts and responses) packed into one micro-batch of one data parallel rank. A prompt
-    that samples share counts once. A longer sequence forms a micro-batch of its own."""
+    """Maximum tokens (prompts and responses) of one micro-batch of one data parallel rank. A prompt that
+    samples share counts once. A longer sequence forms a micro-batch of its own."""
     prompts_per_minibatch: Annotated[int, NOT_NEGATIVE] = 0
     """Prompts (with all their samples) per optimizer step. 0: the whole batch of `data.prompts_per_step`."""
     epochs: Annotated[int, AT_LEAST_ONE] = 1
@@ -289,7 +289,8 @@ class Reward:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments passed to every call of the reward function."""
     failure_score: Annotated[float, FINITE] = 0.0
-    """Score of a sample whose reward function raised, hung or died; counted in `reward/failures`."""
+    """Score of a sample whose reward function raised, hung or died; counted in `reward/failures`. Also of a
+    failed trajectory with `agents.on_failure` zero."""
     sources: dict[str, Any] = field(default_factory=dict)
     """Other reward functions by `data_source`: a list of {function, weight, kwargs}; the score is their
     weighted sum."""

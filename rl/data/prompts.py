@@ -282,7 +282,7 @@ def refuse_two_bos(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, owner: s
 def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
     """Return the token ids of the targets, np.int32 [R] each, ending with one end-of-sequence token.
 
-    A target whose text ends with that token, and blanks after it, is not given a second one.
+    A target whose text already ends with that token, blanks aside, gets no second one.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(

@@ -119,7 +119,7 @@ def read_heartbeat(run_dir: str, rank: int) -> Heartbeat | None:
 
 
 class HeartbeatReader:
-    """Reads the heartbeats of all ranks, and measures how long each has not changed by its own clock.
+    """Reads the heartbeats of all ranks, and measures by its own clock how long each has not changed.
 
     Clocks of hosts may differ by minutes, so no time that another host wrote is compared with this one's.
     """

@@ -86,7 +86,7 @@ def check_lock(*locks: RunLock | None) -> None:
 
 
 def loss_of(directory: Path) -> str:
-    """Return the sentence with which a run ends that was taken over; it names the holder of the lock."""
+    """Return the error of a run that was taken over, which names the present holder of the lock."""
     owner = _read(directory / FILE_NAME)
     state = f"is now that of {_name(owner)}" if owner else "was released or taken over, and no run holds it"
     return f"{directory} {state}: this run was considered dead, and ends before it writes there."
@@ -194,7 +194,7 @@ def _silence(directory: Path) -> float:
 
 
 def _changes(path: Path, seconds: float) -> bool:
-    """Return whether the content of a file, if it exists, changes within this time by this host's clock."""
+    """Return whether the content of a file changes within so many seconds; False if there is no file."""
     deadline, first = time.monotonic() + seconds, _read(path)
     while first is not None and time.monotonic() < deadline:
         time.sleep(min(0.5, seconds))

@@ -183,7 +183,7 @@ class Watchdog:
             self._end_for_memory()
 
     def _find_lost_ranks(self, *, decides: bool) -> None:
-        """Read all heartbeats, whose ages count from the first reading, and end the run for a lost rank."""
+        """Read all heartbeats, and end the run if a rank is lost. The first reading starts their ages."""
         heartbeats = self._heartbeats()
         if not decides or not (lost := lost_ranks(heartbeats, self.config.lost_s)):
             return
@@ -432,7 +432,7 @@ class Watchdog:
 
 
 def _at() -> str:
-    """Return ' at 2026-11-23T04:43:12+00:00', with which the first line of a report ends."""
+    """Return the end of a report's first line: ' at 2026-11-23T04:43:12+00:00'."""
     return f" at {datetime.now(UTC).isoformat(timespec='seconds')}"
 
 

@@ -195,7 +195,7 @@ def warn_of_failures(counts: Counter[str], *, counts_as_wrong: bool) -> str:
     total = failed + counts["succeeded"]
     if failed <= MAX_FAILED_SHARE * total:
         return ""
-    effect = "count as wrong" if counts_as_wrong else "are treated as agents.on_failure says"
+    effect = "count as wrong" if counts_as_wrong else "are treated according to agents.on_failure"
     return (
         f"warning: {failed} of {total} trajectories ({failed / total:.0%}) failed "
         f"({describe_failures(counts)}) and {effect}. An environment that fails because of what the policy "

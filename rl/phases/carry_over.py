@@ -138,7 +138,7 @@ class CarryOver:
     def load_state_dict(self, state: dict, prompts: list[Prompt]) -> None:
         """Continue from `Frontier.state_dict`. Raises ConfigError if the data or the groups have changed.
 
-        Samples of more than `rollout.max_response_tokens` tokens, which was larger then, are truncated there.
+        Samples longer than `rollout.max_response_tokens` are truncated; the saved run had a larger limit.
         """
         by_index = {prompt.index: prompt for prompt in prompts}
         try:

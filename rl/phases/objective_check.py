@@ -9,7 +9,7 @@ start, before the first update:
     clip, ppo     it is 0 exactly outside of 1 - clip_low, 1 + clip_high and dual_clip
     entropy       the bonus increases the entropy of the counted tokens only
 
-Computed in float64: a KL term of a millionth of the entropy bonus is then still read to four digits.
+Computed in float64, which gives four digits of a KL term that is a millionth of the entropy bonus.
 """
 
 import math
@@ -26,8 +26,8 @@ from rl.training.packing import MicroBatch
 UNIT_SLOPES = ("ppo", "reinforce", "gspo", "cispo", "gpg", "dro")
 """Losses whose derivative at ratio 1 and advantage -1 is 1."""
 EDGES = (1e-6, 1e6)
-"""Bounds of the ratio outside of these are not tested: they turn the clip off, and a loss limits |log ratio|
-to 20."""
+"""Range of the ratio in which bounds are tested. A bound outside of it turns the clip off, and a loss limits
+|log ratio| to 20."""
 DIVERGENCES = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
 """Estimators of the KL divergence at ratio 1, as a function of log pi - log pi_ref."""
 OPTIONAL = ("loss_weights", "trajectory_tokens")

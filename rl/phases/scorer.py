@@ -61,8 +61,8 @@ class Scorer:
 
         The columns are `score`, `failed` (0 or 1) and the other numbers that the reward function returns, NaN
         where a sample lacks one. The score of an environment, if `score_details` holds it, replaces that of
-        the reward function. Of a response of several turns the last one is scored by the reward function, and
-        the conversation by reward model and judge. Collective over the world.
+        the reward function. In a response of several turns the reward function scores the last turn; reward
+        model and judge score the conversation. Collective over the world.
         """
         if batch.trajectories is not None:
             columns, answers = self.score(whole := batch.merge_rows(), predictions=predictions)
@@ -281,7 +281,7 @@ def _sample(prompt: Prompt, response: str) -> dict:
 def transcript(messages: Messages) -> str:
     """Return messages as plain text, with their roles and tool calls.
 
-    A text in a chat template would end the message of the judge's user that holds it.
+    A chat template is not used, because its tokens would end the user's message to the judge.
     """
     return "\n\n".join(
         f"{'user' if message['role'] == 'text' else message['role']}: {message.get('content') or ''}"
@@ -291,7 +291,9 @@ def transcript(messages: Messages) -> str:
 
 
 def _parts(prompt: Prompt, response: str, chat: Messages) -> dict[str, str]:
-    """Return `prompt` and `response` of a question to the judge; of a trajectory, all after its opening.
+    """Return `prompt` and `response` of a question to the judge.
+
+    The response of a trajectory is all of its conversation after the opening.
 
     chat: the conversation of a trajectory; empty for a response of one turn.
     """
@@ -306,8 +308,8 @@ def _conversation(
 ) -> np.ndarray:
     """Return token ids of prompt and response, or of a trajectory, by the reward model's tokenizer.
 
-    chat: as in `_parts`. A conversation that the template rejects, or whose calls it would leave out, is one
-    message of the user.
+    chat: as in `_parts`. A conversation that the template rejects, or whose calls it would leave out, becomes
+    one message of the user.
     """
     if chat and tokenizer.chat_template is None:
         return np.array(tokenizer(transcript(chat))["input_ids"], np.int32)

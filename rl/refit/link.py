@@ -68,7 +68,7 @@ class Delivery(NamedTuple):
 
 
 _TYPES = (Delivery, Sample, Segment)
-"""Types in a message with samples."""
+"""Types that a message with samples may contain."""
 
 
 class Link:

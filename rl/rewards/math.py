@@ -198,8 +198,8 @@ def _has_words(answer: str) -> bool:
 
 
 def _is_bound(answer: str, other: str) -> bool:
-    """Return whether an answer has an inequality without a left side, or one that the other, which is no set
-    either, lacks."""
+    """Return whether an answer is an inequality without a left side, or has one although the other answer is
+    neither an inequality nor a set."""
     if _INEQUALITY.match(answer):
         return True
     return bool(_INEQUALITY.search(answer)) and not (_INEQUALITY.search(other) or _SET.search(other))

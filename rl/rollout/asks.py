@@ -57,7 +57,7 @@ class Complete:
 Ask = Begin | NextBatch | Generate | Complete
 
 ASK_TYPES = (Begin, NextBatch, Generate, Complete, Sampling)
-"""Types in a message."""
+"""Types that a message may contain."""
 
 _END = "end"
 

@@ -37,7 +37,7 @@ class Group:
     def within(self, max_tokens: int) -> "Group":
         """Return the group whose samples have at most `max_tokens` tokens; longer ones are truncated there.
 
-        They are then those of a generation with this limit.
+        The result equals that of a generation with this limit.
         """
         return replace(self, samples=tuple(_within(sample, max_tokens) for sample in self.samples))
 

@@ -64,7 +64,7 @@ class Waiting:
 Event = Add | Abort | Weights | Done | Waiting
 
 _TYPES = (Add, Abort, Weights, Done, Waiting, Request)
-"""Types in a record."""
+"""Types that a record may contain."""
 
 
 class Source(Protocol):

@@ -29,6 +29,6 @@ def check_named_metrics(config: Config, points: Sequence[Config] = ()) -> None:
             raise ConfigError(f"{key}={name} is not a metric that runs log; {advice}")
     if config.sweep.stop != "none" and config.sweep.metric.startswith("val") and not validates(config):
         raise ConfigError(
-            f"sweep.metric={config.sweep.metric} is one of the validation, which this run does not have; "
+            f"sweep.metric={config.sweep.metric} is a metric of validation, which this run does not have; "
             "set data.val and validation.every, or another sweep.metric."
         )

@@ -55,7 +55,7 @@ class Tracker(Protocol):
 class TrackerThread:
     """Sends metrics.jsonl to one tracker (`rl.run_directory.metric_log.Follower`).
 
-    fence: called in the thread before each record; an exception from it leaves the tracker out.
+    fence: called in the thread before each record; an exception from it ends the tracker.
     """
 
     def __init__(self, tracker: Tracker, fence: Callable[[], None] = lambda: None):

@@ -13,7 +13,7 @@ from collections.abc import MutableMapping
 log = logging.getLogger(__name__)
 
 ROOT = "LOCKSTEP_CACHE"
-"""Environment variable with the directory, which slurm/job.sh sets."""
+"""Environment variable that names the directory; slurm/job.sh sets it."""
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable whose default is a predictable name in the temporary directory; Triton's and vLLM's
 defaults are in the home directory."""

@@ -1,8 +1,8 @@
-"""The job's key: 32 bytes that only processes of the job know, and proofs of knowing it.
+"""The job's key, 32 bytes that only processes of the job know, and proofs that a process knows it.
 
 The key comes from the environment variable LOCKSTEP_JOB_KEY, else from a file of mode 0600 in the run
 directory, which the first rank creates and rank 0 removes when all ranks have met. Under mpirun rank 0
-broadcasts it. It stands in no command line, log or report, and worker processes do not inherit it.
+broadcasts it. It appears in no command line, log or report, and worker processes do not inherit it.
 
 A proof is an HMAC-SHA256 over a label and one random number of each side, so that no proof serves twice.
 """

@@ -1,6 +1,6 @@
 """The job's store: keys with values that all ranks share, readable and writable only with the job's key.
 
-torch's TCPStore obeys every client that reaches its port. Therefore only torch uses it, for the addresses of
+torch's TCPStore serves every client that reaches its port. Therefore only torch uses it, for the addresses of
 its groups, and this project's own messages are in this store: the first fault, stop requests, work queues,
 and what trainers and generators announce to each other.
 """
@@ -26,9 +26,9 @@ GREET_S = 5.0
 PAUSE_S = 0.05
 """Pause between two attempts to connect, in seconds."""
 ANSWER_S = 300.0
-"""Longest wait for an answer, in seconds, beside the time for which the request itself waits."""
+"""Longest wait for an answer, in seconds, in addition to the time for which the request itself waits."""
 _ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
-"""Options with which a server whose host is gone is noticed within half a minute."""
+"""Socket options by which a client notices within half a minute that the server's host is gone."""
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from rl.runtime.store_server import main; main()"
 
 Ask = Callable[[str, list[str], object, bytes], bytes]
@@ -203,7 +203,7 @@ class _Connection:
             )
             answer = self._receive(int.from_bytes(self._receive(4), "big"))
             if not hmac.compare_digest(self._receive(NUM_BYTES), self._received.next(answer)):
-                raise ConnectionError("an answer is not the server's")
+                raise ConnectionError("an answer has no proof of the server")
             return answer
         except OSError as error:
             self._socket.close()

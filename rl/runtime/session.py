@@ -44,7 +44,7 @@ class Job:
     rank: int
     world_size: int
     store: JobStore
-    """Messages of this project; another user of the node can neither read nor write them."""
+    """Messages of this project, which only processes with the job's key can request or change."""
     torch_store: dist.Store
     """The addresses of torch's groups."""
     group: dist.ProcessGroup
@@ -163,7 +163,7 @@ def _store_of_job(ranks: Ranks, group: dist.ProcessGroup) -> Iterator[JobStore]:
         host = LOOPBACK if ranks.on_one_host else ranks.master_addr
         address = host, listener.getsockname()[1]
         process = StoreProcess(listener, ranks.key.secret)
-    # Whoever changes this message only prevents the start: the store must prove that it knows the key.
+    # A forged address only prevents the start, because the store must prove that it knows the key.
     address = broadcast_object(address, group=group)
     try:
         yield connect_to(*address, ranks.key.secret)

@@ -1,4 +1,4 @@
-"""The process that holds the job's store, which has keys with values, and queues.
+"""The process that holds the job's store: keys with values, and queues.
 
 Rank 0 starts it (`rl.runtime.job_store`). It is a process of its own, because rank 0's interpreter is busy
 for seconds at a time. It ends with rank 0.
@@ -8,7 +8,7 @@ server: nonce; client: nonce, proof; server: proof. Then the client sends reques
 to each. A message is its length (4 bytes), its content and its proof (`Seal`). A request is one line of JSON,
 [operation, keys, argument], and then a value as it is.
 
-Connections without a proof cost others nothing: they end after PROOF_S, and of more than MAX_UNPROVEN the
+Connections without a proof do not delay others: they end after PROOF_S, and of more than MAX_UNPROVEN the
 oldest ends. This module imports only the standard library, so that it starts in a fraction of a second.
 """
 
@@ -92,7 +92,7 @@ class Server:
             next(iter(self.unproven)).end()
 
     def wake(self, key: str) -> None:
-        """Let the connections that wait for this key look again."""
+        """Look again for the connections that wait for this key."""
         for connection in self.waiting.pop(key, ()):
             connection.look()
 
@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: Server):
         self._server, self._received, self._nonce = server, bytearray(), nonce()
         self._seals: tuple[Seal, Seal] | None = None
-        """Those of received and of sent messages, once the client has proved that it knows the key."""
+        """Proofs of received and of sent messages; None until the client has proved that it knows the key."""
         self._awaited: tuple[list[str], asyncio.TimerHandle] | None = None
         """Keys of a wait, and the end of its time."""
 
@@ -224,7 +224,7 @@ async def serve(listener: socket.socket, secret: bytes) -> None:
 
 
 def main() -> None:
-    """Serve at the socket whose descriptor is the last argument; the key comes by standard input."""
+    """Serve at the socket whose descriptor is the last argument; the key is read from standard input."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Slurm and terminals send signals to all processes of a job; this one ends with rank 0.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

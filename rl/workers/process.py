@@ -27,8 +27,9 @@ VARIABLES = re.compile(
     r"|(TRITON|TORCHINDUCTOR|NUMBA)_CACHE_DIR|VLLM_CACHE_ROOT"
     r"|SLURM_(?!JWT).*|MODULE(PATH|SHOME)|LOADEDMODULES|LMOD_.*"  # SLURM_JWT is a key
 )
-"""Environment variables that every worker inherits: places, languages and the job, no keys. Users' code runs
-in workers, and what a model wrote beside it; neither needs the keys of trackers. Configs name further ones."""
+"""Names of the environment variables that every worker inherits: paths, locale, proxies, devices and the job,
+no keys. Workers run users' code, and some of it runs what a model wrote, so they get no keys that they do not
+need. Configs name further variables."""
 ENDED_WITHIN_S = 2.0
 """Seconds after the host's socket was closed within which the supervisor reports the reason."""
 

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 
 NOBODY = 65534
 FLOOD = 600
-"""Connections to the job's store that stay open without a word."""
+"""Connections to the job's store that stay open and send nothing."""
 ROUNDS = 3
 """Rounds in which a port of a library is attacked."""
 PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little") + b"\x0d" + (77).to_bytes(4, "little")

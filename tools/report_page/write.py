@@ -148,7 +148,7 @@ def _flat(values: dict, prefix: str = ""):
 def _events(run_dir: Path, configs: dict[int, dict[str, str]]) -> list[dict[str, Any]]:
     """Return starts, resumes, faults and the end of a run, by the times in its files; '-' for unknown ones.
 
-    Dates of files are not read: those of a copied run are other ones.
+    Dates of files are not read, because copying a run changes them.
     """
     found: list[tuple[float | None, int | None, str, str]] = []
     before: dict[str, str] = {}
@@ -178,7 +178,7 @@ def _events(run_dir: Path, configs: dict[int, dict[str, str]]) -> list[dict[str,
     places, last = [], 0.0
     for when, *_ in found:
         last = last if when is None else when
-        places.append(last)  # an event of an unknown time follows the one before it
+        places.append(last)  # an event without a time follows the one before it
     in_order = [event for _, event in sorted(zip(places, found), key=lambda pair: pair[0])]
     return [
         {"time": _utc(when), "step": step, "kind": kind, "text": text} for when, step, kind, text in in_order

@@ -28,7 +28,7 @@ from rl.agents.adaptors.rows import task_of
 EXCHANGED = {"user": "assistant", "assistant": "user"}
 _SCALE = re.compile(r"(?<=\d)\s*(?:/|out of)\s*1(?:\.0+)?(?![\d/]|\.\d)")
 _NUMBER = re.compile(r"[^\s:=*_()\[\]]*\d[^\s:=*_()\[\]]*")
-"""A number with what adjoins it, but for punctuation."""
+"""A number with the characters next to it, except punctuation."""
 _GRADE = re.compile(r"0?\.\d+|1\.0+|[01]")
 
 
@@ -107,7 +107,7 @@ def read_grade(reply: str) -> float:
     numbers = [number.rstrip(".,;") for number in _NUMBER.findall(_SCALE.sub("", line))]
     if len(numbers) != 1 or not _GRADE.fullmatch(numbers[0]):
         raise RuntimeError(
-            f"the last line of the judge's reply is {line!r:.200}; it must have one number from 0 to 1, so "
-            "let agents.kwargs.judge ask for a last line with the number alone."
+            f"the last line of the judge's reply is {line!r:.200}; it must have one number from 0 to 1; let "
+            "agents.kwargs.judge ask for a last line with nothing but the number."
         )
     return float(numbers[0])

@@ -1,4 +1,4 @@
-"""What failures of real worker processes cost: the source of trajectories with a policy of the test."""
+"""Costs of failures of real worker processes: the source of trajectories with a policy of the test."""
 
 from pathlib import Path
 

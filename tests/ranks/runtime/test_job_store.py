@@ -62,7 +62,7 @@ def test_a_wait_ends_when_its_last_key_is_set(address, store):
     assert found == [True] and store.wait(["one"], 0)
 
 
-def test_clients_without_the_key_are_told_nothing_and_stop_nobody(address, store):
+def test_clients_without_the_key_learn_nothing_and_stop_nobody(address, store):
     store.set("sample", "of the run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rl.runtime.job_store.CONNECT_S", 0.1)

@@ -179,7 +179,7 @@ def test_an_action_that_exceeds_a_limit_has_score_0(on_failure, learned):
 
 
 def test_a_failed_trajectory_of_validation_is_a_sample():
-    """Also one that has no turn."""
+    """A trajectory without a turn is a sample, too."""
     world = World(
         [CALL, "It is 42.<|im_end|>"],
         fails=lambda session, action: action is None if session == "0.0" else isinstance(action, Score),
@@ -267,7 +267,7 @@ def test_a_rewritten_conversation_continues_in_a_new_row():
 
 
 def test_a_rewrite_that_is_refused_fails_the_trajectory():
-    """Else it would be scored as if the game had ended after its first turn."""
+    """Otherwise it would be scored as if the game had ended after its first turn."""
     world = World(
         ["<think>\nreason\n</think>\n\nmove<|im_end|>"],
         drives="step",
@@ -429,7 +429,7 @@ def test_messages_that_the_template_rejects_are_a_failure():
 
 
 def test_a_reset_beyond_the_limit_is_not_tokenized(monkeypatch):
-    """It would stop the replica for as long as its text is large."""
+    """Tokenizing a very large text would block the replica."""
     longest = 0
 
     def encode(self, text, **options):

@@ -53,11 +53,11 @@ SCORING = {
     "failure_score": -1.0,
     "sources": "{a: {function: 'own:score'}}",
     "workers": 3,
-    "variables": "[KEY]",
     "timeout_s": 9.0,
     "memory_mib": 9,
     "overlong_buffer_tokens": 4,
     "model.path": "reward",
+    "variables": ["KEY"],
     "judge.path": "judge",
 }
 ELSEWHERE = {"rollout.max_response_tokens", "rollout.carry_over", "rollout.min_replicas"}

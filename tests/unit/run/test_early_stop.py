@@ -97,7 +97,7 @@ def test_a_metric_that_no_point_logs_ends_the_sweep():
 
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_a_step_after_the_end_of_a_point_decides_nothing(is_ahead):
-    """It was taken before the decision, or begun before it."""
+    """The point took the step before the decision, or had begun it."""
     early = EarlyStop(Sweep(stop="median", first=1), 3)
     early.record(0, 1, {"critic/score/mean": 0.1})
     for step in (1, 2):

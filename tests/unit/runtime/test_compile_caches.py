@@ -71,7 +71,7 @@ def test_a_directory_of_the_system_is_not_used():
     fresh.rmdir()
 
 
-def test_inductors_default_in_the_temporary_directory_is_checked_too(monkeypatch, tmp_path):
+def test_the_default_directory_of_inductor_is_checked_too(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     root = tmp_path / f"lockstep-cache-{os.geteuid()}"
     linked(root)
