@@ -1,6 +1,6 @@
 """The directory of compile caches on the node's own disk, whose name other users of the node can predict.
 
-What compilers store there is unpickled and executed by later runs. A directory that another user made, or can
+Later runs unpickle and execute what compilers store there. A directory that another user made, or can
 write to, is therefore not used.
 """
 
