@@ -119,7 +119,10 @@ def _link(source: Path, path: Path) -> bool:
         os.link(source, path)
     except FileExistsError:
         # An NFS client repeats a request whose answer was lost, and then finds its own link.
-        return path.exists() and source.samefile(path)
+        try:
+            return source.samefile(path)
+        except FileNotFoundError:  # the other run has removed its link meanwhile
+            return False
     return True
 
 

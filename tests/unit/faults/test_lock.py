@@ -113,6 +113,17 @@ def test_a_repeated_link_request_takes_the_lock(tmp_path, monkeypatch):
     assert take(tmp_path).is_held() and not lock.is_held()
 
 
+def test_a_lock_that_is_released_while_it_is_compared_is_taken(tmp_path, monkeypatch):
+    write_lock(tmp_path)
+
+    def samefile(mine: Path, path: Path) -> bool:
+        path.unlink()
+        return os.path.samefile(mine, path)
+
+    monkeypatch.setattr(Path, "samefile", samefile)
+    assert take(tmp_path).is_held()
+
+
 def test_lock_of_an_earlier_start_of_the_job_is_stale(tmp_path, monkeypatch):
     write_lock(tmp_path, **ELSEWHERE, job="12", restarts=1)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
