@@ -20,15 +20,15 @@ from typing import Any, Generic, TypeVar
 from rl.workers.supervisor import KILLING_S, MARK, SWEEP, kill_marked
 
 VARIABLES = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|TMPDIR|TE?MP|LANG|LANGUAGE|LC_.*|PYTHON.*|LD_LIBRARY_PATH"
-    r"|LD_PRELOAD|VIRTUAL_ENV|CONDA_PREFIX|JAVA_HOME|XDG_.*|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE"
+    r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|TMPDIR|TE?MP|LANG|LANGUAGE|LC_.*|PYTHON.*|LD_(LIBRARY_PATH|PRELOAD)"
+    r"|VIRTUAL_ENV|CONDA_PREFIX|JAVA_HOME|XDG_.*|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE"
     r"|(?i:https?_proxy|all_proxy|no_proxy)|CUDA_.*|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_.*|ENDPOINT)"
     r"|TRANSFORMERS_(OFFLINE|CACHE)|HUGGINGFACE_HUB_CACHE|TORCH_HOME|NLTK_DATA"
     r"|(TRITON|TORCHINDUCTOR|NUMBA)_CACHE_DIR|VLLM_CACHE_ROOT"
     r"|SLURM_(?!JWT).*|MODULE(PATH|SHOME)|LOADEDMODULES|LMOD_.*"  # SLURM_JWT is a key
 )
 """Environment variables that every worker inherits: places, languages and the job, no keys. Users' code runs
-in workers, and what a model wrote beside it; neither needs the keys of trackers. Configs name further ones."""
+in workers, and what a model wrote beside it; neither needs keys of trackers. Configs name further ones."""
 ENDED_WITHIN_S = 2.0
 """Seconds after the host's socket was closed within which the supervisor reports the reason."""
 
