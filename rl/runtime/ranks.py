@@ -14,6 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from rl.runtime.job_key import KEY_VARIABLE, JobKey, key_from
 
+HOST_BYTES = 256
+"""Size of the buffer for a host's name, in bytes."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -123,7 +126,9 @@ def _from_mpi(env: Mapping[str, str]) -> Ranks:
             "belong to different MPI libraries; install mpi4py for this mpirun."
         )
     local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    host = world.bcast(socket.gethostname())  # rank 0's
+    name = bytearray(socket.gethostname().encode().ljust(HOST_BYTES, b"\0"))
+    world.Bcast(name)  # rank 0's, as bytes: bcast would send a pickle
+    host = name.rstrip(b"\0").decode()
     if local.size == world.size:
         host = "127.0.0.1"  # one host: its own name need not resolve
     return Ranks(world.rank, world.size, local.rank, local.size, "mpi", host)

@@ -77,9 +77,13 @@ def join_ranks(
         from mpi4py import MPI
 
         found = listen_anywhere(ranks.world_size, address_to_bind(ranks)) if ranks.rank == 0 else None
-        own = None if found is None else (found.getsockname()[1], (ranks.key or JobKey(nonce())).secret)
-        port, secret = MPI.COMM_WORLD.bcast(own)
-        return replace(ranks, master_port=port, listener=found, key=JobKey(secret))
+        port = bytearray(8 if found is None else found.getsockname()[1].to_bytes(8, "big"))
+        secret = bytearray((ranks.key or JobKey(nonce())).secret)
+        for rank_0s in (port, secret):
+            MPI.COMM_WORLD.Bcast(rank_0s)  # as bytes: bcast would send a pickle
+        return replace(
+            ranks, master_port=int.from_bytes(port, "big"), listener=found, key=JobKey(bytes(secret))
+        )
     seconds = timeout if timeout is not None else float(env.get(JOIN_TIMEOUT, JOIN_S))
     return _join_step(replace(ranks, key=_shared_key(ranks, env)), env, seconds)
 

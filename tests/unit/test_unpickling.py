@@ -1,5 +1,5 @@
 """No file that a user may have downloaded, no checkpoint and no message of another rank is unpickled, because
-unpickling runs code that the bytes name. Two broadcasts of mpi4py under mpirun are not covered."""
+unpickling runs code that the bytes name."""
 
 import ast
 from collections.abc import Iterator

@@ -235,7 +235,7 @@ def test_mpirun_without_mpi4py_is_refused(variables, around, no_mpi):
 def fake_mpi(monkeypatch, *, size, local_size):
     """An mpi4py whose world has `size` ranks, of which this is rank 0 on a host with `local_size`."""
     local = types.SimpleNamespace(rank=0, size=local_size)
-    world = types.SimpleNamespace(rank=0, size=size, Split_type=lambda kind: local, bcast=lambda value: value)
+    world = types.SimpleNamespace(rank=0, size=size, Split_type=lambda kind: local, Bcast=lambda buffer: None)
     package = types.ModuleType("mpi4py")
     package.MPI = types.SimpleNamespace(COMM_WORLD=world, COMM_TYPE_SHARED=0)
     monkeypatch.setitem(sys.modules, "mpi4py", package)
