@@ -33,7 +33,10 @@ UNPICKLES = {
     "dist_checkpointing.load",
     "dcp.load",
     "torch.jit.load",
-    # Ranks send each other plain data (rl.runtime.plain_data); torch's functions for objects unpickle it.
+    # Ranks send each other plain data (rl.runtime.plain_data). The functions of torch and mpi4py for objects
+    # unpickle what arrives.
+    "world.bcast",
+    "MPI.COMM_WORLD.bcast",
     "dist.all_gather_object",
     "dist.broadcast_object_list",
     "dist.gather_object",
