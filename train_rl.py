@@ -19,6 +19,7 @@ import datetime
 import io
 import os
 import platform
+import resource
 import sys
 from dataclasses import replace
 
@@ -205,8 +206,12 @@ def watched_run(config, points, ranks, device) -> int:
 
 
 def prepare_environment(ranks) -> None:
-    """Set the variables that libraries read when they are first imported."""
+    """Set the variables that libraries read when they are first imported, and the limit of open files."""
     ranks.export()
+    # Rank 0 holds connections to all ranks, and strangers may open some to the ports of libraries.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # the system's own limit has been lowered since
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # With --cpus-per-task Slurm binds each task to its own cores, which must not be divided again.
     own_cpus = os.environ.get("SLURM_CPUS_PER_TASK") if ranks.launcher == "slurm" else None
     cpus = own_cpus or max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)

@@ -116,7 +116,9 @@ def main(path: str) -> None:
             rounds[port] += 1
             if rounds[port] > ROUNDS and port not in stores | torch_stores:
                 continue
-            if port in torch_stores or (rounds[port] == 1 and is_torch_store(port)):
+            # The port of a step's rendezvous becomes that of torch's store.
+            may_be_torch = rounds[port] == 1 or port in stores - torch_stores
+            if port in torch_stores or (may_be_torch and is_torch_store(port)):
                 torch_stores.add(port)
                 with contextlib.suppress(RuntimeError):
                     forge(port, payload, found, forged)

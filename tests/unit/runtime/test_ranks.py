@@ -2,13 +2,16 @@
 torchrun)."""
 
 import socket
+import subprocess
 import sys
+import textwrap
 import types
 
 import pytest
 
 from rl.runtime.ranks import Ranks, discover, expand_hostlist, expand_tasks_per_node
 from rl.runtime.session import SPLIT_GROUPS, session
+from tests.spawn import ROOT
 
 TORCHRUN = dict(
     RANK="5",
@@ -307,3 +310,17 @@ def test_groups_split_from_the_world_are_refused(monkeypatch):
     monkeypatch.setenv(SPLIT_GROUPS, "1")
     with pytest.raises(ValueError, match="unset it"), session(discover(TORCHRUN)):
         pass
+
+
+def test_a_rank_may_open_as_many_files_as_the_hard_limit():
+    program = """
+        from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+        from rl.runtime.ranks import discover
+        from train_rl import prepare_environment
+
+        setrlimit(RLIMIT_NOFILE, (128, 256))
+        prepare_environment(discover())
+        print(*getrlimit(RLIMIT_NOFILE))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout == b"256 256\n"
