@@ -226,7 +226,7 @@ def test_a_schema_without_grammar_fails_its_trajectory(caplog):
         agents=Agents(structured_tool_calls=True, on_failure="shrink"),
     )
     assert [sample.number for sample in world.samples] == [0]
-    assert world.source.counts["failures/reset"] == 1
+    assert world.source.counts["failures/error"] == 1
     assert "rejects the schema of find: " in caplog.text and '"strng"' in caplog.text
 
 
