@@ -55,6 +55,8 @@ KEY_S, BODY_S = 10.0, 60.0
 MAX_STRANGERS = 128
 """Largest number of connections that have shown no key, beside one per session, because all agents of a call
 may connect at once; beyond it the oldest is closed."""
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError)
+"""Exceptions of reading a request; LookupError: an unknown encoding, OSError: a client that has gone."""
 IGNORED = ("refusal", "audio", "annotations", "function_call")
 """Keys that client libraries add to a message of the assistant."""
 
@@ -208,10 +210,10 @@ class Endpoint:
             try:
                 body = await self._read_body(http)
                 fields = read(body) if body else {"messages": None, "token_ids": None}
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-                return _error(400, f"malformed request: {type(error).__name__}: {error}")
             except TimeoutError:
                 return _error(408, f"the body of the request took longer than {BODY_S:g} s")
+            except MALFORMED as error:
+                return _error(400, f"malformed request: {type(error).__name__}: {error}")
             except Refused as error:
                 return _error(400, str(error))
             reply = self._ask(EndpointRequest(session, **fields, is_learned=body.get("store") is not False))
@@ -334,6 +336,8 @@ def _read_chat(body: dict) -> dict:
     if not messages:
         raise ValueError("messages is empty")
     tools = body.get("tools") or []
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise ValueError("stream_options must be an object")
     if not all(isinstance(tool["function"]["name"], str) for tool in tools):
         raise ValueError("tools must be a list of functions with a name")
     return {

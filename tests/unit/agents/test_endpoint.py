@@ -205,8 +205,13 @@ def test_keys_and_refusals():
             ask(key, n=2)
         with pytest.raises(openai.BadRequestError, match="max_tokens='7' must be an integer"):
             ask(key, max_tokens="7")
-        with pytest.raises(openai.BadRequestError, match="malformed"):
-            ask(key, tools=[{}])
+        for malformed in (
+            {"tools": [{}]},
+            {"stream": True, "stream_options": [1]},
+            {"extra_headers": {"Content-Type": "application/json; charset=none"}},
+        ):
+            with pytest.raises(openai.BadRequestError, match="malformed"):
+                ask(key, **malformed)
 
         def refuse() -> None:
             request = endpoint.requests.get(timeout=30)
