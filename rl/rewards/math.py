@@ -40,7 +40,7 @@ _SCIENTIFIC = re.compile(r"[0-9.][eE][+-]?[0-9]{4,}")
 # \text{...} at the end, but not "or less", "and 4", "p.m.", nor one with a number that is no exponent; or
 # several with nothing but signs between them, as in \text{ m}/\text{s}^2.
 _ONE_UNIT = (
-    r"\\text\{( )?(?! *(?:or|and|[apAP]\.?[mM])\b)(?:[^{}0-9^]|\^[0-9])*\}(?:\^(?:[0-9]|\{-?[0-9]\}))?"
+    r"\\text\{(?=( )?)(?! *(?:or|and|[apAP]\.?[mM])\b)(?:[^{}0-9^]|\^[0-9])*\}(?:\^(?:[0-9]|\{-?[0-9]\}))?"
 )
 _UNIT = re.compile(rf"{_ONE_UNIT}(?:(?:[\s/.]|\\cdot|\\[,;! ])*{_ONE_UNIT})*(?:\s|\\[,;! ])*$")
 _UNIT_FRACTION = re.compile(r"\\[dt]?frac\{(\\text\{[^{}]*\})\}\{(\\text\{[^{}]*\})\}")

@@ -232,6 +232,7 @@ UNITS = "\\boxed{ \\boxed { } \\ \\{ $ \\frac ^ \\boxed{1} =.".split() + [
     "\\sqrt ",
     "\\boxed ",
     "\\text{ ",
+    "\\text{ a}/",
 ]
 
 
