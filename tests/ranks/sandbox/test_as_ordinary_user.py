@@ -12,7 +12,7 @@ from tests.ordinary_user import as_ordinary_user
 FILES = {
     "sandbox": "tests/ranks/sandbox/test_sandbox.py tests/ranks/sandbox/test_hostile_programs.py",
     "endpoint": "tests/unit/agents/test_endpoint.py tests/unit/agents/test_endpoint_strangers.py",
-    "caches": "tests/unit/runtime/test_compile_caches.py",
+    "caches": "tests/unit/runtime/test_cache_directories.py",
     "rewards": "tests/ranks/rewards/test_code_reward.py",
     "environments": "tests/ranks/agents/test_environment_pool.py",
 }

@@ -1,7 +1,7 @@
 """Whole runs in random layouts learn the same as one rank with one micro-batch.
 
 tests/layout_draws.py draws layout, algorithm and samples, whose responses may be empty. A draw runs again by
-its number: pytest --slow tests/runs/test_layouts.py -k "[17]"
+its number: pytest --slow tests/runs/test_random_layouts.py -k "[17]"
 """
 
 import math
