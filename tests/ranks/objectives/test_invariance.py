@@ -1,8 +1,8 @@
 """One mini-batch, one gradient, and one batch, one set of advantages: on 1, 2 and 4 ranks, however the
 samples are split.
 
-Every policy loss with every mean, with a toy for a model. tests/runs/test_random_layouts.py runs the algorithms with
-Megatron's models in its layouts. The work is in invariance_worker.py.
+Every policy loss with every mean, with a toy for a model. tests/runs/test_random_layouts.py runs the
+algorithms with Megatron's models in its layouts. The work is in invariance_worker.py.
 """
 
 import json
