@@ -4,6 +4,7 @@ Later runs unpickle and execute what compilers store there. A directory that ano
 write to, is therefore not used.
 """
 
+import contextlib
 import logging
 import os
 import stat
@@ -40,10 +41,8 @@ def _why_unsafe(root: str) -> str:
         above = os.stat(os.path.dirname(root))
         if above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
             return "is in a directory in which every user can replace it"
-        try:
+        with contextlib.suppress(FileExistsError):
             os.mkdir(root, 0o700)
-        except FileExistsError:
-            pass
         found = os.lstat(root)
         if not stat.S_ISDIR(found.st_mode):
             return "is a link or a file"
