@@ -13,6 +13,7 @@ FILES = {
     "sandbox": "tests/ranks/sandbox/test_sandbox.py tests/ranks/sandbox/test_hostile_programs.py",
     "endpoint": "tests/unit/agents/test_endpoint.py tests/unit/agents/test_endpoint_strangers.py",
     "caches": "tests/unit/runtime/test_cache_directories.py",
+    "store": "tests/unit/runtime/test_job_key.py tests/ranks/runtime/test_job_store.py",
     "rewards": "tests/ranks/rewards/test_code_reward.py",
     "environments": "tests/ranks/agents/test_environment_pool.py",
 }
