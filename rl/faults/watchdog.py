@@ -270,6 +270,7 @@ class Watchdog:
         if reports_loss_of_store(self.rank, heartbeats):
             self._report(message)
         self.status.fail(message)
+        time.sleep(CAUSE_S)  # a fixed delay: a rank that notices later would report this one as lost
         self._exit()
 
     def _dump_stacks(self) -> None:
