@@ -89,7 +89,7 @@ class EndpointRequest:
     """int32 [C]: the whole context."""
     tools: list[dict] = field(default_factory=list)
     max_tokens: int | None = None
-    """Most tokens of the turn; None: no limit but the run's."""
+    """Maximum number of tokens of the turn; None: no limit but the run's."""
     is_learned: bool = True
     """Whether the turn belongs to the trajectory; "store": false of a request means that it does not."""
     reply: "Future[EndpointReply]" = field(default_factory=Future)

@@ -40,11 +40,11 @@ if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Most trajectories per sample of a prompt, as a mean over its group, before the group is left smaller."""
+"""Maximum trajectories per sample of a prompt, as a mean over its group; then the group stays smaller."""
 
 SESSIONS_PER_REQUEST = 4
-"""Most open trajectories per concurrent request of the engine. Further trajectories run while others wait for
-their environments; the limit bounds the cached prefixes that they hold."""
+"""Maximum open trajectories per concurrent request of the engine. Further trajectories run while others wait
+for their environments; the limit bounds the cached prefixes that they hold."""
 
 WAIT_S = 1.0
 """Longest wait for an answer before the other ranks of the replica hear from the leader again, in seconds."""

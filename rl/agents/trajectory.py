@@ -19,11 +19,11 @@ class Limits:
 
     turns: int
     turn_tokens: int
-    """Most tokens of one turn of the policy; 0: no limit besides the others."""
+    """Maximum number of tokens of one turn of the policy; 0: no limit besides the others."""
     response_tokens: int
-    """Most tokens of all rows without their contexts, those of tools included."""
+    """Maximum number of tokens of all rows without their contexts, those of tools included."""
     context_tokens: int
-    """Most tokens of a row with its context, which is the engine's limit."""
+    """Maximum number of tokens of a row with its context, which is the engine's limit."""
 
 
 @dataclass

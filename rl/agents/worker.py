@@ -50,7 +50,7 @@ from rl.workers.supervisor import run_worker
 BEAT_S = 1.0
 """Seconds between two signs of life during calls."""
 THREADS = 8
-"""Most sync calls at a time in a worker, but for `run`."""
+"""Maximum number of synchronous calls at a time in a worker, except `run`."""
 STACK_BYTES = 2 << 20
 """Stack of a session's thread, which counts as address space."""
 MAX_LINE_BYTES = 16 << 20

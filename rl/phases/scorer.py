@@ -285,7 +285,9 @@ def transcript(messages: Messages) -> str:
     """
     return "\n\n".join(
         f"{'user' if message['role'] == 'text' else message['role']}: {message.get('content') or ''}"
-        + "".join(f"\n[call] {json.dumps(call['function'])}" for call in message.get("tool_calls") or [])
+        + "".join(
+            f"\n[call] {json.dumps(call.get('function', call))}" for call in message.get("tool_calls") or []
+        )
         for message in messages
     )
 
