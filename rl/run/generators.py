@@ -39,12 +39,12 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
     if tracing.control is not None:
         tracing.control.role = watchdog.tracker.role
     store, living = session.job().store, None
-    if config.rollout.min_replicas:
+    if config.roles.min_replicas:
         from rl.runtime.living import LivingReplicas
 
         rollout, tp = ranks["rollout"], config.rollout.tp
         replicas = [range(first, first + tp) for first in rollout[::tp]]
-        living = LivingReplicas(store, replicas, least=config.rollout.min_replicas)
+        living = LivingReplicas(store, replicas, least=config.roles.min_replicas)
         watchdog.living = living
     members = {name: tuple(ranks) for name, ranks in ranks.items()}
     return Link(store, session.job().torch_store, rank=rank, device=device, living=living, **members)
