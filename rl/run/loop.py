@@ -425,8 +425,7 @@ class Training:
                 check_staleness(batch, phases.engines.policy.version, limit=0)
             if self._config.run.mode != "rollout_only":
                 self._algorithm.learn(phases, batch)
-                if (policy := phases.engines.policy).needs:
-                    phases.step.metrics |= policy.held_metrics()
+                phases.step.metrics |= phases.engines.policy.parts.metrics(phases.step.device.torch)
         if self._rollouts is not None:
             self._rollouts.write(phases.step.number, collected, batch)
         if asynchronous is not None:

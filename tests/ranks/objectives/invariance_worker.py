@@ -155,7 +155,7 @@ def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
             watchdog=SimpleNamespace(tracker=PhaseTracker(config.watchdog.limits, nowhere)),
             agreement=PhaseAgreement(config, "", dist.group.WORLD),
         ),
-        engines=Engines(engine, critic=engine, implicit_reward=engine),
+        engines=Engines(dict.fromkeys(("policy", "critic", "implicit_reward"), engine)),
         prompts=[],
         sampler=None,
         scorer=None,
