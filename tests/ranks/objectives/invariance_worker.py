@@ -93,6 +93,7 @@ class ToyEngine:
         self.weight_map, self.shares_prompts = SimpleNamespace(hf=HF, weights=[]), True
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
         self.version = self.num_updates = 0
+        self.optimizer = "plain steps"
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def micro_batches(self, batch, plan):
