@@ -2,7 +2,7 @@
 
     python -m tests.museum                       all exhibits
     python -m tests.museum "refit skipped"       some of them
-    python -m tests.museum --list                the exhibits by check, with the report of each bug and its effect
+    python -m tests.museum --list                the exhibits by check, each with its report and effect
     python -m tests.museum --clean 2000          clean steps with all checks on, which may raise nothing
 
 Exit code 0 if every exhibit was caught, or if no check raised in the clean runs.
