@@ -17,7 +17,7 @@ OF_SEQUENCE = ("routes",)
 columns belong to the tokens of the response."""
 
 SAMPLING_MASKS = ("kept_ids", "kept_counts")
-"""Columns of the sets of tokens from which the engine sampled each token (`rl.rollout.kept_sets`)."""
+"""Columns of the sets of tokens from which the engine sampled each token (`rl.rollout.sampling_masks`)."""
 
 
 class Row(NamedTuple):
@@ -32,6 +32,17 @@ class Row(NamedTuple):
 def row_key(prompt_ids: np.ndarray, response_ids: np.ndarray) -> int:
     """Return a 32-bit hash of a sample's tokens. It travels with the row, so that a wrong row is an error."""
     return zlib.crc32(response_ids.tobytes(), zlib.crc32(prompt_ids.tobytes()))
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Stands for an array of values that another rank has."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
 
 @dataclass

@@ -22,7 +22,9 @@ def training_parts(config: Config, model: RunModel, *, base_of: TrainingEngine |
     """
     parts: list[Part] = []
     if config.model.numerics == "bitwise":
-        from rl.training.bitwise import BitwiseNumerics  # imports rl.numerics, which no other run does
+        from rl.training.bitwise_numerics import (
+            BitwiseNumerics,
+        )  # imports rl.numerics, which no other run does
 
         parts.append(BitwiseNumerics())
     if base_of is not None:
