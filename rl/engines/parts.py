@@ -22,9 +22,8 @@ def training_parts(config: Config, model: RunModel, *, base_of: TrainingEngine |
     """
     parts: list[Part] = []
     if config.model.numerics == "bitwise":
-        from rl.training.bitwise_numerics import (
-            BitwiseNumerics,
-        )  # imports rl.numerics, which no other run does
+        # Imports rl.numerics, which a run with model.numerics=fast does not.
+        from rl.training.bitwise_numerics import BitwiseNumerics
 
         parts.append(BitwiseNumerics())
     if base_of is not None:
