@@ -138,7 +138,8 @@ class StopRequests:
             return 5
         if number is not None:
             return REASONS.index(number.name)
-        if self._job is not None and (shared := self._store.get(_KEY)):
+        is_part = dist.get_world_size() < session.job().world_size
+        if is_part and (shared := self._store.get(_KEY)):
             return int(shared)  # of any rank of the other role
         now = time.time()
         if self._deadline is not None and now >= self._deadline:
