@@ -29,8 +29,8 @@ from rl.phases.scoring import Scoring
 from rl.phases.step import Step
 from rl.phases.updates import TokenSelection, Updates
 from rl.rollout.sampling import greedy_sampling
-from rl.training.dp_split import Cost
 from rl.training.loss import Loss
+from rl.training.micro_batch_plans import Cost
 
 if TYPE_CHECKING:  # only for runs with a teacher
     from transformers import PreTrainedTokenizerBase
