@@ -202,7 +202,7 @@ EXCLUSIONS = {
             "leave out model.numerics"
         ),
         "rollout.top_p, rollout.top_k, rollout.min_p, agents.structured_tool_calls": (
-            "the exact log-softmax is over the whole vocabulary; leave it out"
+            "the bitwise log-softmax is over the whole vocabulary; leave it out"
         ),
         "rollout.carry_over": "older weights would sample a part of the tokens; leave it out",
         "lag": "older weights would sample; use roles.lag=0",

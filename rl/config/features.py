@@ -19,8 +19,8 @@ from rl.config.schema import (
     learns_from_samples,
     needs_engine,
     needs_feedback,
-    needs_kept_sets,
     needs_reward,
+    needs_sampling_masks,
     uses_teacher,
     validates,
     whole_run,
@@ -141,7 +141,7 @@ NAMED = {
     "lag": Feature(lambda config: config.roles.is_on and config.roles.lag > 0, "roles.lag={roles.lag}"),
     "no lag": Feature(lambda config: config.roles.is_on and config.roles.lag == 0, "roles.lag=0"),
     "sampling masks": Feature(
-        needs_kept_sets, "rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p}"
+        needs_sampling_masks, "rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p}"
     ),
     "truncation": Feature(
         lambda config: learns_from_samples(config) and config.rollout.truncates,

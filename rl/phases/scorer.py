@@ -22,14 +22,15 @@ from rl.faults.agreement import fail_together
 from rl.phases.batch_checks import CheckFailed, place
 from rl.rewards.pool.pool import ScoringPool, default_workers
 from rl.rewards.score import Score, digest
+from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import Sampling, seed_of
 from rl.runtime import tracing
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
-from rl.training.dp_split import plan_minibatch
 from rl.training.engine import TrainingEngine
+from rl.training.micro_batch_plans import plan_minibatch
 
 DIGEST = "\0digest"
 """Name of the column of `_digest`. A reward function cannot use it, because it is not printable."""
@@ -46,15 +47,17 @@ class Scorer:
         self.config, self.device, self.tokenizer, self.pool = config.reward, device, inputs.tokenizer, pool
         self.keeps_feedback = needs_feedback(config)
         self.micro_batch_tokens, self.seed = config.training.micro_batch_tokens, config.run.seed
-        self.model = (
-            None
-            if engines.reward_model is None
-            else (engines.reward_model, inputs.tokenizers["reward_model"])
-        )
-        self.judge = None
-        if engines.judge is not None:
+        self.model = self.judge = None
+        if "reward_model" in engines.training:
+            self.model = (engines.training["reward_model"], inputs.tokenizers["reward_model"])
+        if "judge" in engines.generating:
             assert inputs.judge_parser is not None
-            self.judge = (engines.judge, inputs.tokenizers["judge"], inputs.judge_parser)
+            self.judge = (engines.generating["judge"], inputs.tokenizers["judge"], inputs.judge_parser)
+
+    @property
+    def has_models(self) -> bool:
+        """Whether a reward model or a judge scores, for which the policy's engine sleeps."""
+        return self.model is not None or self.judge is not None
 
     def score(self, batch: Batch, *, predictions: bool) -> tuple[dict[str, Tensor], list[str | None] | None]:
         """Return the scores as columns float32 [N] and, if `predictions`, the answer found in each response.
@@ -167,7 +170,8 @@ class Scorer:
         engine.wake_cache()
         samples = engine.generate(questions_asked, sampling, [seed_of(self.seed, "judge", i) for i in asked])
         engine.sleep()
-        answers = exchange(questions_asked, samples, 1, self.device)
+        assert samples is not None
+        answers = batch_of(exchange(samples, self.device), questions_asked, samples_per_prompt=1)
         values, failed = torch.zeros(len(batch)), torch.ones(len(batch))
         for i, text in zip(asked, tokenizer.batch_decode(answers.response_ids, skip_special_tokens=True)):
             try:

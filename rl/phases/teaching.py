@@ -17,11 +17,12 @@ from rl.objectives.distillation import divergence_of
 from rl.phases.batch_metrics import token_mean
 from rl.phases.minibatches import MinibatchPlanner
 from rl.phases.step import Step
+from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import seed_of, train_sampling
 from rl.training.divergence import Targets, head_rows, top_k
-from rl.training.dp_split import MicroBatchPlan
 from rl.training.engine import TrainingEngine
+from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.packing import MicroBatch
 
 
@@ -82,7 +83,7 @@ class Teaching:
                 micro.hidden,
                 model.model.head_weight,
                 k,
-                temperature=model.temperature,
+                temperature=model.spec.temperature,
                 vocab_size=policy.model.real_vocab_size,  # a teacher may have more rows, of no token
                 group=policy.grid.groups.tp,
                 chunk=max(1, model.model.head_chunk_tokens // 4),
@@ -92,8 +93,7 @@ class Teaching:
 
     def responses(self, prompts: list[Prompt]) -> Batch:
         """Sample rollout.samples_per_prompt responses per prompt from the teacher."""
-        engine, sampling = self._engines.teacher_engine, train_sampling(self._config)
-        assert engine is not None, "this run has no teacher that generates"
+        engine, sampling = self._engines.generating["teacher"], train_sampling(self._config)
         ids = [prompt.token_ids for prompt in prompts]
         seeds = [
             seed_of(self._config.run.seed, f"teacher.{self._step.number}", place)
@@ -105,9 +105,9 @@ class Teaching:
             engine.wake_cache()
             samples = engine.generate(ids, sampling, seeds)
             engine.sleep()
-            batch = exchange(ids, samples, sampling.samples_per_prompt, self._step.device)
-        batch.prompts = prompts
-        return batch
+            assert samples is not None
+            samples = exchange(samples, self._step.device)
+        return batch_of(samples, ids, prompts=prompts, samples_per_prompt=sampling.samples_per_prompt)
 
     def _lessons(
         self, batch: Batch

@@ -176,7 +176,9 @@ class _Speed:
         device.release_cached_memory()
         options = dict(dtype="bfloat16", max_tokens=prompt + response, seed=1, device=device)
         self.engine = RolloutEngine(path, self.config.rollout, **options)
-        self.memory = MemorySharing(self.config, device, Engines(self.policy, rollout=self.engine))
+        self.memory = MemorySharing(
+            self.config, device, Engines({"policy": self.policy}, {"policy": self.engine})
+        )
 
     def measure(self) -> None:
         """Measure sleep, training, refit and generation, in this order."""
@@ -210,7 +212,7 @@ class _Speed:
         import torch
 
         from rl.data.batch import Batch
-        from rl.training.dp_split import plan_minibatch
+        from rl.training.micro_batch_plans import plan_minibatch
 
         _, prompt, response = _sizes(self.task)
         count = self.task.size(64, 8)

@@ -21,11 +21,12 @@ from rl.models.boxes import volume, whole  # noqa: E402
 from rl.models.files import TensorReader, tensor_files  # noqa: E402
 from rl.refit.gather import RefitMismatch  # noqa: E402
 from rl.refit.link import Link  # noqa: E402
-from rl.rollout.turns import Sample, Segment  # noqa: E402
+from rl.rollout.samples import Sample, Segment  # noqa: E402
 from rl.runtime import session  # noqa: E402
 from rl.runtime.device import choose_device  # noqa: E402
 from rl.runtime.job_store import StoreProcess, connect_to  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
+from rl.training.spec import ModelSpec  # noqa: E402
 from tests.ranks.refit.refit_worker import RANKS, PlainEngine, contents, differing, poison, rollout_config
 from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
 
@@ -36,9 +37,7 @@ SECRET = bytes(32)
 def train(link, config, hf, store) -> dict:
     """Send two versions; the second is the first times 1.5. Then receive the samples of all replicas."""
     grid = new_grid(config.training.tp, config.training.pp, config.training.ep)
-    trainer = TrainingEngine(
-        config.model.path, hf, training=config.training, dtype="float32", grid=grid, device=link.device
-    )
+    trainer = TrainingEngine(ModelSpec(config.model.path, hf, "float32"), config.training, grid, link.device)
     link.plan_weights(config, hf, trainer=trainer)
     sent = []
     for version in (0, 1):
@@ -96,7 +95,7 @@ def generate(link, config, hf, store) -> dict:
         tokens = np.arange(rank, rank + 3, dtype=np.int32)
         segment = Segment(tokens, tokens.astype(np.float32) / 3, np.zeros(3, np.int32))
         for number in range(2):
-            link.send_samples(["group", number], [Sample(number, 0, (segment,), False)] * 2)
+            link.send_samples(["group", number], [Sample(number, 0, (segment,))] * 2)
     return out
 
 

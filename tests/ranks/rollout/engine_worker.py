@@ -33,8 +33,8 @@ from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.events import Add, Done, Event  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import StaticQueue  # noqa: E402
+from rl.rollout.samples import Completion, Request, Sample, Segment  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
-from rl.rollout.turns import Completion, Request, Sample, Segment  # noqa: E402
 from rl.rollout.vllm_model import build_llm  # noqa: E402
 from rl.runtime.collectives import broadcast_object, gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
@@ -134,7 +134,7 @@ class Checks:
         hf = read_hf_config(checkpoint)
         self.reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self.trainer = build_policy(self.config, hf, build_grid(tp=1, pp=1, seed=1), device)
-        options = dict(dtype="float32", max_tokens=256, seed=1, device=device, returns_kept=True)
+        options = dict(dtype="float32", max_tokens=256, seed=1, device=device, returns_masks=True)
         self.engine = RolloutEngine(checkpoint, self.config.rollout, **options)
         refit(self.trainer, self.engine)
 
@@ -310,7 +310,6 @@ class Checks:
 
     def carried(self, groups, is_met) -> list:
         """Return the groups after a generation that ends when `is_met` returns true on the leader."""
-        contexts = [group.prompt.token_ids for group in groups]
         turns = CarriedTurns(
             groups,
             set(),
@@ -321,7 +320,7 @@ class Checks:
             capacity=12,
         )
         assert self.engine.run(turns if self.engine.leads else None, PLAIN)
-        return extend(groups, exchange(contexts, turns.parts, None, self.engine.device))
+        return extend(groups, exchange(turns.parts, self.engine.device))
 
     def check_a_kept_cache_serves_carried_samples_only(self):
         engine, ids = self.engine, LONG_PROMPTS[0]

@@ -31,6 +31,7 @@ from rl.config.teachers import Teacher  # noqa: E402
 from rl.data.batch import Batch  # noqa: E402
 from rl.data.prompts import Prompt  # noqa: E402
 from rl.engines.engines import Engines, build_policy  # noqa: E402
+from rl.engines.memory import MemorySharing  # noqa: E402
 from rl.faults.agreement import PhaseAgreement  # noqa: E402
 from rl.faults.phase_tracker import PhaseTracker  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
@@ -39,6 +40,7 @@ from rl.phases.step import Step  # noqa: E402
 from rl.run_directory.progress import Progress  # noqa: E402
 from rl.runtime.session import control_group, session  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
+from rl.training.spec import ModelSpec  # noqa: E402
 from tools.make_toy import build_tokenizer  # noqa: E402
 
 ANSWERS = ("abc", "de", "fghi", "j")
@@ -75,11 +77,10 @@ def batch_of(vocab_size: int) -> Batch:
 
 def megatron(config: Config, device, tp: int, pp: int) -> dict:
     grid, hf = new_grid(tp, pp), read_hf_config(config.model.path)
-    engines = Engines(build_policy(config, hf, grid, device))
+    engines = Engines({"policy": build_policy(config, hf, grid, device)})
     for path in config.teacher.paths:
-        options = dict(training=config.training, dtype="float32", grid=grid, device=device)
-        temperature = config.rollout.temperature
-        model = TrainingEngine(path, read_hf_config(path), **options, temperature=temperature)
+        spec = ModelSpec(path, read_hf_config(path), "float32", temperature=config.rollout.temperature)
+        model = TrainingEngine(spec, config.training, grid, device)
         engines.teachers[path] = model
     tracker = PhaseTracker(config.watchdog.limits, open(os.devnull, "w"))
     step = Step(
@@ -89,7 +90,14 @@ def megatron(config: Config, device, tp: int, pp: int) -> dict:
         agreement=PhaseAgreement(config, "", control_group()),
     )
     phases = Phases(
-        config, step=step, engines=engines, prompts=[], sampler=None, scorer=None, tokenizer=build_tokenizer()
+        config,
+        step=step,
+        engines=engines,
+        memory=MemorySharing(config, device, engines),
+        draw=None,
+        sampler=None,
+        scorer=None,
+        tokenizer=build_tokenizer(),
     )
     step.begin(1)
     before = {name: tensor.clone() for name, tensor in engines.policy.full_weights()}

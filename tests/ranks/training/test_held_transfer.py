@@ -9,15 +9,16 @@ PROGRAM = """
     import numpy as np
     import torch
     import torch.distributed as dist
+    from rl.rollout.batches import batch_of
     from rl.rollout.exchange import exchange
-    from rl.rollout.turns import Sample, Segment
+    from rl.rollout.samples import Sample, Segment
     from rl.runtime.device import choose_device
-    from rl.training import homes
+    from rl.training import held_transfer
     from rl.training.grid import Grid
 
     dist.init_process_group("gloo")
     rank, device = dist.get_rank(), choose_device(0)
-    homes.BUFFER = 80  # 10 bytes to each rank at a time, so that a row needs several messages
+    held_transfer.BUFFER = 80  # 10 bytes to each rank at a time, so that a row needs several messages
     tp, dp, pp = 2, 2, 2
     grid = Grid(None, tp, pp, dp, rank % tp, rank // (tp * dp), rank // tp % dp)
 
@@ -27,11 +28,11 @@ PROGRAM = """
             "routes": np.arange((4 + number) * 6, dtype=np.uint8).reshape(-1, 3, 2) + number,
             "kept": np.arange(2 * number, dtype=np.int32),
         }
-        return Sample(0, number, (Segment(ids, np.zeros(len(ids), np.float32), ids, held=held),), False)
+        return Sample(0, number, (Segment(ids, np.zeros(len(ids), np.float32), ids, held=held),))
 
     own = [sample(i) for i in range(6) if i % 4 * 2 == rank]  # leaders of engines of tp 2
     prompt = np.ones(2, np.int32)
-    batch = exchange([prompt], own, 6, device, held=("routes", "kept"))
+    batch = batch_of(exchange(own, device), [prompt], samples_per_prompt=6)
     assert batch.held["routes"].holders.tolist() == [0, 2, 4, 6, 0, 2]
     if sys.argv[1] == "swapped" and rank == 2:
         rows = batch.held["routes"].rows
@@ -39,10 +40,10 @@ PROGRAM = """
     stage = [slice(0, 1), slice(1, 3)]
     needs = {"routes": stage.__getitem__, "kept": [None, slice(None)].__getitem__}
     plans = [[[[0, 1]], [[2]]], [[[3], []], [[], [4, 5]]]]
-    moved = [homes.fetch(batch, plan, needs, grid, device.torch) for plan in plans]
+    moved = [held_transfer.fetch(batch, plan, needs, grid, device.torch) for plan in plans]
     assert all(m.received == m.planned for m in moved)
-    again = homes.fetch(batch, plans[0], needs, grid, device.torch)
-    assert again == homes.BytesMoved(), again
+    again = held_transfer.fetch(batch, plans[0], needs, grid, device.torch)
+    assert again == held_transfer.BytesMoved(), again
     mine = [0, 1, 3] if grid.dp_rank == 0 else [2, 4, 5]
     assert set(batch.held["routes"].local) == set(mine)
     for i in mine:

@@ -1,9 +1,9 @@
-"""One rank of test_kept_sets.py: log-probs of engine and trainer for tokens of a truncated distribution.
+"""One rank of test_sampling_masks.py: log-probs of engine and trainer for tokens of a truncated distribution.
 
-    kept_sets_worker.py CHECKPOINT LAYOUT [LAYOUT ...]
+    sampling_mask_worker.py CHECKPOINT LAYOUT [LAYOUT ...]
 
 LAYOUT is TPxPP. Prints for each layout, as JSON, the largest difference between the trainer's log-probs and
-the engine's with and without the kept sets, their sizes, and the bytes of them that the ranks received.
+the engine's with and without the sampling masks, their sizes, and the bytes of them that the ranks received.
 """
 
 import json
@@ -23,11 +23,13 @@ from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # 
 from rl.engines.engines import build_policy, build_rollout  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import refit  # noqa: E402
+from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.sampling import train_sampling  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.dp_split import plan_minibatch  # noqa: E402
+from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
+from rl.training.parts import Parts  # noqa: E402
 from tools.hf_reference import random_batch  # noqa: E402
 
 OUTPUTS = ("logprobs", "entropy", "sum_p_squared")
@@ -58,10 +60,10 @@ def main(checkpoint: str, *layouts: str) -> None:
                 engine = build_rollout(config, device)
                 refit(trainer, engine)
                 own = engine.generate(prompts, train_sampling(config), list(range(len(prompts))))
-            batch = exchange(prompts, own, rollout.samples_per_prompt, device, held=engine.held_columns)
+            batch = batch_of(exchange(own, device), prompts, samples_per_prompt=rollout.samples_per_prompt)
             plans = [plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)]
             logprobs, entropy, squares = trainer.forward(batch, plans, OUTPUTS)
-            moved, trainer.needs = trainer.held_metrics(), {}
+            moved, trainer.parts = trainer.parts.metrics(device.torch), Parts()
             whole = trainer.forward(batch, plans, ("logprobs",))[0]
             sizes = np.concatenate([sample.held("kept_counts") for sample in own])
             found[layout] = {
