@@ -24,8 +24,10 @@ from rl.engines.memory import MemorySharing
 from rl.phases.generation import Generation
 from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
-from rl.rollout.carry_over import CarriedTurns, Frontier, Group, batch_of, extend, quota_of
+from rl.rollout.carry_over import QuotaSchedule, Frontier, Group, batch_of, extend, quota_of
 from rl.rollout.sampling import seed_of, train_sampling
+from rl.rollout.single_turn import SingleTurn
+from rl.rollout.source import SampleSource
 from rl.rollout.turns import Sample
 from rl.run_directory.consumed import FILE_NAME, append_consumed
 from rl.stopping.requests import StopRequests
@@ -103,18 +105,18 @@ class CarryOver(Generation):
         seeds = [seed_of(self._config.run.seed, "draw", group.prompt.draw) for group in groups]
 
         def generate(progress, interrupt) -> list[Sample] | None:
-            turns = CarriedTurns(
+            schedule = QuotaSchedule(
                 groups,
                 due,
                 sampling,
                 seeds,
                 queue=engine.queue(len(groups)),
                 quota=quota_of(engine, len(groups), due, num_missing),
-                capacity=engine.capacity(len(groups), sampling.samples_per_prompt),
-                progress=progress,
             )
-            is_whole = engine.run(turns if engine.leads else None, sampling, interrupt=interrupt)
-            return turns.parts if is_whole else None
+            capacity = engine.capacity(len(groups), sampling.samples_per_prompt)
+            source = SampleSource(schedule, SingleTurn(sampling, capacity=capacity), progress=progress)
+            is_whole = engine.run(source if engine.leads else None, sampling, interrupt=interrupt)
+            return schedule.samples if is_whole else None
 
         total = num_missing * sampling.samples_per_prompt
         return self.run(contexts, generate, total=total, timing="gen")

@@ -28,7 +28,7 @@ from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
 from rl.stopping.requests import StepAborted, StopRequests
 
 if TYPE_CHECKING:  # a run without environments does not import them
-    from rl.agents.rollouts import AgentRollouts
+    from rl.agents.generation import AgentRollouts
 
 
 class AllTrajectoriesFailed(Exception):

@@ -3,20 +3,22 @@
 import datetime
 import time
 
-import numpy as np
 import torch.distributed as dist
 
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
+from rl.data.prompts import Prompt
 from rl.engines.engines import build_rollout
 from rl.engines.inputs import Inputs
 from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
 from rl.rollout.asks import ASK_TYPES, Asks, Begin, Generate
-from rl.rollout.group_stream import WAIT_S, GroupStream, batch_size
+from rl.rollout.stream import WAIT_S, StreamSchedule, batch_size
 from rl.rollout.queue import Queue
 from rl.rollout.sampling import train_sampling
+from rl.rollout.single_turn import SingleTurn
+from rl.rollout.source import SampleSource
 from rl.runtime import session, tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
@@ -53,7 +55,7 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
 class Generators:
     """A rank that generates what the trainers ask for. Methods are collective over the replica.
 
-    The replica's leader reads the messages; `GroupStream` describes the order in which it generates.
+    The replica's leader reads the messages; `StreamSchedule` describes the order in which it generates.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Generators:
         self._link.plan_weights(self._config, self._inputs.models["policy"].hf, engine=engine)
         limit_collectives(self._config.watchdog.limits)
         queue: Queue = engine.queue(ENDLESS)
-        stream, sampling, options = None, train_sampling(self._config), {}
+        stream, source, sampling, options = None, None, train_sampling(self._config), {}
         if self._link.living is not None:
             from rl.rollout.claims import Claims
 
@@ -91,19 +93,20 @@ class Generators:
             options["take_over"] = claims.abandoned
         if engine.leads:
             begin = self._first_message()
-            stream = GroupStream(
+            stream = StreamSchedule(
                 self._config,
                 begin,
                 draw=self._draw,
                 queue=queue,
-                capacity=engine.capacity(self._window(), sampling.samples_per_prompt),
                 asks=self._asks,
                 send=self._link.send_samples,
                 **options,
             )
+            capacity = engine.capacity(self._window(), sampling.samples_per_prompt)
+            source = SampleSource(stream, SingleTurn(sampling, capacity=capacity))
         while True:
             is_whole = engine.run(
-                stream,
+                source,
                 sampling,
                 interrupt=self._look,
                 take_weights=self._take_weights,
@@ -138,8 +141,8 @@ class Generators:
         roles = self._config.roles
         return batch_size(self._config) * (1 if roles.granularity == "batch" else roles.lag + 1)
 
-    def _draw(self, number: int) -> list[np.ndarray]:
-        return [self._inputs.prompts[i].token_ids for i in self._sampler.draw(number)]
+    def _draw(self, number: int) -> list[Prompt]:
+        return [self._inputs.prompts[i] for i in self._sampler.draw(number)]
 
     def _answer(self, name: str, ask: Generate) -> None:
         """Generate the responses to the prompts of a message, and send them."""

@@ -26,7 +26,7 @@ from rl.runtime.device import Device
 from rl.stopping.requests import StopRequests
 
 if TYPE_CHECKING:
-    from rl.agents.rollouts import AgentRollouts
+    from rl.agents.generation import AgentRollouts
     from rl.refit.link import Link
     from rl.run.rollouts import StoredBatches
 
@@ -83,7 +83,7 @@ class SamplerSetUp:
 
             self._link = generators.enter_role(config, device, watchdog)
         elif config.agents.is_on and self._stored is None and not self._is_finished:
-            from rl.agents.rollouts import AgentRollouts
+            from rl.agents.generation import AgentRollouts
 
             with fail_together():
                 self._agents = AgentRollouts(config, self._inputs.tokenizer)
