@@ -29,9 +29,9 @@ from rl.agents.pool import EnvironmentPool, once, to_row
 from rl.agents.trajectory import Limits, Trajectory
 from rl.config.agents import Agents
 from rl.rollout.events import Abort, Event
+from rl.rollout.samples import Completion, Request, Sample
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.source import Start
-from rl.rollout.samples import Completion, Request, Sample
 
 if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
     from rl.agents.endpoint import Endpoint, EndpointRequest

@@ -9,19 +9,19 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rl.agents.chat import Chat
-from rl.agents.pool import EnvironmentPool
 from rl.agents.dialogue import Environments, Trajectories
+from rl.agents.pool import EnvironmentPool
 from rl.config.agent_plan import make_agent_plan
 from rl.config.schema import Config
 from rl.data.prompts import Prompt, end_token_ids
 from rl.rewards.pool.pool import default_workers
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.queue import OrderedQueue, Queue, StaticQueue
+from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling
 from rl.rollout.schedule import QueueSchedule
 from rl.rollout.source import SampleSource
 from rl.rollout.stored_log import DIRECTORY, Recorder, store
-from rl.rollout.turns import Sample
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,8 @@ class AgentRollouts:
         if self._endpoint is None:
             assert self.environments is not None
             longest = self._config.data.max_prompt_tokens + self._config.rollout.max_response_tokens
-            self._endpoint = Endpoint(self._tokenizer, context_tokens=longest, wake=self.environments.pool.wake)
+            wake = self.environments.pool.wake
+            self._endpoint = Endpoint(self._tokenizer, context_tokens=longest, wake=wake)
         return self._endpoint
 
     def generate(

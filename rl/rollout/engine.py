@@ -22,11 +22,11 @@ from rl.models import read_hf_config
 from rl.rollout import cpu_support
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
+from rl.rollout.samples import Completion, Request, Sample, context_digest
 from rl.rollout.sampling import Sampling
 from rl.rollout.schedule import QueueSchedule
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
-from rl.rollout.turns import Completion, Request, Sample, context_digest
 from rl.rollout.vllm_model import build_llm
 from rl.runtime import tracing
 from rl.runtime.device import Device

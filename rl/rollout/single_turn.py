@@ -35,9 +35,7 @@ class SingleTurn:
             limit -= len(start.so_far.token_ids)
             version = int(start.so_far.weight_versions[0])
         self._open[name] = start
-        self._ready.append(
-            Request(name, context, seed, limit, first_version=version, adapter=start.adapter)
-        )
+        self._ready.append(Request(name, context, seed, limit, first_version=version, adapter=start.adapter))
 
     def advance(self, num_live: int, step: int) -> list[Event]:
         return []

@@ -25,7 +25,7 @@ class Start:
     """Index of the sample among those of its group."""
     prompt: Prompt
     seed: int
-    """Seed of the group. Sample `number` has `seed_of(seed, number)`, so it does not depend on the replica."""
+    """Seed of the group. Sample `number` has `seed_of(seed, number)`, whichever replica draws it."""
     adapter: int = 0
     """Index of the adapter that generates, in an engine that has several."""
     so_far: Sample | None = None

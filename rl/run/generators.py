@@ -14,11 +14,11 @@ from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
 from rl.rollout.asks import ASK_TYPES, Asks, Begin, Generate
-from rl.rollout.stream import WAIT_S, StreamSchedule, batch_size
 from rl.rollout.queue import Queue
 from rl.rollout.sampling import train_sampling
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
+from rl.rollout.stream import WAIT_S, StreamSchedule, batch_size
 from rl.runtime import session, tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
