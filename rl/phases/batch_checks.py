@@ -31,6 +31,10 @@ ORDERED = frozenset({"rewards", "groups", "baselines"})
 """Columns of the estimators whose advantages follow the order of the rewards in a group."""
 
 
+class AllTrajectoriesFailed(Exception):
+    """No group of a call has enough trajectories whose environments did not fail."""
+
+
 class CheckFailed(RuntimeError):
     """Raised if a check finds that the run would learn from something wrong."""
 

@@ -102,8 +102,7 @@ class CarryOver(Generation):
 
     def _continue(self, groups: list[Group], due: set[int], num_missing: int) -> list[Sample]:
         """Generate until `num_missing` groups and those that are due are complete; return the new tokens."""
-        engine, sampling = self._engines.rollout, self._sampling
-        assert engine is not None, "this run has no generation engine"
+        engine, sampling = self._engine, self._sampling
         contexts = [np.concatenate([g.prompt.token_ids, *(s.token_ids for s in g.samples)]) for g in groups]
         seeds = [seed_of(self._config.run.seed, "draw", group.prompt.draw) for group in groups]
 

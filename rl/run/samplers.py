@@ -120,7 +120,11 @@ class SamplerSetUp:
             from rl.phases.carry_over import CarryOver
 
             return CarryOver(config, step, engines, memory, redo, prompts=prompts)
-        return Generation(config, step, engines, memory, redo, self._agents)
+        if self._agents is not None:
+            from rl.phases.trajectories import TrajectoryGeneration
+
+            return TrajectoryGeneration(config, step, engines, memory, redo, agents=self._agents)
+        return Generation(config, step, engines, memory, redo)
 
     def close(self) -> None:
         """End what runs beside the engines."""
