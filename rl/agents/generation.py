@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -97,7 +97,7 @@ class AgentRollouts:
         progress=None,
         interrupt: Callable[[], bool] | None = None,
         on_wait: Callable[[str], None],
-        order: list[int] | None = None,
+        order: Sequence[int] | None = None,
         keeps_failed: bool = False,
         log_name: str = "",
     ) -> tuple[list[Sample] | None, Counter[str]]:

@@ -272,7 +272,7 @@ class RolloutEngine:
         seeds: list[int],
         progress=None,
         interrupt: Callable[[], bool] | None = None,
-        order: list[int] | None = None,
+        order: Sequence[int] | None = None,
         adapters: list[int] | None = None,
     ) -> list[Sample] | None:
         """Return the samples of the prompts that this replica drew; None if the call was interrupted.

@@ -18,8 +18,8 @@ from dataclasses import replace
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import fingerprint
 from rl.data.prompts import Prompt
-from rl.rollout.asks import Ask, Asks, Begin, NextBatch
 from rl.rollout.events import Done, Event, Waiting, Weights
+from rl.rollout.messages import Begin, Message, Messages, NextBatch
 from rl.rollout.queue import Queue
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import seed_of
@@ -58,12 +58,12 @@ class StreamSchedule:
         *,
         draw: Callable[[int], list[Prompt]],
         queue: Queue,
-        asks: Asks,
+        messages: Messages,
         send: Callable[[Hashable, list[Sample]], None],
         take_over: Callable[[range], int | None] = lambda items: None,
     ):
-        self._config, self._draw, self._queue, self._asks, self._send = config, draw, queue, asks, send
-        self._take_over = take_over
+        self._config, self._draw, self._queue, self._messages = config, draw, queue, messages
+        self._send, self._take_over = send, take_over
         self._size = batch_size(config)
         self._first = self._limit = begin.batch * self._size
         self._finished = begin.finished
@@ -82,7 +82,7 @@ class StreamSchedule:
         self._open: dict[int, list[list[Sample]]] = {}
         """Rows of the finished samples of the groups that have begun."""
         self._due_at: int | None = None
-        self.barrier: tuple[str, Ask] | None = None
+        self.barrier: tuple[str, Message] | None = None
         """The message that ended the engine's run, with its name: any but a `NextBatch`."""
 
     # Schedule ---------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class StreamSchedule:
         # At most one message: its weights must be taken before the next one can come.
         if self.barrier is None and self._reads_next(source.num_open, step):
             is_due = self._due_at is not None
-            taken = self._asks.take(WAIT_S if is_due or not source.num_open else 0.0)
+            taken = self._messages.take(WAIT_S if is_due or not source.num_open else 0.0)
             if taken is None:
                 return [*events, Waiting("weights")] if is_due and source.num_open else events
             self._due_at = None
@@ -133,12 +133,12 @@ class StreamSchedule:
             self._due_at = step + self._config.roles.refit_after_steps
         return step >= self._due_at
 
-    def _allow(self, ask: NextBatch) -> Event:
+    def _allow(self, message: NextBatch) -> Event:
         """Allow the groups of a message; return the event that takes its weights."""
-        self._next_batch = ask.batch + 1
-        self._limit = ask.limit * self._size
-        self._purpose = ask.purpose
-        return Weights(ask.version)
+        self._next_batch = message.batch + 1
+        self._limit = message.limit * self._size
+        self._purpose = message.purpose
+        return Weights(message.version)
 
     # Groups -----------------------------------------------------------------------------------------------
 

@@ -110,10 +110,10 @@ class SamplerSetUp:
         config = self._config
         redo = stop if config.run.on_stop_in_generation == "redo" else None
         if self._link is not None:
-            from rl.phases.split import SplitGeneration
+            from rl.phases.generation_by_roles import GenerationByRoles
 
             redo = None if config.rollout.deterministic else redo
-            return SplitGeneration(config, step, engines.policy, memory, redo, link=self._link)
+            return GenerationByRoles(config, step, engines.policy, memory, redo, link=self._link)
         if self._stored is not None:
             return StoredSampler(config, step, engines, memory, redo, stored=self._stored)
         if config.rollout.carry_over:

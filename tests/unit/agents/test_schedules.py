@@ -8,9 +8,9 @@ from rl.agents.dialogue import Environments, Trajectories
 from rl.config.agents import Agents
 from rl.config.schema import load_config
 from rl.data.prompts import Prompt
-from rl.rollout.asks import Begin, Complete, NextBatch
 from rl.rollout.carry_over import Group, Quota, QuotaSchedule
 from rl.rollout.events import Abort, Done
+from rl.rollout.messages import Begin, Complete, NextBatch
 from rl.rollout.queue import StaticQueue, own_counter
 from rl.rollout.samples import Completion
 from rl.rollout.sampling import Sampling, seed_of
@@ -82,7 +82,7 @@ def test_every_schedule_generates_with_every_dialogue(kind, agents):
             Begin({}, 0, frozenset()),
             draw=lambda number: [prompts[0]] * number,
             queue=StaticQueue(1 << 62, replica=0, num_replicas=1),
-            asks=Messages(),
+            messages=Messages(),
             send=lambda key, samples: sent.extend(samples),
         )
     messages = [{"role": "user", "content": "a question"}]
