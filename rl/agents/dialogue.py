@@ -15,7 +15,6 @@ turn's completion is sent to it, and its next request or its end is the answer.
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,11 +22,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl.agents.chat import Chat, TooLong
+from rl.agents.chat import TooLong
 from rl.agents.environment import OF_LIMITS, Failure, Messages, Reply, Run, Score, Step, ToolCalls
-from rl.agents.pool import EnvironmentPool, once, to_row
+from rl.agents.pool import once, to_row
+from rl.agents.replica_environments import Environments
 from rl.agents.trajectory import Limits, Trajectory
-from rl.config.agents import Agents
 from rl.rollout.events import Abort, Event
 from rl.rollout.samples import Completion, Request, Sample
 from rl.rollout.sampling import Sampling, seed_of
@@ -47,17 +46,6 @@ for their environments; the limit bounds the cached prefixes that they hold."""
 
 WAIT_S = 1.0
 """Longest wait for an answer before the other ranks of the replica hear from the leader again, in seconds."""
-
-
-@dataclass(frozen=True)
-class Environments:
-    """The environments of a replica, and how conversations with them are written."""
-
-    config: Agents
-    pool: EnvironmentPool
-    chat: Chat
-    start_endpoint: "Callable[[], Endpoint]"
-    """Returns the server for agents that run by themselves."""
 
 
 @dataclass
@@ -122,7 +110,7 @@ class Trajectories:
         self._pool, self._chat = environments.pool, environments.chat
         self._capacity, self._keeps_failed = capacity, keeps_failed
         self._limits = Limits(config.max_turns, config.max_tokens_per_turn, sampling.max_tokens, max_context)
-        self._start_endpoint = environments.start_endpoint
+        self._start_endpoint = environments.endpoint
         self._endpoint: Endpoint | None = None
         self._in_waves = config.order == "waves"
         self._aborts: list[Event] = []

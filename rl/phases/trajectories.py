@@ -2,18 +2,24 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from rl.agents.generation import AgentRollouts
+from rl.agents.dialogue import Trajectories
+from rl.agents.replica_environments import Environments
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.phases.batch_checks import AllTrajectoriesFailed, describe_failures, warn_of_failures
 from rl.phases.batch_metrics import agent_metrics
 from rl.phases.generation import Generation
 from rl.rollout.batches import batch_of
+from rl.rollout.queue import OrderedQueue, Queue, StaticQueue
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling
+from rl.rollout.schedule import QueueSchedule
+from rl.rollout.source import SampleSource
+from rl.rollout.stored_log import DIRECTORY, Recorder, store
 from rl.runtime.collectives import gather_objects
 
 
@@ -23,9 +29,10 @@ class TrajectoryGeneration(Generation):
     In validation a failed trajectory is a sample of which `failed` is 1.
     """
 
-    def __init__(self, *args, agents: AgentRollouts):
+    def __init__(self, *args, environments: Environments | None):
+        """environments: see `start_environments`."""
         super().__init__(*args)
-        self._agents = agents
+        self._environments = environments
         self._counts: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
         """Counts of environments in this step, by its number and the timing of the calls."""
 
@@ -42,30 +49,53 @@ class TrajectoryGeneration(Generation):
 
         Raises AllTrajectoriesFailed on every rank if environments failed for every group.
         """
-        is_validation, counts = timing == "testing", Counter[str]()
+        counts, on_wait = Counter[str](), self._step.watchdog.tracker.wait
         seeds, ids = self._seeds(purpose, len(prompts)), [prompt.token_ids for prompt in prompts]
 
         def generate(progress, interrupt) -> list[Sample] | None:
-            own, found = self._agents.generate(
-                self._engine,
-                prompts,
+            engine = self._engine
+            queue = self._queue(len(prompts), order)
+            engine.llm.reset_prefix_cache()  # what the engine computes then depends on the events alone
+            if self._environments is None:
+                return [] if engine.run(None, sampling, interrupt=interrupt, on_wait=on_wait) else None
+            schedule = QueueSchedule(prompts, sampling, seeds, queue=queue)
+            dialogue = Trajectories(
+                self._environments,
                 sampling,
-                seeds,
-                progress=progress,
-                interrupt=interrupt,
-                on_wait=self._step.watchdog.tracker.wait,
-                order=order,
-                # Validation is not repeated, so its log is not stored.
-                log_name="" if is_validation else f"step_{self._step.number}/{purpose}",
-                keeps_failed=is_validation,
+                capacity=engine.capacity(len(prompts), sampling.samples_per_prompt),
+                max_context=self._config.data.max_prompt_tokens + sampling.max_tokens,
+                keeps_failed=timing == "testing",
             )
-            counts.update(found)
-            return own
+            recorder = Recorder(SampleSource(schedule, dialogue, progress=progress))
+            try:
+                is_complete = engine.run(recorder, sampling, interrupt=interrupt, on_wait=on_wait)
+            except BaseException:
+                dialogue.close()
+                # Waits: the workers end with this process, and environments may have much to close.
+                self._environments.close()
+                raise
+            dialogue.close()
+            counts.update(dialogue.counts)
+            if is_complete and timing != "testing" and self._config.agents.order == "arrival":
+                name = f"step_{self._step.number}/{purpose}_replica_{engine.replica}.npz"
+                path = Path(self._config.run.dir, DIRECTORY, name)
+                store(path, sampling, engine.events, recorder.completions)  # no validation is repeated
+            return schedule.samples if is_complete else None
 
         total = len(ids) * sampling.samples_per_prompt
         samples = self.run(ids, generate, total=total, timing=timing)
         batch = batch_of(samples, ids, prompts=prompts, turns=True)
         return self._complete_groups(batch, sampling, counts, timing)
+
+    def _queue(self, num_prompts: int, order: Sequence[int] | None) -> Queue:
+        """Return the work of a call. In waves nothing may depend on which replica is faster."""
+        engine = self._engine
+        if self._config.agents.order == "waves":
+            ranks = dict(replica=engine.replica, num_replicas=engine.num_replicas)
+            queue: Queue = StaticQueue(num_prompts, **ranks)
+        else:
+            queue = engine.queue(num_prompts)
+        return queue if order is None else OrderedQueue(queue, order)
 
     def _complete_groups(self, batch: Batch, sampling: Sampling, counts: Counter[str], timing: str) -> Batch:
         """Return the groups that can be learned from, and log what the environments did.

@@ -26,7 +26,7 @@ from rl.runtime.device import Device
 from rl.stopping.requests import StopRequests
 
 if TYPE_CHECKING:
-    from rl.agents.generation import AgentRollouts
+    from rl.agents.replica_environments import Environments
     from rl.refit.link import Link
     from rl.run.rollouts import StoredBatches
 
@@ -66,7 +66,7 @@ class SamplerSetUp:
         """Whether this rank generates."""
         self._stored: StoredBatches | None = None
         self._link: Link | None = None
-        self._agents: AgentRollouts | None = None
+        self._environments: Environments | None = None
 
     def check(self) -> None:
         """Read what replaces samples of this run. Not collective; raises ConfigError."""
@@ -83,10 +83,10 @@ class SamplerSetUp:
 
             self._link = generators.enter_role(config, device, watchdog)
         elif config.agents.is_on and self._stored is None and not self._is_finished:
-            from rl.agents.generation import AgentRollouts
+            from rl.agents.replica_environments import start_environments
 
             with fail_together():
-                self._agents = AgentRollouts(config, self._inputs.tokenizer)
+                self._environments = start_environments(config, self._inputs.tokenizer)
             start_up.mark("environments")
 
     def generate(self, device: Device, watchdog: Watchdog, stop: StopRequests) -> int:
@@ -120,13 +120,13 @@ class SamplerSetUp:
             from rl.phases.carry_over import CarryOver
 
             return CarryOver(config, step, engines, memory, redo, prompts=prompts)
-        if self._agents is not None:
+        if config.agents.is_on:
             from rl.phases.trajectories import TrajectoryGeneration
 
-            return TrajectoryGeneration(config, step, engines, memory, redo, agents=self._agents)
+            return TrajectoryGeneration(config, step, engines, memory, redo, environments=self._environments)
         return Generation(config, step, engines, memory, redo)
 
     def close(self) -> None:
         """End what runs beside the engines."""
-        if self._agents is not None:
-            self._agents.close()
+        if self._environments is not None:
+            self._environments.close()

@@ -19,8 +19,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from rl.agents.chat import Chat  # noqa: E402
-from rl.agents.dialogue import Environments, Trajectories  # noqa: E402
+from rl.agents.dialogue import Trajectories  # noqa: E402
 from rl.agents.environment import Score, Step  # noqa: E402
+from rl.agents.replica_environments import Environments  # noqa: E402
 from rl.config.agents import Agents  # noqa: E402
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402

@@ -6,8 +6,9 @@ import pytest
 
 from rl.agents import pool as pool_module
 from rl.agents.chat import Chat
-from rl.agents.dialogue import Environments, Trajectories
+from rl.agents.dialogue import Trajectories
 from rl.agents.pool import EnvironmentPool
+from rl.agents.replica_environments import Environments
 from rl.config.agent_plan import make_agent_plan
 from rl.config.agents import Agents
 from rl.rollout.queue import StaticQueue

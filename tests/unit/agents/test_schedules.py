@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from rl.agents.chat import Chat
-from rl.agents.dialogue import Environments, Trajectories
+from rl.agents.dialogue import Trajectories
+from rl.agents.replica_environments import Environments
 from rl.config.agents import Agents
 from rl.config.schema import load_config
 from rl.data.prompts import Prompt

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from rl.agents.chat import Chat
-from rl.agents.dialogue import ATTEMPTS, Environments, Trajectories
+from rl.agents.dialogue import ATTEMPTS, Trajectories
 from rl.agents.endpoint import EndpointRequest, Refused
 from rl.agents.environment import Failure, Run, Score, Step, ToolCalls
+from rl.agents.replica_environments import Environments
 from rl.config.agents import Agents
 from rl.data.chat_template import TOOL
 from rl.rollout.queue import StaticQueue
