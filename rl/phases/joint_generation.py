@@ -141,9 +141,8 @@ class JointGeneration:
         """Generate for points with the same sampling parameters."""
         engine, step = self._engine, self._step
         sampling = next(iter(calls.values())).sampling
-        ids = {point: [prompt.token_ids for prompt in call.prompts] for point, call in calls.items()}
         adapters = [point for point, call in calls.items() for _ in call.prompts]
-        contexts = [tokens for some in ids.values() for tokens in some]
+        contexts = [prompt.token_ids for call in calls.values() for prompt in call.prompts]
         seeds = [seed for call in calls.values() for seed in call.seeds]
         order: list[int] = []
         for call in calls.values():
@@ -164,23 +163,20 @@ class JointGeneration:
             if abortable and any_rank(own is None):
                 return dict.fromkeys(calls)
             step.events = engine.events.digest
+            samples = exchange(own or [], step.device)
         seconds = step.metrics["timing_s/gen"] - before
         found: dict[int, Batch | None] = {}
-        first = 0
+        first, n = 0, sampling.samples_per_prompt
         for point, call in calls.items():
-            mine = _within(own or [], first, len(call.prompts))
-            batch = batch_of(
-                exchange(mine, step.device),
-                ids[point],
-                prompts=call.prompts,
-                samples_per_prompt=sampling.samples_per_prompt,
-            )
+            mine = _within(samples, first, len(call.prompts))
+            ids = [prompt.token_ids for prompt in call.prompts]
+            found[point] = batch_of(mine, ids, prompts=call.prompts, samples_per_prompt=n)
+            first += len(call.prompts)
             # All points wait for the whole call, so each one's time is that of the call.
             key = f"timing_s/{call.timing}"
             call.step.metrics[key] = call.step.metrics.get(key, 0.0) + seconds
             if abortable:
                 call.step.abortable_s += seconds
-            found[point], first = batch, first + len(call.prompts)
         return found
 
 

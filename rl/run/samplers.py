@@ -11,7 +11,6 @@ import torch.distributed as dist
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
 from rl.engines.memory import MemorySharing
@@ -103,9 +102,7 @@ class SamplerSetUp:
             hf = self._inputs.models["policy"].hf
             self._link.plan_weights(self._config, hf, trainer=engines.policy)
 
-    def sampler(
-        self, step: Step, engines: Engines, memory: MemorySharing, prompts: list[Prompt], stop: StopRequests
-    ) -> Sampler:
+    def sampler(self, step: Step, engines: Engines, memory: MemorySharing, stop: StopRequests) -> Sampler:
         """Return the sampler."""
         config = self._config
         redo = stop if config.run.on_stop_in_generation == "redo" else None
@@ -119,6 +116,7 @@ class SamplerSetUp:
         if config.rollout.carry_over:
             from rl.phases.carry_over import CarryOver
 
+            prompts = self._inputs.prompts
             return CarryOver(config, step, engines, memory, redo, prompts=prompts)
         if config.agents.is_on:
             from rl.phases.trajectories import TrajectoryGeneration
