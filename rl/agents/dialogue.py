@@ -28,9 +28,9 @@ from rl.agents.pool import once, to_row
 from rl.agents.replica_environments import Environments
 from rl.agents.trajectory import Limits, Trajectory
 from rl.rollout.events import Abort, Event
-from rl.rollout.samples import Completion, Request, Sample
+from rl.rollout.samples import Completion, Request
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.source import Start
+from rl.rollout.source import Dialogue, Start
 
 if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
     from rl.agents.endpoint import Endpoint, EndpointRequest
@@ -84,8 +84,8 @@ class _Session:
         return f"{self.trajectory.prompt}.{self.trajectory.number}"
 
 
-class Trajectories:
-    """Generates the trajectories of samples (a `Dialogue`).
+class Trajectories(Dialogue):
+    """Generates the trajectories of samples.
 
     A failed trajectory may be repeated as a further sample of its group. Trajectory j of a group is sampled
     with the seed of sample j.
@@ -106,6 +106,7 @@ class Trajectories:
         max_context: int,
         keeps_failed: bool = False,
     ):
+        super().__init__()
         self._config = config = environments.config
         self._pool, self._chat = environments.pool, environments.chat
         self._capacity, self._keeps_failed = capacity, keeps_failed
@@ -125,7 +126,6 @@ class Trajectories:
         """Number of the next trajectory of each group that repeats another one."""
         attempts = 0 if config.on_failure == "shrink" else (ATTEMPTS - 1) * size
         self._attempts_left: defaultdict[int, int] = defaultdict(lambda: attempts)
-        self.ended: list[tuple[Start, list[Sample]]] = []
         self.counts: Counter[str] = Counter()
         """Sums over the trajectories, by the name of a metric."""
         self._running_since = (0, 0)

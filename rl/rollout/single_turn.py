@@ -2,23 +2,22 @@
 
 import numpy as np
 
-from rl.rollout.events import Event
 from rl.rollout.samples import Completion, Request, Sample, Segment
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.source import Start
+from rl.rollout.source import Dialogue, Start
 
 
-class SingleTurn:
-    """Generates responses of one turn (a `Dialogue`). A sample that continues has its new tokens alone.
+class SingleTurn(Dialogue):
+    """Generates responses of one turn. A sample that continues has its new tokens alone.
 
     capacity: maximum number of concurrent requests.
     """
 
     def __init__(self, sampling: Sampling, *, capacity: int):
+        super().__init__()
         self._max_tokens, self._capacity = sampling.max_tokens, capacity
         self._open: dict[str, Start] = {}
         self._ready: list[Request] = []
-        self.ended: list[tuple[Start, list[Sample]]] = []
 
     @property
     def num_open(self) -> int:
@@ -37,12 +36,6 @@ class SingleTurn:
         self._open[name] = start
         self._ready.append(Request(name, context, seed, limit, first_version=version, adapter=start.adapter))
 
-    def advance(self, num_live: int, step: int) -> list[Event]:
-        return []
-
-    def wait(self, num_live: int) -> bool:
-        return False
-
     def requests(self, num_live: int) -> list[Request]:
         ready, self._ready = self._ready, []
         return ready
@@ -52,6 +45,3 @@ class SingleTurn:
         segments, digest = (Segment.of(completion),), completion.context_digest
         sample = Sample(start.group, start.number, segments, completion.end, context_digest=digest)
         self.ended.append((start, [sample]))
-
-    def describe_wait(self) -> str:
-        return "nothing"

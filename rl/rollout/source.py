@@ -48,36 +48,47 @@ class Schedule(Protocol):
         """Take the rows of a sample that has ended, or was aborted; [] if its environment failed."""
 
 
-class Dialogue(Protocol):
+class Dialogue:
     """Turns samples into requests of the engine, and completions into samples."""
 
-    ended: list[tuple[Start, list[Sample]]]
-    """Samples that have ended, with their rows. The source empties the list."""
+    def __init__(self) -> None:
+        self.ended: list[tuple[Start, list[Sample]]] = []
+        """Samples that have ended, with their rows. The source empties the list."""
 
     @property
     def num_open(self) -> int:
         """Number of samples that have started and not ended."""
+        raise NotImplementedError
 
     def has_room(self, num_live: int, together: int) -> bool:
         """Return whether so many samples may start. num_live: number of requests in the engine."""
+        raise NotImplementedError
 
     def start(self, start: Start) -> None:
         """Start a sample."""
-
-    def advance(self, num_live: int, step: int) -> list[Event]:
-        """Take what has arrived from outside of the engine; return requests to abort."""
-
-    def wait(self, num_live: int) -> bool:
-        """Wait a second for what the next requests depend on; return whether it was necessary."""
+        raise NotImplementedError
 
     def requests(self, num_live: int) -> list[Request]:
         """Return the requests that begin now."""
+        raise NotImplementedError
 
     def receive(self, name: str, completion: Completion) -> None:
         """Take the completion of the request `name`; after an abort with the tokens so far."""
+        raise NotImplementedError
+
+    # What is outside of the engine, if anything is ----------------------------------------------------------
+
+    def advance(self, num_live: int, step: int) -> list[Event]:
+        """Take what has arrived before engine step `step`; return requests to abort."""
+        return []
+
+    def wait(self, num_live: int) -> bool:
+        """Wait a second for what the next requests depend on; return whether it was necessary."""
+        return False
 
     def describe_wait(self) -> str:
         """Return what is awaited while nothing runs, for the report of a hang."""
+        return ""
 
 
 class SampleSource:
