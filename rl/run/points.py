@@ -256,11 +256,9 @@ def _run(
         point = points[index]
         own, inputs = point.config, point.inputs
         step = make_step(own, device, watchdog, PointProgress(progress, own.run.name), point.fence)
-        engines = Engines(policies[index])
-        memory, sampler = (
-            MemorySharing(own, device, engines),
-            PointGeneration(own, step, policies[index], wait),
-        )
+        engines = Engines({"policy": policies[index]})
+        memory = MemorySharing(own, device, engines)
+        sampler = PointGeneration(own, step, policies[index], wait)
         phases = make_phases(own, inputs, step, engines, memory, sampler, pool)
         files = StopRequests(own.run.dir, max_time="")
         requests = PointStop(files, stop, early, to_save, point.number, step, own.run.max_steps)
