@@ -82,34 +82,6 @@ def local_counts(weight, shape, pieces):
 # Coverage ---------------------------------------------------------------------------------------------------
 
 
-def test_megatron_ranks_tile_parameters_of_any_size():
-    for tp, hf in random_configs(on_vllm=False):
-        for weight in qwen2.weights(hf):
-            pieces = [weight.megatron_pieces(tp, rank) for rank in range(tp)]
-            for name, counts in counts_in_hf(weight, pieces).items():
-                assert (counts == (1 if weight.cut.split else tp)).all(), (name, tp, hf)
-            filled = 0
-            for of_rank in pieces:
-                counts = local_counts(weight, weight.megatron_shape(tp), of_rank)
-                if weight.cut is VOCAB:
-                    rows = counts[:, 0]  # real rows first, then padding to the end
-                    assert counts.max() <= 1 and (counts == rows[:, None]).all() and (rows.diff() <= 0).all()
-                    filled += int(rows.sum())
-                else:
-                    assert (counts == 1).all(), (weight.megatron, tp, hf)
-            assert weight.cut is not VOCAB or filled == hf["vocab_size"]
-
-
-def test_only_norms_are_replicated():
-    replicated = {w.megatron for w in qwen2.weights(config()) if not w.cut.split}
-    layer = "decoder.layers.{layer}."
-    assert replicated == {
-        layer + "input_layernorm.weight",
-        layer + "pre_mlp_layernorm.weight",
-        "decoder.final_layernorm.weight",
-    }
-
-
 def test_vllm_ranks_tile_parameters_of_any_size():
     replications = set()
     for tp, hf in random_configs(on_vllm=True):
@@ -263,12 +235,6 @@ def test_assembled_shards_are_bitwise_the_tensors(dtype):
             for name in weight.hf:
                 assert full[name].dtype is dtype
                 assert torch.equal(full[name], tensors[name]), (name, tp, hf)
-
-
-def test_a_replicated_weight_is_assembled_from_one_shard():
-    norm = next(w for w in qwen2.weights(config()) if not w.cut.split)
-    shards = [torch.full(norm.shapes[0], 1.0)]
-    assert torch.equal(assemble(norm, shards)[norm.hf[0]], shards[0])
 
 
 # Shapes and padding -----------------------------------------------------------------------------------------
