@@ -18,9 +18,9 @@ GAP = "log-probs of engine and trainer"
     expects=r"CheckFailed: ending check: .* with 6 tokens is complete by its label, but does not end",
 )
 def complete(bug: Bug) -> None:
-    from rl.rollout.single_turns import SingleTurns
+    from rl.rollout.single_turn import SingleTurn
 
-    @bug.replaces(SingleTurns, "receive")
+    @bug.replaces(SingleTurn, "receive")
     def stopped(receive, self, name, completion):
         receive(self, name, replace(completion, end="stop"))
 
@@ -52,9 +52,9 @@ def ignored(bug: Bug) -> None:
     overrides=LONG,
 )
 def cut_off(bug: Bug) -> None:
-    from rl.rollout.single_turns import SingleTurns
+    from rl.rollout.single_turn import SingleTurn
 
-    @bug.replaces(SingleTurns, "receive")
+    @bug.replaces(SingleTurn, "receive")
     def shorter(receive, self, name, completion):
         if completion.end == "stop":
             parts = {
@@ -89,9 +89,9 @@ def earlier(bug: Bug) -> None:
     expects=r"CheckFailed: duplicates check: \d+ of 16 samples equal an earlier sample of their prompt",
 )
 def same_seed(bug: Bug) -> None:
-    from rl.rollout import single_turns
+    from rl.rollout import single_turn
 
-    @bug.replaces(single_turns, "seed_of")
+    @bug.replaces(single_turn, "seed_of")
     def of_prompt(seed_of, seed, number):
         return seed_of(seed, 0)
 

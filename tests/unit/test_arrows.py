@@ -71,7 +71,7 @@ def test_agents_are_imported_by_their_users_only():
         for node in ast.parse(file.read_text()).body
         if isinstance(node, (ast.Import, ast.ImportFrom)) and "rl.agents" in ast.unparse(node)
     ]
-    assert importing == []
+    assert set(importing) == {"rl/phases/trajectories.py"}
 
 
 def test_bitwise_numerics_are_imported_by_their_users_only():
