@@ -34,6 +34,7 @@ from rl.rollout.events import Add, Done, Event  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import StaticQueue  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
+from rl.rollout.sampling_masks import Masks  # noqa: E402
 from rl.rollout.turns import Completion, Request, Sample, Segment  # noqa: E402
 from rl.rollout.vllm_model import build_llm  # noqa: E402
 from rl.runtime.collectives import broadcast_object, gather_objects  # noqa: E402
@@ -134,7 +135,7 @@ class Checks:
         hf = read_hf_config(checkpoint)
         self.reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self.trainer = build_policy(self.config, hf, build_grid(tp=1, pp=1, seed=1), device)
-        options = dict(dtype="float32", max_tokens=256, seed=1, device=device, returns_masks=True)
+        options = dict(dtype="float32", max_tokens=256, seed=1, device=device, parts=[Masks()])
         self.engine = RolloutEngine(checkpoint, self.config.rollout, **options)
         refit(self.trainer, self.engine)
 
@@ -161,7 +162,7 @@ class Checks:
         first = self.samples(PLAIN)
         torch.manual_seed(100 + RANKS.rank)
         self.engine.sleep()
-        storages = [storage for storage, _ in self.engine._cpu_cache.storages]
+        storages = [storage for storage, _ in self.engine.platform.cache.storages]
         assert storages and all(storage.nbytes() == 0 for storage in storages)
         self.engine.wake_weights()
         self.engine.wake_cache()
@@ -237,7 +238,8 @@ class Checks:
             with patch("vllm.LLM") as llm:
                 device = SimpleNamespace(is_cuda=is_cuda, torch=SimpleNamespace(index=0))
                 path, rollout = self.config.model.path, self.config.rollout
-                build_llm(path, rollout, dtype="float32", max_tokens=256, seed=1, device=device, frozen=False)
+                options = dict(dtype="float32", max_tokens=256, seed=1, device=device, frozen=False)
+                build_llm(path, self.engine.hf, rollout, **options, options={})
             assert llm.call_args.kwargs["async_scheduling"] is False
 
     def check_ranks_finish_and_abort_in_the_same_step(self):
