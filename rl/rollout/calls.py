@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rl.rollout.samples import Request
 from rl.rollout.sampling import Sampling
-from rl.rollout.turns import Request
 
 
 @dataclass

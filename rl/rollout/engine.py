@@ -21,9 +21,9 @@ from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Sourc
 from rl.rollout.parts import Part
 from rl.rollout.platforms import Cpu, Cuda, Platform
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
+from rl.rollout.samples import Completion, Request, Sample, context_digest
 from rl.rollout.sampling import Sampling
 from rl.rollout.single_turns import SingleTurns
-from rl.rollout.turns import Completion, Request, Sample, context_digest
 from rl.rollout.vllm_model import DERIVED, build_llm, derive_weights
 from rl.runtime import tracing
 from rl.runtime.device import Device

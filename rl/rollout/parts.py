@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from rl.rollout.calls import Call
-from rl.rollout.turns import Request
+from rl.rollout.samples import Request
 
 if TYPE_CHECKING:
     from rl.rollout.engine import RolloutEngine
