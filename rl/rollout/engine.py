@@ -16,16 +16,15 @@ import torch.distributed as dist
 from rl.config.rollout import Rollout
 from rl.models import read_hf_config
 from rl.rollout import cpu_support
-from rl.rollout.calls import Live, call_of
+from rl.rollout.calls import Calls
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
 from rl.rollout.parts import Part
 from rl.rollout.platforms import Cpu, Cuda, Platform
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
-from rl.rollout.samples import Completion, Request, Sample, context_digest
+from rl.rollout.samples import Completion, Sample
 from rl.rollout.sampling import Sampling
 from rl.rollout.single_turns import SingleTurns
 from rl.rollout.vllm_model import DERIVED, build_llm, derive_weights
-from rl.runtime import tracing
 from rl.runtime.device import Device
 
 if TYPE_CHECKING:  # a run without adapters in the engine does not import them
@@ -100,7 +99,7 @@ class RolloutEngine:
             part.built(self)
         self.replica_group = _own_replica_group(world, self.tp, rank)
         self._queues_made = 0
-        self._running: dict[str, Live] = {}
+        self._calls = Calls(self)
         self.events = EventLog(self.replica_group)
         """The log of the last `run`."""
         self.awake = True
@@ -111,7 +110,7 @@ class RolloutEngine:
     @property
     def is_busy(self) -> bool:
         """Whether requests run."""
-        return bool(self._running)
+        return len(self._calls) > 0
 
     def close(self) -> None:
         """Destroy vLLM's groups and shared memory.
@@ -267,21 +266,19 @@ class RolloutEngine:
 
         Returns whether the run was completed, and not interrupted. `events` is then its log.
         """
-        engine, running = self.llm.llm_engine, self._running
+        calls = self._calls
         self.events = EventLog(self.replica_group, keep_records=keep_records)
         for part in self.parts:
             part.begin(self)
         step = last_record = 0
         has_finished = waits = False
         while True:
-            if not running or waits or has_finished or step - last_record >= INTERVAL:
+            if not len(calls) or waits or has_finished or step - last_record >= INTERVAL:
                 last_record, has_finished = step, False
                 is_interrupted = interrupt is not None and interrupt()
                 events: list[Event] = []
                 if source is not None:
-                    events = (
-                        [Done(aborted=True)] if is_interrupted else source.next_events(len(running), step)
-                    )
+                    events = [Done(aborted=True)] if is_interrupted else source.next_events(len(calls), step)
                 events = self.events.share(events, step)
                 text = "".join(event.text for event in events if isinstance(event, Waiting))
                 if text or waits:
@@ -290,74 +287,26 @@ class RolloutEngine:
                 for event in events:
                     match event:
                         case Add(request):
-                            self._add(request, sampling)
+                            calls.add(request, sampling)
                         case Abort(name):
-                            self._deliver(source, name, self._abort(name))
+                            self._deliver(source, name, calls.abort(name))
                         case Weights(version):
                             assert take_weights is not None, "this run takes no weights"
                             take_weights(version)
-                            self._note_version(version)
+                            calls.note_version(version)
                         case Done(aborted):
-                            engine.abort_request(list(running))
-                            running.clear()
+                            calls.abort_all()
                             return not aborted
-            if running and not waits:
-                with tracing.span("engine step", requests=len(running)):
-                    outputs = engine.step()
-                for output in outputs:
-                    if output.finished:
-                        has_finished = True
-                        live = running.pop(output.request_id)
-                        self._deliver(source, output.request_id, self._completion(output, live))
+            if len(calls) and not waits:
+                for name, completion in calls.step():
+                    has_finished = True
+                    self._deliver(source, name, completion)
                 step += 1
-
-    def _add(self, request: Request, sampling: Sampling) -> None:
-        """Give a request to vLLM."""
-        from vllm import SamplingParams
-
-        call = call_of(request, sampling, self.weights_version)
-        if self.keeps_cache:
-            first = request.first_version
-            call.prompt["cache_salt"] = f"v{self.weights_version if first is None else first}"
-        for part in self.parts:
-            part.request(self, request, call)
-        engine, params = self.llm.llm_engine, SamplingParams(**call.sampling)
-        internal_id = engine.add_request(request.name, call.prompt, params, **call.options)
-        self._running[request.name] = Live(internal_id, [(0, call.version)])
-
-    def _abort(self, name: str) -> Completion:
-        """Abort a request and return its tokens so far."""
-        live = self._running.pop(name)
-        token_ids = np.array(self.scheduler.requests[live.internal_id].output_token_ids, np.int32)
-        logprobs = np.array(self.platform.logprobs_so_far(self, live.internal_id), np.float32)
-        self.llm.llm_engine.abort_request([name])
-        return Completion(token_ids, logprobs, "abort", live.versions(len(token_ids)))
-
-    def _completion(self, finished, live: Live) -> Completion:
-        """Return the tokens of a finished request, with the held columns."""
-        output, held = finished.outputs[0], {}
-        for part in self.parts:
-            held |= part.completion(self, live.internal_id, output)
-        return Completion(
-            token_ids=np.asarray(output.token_ids, np.int32),
-            logprobs=np.asarray(output.logprobs.logprobs, np.float32),
-            end="length" if output.finish_reason == "length" else "stop",
-            weight_versions=live.versions(len(output.token_ids)),
-            held=held,
-            context_digest=context_digest(finished.prompt_token_ids),
-        )
 
     def _deliver(self, source: Source | None, name: str, completion: Completion) -> None:
         self.events.note(name, completion.token_ids)
         if source is not None:
             source.receive(name, completion)
-
-    def _note_version(self, version: int) -> None:
-        """Note that all further tokens are sampled by `version` of the policy."""
-        self.weights_version = version
-        for live in self._running.values():
-            request = self.scheduler.requests[live.internal_id]
-            live.spans.append((request.num_output_tokens, version))
 
 
 def _own_replica_group(world: int, tp: int, rank: int) -> dist.ProcessGroup:

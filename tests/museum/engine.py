@@ -256,9 +256,9 @@ def router_dtype(bug: Bug) -> None:
     overrides=("rollout.tp=2", "rollout.max_response_tokens=1"),
 )
 def other_seeds(bug: Bug) -> None:
-    from rl.rollout import engine
+    from rl.rollout import calls
 
-    @bug.replaces(engine, "call_of")
+    @bug.replaces(calls, "call_of")
     def shifted_seed(call_of, *args):
         found = call_of(*args)
         found.sampling["extra_args"]["seed"] += bug.rank
