@@ -10,6 +10,8 @@ from rl.rollout.sampling import Sampling
 from rl.runtime import tracing
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
+
     from rl.rollout.engine import RolloutEngine
 
 
@@ -18,8 +20,7 @@ class Call:
     """Arguments with which vLLM takes a request. The parts of the engine may change them."""
 
     prompt: dict
-    sampling: dict
-    """Fields of vLLM's SamplingParams."""
+    params: "SamplingParams"
     version: int
     """Version of the policy that samples the first tokens."""
     options: dict = field(default_factory=dict)
@@ -28,9 +29,10 @@ class Call:
 
 def call_of(request: Request, sampling: Sampling, version: int) -> Call:
     """Return the call of a request. version: that of the engine's weights."""
+    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    fields = dict(
+    params = SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -49,7 +51,7 @@ def call_of(request: Request, sampling: Sampling, version: int) -> Call:
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # each request has its own parameters
     )
-    return Call({"prompt_token_ids": request.token_ids.tolist()}, fields, version)
+    return Call({"prompt_token_ids": request.token_ids.tolist()}, params, version)
 
 
 @dataclass
@@ -84,8 +86,6 @@ class Calls:
 
     def add(self, request: Request, sampling: Sampling) -> None:
         """Give a request to vLLM."""
-        from vllm import SamplingParams
-
         engine = self._engine
         call = call_of(request, sampling, engine.weights_version)
         if engine.keeps_cache:
@@ -93,8 +93,7 @@ class Calls:
             call.prompt["cache_salt"] = f"v{engine.weights_version if first is None else first}"
         for part in engine.parts:
             part.request(engine, request, call)
-        params = SamplingParams(**call.sampling)
-        internal_id = self._vllm.add_request(request.name, call.prompt, params, **call.options)
+        internal_id = self._vllm.add_request(request.name, call.prompt, call.params, **call.options)
         self._live[request.name] = Live(internal_id, [(0, call.version)])
 
     def step(self) -> list[tuple[str, Completion]]:

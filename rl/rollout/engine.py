@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rl.config.rollout import Rollout
+from rl.data.prompts import Prompt
 from rl.models import read_hf_config
 from rl.rollout import cpu_support
 from rl.rollout.calls import Calls
@@ -23,7 +24,9 @@ from rl.rollout.platforms import Cpu, Cuda, Platform
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
 from rl.rollout.samples import Completion, Sample
 from rl.rollout.sampling import Sampling
-from rl.rollout.single_turns import SingleTurns
+from rl.rollout.schedule import QueueSchedule
+from rl.rollout.single_turn import SingleTurn
+from rl.rollout.source import SampleSource
 from rl.rollout.vllm_model import DERIVED, build_llm, derive_weights
 from rl.runtime.device import Device
 
@@ -215,7 +218,7 @@ class RolloutEngine:
         seeds: list[int],
         progress=None,
         interrupt: Callable[[], bool] | None = None,
-        order: list[int] | None = None,
+        order: Sequence[int] | None = None,
         adapters: list[int] | None = None,
     ) -> list[Sample] | None:
         """Return the samples of the prompts that this replica drew; None if the call was interrupted.
@@ -224,21 +227,22 @@ class RolloutEngine:
 
         Args:
             prompts: token ids of each prompt, int32 [P_i].
-            seeds: one per prompt, see `SingleTurns`.
-            progress: see `SingleTurns`.
+            seeds: one per prompt, see `Start.seed`.
+            progress: see `SampleSource`.
             interrupt: see `run`.
             order: the prompts in the order in which they start; None: as given.
-            adapters: see `SingleTurns`.
+            adapters: see `QueueSchedule`.
         """
         queue = self.queue(len(prompts))
         if order is not None:
             queue = OrderedQueue(queue, order)
         capacity = self.capacity(len(prompts), sampling.samples_per_prompt)
-        options: dict = dict(queue=queue, capacity=capacity, progress=progress, adapters=adapters)
-        turns = SingleTurns(prompts, sampling, seeds, **options)
-        if not self.run(turns if self.leads else None, sampling, interrupt=interrupt):
+        whole = [Prompt.of_tokens(token_ids) for token_ids in prompts]
+        schedule = QueueSchedule(whole, sampling, seeds, queue=queue, adapters=adapters)
+        source = SampleSource(schedule, SingleTurn(sampling, capacity=capacity), progress=progress)
+        if not self.run(source if self.leads else None, sampling, interrupt=interrupt):
             return None
-        return turns.samples
+        return schedule.samples
 
     def run(
         self,

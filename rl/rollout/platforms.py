@@ -32,7 +32,7 @@ class Cuda(Platform):
         )
 
     def request(self, engine, request, call):
-        call.sampling["seed"] = request.seed
+        call.params.seed = request.seed
 
     def sleep(self, engine):
         if not engine.frozen:  # level 1 copies the weights to the host, level 2 discards them

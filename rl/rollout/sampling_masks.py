@@ -32,9 +32,11 @@ class Masks(Part):
     def request(self, engine, request, call):
         if engine.device.is_cuda:
             # vLLM refuses to return the masks of requests without top_k, and of greedy ones.
-            is_greedy = not call.sampling["temperature"]
-            top_k = call.sampling["top_k"] or self._vocab_size
-            call.sampling |= dict(temperature=1.0, top_k=1) if is_greedy else dict(top_k=top_k)
+            params = call.params
+            if params.temperature:
+                params.top_k = params.top_k or self._vocab_size
+            else:
+                params.temperature, params.top_k = 1.0, 1
 
     def completion(self, engine, internal_id, output):
         if engine.device.is_cuda:

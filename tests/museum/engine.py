@@ -261,7 +261,7 @@ def other_seeds(bug: Bug) -> None:
     @bug.replaces(calls, "call_of")
     def shifted_seed(call_of, *args):
         found = call_of(*args)
-        found.sampling["extra_args"]["seed"] += bug.rank
+        found.params.extra_args["seed"] += bug.rank
         return found
 
 

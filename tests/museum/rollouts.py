@@ -18,9 +18,9 @@ GAP = "log-probs of engine and trainer"
     expects=r"CheckFailed: ending check: .* with 6 tokens is complete by its label, but does not end",
 )
 def complete(bug: Bug) -> None:
-    from rl.rollout.single_turns import SingleTurns
+    from rl.rollout.single_turn import SingleTurn
 
-    @bug.replaces(SingleTurns, "receive")
+    @bug.replaces(SingleTurn, "receive")
     def stopped(receive, self, name, completion):
         receive(self, name, replace(completion, end="stop"))
 
@@ -39,7 +39,7 @@ def ignored(bug: Bug) -> None:
     @bug.replaces(calls, "call_of")
     def endless(call_of, *args):
         found = call_of(*args)
-        found.sampling["ignore_eos"] = True
+        found.params.ignore_eos = True
         return found
 
 
@@ -52,9 +52,9 @@ def ignored(bug: Bug) -> None:
     overrides=LONG,
 )
 def cut_off(bug: Bug) -> None:
-    from rl.rollout.single_turns import SingleTurns
+    from rl.rollout.single_turn import SingleTurn
 
-    @bug.replaces(SingleTurns, "receive")
+    @bug.replaces(SingleTurn, "receive")
     def shorter(receive, self, name, completion):
         if completion.end == "stop":
             parts = {
@@ -77,7 +77,7 @@ def earlier(bug: Bug) -> None:
     @bug.replaces(calls, "call_of")
     def shorter(call_of, *args):
         found = call_of(*args)
-        found.sampling["max_tokens"] = 4
+        found.params.max_tokens = 4
         return found
 
 
@@ -89,9 +89,9 @@ def earlier(bug: Bug) -> None:
     expects=r"CheckFailed: duplicates check: \d+ of 16 samples equal an earlier sample of their prompt",
 )
 def same_seed(bug: Bug) -> None:
-    from rl.rollout import single_turns
+    from rl.rollout import single_turn
 
-    @bug.replaces(single_turns, "seed_of")
+    @bug.replaces(single_turn, "seed_of")
     def of_prompt(seed_of, seed, number):
         return seed_of(seed, 0)
 

@@ -65,7 +65,7 @@ def test_the_diagram_in_the_docs_has_these_floors():
 
 
 OPTIONAL = (
-    "rl.agents",
+    "rl.agents|phases.trajectories",
     "rl.numerics|bitwise_numerics",
     "rl.rollout.(adapters|routes|sampling_masks)",
     "trace_recorder|run.first_step",

@@ -28,7 +28,7 @@ from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
 from rl.rollout import engine as rollout_engine  # noqa: E402
-from rl.rollout.carry_over import CarriedTurns, Group, extend  # noqa: E402
+from rl.rollout.carry_over import Group, QuotaSchedule, extend  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.events import Add, Done, Event  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
@@ -36,6 +36,8 @@ from rl.rollout.queue import StaticQueue  # noqa: E402
 from rl.rollout.samples import Completion, Request, Sample, Segment  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
 from rl.rollout.sampling_masks import Masks  # noqa: E402
+from rl.rollout.single_turn import SingleTurn  # noqa: E402
+from rl.rollout.source import SampleSource  # noqa: E402
 from rl.runtime.collectives import broadcast_object, gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
@@ -303,17 +305,17 @@ class Checks:
 
     def carried(self, groups, is_met) -> list:
         """Return the groups after a generation that ends when `is_met` returns true on the leader."""
-        turns = CarriedTurns(
+        schedule = QuotaSchedule(
             groups,
             set(),
             PLAIN,
             [seed_of(0, i) for i in range(len(groups))],
             queue=StaticQueue(len(groups), replica=0, num_replicas=1),
             quota=SimpleNamespace(is_met=is_met, note_complete=lambda *, is_due: None),
-            capacity=12,
         )
-        assert self.engine.run(turns if self.engine.leads else None, PLAIN)
-        return extend(groups, exchange(turns.parts, self.engine.device))
+        source = SampleSource(schedule, SingleTurn(PLAIN, capacity=12))
+        assert self.engine.run(source if self.engine.leads else None, PLAIN)
+        return extend(groups, exchange(schedule.samples, self.engine.device))
 
     def check_a_kept_cache_serves_carried_samples_only(self):
         engine, ids = self.engine, LONG_PROMPTS[0]

@@ -1,4 +1,4 @@
-"""train_rl.py with roles, and a probe: `split_worker.py PROBE <arguments of train_rl.py>`.
+"""train_rl.py with roles, and a probe: `roles_worker.py PROBE <arguments of train_rl.py>`.
 
 gap: the trainers append to <run.dir>/gap.txt how far the engine's log-probs of tokens of the newest weights,
 in samples that older weights began, are from their own.
