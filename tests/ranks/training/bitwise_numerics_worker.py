@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve
-from rl.engines.engines import build_policy, build_rollout
+from rl.engines.engines import build_policy
+from rl.engines.generation import build_rollout
 from rl.models import read_hf_config
 from rl.refit.refit import refit
 from rl.rollout.batches import batch_of
@@ -90,7 +91,7 @@ def main(checkpoint: str, out: str, dtype: str, samples: str, rollout_tp: str, *
         config = config_of(checkpoint, dtype, "bitwise", int(rollout_tp), layouts[0])
         engine = build_rollout(config, device)
         if "kv_lora_rank" not in hf:  # vLLM's CPU build computes prompts of MLA models whole
-            engine._scheduler.max_num_scheduled_tokens = CHUNK
+            engine.scheduler.max_num_scheduled_tokens = CHUNK
         batch = None
         for layout in layouts:
             config = config_of(checkpoint, dtype, "bitwise", int(rollout_tp), layout)
