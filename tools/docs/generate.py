@@ -23,7 +23,7 @@ from rl.config.options import flatten, last, parent, show, tree_docs, tree_keys,
 from rl.config.schema import ADVANTAGES, LOSSES, Config, Preference  # noqa: E402
 from tests.museum.museum import load_exhibits  # noqa: E402
 from tools.docs.curves import draw, stored  # noqa: E402
-from tools.docs.pictures import PICTURES  # noqa: E402
+from tools.docs.house import house  # noqa: E402
 from tools.docs.tables import formula_tables, metric_tables, table  # noqa: E402
 from tools.recipes import dry_runs, sections  # noqa: E402
 
@@ -174,7 +174,7 @@ def with_blocks(path: Path, made: dict[str, str]) -> str:
 
 def files(*, with_dry_runs: bool = False) -> dict[Path, str]:
     """Return path -> text of every generated file."""
-    made = {DOCS / "pictures" / f"{name}.svg": draw_it() for name, draw_it in PICTURES.items()}
+    made = {DOCS / "pictures" / "house.svg": house()}
     made |= {DOCS / "pictures" / f"curve-{name}.svg": draw(name, curve) for name, curve in stored().items()}
     made |= {DOCS / "algorithms" / f"{name}.md": algorithm_page(name) for name in declarations.shipped()}
     pages = {
