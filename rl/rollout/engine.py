@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rl.config.adapter import Adapter
 from rl.config.rollout import Rollout
-from rl.data.held import KEPT_SETS
+from rl.data.held import SAMPLING_MASKS
 from rl.models import read_hf_config
 from rl.rollout import cpu_support
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
@@ -45,7 +45,7 @@ class RolloutEngine:
         frozen: whether the weights are read from `path` and never change. On CUDA they then stay in GPU
             memory, because vLLM's sleep mode supports one engine per process. Weights of an engine that is
             not frozen are undefined until the first refit.
-        returns_kept: whether completions have the kept sets of their tokens (`rl.rollout.kept_sets`).
+        returns_masks: whether completions have the kept sets of their tokens (`rl.rollout.kept_sets`).
         routes: return the experts that were chosen for each token, as the held column "routes".
         bitwise: compute log-probs that are bitwise those of a trainer in the same mode.
         adapters: the low-rank adapters that it keeps beside the weights (`adapter.in_engine=adapter`), of the
@@ -63,7 +63,7 @@ class RolloutEngine:
         device: Device,
         name: str = "rollout",
         frozen: bool = False,
-        returns_kept: bool = False,
+        returns_masks: bool = False,
         routes: bool = False,
         bitwise: bool = False,
         adapters: Sequence[Adapter] = (),
@@ -94,7 +94,7 @@ class RolloutEngine:
             device=device,
             frozen=frozen,
             bitwise=bitwise,
-            returns_kept=returns_kept,
+            returns_masks=returns_masks,
             routes=routes,
             **options,
         )
@@ -114,7 +114,7 @@ class RolloutEngine:
             ranks = [adapter.rank for adapter in adapters]
             self.adapters = in_vllm.AdapterSlots(self._runner, layers, ranks)
         self._vocab_size = self.llm.llm_engine.model_config.get_vocab_size()
-        self._returns_kept = returns_kept
+        self._returns_kept = returns_masks
         self._cpu_cache = None
         self.keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not frozen
         """Whether the KV cache stays when the weights change. Samples then share a cached prefix only if they
@@ -128,7 +128,7 @@ class RolloutEngine:
             sampler = None if device.is_cuda else self._runner.sampler
             make_bitwise(self.model, read_hf_config(path), sampler)
         self.replica_group = _own_replica_group(world, self.tp, rank)
-        self.held_columns: tuple[str, ...] = KEPT_SETS * returns_kept + ("routes",) * routes
+        self.held_columns: tuple[str, ...] = SAMPLING_MASKS * returns_masks + ("routes",) * routes
         """Held columns (`rl.data.held`) of the engine's completions."""
         self._routes: Any = None
         if routes and self.leads:

@@ -25,7 +25,7 @@ def build_llm(
     device: Device,
     frozen: bool,
     bitwise: bool = False,
-    returns_kept: bool = False,
+    returns_masks: bool = False,
     routes: bool = False,
     **more,
 ):
@@ -63,7 +63,7 @@ def build_llm(
         if "sleep_mode_offload_cudagraph" in EngineArgs.__dataclass_fields__:  # not in vLLM 0.25
             # CUDA graphs move to host memory during sleep, so that the trainer can use their memory.
             options["sleep_mode_offload_cudagraph"] = not frozen and not rollout.enforce_eager
-        if returns_kept:
+        if returns_masks:
             # vLLM raises an error if it would use its first model runner, which does not return the sets.
             options |= _mask_option(EngineArgs.__dataclass_fields__)
     else:

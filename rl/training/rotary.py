@@ -92,7 +92,7 @@ def _apply(t: Tensor, freqs: Tensor, config, **options) -> Tensor:
     """Replace Megatron's apply_rotary_pos_emb. t: [T, heads, d]. freqs: from `RowRotary.of`."""
     if config.apply_rope_fusion:  # another model of this process
         return _megatrons_apply(t, freqs, config, **options)
-    if freqs.dtype is torch.float64:  # from `rl.training.bitwise.ExactRotary`
+    if freqs.dtype is torch.float64:  # from `rl.training.bitwise.BitwiseRotary`
         from rl.training.bitwise import rotate
 
         return rotate(t, freqs, config.multi_latent_attention)

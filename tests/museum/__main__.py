@@ -2,7 +2,7 @@
 
     python -m tests.museum                       all exhibits
     python -m tests.museum "refit skipped"       some of them
-    python -m tests.museum --list
+    python -m tests.museum --list                the exhibits by check, each with its report and effect
     python -m tests.museum --clean 2000          clean steps with all checks on, which may raise nothing
 
 Exit code 0 if every exhibit was caught, or if no check raised in the clean runs.
@@ -32,8 +32,8 @@ def main() -> int:
     args = parser.parse_args()
     exhibits = load_exhibits()
     if args.list:
-        for found in exhibits.values():
-            print(f"{found.name:40} {found.peer:40} {found.caught_by}")
+        for exhibit in sorted(exhibits.values(), key=lambda exhibit: exhibit.caught_by.lower()):
+            print(f"{exhibit.caught_by}: {exhibit.name} ({exhibit.peer})\n    {exhibit.saw}")
         return 0
     if unknown := set(args.names) - (set(CLEAN) if args.clean else set(exhibits)):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")

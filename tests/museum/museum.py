@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+PAGE = Path(__file__).parents[2] / "docs" / "checks.md"
 OTHER_FILES = ("museum", "rank", "tour", "__main__")
 """Files of this directory that hold no exhibits."""
 

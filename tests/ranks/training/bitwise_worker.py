@@ -28,7 +28,7 @@ from rl.refit.refit import refit  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.dp_split import plan_minibatch  # noqa: E402
+from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 
 TEMPERATURE, SAMPLES_PER_PROMPT, MAX_TOKENS = 0.7, 4, 12
 CHUNK = 24
