@@ -57,8 +57,8 @@ def update_both_forms(device, *, model: str, num_samples: int, max_tokens: int, 
     from rl.models import read_hf_config
     from rl.objectives.aggregate import aggregate
     from rl.phases.minibatches import MinibatchPlanner
-    from rl.training.micro_batch_plans import Cost
     from rl.training.grid import build_grid
+    from rl.training.micro_batch_plans import Cost
 
     grid, config = build_grid(tp=1, pp=1, seed=1), Config(model=Model(path=model, dtype="float32"))
     config.data.prompts_per_step = num_samples
