@@ -65,9 +65,10 @@ def test_before_adds_a_column_and_missing_numbers_are_dashes(grpo, sft, tmp_path
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_validations_before_after_and_of_several_sources(tmp_path, capsys):
+def test_validations_before_after_and_of_several_sources(tmp_path):
     def table(name, *records):
-        return rows(run([write_run(tmp_path / name, records)], capsys))
+        path = write_run(tmp_path / name, records)
+        return rows(report.table({path: report.read_run(path)}))
 
     late = table("late", (1, {REWARD: 0.1}), (5, {REWARD: 0.2, ACCURACY: 0.3}))
     assert late["accuracy before, add"] == ["-"] and late["accuracy after, add"] == ["0.3000 (step 5)"]
