@@ -1,4 +1,4 @@
-"""What produces the samples of a run's steps. The loop and the phases know this class and none of its forms.
+"""Production of the samples of a run's steps. The loop and the phases know this class and none of its forms.
 
     draw:   num_to_draw -> prompts -> batch       of each step, several times with dynamic sampling
     learn:  check -> update -> learned
