@@ -8,7 +8,7 @@ import torch.distributed as dist
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
 from rl.data.prompts import Prompt
-from rl.engines.engines import build_rollout
+from rl.engines.generation import build_rollout
 from rl.engines.inputs import Inputs
 from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
