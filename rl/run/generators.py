@@ -8,7 +8,7 @@ import torch.distributed as dist
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
 from rl.data.prompts import Prompt
-from rl.engines.engines import build_rollout
+from rl.engines.generation import build_rollout
 from rl.engines.inputs import Inputs
 from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
@@ -46,7 +46,7 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
 
         rollout, tp = ranks["rollout"], config.rollout.tp
         replicas = [range(first, first + tp) for first in rollout[::tp]]
-        excluded = ExcludedReplicas(store, replicas, least=config.roles.min_replicas)
+        excluded = ExcludedReplicas(store, replicas, minimum=config.roles.min_replicas)
         watchdog.excluded = excluded
     members = {name: tuple(ranks) for name, ranks in ranks.items()}
     return Link(store, session.job().torch_store, rank=rank, device=device, excluded=excluded, **members)

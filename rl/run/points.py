@@ -26,7 +26,8 @@ from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_engine, needs_reward
 from rl.data.batch import Batch
 from rl.data.curriculum import load_order
-from rl.engines.engines import Engines, build_policy, build_rollout, finish_imports, offload_of
+from rl.engines.engines import Engines, build_policy, finish_imports, offload_of
+from rl.engines.generation import build_rollout
 from rl.engines.inputs import Inputs
 from rl.engines.memory import MemorySharing
 from rl.faults.agreement import fail_together

@@ -34,12 +34,12 @@ def complete(bug: Bug) -> None:
     overrides=LONG,
 )
 def ignored(bug: Bug) -> None:
-    from rl.rollout.engine import RolloutEngine
+    from rl.rollout import calls
 
-    @bug.replaces(RolloutEngine, "_params")
-    def endless(params, self, *args):
-        found = params(self, *args)
-        found.ignore_eos = True
+    @bug.replaces(calls, "call_of")
+    def endless(call_of, *args):
+        found = call_of(*args)
+        found.params.ignore_eos = True
         return found
 
 
@@ -72,12 +72,12 @@ def cut_off(bug: Bug) -> None:
     expects=r"CheckFailed: ending check: .* with 4 tokens is truncated by its label, but not at rollout",
 )
 def earlier(bug: Bug) -> None:
-    from rl.rollout.engine import RolloutEngine
+    from rl.rollout import calls
 
-    @bug.replaces(RolloutEngine, "_params")
-    def shorter(params, self, *args):
-        found = params(self, *args)
-        found.max_tokens = 4
+    @bug.replaces(calls, "call_of")
+    def shorter(call_of, *args):
+        found = call_of(*args)
+        found.params.max_tokens = 4
         return found
 
 
@@ -104,11 +104,11 @@ def same_seed(bug: Bug) -> None:
     expects=r"CheckFailed: duplicates check: .*or the engine samples greedily|LogprobMismatch",
 )
 def greedy(bug: Bug) -> None:
-    from rl.rollout.engine import RolloutEngine
+    from rl.rollout import calls
 
-    @bug.replaces(RolloutEngine, "_params")
-    def cold(params, self, sampling, request):
-        return params(self, replace(sampling, temperature=0.0), request)
+    @bug.replaces(calls, "call_of")
+    def cold(call_of, request, sampling, version):
+        return call_of(request, replace(sampling, temperature=0.0), version)
 
 
 @exhibit(
@@ -120,9 +120,9 @@ def greedy(bug: Bug) -> None:
     overrides=("rollout.temperature=0.6",),
 )
 def raw(bug: Bug) -> None:
-    from rl.rollout.engine import RolloutEngine
+    from rl.rollout.calls import Calls
 
-    @bug.replaces(RolloutEngine, "_completion")
+    @bug.replaces(Calls, "_completion")
     def untempered(completion, self, *args):
         found = completion(self, *args)
         return replace(found, logprobs=found.logprobs * 0.6)
@@ -137,9 +137,9 @@ def raw(bug: Bug) -> None:
     overrides=("agreement.logprob_slack=0", "data.prompts_per_step=16", "training.micro_batch_tokens=400"),
 )
 def other_base(bug: Bug) -> None:
-    from rl.rollout.engine import RolloutEngine
+    from rl.rollout.calls import Calls
 
-    @bug.replaces(RolloutEngine, "_completion")
+    @bug.replaces(Calls, "_completion")
     def binary(completion, self, *args):
         import math
 
@@ -155,8 +155,8 @@ def other_base(bug: Bug) -> None:
     expects=r"StaleTokens",
 )
 def later_version(bug: Bug) -> None:
-    from rl.rollout import engine
+    from rl.rollout.calls import Live
 
-    @bug.replaces(engine._Live, "versions")
+    @bug.replaces(Live, "versions")
     def after(versions, self, num_tokens):
         return versions(self, num_tokens) + 1

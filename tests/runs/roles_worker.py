@@ -30,14 +30,14 @@ def gap() -> None:
 
 
 def old_labels() -> None:
-    from rl.rollout.engine import RolloutEngine
+    from rl.rollout.calls import Calls
 
-    original = RolloutEngine._note_version
+    original = Calls.note_version
 
     def note_version(self, version):
         original(self, max(0, version - 1))
 
-    RolloutEngine._note_version = note_version
+    Calls.note_version = note_version
 
 
 if __name__ == "__main__":

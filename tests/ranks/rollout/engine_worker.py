@@ -35,9 +35,9 @@ from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import StaticQueue  # noqa: E402
 from rl.rollout.samples import Completion, Request, Sample, Segment  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
+from rl.rollout.sampling_masks import Masks  # noqa: E402
 from rl.rollout.single_turn import SingleTurn  # noqa: E402
 from rl.rollout.source import SampleSource  # noqa: E402
-from rl.rollout.vllm_model import build_llm  # noqa: E402
 from rl.runtime.collectives import broadcast_object, gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
@@ -136,7 +136,7 @@ class Checks:
         hf = read_hf_config(checkpoint)
         self.reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self.trainer = build_policy(self.config, hf, build_grid(tp=1, pp=1, seed=1), device)
-        options = dict(dtype="float32", max_tokens=256, seed=1, device=device, returns_masks=True)
+        options = dict(dtype="float32", max_tokens=256, seed=1, device=device, parts=[Masks()])
         self.engine = RolloutEngine(checkpoint, self.config.rollout, **options)
         refit(self.trainer, self.engine)
 
@@ -163,7 +163,7 @@ class Checks:
         first = self.samples(PLAIN)
         torch.manual_seed(100 + RANKS.rank)
         self.engine.sleep()
-        storages = [storage for storage, _ in self.engine._cpu_cache.storages]
+        storages = [storage for storage, _ in self.engine.platform.cache.storages]
         assert storages and all(storage.nbytes() == 0 for storage in storages)
         self.engine.wake_weights()
         self.engine.wake_cache()
@@ -230,17 +230,10 @@ class Checks:
         by_text = self.samples(replace(PLAIN, temperature=0.0, samples_per_prompt=1, stop=(text,)))[0, 0]
         assert by_text.token_ids.tolist() == stopped.token_ids.tolist() and not by_text.truncated
 
-    def check_async_scheduling_is_off(self):
+    def check_async_scheduling_is_off(self):  # tests/rehearsal looks at the option that CUDA gets
         core = self.engine.llm.llm_engine.engine_core.engine_core
         assert core.vllm_config.scheduler_config.async_scheduling is False
         assert core.step_fn == core.step and core.batch_queue is None
-        # vLLM forces it off on CPU whatever the option is: look at the option that CUDA gets.
-        for is_cuda in (True, False):
-            with patch("vllm.LLM") as llm:
-                device = SimpleNamespace(is_cuda=is_cuda, torch=SimpleNamespace(index=0))
-                path, rollout = self.config.model.path, self.config.rollout
-                build_llm(path, rollout, dtype="float32", max_tokens=256, seed=1, device=device, frozen=False)
-            assert llm.call_args.kwargs["async_scheduling"] is False
 
     def check_ranks_finish_and_abort_in_the_same_step(self):
         # Two of three generations are interrupted by the leader at a random record.
