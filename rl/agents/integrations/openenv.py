@@ -9,8 +9,8 @@ of the whole action. `observation` names the field of an observation that the po
 the JSON of all fields. `OpenEnvTools` (kwargs: url) is for environments whose actions are calls of MCP tools.
 The row's `extra_info.seed` and further kwargs go to the server's reset.
 
-The integration speaks OpenEnv's WebSocket protocol itself. openenv-core, which the server runs, requires gradio
-and fastmcp, and versions of packages that vLLM does not accept.
+The integration speaks OpenEnv's WebSocket protocol itself. openenv-core, which the server runs, requires
+gradio and fastmcp, and versions of packages that vLLM does not accept.
 """
 
 import json
