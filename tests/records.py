@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from rl.run_directory.metric_names import undocumented
-from rl.run_directory.rollouts import read, stored_steps
+from rl.run_directory.rollout_files import read, stored_steps
 
 MACHINE = re.compile(r"time$|timing_|perf/")
 """Metrics that depend on the clock, on the host or on interruptions: a resumed run refits once more."""

@@ -84,7 +84,7 @@ class RunCheckpoints:
     def state(self, cursor: dict) -> dict:
         """Return what a checkpoint holds besides the models. Not collective.
 
-        cursor: where the draw stood after the last batch that was learned from (`Batch.cursor`).
+        cursor: where the draw stood after the last batch that was learned from.
         """
         split, entropy_control = self._phases.split, self._phases.updates.entropy_control
         if "carry_over" in cursor:

@@ -35,7 +35,7 @@ from rl.run_directory import consumed
 from rl.run_directory.metric_log import MetricLog, keep_lines_up_to, step_line
 from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes, record_run
-from rl.run_directory.rollouts import remove_after
+from rl.run_directory.rollout_files import remove_after
 from rl.run_directory.status import Status
 from rl.run_directory.trackers import followers
 from rl.runtime import start_up, tracing
@@ -46,7 +46,7 @@ from rl.stopping.requests import STOPPED_EXIT, StepAborted, StopDecision, StopRe
 from rl.training.grid import build_grid
 
 if TYPE_CHECKING:
-    from rl.run.rollouts import RolloutWriter, StoredBatches
+    from rl.run.stored_batches import RolloutWriter, StoredBatches
 
 
 def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> int:
@@ -86,7 +86,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     pool = stored = None
     with fail_together():
         if config.run.mode == "train_only":
-            from rl.run.rollouts import StoredBatches
+            from rl.run.stored_batches import StoredBatches
 
             stored = StoredBatches(config)
         if needs_reward(config) and trains and not is_finished:
@@ -315,7 +315,7 @@ def _open_rollouts(config: Config, inputs: Inputs, fence: Callable[[], None]) ->
     is_generated = learns_from_samples(config) and config.run.mode != "train_only"
     if config.logging.rollouts == "none" or not is_generated:
         return None
-    from rl.run.rollouts import RolloutWriter
+    from rl.run.stored_batches import RolloutWriter
 
     return RolloutWriter(config, inputs.tokenizer, fence=fence)
 
@@ -412,7 +412,7 @@ class Training:
 
     def _collect_and_learn(self) -> dict:
         """Return the cursor of the batch that was learned from. The batch is freed before validation."""
-        batch = self._collect()
+        batch, cursor = self._collect(), self._phases.cursor()
         phases, asynchronous = self._phases, self._phases.carry_over or self._split  # never both
         phases.step.is_committed = True
         collected = copy.copy(batch)  # learn may change what the batch refers to
@@ -431,10 +431,10 @@ class Training:
             self._rollouts.write(phases.step.number, collected, batch)
         if asynchronous is not None:
             asynchronous.learned()
-        return batch.cursor
+        return cursor
 
     def _collect(self) -> Batch:
-        """Return the algorithm's batch, with the cursor after its prompts were drawn."""
+        """Return the algorithm's batch."""
         if self._stored is not None:
             with fail_together():
                 batch = self._stored.batch(self._phases.step.number)
@@ -447,7 +447,6 @@ class Training:
                 f"collect of algorithm={self._config.algorithm} returned {type(batch).__name__}; return a "
                 "Batch, an empty one (batch.keep_groups([])) if there is nothing to learn from."
             )
-        batch.cursor = self._phases.cursor()
         return batch
 
     def _save(self, number: int, metrics: dict[str, float]) -> None:
