@@ -134,7 +134,7 @@ class AgentRollouts:
             raise
         source.close()
         if is_complete and log_name and self._config.agents.order == "arrival":
-            path = Path(self._config.run.dir, DIRECTORY, f"{log_name}_replica_{engine.replica}.npz")
+            path = Path(self._config.run.dir, DIRECTORY, f"{log_name}_replica_{engine.replica}.events")
             store(path, sampling, engine.events, recorder.completions)
         return (source.samples if is_complete else None), source.counts
 

@@ -151,7 +151,7 @@ class Checks:
         per_trajectory = TURNS + 2
         num_prompts = max(1, self.num_events // (4 * per_trajectory))
         _, source, recorder = self.generate(num_prompts)
-        path = self.directory / "log.npz"
+        path = self.directory / "log.events"
         if source is not None:
             assert source.counts["trajectories"] == 4 * num_prompts
             store(path, self.sampling, self.engine.events, recorder.completions)
