@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -92,8 +91,6 @@ class Batch:
     def __post_init__(self):
         if self.mask is None:
             self.mask = torch.ones(int(self.lengths.sum()))
-        self.teacher: Any = None
-        """The teachers' distributions at the response tokens (`rl.training.divergence.Targets`)."""
 
     def __len__(self) -> int:
         return len(self.response_ids)
