@@ -58,7 +58,7 @@ class Teaching:
         self._step.metrics["teacher/logprob/mean"] = token_mean(total, batch.mask)
 
     def distributions(self, batch: Batch) -> None:
-        """Compute the distribution of each response token by the teacher of the sample's source (`TARGETS`)."""
+        """Fill `TARGETS`: the distribution of each response token by the teacher of the sample's source."""
         self._memory.to_training()
         goal, policy = self._config.teacher, self._engines.policy
         teachers = [0] * len(batch)
