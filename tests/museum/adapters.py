@@ -32,51 +32,27 @@ def after_refits(bug: Bug, change) -> None:
         return moved
 
 
-@exhibit(
-    name="adapter never merged",
-    peer="verl-project/verl#7495",
-    saw="Every weight sync pushed the frozen base; for two months it was taken for staleness.",
-    caught_by=GAP,
-    expects=DIFFER,
-    overrides=MERGED,
-)
-def never_merged(bug: Bug) -> None:
+@exhibit("verl-project/verl#7495", GAP, DIFFER, overrides=MERGED)
+def adapter_never_merged(bug: Bug) -> None:
+    """Every weight sync pushed the frozen base; for two months it was taken for staleness."""
     merge_as(bug, lambda merged, weight, parameter: parameter)
 
 
-@exhibit(
-    name="adapter merged twice",
-    peer="radixark/miles#3232",
-    saw="The adapter's part was counted once per tensor parallel rank, and log-probs drifted apart.",
-    caught_by=GAP,
-    expects=DIFFER,
-    overrides=MERGED,
-)
-def merged_twice(bug: Bug) -> None:
+@exhibit("radixark/miles#3232", GAP, DIFFER, overrides=MERGED)
+def adapter_merged_twice(bug: Bug) -> None:
+    """The adapter's part was counted once per tensor parallel rank, and log-probs drifted apart."""
     merge_as(bug, lambda merged, weight, parameter: merged(weight, merged(weight, parameter)))
 
 
-@exhibit(
-    name="adapter merged with another scale",
-    peer="NVIDIA/TensorRT-LLM#1668",
-    saw="The scale was alpha / rank although the adapter was trained with alpha / sqrt(rank).",
-    caught_by=GAP,
-    expects=DIFFER,
-    overrides=(*MERGED, "adapter.kind=rslora"),
-)
-def merged_with_scale(bug: Bug) -> None:
+@exhibit("NVIDIA/TensorRT-LLM#1668", GAP, DIFFER, overrides=(*MERGED, "adapter.kind=rslora"))
+def adapter_merged_with_another_scale(bug: Bug) -> None:
+    """The scale was alpha / rank although the adapter was trained with alpha / sqrt(rank)."""
     merge_as(bug, lambda merged, weight, base: base + (merged(weight, base) - base) / 2)
 
 
-@exhibit(
-    name="merged weights of an earlier step",
-    peer="PrimeIntellect-ai/prime-rl#1456",
-    saw="Merging did not change the weights that were saved; rewards before and after training were equal.",
-    caught_by=GAP,
-    expects=DIFFER,
-    overrides=MERGED,
-)
-def merged_once(bug: Bug) -> None:
+@exhibit("PrimeIntellect-ai/prime-rl#1456", GAP, DIFFER, overrides=MERGED)
+def merged_weights_of_an_earlier_step(bug: Bug) -> None:
+    """Merging did not change the weights that were saved; rewards before and after training were equal."""
     from rl.training.adapter import Adapters
 
     merging, kept = Adapters.merging, {}
@@ -97,14 +73,13 @@ def merged_once(bug: Bug) -> None:
 
 
 @exhibit(
-    name="adapter of the step before",
-    peer="vllm-project/vllm#42125",
-    saw="An adapter that was loaded again under its name was served with values of the one before.",
-    caught_by=SYNCHRONOUS,
-    expects=r"RefitMismatch: after the refit .*lora_B.* on rank \d",
+    "vllm-project/vllm#42125",
+    SYNCHRONOUS,
+    r"RefitMismatch: after the refit .*lora_B.* on rank \d",
     overrides=BESIDE,
 )
-def adapter_before(bug: Bug) -> None:
+def adapter_of_the_step_before(bug: Bug) -> None:
+    """An adapter that was loaded again under its name was served with values of the one before."""
     from rl.refit import refit
 
     transfer, kept = refit.transfer, []
@@ -120,27 +95,20 @@ def adapter_before(bug: Bug) -> None:
 
 
 @exhibit(
-    name="adapter never written",
-    peer="verl-project/verl#7495",
-    saw="The engine had a place for an adapter, which stayed empty for the whole run.",
-    caught_by=SYNCHRONOUS,
-    expects=r"RefitMismatch: after the refit .*lora_A.* on rank \d",
+    "verl-project/verl#7495",
+    SYNCHRONOUS,
+    r"RefitMismatch: after the refit .*lora_A.* on rank \d",
     overrides=BESIDE,
     at=1,
 )
 def adapter_never_written(bug: Bug) -> None:
+    """The engine had a place for an adapter, which stayed empty for the whole run."""
     after_refits(bug, lambda name, tensor: tensor.zero_())
 
 
-@exhibit(
-    name="requests without their adapter",
-    peer="verl-project/verl#5220",
-    saw="The engine applies an adapter only to requests that name it; rollouts ran with the base.",
-    caught_by=GAP,
-    expects=DIFFER,
-    overrides=BESIDE,
-)
-def requests_without(bug: Bug) -> None:
+@exhibit("verl-project/verl#5220", GAP, DIFFER, overrides=BESIDE)
+def requests_without_their_adapter(bug: Bug) -> None:
+    """The engine applies an adapter only to requests that name it; rollouts ran with the base."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     @bug.replaces(LLMEngine, "add_request")
@@ -149,26 +117,19 @@ def requests_without(bug: Bug) -> None:
 
 
 @exhibit(
-    name="scale of the adapter applied twice",
-    peer="NovaSky-AI/SkyRL#2250",
-    saw="The engine folded the scale into B in place, and did so again when it loaded the same tensors.",
-    caught_by=SYNCHRONOUS,
-    expects=r"RefitMismatch: after the refit .*lora_B.* on rank \d",
+    "NovaSky-AI/SkyRL#2250",
+    SYNCHRONOUS,
+    r"RefitMismatch: after the refit .*lora_B.* on rank \d",
     overrides=BESIDE,
 )
-def scaled_twice(bug: Bug) -> None:
+def scale_of_the_adapter_applied_twice(bug: Bug) -> None:
+    """The engine folded the scale into B in place, and did so again when it loaded the same tensors."""
     after_refits(bug, lambda name, tensor: tensor.mul_(2.0) if "lora_B" in name else None)
 
 
-@exhibit(
-    name="scale of the adapter lost",
-    peer="Tencent-Hunyuan/UniRL#155",
-    saw="A renamed layer lost its alpha on the way, so the engine applied the adapter with a scale of 1.",
-    caught_by=GAP,
-    expects=DIFFER,
-    overrides=BESIDE,
-)
-def scale_lost(bug: Bug) -> None:
+@exhibit("Tencent-Hunyuan/UniRL#155", GAP, DIFFER, overrides=BESIDE)
+def scale_of_the_adapter_lost(bug: Bug) -> None:
+    """A renamed layer lost its alpha on the way, so the engine applied the adapter with a scale of 1."""
     from rl.refit import values
 
     @bug.replaces(values, "_scaled")
@@ -177,15 +138,14 @@ def scale_lost(bug: Bug) -> None:
 
 
 @exhibit(
-    name="base trained beside the adapter",
-    peer="NVIDIA-NeMo/Automodel#547",
-    saw="With tensor parallelism all parameters had requires_grad again, not only the adapter's.",
-    caught_by="adapters learn",
-    expects=r"WrongLearning: adapter check: rank 0 of the policy has frozen weights that have changed",
+    "NVIDIA-NeMo/Automodel#547",
+    "adapters learn",
+    r"WrongLearning: adapter check: rank 0 of the policy has frozen weights that have changed",
     overrides=(*MERGED, "agreement.weights_every=1"),
     at=1,
 )
-def base_trained(bug: Bug) -> None:
+def base_trained_beside_the_adapter(bug: Bug) -> None:
+    """With tensor parallelism all parameters had requires_grad again, not only the adapter's."""
     from rl.training import engine
 
     with_gradients = engine.with_gradients
@@ -198,15 +158,14 @@ def base_trained(bug: Bug) -> None:
 
 
 @exhibit(
-    name="adapter not in the optimizer",
-    peer="adapter-hub/adapters#260",
-    saw="The optimizer was built before the adapter was added, and never updated it.",
-    caught_by="adapters learn",
-    expects=r"WrongLearning: adapter check: rank 0 of the policy has adapters that the optimizer lacks",
+    "adapter-hub/adapters#260",
+    "adapters learn",
+    r"WrongLearning: adapter check: rank 0 of the policy has adapters that the optimizer lacks",
     overrides=MERGED,
     at=0,
 )
-def not_in_optimizer(bug: Bug) -> None:
+def adapter_not_in_the_optimizer(bug: Bug) -> None:
+    """The optimizer was built before the adapter was added, and never updated it."""
     from rl.training import engine
 
     def later(model, learns: bool) -> None:
@@ -227,15 +186,14 @@ def not_in_optimizer(bug: Bug) -> None:
 
 
 @exhibit(
-    name="copies of A differ between tensor parallel ranks",
-    peer="modelscope/mcore-bridge#173",
-    saw="Gradients of the replicated factor were not summed, so each rank trained another copy.",
-    caught_by="replicas of the weights",
-    expects=r"Disagreement: .*lora_A.* of the policy on rank \d differ",
+    "modelscope/mcore-bridge#173",
+    "replicas of the weights",
+    r"Disagreement: .*lora_A.* of the policy on rank \d differ",
     ranks=2,
     overrides=(*MERGED, "training.tp=2", "agreement.weights_every=1"),
 )
-def copies_differ(bug: Bug) -> None:
+def copies_of_A_differ_between_tensor_parallel_ranks(bug: Bug) -> None:
+    """Gradients of the replicated factor were not summed, so each rank trained another copy."""
     from rl.phases.updates import Updates
 
     @bug.replaces(Updates, "_check_replicas")

@@ -6,15 +6,14 @@ LOADED = "checksums of a loaded checkpoint"
 
 
 @exhibit(
-    name="optimizer state reset on resume",
-    peer="NVIDIA-NeMo/RL#3171",
-    saw="PPO found no optimizer directory and silently began with new Adam moments.",
-    caught_by=LOADED,
-    expects=r"rank 0 .*WronglyLoaded: after loading .*policy/exp_avg.* because none holds them",
+    "NVIDIA-NeMo/RL#3171",
+    LOADED,
+    r"rank 0 .*WronglyLoaded: after loading .*policy/exp_avg.* because none holds them",
     resumes=True,
     at=0,
 )
-def optimizer_reset(bug: Bug) -> None:
+def optimizer_state_reset_on_resume(bug: Bug) -> None:
+    """PPO found no optimizer directory and silently began with new Adam moments."""
     from rl.checkpoint import store
 
     @bug.replaces(store, "load_optimizer")
@@ -23,16 +22,15 @@ def optimizer_reset(bug: Bug) -> None:
 
 
 @exhibit(
-    name="learning rate restarts on resume",
-    peer="THUDM/slime#1547",
-    saw="The position in the schedule was wrong after every resume.",
-    caught_by="schedule of the learning rate",
-    expects=r"WrongLearningRate: the learning rate of the policy was .* in step 2",
+    "THUDM/slime#1547",
+    "schedule of the learning rate",
+    r"WrongLearningRate: the learning rate of the policy was .* in step 2",
     overrides=("training.optimizer.warmup_steps=10",),
     resumes=True,
     at=0,
 )
-def rate_restarts(bug: Bug) -> None:
+def learning_rate_restarts_on_resume(bug: Bug) -> None:
+    """The position in the schedule was wrong after every resume."""
     from rl.phases import updates
 
     @bug.replaces(updates, "learning_rate")
@@ -41,16 +39,15 @@ def rate_restarts(bug: Bug) -> None:
 
 
 @exhibit(
-    name="learning rate counted twice on resume",
-    peer="THUDM/slime#1546",
-    saw="Loading advanced the schedule, and the trainer advanced it once more.",
-    caught_by="schedule of the learning rate",
-    expects=r"WrongLearningRate: the learning rate of the policy was .* in step 2",
+    "THUDM/slime#1546",
+    "schedule of the learning rate",
+    r"WrongLearningRate: the learning rate of the policy was .* in step 2",
     overrides=("training.optimizer.warmup_steps=10",),
     resumes=True,
     at=0,
 )
-def rate_doubled(bug: Bug) -> None:
+def learning_rate_counted_twice_on_resume(bug: Bug) -> None:
+    """Loading advanced the schedule, and the trainer advanced it once more."""
     from rl.phases import updates
 
     @bug.replaces(updates, "learning_rate")
@@ -59,15 +56,14 @@ def rate_doubled(bug: Bug) -> None:
 
 
 @exhibit(
-    name="master weights not loaded",
-    peer="NovaSky-AI/SkyRL#2149",
-    saw="A load of weights left the master weights as they were; the next update restored them.",
-    caught_by="master weights",
-    expects=r"Disagreement: .* of the policy on rank 0 are not the optimizer's master weights",
+    "NovaSky-AI/SkyRL#2149",
+    "master weights",
+    r"Disagreement: .* of the policy on rank 0 are not the optimizer's master weights",
     overrides=("model.dtype=bfloat16",),
     at=1,
 )
-def masters_stale(bug: Bug) -> None:
+def master_weights_not_loaded(bug: Bug) -> None:
+    """A load of weights left the master weights as they were; the next update restored them."""
     from rl.phases.updates import Updates
 
     @bug.replaces(Updates, "_check_replicas")
@@ -78,16 +74,15 @@ def masters_stale(bug: Bug) -> None:
 
 
 @exhibit(
-    name="optimizer shard of another rank",
-    peer="huggingface/transformers#48569",
-    saw="With tensor parallelism the optimizer came back with the wrong state, without a warning.",
-    caught_by=LOADED,
-    expects=r"WronglyLoaded: after loading .*policy/exp_avg.* on rank 0, 1",
+    "huggingface/transformers#48569",
+    LOADED,
+    r"WronglyLoaded: after loading .*policy/exp_avg.* on rank 0, 1",
     ranks=2,
     resumes=True,
     at=0,
 )
-def other_shard(bug: Bug) -> None:
+def optimizer_shard_of_another_rank(bug: Bug) -> None:
+    """With tensor parallelism the optimizer came back with the wrong state, without a warning."""
     from rl.checkpoint.shards import ShardReader
 
     @bug.replaces(ShardReader, "fill")
@@ -98,16 +93,15 @@ def other_shard(bug: Bug) -> None:
 
 
 @exhibit(
-    name="file of another step",
-    peer="facebookresearch/metaseq#53",
-    saw="A failed save left files of several saves under one name.",
-    caught_by="checksums of the files",
-    expects=r"step_000002/.* is damaged: its checksum is",
+    "facebookresearch/metaseq#53",
+    "checksums of the files",
+    r"step_000002/.* is damaged: its checksum is",
     resumes=True,
     overrides=("checkpoint.keep_last=0", "checkpoint.resume=auto"),
     at=0,
 )
-def other_step(bug: Bug) -> None:
+def file_of_another_step(bug: Bug) -> None:
+    """A failed save left files of several saves under one name."""
     from rl.run import loop
 
     @bug.replaces(loop, "find_checkpoint")
@@ -122,16 +116,15 @@ def other_step(bug: Bug) -> None:
 
 
 @exhibit(
-    name="value head not loaded",
-    peer="huggingface/trl#2095",
-    saw="A warning said that no v_head weight was found; training went on with a new one.",
-    caught_by=LOADED,
-    expects=r"WronglyLoaded: after loading .*critic/weight/score.weight",
+    "huggingface/trl#2095",
+    LOADED,
+    r"WronglyLoaded: after loading .*critic/weight/score.weight",
     overrides=("algorithm=ppo",),
     resumes=True,
     at=0,
 )
-def no_value_head(bug: Bug) -> None:
+def value_head_not_loaded(bug: Bug) -> None:
+    """A warning said that no v_head weight was found; training went on with a new one."""
     from rl.checkpoint.shards import ShardReader
 
     @bug.replaces(ShardReader, "fill")
@@ -141,16 +134,15 @@ def no_value_head(bug: Bug) -> None:
 
 
 @exhibit(
-    name="reference of a resumed run is its policy",
-    peer="NVIDIA-NeMo/RL#3722",
-    saw="After a resume the KL divergence was measured from the checkpoint, not from the base model.",
-    caught_by=LOADED,
-    expects=r"WronglyLoaded: after loading .*policy/reference/",
+    "NVIDIA-NeMo/RL#3722",
+    LOADED,
+    r"WronglyLoaded: after loading .*policy/reference/",
     overrides=("objective.kl_coef=0.01",),
     resumes=True,
     at=0,
 )
-def reference_of_checkpoint(bug: Bug) -> None:
+def reference_of_a_resumed_run_is_its_policy(bug: Bug) -> None:
+    """After a resume the KL divergence was measured from the checkpoint, not from the base model."""
     from rl.checkpoint import store
 
     @bug.replaces(store, "load_weights")

@@ -9,15 +9,14 @@ SAMPLES = "samples"
 
 
 @exhibit(
-    name="prompts skipped after a resume",
-    peer="NVIDIA-NeMo/RL#3599",
-    saw="675 of 736 prompts, a third of the data reached, were never trained on.",
-    caught_by=DRAWN,
-    expects=r"CheckFailed: draw check: .* behind 12 prompts, .* drawn 8: prompts are skipped",
+    "NVIDIA-NeMo/RL#3599",
+    DRAWN,
+    r"CheckFailed: draw check: .* behind 12 prompts, .* drawn 8: prompts are skipped",
     resumes=True,
     at=0,
 )
-def skipped(bug: Bug) -> None:
+def prompts_skipped_after_a_resume(bug: Bug) -> None:
+    """675 of 736 prompts, a third of the data reached, were never trained on."""
     from rl.data.sampler import EpochSampler
 
     @bug.replaces(EpochSampler, "load_state_dict")
@@ -26,15 +25,14 @@ def skipped(bug: Bug) -> None:
 
 
 @exhibit(
-    name="prompts repeated after a resume",
-    peer="PrimeIntellect-ai/prime-rl#3332",
-    saw="Every resumed run started the data from the beginning.",
-    caught_by=DRAWN,
-    expects=r"CheckFailed: draw check: .* behind 0 prompts, .* drawn 8: prompts are repeated",
+    "PrimeIntellect-ai/prime-rl#3332",
+    DRAWN,
+    r"CheckFailed: draw check: .* behind 0 prompts, .* drawn 8: prompts are repeated",
     resumes=True,
     at=0,
 )
-def repeated(bug: Bug) -> None:
+def prompts_repeated_after_a_resume(bug: Bug) -> None:
+    """Every resumed run started the data from the beginning."""
     from rl.data.sampler import EpochSampler
 
     @bug.replaces(EpochSampler, "load_state_dict")
@@ -43,14 +41,13 @@ def repeated(bug: Bug) -> None:
 
 
 @exhibit(
-    name="order of the data differs between ranks",
-    peer="QwenLM/Qwen3-VL#1947",
-    saw="Each rank shuffled with a seed of its own, so prompts were doubled and missing.",
-    caught_by="agreement before each phase",
-    expects=r"Disagreement: ranks disagree on the batch ids before generate.* rank \d",
+    "QwenLM/Qwen3-VL#1947",
+    "agreement before each phase",
+    r"Disagreement: ranks disagree on the batch ids before generate.* rank \d",
     ranks=2,
 )
-def other_order(bug: Bug) -> None:
+def order_of_the_data_differs_between_ranks(bug: Bug) -> None:
+    """Each rank shuffled with a seed of its own, so prompts were doubled and missing."""
     from rl.data.sampler import EpochSampler
 
     @bug.replaces(EpochSampler, "draw")
@@ -59,14 +56,13 @@ def other_order(bug: Bug) -> None:
 
 
 @exhibit(
-    name="sample lost",
-    peer="areal-project/AReaL#1419",
-    saw="A failed episode left a group smaller, and the next groups were cut at wrong places.",
-    caught_by=SAMPLES,
-    expects=r"SamplesDiffer: sample check: prompt \d of the call has 3 samples instead of 4",
+    "areal-project/AReaL#1419",
+    SAMPLES,
+    r"SamplesDiffer: sample check: prompt \d of the call has 3 samples instead of 4",
     ranks=2,
 )
-def lost(bug: Bug) -> None:
+def sample_lost(bug: Bug) -> None:
+    """A failed episode left a group smaller, and the next groups were cut at wrong places."""
     from rl.rollout.schedule import QueueSchedule
 
     @bug.replaces(QueueSchedule, "ended")
@@ -76,14 +72,13 @@ def lost(bug: Bug) -> None:
 
 
 @exhibit(
-    name="sample generated twice",
-    peer="huggingface/trl#3675",
-    saw="The same prompts were sampled several times within a step.",
-    caught_by=SAMPLES,
-    expects=r"SamplesDiffer: sample check: rank \d generated sample \d of prompt 0",
+    "huggingface/trl#3675",
+    SAMPLES,
+    r"SamplesDiffer: sample check: rank \d generated sample \d of prompt 0",
     ranks=2,
 )
-def twice(bug: Bug) -> None:
+def sample_generated_twice(bug: Bug) -> None:
+    """The same prompts were sampled several times within a step."""
     from rl.rollout import engine
 
     @bug.replaces(engine, "StaticQueue")
@@ -92,14 +87,13 @@ def twice(bug: Bug) -> None:
 
 
 @exhibit(
-    name="completion of another prompt",
-    peer="huggingface/trl#6673",
-    saw="The tool loop paired a rollout with a completion generated from another one's context.",
-    caught_by=SAMPLES,
-    expects=r"SamplesDiffer: sample check: .* has another prompt in the batch than rank \d generated",
+    "huggingface/trl#6673",
+    SAMPLES,
+    r"SamplesDiffer: sample check: .* has another prompt in the batch than rank \d generated",
     ranks=2,
 )
-def exchanged(bug: Bug) -> None:
+def completion_of_another_prompt(bug: Bug) -> None:
+    """The tool loop paired a rollout with a completion generated from another one's context."""
     from rl.rollout.schedule import QueueSchedule
 
     @bug.replaces(QueueSchedule, "ended")
@@ -108,13 +102,12 @@ def exchanged(bug: Bug) -> None:
 
 
 @exhibit(
-    name="groups of interleaved prompts",
-    peer="PrimeIntellect-ai/prime-rl#600",
-    saw="[a, b, a, b] was cut into groups as [a, a, b, b], so rewards of two tasks were compared.",
-    caught_by="groups",
-    expects=r"CheckFailed: group check: sample \d+ \(prompt \d+\) is in group \d",
+    "PrimeIntellect-ai/prime-rl#600",
+    "groups",
+    r"CheckFailed: group check: sample \d+ \(prompt \d+\) is in group \d",
 )
-def interleaved(bug: Bug) -> None:
+def groups_of_interleaved_prompts(bug: Bug) -> None:
+    """[a, b, a, b] was cut into groups as [a, a, b, b], so rewards of two tasks were compared."""
     from rl.phases import generation
 
     @bug.replaces(generation, "batch_of")
@@ -126,14 +119,9 @@ def interleaved(bug: Bug) -> None:
         return batch
 
 
-@exhibit(
-    name="retokenised responses",
-    peer="rllm-org/rllm#272",
-    saw="Turns were decoded and encoded again, and the KL divergence had spikes.",
-    caught_by="log-probs of engine and trainer",
-    expects=r"LogprobMismatch|CheckFailed",
-)
-def retokenised(bug: Bug) -> None:
+@exhibit("rllm-org/rllm#272", "log-probs of engine and trainer", r"LogprobMismatch|CheckFailed")
+def retokenised_responses(bug: Bug) -> None:
+    """Turns were decoded and encoded again, and the KL divergence had spikes."""
     from rl.phases import generation
 
     @bug.replaces(generation, "batch_of")
@@ -146,15 +134,9 @@ def retokenised(bug: Bug) -> None:
         return batch
 
 
-@exhibit(
-    name="two BOS tokens",
-    peer="NVIDIA-NeMo/RL#855",
-    saw="The chat template wrote a BOS token and the tokenizer added another.",
-    caught_by="data",
-    expects=r"begins with two BOS tokens",
-    at=0,
-)
-def two_bos(bug: Bug) -> None:
+@exhibit("NVIDIA-NeMo/RL#855", "data", r"begins with two BOS tokens", at=0)
+def two_BOS_tokens(bug: Bug) -> None:
+    """The chat template wrote a BOS token and the tokenizer added another."""
     from rl.data import prompts
 
     @bug.replaces(prompts, "_encode")
@@ -167,16 +149,15 @@ def two_bos(bug: Bug) -> None:
 
 
 @exhibit(
-    name="validation prompts in the training data",
-    peer="OpenRLHF/OpenRLHF#1089",
-    saw="Without an evaluation set, its rows were taken from the training set and trained on.",
-    caught_by="data",
-    expects=r"warning: data check: 4 of 4 prompts of data\.val are in data\.train too",
+    "OpenRLHF/OpenRLHF#1089",
+    "data",
+    r"warning: data check: 4 of 4 prompts of data\.val are in data\.train too",
     overrides=("data.val=[TOY/test.parquet]", "validation.every=9", "validation.max_prompts=4"),
     warns=True,
     at=0,
 )
-def leaked(bug: Bug) -> None:
+def validation_prompts_in_the_training_data(bug: Bug) -> None:
+    """Without an evaluation set, its rows were taken from the training set and trained on."""
     from rl.engines.inputs import Inputs
 
     @bug.replaces(Inputs, "_prompts")

@@ -20,15 +20,10 @@ def after_building(bug: Bug, change) -> None:
     RolloutEngine.__init__ = built
 
 
-@exhibit(
-    name="wrong rotary base in the engine",
-    peer="NVIDIA-NeMo/RL#2981",
-    saw="The engine's rotary embedding was wrong for later positions; its log-probs collapsed to 0.",
-    caught_by=GAP,
-    expects=DIFFER,
-    at=0,
-)
-def wrong_base(bug: Bug) -> None:
+@exhibit("NVIDIA-NeMo/RL#2981", GAP, DIFFER, at=0)
+def wrong_rotary_base_in_the_engine(bug: Bug) -> None:
+    """The engine's rotary embedding was wrong for later positions; its log-probs collapsed to 0."""
+
     def change(model):
         for module in model.modules():
             if hasattr(module, "cos_sin_cache"):
@@ -38,16 +33,9 @@ def wrong_base(bug: Bug) -> None:
     after_building(bug, change)
 
 
-@exhibit(
-    name="rotary scaling ignored",
-    peer="NVIDIA/Megatron-LM#6305",
-    saw="The factor of the rotary scaling was parsed and never reached the model.",
-    caught_by=GAP,
-    expects=DIFFER,
-    model="llama",
-    at=0,
-)
-def scaling_ignored(bug: Bug) -> None:
+@exhibit("NVIDIA/Megatron-LM#6305", GAP, DIFFER, model="llama", at=0)
+def rotary_scaling_ignored(bug: Bug) -> None:
+    """The factor of the rotary scaling was parsed and never reached the model."""
     from rl.training import model
 
     @bug.replaces(model, "scaled_frequencies")
@@ -55,15 +43,10 @@ def scaling_ignored(bug: Bug) -> None:
         return None
 
 
-@exhibit(
-    name="wrong epsilon of the norm",
-    peer="NVIDIA-NeMo/Megatron-Bridge#5712",
-    saw="Some norms ran with the default epsilon of 1e-5 instead of the config's 1e-6.",
-    caught_by=GAP,
-    expects=DIFFER,
-    at=0,
-)
-def wrong_epsilon(bug: Bug) -> None:
+@exhibit("NVIDIA-NeMo/Megatron-Bridge#5712", GAP, DIFFER, at=0)
+def wrong_epsilon_of_the_norm(bug: Bug) -> None:
+    """Some norms ran with the default epsilon of 1e-5 instead of the config's 1e-6."""
+
     def change(model):
         for module in model.modules():
             if hasattr(module, "variance_epsilon"):
@@ -72,15 +55,9 @@ def wrong_epsilon(bug: Bug) -> None:
     after_building(bug, change)
 
 
-@exhibit(
-    name="head of the engine not tied",
-    peer="vllm-project/vllm#5621",
-    saw="With tie_word_embeddings the head kept other weights than the embedding.",
-    caught_by=GAP,
-    expects=DIFFER,
-    model="qwen2-tied",
-)
-def head_not_tied(bug: Bug) -> None:
+@exhibit("vllm-project/vllm#5621", GAP, DIFFER, model="qwen2-tied")
+def head_of_the_engine_not_tied(bug: Bug) -> None:
+    """With tie_word_embeddings the head kept other weights than the embedding."""
     from rl.engines import memory
 
     copied: list = []
@@ -95,14 +72,9 @@ def head_not_tied(bug: Bug) -> None:
         return refit(trainer, engine, **options)
 
 
-@exhibit(
-    name="weights changed after the wake-up",
-    peer="verl-project/verl#7904",
-    saw="Sleep and wake-up left other weights than those synchronised, and the text was garbled.",
-    caught_by=GAP,
-    expects=DIFFER,
-)
-def changed_on_waking(bug: Bug) -> None:
+@exhibit("verl-project/verl#7904", GAP, DIFFER)
+def weights_changed_after_the_wake_up(bug: Bug) -> None:
+    """Sleep and wake-up left other weights than those synchronised, and the text was garbled."""
     from rl.rollout.engine import RolloutEngine
 
     @bug.replaces(RolloutEngine, "wake_cache")
@@ -111,15 +83,9 @@ def changed_on_waking(bug: Bug) -> None:
         self.weights()["model.norm.weight"].detach().mul_(1.01)
 
 
-@exhibit(
-    name="temperature not applied by the trainer",
-    peer="huggingface/trl#3029",
-    saw="Log-probs ignored the sampling temperature, which biased the policy gradient.",
-    caught_by=GAP,
-    expects=DIFFER,
-    overrides=("rollout.temperature=0.7",),
-)
-def no_temperature(bug: Bug) -> None:
+@exhibit("huggingface/trl#3029", GAP, DIFFER, overrides=("rollout.temperature=0.7",))
+def temperature_not_applied_by_the_trainer(bug: Bug) -> None:
+    """Log-probs ignored the sampling temperature, which biased the policy gradient."""
     from rl.training.model import Packed
 
     @bug.replaces(Packed, "run")
@@ -128,14 +94,13 @@ def no_temperature(bug: Bug) -> None:
 
 
 @exhibit(
-    name="prefix cache of old weights",
-    peer="NVIDIA-NeMo/RL#4018",
-    saw="Prefixes stayed cached over weight updates, and the mismatch grew until a restart.",
-    caught_by=GAP,
-    expects=DIFFER,
+    "NVIDIA-NeMo/RL#4018",
+    GAP,
+    DIFFER,
     overrides=("data.train=[TOY/long.parquet]", "data.max_prompt_tokens=160"),
 )
-def old_cache(bug: Bug) -> None:
+def prefix_cache_of_old_weights(bug: Bug) -> None:
+    """Prefixes stayed cached over weight updates, and the mismatch grew until a restart."""
     from rl.rollout.engine import RolloutEngine
 
     original = RolloutEngine.__init__
@@ -155,14 +120,9 @@ def old_cache(bug: Bug) -> None:
     RolloutEngine.__init__ = without_reset
 
 
-@exhibit(
-    name="labels shifted by one",
-    peer="NVIDIA/Megatron-LM#5682",
-    saw="A packing path did not shift the labels; the first loss was 24 instead of 16.",
-    caught_by=GAP,
-    expects=DIFFER,
-)
-def shifted(bug: Bug) -> None:
+@exhibit("NVIDIA/Megatron-LM#5682", GAP, DIFFER)
+def labels_shifted_by_one(bug: Bug) -> None:
+    """A packing path did not shift the labels; the first loss was 24 instead of 16."""
     from rl.training.model import Packed
 
     @bug.replaces(Packed, "run")
@@ -172,15 +132,9 @@ def shifted(bug: Bug) -> None:
         return run(self, replace(micro, targets=micro.targets.roll(-1)), temperature)
 
 
-@exhibit(
-    name="attention across packed samples",
-    peer="huggingface/transformers#46634",
-    saw="A mask of ones switched the detection of packed samples off; the loss still fell.",
-    caught_by=GAP,
-    expects=DIFFER,
-    overrides=("training.shared_prefix=false",),
-)
-def leak(bug: Bug) -> None:
+@exhibit("huggingface/transformers#46634", GAP, DIFFER, overrides=("training.shared_prefix=false",))
+def attention_across_packed_samples(bug: Bug) -> None:
+    """A mask of ones switched the detection of packed samples off; the loss still fell."""
     from rl.training import packing
 
     @bug.replaces(packing, "row_attention")
@@ -190,14 +144,9 @@ def leak(bug: Bug) -> None:
         return row_attention([Group(0, groups[-1].end)], keys, device)
 
 
-@exhibit(
-    name="positions not restarted in a row",
-    peer="hiyouga/LlamaFactory#7318",
-    saw="With packing the positions of later samples continued those of earlier ones.",
-    caught_by=GAP,
-    expects=DIFFER,
-)
-def positions_continue(bug: Bug) -> None:
+@exhibit("hiyouga/LlamaFactory#7318", GAP, DIFFER)
+def positions_not_restarted_in_a_row(bug: Bug) -> None:
+    """With packing the positions of later samples continued those of earlier ones."""
     from rl.training import packing
 
     @bug.replaces(packing, "positions")
@@ -207,14 +156,9 @@ def positions_continue(bug: Bug) -> None:
         return np.arange(groups[-1].end)
 
 
-@exhibit(
-    name="dropout in the log-prob pass",
-    peer="huggingface/trl#3234",
-    saw="Dropout made log-probs irreproducible, so that first ratios were not 1.",
-    caught_by=GAP,
-    expects=DIFFER,
-)
-def dropout(bug: Bug) -> None:
+@exhibit("huggingface/trl#3234", GAP, DIFFER)
+def dropout_in_the_log_prob_pass(bug: Bug) -> None:
+    """Dropout made log-probs irreproducible, so that first ratios were not 1."""
     from rl.training.model import Packed
 
     @bug.replaces(Packed, "run")
@@ -230,15 +174,9 @@ def dropout(bug: Bug) -> None:
             dropout.remove()
 
 
-@exhibit(
-    name="router in another dtype",
-    peer="PrimeIntellect-ai/prime-rl#2952",
-    saw="Trainer and engine computed the router in different precision and chose other experts.",
-    caught_by=GAP,
-    expects=DIFFER,
-    model="qwen3-moe",
-)
-def router_dtype(bug: Bug) -> None:
+@exhibit("PrimeIntellect-ai/prime-rl#2952", GAP, DIFFER, model="qwen3-moe")
+def router_in_another_dtype(bug: Bug) -> None:
+    """Trainer and engine computed the router in different precision and chose other experts."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     @bug.replaces(TopKRouter, "gating")
@@ -247,15 +185,14 @@ def router_dtype(bug: Bug) -> None:
 
 
 @exhibit(
-    name="other seeds on the ranks of a replica",
-    peer="vllm-project/vllm#15895",
-    saw="With external_launcher the ranks of an engine sampled different tokens.",
-    caught_by="event log of a replica",
-    expects=r"Disagreement: ranks disagree on the event log .*rank 1 generated other tokens",
+    "vllm-project/vllm#15895",
+    "event log of a replica",
+    r"Disagreement: ranks disagree on the event log .*rank 1 generated other tokens",
     ranks=2,
     overrides=("rollout.tp=2", "rollout.max_response_tokens=1"),
 )
-def other_seeds(bug: Bug) -> None:
+def other_seeds_on_the_ranks_of_a_replica(bug: Bug) -> None:
+    """With external_launcher the ranks of an engine sampled different tokens."""
     from rl.rollout import calls
 
     @bug.replaces(calls, "call_of")
@@ -265,14 +202,9 @@ def other_seeds(bug: Bug) -> None:
         return found
 
 
-@exhibit(
-    name="tokens labelled with an older version",
-    peer="huggingface/trl#5932",
-    saw="The staleness filter trusted a version label that did not match the weights of the engine.",
-    caught_by="staleness",
-    expects=r"StaleTokens: .* tokens have a staleness outside of 0 to 0",
-)
-def wrong_label(bug: Bug) -> None:
+@exhibit("huggingface/trl#5932", "staleness", r"StaleTokens: .* tokens have a staleness outside of 0 to 0")
+def tokens_labelled_with_an_older_version(bug: Bug) -> None:
+    """The staleness filter trusted a version label that did not match the weights of the engine."""
     from rl.rollout.calls import Live
 
     @bug.replaces(Live, "versions")
@@ -280,15 +212,9 @@ def wrong_label(bug: Bug) -> None:
         return versions(self, num_tokens) - 1
 
 
-@exhibit(
-    name="trainer ignores the truncation",
-    peer="huggingface/trl#6789",
-    saw="With top_p every importance ratio was multiplied by the probability of the tokens that were kept.",
-    caught_by=GAP,
-    expects=DIFFER,
-    overrides=("rollout.top_p=0.9",),
-)
-def ignored(bug: Bug) -> None:
+@exhibit("huggingface/trl#6789", GAP, DIFFER, overrides=("rollout.top_p=0.9",))
+def trainer_ignores_the_truncation(bug: Bug) -> None:
+    """With top_p every importance ratio was multiplied by the probability of the tokens that were kept."""
     from rl.training import sampling_masks
 
     @bug.replaces(sampling_masks, "masks_of")

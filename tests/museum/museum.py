@@ -1,15 +1,8 @@
 """The museum of silent errors: bugs of other projects, injected into real runs, which a check must end.
 
-    @exhibit(
-        name="refit skipped",
-        peer="huggingface/trl#5312",
-        saw="After sleep mode the engine generated with old weights.",
-        caught_by="weights of engine and trainer",
-        expects=r"rank 0 .*model.norm.weight",
-        ranks=1,
-        overrides=("rollout.tp=1",),
-    )
+    @exhibit("huggingface/trl#5312", "weights of engine and trainer", r"rank 0 .*norm.weight", ranks=2)
     def refit_skipped(bug):
+        '''After sleep mode the engine generated with old weights.'''
         from rl.engines import memory
 
         @bug.replaces(memory, "refit")
@@ -24,9 +17,10 @@ tests imports it too.
 
 import functools
 import importlib
+import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +28,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "checks.md"
 OTHER_FILES = ("museum", "rank", "tour", "__main__")
 """Files of this directory that hold no exhibits."""
 
+Inject = Callable[["Bug"], None]
+
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One bug; the fields are the arguments of `exhibit`."""
+    """One bug; the fields but `inject` are the arguments of `exhibit`, in their order."""
 
-    name: str
     peer: str
     """Report of the bug: repository#number of an issue or pull request; several are separated by spaces."""
-    saw: str
-    """Effect that the user saw, in a sentence."""
     caught_by: str
     """Name of the check that must catch it, as docs/checks.md lists it."""
     expects: str
     """Regular expression found in the error line of the run."""
-    inject: Callable[["Bug"], None]
     ranks: int = 1
     overrides: tuple[str, ...] = ()
     """KEY=VALUE overrides of the config in tests/museum/tour.py."""
@@ -60,17 +52,27 @@ class Exhibit:
     """Whether the check only warns, because a healthy run may look alike; the run then goes on."""
     resumes: bool = False
     """Whether the run continues a run of two steps without the bug, from its checkpoint."""
+    inject: Inject = field(kw_only=True)
+
+    @property
+    def name(self) -> str:
+        return self.inject.__name__.replace("_", " ")
+
+    @property
+    def saw(self) -> str:
+        """Effect that the user saw, in a sentence."""
+        return inspect.getdoc(self.inject) or ""
 
 
 EXHIBITS: dict[str, Exhibit] = {}
 """All exhibits by name, once `load_exhibits` was called."""
 
 
-def exhibit(**fields: Any) -> Callable[[Callable[["Bug"], None]], Callable[["Bug"], None]]:
-    """Register the decorated function as the injection of an exhibit with these fields."""
+def exhibit(*fields: str, **options: Any) -> Callable[[Inject], Inject]:
+    """Register the decorated function, which injects the bug and whose docstring says what users saw."""
 
-    def register(inject: Callable[["Bug"], None]) -> Callable[["Bug"], None]:
-        found = Exhibit(inject=inject, **fields)
+    def register(inject: Inject) -> Inject:
+        found = Exhibit(*fields, inject=inject, **options)
         assert found.name not in EXHIBITS, f"two exhibits are named {found.name}"
         EXHIBITS[found.name] = found
         return inject

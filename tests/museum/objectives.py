@@ -13,14 +13,13 @@ KL = ("objective.kl_coef=0.1",)
 
 
 @exhibit(
-    name="masked tokens in the mean",
-    peer="huggingface/trl#4975",
-    saw="One path of the loss ignored the mask of tool output and trained on it.",
-    caught_by=OBJECTIVE,
-    expects=r"CheckFailed: objective check: .*masked tokens, such as tool output, have a gradient",
+    "huggingface/trl#4975",
+    OBJECTIVE,
+    r"CheckFailed: objective check: .*masked tokens, such as tool output, have a gradient",
     at=0,
 )
-def masked_in_mean(bug: Bug) -> None:
+def masked_tokens_in_the_mean(bug: Bug) -> None:
+    """One path of the loss ignored the mask of tool output and trained on it."""
     from rl.phases import policy_gradient
 
     @bug.replaces(policy_gradient, "aggregate")
@@ -38,15 +37,9 @@ def masked_in_mean(bug: Bug) -> None:
         return loss(logprobs, old_logprobs, advantages, torch.ones_like(mask), **options)
 
 
-@exhibit(
-    name="masked tokens in the denominator",
-    peer="huggingface/trl#6369",
-    saw="Tokens that were masked for truncation still counted in the denominator of the loss.",
-    caught_by=TOKENS,
-    expects=r"WrongTokens: an update counted 0\.\d+ times",
-    overrides=REJECTED,
-)
-def masked_in_denominator(bug: Bug) -> None:
+@exhibit("huggingface/trl#6369", TOKENS, r"WrongTokens: an update counted 0\.\d+ times", overrides=REJECTED)
+def masked_tokens_in_the_denominator(bug: Bug) -> None:
+    """Tokens that were masked for truncation still counted in the denominator of the loss."""
     from rl.phases.minibatches import MinibatchPlan
 
     @bug.replaces(MinibatchPlan, "totals")
@@ -55,15 +48,14 @@ def masked_in_denominator(bug: Bug) -> None:
 
 
 @exhibit(
-    name="entropy of masked tokens",
-    peer="huggingface/trl#6121",
-    saw="The entropy included padding and became negative.",
-    caught_by=OBJECTIVE,
-    expects=r"CheckFailed: objective check: .*masked tokens, such as tool output, have a gradient",
+    "huggingface/trl#6121",
+    OBJECTIVE,
+    r"CheckFailed: objective check: .*masked tokens, such as tool output, have a gradient",
     overrides=("objective.entropy_coef=0.01",),
     at=0,
 )
-def entropy_of_masked(bug: Bug) -> None:
+def entropy_of_masked_tokens(bug: Bug) -> None:
+    """The entropy included padding and became negative."""
     from rl.phases import policy_gradient
 
     @bug.replaces(policy_gradient, "aggregate")
@@ -75,14 +67,13 @@ def entropy_of_masked(bug: Bug) -> None:
 
 
 @exhibit(
-    name="mask shifted by one token",
-    peer="verl-project/verl#3287",
-    saw="The loss mask began one token late, so the first token of a response was not learned.",
-    caught_by=TOKENS,
-    expects=r"WrongTokens: an update counted .*rank 0 counted \d+ of \d+ tokens, not those of its samples",
+    "verl-project/verl#3287",
+    TOKENS,
+    r"WrongTokens: an update counted .*rank 0 counted \d+ of \d+ tokens, not those of its samples",
     overrides=REJECTED,
 )
-def shifted_mask(bug: Bug) -> None:
+def mask_shifted_by_one_token(bug: Bug) -> None:
+    """The loss mask began one token late, so the first token of a response was not learned."""
     from rl.training import engine
 
     @bug.replaces(engine, "with_columns")
@@ -93,26 +84,24 @@ def shifted_mask(bug: Bug) -> None:
 
 
 @exhibit(
-    name="mini-batch left out",
-    peer="OpenRLHF/OpenRLHF#1297",
-    saw="The last batch of rollouts was generated and never trained on.",
-    caught_by="mini-batches",
-    expects=r"CheckFailed: mini-batch check: sample \d+ of 16 is in 0 mini-batches instead of 1",
+    "OpenRLHF/OpenRLHF#1297",
+    "mini-batches",
+    r"CheckFailed: mini-batch check: sample \d+ of 16 is in 0 mini-batches instead of 1",
     overrides=("training.prompts_per_minibatch=2",),
 )
-def left_out(bug: Bug) -> None:
+def mini_batch_left_out(bug: Bug) -> None:
+    """The last batch of rollouts was generated and never trained on."""
     plans(bug, lambda found: found[:-1])
 
 
 @exhibit(
-    name="mini-batch used twice",
-    peer="openpsi-project/ReaLHF#66",
-    saw="Batches were split into wrong mini-batches in PPO and GRPO.",
-    caught_by="mini-batches",
-    expects=r"CheckFailed: mini-batch check: sample \d+ of 16 is in 2 mini-batches instead of 1",
+    "openpsi-project/ReaLHF#66",
+    "mini-batches",
+    r"CheckFailed: mini-batch check: sample \d+ of 16 is in 2 mini-batches instead of 1",
     overrides=("training.prompts_per_minibatch=2",),
 )
-def used_twice(bug: Bug) -> None:
+def mini_batch_used_twice(bug: Bug) -> None:
+    """Batches were split into wrong mini-batches in PPO and GRPO."""
     plans(bug, lambda found: [*found, found[0]])
 
 
@@ -125,28 +114,26 @@ def plans(bug: Bug, change) -> None:
 
 
 @exhibit(
-    name="sign of the KL term",
-    peer="qiancheng0/ToolRL#52",
-    saw="The KL loss was maximised, and training collapsed.",
-    caught_by=OBJECTIVE,
-    expects=r"CheckFailed: objective check: .*nats above its reference changes the loss by -",
+    "qiancheng0/ToolRL#52",
+    OBJECTIVE,
+    r"CheckFailed: objective check: .*nats above its reference changes the loss by -",
     overrides=KL,
     at=0,
 )
-def kl_sign(bug: Bug) -> None:
+def sign_of_the_KL_term(bug: Bug) -> None:
+    """The KL loss was maximised, and training collapsed."""
     of_kl(bug, -1)
 
 
 @exhibit(
-    name="KL counted twice in the loss",
-    peer="OpenRLHF/OpenRLHF#768",
-    saw="The KL term was in the reward and again in the loss.",
-    caught_by=OBJECTIVE,
-    expects=r"CheckFailed: objective check: .*nats above its reference changes the loss by",
+    "OpenRLHF/OpenRLHF#768",
+    OBJECTIVE,
+    r"CheckFailed: objective check: .*nats above its reference changes the loss by",
     overrides=KL,
     at=0,
 )
-def kl_twice(bug: Bug) -> None:
+def KL_counted_twice_in_the_loss(bug: Bug) -> None:
+    """The KL term was in the reward and again in the loss."""
     of_kl(bug, 2)
 
 
@@ -159,14 +146,13 @@ def of_kl(bug: Bug, factor: float) -> None:
 
 
 @exhibit(
-    name="KL penalty subtracted twice",
-    peer="RLinf/RLinf#129",
-    saw="A wrong parameter reached the KL penalty of the reward.",
-    caught_by="KL penalty",
-    expects=r"CheckFailed: KL penalty check: the penalty was already subtracted",
+    "RLinf/RLinf#129",
+    "KL penalty",
+    r"CheckFailed: KL penalty check: the penalty was already subtracted",
     overrides=("objective.reward_kl.coef=0.1",),
 )
-def penalty_twice(bug: Bug) -> None:
+def KL_penalty_subtracted_twice(bug: Bug) -> None:
+    """A wrong parameter reached the KL penalty of the reward."""
     from rl.phases.phases import Phases
 
     @bug.replaces(Phases, "apply_kl_penalty")
@@ -176,27 +162,25 @@ def penalty_twice(bug: Bug) -> None:
 
 
 @exhibit(
-    name="dual clip not passed on",
-    peer="RLinf/RLinf#316",
-    saw="clip_ratio_c was accepted as one of **kwargs and never reached the loss.",
-    caught_by=OBJECTIVE,
-    expects=r"CheckFailed: objective check: .*at ratio 3\.01 and advantage -1 the gradient is not 0",
+    "RLinf/RLinf#316",
+    OBJECTIVE,
+    r"CheckFailed: objective check: .*at ratio 3\.01 and advantage -1 the gradient is not 0",
     at=0,
 )
-def no_dual_clip(bug: Bug) -> None:
+def dual_clip_not_passed_on(bug: Bug) -> None:
+    """clip_ratio_c was accepted as one of **kwargs and never reached the loss."""
     of_ppo(bug, lambda options: {**options, "dual_clip": 0.0})
 
 
 @exhibit(
-    name="bounds of the clip swapped",
-    peer="pytorch/rl#786",
-    saw="The clip of PPO's ratio used the wrong bounds.",
-    caught_by=OBJECTIVE,
-    expects=r"CheckFailed: objective check: .*at ratio .* the gradient is (not )?0",
+    "pytorch/rl#786",
+    OBJECTIVE,
+    r"CheckFailed: objective check: .*at ratio .* the gradient is (not )?0",
     overrides=("objective.clip_high=0.28",),
     at=0,
 )
-def swapped(bug: Bug) -> None:
+def bounds_of_the_clip_swapped(bug: Bug) -> None:
+    """The clip of PPO's ratio used the wrong bounds."""
     of_ppo(bug, lambda given: {**given, "clip_low": given["clip_high"], "clip_high": given["clip_low"]})
 
 
@@ -215,14 +199,13 @@ def of_ppo(bug: Bug, change) -> None:
 
 
 @exhibit(
-    name="importance weights inverted",
-    peer="THUDM/slime#179",
-    saw="The correction for the engine used the wrong pair of log-probs.",
-    caught_by="loss weights",
-    expects=r"CheckFailed: loss weight check: a token has the importance weight",
+    "THUDM/slime#179",
+    "loss weights",
+    r"CheckFailed: loss weight check: a token has the importance weight",
     overrides=("model.dtype=bfloat16", "rollout_correction.truncate_tokens=2.0"),
 )
-def inverted(bug: Bug) -> None:
+def importance_weights_inverted(bug: Bug) -> None:
+    """The correction for the engine used the wrong pair of log-probs."""
     from rl.objectives import rollout_correction
 
     @bug.replaces(rollout_correction, "token_weights")
@@ -231,14 +214,13 @@ def inverted(bug: Bug) -> None:
 
 
 @exhibit(
-    name="old log-probs of the step before",
-    peer="huggingface/trl#5413",
-    saw="A ratio of the first iteration was kept and used again later.",
-    caught_by=FIRST,
-    expects=r"CheckFailed: first update check|LogprobMismatch|CheckFailed: likelihood check",
+    "huggingface/trl#5413",
+    FIRST,
+    r"CheckFailed: first update check|LogprobMismatch|CheckFailed: likelihood check",
     overrides=("training.prompts_per_minibatch=2",),
 )
-def stale_old(bug: Bug) -> None:
+def old_log_probs_of_the_step_before(bug: Bug) -> None:
+    """A ratio of the first iteration was kept and used again later."""
     from rl.phases.inference import Inference
 
     kept: dict = {}
@@ -255,14 +237,13 @@ def stale_old(bug: Bug) -> None:
 
 
 @exhibit(
-    name="reference log-probs of another order",
-    peer="NVIDIA/NeMo-Aligner#228",
-    saw="Log-probs of the reference did not match those of the policy's own forward pass.",
-    caught_by="likelihoods",
-    expects=r"CheckFailed: likelihood check: reference policy / rollout|LogprobMismatch: before the first",
+    "NVIDIA/NeMo-Aligner#228",
+    "likelihoods",
+    r"CheckFailed: likelihood check: reference policy / rollout|LogprobMismatch: before the first",
     overrides=(*KL, "data.prompts_per_step=32", "training.micro_batch_tokens=400"),
 )
-def other_reference(bug: Bug) -> None:
+def reference_log_probs_of_another_order(bug: Bug) -> None:
+    """Log-probs of the reference did not match those of the policy's own forward pass."""
     from rl.phases.inference import Inference
 
     @bug.replaces(Inference, "_pass")
@@ -271,14 +252,9 @@ def other_reference(bug: Bug) -> None:
         return tuple(column.flip(0) for column in found) if of_reference else found
 
 
-@exhibit(
-    name="learning rate 0",
-    peer="alibaba/ROLL#407",
-    saw="The schedule was planned for too few steps; 38 % of the training had a learning rate of 0.",
-    caught_by="learning rate",
-    expects=r"CheckFailed: learning rate check: 0\.0 in step 2",
-)
-def no_rate(bug: Bug) -> None:
+@exhibit("alibaba/ROLL#407", "learning rate", r"CheckFailed: learning rate check: 0\.0 in step 2")
+def learning_rate_0(bug: Bug) -> None:
+    """The schedule was planned for too few steps; 38 % of the training had a learning rate of 0."""
     from rl.phases import updates
 
     @bug.replaces(updates, "learning_rate")
@@ -287,13 +263,12 @@ def no_rate(bug: Bug) -> None:
 
 
 @exhibit(
-    name="weights do not move",
-    peer="huggingface/open-r1#295",
-    saw="The gradient had a norm, but the weights stayed as they were.",
-    caught_by="movement",
-    expects=r"CheckFailed: movement check: the gradient norm is .* changed no weight",
+    "huggingface/open-r1#295",
+    "movement",
+    r"CheckFailed: movement check: the gradient norm is .* changed no weight",
 )
-def frozen(bug: Bug) -> None:
+def weights_do_not_move(bug: Bug) -> None:
+    """The gradient had a norm, but the weights stayed as they were."""
     from rl.training import engine
 
     @bug.replaces(engine, "clip_and_step")
@@ -302,14 +277,13 @@ def frozen(bug: Bug) -> None:
 
 
 @exhibit(
-    name="filtered groups are trained on",
-    peer="OpenRLHF/OpenRLHF#1272",
-    saw="Groups of equal continuous rewards passed the filter of dynamic sampling and were trained on.",
-    caught_by="groups",
-    expects=r"CheckFailed: group check: all samples of group \d have the score 0\.5",
+    "OpenRLHF/OpenRLHF#1272",
+    "groups",
+    r"CheckFailed: group check: all samples of group \d have the score 0\.5",
     overrides=("algorithm=dapo",),
 )
-def filtered(bug: Bug) -> None:
+def filtered_groups_are_trained_on(bug: Bug) -> None:
+    """Groups of equal continuous rewards passed the filter of dynamic sampling and were trained on."""
     from rl.algorithms import dapo
     from rl.phases.phases import Phases
 
@@ -323,16 +297,9 @@ def filtered(bug: Bug) -> None:
         batch.scores[batch.groups == 0] = batch.rewards[batch.groups == 0] = 0.5
 
 
-@exhibit(
-    name="step logged twice",
-    peer="allenai/tango#152",
-    saw="After a resume the steps since the checkpoint were logged again.",
-    caught_by="metric log",
-    expects=r"metric log check: step 2 was logged before",
-    resumes=True,
-    at=0,
-)
-def logged_twice(bug: Bug) -> None:
+@exhibit("allenai/tango#152", "metric log", r"metric log check: step 2 was logged before", resumes=True, at=0)
+def step_logged_twice(bug: Bug) -> None:
+    """After a resume the steps since the checkpoint were logged again."""
     from rl.run import run_log
 
     @bug.replaces(run_log, "_open_metrics")

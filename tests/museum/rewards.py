@@ -6,14 +6,13 @@ SCORES = "scores"
 
 
 @exhibit(
-    name="order of the scores lost",
-    peer="NVIDIA-NeMo/RL#1026",
-    saw="A reward model with dynamic batches returned scores in another order than its samples.",
-    caught_by=SCORES,
-    expects=r"rank \d .*CheckFailed: score check: rank \d got the score .*of another sample",
+    "NVIDIA-NeMo/RL#1026",
+    SCORES,
+    r"rank \d .*CheckFailed: score check: rank \d got the score .*of another sample",
     ranks=2,
 )
-def lost_order(bug: Bug) -> None:
+def order_of_the_scores_lost(bug: Bug) -> None:
+    """A reward model with dynamic batches returned scores in another order than its samples."""
     from rl.rewards.pool.pool import ScoringPool
 
     @bug.replaces(ScoringPool, "score")
@@ -22,14 +21,13 @@ def lost_order(bug: Bug) -> None:
 
 
 @exhibit(
-    name="scores of ranks interleaved",
-    peer="huggingface/trl#3098",
-    saw="On several GPUs completions did not belong to the prompts that they were scored with.",
-    caught_by=SCORES,
-    expects=r"CheckFailed: score check: sample \d+ \(prompt \d+\) has the score of another sample",
+    "huggingface/trl#3098",
+    SCORES,
+    r"CheckFailed: score check: sample \d+ \(prompt \d+\) has the score of another sample",
     ranks=2,
 )
-def ranks_interleaved(bug: Bug) -> None:
+def scores_of_ranks_interleaved(bug: Bug) -> None:
+    """On several GPUs completions did not belong to the prompts that they were scored with."""
     from rl.phases import scorer
 
     @bug.replaces(scorer, "gather_columns")
@@ -39,13 +37,10 @@ def ranks_interleaved(bug: Bug) -> None:
 
 
 @exhibit(
-    name="worker repeats old answers",
-    peer="vllm-project/vllm#57846",
-    saw="After an error a worker's old answer stayed queued, and the next request got it.",
-    caught_by=SCORES,
-    expects=r"CheckFailed: score check: rank 0 got the score .*of another sample",
+    "vllm-project/vllm#57846", SCORES, r"CheckFailed: score check: rank 0 got the score .*of another sample"
 )
-def old_answers(bug: Bug) -> None:
+def worker_repeats_old_answers(bug: Bug) -> None:
+    """After an error a worker's old answer stayed queued, and the next request got it."""
     from rl.rewards.pool.pool import ScoringPool
 
     kept: list = []
@@ -63,13 +58,12 @@ def old_answers(bug: Bug) -> None:
 
 
 @exhibit(
-    name="failures of the reward scored 0",
-    peer="huggingface/OpenEnv#1025",
-    saw="A verifier that crashed was scored 0, which no client can tell from a wrong answer.",
-    caught_by=SCORES,
-    expects=r"CheckFailed: score check: rank 0 got the score 0 .*that no worker computed",
+    "huggingface/OpenEnv#1025",
+    SCORES,
+    r"CheckFailed: score check: rank 0 got the score 0 .*that no worker computed",
 )
-def failures_as_zero(bug: Bug) -> None:
+def failures_of_the_reward_scored_0(bug: Bug) -> None:
+    """A verifier that crashed was scored 0, which no client can tell from a wrong answer."""
     from rl.rewards.pool.pool import ScoringPool
     from rl.rewards.score import Score
 
@@ -83,15 +77,14 @@ def failures_as_zero(bug: Bug) -> None:
 
 
 @exhibit(
-    name="reward always 0",
-    peer="PrimeIntellect-ai/verifiers#186",
-    saw="With one option every reward was 0, also of responses that were not truncated.",
-    caught_by="constant scores",
-    expects=r"warning: score check: all 64 samples have the score 0, as only 0 of 16 groups before",
+    "PrimeIntellect-ai/verifiers#186",
+    "constant scores",
+    r"warning: score check: all 64 samples have the score 0, as only 0 of 16 groups before",
     overrides=("data.prompts_per_step=16", "training.micro_batch_tokens=400"),
     warns=True,
 )
-def always_zero(bug: Bug) -> None:
+def reward_always_0(bug: Bug) -> None:
+    """With one option every reward was 0, also of responses that were not truncated."""
     from rl.rewards.pool.worker_process import ScoringWorker
 
     @bug.replaces(ScoringWorker, "validated")
@@ -103,24 +96,23 @@ def always_zero(bug: Bug) -> None:
 
 
 @exhibit(
-    name="advantages with the wrong sign",
-    peer="fla-org/flash-linear-attention#1073",
-    saw="The loss was negated twice and pushed the policy away from good responses.",
-    caught_by="advantages",
-    expects=r"CheckFailed: advantage check: in group \d the reward .* sign is wrong",
+    "fla-org/flash-linear-attention#1073",
+    "advantages",
+    r"CheckFailed: advantage check: in group \d the reward .* sign is wrong",
 )
-def wrong_sign(bug: Bug) -> None:
+def advantages_with_the_wrong_sign(bug: Bug) -> None:
+    """The loss was negated twice and pushed the policy away from good responses."""
     change(bug, lambda advantages, batch: -advantages)
 
 
 @exhibit(
-    name="advantages of the whole batch",
-    peer="amazon-science/reskill#12",
-    saw="Advantages were whitened over the batch, so groups influenced each other.",
-    caught_by="advantages",
-    expects=r"CheckFailed: advantage check: the advantages of group \d have the sum",
+    "amazon-science/reskill#12",
+    "advantages",
+    r"CheckFailed: advantage check: the advantages of group \d have the sum",
 )
-def of_the_batch(bug: Bug) -> None:
+def advantages_of_the_whole_batch(bug: Bug) -> None:
+    """Advantages were whitened over the batch, so groups influenced each other."""
+
     def whitened(advantages, batch):
         rewards = batch.rewards
         return ((rewards - rewards.mean()) / rewards.std()).repeat_interleave(batch.lengths)
@@ -129,13 +121,13 @@ def of_the_batch(bug: Bug) -> None:
 
 
 @exhibit(
-    name="baseline of the first sample",
-    peer="ServiceNow/PipelineRL#54",
-    saw="The mean reward of a group counted only its first rollout; training seemed to work.",
-    caught_by="advantages",
-    expects=r"CheckFailed: advantage check: the advantages of group \d have the sum",
+    "ServiceNow/PipelineRL#54",
+    "advantages",
+    r"CheckFailed: advantage check: the advantages of group \d have the sum",
 )
-def of_the_first(bug: Bug) -> None:
+def baseline_of_the_first_sample(bug: Bug) -> None:
+    """The mean reward of a group counted only its first rollout; training seemed to work."""
+
     def from_first(advantages, batch):
         first = batch.rewards[(batch.groups.unsqueeze(1) == batch.groups).int().argmax(1)]
         return (batch.rewards - first).repeat_interleave(batch.lengths)
@@ -144,13 +136,12 @@ def of_the_first(bug: Bug) -> None:
 
 
 @exhibit(
-    name="advantages zero everywhere",
-    peer="TensorAuto/OpenTau#136",
-    saw="Every advantage was 0.",
-    caught_by="advantages",
-    expects=r"CheckFailed: advantage check: rewards differ within groups, but every advantage is 0",
+    "TensorAuto/OpenTau#136",
+    "advantages",
+    r"CheckFailed: advantage check: rewards differ within groups, but every advantage is 0",
 )
-def zero(bug: Bug) -> None:
+def advantages_zero_everywhere(bug: Bug) -> None:
+    """Every advantage was 0."""
     change(bug, lambda advantages, batch: advantages * 0)
 
 

@@ -11,13 +11,12 @@ GAP = "log-probs of engine and trainer"
 
 
 @exhibit(
-    name="truncated responses count as complete",
-    peer="OpenRLHF/OpenRLHF#1327",
-    saw="finish_reason=length was dropped, so the penalty of truncated rollouts never applied.",
-    caught_by=ENDING,
-    expects=r"CheckFailed: ending check: .* with 6 tokens is complete by its label, but does not end",
+    "OpenRLHF/OpenRLHF#1327",
+    ENDING,
+    r"CheckFailed: ending check: .* with 6 tokens is complete by its label, but does not end",
 )
-def complete(bug: Bug) -> None:
+def truncated_responses_count_as_complete(bug: Bug) -> None:
+    """finish_reason=length was dropped, so the penalty of truncated rollouts never applied."""
     from rl.rollout.single_turn import SingleTurn
 
     @bug.replaces(SingleTurn, "receive")
@@ -26,14 +25,10 @@ def complete(bug: Bug) -> None:
 
 
 @exhibit(
-    name="stop token ignored",
-    peer="google/tunix#842",
-    saw="The policy did not stop at its end of turn and went on to the length limit.",
-    caught_by=ENDING,
-    expects=r"CheckFailed: ending check: .* continues after a stop token",
-    overrides=LONG,
+    "google/tunix#842", ENDING, r"CheckFailed: ending check: .* continues after a stop token", overrides=LONG
 )
-def ignored(bug: Bug) -> None:
+def stop_token_ignored(bug: Bug) -> None:
+    """The policy did not stop at its end of turn and went on to the length limit."""
     from rl.rollout import calls
 
     @bug.replaces(calls, "call_of")
@@ -44,14 +39,13 @@ def ignored(bug: Bug) -> None:
 
 
 @exhibit(
-    name="end token cut off",
-    peer="rasbt/reasoning-from-scratch#185",
-    saw="The end token was not part of the response, so nothing taught the policy to stop.",
-    caught_by=ENDING,
-    expects=r"CheckFailed: ending check: .* is complete by its label, but does not end with a stop token",
+    "rasbt/reasoning-from-scratch#185",
+    ENDING,
+    r"CheckFailed: ending check: .* is complete by its label, but does not end with a stop token",
     overrides=LONG,
 )
-def cut_off(bug: Bug) -> None:
+def end_token_cut_off(bug: Bug) -> None:
+    """The end token was not part of the response, so nothing taught the policy to stop."""
     from rl.rollout.single_turn import SingleTurn
 
     @bug.replaces(SingleTurn, "receive")
@@ -65,13 +59,12 @@ def cut_off(bug: Bug) -> None:
 
 
 @exhibit(
-    name="engine truncates earlier than configured",
-    peer="huggingface/trl#5697",
-    saw="A default of 256 tokens truncated 98 % of the completions, and all rewards were 0.",
-    caught_by=ENDING,
-    expects=r"CheckFailed: ending check: .* with 4 tokens is truncated by its label, but not at rollout",
+    "huggingface/trl#5697",
+    ENDING,
+    r"CheckFailed: ending check: .* with 4 tokens is truncated by its label, but not at rollout",
 )
-def earlier(bug: Bug) -> None:
+def engine_truncates_earlier_than_configured(bug: Bug) -> None:
+    """A default of 256 tokens truncated 98 % of the completions, and all rewards were 0."""
     from rl.rollout import calls
 
     @bug.replaces(calls, "call_of")
@@ -82,13 +75,12 @@ def earlier(bug: Bug) -> None:
 
 
 @exhibit(
-    name="samples of a group share a seed",
-    peer="vllm-project/vllm#11898",
-    saw="With n > 1 and a seed every completion of a prompt was the same.",
-    caught_by="duplicates",
-    expects=r"CheckFailed: duplicates check: \d+ of 16 samples equal an earlier sample of their prompt",
+    "vllm-project/vllm#11898",
+    "duplicates",
+    r"CheckFailed: duplicates check: \d+ of 16 samples equal an earlier sample of their prompt",
 )
-def same_seed(bug: Bug) -> None:
+def samples_of_a_group_share_a_seed(bug: Bug) -> None:
+    """With n > 1 and a seed every completion of a prompt was the same."""
     from rl.rollout import single_turn
 
     @bug.replaces(single_turn, "seed_of")
@@ -97,13 +89,12 @@ def same_seed(bug: Bug) -> None:
 
 
 @exhibit(
-    name="greedy rollouts",
-    peer="huggingface/trl#5783",
-    saw="Defaults of the model replaced temperature 1, and half of a group were equal.",
-    caught_by="duplicates",
-    expects=r"CheckFailed: duplicates check: .*or the engine samples greedily|LogprobMismatch",
+    "huggingface/trl#5783",
+    "duplicates",
+    r"CheckFailed: duplicates check: .*or the engine samples greedily|LogprobMismatch",
 )
-def greedy(bug: Bug) -> None:
+def greedy_rollouts(bug: Bug) -> None:
+    """Defaults of the model replaced temperature 1, and half of a group were equal."""
     from rl.rollout import calls
 
     @bug.replaces(calls, "call_of")
@@ -112,14 +103,13 @@ def greedy(bug: Bug) -> None:
 
 
 @exhibit(
-    name="log-probs before the temperature",
-    peer="PrimeIntellect-ai/prime-rl#697",
-    saw="The engine reported log-probs of another temperature than it sampled with; ratios exploded.",
-    caught_by=GAP,
-    expects=r"LogprobMismatch|CheckFailed: likelihood check",
+    "PrimeIntellect-ai/prime-rl#697",
+    GAP,
+    r"LogprobMismatch|CheckFailed: likelihood check",
     overrides=("rollout.temperature=0.6",),
 )
-def raw(bug: Bug) -> None:
+def log_probs_before_the_temperature(bug: Bug) -> None:
+    """The engine reported log-probs of another temperature than it sampled with; ratios exploded."""
     from rl.rollout.calls import Calls
 
     @bug.replaces(Calls, "_completion")
@@ -129,14 +119,13 @@ def raw(bug: Bug) -> None:
 
 
 @exhibit(
-    name="log-probs in another base",
-    peer="vllm-project/vllm#9453",
-    saw="Log-probs of the engine were not those that the client assumed.",
-    caught_by="likelihoods",
-    expects=r"CheckFailed: likelihood check: old policy / rollout",
+    "vllm-project/vllm#9453",
+    "likelihoods",
+    r"CheckFailed: likelihood check: old policy / rollout",
     overrides=("agreement.logprob_slack=0", "data.prompts_per_step=16", "training.micro_batch_tokens=400"),
 )
-def other_base(bug: Bug) -> None:
+def log_probs_in_another_base(bug: Bug) -> None:
+    """Log-probs of the engine were not those that the client assumed."""
     from rl.rollout.calls import Calls
 
     @bug.replaces(Calls, "_completion")
@@ -147,14 +136,9 @@ def other_base(bug: Bug) -> None:
         return replace(found, logprobs=found.logprobs / math.log(2))
 
 
-@exhibit(
-    name="tokens labelled with a later version",
-    peer="areal-project/AReaL#1569",
-    saw="The version was read again after the answer, so old tokens counted as new.",
-    caught_by="staleness",
-    expects=r"StaleTokens",
-)
-def later_version(bug: Bug) -> None:
+@exhibit("areal-project/AReaL#1569", "staleness", r"StaleTokens")
+def tokens_labelled_with_a_later_version(bug: Bug) -> None:
+    """The version was read again after the answer, so old tokens counted as new."""
     from rl.rollout.calls import Live
 
     @bug.replaces(Live, "versions")

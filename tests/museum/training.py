@@ -7,14 +7,13 @@ REDUCTION = "probe of the reduced gradient"
 
 
 @exhibit(
-    name="gradients not reduced",
-    peer="NVIDIA/Megatron-LM#1685",
-    saw="The example's loop left out finalize_model_grads, so every rank trained on its own samples.",
-    caught_by=REDUCTION,
-    expects=r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
+    "NVIDIA/Megatron-LM#1685",
+    REDUCTION,
+    r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
     ranks=2,
 )
-def not_reduced(bug: Bug) -> None:
+def gradients_not_reduced(bug: Bug) -> None:
+    """The example's loop left out finalize_model_grads, so every rank trained on its own samples."""
     from rl.training import gradients
 
     @bug.replaces(gradients, "finalize_model_grads")
@@ -23,14 +22,13 @@ def not_reduced(bug: Bug) -> None:
 
 
 @exhibit(
-    name="gradients reduced twice",
-    peer="NVIDIA/Megatron-LM#775",
-    saw="The reduction ran at the end of the backward pass and again at the end of the step.",
-    caught_by=REDUCTION,
-    expects=r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
+    "NVIDIA/Megatron-LM#775",
+    REDUCTION,
+    r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
     ranks=2,
 )
-def reduced_twice(bug: Bug) -> None:
+def gradients_reduced_twice(bug: Bug) -> None:
+    """The reduction ran at the end of the backward pass and again at the end of the step."""
     from rl.training import gradients
 
     @bug.replaces(gradients, "finalize_model_grads")
@@ -40,14 +38,13 @@ def reduced_twice(bug: Bug) -> None:
 
 
 @exhibit(
-    name="gradients divided by the replicas",
-    peer="NVIDIA/Megatron-LM#5956",
-    saw="Gradients were divided by a parallel size although the loss had its global denominator.",
-    caught_by=REDUCTION,
-    expects=r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
+    "NVIDIA/Megatron-LM#5956",
+    REDUCTION,
+    r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
     ranks=2,
 )
-def divided(bug: Bug) -> None:
+def gradients_divided_by_the_replicas(bug: Bug) -> None:
+    """Gradients were divided by a parallel size although the loss had its global denominator."""
     from rl.training import gradients
 
     @bug.replaces(gradients, "finalize_model_grads")
@@ -58,14 +55,13 @@ def divided(bug: Bug) -> None:
 
 
 @exhibit(
-    name="denominators of each rank",
-    peer="modelscope/ms-swift#10165",
-    saw="Each rank divided by its own number of tokens, so short responses counted more.",
-    caught_by=COUNT,
-    expects=r"WrongTokens: an update counted .* rank 1 counted .* divided by",
+    "modelscope/ms-swift#10165",
+    COUNT,
+    r"WrongTokens: an update counted .* rank 1 counted .* divided by",
     ranks=2,
 )
-def own_denominators(bug: Bug) -> None:
+def denominators_of_each_rank(bug: Bug) -> None:
+    """Each rank divided by its own number of tokens, so short responses counted more."""
     from rl.phases.minibatches import MinibatchPlan
 
     @bug.replaces(MinibatchPlan, "totals")
@@ -77,14 +73,13 @@ def own_denominators(bug: Bug) -> None:
 
 
 @exhibit(
-    name="micro-batch dropped",
-    peer="NVIDIA-NeMo/labs-molt#113",
-    saw="Samples after the last complete accumulation window were dropped.",
-    caught_by=COUNT,
-    expects=r"WrongTokens: an update counted .* rank 0 counted",
+    "NVIDIA-NeMo/labs-molt#113",
+    COUNT,
+    r"WrongTokens: an update counted .* rank 0 counted",
     overrides=("training.micro_batch_tokens=40",),
 )
-def dropped(bug: Bug) -> None:
+def micro_batch_dropped(bug: Bug) -> None:
+    """Samples after the last complete accumulation window were dropped."""
     from rl.training.engine import TrainingEngine
 
     @bug.replaces(TrainingEngine, "update")
@@ -93,14 +88,13 @@ def dropped(bug: Bug) -> None:
 
 
 @exhibit(
-    name="gradient that is not a number skipped",
-    peer="verl-project/verl#1506",
-    saw="An update with a gradient norm of nan is skipped with a printed warning.",
-    caught_by="finite gradient norm",
-    expects=r"FloatingPointError: the gradient norm is nan; .* on rank 1",
+    "verl-project/verl#1506",
+    "finite gradient norm",
+    r"FloatingPointError: the gradient norm is nan; .* on rank 1",
     ranks=2,
 )
-def not_a_number(bug: Bug) -> None:
+def gradient_that_is_not_a_number_skipped(bug: Bug) -> None:
+    """An update with a gradient norm of nan is skipped with a printed warning."""
     from rl.phases import policy_gradient
 
     @bug.replaces(policy_gradient, "aggregate")
@@ -109,14 +103,13 @@ def not_a_number(bug: Bug) -> None:
 
 
 @exhibit(
-    name="reference is the trained model",
-    peer="NVIDIA-NeMo/RL#3722",
-    saw="The KL divergence was measured from weights that moved with the policy.",
-    caught_by="sample of the reference weights",
-    expects=r"the reference weights of rank 0 have changed",
+    "NVIDIA-NeMo/RL#3722",
+    "sample of the reference weights",
+    r"the reference weights of rank 0 have changed",
     overrides=("objective.kl_coef=0.01",),
 )
-def reference_is_policy(bug: Bug) -> None:
+def reference_is_the_trained_model(bug: Bug) -> None:
+    """The KL divergence was measured from weights that moved with the policy."""
     from rl.training.engine import TrainingEngine
 
     @bug.replaces(TrainingEngine, "reference_weights")
@@ -126,15 +119,14 @@ def reference_is_policy(bug: Bug) -> None:
 
 
 @exhibit(
-    name="dropout in the reference pass",
-    peer="huggingface/trl#2042",
-    saw="With dropout the log-probs fluctuated against those of the reference.",
-    caught_by="policy equals reference at the start",
-    expects=r"LogprobMismatch: before the first update the log-probs of policy and reference differ",
+    "huggingface/trl#2042",
+    "policy equals reference at the start",
+    r"LogprobMismatch: before the first update the log-probs of policy and reference differ",
     overrides=("objective.kl_coef=0.01",),
     at=1,
 )
-def dropout(bug: Bug) -> None:
+def dropout_in_the_reference_pass(bug: Bug) -> None:
+    """With dropout the log-probs fluctuated against those of the reference."""
     from rl.training.engine import TrainingEngine
 
     original = TrainingEngine.reference_weights
@@ -160,15 +152,14 @@ def dropout(bug: Bug) -> None:
 
 
 @exhibit(
-    name="replicas of a weight drift apart",
-    peer="NVIDIA/Megatron-LM#6920",
-    saw="After a load the ranks' copies were not synchronised, without an error.",
-    caught_by="replicas of the weights",
-    expects=r"Disagreement: .*final_layernorm.weight of the policy on rank \d differ",
+    "NVIDIA/Megatron-LM#6920",
+    "replicas of the weights",
+    r"Disagreement: .*final_layernorm.weight of the policy on rank \d differ",
     ranks=2,
     overrides=("agreement.weights_every=1",),
 )
-def drifting(bug: Bug) -> None:
+def replicas_of_a_weight_drift_apart(bug: Bug) -> None:
+    """After a load the ranks' copies were not synchronised, without an error."""
     from rl.phases.updates import Updates
 
     @bug.replaces(Updates, "_check_replicas")
@@ -179,17 +170,16 @@ def drifting(bug: Bug) -> None:
 
 
 @exhibit(
-    name="gradients of a tied embedding not added",
-    peer="NVIDIA/Megatron-LM#844",
-    saw="First and last pipeline stage updated their copies of the embedding by different gradients.",
-    caught_by="log-probs of engine and trainer",
-    expects=r"LogprobMismatch: the engine's log-probs differ .*rank \d",
+    "NVIDIA/Megatron-LM#844",
+    "log-probs of engine and trainer",
+    r"LogprobMismatch: the engine's log-probs differ .*rank \d",
     model="qwen2-tied",
     ranks=2,
     overrides=("training.pp=2",),
     at=1,
 )
-def untied_gradients(bug: Bug) -> None:
+def gradients_of_a_tied_embedding_not_added(bug: Bug) -> None:
+    """First and last pipeline stage updated their copies of the embedding by different gradients."""
     import sys
 
     from megatron.core.distributed import finalize_model_grads

@@ -32,14 +32,9 @@ def afterwards(bug: Bug, change) -> None:
         return moved
 
 
-@exhibit(
-    name="refit skipped",
-    peer="huggingface/trl#5312",
-    saw="After sleep mode the engine generated with old weights; rewards stopped rising.",
-    caught_by=SYNCHRONOUS,
-    expects=DIFFER,
-)
+@exhibit("huggingface/trl#5312", SYNCHRONOUS, DIFFER)
 def refit_skipped(bug: Bug) -> None:
+    """After sleep mode the engine generated with old weights; rewards stopped rising."""
     from rl.engines import memory
 
     @bug.replaces(memory, "refit")
@@ -49,14 +44,9 @@ def refit_skipped(bug: Bug) -> None:
         return BytesMoved()
 
 
-@exhibit(
-    name="version raised without weights",
-    peer="huggingface/trl#5932",
-    saw="The trainer counted its version up although the engine had not taken the weights.",
-    caught_by=SYNCHRONOUS,
-    expects=DIFFER,
-)
-def version_raised(bug: Bug) -> None:
+@exhibit("huggingface/trl#5932", SYNCHRONOUS, DIFFER)
+def version_raised_without_weights(bug: Bug) -> None:
+    """The trainer counted its version up although the engine had not taken the weights."""
     from rl.engines.memory import MemorySharing
 
     @bug.replaces(MemorySharing, "to_generation")
@@ -66,37 +56,28 @@ def version_raised(bug: Bug) -> None:
 
 
 @exhibit(
-    name="one layer not refitted",
-    peer="NovaSky-AI/SkyRL#1737",
-    saw="Each chunk of a weight sync restored the layers that were absent from it.",
-    caught_by=SYNCHRONOUS,
-    expects=r"RefitMismatch: after the refit .*model\.layers\.1\..* on rank 0",
+    "NovaSky-AI/SkyRL#1737", SYNCHRONOUS, r"RefitMismatch: after the refit .*model\.layers\.1\..* on rank 0"
 )
-def layer_left_out(bug: Bug) -> None:
+def one_layer_not_refitted(bug: Bug) -> None:
+    """Each chunk of a weight sync restored the layers that were absent from it."""
     without(".layers.1.", bug)
 
 
 @exhibit(
-    name="expert bias not refitted",
-    peer="NVIDIA-NeMo/Megatron-Bridge#4199",
-    saw="The router's bias was missing in the conversion, so the two sides chose other experts.",
-    caught_by=SYNCHRONOUS,
-    expects=r"RefitMismatch: after the refit .*e_score_correction_bias.* on rank 0",
+    "NVIDIA-NeMo/Megatron-Bridge#4199",
+    SYNCHRONOUS,
+    r"RefitMismatch: after the refit .*e_score_correction_bias.* on rank 0",
     model="deepseek-v3",
     at=1,
 )
-def expert_bias_left_out(bug: Bug) -> None:
+def expert_bias_not_refitted(bug: Bug) -> None:
+    """The router's bias was missing in the conversion, so the two sides chose other experts."""
     without("e_score_correction_bias", bug)
 
 
-@exhibit(
-    name="weights of the step before sent",
-    peer="allenai/open-instruct#1627",
-    saw="After a resume the weight sync ran at the wrong step, and the actors kept other weights.",
-    caught_by=SYNCHRONOUS,
-    expects=DIFFER,
-)
-def old_buffer(bug: Bug) -> None:
+@exhibit("allenai/open-instruct#1627", SYNCHRONOUS, DIFFER)
+def weights_of_the_step_before_sent(bug: Bug) -> None:
+    """After a resume the weight sync ran at the wrong step, and the actors kept other weights."""
     from rl.refit import refit
 
     kept: list = []
@@ -112,14 +93,9 @@ def old_buffer(bug: Bug) -> None:
     refit.transfer = delayed
 
 
-@exhibit(
-    name="weights rounded to bfloat16 on the way",
-    peer="PrimeIntellect-ai/prime-rl#3524",
-    saw="The transfer rounded float32 routers, and the mismatch grew with every update.",
-    caught_by=SYNCHRONOUS,
-    expects=DIFFER,
-)
-def rounded(bug: Bug) -> None:
+@exhibit("PrimeIntellect-ai/prime-rl#3524", SYNCHRONOUS, DIFFER)
+def weights_rounded_to_bfloat16_on_the_way(bug: Bug) -> None:
+    """The transfer rounded float32 routers, and the mismatch grew with every update."""
     from rl.refit import refit
 
     @bug.replaces(refit, "transfer")
@@ -127,14 +103,10 @@ def rounded(bug: Bug) -> None:
         return transfer(plan, {n: weight.bfloat16().to(weight) for n, weight in sources.items()}, *rest)
 
 
-@exhibit(
-    name="query heads permuted",
-    peer="areal-project/AReaL#1372",
-    saw="A conversion of fused qkv weights put the heads in another order.",
-    caught_by=SYNCHRONOUS,
-    expects=r"RefitMismatch: after the refit .*q_proj.* on rank 0",
-)
-def heads_permuted(bug: Bug) -> None:
+@exhibit("areal-project/AReaL#1372", SYNCHRONOUS, r"RefitMismatch: after the refit .*q_proj.* on rank 0")
+def query_heads_permuted(bug: Bug) -> None:
+    """A conversion of fused qkv weights put the heads in another order."""
+
     def change(engine, weights):
         queries = weights["model.layers.0.self_attn.qkv_proj.weight"][:128]
         queries.copy_(queries.roll(32, 0))
@@ -142,14 +114,10 @@ def heads_permuted(bug: Bug) -> None:
     afterwards(bug, change)
 
 
-@exhibit(
-    name="gate and up exchanged",
-    peer="sgl-project/sglang#32430",
-    saw="A kernel read the halves of w13 in the other order; GSM8K fell from 94 % to 0.",
-    caught_by=SYNCHRONOUS,
-    expects=r"RefitMismatch: after the refit .*gate_proj.* on rank 0",
-)
-def gate_and_up(bug: Bug) -> None:
+@exhibit("sgl-project/sglang#32430", SYNCHRONOUS, r"RefitMismatch: after the refit .*gate_proj.* on rank 0")
+def gate_and_up_exchanged(bug: Bug) -> None:
+    """A kernel read the halves of w13 in the other order; GSM8K fell from 94 % to 0."""
+
     def change(engine, weights):
         both = weights["model.layers.0.mlp.gate_up_proj.weight"]
         both.copy_(both.roll(len(both) // 2, 0))
@@ -158,17 +126,17 @@ def gate_and_up(bug: Bug) -> None:
 
 
 @exhibit(
-    name="experts in another order",
-    peer="NovaSky-AI/SkyRL#1680",
-    saw="After the first weight sync the experts' weights were in a layout that the kernels misread.",
-    caught_by=SYNCHRONOUS,
-    expects=r"RefitMismatch: after the refit .*experts.* on rank \d",
+    "NovaSky-AI/SkyRL#1680",
+    SYNCHRONOUS,
+    r"RefitMismatch: after the refit .*experts.* on rank \d",
     model="qwen3-moe",
     ranks=2,
     overrides=("training.ep=2",),
     at=1,
 )
-def experts_permuted(bug: Bug) -> None:
+def experts_in_another_order(bug: Bug) -> None:
+    """After the first weight sync the experts' weights were in a layout that the kernels misread."""
+
     def change(engine, weights):
         for name, weight in weights.items():
             if "w13" in name:
@@ -178,15 +146,15 @@ def experts_permuted(bug: Bug) -> None:
 
 
 @exhibit(
-    name="tensor parallel shards exchanged",
-    peer="vllm-project/vllm-gguf-plugin#103",
-    saw="The loader took rank 0 by default, so ranks had the shard of another rank.",
-    caught_by=SYNCHRONOUS,
-    expects=DIFFER,
+    "vllm-project/vllm-gguf-plugin#103",
+    SYNCHRONOUS,
+    DIFFER,
     ranks=2,
     overrides=("rollout.tp=2", "training.tp=2"),
 )
-def shards_exchanged(bug: Bug) -> None:
+def tensor_parallel_shards_exchanged(bug: Bug) -> None:
+    """The loader took rank 0 by default, so ranks had the shard of another rank."""
+
     def change(engine, weights):
         import torch.distributed as dist
 

@@ -12,7 +12,7 @@ ALWAYS = (
     "refit skipped",
     "adapter never merged",
     "attention across packed samples",
-    "micro-batch dropped",
+    "micro batch dropped",
     "gradients not reduced",
     "optimizer state reset on resume",
     "prompts skipped after a resume",
