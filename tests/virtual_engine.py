@@ -16,7 +16,7 @@ from rl.rollout.events import INTERVAL, Abort, Add, Done, Waiting
 from rl.rollout.samples import Completion, Request
 from rl.rollout.source import SampleSource
 
-__all__ = ["Limits", "VirtualEngine", "VirtualPool", "prompts_of", "steps_of"]
+__all__ = ["Limits", "VirtualEngine", "VirtualPool", "prompts_of"]
 
 
 class VirtualPool:
@@ -114,11 +114,6 @@ class VirtualEngine:
 def _completion(tokens: list[int], end: str) -> Completion:
     ids = np.array(tokens, np.int32)
     return Completion(ids, -ids.astype(np.float32) / 8, end, np.full(len(ids), 3, np.int32))
-
-
-def steps_of(pool: VirtualPool) -> float:
-    """Return the number of engine steps that have passed, idle ones included."""
-    return pool.now
 
 
 def prompts_of(texts: list[str], tokenizer) -> list:

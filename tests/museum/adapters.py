@@ -106,14 +106,16 @@ def adapter_never_written(bug: Bug) -> None:
     after_refits(bug, lambda name, tensor: tensor.zero_())
 
 
-@exhibit("verl-project/verl#5220", GAP, DIFFER, overrides=BESIDE)
-def requests_without_their_adapter(bug: Bug) -> None:
+@exhibit(
+    "verl-project/verl#5220",
+    GAP,
+    DIFFER,
+    overrides=BESIDE,
+    replaces="vllm.v1.engine.llm_engine.LLMEngine.add_request",
+)
+def requests_without_their_adapter(bug: Bug, add_request, self, *args, lora_request=None, **options):
     """The engine applies an adapter only to requests that name it; rollouts ran with the base."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    @bug.replaces(LLMEngine, "add_request")
-    def nameless(add_request, self, *args, lora_request=None, **options):
-        return add_request(self, *args, **options)
+    return add_request(self, *args, **options)
 
 
 @exhibit(
@@ -127,14 +129,10 @@ def scale_of_the_adapter_applied_twice(bug: Bug) -> None:
     after_refits(bug, lambda name, tensor: tensor.mul_(2.0) if "lora_B" in name else None)
 
 
-@exhibit("Tencent-Hunyuan/UniRL#155", GAP, DIFFER, overrides=BESIDE)
-def scale_of_the_adapter_lost(bug: Bug) -> None:
+@exhibit("Tencent-Hunyuan/UniRL#155", GAP, DIFFER, overrides=BESIDE, replaces="rl.refit.values._scaled")
+def scale_of_the_adapter_lost(bug: Bug, scaled, scale, weight, parameter):
     """A renamed layer lost its alpha on the way, so the engine applied the adapter with a scale of 1."""
-    from rl.refit import values
-
-    @bug.replaces(values, "_scaled")
-    def unscaled(scaled, scale, weight, parameter):
-        return parameter
+    return parameter
 
 
 @exhibit(
@@ -191,15 +189,12 @@ def adapter_not_in_the_optimizer(bug: Bug) -> None:
     r"Disagreement: .*lora_A.* of the policy on rank \d differ",
     ranks=2,
     overrides=(*MERGED, "training.tp=2", "agreement.weights_every=1"),
+    replaces="rl.phases.updates.Updates._check_replicas",
 )
-def copies_of_A_differ_between_tensor_parallel_ranks(bug: Bug) -> None:
+def copies_of_A_differ_between_tensor_parallel_ranks(bug: Bug, check, self, model):
     """Gradients of the replicated factor were not summed, so each rank trained another copy."""
-    from rl.phases.updates import Updates
-
-    @bug.replaces(Updates, "_check_replicas")
-    def after_a_change(check, self, model):
-        if bug.rank == 1:
-            for name, parameter in model.learned_map.parameters.items():
-                if "linear_qkv.lora_A" in name:
-                    parameter.data.mul_(1.001)
-        check(self, model)
+    if bug.rank == 1:
+        for name, parameter in model.learned_map.parameters.items():
+            if "linear_qkv.lora_A" in name:
+                parameter.data.mul_(1.001)
+    check(self, model)

@@ -11,14 +11,10 @@ LOADED = "checksums of a loaded checkpoint"
     r"rank 0 .*WronglyLoaded: after loading .*policy/exp_avg.* because none holds them",
     resumes=True,
     at=0,
+    replaces="rl.checkpoint.store.load_optimizer",
 )
-def optimizer_state_reset_on_resume(bug: Bug) -> None:
+def optimizer_state_reset_on_resume(bug: Bug, load_optimizer, *args):
     """PPO found no optimizer directory and silently began with new Adam moments."""
-    from rl.checkpoint import store
-
-    @bug.replaces(store, "load_optimizer")
-    def nothing(load_optimizer, *args):
-        pass
 
 
 @exhibit(
@@ -28,14 +24,11 @@ def optimizer_state_reset_on_resume(bug: Bug) -> None:
     overrides=("training.optimizer.warmup_steps=10",),
     resumes=True,
     at=0,
+    replaces="rl.phases.updates.learning_rate",
 )
-def learning_rate_restarts_on_resume(bug: Bug) -> None:
+def learning_rate_restarts_on_resume(bug: Bug, learning_rate, optimizer, step, max_steps):
     """The position in the schedule was wrong after every resume."""
-    from rl.phases import updates
-
-    @bug.replaces(updates, "learning_rate")
-    def since_the_start(learning_rate, optimizer, step, max_steps):
-        return learning_rate(optimizer, max(0, step - 2), max_steps)
+    return learning_rate(optimizer, max(0, step - 2), max_steps)
 
 
 @exhibit(
@@ -45,14 +38,11 @@ def learning_rate_restarts_on_resume(bug: Bug) -> None:
     overrides=("training.optimizer.warmup_steps=10",),
     resumes=True,
     at=0,
+    replaces="rl.phases.updates.learning_rate",
 )
-def learning_rate_counted_twice_on_resume(bug: Bug) -> None:
+def learning_rate_counted_twice_on_resume(bug: Bug, learning_rate, optimizer, step, max_steps):
     """Loading advanced the schedule, and the trainer advanced it once more."""
-    from rl.phases import updates
-
-    @bug.replaces(updates, "learning_rate")
-    def twice(learning_rate, optimizer, step, max_steps):
-        return learning_rate(optimizer, step + 2, max_steps)
+    return learning_rate(optimizer, step + 2, max_steps)
 
 
 @exhibit(
@@ -61,16 +51,13 @@ def learning_rate_counted_twice_on_resume(bug: Bug) -> None:
     r"Disagreement: .* of the policy on rank 0 are not the optimizer's master weights",
     overrides=("model.dtype=bfloat16",),
     at=1,
+    replaces="rl.phases.updates.Updates._check_replicas",
 )
-def master_weights_not_loaded(bug: Bug) -> None:
+def master_weights_not_loaded(bug: Bug, check, self, model):
     """A load of weights left the master weights as they were; the next update restored them."""
-    from rl.phases.updates import Updates
-
-    @bug.replaces(Updates, "_check_replicas")
-    def after_loading(check, self, model):
-        for weight in model.model.parameters():
-            weight.data.mul_(1.25)  # as new weights without reload_model_params
-        check(self, model)
+    for weight in model.model.parameters():
+        weight.data.mul_(1.25)  # as new weights without reload_model_params
+    check(self, model)
 
 
 @exhibit(
@@ -80,16 +67,13 @@ def master_weights_not_loaded(bug: Bug) -> None:
     ranks=2,
     resumes=True,
     at=0,
+    replaces="rl.checkpoint.shards.ShardReader.fill",
 )
-def optimizer_shard_of_another_rank(bug: Bug) -> None:
+def optimizer_shard_of_another_rank(bug: Bug, fill, self, name, box, out):
     """With tensor parallelism the optimizer came back with the wrong state, without a warning."""
-    from rl.checkpoint.shards import ShardReader
-
-    @bug.replaces(ShardReader, "fill")
-    def first_rows(fill, self, name, box, out):
-        if "/exp_avg/" in name:
-            box = tuple((0, stop - start) for start, stop in box)
-        fill(self, name, box, out)
+    if "/exp_avg/" in name:
+        box = tuple((0, stop - start) for start, stop in box)
+    fill(self, name, box, out)
 
 
 @exhibit(
@@ -99,20 +83,17 @@ def optimizer_shard_of_another_rank(bug: Bug) -> None:
     resumes=True,
     overrides=("checkpoint.keep_last=0", "checkpoint.resume=auto"),
     at=0,
+    replaces="rl.run.loop.find_checkpoint",
 )
-def file_of_another_step(bug: Bug) -> None:
+def file_of_another_step(bug: Bug, find_checkpoint, config, store):
     """A failed save left files of several saves under one name."""
-    from rl.run import loop
+    import shutil
 
-    @bug.replaces(loop, "find_checkpoint")
-    def after_exchange(find_checkpoint, config, store):
-        import shutil
-
-        steps = sorted(store.directory.glob("step_*"))
-        (name,) = [path.name for path in steps[-1].glob("*.safetensors")]
-        shutil.copy(steps[0] / name, steps[-1] / name)
-        shutil.rmtree(steps[0])
-        return find_checkpoint(config, store)
+    steps = sorted(store.directory.glob("step_*"))
+    (name,) = [path.name for path in steps[-1].glob("*.safetensors")]
+    shutil.copy(steps[0] / name, steps[-1] / name)
+    shutil.rmtree(steps[0])
+    return find_checkpoint(config, store)
 
 
 @exhibit(
@@ -122,15 +103,12 @@ def file_of_another_step(bug: Bug) -> None:
     overrides=("algorithm=ppo",),
     resumes=True,
     at=0,
+    replaces="rl.checkpoint.shards.ShardReader.fill",
 )
-def value_head_not_loaded(bug: Bug) -> None:
+def value_head_not_loaded(bug: Bug, fill, self, name, box, out):
     """A warning said that no v_head weight was found; training went on with a new one."""
-    from rl.checkpoint.shards import ShardReader
-
-    @bug.replaces(ShardReader, "fill")
-    def all_but_head(fill, self, name, box, out):
-        if "critic/weight/score" not in name:
-            fill(self, name, box, out)
+    if "critic/weight/score" not in name:
+        fill(self, name, box, out)
 
 
 @exhibit(
@@ -140,12 +118,9 @@ def value_head_not_loaded(bug: Bug) -> None:
     overrides=("objective.kl_coef=0.01",),
     resumes=True,
     at=0,
+    replaces="rl.checkpoint.store.load_weights",
 )
-def reference_of_a_resumed_run_is_its_policy(bug: Bug) -> None:
+def reference_of_a_resumed_run_is_its_policy(bug: Bug, load_weights, name, engine, reader):
     """After a resume the KL divergence was measured from the checkpoint, not from the base model."""
-    from rl.checkpoint import store
-
-    @bug.replaces(store, "load_weights")
-    def then_copied(load_weights, name, engine, reader):
-        load_weights(name, engine, reader)
-        engine.reference.take()
+    load_weights(name, engine, reader)
+    engine.reference.take()

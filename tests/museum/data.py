@@ -14,14 +14,11 @@ SAMPLES = "samples"
     r"CheckFailed: draw check: .* behind 12 prompts, .* drawn 8: prompts are skipped",
     resumes=True,
     at=0,
+    replaces="rl.data.sampler.EpochSampler.load_state_dict",
 )
-def prompts_skipped_after_a_resume(bug: Bug) -> None:
+def prompts_skipped_after_a_resume(bug: Bug, load, self, state):
     """675 of 736 prompts, a third of the data reached, were never trained on."""
-    from rl.data.sampler import EpochSampler
-
-    @bug.replaces(EpochSampler, "load_state_dict")
-    def ahead(load, self, state):
-        load(self, {**state, "position": state["position"] + 4})
+    load(self, {**state, "position": state["position"] + 4})
 
 
 @exhibit(
@@ -30,14 +27,10 @@ def prompts_skipped_after_a_resume(bug: Bug) -> None:
     r"CheckFailed: draw check: .* behind 0 prompts, .* drawn 8: prompts are repeated",
     resumes=True,
     at=0,
+    replaces="rl.data.sampler.EpochSampler.load_state_dict",
 )
-def prompts_repeated_after_a_resume(bug: Bug) -> None:
+def prompts_repeated_after_a_resume(bug: Bug, load, self, state):
     """Every resumed run started the data from the beginning."""
-    from rl.data.sampler import EpochSampler
-
-    @bug.replaces(EpochSampler, "load_state_dict")
-    def ignored(load, self, state):
-        pass
 
 
 @exhibit(
@@ -45,14 +38,11 @@ def prompts_repeated_after_a_resume(bug: Bug) -> None:
     "agreement before each phase",
     r"Disagreement: ranks disagree on the batch ids before generate.* rank \d",
     ranks=2,
+    replaces="rl.data.sampler.EpochSampler.draw",
 )
-def order_of_the_data_differs_between_ranks(bug: Bug) -> None:
+def order_of_the_data_differs_between_ranks(bug: Bug, draw, self, n):
     """Each rank shuffled with a seed of its own, so prompts were doubled and missing."""
-    from rl.data.sampler import EpochSampler
-
-    @bug.replaces(EpochSampler, "draw")
-    def shuffled(draw, self, n):
-        return draw(self, n)[::-1].copy() if bug.rank == 1 else draw(self, n)
+    return draw(self, n)[::-1].copy() if bug.rank == 1 else draw(self, n)
 
 
 @exhibit(
@@ -60,15 +50,12 @@ def order_of_the_data_differs_between_ranks(bug: Bug) -> None:
     SAMPLES,
     r"SamplesDiffer: sample check: prompt \d of the call has 3 samples instead of 4",
     ranks=2,
+    replaces="rl.rollout.schedule.QueueSchedule.ended",
 )
-def sample_lost(bug: Bug) -> None:
+def sample_lost(bug: Bug, ended, self, start, rows):
     """A failed episode left a group smaller, and the next groups were cut at wrong places."""
-    from rl.rollout.schedule import QueueSchedule
-
-    @bug.replaces(QueueSchedule, "ended")
-    def some(ended, self, start, rows):
-        if (start.group, start.number) != (1, 2):
-            ended(self, start, rows)
+    if (start.group, start.number) != (1, 2):
+        ended(self, start, rows)
 
 
 @exhibit(
@@ -76,14 +63,11 @@ def sample_lost(bug: Bug) -> None:
     SAMPLES,
     r"SamplesDiffer: sample check: rank \d generated sample \d of prompt 0",
     ranks=2,
+    replaces="rl.rollout.engine.StaticQueue",
 )
-def sample_generated_twice(bug: Bug) -> None:
+def sample_generated_twice(bug: Bug, queue, num_items, *, replica, num_replicas):
     """The same prompts were sampled several times within a step."""
-    from rl.rollout import engine
-
-    @bug.replaces(engine, "StaticQueue")
-    def of_first_replica(queue, num_items, *, replica, num_replicas):
-        return queue(num_items, replica=0, num_replicas=num_replicas)
+    return queue(num_items, replica=0, num_replicas=num_replicas)
 
 
 @exhibit(
@@ -91,61 +75,54 @@ def sample_generated_twice(bug: Bug) -> None:
     SAMPLES,
     r"SamplesDiffer: sample check: .* has another prompt in the batch than rank \d generated",
     ranks=2,
+    replaces="rl.rollout.schedule.QueueSchedule.ended",
 )
-def completion_of_another_prompt(bug: Bug) -> None:
+def completion_of_another_prompt(bug: Bug, ended, self, start, rows):
     """The tool loop paired a rollout with a completion generated from another one's context."""
-    from rl.rollout.schedule import QueueSchedule
-
-    @bug.replaces(QueueSchedule, "ended")
-    def other(ended, self, start, rows):
-        ended(self, start, [replace(row, prompt=row.prompt ^ 2) for row in rows])
+    ended(self, start, [replace(row, prompt=row.prompt ^ 2) for row in rows])
 
 
 @exhibit(
     "PrimeIntellect-ai/prime-rl#600",
     "groups",
     r"CheckFailed: group check: sample \d+ \(prompt \d+\) is in group \d",
+    replaces="rl.phases.generation.batch_of",
 )
-def groups_of_interleaved_prompts(bug: Bug) -> None:
+def groups_of_interleaved_prompts(bug: Bug, batch_of, samples, contexts, **options):
     """[a, b, a, b] was cut into groups as [a, a, b, b], so rewards of two tasks were compared."""
-    from rl.phases import generation
+    import torch
 
-    @bug.replaces(generation, "batch_of")
-    def tiled(batch_of, samples, contexts, **options):
-        import torch
-
-        batch = batch_of(samples, contexts, **options)
-        batch.groups = torch.arange(len(batch)) % len(contexts)
-        return batch
+    batch = batch_of(samples, contexts, **options)
+    batch.groups = torch.arange(len(batch)) % len(contexts)
+    return batch
 
 
-@exhibit("rllm-org/rllm#272", "log-probs of engine and trainer", r"LogprobMismatch|CheckFailed")
-def retokenised_responses(bug: Bug) -> None:
+@exhibit(
+    "rllm-org/rllm#272",
+    "log-probs of engine and trainer",
+    r"LogprobMismatch|CheckFailed",
+    replaces="rl.phases.generation.batch_of",
+)
+def retokenised_responses(bug: Bug, batch_of, *args, **options):
     """Turns were decoded and encoded again, and the KL divergence had spikes."""
-    from rl.phases import generation
-
-    @bug.replaces(generation, "batch_of")
-    def encoded(batch_of, *args, **options):
-        batch = batch_of(*args, **options)
-        # The digit tokens of the toy; a real tokenizer splits the same text into other tokens.
-        batch.response_ids = [
-            ids if len(ids) < 3 else ids[[1, 0, *range(2, len(ids))]] for ids in batch.response_ids
-        ]
-        return batch
+    batch = batch_of(*args, **options)
+    # The digit tokens of the toy; a real tokenizer splits the same text into other tokens.
+    batch.response_ids = [
+        ids if len(ids) < 3 else ids[[1, 0, *range(2, len(ids))]] for ids in batch.response_ids
+    ]
+    return batch
 
 
-@exhibit("NVIDIA-NeMo/RL#855", "data", r"begins with two BOS tokens", at=0)
-def two_BOS_tokens(bug: Bug) -> None:
+@exhibit(
+    "NVIDIA-NeMo/RL#855", "data", r"begins with two BOS tokens", at=0, replaces="rl.data.prompts._encode"
+)
+def two_BOS_tokens(bug: Bug, encode, texts, tokenizer, *, add_special_tokens):
     """The chat template wrote a BOS token and the tokenizer added another."""
-    from rl.data import prompts
+    import numpy as np
 
-    @bug.replaces(prompts, "_encode")
-    def doubled(encode, texts, tokenizer, *, add_special_tokens):
-        import numpy as np
-
-        bos = np.array([tokenizer.eos_token_id], np.int32)
-        tokenizer.bos_token = tokenizer.eos_token
-        return [np.concatenate([bos, bos, ids]) for ids in encode(texts, tokenizer, add_special_tokens=False)]
+    bos = np.array([tokenizer.eos_token_id], np.int32)
+    tokenizer.bos_token = tokenizer.eos_token
+    return [np.concatenate([bos, bos, ids]) for ids in encode(texts, tokenizer, add_special_tokens=False)]
 
 
 @exhibit(
@@ -155,11 +132,8 @@ def two_BOS_tokens(bug: Bug) -> None:
     overrides=("data.val=[TOY/test.parquet]", "validation.every=9", "validation.max_prompts=4"),
     warns=True,
     at=0,
+    replaces="rl.engines.inputs.Inputs._prompts",
 )
-def validation_prompts_in_the_training_data(bug: Bug) -> None:
+def validation_prompts_in_the_training_data(bug: Bug, prompts, self, files, **options):
     """Without an evaluation set, its rows were taken from the training set and trained on."""
-    from rl.engines.inputs import Inputs
-
-    @bug.replaces(Inputs, "_prompts")
-    def all_rows(prompts, self, files, **options):
-        return prompts(self, [*files, *self.config.data.val], **options)
+    return prompts(self, [*files, *self.config.data.val], **options)

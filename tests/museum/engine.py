@@ -33,14 +33,17 @@ def wrong_rotary_base_in_the_engine(bug: Bug) -> None:
     after_building(bug, change)
 
 
-@exhibit("NVIDIA/Megatron-LM#6305", GAP, DIFFER, model="llama", at=0)
-def rotary_scaling_ignored(bug: Bug) -> None:
+@exhibit(
+    "NVIDIA/Megatron-LM#6305",
+    GAP,
+    DIFFER,
+    model="llama",
+    at=0,
+    replaces="rl.training.model.scaled_frequencies",
+)
+def rotary_scaling_ignored(bug: Bug, scaled_frequencies, hf):
     """The factor of the rotary scaling was parsed and never reached the model."""
-    from rl.training import model
-
-    @bug.replaces(model, "scaled_frequencies")
-    def none(scaled_frequencies, hf):
-        return None
+    return None
 
 
 @exhibit("NVIDIA-NeMo/Megatron-Bridge#5712", GAP, DIFFER, at=0)
@@ -72,25 +75,23 @@ def head_of_the_engine_not_tied(bug: Bug) -> None:
         return refit(trainer, engine, **options)
 
 
-@exhibit("verl-project/verl#7904", GAP, DIFFER)
-def weights_changed_after_the_wake_up(bug: Bug) -> None:
+@exhibit("verl-project/verl#7904", GAP, DIFFER, replaces="rl.rollout.engine.RolloutEngine.wake_cache")
+def weights_changed_after_the_wake_up(bug: Bug, wake_cache, self):
     """Sleep and wake-up left other weights than those synchronised, and the text was garbled."""
-    from rl.rollout.engine import RolloutEngine
-
-    @bug.replaces(RolloutEngine, "wake_cache")
-    def wake(wake_cache, self):
-        wake_cache(self)
-        self.weights()["model.norm.weight"].detach().mul_(1.01)
+    wake_cache(self)
+    self.weights()["model.norm.weight"].detach().mul_(1.01)
 
 
-@exhibit("huggingface/trl#3029", GAP, DIFFER, overrides=("rollout.temperature=0.7",))
-def temperature_not_applied_by_the_trainer(bug: Bug) -> None:
+@exhibit(
+    "huggingface/trl#3029",
+    GAP,
+    DIFFER,
+    overrides=("rollout.temperature=0.7",),
+    replaces="rl.training.model.Packed.run",
+)
+def temperature_not_applied_by_the_trainer(bug: Bug, run, self, micro, temperature):
     """Log-probs ignored the sampling temperature, which biased the policy gradient."""
-    from rl.training.model import Packed
-
-    @bug.replaces(Packed, "run")
-    def at_one(run, self, micro, temperature):
-        return run(self, micro, 1.0)
+    return run(self, micro, 1.0)
 
 
 @exhibit(
@@ -120,68 +121,60 @@ def prefix_cache_of_old_weights(bug: Bug) -> None:
     RolloutEngine.__init__ = without_reset
 
 
-@exhibit("NVIDIA/Megatron-LM#5682", GAP, DIFFER)
-def labels_shifted_by_one(bug: Bug) -> None:
+@exhibit("NVIDIA/Megatron-LM#5682", GAP, DIFFER, replaces="rl.training.model.Packed.run")
+def labels_shifted_by_one(bug: Bug, run, self, micro, temperature):
     """A packing path did not shift the labels; the first loss was 24 instead of 16."""
-    from rl.training.model import Packed
+    from dataclasses import replace
 
-    @bug.replaces(Packed, "run")
-    def one_later(run, self, micro, temperature):
-        from dataclasses import replace
-
-        return run(self, replace(micro, targets=micro.targets.roll(-1)), temperature)
+    return run(self, replace(micro, targets=micro.targets.roll(-1)), temperature)
 
 
-@exhibit("huggingface/transformers#46634", GAP, DIFFER, overrides=("training.shared_prefix=false",))
-def attention_across_packed_samples(bug: Bug) -> None:
+@exhibit(
+    "huggingface/transformers#46634",
+    GAP,
+    DIFFER,
+    overrides=("training.shared_prefix=false",),
+    replaces="rl.training.packing.row_attention",
+)
+def attention_across_packed_samples(bug: Bug, row_attention, groups, keys, device):
     """A mask of ones switched the detection of packed samples off; the loss still fell."""
-    from rl.training import packing
+    from rl.training.rows import Group
 
-    @bug.replaces(packing, "row_attention")
-    def of_one_sequence(row_attention, groups, keys, device):
-        from rl.training.rows import Group
-
-        return row_attention([Group(0, groups[-1].end)], keys, device)
+    return row_attention([Group(0, groups[-1].end)], keys, device)
 
 
-@exhibit("hiyouga/LlamaFactory#7318", GAP, DIFFER)
-def positions_not_restarted_in_a_row(bug: Bug) -> None:
+@exhibit("hiyouga/LlamaFactory#7318", GAP, DIFFER, replaces="rl.training.packing.positions")
+def positions_not_restarted_in_a_row(bug: Bug, positions, groups):
     """With packing the positions of later samples continued those of earlier ones."""
-    from rl.training import packing
+    import numpy as np
 
-    @bug.replaces(packing, "positions")
-    def of_row(positions, groups):
-        import numpy as np
-
-        return np.arange(groups[-1].end)
+    return np.arange(groups[-1].end)
 
 
-@exhibit("huggingface/trl#3234", GAP, DIFFER)
-def dropout_in_the_log_prob_pass(bug: Bug) -> None:
+@exhibit("huggingface/trl#3234", GAP, DIFFER, replaces="rl.training.model.Packed.run")
+def dropout_in_the_log_prob_pass(bug: Bug, run, self, micro, temperature):
     """Dropout made log-probs irreproducible, so that first ratios were not 1."""
-    from rl.training.model import Packed
+    import torch
 
-    @bug.replaces(Packed, "run")
-    def with_dropout(run, self, micro, temperature):
-        import torch
-
-        dropout = self.embedding.register_forward_hook(
-            lambda module, inputs, output: torch.nn.functional.dropout(output, 0.1)
-        )
-        try:
-            return run(self, micro, temperature)
-        finally:
-            dropout.remove()
+    dropout = self.embedding.register_forward_hook(
+        lambda module, inputs, output: torch.nn.functional.dropout(output, 0.1)
+    )
+    try:
+        return run(self, micro, temperature)
+    finally:
+        dropout.remove()
 
 
-@exhibit("PrimeIntellect-ai/prime-rl#2952", GAP, DIFFER, model="qwen3-moe")
-def router_in_another_dtype(bug: Bug) -> None:
+@exhibit(
+    "PrimeIntellect-ai/prime-rl#2952",
+    GAP,
+    DIFFER,
+    model="qwen3-moe",
+    replaces="megatron.core.transformer.moe.router.TopKRouter.gating",
+)
+def router_in_another_dtype(bug: Bug, gating, self, hidden):
     """Trainer and engine computed the router in different precision and chose other experts."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    @bug.replaces(TopKRouter, "gating")
-    def in_bfloat16(gating, self, hidden):
-        return gating(self, hidden.bfloat16().to(hidden))
+    return gating(self, hidden.bfloat16().to(hidden))
 
 
 @exhibit(
@@ -190,33 +183,33 @@ def router_in_another_dtype(bug: Bug) -> None:
     r"Disagreement: ranks disagree on the event log .*rank 1 generated other tokens",
     ranks=2,
     overrides=("rollout.tp=2", "rollout.max_response_tokens=1"),
+    replaces="rl.rollout.calls.call_of",
 )
-def other_seeds_on_the_ranks_of_a_replica(bug: Bug) -> None:
+def other_seeds_on_the_ranks_of_a_replica(bug: Bug, call_of, *args):
     """With external_launcher the ranks of an engine sampled different tokens."""
-    from rl.rollout import calls
-
-    @bug.replaces(calls, "call_of")
-    def shifted_seed(call_of, *args):
-        found = call_of(*args)
-        found.params.extra_args["seed"] += bug.rank
-        return found
+    found = call_of(*args)
+    found.params.extra_args["seed"] += bug.rank
+    return found
 
 
-@exhibit("huggingface/trl#5932", "staleness", r"StaleTokens: .* tokens have a staleness outside of 0 to 0")
-def tokens_labelled_with_an_older_version(bug: Bug) -> None:
+@exhibit(
+    "huggingface/trl#5932",
+    "staleness",
+    r"StaleTokens: .* tokens have a staleness outside of 0 to 0",
+    replaces="rl.rollout.calls.Live.versions",
+)
+def tokens_labelled_with_an_older_version(bug: Bug, versions, self, num_tokens):
     """The staleness filter trusted a version label that did not match the weights of the engine."""
-    from rl.rollout.calls import Live
-
-    @bug.replaces(Live, "versions")
-    def older(versions, self, num_tokens):
-        return versions(self, num_tokens) - 1
+    return versions(self, num_tokens) - 1
 
 
-@exhibit("huggingface/trl#6789", GAP, DIFFER, overrides=("rollout.top_p=0.9",))
-def trainer_ignores_the_truncation(bug: Bug) -> None:
+@exhibit(
+    "huggingface/trl#6789",
+    GAP,
+    DIFFER,
+    overrides=("rollout.top_p=0.9",),
+    replaces="rl.training.sampling_masks.masks_of",
+)
+def trainer_ignores_the_truncation(bug: Bug, masks_of, batch, samples):
     """With top_p every importance ratio was multiplied by the probability of the tokens that were kept."""
-    from rl.training import sampling_masks
-
-    @bug.replaces(sampling_masks, "masks_of")
-    def whole(masks_of, batch, samples):
-        return None
+    return None

@@ -1,24 +1,28 @@
 """The museum of silent errors: bugs of other projects, injected into real runs, which a check must end.
 
-    @exhibit("huggingface/trl#5312", "weights of engine and trainer", r"rank 0 .*norm.weight", ranks=2)
-    def refit_skipped(bug):
+    @exhibit(
+        "huggingface/trl#5312",
+        "weights of engine and trainer",
+        r"rank 0 .*norm.weight",
+        ranks=2,
+        replaces="rl.engines.memory.refit",
+    )
+    def refit_skipped(bug, refit, trainer, engine, **options):
         '''After sleep mode the engine generated with old weights.'''
-        from rl.engines import memory
+        return BytesMoved()
 
-        @bug.replaces(memory, "refit")
-        def nothing(refit, trainer, engine, **options):
-            return BytesMoved()
-
-The function runs in each rank's process before the program starts (tests/museum/rank.py). What it replaces
-behaves as before until step `at`. The run must then end within one step, by an error whose last line matches
-`expects`. A file of tests/museum imports the program only within such functions, because the collection of
-tests imports it too.
+From step `at` on, each rank calls the function in place of `rl.engines.memory.refit`, with the original as an
+argument. Without `replaces` the bug is its only argument, and it runs in each rank's process before the program
+starts (tests/museum/rank.py); it calls `bug.replaces` itself. The run must end within one step of the bug, by
+an error whose last line matches `expects`. A file of tests/museum imports the program only within such
+functions, because the collection of tests imports it too.
 """
 
 import functools
 import importlib
 import inspect
 import os
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +31,6 @@ from typing import Any
 PAGE = Path(__file__).parents[2] / "docs" / "checks.md"
 OTHER_FILES = ("museum", "rank", "tour", "__main__")
 """Files of this directory that hold no exhibits."""
-
-Inject = Callable[["Bug"], None]
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Exhibit:
     """Whether the check only warns, because a healthy run may look alike; the run then goes on."""
     resumes: bool = False
     """Whether the run continues a run of two steps without the bug, from its checkpoint."""
-    inject: Inject = field(kw_only=True)
+    inject: Callable[["Bug"], None] = field(kw_only=True)
 
     @property
     def name(self) -> str:
@@ -68,14 +70,19 @@ EXHIBITS: dict[str, Exhibit] = {}
 """All exhibits by name, once `load_exhibits` was called."""
 
 
-def exhibit(*fields: str, **options: Any) -> Callable[[Inject], Inject]:
-    """Register the decorated function, which injects the bug and whose docstring says what users saw."""
+def exhibit(*fields: str, replaces: str = "", **options: Any) -> Callable[[Callable], Callable]:
+    """Register the decorated function, which is the bug or injects it; its docstring says what users saw."""
 
-    def register(inject: Inject) -> Inject:
-        found = Exhibit(*fields, inject=inject, **options)
+    def register(bug_itself: Callable) -> Callable:
+        @functools.wraps(bug_itself)
+        def inject(bug: Bug) -> None:
+            owner, _, name = replaces.rpartition(".")
+            bug.replaces(pkgutil.resolve_name(owner), name)(functools.partial(bug_itself, bug))
+
+        found = Exhibit(*fields, inject=inject if replaces else bug_itself, **options)
         assert found.name not in EXHIBITS, f"two exhibits are named {found.name}"
         EXHIBITS[found.name] = found
-        return inject
+        return bug_itself
 
     return register
 

@@ -37,14 +37,16 @@ def masked_tokens_in_the_mean(bug: Bug) -> None:
         return loss(logprobs, old_logprobs, advantages, torch.ones_like(mask), **options)
 
 
-@exhibit("huggingface/trl#6369", TOKENS, r"WrongTokens: an update counted 0\.\d+ times", overrides=REJECTED)
-def masked_tokens_in_the_denominator(bug: Bug) -> None:
+@exhibit(
+    "huggingface/trl#6369",
+    TOKENS,
+    r"WrongTokens: an update counted 0\.\d+ times",
+    overrides=REJECTED,
+    replaces="rl.phases.minibatches.MinibatchPlan.totals",
+)
+def masked_tokens_in_the_denominator(bug: Bug, totals, self, batch):
     """Tokens that were masked for truncation still counted in the denominator of the loss."""
-    from rl.phases.minibatches import MinibatchPlan
-
-    @bug.replaces(MinibatchPlan, "totals")
-    def all_tokens(totals, self, batch):
-        return replace(totals(self, batch), num_tokens=float(len(batch.mask)))
+    return replace(totals(self, batch), num_tokens=float(len(batch.mask)))
 
 
 @exhibit(
@@ -53,17 +55,14 @@ def masked_tokens_in_the_denominator(bug: Bug) -> None:
     r"CheckFailed: objective check: .*masked tokens, such as tool output, have a gradient",
     overrides=("objective.entropy_coef=0.01",),
     at=0,
+    replaces="rl.phases.policy_gradient.aggregate",
 )
-def entropy_of_masked_tokens(bug: Bug) -> None:
+def entropy_of_masked_tokens(bug: Bug, aggregate, losses, *, mask, **options):
     """The entropy included padding and became negative."""
-    from rl.phases import policy_gradient
+    import torch
 
-    @bug.replaces(policy_gradient, "aggregate")
-    def some(aggregate, losses, *, mask, **options):
-        import torch
-
-        is_entropy = losses.is_leaf and losses.requires_grad
-        return aggregate(losses, mask=torch.ones_like(mask) if is_entropy else mask, **options)
+    is_entropy = losses.is_leaf and losses.requires_grad
+    return aggregate(losses, mask=torch.ones_like(mask) if is_entropy else mask, **options)
 
 
 @exhibit(
@@ -71,16 +70,13 @@ def entropy_of_masked_tokens(bug: Bug) -> None:
     TOKENS,
     r"WrongTokens: an update counted .*rank 0 counted \d+ of \d+ tokens, not those of its samples",
     overrides=REJECTED,
+    replaces="rl.training.engine.with_columns",
 )
-def mask_shifted_by_one_token(bug: Bug) -> None:
+def mask_shifted_by_one_token(bug: Bug, with_columns, row, batch):
     """The loss mask began one token late, so the first token of a response was not learned."""
-    from rl.training import engine
-
-    @bug.replaces(engine, "with_columns")
-    def shifted(with_columns, row, batch):
-        micro = with_columns(row, batch)
-        micro.columns["mask"] = micro.columns["mask"].roll(1)
-        return micro
+    micro = with_columns(row, batch)
+    micro.columns["mask"] = micro.columns["mask"].roll(1)
+    return micro
 
 
 @exhibit(
@@ -150,15 +146,12 @@ def of_kl(bug: Bug, factor: float) -> None:
     "KL penalty",
     r"CheckFailed: KL penalty check: the penalty was already subtracted",
     overrides=("objective.reward_kl.coef=0.1",),
+    replaces="rl.phases.phases.Phases.apply_kl_penalty",
 )
-def KL_penalty_subtracted_twice(bug: Bug) -> None:
+def KL_penalty_subtracted_twice(bug: Bug, apply, self, batch):
     """A wrong parameter reached the KL penalty of the reward."""
-    from rl.phases.phases import Phases
-
-    @bug.replaces(Phases, "apply_kl_penalty")
-    def twice(apply, self, batch):
-        apply(self, batch)
-        apply(self, batch)
+    apply(self, batch)
+    apply(self, batch)
 
 
 @exhibit(
@@ -203,14 +196,11 @@ def of_ppo(bug: Bug, change) -> None:
     "loss weights",
     r"CheckFailed: loss weight check: a token has the importance weight",
     overrides=("model.dtype=bfloat16", "rollout_correction.truncate_tokens=2.0"),
+    replaces="rl.objectives.rollout_correction.token_weights",
 )
-def importance_weights_inverted(bug: Bug) -> None:
+def importance_weights_inverted(bug: Bug, weights, old_logprobs, rollout_logprobs, mask, **options):
     """The correction for the engine used the wrong pair of log-probs."""
-    from rl.objectives import rollout_correction
-
-    @bug.replaces(rollout_correction, "token_weights")
-    def upside_down(weights, old_logprobs, rollout_logprobs, mask, **options):
-        return weights(rollout_logprobs, old_logprobs, mask, **options)
+    return weights(rollout_logprobs, old_logprobs, mask, **options)
 
 
 @exhibit(
@@ -241,39 +231,33 @@ def old_log_probs_of_the_step_before(bug: Bug) -> None:
     "likelihoods",
     r"CheckFailed: likelihood check: reference policy / rollout|LogprobMismatch: before the first",
     overrides=(*KL, "data.prompts_per_step=32", "training.micro_batch_tokens=400"),
+    replaces="rl.phases.inference.Inference._pass",
 )
-def reference_log_probs_of_another_order(bug: Bug) -> None:
+def reference_log_probs_of_another_order(bug: Bug, run, self, *args, of_reference=False, **options):
     """Log-probs of the reference did not match those of the policy's own forward pass."""
-    from rl.phases.inference import Inference
-
-    @bug.replaces(Inference, "_pass")
-    def reordered(run, self, *args, of_reference=False, **options):
-        found = run(self, *args, of_reference=of_reference, **options)
-        return tuple(column.flip(0) for column in found) if of_reference else found
+    found = run(self, *args, of_reference=of_reference, **options)
+    return tuple(column.flip(0) for column in found) if of_reference else found
 
 
-@exhibit("alibaba/ROLL#407", "learning rate", r"CheckFailed: learning rate check: 0\.0 in step 2")
-def learning_rate_0(bug: Bug) -> None:
+@exhibit(
+    "alibaba/ROLL#407",
+    "learning rate",
+    r"CheckFailed: learning rate check: 0\.0 in step 2",
+    replaces="rl.phases.updates.learning_rate",
+)
+def learning_rate_0(bug: Bug, learning_rate, *args):
     """The schedule was planned for too few steps; 38 % of the training had a learning rate of 0."""
-    from rl.phases import updates
-
-    @bug.replaces(updates, "learning_rate")
-    def ended(learning_rate, *args):
-        return 0.0
+    return 0.0
 
 
 @exhibit(
     "huggingface/open-r1#295",
     "movement",
     r"CheckFailed: movement check: the gradient norm is .* changed no weight",
+    replaces="rl.training.engine.clip_and_step",
 )
-def weights_do_not_move(bug: Bug) -> None:
+def weights_do_not_move(bug: Bug, step, optimizer, norm):
     """The gradient had a norm, but the weights stayed as they were."""
-    from rl.training import engine
-
-    @bug.replaces(engine, "clip_and_step")
-    def nothing(step, optimizer, norm):
-        pass
 
 
 @exhibit(
@@ -297,15 +281,18 @@ def filtered_groups_are_trained_on(bug: Bug) -> None:
         batch.scores[batch.groups == 0] = batch.rewards[batch.groups == 0] = 0.5
 
 
-@exhibit("allenai/tango#152", "metric log", r"metric log check: step 2 was logged before", resumes=True, at=0)
-def step_logged_twice(bug: Bug) -> None:
+@exhibit(
+    "allenai/tango#152",
+    "metric log",
+    r"metric log check: step 2 was logged before",
+    resumes=True,
+    at=0,
+    replaces="rl.run.run_log._open_metrics",
+)
+def step_logged_twice(bug: Bug, open_metrics, config, last_step, fence):
     """After a resume the steps since the checkpoint were logged again."""
-    from rl.run import run_log
+    from rl.run_directory.metric_log import MetricLog
 
-    @bug.replaces(run_log, "_open_metrics")
-    def all_kept(open_metrics, config, last_step, fence):
-        from rl.run_directory.metric_log import MetricLog
-
-        log = MetricLog(config.run.dir, resume_step=last_step)
-        log.write(last_step, {})
-        return log
+    log = MetricLog(config.run.dir, resume_step=last_step)
+    log.write(last_step, {})
+    return log

@@ -10,14 +10,11 @@ SCORES = "scores"
     SCORES,
     r"rank \d .*CheckFailed: score check: rank \d got the score .*of another sample",
     ranks=2,
+    replaces="rl.rewards.pool.pool.ScoringPool.score",
 )
-def order_of_the_scores_lost(bug: Bug) -> None:
+def order_of_the_scores_lost(bug: Bug, score, self, samples):
     """A reward model with dynamic batches returned scores in another order than its samples."""
-    from rl.rewards.pool.pool import ScoringPool
-
-    @bug.replaces(ScoringPool, "score")
-    def arrived(score, self, samples):
-        return score(self, samples)[::-1]
+    return score(self, samples)[::-1]
 
 
 @exhibit(
@@ -25,15 +22,12 @@ def order_of_the_scores_lost(bug: Bug) -> None:
     SCORES,
     r"CheckFailed: score check: sample \d+ \(prompt \d+\) has the score of another sample",
     ranks=2,
+    replaces="rl.phases.scorer.gather_columns",
 )
-def scores_of_ranks_interleaved(bug: Bug) -> None:
+def scores_of_ranks_interleaved(bug: Bug, gather, results, mine, total, device):
     """On several GPUs completions did not belong to the prompts that they were scored with."""
-    from rl.phases import scorer
-
-    @bug.replaces(scorer, "gather_columns")
-    def end_to_end(gather, results, mine, total, device):
-        start = bug.rank * len(mine)
-        return gather(results, list(range(start, start + len(mine))), total, device)
+    start = bug.rank * len(mine)
+    return gather(results, list(range(start, start + len(mine))), total, device)
 
 
 @exhibit(
@@ -82,17 +76,14 @@ def failures_of_the_reward_scored_0(bug: Bug) -> None:
     r"warning: score check: all 64 samples have the score 0, as only 0 of 16 groups before",
     overrides=("data.prompts_per_step=16", "training.micro_batch_tokens=400"),
     warns=True,
+    replaces="rl.rewards.pool.worker_process.ScoringWorker.validated",
 )
-def reward_always_0(bug: Bug) -> None:
+def reward_always_0(bug: Bug, validated, self, line):
     """With one option every reward was 0, also of responses that were not truncated."""
-    from rl.rewards.pool.worker_process import ScoringWorker
-
-    @bug.replaces(ScoringWorker, "validated")
-    def nothing(validated, self, line):
-        message = validated(self, line)
-        if message and "values" in message:
-            message["values"] = dict.fromkeys(message["values"], 0.0)
-        return message
+    message = validated(self, line)
+    if message and "values" in message:
+        message["values"] = dict.fromkeys(message["values"], 0.0)
+    return message
 
 
 @exhibit(

@@ -14,28 +14,25 @@ GAP = "log-probs of engine and trainer"
     "OpenRLHF/OpenRLHF#1327",
     ENDING,
     r"CheckFailed: ending check: .* with 6 tokens is complete by its label, but does not end",
+    replaces="rl.rollout.single_turn.SingleTurn.receive",
 )
-def truncated_responses_count_as_complete(bug: Bug) -> None:
+def truncated_responses_count_as_complete(bug: Bug, receive, self, name, completion):
     """finish_reason=length was dropped, so the penalty of truncated rollouts never applied."""
-    from rl.rollout.single_turn import SingleTurn
-
-    @bug.replaces(SingleTurn, "receive")
-    def stopped(receive, self, name, completion):
-        receive(self, name, replace(completion, end="stop"))
+    receive(self, name, replace(completion, end="stop"))
 
 
 @exhibit(
-    "google/tunix#842", ENDING, r"CheckFailed: ending check: .* continues after a stop token", overrides=LONG
+    "google/tunix#842",
+    ENDING,
+    r"CheckFailed: ending check: .* continues after a stop token",
+    overrides=LONG,
+    replaces="rl.rollout.calls.call_of",
 )
-def stop_token_ignored(bug: Bug) -> None:
+def stop_token_ignored(bug: Bug, call_of, *args):
     """The policy did not stop at its end of turn and went on to the length limit."""
-    from rl.rollout import calls
-
-    @bug.replaces(calls, "call_of")
-    def endless(call_of, *args):
-        found = call_of(*args)
-        found.params.ignore_eos = True
-        return found
+    found = call_of(*args)
+    found.params.ignore_eos = True
+    return found
 
 
 @exhibit(
@@ -43,63 +40,51 @@ def stop_token_ignored(bug: Bug) -> None:
     ENDING,
     r"CheckFailed: ending check: .* is complete by its label, but does not end with a stop token",
     overrides=LONG,
+    replaces="rl.rollout.single_turn.SingleTurn.receive",
 )
-def end_token_cut_off(bug: Bug) -> None:
+def end_token_cut_off(bug: Bug, receive, self, name, completion):
     """The end token was not part of the response, so nothing taught the policy to stop."""
-    from rl.rollout.single_turn import SingleTurn
-
-    @bug.replaces(SingleTurn, "receive")
-    def shorter(receive, self, name, completion):
-        if completion.end == "stop":
-            parts = {
-                part: getattr(completion, part)[:-1] for part in ("token_ids", "logprobs", "weight_versions")
-            }
-            completion = replace(completion, **parts)
-        receive(self, name, completion)
+    if completion.end == "stop":
+        parts = {
+            part: getattr(completion, part)[:-1] for part in ("token_ids", "logprobs", "weight_versions")
+        }
+        completion = replace(completion, **parts)
+    receive(self, name, completion)
 
 
 @exhibit(
     "huggingface/trl#5697",
     ENDING,
     r"CheckFailed: ending check: .* with 4 tokens is truncated by its label, but not at rollout",
+    replaces="rl.rollout.calls.call_of",
 )
-def engine_truncates_earlier_than_configured(bug: Bug) -> None:
+def engine_truncates_earlier_than_configured(bug: Bug, call_of, *args):
     """A default of 256 tokens truncated 98 % of the completions, and all rewards were 0."""
-    from rl.rollout import calls
-
-    @bug.replaces(calls, "call_of")
-    def shorter(call_of, *args):
-        found = call_of(*args)
-        found.params.max_tokens = 4
-        return found
+    found = call_of(*args)
+    found.params.max_tokens = 4
+    return found
 
 
 @exhibit(
     "vllm-project/vllm#11898",
     "duplicates",
     r"CheckFailed: duplicates check: \d+ of 16 samples equal an earlier sample of their prompt",
+    replaces="rl.rollout.single_turn.seed_of",
 )
-def samples_of_a_group_share_a_seed(bug: Bug) -> None:
+def samples_of_a_group_share_a_seed(bug: Bug, seed_of, seed, number):
     """With n > 1 and a seed every completion of a prompt was the same."""
-    from rl.rollout import single_turn
-
-    @bug.replaces(single_turn, "seed_of")
-    def of_prompt(seed_of, seed, number):
-        return seed_of(seed, 0)
+    return seed_of(seed, 0)
 
 
 @exhibit(
     "huggingface/trl#5783",
     "duplicates",
     r"CheckFailed: duplicates check: .*or the engine samples greedily|LogprobMismatch",
+    replaces="rl.rollout.calls.call_of",
 )
-def greedy_rollouts(bug: Bug) -> None:
+def greedy_rollouts(bug: Bug, call_of, request, sampling, version):
     """Defaults of the model replaced temperature 1, and half of a group were equal."""
-    from rl.rollout import calls
-
-    @bug.replaces(calls, "call_of")
-    def cold(call_of, request, sampling, version):
-        return call_of(request, replace(sampling, temperature=0.0), version)
+    return call_of(request, replace(sampling, temperature=0.0), version)
 
 
 @exhibit(
@@ -107,15 +92,12 @@ def greedy_rollouts(bug: Bug) -> None:
     GAP,
     r"LogprobMismatch|CheckFailed: likelihood check",
     overrides=("rollout.temperature=0.6",),
+    replaces="rl.rollout.calls.Calls._completion",
 )
-def log_probs_before_the_temperature(bug: Bug) -> None:
+def log_probs_before_the_temperature(bug: Bug, completion, self, *args):
     """The engine reported log-probs of another temperature than it sampled with; ratios exploded."""
-    from rl.rollout.calls import Calls
-
-    @bug.replaces(Calls, "_completion")
-    def untempered(completion, self, *args):
-        found = completion(self, *args)
-        return replace(found, logprobs=found.logprobs * 0.6)
+    found = completion(self, *args)
+    return replace(found, logprobs=found.logprobs * 0.6)
 
 
 @exhibit(
@@ -123,24 +105,17 @@ def log_probs_before_the_temperature(bug: Bug) -> None:
     "likelihoods",
     r"CheckFailed: likelihood check: old policy / rollout",
     overrides=("agreement.logprob_slack=0", "data.prompts_per_step=16", "training.micro_batch_tokens=400"),
+    replaces="rl.rollout.calls.Calls._completion",
 )
-def log_probs_in_another_base(bug: Bug) -> None:
+def log_probs_in_another_base(bug: Bug, completion, self, *args):
     """Log-probs of the engine were not those that the client assumed."""
-    from rl.rollout.calls import Calls
+    import math
 
-    @bug.replaces(Calls, "_completion")
-    def binary(completion, self, *args):
-        import math
-
-        found = completion(self, *args)
-        return replace(found, logprobs=found.logprobs / math.log(2))
+    found = completion(self, *args)
+    return replace(found, logprobs=found.logprobs / math.log(2))
 
 
-@exhibit("areal-project/AReaL#1569", "staleness", r"StaleTokens")
-def tokens_labelled_with_a_later_version(bug: Bug) -> None:
+@exhibit("areal-project/AReaL#1569", "staleness", r"StaleTokens", replaces="rl.rollout.calls.Live.versions")
+def tokens_labelled_with_a_later_version(bug: Bug, versions, self, num_tokens):
     """The version was read again after the answer, so old tokens counted as new."""
-    from rl.rollout.calls import Live
-
-    @bug.replaces(Live, "versions")
-    def after(versions, self, num_tokens):
-        return versions(self, num_tokens) + 1
+    return versions(self, num_tokens) + 1

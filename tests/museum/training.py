@@ -11,14 +11,10 @@ REDUCTION = "probe of the reduced gradient"
     REDUCTION,
     r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
     ranks=2,
+    replaces="rl.training.gradients.finalize_model_grads",
 )
-def gradients_not_reduced(bug: Bug) -> None:
+def gradients_not_reduced(bug: Bug, finalize, *args, **options):
     """The example's loop left out finalize_model_grads, so every rank trained on its own samples."""
-    from rl.training import gradients
-
-    @bug.replaces(gradients, "finalize_model_grads")
-    def nothing(finalize, *args, **options):
-        pass
 
 
 @exhibit(
@@ -26,15 +22,12 @@ def gradients_not_reduced(bug: Bug) -> None:
     REDUCTION,
     r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
     ranks=2,
+    replaces="rl.training.gradients.finalize_model_grads",
 )
-def gradients_reduced_twice(bug: Bug) -> None:
+def gradients_reduced_twice(bug: Bug, finalize, model, *args, **options):
     """The reduction ran at the end of the backward pass and again at the end of the step."""
-    from rl.training import gradients
-
-    @bug.replaces(gradients, "finalize_model_grads")
-    def again(finalize, model, *args, **options):
-        finalize(model, *args, **options)
-        finalize(model, *args, **options)
+    finalize(model, *args, **options)
+    finalize(model, *args, **options)
 
 
 @exhibit(
@@ -42,16 +35,13 @@ def gradients_reduced_twice(bug: Bug) -> None:
     REDUCTION,
     r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
     ranks=2,
+    replaces="rl.training.gradients.finalize_model_grads",
 )
-def gradients_divided_by_the_replicas(bug: Bug) -> None:
+def gradients_divided_by_the_replicas(bug: Bug, finalize, models, *args, **options):
     """Gradients were divided by a parallel size although the loss had its global denominator."""
-    from rl.training import gradients
-
-    @bug.replaces(gradients, "finalize_model_grads")
-    def mean(finalize, models, *args, **options):
-        finalize(models, *args, **options)
-        for model in models:
-            model.scale_gradients(0.5)
+    finalize(models, *args, **options)
+    for model in models:
+        model.scale_gradients(0.5)
 
 
 @exhibit(
@@ -59,17 +49,14 @@ def gradients_divided_by_the_replicas(bug: Bug) -> None:
     COUNT,
     r"WrongTokens: an update counted .* rank 1 counted .* divided by",
     ranks=2,
+    replaces="rl.phases.minibatches.MinibatchPlan.totals",
 )
-def denominators_of_each_rank(bug: Bug) -> None:
+def denominators_of_each_rank(bug: Bug, totals, self, batch):
     """Each rank divided by its own number of tokens, so short responses counted more."""
-    from rl.phases.minibatches import MinibatchPlan
+    from dataclasses import replace
 
-    @bug.replaces(MinibatchPlan, "totals")
-    def of_rank(totals, self, batch):
-        from dataclasses import replace
-
-        own = sorted(i for micro in self.micro_batches[bug.rank] for i in micro)
-        return replace(totals(self, batch), num_tokens=float(batch.mask[batch.tokens_of(own)].sum()))
+    own = sorted(i for micro in self.micro_batches[bug.rank] for i in micro)
+    return replace(totals(self, batch), num_tokens=float(batch.mask[batch.tokens_of(own)].sum()))
 
 
 @exhibit(
@@ -77,14 +64,11 @@ def denominators_of_each_rank(bug: Bug) -> None:
     COUNT,
     r"WrongTokens: an update counted .* rank 0 counted",
     overrides=("training.micro_batch_tokens=40",),
+    replaces="rl.training.engine.TrainingEngine.update",
 )
-def micro_batch_dropped(bug: Bug) -> None:
+def micro_batch_dropped(bug: Bug, update, self, batch, plan, loss, **options):
     """Samples after the last complete accumulation window were dropped."""
-    from rl.training.engine import TrainingEngine
-
-    @bug.replaces(TrainingEngine, "update")
-    def all_but_one(update, self, batch, plan, loss, **options):
-        return update(self, batch, [rank[:-1] for rank in plan], loss, **options)
+    return update(self, batch, [rank[:-1] for rank in plan], loss, **options)
 
 
 @exhibit(
@@ -92,14 +76,11 @@ def micro_batch_dropped(bug: Bug) -> None:
     "finite gradient norm",
     r"FloatingPointError: the gradient norm is nan; .* on rank 1",
     ranks=2,
+    replaces="rl.phases.policy_gradient.aggregate",
 )
-def gradient_that_is_not_a_number_skipped(bug: Bug) -> None:
+def gradient_that_is_not_a_number_skipped(bug: Bug, aggregate, losses, *args, **options):
     """An update with a gradient norm of nan is skipped with a printed warning."""
-    from rl.phases import policy_gradient
-
-    @bug.replaces(policy_gradient, "aggregate")
-    def nan_on_rank_1(aggregate, losses, *args, **options):
-        return aggregate(losses * (float("nan") if bug.rank == 1 else 1.0), *args, **options)
+    return aggregate(losses * (float("nan") if bug.rank == 1 else 1.0), *args, **options)
 
 
 @exhibit(
@@ -107,15 +88,12 @@ def gradient_that_is_not_a_number_skipped(bug: Bug) -> None:
     "sample of the reference weights",
     r"the reference weights of rank 0 have changed",
     overrides=("objective.kl_coef=0.01",),
+    replaces="rl.training.engine.TrainingEngine.reference_weights",
 )
-def reference_is_the_trained_model(bug: Bug) -> None:
+def reference_is_the_trained_model(bug: Bug, reference_weights, self):
     """The KL divergence was measured from weights that moved with the policy."""
-    from rl.training.engine import TrainingEngine
-
-    @bug.replaces(TrainingEngine, "reference_weights")
-    def of_policy(reference_weights, self):
-        self.reference.weights = [parameter.detach() for parameter in self.model.parameters()]
-        return reference_weights(self)
+    self.reference.weights = [parameter.detach() for parameter in self.model.parameters()]
+    return reference_weights(self)
 
 
 @exhibit(
@@ -157,16 +135,13 @@ def dropout_in_the_reference_pass(bug: Bug) -> None:
     r"Disagreement: .*final_layernorm.weight of the policy on rank \d differ",
     ranks=2,
     overrides=("agreement.weights_every=1",),
+    replaces="rl.phases.updates.Updates._check_replicas",
 )
-def replicas_of_a_weight_drift_apart(bug: Bug) -> None:
+def replicas_of_a_weight_drift_apart(bug: Bug, check, self, model):
     """After a load the ranks' copies were not synchronised, without an error."""
-    from rl.phases.updates import Updates
-
-    @bug.replaces(Updates, "_check_replicas")
-    def after_a_change(check, self, model):
-        if bug.rank == 1:
-            model.model.decoder.final_layernorm.weight.data.mul_(1.001)
-        check(self, model)
+    if bug.rank == 1:
+        model.model.decoder.final_layernorm.weight.data.mul_(1.001)
+    check(self, model)
 
 
 @exhibit(

@@ -32,27 +32,21 @@ def afterwards(bug: Bug, change) -> None:
         return moved
 
 
-@exhibit("huggingface/trl#5312", SYNCHRONOUS, DIFFER)
-def refit_skipped(bug: Bug) -> None:
+@exhibit("huggingface/trl#5312", SYNCHRONOUS, DIFFER, replaces="rl.engines.memory.refit")
+def refit_skipped(bug: Bug, refit, trainer, engine, **options):
     """After sleep mode the engine generated with old weights; rewards stopped rising."""
-    from rl.engines import memory
+    from rl.refit.transfer import BytesMoved
 
-    @bug.replaces(memory, "refit")
-    def nothing(refit, trainer, engine, **options):
-        from rl.refit.transfer import BytesMoved
-
-        return BytesMoved()
+    return BytesMoved()
 
 
-@exhibit("huggingface/trl#5932", SYNCHRONOUS, DIFFER)
-def version_raised_without_weights(bug: Bug) -> None:
+@exhibit(
+    "huggingface/trl#5932", SYNCHRONOUS, DIFFER, replaces="rl.engines.memory.MemorySharing.to_generation"
+)
+def version_raised_without_weights(bug: Bug, to_generation, self, *args):
     """The trainer counted its version up although the engine had not taken the weights."""
-    from rl.engines.memory import MemorySharing
-
-    @bug.replaces(MemorySharing, "to_generation")
-    def labelled(to_generation, self, *args):
-        self.engines.rollout.weights_version = self.engines.policy.version
-        return to_generation(self, *args)
+    self.engines.rollout.weights_version = self.engines.policy.version
+    return to_generation(self, *args)
 
 
 @exhibit(
@@ -93,14 +87,10 @@ def weights_of_the_step_before_sent(bug: Bug) -> None:
     refit.transfer = delayed
 
 
-@exhibit("PrimeIntellect-ai/prime-rl#3524", SYNCHRONOUS, DIFFER)
-def weights_rounded_to_bfloat16_on_the_way(bug: Bug) -> None:
+@exhibit("PrimeIntellect-ai/prime-rl#3524", SYNCHRONOUS, DIFFER, replaces="rl.refit.refit.transfer")
+def weights_rounded_to_bfloat16_on_the_way(bug: Bug, transfer, plan, sources, *rest):
     """The transfer rounded float32 routers, and the mismatch grew with every update."""
-    from rl.refit import refit
-
-    @bug.replaces(refit, "transfer")
-    def cast(transfer, plan, sources, *rest):
-        return transfer(plan, {n: weight.bfloat16().to(weight) for n, weight in sources.items()}, *rest)
+    return transfer(plan, {n: weight.bfloat16().to(weight) for n, weight in sources.items()}, *rest)
 
 
 @exhibit("areal-project/AReaL#1372", SYNCHRONOUS, r"RefitMismatch: after the refit .*q_proj.* on rank 0")

@@ -1,15 +1,13 @@
 """The batch files on a real Slurm cluster of four nodes. What CI does not run is in test_interruptions.py."""
 
-import os
 import shutil
-import subprocess
 import textwrap
 
 import pytest
 
 from tests.intruder import assert_harmless, attacked
 from tests.records import comparable, records
-from tests.slurm.cluster import PATIENCE_S, TWO_NODES, status, wait_for
+from tests.slurm.cluster import TWO_NODES, status, wait_for
 from tests.spawn import ROOT
 from tests.toy import SFT
 
@@ -231,15 +229,3 @@ def test_another_user_of_two_nodes_changes_nothing(cluster, config, tmp_path):
         disturbed = run("disturbed")
     assert disturbed == run("undisturbed")
     assert_harmless(found, payload)
-
-
-@pytest.mark.slow
-def test_mpirun_of_four_trains_two_steps(config, tmp_path):
-    directory = os.path.dirname(shutil.which("python") or "")
-    mpirun = shutil.which("mpirun", path=f"{directory}:{os.environ['PATH']}")
-    if mpirun is None:
-        pytest.skip("there is no mpirun (tools/install_cpu.sh --mpi)")
-    command = [mpirun, "-n", "4", "python", ROOT / "train_rl.py", "--config", config, *SHORT_SFT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    assert len(records(tmp_path / "run")) == 2

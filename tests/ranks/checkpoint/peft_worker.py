@@ -9,9 +9,6 @@ all three models to OUT_DIR/logprobs.pt.
 
 import sys
 from dataclasses import replace
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 
 from rl.runtime.ranks import discover  # noqa: E402
 from train_rl import prepare_environment  # noqa: E402
@@ -20,7 +17,6 @@ RANKS = discover()
 prepare_environment(RANKS)
 
 import torch  # noqa: E402
-from megatron_groups import new_grid  # noqa: E402
 
 from rl.checkpoint.hf import export_hf  # noqa: E402
 from rl.checkpoint.peft import export_peft  # noqa: E402
@@ -31,6 +27,7 @@ from rl.models import read_hf_config  # noqa: E402
 from rl.models.boxes import index  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
+from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
 from tools.hf_reference import random_batch  # noqa: E402
 
 

@@ -6,80 +6,6 @@ import pytest
 from rl.data.batch import fingerprint
 from tests.spawn import run_ranks
 
-PROGRAM = """
-    import dataclasses, json
-    import torch.distributed as dist
-
-    from rl.config.schema import Config
-    from rl.config.options import ConfigError
-    from rl.faults.agreement import agree_on_config, fail_together
-
-    dist.init_process_group("gloo")
-    rank, outcomes = dist.get_rank(), {}
-
-    def outcome(name, action):
-        try:
-            outcomes[name] = action()
-        except ConfigError as error:
-            outcomes[name] = f"ConfigError: {error}"
-
-    def read(*failing):
-        with fail_together():
-            if rank in failing:
-                raise ValueError(f"no file on host {rank}")
-        return "went on"
-
-    outcome("nobody", lambda: read())
-    outcome("first", lambda: read(0))
-    outcome("second", lambda: read(1))
-    outcome("both", lambda: read(0, 1))
-
-    def agree(change):
-        config = Config()
-        if rank == 1:
-            change(config)
-        agree_on_config(config)
-        return "agreed"
-
-    outcome("same", lambda: agree(lambda config: None))
-    outcome("seed", lambda: agree(lambda config: setattr(config.run, "seed", 7)))
-    outcome("nested", lambda: agree(lambda config: setattr(config.training.optimizer, "lr", 0.5)))
-    outcome("list", lambda: agree(lambda config: config.data.train.append("other.parquet")))
-    outcome("type", lambda: agree(lambda config: setattr(config.training, "tp", True)))
-    outcome("after", lambda: agree(lambda config: None))
-    dist.destroy_process_group()
-    print(json.dumps(outcomes))
-"""
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    """Outcome of each case on two ranks."""
-    return [json.loads(out) for out in run_ranks(2, PROGRAM)]
-
-
-DIFFERS = "ConfigError: {} differs between ranks: rank 1 and rank 0 were started differently."
-
-
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        ("nobody", "went on"),
-        ("first", "ConfigError: no file on host 0 (on rank 0)"),
-        ("second", "ConfigError: no file on host 1 (on rank 1)"),
-        ("both", "ConfigError: no file on host 0"),
-        ("same", "agreed"),
-        ("seed", DIFFERS.format("run.seed")),
-        ("nested", DIFFERS.format("training.optimizer.lr")),
-        ("list", DIFFERS.format("data.train")),
-        ("type", DIFFERS.format("training.tp")),
-        ("after", "agreed"),
-    ],
-)
-def test_ranks_fail_together_and_name_the_culprit(outcomes, case, expected):
-    assert [rank[case] for rank in outcomes] == [expected] * 2
-
-
 CHECKS = """
     import json, sys, tempfile, time
     from dataclasses import replace
@@ -87,7 +13,9 @@ CHECKS = """
     import torch.distributed as dist
 
     from rl.config.schema import Config
-    from rl.faults.agreement import PhaseAgreement, Disagreement, agree_on_table, check_replicas
+    from rl.faults.agreement import (
+        PhaseAgreement, Disagreement, agree_on_config, agree_on_table, check_replicas, fail_together,
+    )
     from rl.faults.phase_tracker import PhaseEntry
     from rl.config.options import ConfigError
 
@@ -103,6 +31,28 @@ CHECKS = """
             outcomes[name] = action()
         except (Disagreement, ConfigError) as error:
             outcomes[name] = str(error)
+
+    def read(*failing):
+        with fail_together():
+            if rank in failing:
+                raise ValueError(f"no file on host {rank}")
+        return "went on"
+
+    for failing in ((), (0,), (1,), (0, 1)):
+        outcome(f"read, {failing} fail", lambda: read(*failing))
+
+    def agree(change):
+        config = Config()
+        if rank == 1:
+            change(config)
+        agree_on_config(config)
+        return "agreed"
+
+    outcome("seed", lambda: agree(lambda config: setattr(config.run, "seed", 7)))
+    outcome("nested", lambda: agree(lambda config: setattr(config.training.optimizer, "lr", 0.5)))
+    outcome("list", lambda: agree(lambda config: config.data.train.append("other.parquet")))
+    outcome("type", lambda: agree(lambda config: setattr(config.training, "tp", True)))
+    outcome("same", lambda: agree(lambda config: None))
 
     def check(odd_place=place, batch=5, code="a", odd_rank=2, events=0, replica_size=1):
         mine = rank == odd_rank
@@ -158,13 +108,31 @@ def found():
     return [json.loads(out) for out in run_ranks(3, CHECKS)]
 
 
-def test_ranks_that_agree_learn_the_largest_memory(found):
-    assert [rank["identical"] for rank in found] == [[102, 7, 9]] * 3
-    assert [rank["other replica"] for rank in found] == [[102, 7, 9]] * 3
+DIFFERS = "{} differs between ranks: rank 1 and rank 0 were started differently."
 
 
-def test_the_rank_that_waits_least_is_the_latest(found):
-    assert [rank["late"] for rank in found] == [[0.0, 1.5, 2.0]] * 3
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("read, () fail", "went on"),
+        ("read, (0,) fail", "no file on host 0 (on rank 0)"),
+        ("read, (1,) fail", "no file on host 1 (on rank 1)"),
+        ("read, (0, 1) fail", "no file on host 0 (on rank 0, 1)"),
+        ("seed", DIFFERS.format("run.seed")),
+        ("nested", DIFFERS.format("training.optimizer.lr")),
+        ("list", DIFFERS.format("data.train")),
+        ("type", DIFFERS.format("training.tp")),
+        ("same", "agreed"),
+    ],
+)
+def test_ranks_fail_together_and_name_the_culprit(found, case, expected):
+    assert [rank[case] for rank in found] == [expected] * 3
+
+
+def test_ranks_that_agree_learn_the_largest_memory_and_who_is_late(found):
+    for rank in found:
+        assert rank["identical"] == rank["other replica"] == [102, 7, 9]
+        assert rank["late"] == [0.0, 1.5, 2.0]  # who waits least is the latest
 
 
 @pytest.mark.parametrize(
@@ -181,6 +149,7 @@ def test_every_rank_names_the_field_and_the_odd_rank(found, case, field, rank):
     for text in (theirs[case] for theirs in found):
         assert text.startswith(f"ranks disagree on the {field} before ") and f": rank {rank} (" in text
         assert text.count("rank ") == 1 and "the other 2 ranks: " in text
+        assert case != "phase" or ") has update; the other 2 ranks: score" in text
 
 
 OTHERS = "the other replicas (the first, where there are two)"
@@ -201,10 +170,6 @@ def test_what_differs_between_replicas_is_named(found, case, end):
     assert all(rank[case].endswith(end) for rank in found)
     if case in ("table", "lacking"):
         assert all(rank[case].startswith("rl/x.py differs between ranks: rank 1") for rank in found)
-
-
-def test_different_phases_are_named(found):
-    assert all(") has update; the other 2 ranks: score" in rank["phase"] for rank in found)
 
 
 def test_fingerprints_differ_by_token_and_boundary():

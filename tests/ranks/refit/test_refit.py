@@ -65,11 +65,6 @@ def test_a_changed_element_is_named_with_rank_and_place(dense):
     check_corruptions(dense, "model.layers.1.mlp.down_proj.weight")
 
 
-def test_the_same_layout_moves_nothing(dense):
-    same = [case for cases in dense for case in cases if case["layout"] == f"{case['rollout_tp']}x1"]
-    assert len(same) == 12 and all(case["received"] == 0 and case["local"] > 0 for case in same)
-
-
 def test_a_parameter_of_another_dtype_uses_the_loader(dense):
     for cases in dense:
         found = cases[-1]["fallback"]

@@ -19,18 +19,6 @@ from rl.models import architecture
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
-PUBLISHED = {  # billions of parameters on the model cards; DeepSeek-V3 without multi-token prediction
-    "deepseek-v3": 671.03,
-    "llama-3.1-70b": 70.55,
-    "llama-3.1-8b": 8.03,
-    "mixtral-8x7b": 46.70,
-    "qwen2.5-0.5b": 0.494,
-    "qwen2.5-1.5b": 1.544,
-    "qwen2.5-32b": 32.76,
-    "qwen2.5-7b": 7.616,
-    "qwen3-30b-a3b": 30.53,
-    "qwen3-8b": 8.19,
-}
 PRODUCTION = {CONFIGS / "ppo_deepseek671b.yaml": 512} | {
     path: int(nodes or 1) * int(gpus)
     for path in CONFIGS.glob("*.yaml")
@@ -50,12 +38,6 @@ def found(name, world_size, *overrides, plan=False, **machine):
     return estimate(
         load_config(str(CONFIGS / f"{name}.yaml"), overrides), world_size, Hardware(**machine), plan=plan
     )
-
-
-@pytest.mark.parametrize("model", sorted(path.name for path in (CONFIGS / "models").iterdir()))
-def test_parameters_are_the_published_ones(model):
-    billions = count_parameters(parts_of(model)) / 1e9
-    assert billions == pytest.approx(PUBLISHED[model], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +185,6 @@ class TestChanges:
         assert "training needs" in before.problems[0]
         change = cheapest_change(before)
         assert change.world_size == 8 and change.estimate.problems == [] and len(change.values) == 1
-        after = found(GRPO, 8, *before_and(before, change))
-        assert after.problems == []
 
     def test_more_ranks_are_the_last_resort(self):
         before = found("ppo_deepseek671b", 256, "training.ep=16")
@@ -223,18 +203,19 @@ class TestChanges:
             f"training.{name}" for name in ("recompute", "micro_batch_tokens", "tp", "pp", "ep", "offload")
         }
         assert {key for key, _ in single_changes(config, 8)} == sizes | {"rollout.tp"}
-
-    def test_a_copy_is_changed(self):
-        config = load_config(str(CONFIGS / "quickstart.yaml"))
-        assert with_values(config, {"training.tp": 4}).training.tp == 4 and config.training.tp == 1
+        assert with_values(config, {"training.tp": 1}).training.tp == 1 != config.training.tp  # of a copy
 
 
-def before_and(before, change):
-    keep = [
-        "training.recompute=false",
-        f"training.micro_batch_tokens={before.config.training.micro_batch_tokens}",
-    ]
-    return [*keep, *(f"{key}={json.dumps(value)}" for key, value in change.values.items())]
+def test_a_teacher_adds_its_weights_and_its_passes():
+    alone = found(GRPO, 8)
+    taught = found(GRPO, 8, "teacher.path=qwen2.5-32b", "teacher.advantage_coef=0.1")
+    state = taught.memory.stages[0].states["teacher 1"]
+    assert state.gradients == state.optimizer == 0
+    tp = taught.layout.tp * taught.layout.pp
+    assert 64e9 / tp < state.weights < 66e9 / tp + 1e9
+    assert taught.memory.peak("training")[0] - alone.memory.peak("training")[0] == state.weights
+    assert taught.memory.peak("generation") == alone.memory.peak("generation")
+    assert taught.seconds["teacher"] > 3 * alone.seconds["update_actor"] / 6
 
 
 class TestCommand:

@@ -190,23 +190,6 @@ def test_padding_of_the_vocabulary():
 # Configs ----------------------------------------------------------------------------------------------------
 
 
-def test_megatron_config_follows_from_the_hugging_face_config():
-    fields = qwen2.megatron_config(config(heads=8, kv_heads=2, head_dim=16, hidden=64, ffn=96, layers=3))
-    assert fields == dict(
-        num_layers=3,
-        hidden_size=64,
-        ffn_hidden_size=96,
-        num_attention_heads=8,
-        num_query_groups=2,
-        kv_channels=16,
-        layernorm_epsilon=1e-6,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        add_qkv_bias=True,
-    )
-
-
 def test_sizes_that_follow_from_other_keys():
     hf = {"hidden_size": 64, "num_attention_heads": 8}
     for absent in ({}, {"head_dim": None}):

@@ -161,21 +161,6 @@ def test_step_line_shows_what_a_step_has(step, metrics, line):
     assert step_line(step, 50, metrics) == line
 
 
-def test_step_lines_form_columns():
-    quiet = step_line(9, 100, FULL)
-    loud = step_line(
-        10, 100, {name: value * 7.7 for name, value in FULL.items()} | {"val-core/x/acc/mean@1": 0.5}
-    )
-    words = [
-        [(i, line[i:].split()[0]) for i in range(len(line)) if line[i].isalpha() and line[i - 1] == " "]
-        for line in (quiet, loud)
-    ]
-    assert words[1][: len(words[0])] == words[0] and words[1][len(words[0]) :] == [(len(quiet) + 3, "acc")]
-    assert [i for i, c in enumerate(quiet) if c in "/|:"] == [
-        i for i, c in enumerate(loud[: len(quiet)]) if c in "/|:"
-    ]
-
-
 def test_a_validation_step_shows_the_same_phases_as_the_others():
     phases = FULL | {f"timing_s/{name}": 1.0 for name in "abcdefgh"}
     quiet = step_line(9, 100, phases)

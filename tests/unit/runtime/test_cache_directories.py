@@ -1,13 +1,23 @@
 """The directory of compile caches, and what another user of the node may have made in its place."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rl.runtime.compile_caches import CACHES, use_private_caches
+from tests.spawn import ROOT
 
 OTHER = 64321
+RANK = """
+import os
+from rl.runtime.ranks import discover
+from rl.runtime.session import session
+with session(discover()):
+    print(os.environ["TRITON_CACHE_DIR"])
+"""
 
 
 def caches_below(root):
@@ -80,3 +90,14 @@ def test_the_default_directory_of_inductor_is_checked_too(monkeypatch, tmp_path)
     assert list(environ) == ["TORCHINDUCTOR_CACHE_DIR"]
     assert Path(environ["TORCHINDUCTOR_CACHE_DIR"]).parent.parent == tmp_path
     assert not environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(root))
+
+
+def test_a_rank_checks_the_directories_of_its_job(tmp_path):
+    open_to_all(root := tmp_path / "lockstep-cache")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHINDUCTOR", "VLLM_CACHE"))}
+    caches = dict(LOCKSTEP_CACHE=str(root), TRITON_CACHE_DIR=f"{root}/triton", TMPDIR=str(tmp_path))
+    command = [sys.executable, "-c", RANK]
+    done = subprocess.run(command, env=kept | caches, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1].startswith(f"{tmp_path}/lockstep-cache-")
+    assert f"{root} can be written by other users" in done.stderr
